@@ -1,0 +1,1 @@
+"""YAML and its schema. Loads neither torch nor ray."""

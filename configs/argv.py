@@ -1,0 +1,233 @@
+"""Normalises what a user typed, before Hydra sees it, and by the same rules the keys of a user's YAML.
+
+Aliases become our names, `+key=v` of an existing key becomes an override, keys that cannot change a result are left out with a
+note, and a misspelt one fails at once and names the nearest. configs/compat.yaml has the names.
+"""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import OverrideParseException
+from omegaconf import OmegaConf
+
+from configs.keys import CONFIG_DIR, ConfigError, Keys, did_you_mean, keys_of
+
+FLAGS = {"--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m", "--shell-completion", "-sc"}
+FLAGS_WITH_VALUE = {"--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"}
+INFO_FLAGS = {"--info", "-i"}  # may have a value
+OVERRIDE = re.compile(r"(?P<mark>\+\+|\+|~)?(?P<key>[^=@]+)(?P<package>@[^=]*)?(?:=(?P<value>.*))?", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """why: it changes nothing. values: for which that holds; None: all. otherwise: what to do with another."""
+
+    why: str
+    values: tuple[Any, ...] | None = None
+    otherwise: str = ""
+
+    def takes(self, value: Any) -> bool:
+        if self.values is None:
+            return True
+        return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class Compat:
+    """configs/compat.yaml."""
+
+    alias: Mapping[str, str]
+    spellings: Mapping[str, Mapping[str, str]]
+    accepted: Mapping[str, Accepted]
+    refused: Mapping[str, str]
+
+    def rename(self, key: str, keys: Keys) -> str:
+        """Our name for ``key``; ``key`` itself when it has none in this program."""
+        for pattern, ours in self.alias.items():
+            stem, target = pattern.removesuffix(".*"), ours.removesuffix(".*")
+            is_inside = pattern != stem and key.startswith(f"{stem}.")
+            if (key == stem or is_inside) and keys.knows(target):
+                return target + key.removeprefix(stem)
+        return key
+
+    def leave_out(self, key: str, value: Any, keys: Keys) -> str:
+        """The note for a ``key`` that has no meaning here. Raises ConfigError if that would change a result, or nobody knows it."""
+        patterns = [pattern for pattern in (*self.accepted, *self.refused) if fnmatchcase(key, pattern)]
+        if not patterns:
+            raise ConfigError(f"{key}: there is no such key{keys.did_you_mean(key)}")
+        pattern = max(patterns, key=lambda pattern: (pattern == key, len(pattern)))
+        if pattern in self.refused:
+            raise ConfigError(f"{key}: {self.refused[pattern]}")
+        entry = self.accepted[pattern]
+        if not entry.takes(value):
+            raise ConfigError(f"{key}={value}: {entry.otherwise}")
+        return f"{key} is left out: {entry.why}"
+
+
+@cache
+def compat() -> Compat:
+    tree: Any = OmegaConf.to_container(OmegaConf.load(CONFIG_DIR / "compat.yaml"))
+    accepted = {
+        key: Accepted(entry) if isinstance(entry, str) else Accepted(entry["why"], tuple(entry["values"]), entry["otherwise"])
+        for key, entry in tree["accepted"].items()
+    }
+    return Compat(alias=tree["alias"], spellings=tree["spellings"], accepted=accepted, refused=tree["refused"])
+
+
+@dataclass(frozen=True, slots=True)
+class CommandLine:
+    """flags: Hydra's own. overrides: key=value and group=option, each key once. typed: the keys among them, by our names.
+
+    notes: lines for the user.
+    """
+
+    flags: tuple[str, ...]
+    overrides: tuple[str, ...]
+    typed: frozenset[str]
+    notes: tuple[str, ...]
+
+
+def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
+    """What Hydra is to see of ``argv`` (without the program's name) in the program with this schema and root YAML.
+
+    Of several values of a key the last counts. Raises ConfigError with a line for each word that is wrong.
+    """
+    flags, words = _split(argv)
+    keys, names, groups = keys_of(schema), compat(), Groups.of(root, flags)
+    problems: list[str] = []
+    chosen: dict[str, re.Match[str]] = {}
+    for word in words:
+        match = OVERRIDE.fullmatch(word)
+        if match is None or (match["value"] is None and match["mark"] != "~"):
+            problems.append(f"{word}: an override is key=value{keys.did_you_mean(word)}")
+            continue
+        key = match["key"] if groups.owns(match["key"]) else names.rename(match["key"], keys)
+        name = key + (match["package"] or "")
+        chosen.pop(name, None)  # the last one counts, and where it stands
+        chosen[name] = match
+
+    overrides: list[str] = []
+    typed: set[str] = set()
+    notes: list[str] = []
+    for name, match in chosen.items():
+        mark = match["mark"] or ""
+        tail = "" if match["value"] is None else f"={match['value']}"
+        if groups.owns(match["key"]):
+            is_listed = match["key"] in groups.listed
+            overrides.append(("" if is_listed and mark != "~" else mark) + name + tail)
+        elif keys.knows(name):
+            overrides.append(("~" if mark == "~" else "++" if keys.is_free_form(name) else "") + name + tail)
+            typed.add(name)
+        else:
+            try:
+                notes.append(names.leave_out(name, _parsed(name, match["value"]), keys))
+            except ConfigError as error:
+                problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return CommandLine(tuple(flags), tuple(overrides), frozenset(typed), tuple(notes))
+
+
+def normalise_tree(tree: Mapping[str, Any], schema: type, typed: Collection[str] = ()) -> tuple[dict[str, Any], list[str]]:
+    """The same for a composed tree, unresolved, which holds what stood in a user's YAML; returns it in our names, and notes.
+
+    typed: keys of the command line, which win over an alias in the YAML. Raises ConfigError with a line for each wrong key.
+    """
+    keys, names = keys_of(schema), compat()
+    ours: dict[str, Any] = {}
+    foreign: dict[str, Any] = {}
+    for key, value in _leaves(tree, keys):
+        name = names.rename(key, keys)
+        if name == key and keys.knows(key):
+            ours[key] = value
+        else:
+            foreign[name] = value
+    notes: list[str] = []
+    problems: list[str] = []
+    for name, value in foreign.items():
+        if keys.knows(name):
+            ours |= {} if name in typed else {name: value}
+            continue
+        try:
+            notes.append(names.leave_out(name, value, keys))
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    nested: dict[str, Any] = {}
+    for name, value in ours.items():
+        *path, last = name.split(".")
+        node = nested
+        for part in path:
+            node = node.setdefault(part, {})
+        node[last] = value
+    return nested, notes
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """listed: the groups in the root's defaults list. directories: where options lie, ours first."""
+
+    listed: frozenset[str]
+    directories: tuple[Path, ...]
+
+    @classmethod
+    def of(cls, root: str, flags: Sequence[str]) -> "Groups":
+        defaults: Any = OmegaConf.load(CONFIG_DIR / f"{root}.yaml")["defaults"]
+        listed = frozenset(name for entry in defaults if entry != "_self_" for name in entry)
+        typed = [Path(value) for flag, value in zip(flags, flags[1:], strict=False) if flag in {"--config-dir", "-cd"}]
+        return cls(listed, (CONFIG_DIR, *typed))
+
+    def owns(self, key: str) -> bool:
+        """``key=...`` chooses an option of a group, or is Hydra's own, and not a key of the configuration."""
+        return re.match(r"hydra($|[./])", key) is not None or any((directory / key).is_dir() for directory in self.directories)
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Hydra's flags with their values, and the overrides: they may stand in any order."""
+    flags: list[str] = []
+    words: list[str] = []
+    waiting = list(argv)
+    while waiting:
+        word = waiting.pop(0)
+        flag, equals, value = word.partition("=")
+        if not word.startswith("-"):
+            words.append(word)
+        elif flag in FLAGS_WITH_VALUE and (equals or waiting):
+            flags += [flag, value if equals else waiting.pop(0)]
+        elif flag in INFO_FLAGS:
+            is_given = waiting and re.fullmatch(r"[a-z-]+", waiting[0])
+            flags += [flag, value if equals else waiting.pop(0) if is_given else "all"]
+        elif word in FLAGS:
+            flags.append(word)
+        elif equals:
+            raise ConfigError(f"{word}: an override has no dashes: {word.lstrip('-')}")
+        else:
+            raise ConfigError(f"{word}: there is no such flag{did_you_mean(word, FLAGS | FLAGS_WITH_VALUE | INFO_FLAGS)}")
+    return flags, words
+
+
+def _parsed(key: str, text: str | None) -> Any:
+    """A value as Hydra reads it; a sweep is none of the values that a key may be limited to."""
+    try:
+        return None if text is None else OverridesParser.create().parse_override(f"{key}={text}").value()
+    except OverrideParseException as error:
+        raise ConfigError(f"{key}={text}: cannot be read; put the value in quotes") from error
+
+
+def _leaves(tree: Mapping[str, Any], keys: Keys, prefix: str = "") -> list[tuple[str, Any]]:
+    """(dotted key, value) of everything in ``tree``; what is one leaf of the schema is one here."""
+    found: list[tuple[str, Any]] = []
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and key not in keys.leaves:
+            found += _leaves(value, keys, f"{key}.")
+        else:
+            found.append((key, value))
+    return found

@@ -1,0 +1,95 @@
+"""The one place that runs Hydra: a normalised command line to composed trees, one for each job."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from configs.argv import CommandLine, normalise
+from configs.keys import ConfigError, did_you_mean
+from configs.load import load
+
+Config = TypeVar("Config")
+Tree = DictConfig  # composed, not yet checked: for configs.load alone
+
+# trainer.default_local_dir is the run directory: Hydra makes none beside it and leaves logging alone. Typed values come later, and win.
+SETTINGS = (
+    "hydra.run.dir=.",
+    "hydra.output_subdir=null",
+    "hydra/job_logging=none",
+    "hydra.sweep.dir=${trainer.default_local_dir}",
+    "hydra.sweep.subdir=.",
+)
+
+
+def compose(root: str, schema: type[Config], overrides: Sequence[str] = ()) -> Config:
+    """The configuration that these words on the command line mean: compose("ppo_trainer", PPOConfig, ["recipe=quickstart"])."""
+    command = normalise(overrides, schema, root)
+    with _one_line_errors(), hydra.initialize_config_module("configs", version_base="1.3"):
+        tree = hydra.compose(root, list(command.overrides))
+    return load(tree, schema, command.typed).config
+
+
+def run_jobs(command: CommandLine, root: str, job: Callable[[Tree], None]) -> None:
+    """What the command line asks of Hydra: the job once, or once for each point of a sweep, or --cfg, --info and the like.
+
+    In a sweep every job has its own trainer.default_local_dir. ``job`` raises no Exception. Raises ConfigError.
+    """
+
+    def task(tree: Tree) -> None:
+        if HydraConfig.get().mode == RunMode.MULTIRUN and not _sweeps_over_directories(command):
+            tree.trainer.default_local_dir = f"{tree.trainer.default_local_dir}/{HydraConfig.get().job.num}"
+        job(tree)
+
+    with _one_line_errors(), _hydra_sees([*command.flags, *SETTINGS, *command.overrides]):
+        hydra.main(config_path="pkg://configs", config_name=root, version_base="1.3")(task)()
+
+
+def _sweeps_over_directories(command: CommandLine) -> bool:
+    typed = [text for text in command.overrides if text.startswith("trainer.default_local_dir=")]
+    return any("${hydra:job" in text or OverridesParser.create().parse_override(text).is_sweep_override() for text in typed)
+
+
+@contextmanager
+def _hydra_sees(argv: Sequence[str]) -> Iterator[None]:
+    """hydra.main reads sys.argv, and prints errors itself unless this variable is set."""
+    argv_before, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv, os.environ["HYDRA_FULL_ERROR"] = [sys.argv[0], *argv], "1"
+    try:
+        yield
+    finally:
+        sys.argv = argv_before
+        if full_error is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = full_error
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    try:
+        yield
+    except MissingConfigException as error:
+        group, _, option = (error.missing_cfg_file or "").rpartition("/")
+        options = error.options or []
+        if group and options:
+            raise ConfigError(
+                f"{group}={option}: there is no such option; known: {', '.join(options)}{did_you_mean(option, options)}"
+            ) from error
+        raise ConfigError(" ".join(str(error).split())) from error
+    except OverrideParseException as error:
+        raise ConfigError(f"{error.override}: cannot be read; put the value in quotes, and those in quotes of the shell") from error
+    except (HydraException, OmegaConfBaseException) as error:
+        cause = error.__cause__
+        if isinstance(cause, OmegaConfBaseException) and cause.full_key:
+            raise ConfigError(f"{cause.full_key}: {str(cause).splitlines()[0]}") from error
+        raise ConfigError(" ".join(str(error).split())) from error

@@ -1,0 +1,125 @@
+"""A composed tree to a typed, frozen configuration. Past this file no DictConfig travels.
+
+Every error is one line: key, value, what is allowed, the nearest name.
+"""
+
+import json
+import math
+import os
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Generic, TypeVar, get_args, get_origin
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import TypeAdapter, ValidationError
+
+from configs.argv import compat, normalise_tree
+from configs.keys import ConfigError, bare_type, did_you_mean, keys_of, takes_null
+from configs.schema.ppo import PPOConfig
+from configs.schema.sft import SFTConfig
+
+Config = TypeVar("Config")
+TOO_MANY_MISSING = 10
+WORDS = {"bool_type": "must be true or false", "dataclass_type": "must have keys below it"}  # clearer than pydantic's
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded(Generic[Config]):
+    """notes: lines for the user, about keys that were left out."""
+
+    config: Config
+    notes: tuple[str, ...]
+
+
+def load_ppo(tree: DictConfig | Mapping[str, Any]) -> PPOConfig:
+    return load(tree, PPOConfig).config
+
+
+def load_sft(tree: DictConfig | Mapping[str, Any]) -> SFTConfig:
+    return load(tree, SFTConfig).config
+
+
+def load(tree: DictConfig | Mapping[str, Any], schema: type[Config], typed: Collection[str] = ()) -> Loaded[Config]:
+    """typed: keys given on the command line, see normalise_tree. Raises ConfigError with a line for each problem."""
+    unresolved: Any = OmegaConf.to_container(OmegaConf.create(tree), resolve=False)  # type: ignore[call-overload]
+    ours, notes = normalise_tree(unresolved, schema, typed)
+    try:
+        plain: Any = OmegaConf.to_container(OmegaConf.create(ours), resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+    leaves = keys_of(schema).leaves
+    converted = _convert(plain, leaves, "")
+    infinite = [key for key, value in _floats(converted, "") if not math.isfinite(value)]
+    if infinite:
+        raise ConfigError("\n".join(f"{key}: must be a finite number" for key in infinite))
+    try:
+        # JSON is where pydantic is strict about numbers and texts, and yet takes mappings for dataclasses and lists for tuples.
+        config = _adapter(schema).validate_json(json.dumps(converted), strict=True)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_problems(error, leaves))) from error
+    return Loaded(config, tuple(notes))
+
+
+@cache
+def _adapter(schema: type[Config]) -> TypeAdapter[Config]:
+    return TypeAdapter(schema)
+
+
+def _convert(node: Mapping[str, Any], leaves: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Other spellings of the same value: one file for a list of files, 2024 for a name, fp32 for float32, ~ for the home."""
+    converted: dict[str, Any] = {}
+    for name, value in node.items():
+        key = f"{prefix}{name}"
+        if key not in leaves:
+            converted[name] = _convert(value, leaves, f"{key}.") if isinstance(value, Mapping) else value
+            continue
+        annotation = bare_type(leaves[key])
+        if annotation is str and isinstance(value, int | float) and not isinstance(value, bool):
+            value = str(value)
+        if isinstance(value, str):
+            value = _home(compat().spellings.get(name, {}).get(value, value))
+            value = [value] if annotation == list[str] else value
+        elif isinstance(value, list):
+            value = [_home(item) if isinstance(item, str) else item for item in value]
+        converted[name] = value
+    return converted
+
+
+def _home(text: str) -> str:
+    return os.path.expanduser(text) if text.startswith("~/") else text
+
+
+def _floats(node: Any, key: str) -> list[tuple[str, float]]:
+    if isinstance(node, float):
+        return [(key, node)]
+    items = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+    return [found for name, value in items for found in _floats(value, f"{key}.{name}".lstrip("."))]
+
+
+def _problems(error: ValidationError, leaves: Mapping[str, Any]) -> list[str]:
+    missing = [".".join(map(str, entry["loc"])) for entry in error.errors() if entry["type"] == "missing"]
+    if len(missing) > TOO_MANY_MISSING:
+        return [
+            f"{len(missing)} keys are missing, {missing[0]} the first: a configuration of your own starts from ours, with "
+            "`defaults: [ppo_trainer, _self_]` (or sft_trainer) at its top"
+        ]
+    return [_problem(entry, leaves) for entry in error.errors()]
+
+
+def _problem(entry: Any, leaves: Mapping[str, Any]) -> str:
+    """One line for one of pydantic's errors."""
+    key = ".".join(map(str, entry["loc"]))
+    if entry["type"] == "missing":
+        return f"{key}: is missing"
+    allowed = WORDS.get(entry["type"]) or re.sub(r"^\w+ should", "must", entry["msg"])
+    annotation = leaves.get(key)
+    nearest = ""
+    if entry["type"] == "literal_error":
+        choices = get_args(bare_type(annotation))
+        allowed = f"must be one of {', '.join(choices)}"
+        nearest = did_you_mean(str(entry["input"]), choices)
+    null = " or null" if takes_null(annotation) else ""
+    return f"{key}={json.dumps(entry['input'])}: {allowed}{null}{nearest}"

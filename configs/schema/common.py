@@ -1,0 +1,77 @@
+"""Parts of the tree that several roles share: model, optimizer, FSDP engine.
+
+Types and checks only. A default, and the comment that explains it, lives in the YAML beside this package.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le
+
+Positive = Annotated[int, Gt(0)]
+NonNegative = Annotated[int, Ge(0)]
+NonNegativeFloat = Annotated[float, Ge(0.0)]
+PositiveFloat = Annotated[float, Gt(0.0)]
+Fraction = Annotated[float, Ge(0.0), Le(1.0)]
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+AggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+Strategy = Literal["fsdp"]
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ModelConfig:
+    path: str
+    tokenizer_path: str | None
+    trust_remote_code: bool
+    enable_gradient_checkpointing: bool
+    override_config: dict[str, Any]
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class OptimConfig:
+    lr: NonNegativeFloat
+    betas: tuple[Fraction, Fraction]
+    weight_decay: NonNegativeFloat
+    lr_scheduler_type: Literal["constant", "cosine"]
+    lr_warmup_steps: Annotated[int, Ge(-1)]
+    lr_warmup_steps_ratio: Fraction
+    min_lr_ratio: Fraction
+    num_cycles: PositiveFloat
+    total_training_steps: Annotated[int, Ge(-1)]
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class FSDPConfig:
+    model_dtype: Dtype
+    dtype: Dtype
+    reshard_after_forward: bool
+    param_offload: bool
+    optimizer_offload: bool
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class RunConfig:
+    """What `trainer` is in every program."""
+
+    project_name: str
+    experiment_name: str
+    default_local_dir: str
+    logger: list[str]
+    device: Literal["cuda", "cpu"]
+    backend: Literal["ray", "local"]
+    nnodes: Positive
+    n_gpus_per_node: Positive
+    seed: int
+    total_epochs: Positive
+    total_training_steps: Positive | None
+    test_freq: int
+    save_freq: int
+    resume_mode: Literal["auto", "disable", "resume_path"]
+    resume_from_path: str | None
+    dry_run: Literal["config"] | None
+    full_traceback: bool
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class RayConfig:
+    ray_init: dict[str, Any]

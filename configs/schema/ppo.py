@@ -1,0 +1,202 @@
+"""The typed tree of `trainer.main_ppo`. The YAML twin is configs/ppo_trainer.yaml; a test holds the two equal."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le
+
+from configs.schema.common import (
+    AggMode,
+    Dtype,
+    Fraction,
+    FSDPConfig,
+    ModelConfig,
+    NonNegative,
+    NonNegativeFloat,
+    OptimConfig,
+    Positive,
+    PositiveFloat,
+    RayConfig,
+    RunConfig,
+    Strategy,
+)
+
+KLKind = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class DataConfig:
+    train_files: list[str]
+    val_files: list[str]
+    train_max_samples: Annotated[int, Ge(-1)]
+    val_max_samples: Annotated[int, Ge(-1)]
+    prompt_key: str
+    reward_fn_key: str
+    train_batch_size: Positive
+    val_batch_size: Positive | None
+    max_prompt_length: Positive
+    max_response_length: Positive
+    truncation: Literal["error", "left", "right", "middle"]
+    filter_overlong_prompts: bool
+    filter_overlong_prompts_workers: Positive
+    shuffle: bool
+    seed: int | None
+    apply_chat_template_kwargs: dict[str, Any]
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class PolicyLossConfig:
+    loss_mode: str
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ActorConfig:
+    strategy: Strategy
+    ppo_mini_batch_size: Positive
+    ppo_micro_batch_size: Positive | None
+    ppo_micro_batch_size_per_gpu: Positive | None
+    use_dynamic_bsz: bool
+    ppo_max_token_len_per_gpu: Positive
+    ppo_epochs: Positive
+    shuffle: bool
+    policy_loss: PolicyLossConfig
+    clip_ratio: NonNegativeFloat
+    clip_ratio_low: NonNegativeFloat
+    clip_ratio_high: NonNegativeFloat
+    clip_ratio_c: Annotated[float, Gt(1.0)]
+    loss_agg_mode: AggMode
+    loss_scale_factor: Positive | None
+    entropy_coeff: float
+    calculate_entropy: bool
+    use_kl_loss: bool
+    kl_loss_coef: float
+    kl_loss_type: KLKind
+    grad_clip: PositiveFloat
+    optim: OptimConfig
+    fsdp_config: FSDPConfig
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class RefConfig:
+    strategy: Strategy
+    log_prob_micro_batch_size: Positive | None
+    log_prob_micro_batch_size_per_gpu: Positive | None
+    log_prob_use_dynamic_bsz: bool
+    log_prob_max_token_len_per_gpu: Positive
+    fsdp_config: FSDPConfig
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class SamplingConfig:
+    n: Positive
+    do_sample: bool
+    temperature: NonNegativeFloat
+    top_k: Annotated[int, Ge(-1)]
+    top_p: Annotated[float, Gt(0.0), Le(1.0)]
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class RolloutConfig:
+    name: Literal["embedded"]
+    n: Positive
+    do_sample: bool
+    temperature: PositiveFloat
+    top_k: Annotated[int, Ge(-1)]
+    top_p: Annotated[float, Gt(0.0), Le(1.0)]
+    ignore_eos: bool
+    dtype: Dtype
+    max_num_seqs: Positive
+    max_model_len: Positive | None
+    tensor_model_parallel_size: Positive
+    gpu_memory_utilization: Fraction
+    free_cache_engine: bool
+    log_prob_micro_batch_size: Positive | None
+    log_prob_micro_batch_size_per_gpu: Positive | None
+    log_prob_use_dynamic_bsz: bool
+    log_prob_max_token_len_per_gpu: Positive
+    val_kwargs: SamplingConfig
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ActorRolloutRefConfig:
+    model: ModelConfig
+    actor: ActorConfig
+    ref: RefConfig
+    rollout: RolloutConfig
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class CriticConfig:
+    enable: bool | None
+    strategy: Strategy
+    model: ModelConfig
+    ppo_mini_batch_size: Positive
+    ppo_micro_batch_size: Positive | None
+    ppo_micro_batch_size_per_gpu: Positive | None
+    use_dynamic_bsz: bool
+    ppo_max_token_len_per_gpu: Positive
+    forward_micro_batch_size: Positive | None
+    forward_micro_batch_size_per_gpu: Positive | None
+    forward_max_token_len_per_gpu: Positive
+    ppo_epochs: Positive
+    shuffle: bool
+    cliprange_value: NonNegativeFloat
+    loss_agg_mode: AggMode
+    loss_scale_factor: Positive | None
+    grad_clip: PositiveFloat
+    optim: OptimConfig
+    fsdp_config: FSDPConfig
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class KLControlConfig:
+    type: Literal["fixed", "adaptive"]
+    kl_coef: float
+    horizon: Positive
+    target_kl: PositiveFloat
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class AlgorithmConfig:
+    adv_estimator: str
+    gamma: Fraction
+    lam: Fraction
+    norm_adv_by_std_in_grpo: bool
+    use_kl_in_reward: bool
+    kl_penalty: KLKind
+    kl_ctrl: KLControlConfig
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class CustomRewardConfig:
+    path: str | None
+    name: str
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class RewardConfig:
+    num_workers: NonNegative
+    timeout: PositiveFloat
+    custom_reward_function: CustomRewardConfig
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class TrainerConfig(RunConfig):
+    log_val_generations: NonNegative
+    rollout_data_dir: str | None
+    critic_warmup: NonNegative
+    val_before_train: bool
+    val_only: bool
+    max_actor_ckpt_to_keep: Positive | None
+    max_critic_ckpt_to_keep: Positive | None
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class PPOConfig:
+    data: DataConfig
+    actor_rollout_ref: ActorRolloutRefConfig
+    critic: CriticConfig
+    algorithm: AlgorithmConfig
+    reward: RewardConfig
+    trainer: TrainerConfig
+    ray_kwargs: RayConfig

@@ -1,0 +1,86 @@
+"""Where raw data comes from: local files or the Hugging Face hub."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from data_preprocess.writer import write
+
+_SUFFIXES = (".jsonl", ".json", ".parquet")
+_SPLITS = ("train", "test")
+
+Example = dict[str, Any]
+
+
+def preprocess(
+    argv: Sequence[str] | None, make_row: Callable[[Example, str, int], Example], *, hub: str, config: str | None, save_dir: str, about: str
+) -> None:
+    """A whole command: flags, reading, ``make_row(example, split, index)`` for each example, train.parquet and test.parquet.
+
+    hub, config: name of the data on the hub, and its part. save_dir: where files go if no flag says. Errors are one line.
+    """
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--local_save_dir", "--local_dir", default=save_dir, help="where train.parquet and test.parquet go (default: %(default)s)")
+    parser.add_argument("--local_dataset_path", help=f"the raw data, a directory or a .jsonl or .parquet file; without it, {hub} on the hub")
+    args = parser.parse_args(argv)
+    try:
+        splits = _from_hub(hub, config) if args.local_dataset_path is None else _from_files(args.local_dataset_path, config)
+        written = {split: [_row(make_row, example, split, i) for i, example in enumerate(examples)] for split, examples in splits.items()}
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    for split, rows in written.items():
+        write(rows, args.local_save_dir, split)
+
+
+def _row(make_row: Callable[[Example, str, int], Example], example: Example, split: str, index: int) -> Example:
+    try:
+        return make_row(example, split, index)
+    except KeyError as error:
+        raise ValueError(f"{split} row {index} has no field {error}; it has {', '.join(example)}") from error
+    except ValueError as error:
+        raise ValueError(f"{split} row {index}: {error}") from error
+
+
+def _from_hub(name: str, config: str | None) -> dict[str, list[Example]]:
+    if find_spec("datasets") is None:
+        raise ValueError(f"the hub needs the package `datasets` (pip install datasets); or give --local_dataset_path, a copy of {name}")
+    from datasets import load_dataset  # an optional package
+
+    try:
+        data = load_dataset(name, config)
+    except OSError as error:  # ConnectionError and DatasetNotFoundError are
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{name} cannot be had from the hub ({reason}); give --local_dataset_path, a copy of it") from error
+    return {split: list(data[split]) for split in _SPLITS}
+
+
+def _from_files(name: str, config: str | None) -> dict[str, list[Example]]:
+    """The files whose names begin with train or test; of a copy of the hub's tree, those of the part ``config``."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        files = [path]
+    elif path.is_dir():
+        root = path / config if config is not None and (path / config).is_dir() else path
+        files = sorted(file for file in root.rglob("*") if file.suffix in _SUFFIXES)
+    else:
+        raise ValueError(f"--local_dataset_path {name}: no such file or directory")
+    splits = {split: [example for file in files if file.name.startswith(split) for example in _read(file)] for split in _SPLITS}
+    found = {split: examples for split, examples in splits.items() if examples}
+    if not found:
+        there = ", ".join(file.name for file in files[:10]) or "no such file"
+        raise ValueError(f"--local_dataset_path {name}: files train*.jsonl or .parquet, and test*, are wanted; there is {there}")
+    return found
+
+
+def _read(file: Path) -> list[Example]:
+    if file.suffix == ".parquet":
+        return pq.read_table(file).to_pylist()
+    if file.suffix not in _SUFFIXES:
+        raise ValueError(f"{file}: not a {' or '.join(_SUFFIXES)} file")
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]

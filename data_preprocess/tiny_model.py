@@ -1,0 +1,89 @@
+"""A small model with random weights and a tokenizer of single characters, for trying things out.
+
+python -m data_preprocess.tiny_model --save_dir DIR writes a Hugging Face directory for AutoTokenizer and AutoModelForCausalLM.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
+from transformers.utils import logging
+
+ARCHITECTURES: dict[str, type[PretrainedConfig]] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+PAD, EOS = "<pad>", "<eos>"
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+def character_tokenizer(alphabet: str | None) -> PreTrainedTokenizerFast:
+    """One id a character (a byte, outside ASCII), after <pad> and <eos>; None: every byte, so that it reads any text.
+
+    What is not in the alphabet is not read at all. The chat template is the contents of the messages, one after the other.
+
+    It is a byte-level BPE without merges because transformers builds one anew from the vocabulary for every model of type qwen2,
+    whatever tokenizer.json says. pad stands for unk as well: without one, it would add its own, beyond the vocabulary.
+    """
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    symbols = sorted(to_bytes.alphabet()) if alphabet is None else dict.fromkeys(to_bytes.pre_tokenize_str(alphabet)[0][0])
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate([PAD, EOS, *symbols])}, []))
+    tokenizer.pre_tokenizer = to_bytes
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        unk_token=PAD,
+        eos_token=EOS,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="A small model with random weights and a character tokenizer")
+    parser.add_argument("--save_dir", required=True, help="directory to write")
+    parser.add_argument("--architecture", choices=ARCHITECTURES, default="qwen2", help="(default: %(default)s)")
+    parser.add_argument("--alphabet", default="0123456789=", help="the characters it reads and writes (default: %(default)s)")
+    parser.add_argument("--bytes", action="store_true", help="read and write any text, byte by byte, instead of --alphabet")
+    parser.add_argument("--hidden_size", type=int, default=96, help="(default: %(default)s)")
+    parser.add_argument("--num_hidden_layers", type=int, default=2, help="(default: %(default)s)")
+    parser.add_argument("--num_attention_heads", type=int, default=4, help="(default: %(default)s)")
+    parser.add_argument("--num_key_value_heads", type=int, default=2, help="(default: %(default)s)")
+    parser.add_argument("--intermediate_size", type=int, default=288, help="(default: %(default)s)")
+    parser.add_argument("--max_position_embeddings", type=int, default=1024, help="longest sequence, tokens (default: %(default)s)")
+    parser.add_argument("--tie_word_embeddings", action=argparse.BooleanOptionalAction, default=True, help="(default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights (default: %(default)s)")
+    args = parser.parse_args(argv)
+    if args.hidden_size % args.num_attention_heads or args.num_attention_heads % args.num_key_value_heads:
+        parser.error(
+            f"hidden_size {args.hidden_size} must divide by num_attention_heads {args.num_attention_heads}, "
+            f"and that by num_key_value_heads {args.num_key_value_heads}"
+        )
+
+    tokenizer = character_tokenizer(None if args.bytes else args.alphabet)
+    config = ARCHITECTURES[args.architecture](
+        vocab_size=len(tokenizer),
+        hidden_size=args.hidden_size,
+        num_hidden_layers=args.num_hidden_layers,
+        num_attention_heads=args.num_attention_heads,
+        num_key_value_heads=args.num_key_value_heads,
+        head_dim=args.hidden_size // args.num_attention_heads,
+        intermediate_size=args.intermediate_size,
+        max_position_embeddings=args.max_position_embeddings,
+        tie_word_embeddings=args.tie_word_embeddings,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(args.seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    path = Path(args.save_dir).expanduser()
+    logging.disable_progress_bar()
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    print(f"{path}: {args.architecture}, {model.num_parameters():,} parameters, {len(tokenizer)} tokens")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# From a fresh clone to a report: environment, data, a tiny warm-started model, then training with GRPO on CPU.
+# Run again, it trains again, in a new run directory, without the set-up. Arguments go to trainer.main_ppo:
+#     scripts/quickstart.sh trainer.seed=12 trainer.total_training_steps=20
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+scripts/setup_env.sh
+python=.venv/bin/python
+data=data/sort_digits
+
+[ -e $data/train.parquet ] || "$python" -m data_preprocess.sort_digits --local_save_dir $data
+[ -e $data/base/config.json ] || "$python" -m data_preprocess.tiny_model --save_dir $data/base
+if [ ! -e $data/warm ]; then
+  rm -rf $data/warm.part # of a warm start that was stopped half-way
+  "$python" -m trainer.main_sft recipe=sort_digits trainer.export_dir=$data/warm.part
+  mv $data/warm.part $data/warm
+fi
+exec "$python" -m trainer.main_ppo recipe=quickstart trainer.default_local_dir="runs/quickstart-$(date +%Y%m%d-%H%M%S)" "$@"

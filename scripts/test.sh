@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Makes what the tests need, then ruff, mypy and pytest. Arguments go to pytest; it ends with pytest's summary.
+#     scripts/test.sh                   all but the long ones
+#     scripts/test.sh tests/layout -x   some of them
+#     scripts/test.sh soak              the long ones: learning tables, kills
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+scripts/setup_env.sh dev
+export OMP_NUM_THREADS=1 # two threads a process make small products many times slower when processes share the cores
+python=.venv/bin/python
+
+if [ "${1:-}" = soak ]; then
+  shift
+  exec "$python" -m pytest -m soak --timeout 3600 "$@" </dev/null
+fi
+"$python" -m ruff check .
+"$python" -m mypy
+exec "$python" -m pytest "$@" </dev/null

@@ -1,0 +1,52 @@
+"""Rules for every test: one thread a process, and no process left behind."""
+
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("tandem", deadline=None, derandomize=True)  # the same examples every time
+settings.load_profile("tandem")
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
+FAMILY = uuid.uuid4().hex
+os.environ["TANDEM_TEST_FAMILY"] = FAMILY  # inherited by every process that a test starts, also when its parent is gone
+
+
+def descendants() -> list[psutil.Process]:
+    """Living processes that were started from here: children, their children, and orphans of either."""
+    found = {child.pid: child for child in psutil.Process().children(recursive=True)}
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"TANDEM_TEST_FAMILY={FAMILY}".encode() in environ.read_bytes().split(b"\0"):
+                pid = int(environ.parent.name)
+                found[pid] = psutil.Process(pid)
+        except (OSError, psutil.NoSuchProcess):  # another user's, or gone by now
+            continue
+    return [process for process in found.values() if is_ours_to_end(process)]
+
+
+def is_ours_to_end(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_left_behind() -> Iterator[None]:
+    """A module that leaves a process running fails, and names it. (Python's resource tracker ends with its parent.)"""
+    yield
+    deadline = time.monotonic() + 10
+    while (left := descendants()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    named = [(process.pid, process.name()) for process in left]
+    for process in left:
+        process.kill()
+    assert not named, f"left behind: {named}"

@@ -1,0 +1,85 @@
+"""pyproject.toml and the imports say the same: what is imported is declared, what is declared is imported."""
+
+import ast
+import re
+import sys
+import tomllib
+from importlib.metadata import packages_distributions, requires
+
+from packaging.requirements import Requirement
+
+from tests.layout.source import PACKAGES, ROOT, imports, parse, python_files, top_level
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+CONSTRAINTS = (ROOT / "requirements/constraints-cpu.txt").read_text()
+
+# Distribution -> why it is declared though nothing imports it.
+NOT_IMPORTED: dict[str, str] = {
+    "mypy": "a tool of scripts/test.sh",
+    "pre-commit": "a tool of those who commit",
+    "pytest-timeout": "a plugin: pyproject.toml sets its limit",
+    "pytest-xdist": "a plugin: pytest -n",
+    "ruff": "a tool of scripts/test.sh",
+    "types-pyyaml": "types, for mypy",
+}
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def declared(*extras: str) -> set[str]:
+    lists = [PROJECT["dependencies"], *(PROJECT["optional-dependencies"][extra] for extra in extras)]
+    return {canonical(Requirement(text).name) for requirements in lists for text in requirements}
+
+
+def imported(*trees: str) -> set[str]:
+    """Distributions that files under ``trees`` import, wherever the import stands."""
+    ours = {*PACKAGES, "tests", "scripts"}
+    names = {top_level(name) for path in python_files(*trees) for _, name in imports(path)}
+    owners = packages_distributions()
+    return {canonical(owners.get(name, [name])[0]) for name in names - ours - sys.stdlib_module_names}
+
+
+def test_what_the_packages_import_is_declared() -> None:
+    assert imported() - declared("hub", "wandb") == set()
+
+
+def test_what_tests_and_scripts_import_is_declared() -> None:
+    assert imported("tests", "scripts") - declared("hub", "wandb", "dev") == set()
+
+
+def test_what_is_declared_is_imported() -> None:
+    core = imported()
+    assert declared() - core - NOT_IMPORTED.keys() == set()
+    assert declared("dev", "hub", "wandb") - declared() - core - imported("tests", "scripts") - NOT_IMPORTED.keys() == set()
+    assert NOT_IMPORTED.keys() <= declared("dev"), "no longer declared"
+
+
+def test_optional_packages_are_imported_where_they_are_used() -> None:
+    """An extra may be missing: a module that imports it at its top cannot be loaded then."""
+    optional = declared("hub", "wandb") - declared()
+    at_top = [
+        f"{path}:{node.lineno}"
+        for path in python_files()
+        for node in parse(path).body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""])
+        if canonical(top_level(name)) in optional
+    ]
+    assert at_top == []
+
+
+def test_constraints_pin_what_is_installed_by_name() -> None:
+    pins = dict(line.split("==") for line in CONSTRAINTS.splitlines() if line and not line.startswith("#"))
+    assert declared("dev") <= pins.keys()
+    for text in [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]]:
+        requirement = Requirement(text)
+        assert requirement.specifier.contains(pins[canonical(requirement.name)]), text
+    assert all("+" not in version for version in pins.values()), "a local version (torch 2.13.0+cpu) is one machine's"
+
+
+def test_the_core_is_what_the_metadata_says() -> None:
+    """The environment the tests run in was made from this pyproject.toml."""
+    installed = {canonical(Requirement(text).name) for text in requires("tandem") or [] if "extra ==" not in text}
+    assert installed == declared()

@@ -1,0 +1,57 @@
+"""What a user installs: one version, every package, every data file, every command."""
+
+import importlib.util
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from setuptools import find_namespace_packages
+from setuptools.config.expand import read_attr
+
+from tests.layout.source import PACKAGES, ROOT
+
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
+
+
+def test_the_version_has_one_home() -> None:
+    version = read_attr(SETUPTOOLS["dynamic"]["version"]["attr"], root_dir=ROOT)
+    assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text()
+    command = [sys.executable, "-c", "import trainer; print(trainer.__version__)"]
+    assert subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip() == version
+
+
+def shipped_files() -> set[Path]:
+    """Files of the packages that an installation has, by the rules of pyproject.toml."""
+    find = SETUPTOOLS["packages"]["find"]
+    folders = [ROOT.joinpath(*name.split(".")) for name in find_namespace_packages(str(ROOT), find["exclude"], find["include"])]
+    return {path for folder in folders for pattern in ["*.py", *SETUPTOOLS["package-data"]["*"]] for path in folder.glob(pattern)}
+
+
+def test_every_file_of_the_packages_is_shipped() -> None:
+    files = {path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    assert files == shipped_files()
+
+
+def test_every_folder_with_code_is_a_package() -> None:
+    folders = {path.parent for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
+    assert [str(folder) for folder in folders if not (folder / "__init__.py").is_file()] == []
+
+
+def test_a_users_folder_does_not_hide_ours(tmp_path: Path) -> None:
+    """A folder `configs` of YAML files is common where people work; without __init__.py it must not win over ours."""
+    for package in PACKAGES:
+        (tmp_path / package).mkdir()
+    command = [sys.executable, "-c", "import configs, workers; print(configs.__file__, workers.__file__)"]
+    done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert done.stdout.split() == [str(ROOT / "configs/__init__.py"), str(ROOT / "workers/__init__.py")]
+
+
+@pytest.mark.parametrize("target", PYPROJECT["project"]["scripts"].values())
+def test_console_scripts_name_a_function(target: str) -> None:
+    module, _, function = target.partition(":")
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None
+    assert f"\ndef {function}(" in Path(spec.origin).read_text()

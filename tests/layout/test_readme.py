@@ -1,0 +1,71 @@
+"""Commands in README.md and CONTRIBUTING.md are true: configurations compose, scripts and modules exist."""
+
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from itertools import dropwhile
+
+import pytest
+
+from tests.layout.source import ROOT
+
+KNOWN_PROGRAMS = {"git", "cd", "source", "ray"}
+
+
+def commands(page: str) -> list[list[str]]:
+    """The words of every command in the ```bash blocks of a page; continued lines are joined, comments dropped."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    split = (shlex.split(line, comments=True) for line in lines)
+    return [words for line in split if (words := list(dropwhile(lambda word: re.match(r"[A-Z_]+=", word), line)))]
+
+
+PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+COMMANDS = [(page, words) for page in ("README.md", "CONTRIBUTING.md") for words in commands(page)]
+TRAINING = [words for _, words in COMMANDS if words[1:3] == ["-m", "trainer.main_ppo"]]
+
+
+@pytest.mark.parametrize("words", TRAINING, ids=" ".join)
+def test_training_commands_compose(words: list[str]) -> None:
+    command = [sys.executable, *words[1:], "trainer.dry_run=config"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr + done.stdout
+
+
+@pytest.mark.parametrize(("page", "words"), COMMANDS, ids=lambda value: value if isinstance(value, str) else " ".join(value))
+def test_programs_exist(page: str, words: list[str]) -> None:
+    program = words[0]
+    if program in {"python", ".venv/bin/python"}:
+        assert words[1] == "-m" and importlib.util.find_spec(words[2]) is not None
+    elif "/" in program:
+        assert (ROOT / program).stat().st_mode & 0o111, f"{page}: {program} is not there, or not executable"
+    else:
+        assert program in KNOWN_PROGRAMS
+
+
+def test_the_two_commands_are_there() -> None:
+    assert ["scripts/quickstart.sh"] in [words for page, words in COMMANDS if page == "README.md"]
+    assert TRAINING
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    targets = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", (ROOT / page).read_text())
+    assert [target for target in targets if not (ROOT / page).parent.joinpath(target).exists()] == []
+
+
+def test_the_estimator_of_contributing_works() -> None:
+    """Run in a process of its own: it registers a name."""
+    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+    check = """
+inputs = AdvantageInputs(
+    token_rewards=torch.tensor([0.0, 1.0, 0.0, 0.0, 3.0]),
+    response_mask=torch.tensor([0, 1, 0, 1, 1]),
+    lengths=torch.tensor([2, 3]),
+    uid=torch.tensor([0, 1]),
+)
+assert ADVANTAGES["batch_mean"](inputs, None).advantages.tolist() == [0.0, -1.0, 0.0, 1.0, 1.0]
+"""
+    subprocess.run([sys.executable, "-c", code + check], cwd=ROOT, check=True, capture_output=True, text=True)

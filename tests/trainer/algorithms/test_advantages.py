@@ -1,0 +1,124 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from configs.schema.ppo import AlgorithmConfig, KLControlConfig
+from trainer.algorithms.advantages import ADVANTAGES, AdvantageInputs, gae, grpo
+
+
+def config(**changes: object) -> AlgorithmConfig:
+    plain: dict = {
+        "adv_estimator": "gae", "gamma": 0.97, "lam": 0.9, "norm_adv_by_std_in_grpo": True, "use_kl_in_reward": False, "kl_penalty": "kl",
+        "kl_ctrl": KLControlConfig(type="fixed", kl_coef=0.001, horizon=10000, target_kl=0.1),
+    }  # fmt: skip
+    return AlgorithmConfig(**(plain | changes))
+
+
+def ragged(seed: int, n: int = 6) -> AdvantageInputs:
+    """Rows of 1 to 9 tokens, masks with holes, the second row untrained."""
+    g = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 10, (n,), generator=g)
+    total = int(lengths.sum())
+    mask = (torch.rand(total, generator=g) < 0.7).float()
+    mask[int(lengths[0]) : int(lengths[:2].sum())] = 0
+    return AdvantageInputs(
+        token_rewards=torch.randn(total, generator=g) * mask,
+        response_mask=mask,
+        lengths=lengths,
+        uid=torch.randint(0, 3, (n,), generator=g),
+        values=torch.randn(total, generator=g),
+    )
+
+
+def gae_by_definition(inputs: AdvantageInputs, gamma: float, lam: float) -> Tensor:
+    """Plain sums, row by row: A_t = sum_l (gamma lam)^l delta_{t+l} over the trained tokens of the row."""
+    out, start = torch.zeros(len(inputs.token_rewards), dtype=torch.float64), 0
+    for length in inputs.lengths.tolist():
+        where = [t for t in range(start, start + length) if inputs.response_mask[t]]
+        start += length
+        values = [float(inputs.values[t]) for t in where] + [0.0]
+        deltas = [float(inputs.token_rewards[t]) + gamma * values[k + 1] - values[k] for k, t in enumerate(where)]
+        for k, t in enumerate(where):
+            out[t] = sum((gamma * lam) ** (j - k) * deltas[j] for j in range(k, len(where)))
+    return out
+
+
+@given(st.integers(0, 10**6))
+def test_gae_equals_its_definition(seed: int) -> None:
+    inputs = ragged(seed)
+    result = gae(inputs, config())
+    trained = inputs.response_mask.bool()
+    raw = gae_by_definition(inputs, 0.97, 0.9)
+    torch.testing.assert_close(result.returns[trained].double(), (raw + inputs.values)[trained], atol=1e-5, rtol=1e-5)
+    if trained.sum() > 1:
+        white = (raw[trained] - raw[trained].mean()) / torch.sqrt(raw[trained].var() + 1e-8)
+        torch.testing.assert_close(result.advantages[trained].double(), white, atol=1e-4, rtol=1e-4)
+    assert not result.advantages[~trained].any() and not result.returns[~trained].any()
+
+
+def test_gae_at_gamma_and_lam_one_returns_the_rewards_to_come() -> None:
+    inputs = ragged(3)
+    result = gae(inputs, config(gamma=1.0, lam=1.0))
+    start = 0
+    for length in inputs.lengths.tolist():
+        rewards, mask = inputs.token_rewards[start : start + length], inputs.response_mask[start : start + length].bool()
+        to_come = rewards.flip(0).cumsum(0).flip(0)
+        torch.testing.assert_close(result.returns[start : start + length][mask], to_come[mask], atol=1e-5, rtol=1e-5)
+        start += length
+
+
+def scores_in_groups(groups: list[list[float]]) -> AdvantageInputs:
+    """One row an answer: two prompt tokens, then three response tokens, the score on the last."""
+    flat = [(uid, score) for uid, group in enumerate(groups) for score in group]
+    return AdvantageInputs(
+        token_rewards=torch.tensor([x for _, score in flat for x in (0.0, 0.0, 0.0, 0.0, score)]),
+        response_mask=torch.tensor([0.0, 0.0, 1.0, 1.0, 1.0]).repeat(len(flat)),
+        lengths=torch.full((len(flat),), 5),
+        uid=torch.tensor([7 * uid + 3 for uid, _ in flat]),
+    )
+
+
+@given(st.lists(st.lists(st.floats(-5, 5, width=32), min_size=2, max_size=6), min_size=1, max_size=5), st.floats(-9, 9))
+def test_grpo_sums_to_zero_in_a_group_and_ignores_a_shift(groups: list[list[float]], shift: float) -> None:
+    plain = grpo(scores_in_groups(groups), config(norm_adv_by_std_in_grpo=False)).advantages.view(-1, 5)[:, 4]
+    moved = grpo(scores_in_groups([[x + shift for x in group] for group in groups]), config(norm_adv_by_std_in_grpo=False))
+    torch.testing.assert_close(moved.advantages.view(-1, 5)[:, 4], plain, atol=1e-4, rtol=1e-4)
+    start = 0
+    for group in groups:
+        assert abs(float(plain[start : start + len(group)].sum())) < 1e-4
+        start += len(group)
+
+
+def test_grpo_divides_by_the_sample_deviation() -> None:
+    result = grpo(scores_in_groups([[1.0, 0.0, 0.0, 1.0], [4.0, 2.0]]), config()).advantages.view(-1, 5)
+    std = math.sqrt(1 / 3)
+    expected = [0.5 / (std + 1e-6), -0.5 / (std + 1e-6), -0.5 / (std + 1e-6), 0.5 / (std + 1e-6), 1 / (math.sqrt(2) + 1e-6), -1 / (math.sqrt(2) + 1e-6)]
+    torch.testing.assert_close(result[:, 2:], torch.tensor(expected).unsqueeze(1).expand(-1, 3))
+    assert not result[:, :2].any()
+
+
+def test_grpo_group_of_one_keeps_its_score_and_equal_scores_teach_nothing() -> None:
+    result = grpo(scores_in_groups([[0.75], [2.0, 2.0, 2.0]]), config()).advantages.view(-1, 5)[:, 4]
+    torch.testing.assert_close(result, torch.tensor([0.75, 0.0, 0.0, 0.0]), atol=1e-5, rtol=1e-5)
+
+
+@given(st.permutations(list(range(6))))
+def test_grpo_does_not_depend_on_the_order_of_rows(order: list[int]) -> None:
+    inputs = scores_in_groups([[1.0, 0.0, 0.3], [0.2, 0.9, 0.1]])
+    rows = torch.tensor(order)
+    moved = AdvantageInputs(
+        token_rewards=inputs.token_rewards.view(-1, 5)[rows].flatten(), response_mask=inputs.response_mask, lengths=inputs.lengths, uid=inputs.uid[rows]
+    )  # fmt: skip
+    assert torch.equal(grpo(moved, config()).advantages.view(-1, 5), grpo(inputs, config()).advantages.view(-1, 5)[rows])
+
+
+def test_an_unknown_estimator_lists_the_known_and_a_taken_name_raises() -> None:
+    with pytest.raises(ValueError, match=r"adv_estimator=grop is not known \(did you mean grpo\?\); known: gae, grpo"):
+        ADVANTAGES["grop"]
+    with pytest.raises(ValueError, match="grpo is taken by trainer.algorithms.advantages:grpo"):
+        ADVANTAGES.register("grpo")(gae)
+    assert ADVANTAGES.needs("gae") == {"values"} and not ADVANTAGES.needs("grpo")

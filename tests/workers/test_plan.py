@@ -1,0 +1,70 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.workers.test_batch import as_lists, numbered
+from workers.plan import Limits, make_plan, mini_batches, row_costs
+
+lengths = st.lists(st.integers(1, 300), max_size=60)
+limits = st.one_of(
+    st.integers(300, 1200).map(lambda n: Limits(max_tokens=n)), st.integers(1, 9).map(lambda n: Limits(max_rows=n))
+)
+
+
+@given(lengths, st.integers(1, 5), limits)
+def test_every_row_is_in_one_slot_under_the_cap_and_ranks_run_equal_counts(sizes: list[int], n_ranks: int, limit: Limits) -> None:
+    plan = make_plan(sizes, n_ranks, limit, attention_cost=1e-3)
+    assert sorted(row for share in plan.shares for row in share) == list(range(len(sizes)))
+    assert len({len(cut) for cut in plan.micro_batches}) == 1
+    for share, cut in zip(plan.shares, plan.micro_batches, strict=True):
+        assert sorted(i for part in cut for i in part) == list(range(len(share)))
+        for part in cut:
+            assert limit.max_rows is None or len(part) <= limit.max_rows
+            assert limit.max_tokens is None or sum(sizes[share[i]] for i in part) <= limit.max_tokens
+
+
+@given(lengths, st.integers(1, 5), limits)
+def test_collect_undoes_split(sizes: list[int], n_ranks: int, limit: Limits) -> None:
+    batch = numbered(sizes or [1])
+    plan = make_plan(batch.lengths.tolist(), n_ranks, limit)
+    assert as_lists(plan.collect(plan.split(batch))) == as_lists(batch)
+
+
+@given(st.lists(st.integers(1, 300), min_size=40, max_size=80), st.integers(2, 4))
+def test_ranks_carry_even_costs(sizes: list[int], n_ranks: int) -> None:
+    """Largest first is within one row of even."""
+    costs = row_costs(sizes, 1e-3)
+    plan = make_plan(sizes, n_ranks, Limits(max_rows=4), attention_cost=1e-3)
+    loads = [sum(costs[row] for row in share) for share in plan.shares]
+    assert max(loads) - min(loads) <= max(costs)
+
+
+def test_a_row_over_the_budget_is_refused_with_both_numbers() -> None:
+    with pytest.raises(ValueError, match=r"row 1 has 301 tokens, the micro-batch budget is 300"):
+        make_plan([10, 301], 1, Limits(max_tokens=300))
+
+
+uids = st.lists(st.integers(0, 20), min_size=1, max_size=60)
+
+
+@given(uids, st.integers(1, 7), st.one_of(st.none(), st.integers(0, 99)))
+def test_mini_batches_keep_groups_whole_and_cover_each_row_once(rows: list[int], n_groups: int, seed: int | None) -> None:
+    parts = mini_batches(rows, n_groups, seed=seed)
+    assert sorted(row for part in parts for row in part) == list(range(len(rows)))
+    homes = [{rows[row] for row in part} for part in parts]
+    assert all(len(home) == n_groups for home in homes[:-1]) and len(homes[-1]) <= n_groups
+    assert sum(len(home) for home in homes) == len(set(rows))
+
+
+@given(st.permutations(list(range(24))), st.integers(0, 99))
+def test_shuffled_membership_depends_on_seed_and_uid_alone(order: list[int], seed: int) -> None:
+    """Rows in another order: the same groups meet."""
+    plain = {frozenset(part) for part in mini_batches(list(range(24)), 4, seed=seed)}
+    moved = {frozenset(order[row] for row in part) for part in mini_batches(order, 4, seed=seed)}
+    assert plain == moved
+
+
+def test_unshuffled_mini_batches_follow_the_batch() -> None:
+    assert mini_batches([5, 5, 3, 3, 9, 9], 2) == [[0, 1, 2, 3], [4, 5]]
+    assert mini_batches(torch.tensor([5, 3, 5]).tolist(), 1) == [[0, 2], [1]]

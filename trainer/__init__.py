@@ -1,0 +1,23 @@
+"""What runs on the controller. Loads neither ray, hydra nor torch."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+__version__ = "0.1.0"
+
+
+def _check_not_shadowed() -> None:
+    """`workers` and `configs` are common names: a directory of the user's that comes first on sys.path hides ours."""
+    home = Path(__file__).resolve().parent.parent
+    for name in ("workers", "configs"):
+        spec = find_spec(name)
+        found = [Path(path).resolve() for path in (spec and spec.submodule_search_locations) or ()]
+        if home / name not in found[:1]:
+            other = found[0] if found else (spec and spec.origin) or "nothing"
+            raise ImportError(
+                f"`import {name}` finds {other}, not {home / name}, which belongs to {home / 'trainer'}: "
+                f"run from another directory, or rename the other {name}"
+            )
+
+
+_check_not_shadowed()

@@ -1,0 +1,21 @@
+"""Losses of supervised training."""
+
+from typing import Any
+
+from torch import Tensor
+
+from workers.batch import Batch
+from workers.metric import Metric
+
+
+class NextTokenLoss:
+    """Cross-entropy of the tokens that response_mask marks. The factory that a LossSpec names; it has no settings."""
+
+    needs = frozenset({"log_probs"})
+
+    def __init__(self, config: Any) -> None:
+        assert config is None, "next-token loss has no settings"
+
+    def __call__(self, outputs: dict[str, Tensor], micro_batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
+        loss = -outputs["log_probs"]
+        return loss, {"train/loss": Metric.token_mean(loss, micro_batch.tokens["response_mask"])}

@@ -1,0 +1,37 @@
+"""The critic's loss."""
+
+import torch
+from torch import Tensor
+
+from configs.schema.ppo import CriticConfig
+from workers.batch import Batch
+from workers.metric import Metric
+
+
+def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float) -> tuple[Tensor, Tensor]:
+    """Loss (T,) and where the clip bound it (T,), all inputs (T,).
+
+    max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2 (Schulman et al. 2017's implementation; Engstrom et al. 2020,
+    arXiv:2005.12729, section 3).
+    """
+    clipped = old_values + (values - old_values).clamp(-cliprange, cliprange)
+    plain_error, clipped_error = (values - returns).square(), (clipped - returns).square()
+    return 0.5 * torch.maximum(plain_error, clipped_error), clipped_error > plain_error
+
+
+class CriticLoss:
+    """The factory that a LossSpec names. Reads values (the old ones), returns, response_mask, loss_weight: all (T,)."""
+
+    needs = frozenset({"values"})
+
+    def __init__(self, config: CriticConfig) -> None:
+        self.config = config
+
+    def __call__(self, outputs: dict[str, Tensor], micro_batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
+        tokens = micro_batch.tokens
+        loss, is_clipped = clipped_value_loss(outputs["values"], tokens["values"], tokens["returns"], self.config.cliprange_value)
+        return loss, {
+            "critic/vf_loss": Metric.sum((loss.detach() * tokens["loss_weight"]).sum()),
+            "critic/vf_clipfrac": Metric.token_mean(is_clipped, tokens["response_mask"]),
+            "critic/vpred_mean": Metric.token_mean(outputs["values"], tokens["response_mask"]),
+        }

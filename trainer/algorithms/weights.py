@@ -1,0 +1,32 @@
+"""A loss is a weighted sum of tokens: how each aggregation mode sets the weights, over a whole mini-batch."""
+
+import torch
+from torch import Tensor
+
+from configs.schema.common import AggMode
+
+
+def token_weights(mode: AggMode, response_mask: Tensor, lengths: Tensor, norm_length: int) -> Tensor:
+    """Weight of each token, float64 (T,), such that the loss is sum(weight * token_loss).
+
+    response_mask (T,), lengths (B,) of the global mini-batch. n_i: trained tokens of row i; N: rows with n_i > 0.
+    token-mean 1 / sum n_i;  token-sum 1;  seq-mean-token-sum 1 / N;  seq-mean-token-mean 1 / (N n_i);
+    seq-mean-token-sum-norm 1 / (N norm_length) (Dr.GRPO, Liu et al. 2025, arXiv:2503.20783).
+    A mini-batch without a trained token has weight 0 everywhere.
+    """
+    mask = response_mask.double()
+    segments = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    per_row = torch.zeros(len(lengths), dtype=torch.float64).index_add_(0, segments, mask)
+    n_rows = (per_row > 0).sum().clamp(min=1)
+    match mode:
+        case "token-mean":
+            weights = mask / per_row.sum().clamp(min=1)
+        case "token-sum":
+            weights = mask
+        case "seq-mean-token-sum":
+            weights = mask / n_rows
+        case "seq-mean-token-mean":
+            weights = mask / (n_rows * per_row.clamp(min=1)[segments])
+        case "seq-mean-token-sum-norm":
+            weights = mask / (n_rows * norm_length)
+    return weights

@@ -1,0 +1,78 @@
+"""One readable line a step on the console, under a progress bar where there is a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from trainer.dumps import Sample
+
+# Metric, what the line calls it, how it is written. Those that a step does not have are left out.
+COLUMNS = (
+    ("val/accuracy", "held-out", ".3f"),
+    ("val/loss", "val loss", ".4f"),
+    ("critic/score/mean", "score", ".3f"),
+    ("train/loss", "loss", ".4f"),
+    ("response_length/mean", "length", ".1f"),
+    ("actor/entropy", "entropy", ".3f"),
+    ("actor/pg_loss", "pg", "+.4f"),
+    ("actor/kl_loss", "kl", ".4f"),
+    ("critic/vf_loss", "vf", ".4f"),
+    ("actor/grad_norm", "grad", ".3f"),
+    ("train/grad_norm", "grad", ".3f"),
+    ("actor/lr", "lr", ".1e"),
+    ("train/lr", "lr", ".1e"),
+    ("reward/failed", "failed rewards", ".0f"),
+    ("perf/throughput", "tok/s/gpu", ",.0f"),
+    ("timing_s/step", "s", ".2f"),
+)
+QUIET_AT_ZERO = {"reward/failed"}
+
+
+def step_line(metrics: Mapping[str, float], step: int, total_steps: int | None) -> str:
+    """``step   7/100  held-out 0.712  score 0.531  length 7.0 ...``"""
+    total = "" if total_steps is None else f"/{total_steps}"
+    parts = [f"step {step:>{max(len(total) - 1, 1)}}{total}"]
+    for name, label, form in COLUMNS:
+        if name in metrics and not (name in QUIET_AT_ZERO and metrics[name] == 0):
+            parts.append(f"{label} {metrics[name]:{form}}")
+    return "  ".join(parts)
+
+
+class ConsoleLogger:
+    def __init__(self, console: Console, first_step: int, total_steps: int | None) -> None:
+        """first_step: steps that were done before this process."""
+        self.console = console
+        self.total_steps = total_steps
+        self.bar: Progress | None = None
+        if console.is_terminal and total_steps is not None:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            self.bar = Progress(
+                *columns, TextColumn("left"), TimeRemainingColumn(), console=console, transient=True, speed_estimate_period=3600
+            )
+            self.task = self.bar.add_task("training", total=total_steps, completed=first_step)
+            self.bar.start()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        line = Text(step_line(metrics, step, self.total_steps))
+        line.highlight_regex(r"(?<=  )[a-z][a-z /-]*(?= )", "dim")
+        line.highlight_regex(r"held-out \S+", "bold green")
+        self.console.print(line, soft_wrap=True)
+        if self.bar is not None:
+            self.bar.update(self.task, completed=step)
+
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        table = Table(title=f"validation answers, step {step}", title_justify="left", expand=False)
+        for header in ("prompt", "answer", "ground truth", "score"):
+            table.add_column(header, overflow="fold")
+        for sample in samples:
+            table.add_row(Text(sample["prompt"]), Text(sample["response"]), Text(sample["ground_truth"]), f"{sample['score']:g}")
+        self.console.print(table)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()

@@ -1,0 +1,119 @@
+"""Prompts of the run, tokenised when they are read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from configs.schema.ppo import DataConfig
+from trainer.child import die_with_parent
+from trainer.data.chat import PART, Encoded, encode, truncate
+from trainer.data.chat import Prompt as RawPrompt
+from trainer.data.files import Rows
+from trainer.data.order import draw
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """uid: the row in the files end to end, whatever was filtered. text: what prompt_ids say, before any truncation."""
+
+    uid: int
+    prompt_ids: tuple[int, ...]
+    text: str
+    data_source: str
+    ground_truth: Any
+    extra_info: dict[str, Any]
+
+
+class PromptDataset:
+    """Prompts of one or several files, of ``data.max_prompt_length`` tokens at most."""
+
+    def __init__(
+        self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, max_samples: int, seed: int
+    ) -> None:
+        """max_samples: read so many rows, drawn by ``seed`` if data.shuffle, else the first; -1: all.
+
+        Raises ValueError, one line, for missing files, columns or rows, for an empty prompt, for a prompt that is too long under
+        data.truncation=error, and where the filter leaves nothing.
+        """
+        self._source_key = config.reward_fn_key
+        self._rows = Rows(files, [config.prompt_key, config.reward_fn_key, "reward_model.ground_truth"], ["extra_info"])
+        sources = self._rows.column(config.reward_fn_key)
+        notices = []
+        uids = draw(len(self._rows), max_samples, seed, config.shuffle)
+        column = self._rows.column(config.prompt_key)
+        encoded = _encode_all(tokenizer, [column[uid] for uid in uids], config)
+        for uid, (_, ids) in zip(uids, encoded, strict=True):
+            if not len(ids):
+                raise ValueError(f"{self._rows.where(uid)}: the prompt is empty")
+        long = [uid for uid, (_, ids) in zip(uids, encoded, strict=True) if len(ids) > config.max_prompt_length]
+        if long:
+            count = f"{len(long)} of {len(uids)} prompts are longer than data.max_prompt_length={config.max_prompt_length} tokens"
+            if config.filter_overlong_prompts:
+                if len(long) == len(uids):
+                    raise ValueError(f"{count}: data.filter_overlong_prompts leaves nothing")
+                notices.append(f"{count} and are dropped")
+                gone = set(long)
+                kept = [i for i, uid in enumerate(uids) if uid not in gone]
+                uids, encoded = [uids[i] for i in kept], [encoded[i] for i in kept]
+            elif config.truncation == "error":
+                raise ValueError(
+                    f"{count}, the first in {self._rows.where(long[0])}: set data.filter_overlong_prompts=true, data.truncation=left, "
+                    "right or middle, or raise data.max_prompt_length"
+                )
+            else:
+                how = config.truncation
+                notices.append(f"{count} and are cut (data.truncation={how})")
+                encoded = [(text, truncate(ids, config.max_prompt_length, how)) for text, ids in encoded]
+        self._uids = uids
+        self._texts = [text for text, _ in encoded]
+        self._ids = [ids for _, ids in encoded]
+        self.data_sources = frozenset(sources[uid] for uid in uids)
+        self.notices = tuple(notices)
+
+    def __len__(self) -> int:
+        return len(self._uids)
+
+    def __getitem__(self, index: int) -> Prompt:
+        row = self._rows[self._uids[index]]
+        return Prompt(
+            uid=self._uids[index],
+            prompt_ids=tuple(self._ids[index].tolist()),
+            text=self._texts[index],
+            data_source=row[self._source_key],
+            ground_truth=row["reward_model"]["ground_truth"],
+            extra_info=row.get("extra_info") or {},
+        )
+
+
+def _encode_all(tokenizer: PreTrainedTokenizerBase, prompts: list[RawPrompt], config: DataConfig) -> list[Encoded]:
+    """encode() of all prompts, in data.filter_overlong_prompts_workers processes if the filter is on."""
+    kwargs = config.apply_chat_template_kwargs
+    parts = [prompts[start : start + PART] for start in range(0, len(prompts), PART)]
+    workers = min(config.filter_overlong_prompts_workers, len(parts))
+    if not config.filter_overlong_prompts or workers <= 1:
+        return encode(tokenizer, prompts, kwargs)
+    context = get_context("spawn")  # a fork would inherit the locks of torch's and the tokenizer's threads
+    with ProcessPoolExecutor(workers, context, initializer=_start_child, initargs=(os.getpid(), tokenizer, kwargs)) as pool:
+        return [item for part in pool.map(_encode_part, parts) for item in part]
+
+
+_child: tuple[PreTrainedTokenizerBase, dict[str, Any]]
+
+
+def _start_child(parent: int, tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any]) -> None:
+    global _child
+    die_with_parent(parent)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    _child = (tokenizer, kwargs)
+
+
+def _encode_part(prompts: list[RawPrompt]) -> list[Encoded]:
+    tokenizer, kwargs = _child
+    return encode(tokenizer, prompts, kwargs)

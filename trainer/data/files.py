@@ -1,0 +1,107 @@
+"""Rows of parquet and JSON-lines files, end to end."""
+
+import json
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+_JSON = (".jsonl", ".json")
+
+
+class Rows:
+    """The rows of several files; row i keeps its number whatever is later filtered."""
+
+    def __init__(self, files: Sequence[str], required: Sequence[str], optional: Sequence[str] = ()) -> None:
+        """required: columns, or ``column.field`` of a struct. Columns that are neither are not read.
+
+        Raises ValueError, one line, for no file, a missing or unreadable file, a missing column and an empty file.
+        """
+        if not files:
+            raise ValueError("no data file is given")
+        self._names = [str(name) for name in files]
+        self._tables = [_read(name, required, optional) for name in self._names]
+        self._ends = list(accumulate(len(table) for table in self._tables))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def column(self, name: str) -> list[Any]:
+        """All values of a column, as Python objects; None where a file lacks it."""
+        return [
+            value
+            for table in self._tables
+            for value in (table[name].to_pylist() if name in table.column_names else [None] * len(table))
+        ]
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        file, place = self._locate(row)
+        return self._tables[file].slice(place, 1).to_pylist()[0]
+
+    def where(self, row: int) -> str:
+        """The file and its row, for messages; rows of a file count from 0."""
+        file, place = self._locate(row)
+        return f"{self._names[file]}, row {place}"
+
+    def _locate(self, row: int) -> tuple[int, int]:
+        file = bisect_right(self._ends, row)
+        return file, row - (self._ends[file - 1] if file else 0)
+
+
+def _read(name: str, required: Sequence[str], optional: Sequence[str]) -> pa.Table:
+    path = Path(name).expanduser()
+    if not path.is_file():
+        if not path.parent.is_dir():
+            raise ValueError(f"{name}: no such file; there is no directory {path.parent} either")
+        there = sorted(entry.name for entry in path.parent.iterdir() if entry.suffix in (".parquet", *_JSON))
+        raise ValueError(f"{name}: no such file; {path.parent} has {', '.join(there) or 'no parquet or JSON-lines file'}")
+    try:
+        if path.suffix == ".parquet":
+            schema = pq.read_schema(path)
+            _check_columns(name, schema, required)
+            wanted = {column.partition(".")[0] for column in required} | set(optional)
+            table = pq.read_table(path, columns=[column for column in schema.names if column in wanted])
+        elif path.suffix in _JSON:
+            table = pa.Table.from_pylist(_read_lines(path))
+            if len(table):
+                _check_columns(name, table.schema, required)
+        else:
+            raise ValueError(f"{name}: not a .parquet, .jsonl or .json file")
+    except pa.ArrowException as error:
+        raise ValueError(f"{name}: cannot be read: {str(error).splitlines()[0]}") from error
+    if not len(table):
+        raise ValueError(f"{name}: has no rows")
+    return table
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number}: not JSON ({error.msg}); one object a line is expected") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}, line {number}: a {type(row).__name__}; one object a line is expected")
+            rows.append(row)
+    return rows
+
+
+def _check_columns(name: str, schema: pa.Schema, required: Sequence[str]) -> None:
+    for wanted in required:
+        column, _, field = wanted.partition(".")
+        if column not in schema.names:
+            raise ValueError(f"{name}: no column {column!r}; it has {', '.join(schema.names)}")
+        if not field:
+            continue
+        kind = schema.field(column).type
+        fields = [kind.field(i).name for i in range(kind.num_fields)] if pa.types.is_struct(kind) else []
+        if field not in fields:
+            raise ValueError(f"{name}: column {column!r} has no field {field!r}; it has {', '.join(fields) or f'none ({kind})'}")

@@ -1,0 +1,79 @@
+"""A step's answers, kept for people: every row to parquet, a few to the trackers and the report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from torch import Tensor
+
+from trainer.run_dir import rollouts_file
+from workers.batch import Batch
+
+
+class Sample(TypedDict):
+    """One answer and what it was worth."""
+
+    uid: int
+    data_source: str
+    prompt: str
+    response: str
+    ground_truth: str
+    score: float
+
+
+def first_samples(batch: Batch, n: int) -> list[Sample]:
+    """The first answer to each of the first ``n`` prompts.
+
+    rows: uid, sample, score. objects: data_source, prompt, response, ground_truth.
+    """
+    rows = (batch.rows["sample"] == 0).nonzero().flatten()[:n].tolist()
+    return [
+        Sample(
+            uid=int(batch.rows["uid"][i]),
+            data_source=batch.objects["data_source"][i],
+            prompt=batch.objects["prompt"][i],
+            response=batch.objects["response"][i],
+            ground_truth=_text(batch.objects["ground_truth"][i]),
+            score=float(batch.rows["score"][i]),
+        )
+        for i in rows
+    ]
+
+
+def write_dump(directory: Path, step: int, batch: Batch) -> Path:
+    """All B rows as ``step_<N>.parquet``; the file is whole or absent.
+
+    Columns: step, response_length and finish_reason (from rows prompt_length and finished), then every entry of ``rows``
+    (numbers) and ``objects`` (text; what is no text, as JSON; None stays null) under its own name.
+    """
+    columns: dict[str, pa.Array] = {
+        "step": pa.array([step] * len(batch), pa.int64()),
+        "response_length": pa.array((batch.lengths - batch.rows["prompt_length"]).tolist(), pa.int64()),
+        "finish_reason": pa.array(["stop" if done else "length" for done in batch.rows["finished"].tolist()], pa.string()),
+    }
+    columns |= {name: pa.array(values.numpy()) for name, values in batch.rows.items()}
+    columns |= {name: _text_column(values) for name, values in batch.objects.items()}
+    directory.mkdir(parents=True, exist_ok=True)
+    path = rollouts_file(directory, step)
+    partial = path.with_name(path.name + ".partial")
+    pq.write_table(pa.table(columns), partial)
+    return partial.replace(path)
+
+
+def _text_column(values: Sequence[Any]) -> pa.Array:
+    return pa.array([None if value is None else _text(value) for value in values], pa.string())
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=_jsonable, ensure_ascii=False)
+
+
+def _jsonable(value: Any) -> Any:
+    """Numpy and torch values, which reward functions like to return; anything else by its repr."""
+    return value.tolist() if isinstance(value, np.generic | np.ndarray | Tensor) else repr(value)

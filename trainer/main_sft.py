@@ -1,0 +1,1 @@
+"""python -m trainer.main_sft: supervised fine-tuning on prompt and answer pairs."""

@@ -1,0 +1,203 @@
+"""What a step says about itself: pure functions from its batch and its times to numbers under the field's names.
+
+Everything is computed in float64 on the controller, over real tokens, so a number depends on the batch alone and not
+on how the work was cut.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from trainer.algorithms.advantages import sum_rows
+from workers.batch import Batch
+
+WHOLE_STEP = "step"
+"""The phase that all others lie in, save those of AFTER_STEP."""
+AFTER_STEP = ("testing", "save_checkpoint")
+
+
+class Phases:
+    """Seconds of each named phase. A phase that runs twice adds up; one that raises is counted too.
+
+    >>> phases = Phases()
+    >>> with phases("gen"):
+    ...     pass
+    >>> list(phases.seconds)
+    ['gen']
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def data_metrics(batch: Batch, max_prompt_length: int) -> dict[str, float]:
+    """Scores, rewards, advantages, returns, values and lengths of a step.
+
+    tokens: response_mask, token_level_rewards (after any KL penalty), advantages, returns, values if there is a critic.
+    rows: score, prompt_length, finished (1 stopped, 0 cut at the length limit). ``response_length/clip_ratio`` is the share
+    of answers that were cut, ``prompt_length/clip_ratio`` that of prompts which fill ``max_prompt_length``.
+    """
+    mask = batch.tokens["response_mask"].bool()
+    prompts = batch.rows["prompt_length"].double()
+    metrics = (
+        _spread("critic/score", batch.rows["score"])
+        | _spread("critic/rewards", sum_rows(batch.tokens["token_level_rewards"], batch.segment_ids(), len(batch)))
+        | _spread("critic/advantages", batch.tokens["advantages"][mask])
+        | _spread("critic/returns", batch.tokens["returns"][mask])
+        | _spread("response_length", batch.lengths - batch.rows["prompt_length"])
+        | _spread("prompt_length", prompts)
+    )
+    metrics["response_length/clip_ratio"] = float((batch.rows["finished"] == 0).double().mean())
+    metrics["prompt_length/clip_ratio"] = float((prompts >= max_prompt_length).double().mean())
+    if "values" in batch.tokens:
+        values, returns = batch.tokens["values"][mask].double(), batch.tokens["returns"][mask].double()
+        metrics |= _spread("critic/values", values)
+        unexplained = (returns - values).var(correction=0) / (returns.var(correction=0) + 1e-5)
+        metrics["critic/vf_explained_var"] = float(1 - unexplained)
+    return metrics
+
+
+def mismatch_metrics(batch: Batch) -> dict[str, float]:
+    """How far the trainer's old_log_probs of the sampled tokens are from the rollout engine's own.
+
+    tokens: old_log_probs, rollout_log_probs, response_mask. Probabilities as |exp(a) - exp(b)|, log-probs as |a - b|.
+    """
+    mask = batch.tokens["response_mask"].bool()
+    ours, theirs = batch.tokens["old_log_probs"][mask].double(), batch.tokens["rollout_log_probs"][mask].double()
+    if not len(ours):
+        return {}
+    probs, log_probs = (ours.exp() - theirs.exp()).abs(), (ours - theirs).abs()
+    return {
+        "training/rollout_probs_diff_mean": float(probs.mean()),
+        "training/rollout_probs_diff_max": float(probs.max()),
+        "training/rollout_probs_diff_std": float(probs.std(correction=0)),
+        "training/rollout_log_probs_diff_mean": float(log_probs.mean()),
+        "training/rollout_log_probs_diff_max": float(log_probs.max()),
+    }
+
+
+def performance_metrics(
+    batch: Batch, seconds: Mapping[str, float], n_gpus: int, *, flops: Mapping[str, float], peak: float | None
+) -> dict[str, float]:
+    """Times and speeds of a step.
+
+    seconds: by phase, ``step`` among them. flops: model FLOPs by phase, over all GPUs. peak: FLOP/s of one GPU, None if
+    unknown: then there is no mfu. ``perf/throughput`` is tokens, prompts included, a second and GPU; ``perf/mfu`` is
+    all of ``flops`` over what the GPUs could have done in the step; ``perf/mfu/actor`` (update_actor),
+    ``perf/mfu/critic`` and the like, over what they could have done in that phase.
+    """
+    total = batch.total_tokens
+    answers = total - int(batch.rows["prompt_length"].sum())
+    tokens = {"gen": answers} | dict.fromkeys(("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor"), total)
+    step = seconds[WHOLE_STEP]
+    metrics = {f"timing_s/{phase}": spent for phase, spent in seconds.items()}
+    metrics |= {f"timing_per_token_ms/{phase}": seconds[phase] * 1e3 / n for phase, n in tokens.items() if phase in seconds and n}
+    metrics |= {"perf/total_num_tokens": float(total), "perf/time_per_step": step, "perf/throughput": total / (step * n_gpus)}
+    if peak is not None:
+        metrics["perf/mfu"] = sum(flops.values()) / (step * n_gpus * peak)
+        metrics |= {
+            f"perf/mfu/{phase.removeprefix('update_')}": work / (seconds[phase] * n_gpus * peak) for phase, work in flops.items()
+        }
+    return metrics
+
+
+def validation_metrics(
+    data_sources: Sequence[str], uids: Sequence[int], values: Mapping[str, Sequence[float]]
+) -> dict[str, float]:
+    """Means over held-out prompts, of the mean over each prompt's n answers.
+
+    data_sources, uids: data set and prompt of each answer. values: what was measured of each answer, by name: "reward",
+    and "acc" where the reward function tells it. ``val-core/<data_source>/<acc or reward>/mean@n`` for the name that
+    counts (acc, if it is there), ``val-aux/...`` for the others; ``val/accuracy`` is the mean over all prompts of the one
+    that counts and ``val/problems`` the number of prompts.
+    """
+    core = "acc" if "acc" in values else "reward"
+    n = max(Counter(uids).values())
+    metrics = {}
+    for source in sorted(set(data_sources)):
+        mine = [i for i, other in enumerate(data_sources) if other == source]
+        for name, column in values.items():
+            kind = "core" if name == core else "aux"
+            metrics[f"val-{kind}/{source}/{name}/mean@{n}"] = _mean_of_groups([uids[i] for i in mine], [column[i] for i in mine])
+    metrics["val/accuracy"] = _mean_of_groups(uids, values[core])
+    metrics["val/problems"] = float(len(set(uids)))
+    return metrics
+
+
+# Dense bf16 FLOP/s (no sparsity) by a part of the device's name; the first that is found counts.
+PEAK_FLOPS = {
+    "GB200": 2.5e15, "B200": 2.25e15, "H200": 989e12, "GH200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
+    "H800": 989e12, "H20": 148e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A40": 150e12,
+    "A10G": 70e12, "A10": 125e12, "RTX 5090": 210e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
+}  # fmt: skip
+
+
+def peak_flops(device: Literal["cuda", "cpu"]) -> float | None:
+    """FLOP/s of one device of this machine at best; None if it is not known.
+
+    cuda: from the first GPU's name. cpu: of one thread, measured (in float32, some milliseconds, once).
+    """
+    if device == "cpu":
+        return _measured_cpu_flops()
+    return next((peak_flops_of(name) for name in gpu_names()), None)
+
+
+def peak_flops_of(gpu: str) -> float | None:
+    """gpu: the name that the driver gives, such as "NVIDIA H100 80GB HBM3"."""
+    return next((peak for name, peak in PEAK_FLOPS.items() if name in gpu), None)
+
+
+def gpu_names(driver: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
+    """Names of this machine's NVIDIA GPUs, from the driver: takes no memory on them, as asking through CUDA would."""
+    lines = [line for path in sorted(driver.glob("*/information")) for line in path.read_text().splitlines()]
+    return [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
+
+
+@cache
+def _measured_cpu_flops(size: int = 384, repeats: int = 5) -> float:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        matrix = torch.full((size, size), 0.5)
+        phases = Phases()
+        best = float("inf")
+        for _ in range(repeats + 1):  # the first one pays for the library's start
+            phases.seconds.clear()
+            with phases("gemm"):
+                matrix @ matrix
+            best = min(best, phases.seconds["gemm"])
+    finally:
+        torch.set_num_threads(threads)
+    return 2.0 * size**3 / best
+
+
+def _spread(name: str, values: Tensor) -> dict[str, float]:
+    """Mean, max and min; nothing of nothing."""
+    if not len(values):
+        return {}
+    exact = values.double()
+    return {f"{name}/mean": float(exact.mean()), f"{name}/max": float(exact.max()), f"{name}/min": float(exact.min())}
+
+
+def _mean_of_groups(uids: Sequence[int], values: Sequence[float]) -> float:
+    groups: dict[int, list[float]] = {}
+    for uid, value in zip(uids, values, strict=True):
+        groups.setdefault(uid, []).append(value)
+    return sum(sum(group) / len(group) for group in groups.values()) / len(groups)

@@ -1,0 +1,91 @@
+"""A role's configuration as what its engine is built from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from transformers import AutoConfig
+
+from configs.checks import micro_batch_limits
+from configs.schema.common import FSDPConfig, ModelConfig, OptimConfig, Strategy
+from trainer.remote import RemoteModel
+from workers.controller.group import WorkerGroup
+from workers.engine.base import EngineSpec, Head, LossSpec, OptimizerSpec
+from workers.plan import Limits
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How a role learns. steps: training steps of the run; updates: optimizer steps in each."""
+
+    optim: OptimConfig
+    grad_clip: float
+    loss: LossSpec
+    limits: Limits
+    steps: int
+    updates: int
+
+    @property
+    def optimizer(self) -> OptimizerSpec:
+        """The schedule's keys count training steps, the engine optimizer steps."""
+        optim = self.optim
+        steps = optim.total_training_steps if optim.total_training_steps > 0 else self.steps
+        warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else int(optim.lr_warmup_steps_ratio * steps)
+        return OptimizerSpec(
+            lr=optim.lr,
+            betas=optim.betas,
+            weight_decay=optim.weight_decay,
+            schedule=optim.lr_scheduler_type,
+            warmup_steps=warmup * self.updates,
+            total_steps=steps * self.updates,
+            min_lr_ratio=optim.min_lr_ratio,
+            num_cycles=optim.num_cycles,
+            clip_grad=self.grad_clip,
+        )
+
+
+def start_model(
+    hosts: WorkerGroup,
+    role: str,
+    *,
+    strategy: Strategy,
+    model: ModelConfig,
+    head: Head,
+    fsdp: FSDPConfig,
+    device: Literal["cpu", "cuda"],
+    seed: int,
+    forward_limits: Limits,
+    training: Training | None,
+) -> RemoteModel:
+    """Build a role on every host. training None: it never learns (a reference)."""
+    spec = EngineSpec(
+        strategy=strategy,
+        model=model,
+        head=head,
+        fsdp=fsdp,
+        optimizer=training.optimizer if training is not None else None,
+        device=device,
+        seed=seed,
+    )
+    return RemoteModel(
+        hosts,
+        role,
+        spec,
+        training.loss if training is not None else None,
+        forward_limits=forward_limits,
+        train_limits=training.limits if training is not None else forward_limits,
+        attention_cost=1.0 / (12.0 * hidden_size(model)),
+    )
+
+
+def hidden_size(model: ModelConfig) -> int:
+    """H of the language model."""
+    config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    return int(config.get_text_config().hidden_size)
+
+
+def limits(*, per_gpu: int | None, over_all: int | None, dynamic: bool, max_tokens: int, world_size: int) -> Limits:
+    """See configs.checks.micro_batch_limits."""
+    tokens, rows = micro_batch_limits(per_gpu, over_all, dynamic, max_tokens, world_size)
+    return Limits(max_tokens=tokens, max_rows=rows)

@@ -1,0 +1,287 @@
+"""From a configuration to a running loop: workers, models, data, rewards, loggers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+from configs.schema.ppo import PPOConfig
+from trainer.algorithms.advantages import ADVANTAGES
+from trainer.algorithms.kl import KLController
+from trainer.algorithms.policy_losses import POLICY_LOSSES
+from trainer.backend import open_backend, start_hosts
+from trainer.checkpoint import Checkpoint, check_config, resolve_resume
+from trainer.data.chat import load_tokenizer, stop_token_ids
+from trainer.data.dataset import PromptDataset
+from trainer.data.order import DataOrder
+from trainer.metrics import Phases, peak_flops
+from trainer.models import Training, limits, start_model
+from trainer.ppo.loop import Loop, old_log_probs_come_from_update
+from trainer.ppo.source import Source
+from trainer.ppo.update import UpdateSpec
+from trainer.ppo.validation import Validation
+from trainer.remote import RemoteModel, RemoteRollout
+from trainer.report import write_report
+from trainer.rewards.runner import RewardRunner
+from trainer.tracking import Tracker
+from workers.controller.group import WorkerGroup
+from workers.engine.base import LossSpec
+from workers.rollout.base import RolloutSpec, Sampling
+from workers.seeding import seed_of
+
+
+def run(config: PPOConfig, notices: Sequence[str]) -> None:
+    """Train as ``config`` says, and leave a report. notices: what the user was told about the configuration."""
+    ADVANTAGES[config.algorithm.adv_estimator]
+    POLICY_LOSSES[config.actor_rollout_ref.actor.policy_loss.loss_mode]
+    run_dir = Path(config.trainer.default_local_dir)
+    resume = resolve_resume(config.trainer.resume_mode, config.trainer.resume_from_path, run_dir)
+    if resume is not None:
+        for change in check_config(resume.manifest.config, asdict(config)):
+            print(f"resumed with another {change}")
+    with ExitStack() as stack:
+        rewards = stack.enter_context(RewardRunner(config.reward))
+        rewards.start()
+        backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, run_dir))
+        loop = Assembly(config, start_hosts(backend, config.trainer)).loop(run_dir, rewards, resume)
+        stack.callback(finish, loop)
+        loop.fit()
+
+
+def finish(loop: Loop) -> None:
+    """However the run ended: close the logs, write the report, and say where it is."""
+    loop.tracker.close()
+    path = write_report(loop.run_dir)
+    first, last = loop.validation.first.get("val/accuracy"), loop.validation.last.get("val/accuracy")
+    if first is not None and last is not None:
+        print(f"held-out accuracy: {first:.2f} -> {last:.2f} ({len(loop.validation.data)} problems)")
+    print(f"report: {path}")
+
+
+class Assembly:
+    """The parts of a loop, each from its part of the configuration."""
+
+    def __init__(self, config: PPOConfig, hosts: WorkerGroup) -> None:
+        self.config = config
+        self.hosts = hosts
+        self.tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+        self.data, self.held_out = self.prompts()
+        seed = config.trainer.seed if config.data.seed is None else config.data.seed
+        self.order = DataOrder(len(self.data), config.data.train_batch_size, seed, config.data.shuffle)
+        self.total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * self.order.steps_per_epoch
+
+    def loop(self, run_dir: Path, rewards: RewardRunner, resume: Checkpoint | None) -> Loop:
+        config, rollout_config = self.config, self.config.actor_rollout_ref.rollout
+        tracker = self.tracker(run_dir, resume)
+        actor = self.actor()
+        ref = self.ref() if config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward else None
+        critic = self.critic() if self.wants_critic else None
+        rollout = RemoteRollout(self.hosts, self.rollout_spec(), source="actor")
+        source = Source(
+            rollout, rewards, self.tokenizer, n=rollout_config.n, sampling=self.sampling(), seed=config.trainer.seed
+        )
+        return Loop(
+            config=config,
+            run_dir=run_dir,
+            data=self.data,
+            order=self.order,
+            source=source,
+            actor=actor,
+            ref=ref,
+            critic=critic,
+            rollout=rollout,
+            actor_update=self.actor_update(),
+            critic_update=self.critic_update(),
+            kl=KLController.start(config.algorithm.kl_ctrl),
+            validation=Validation(
+                self.held_out,
+                source,
+                tracker,
+                n=rollout_config.val_kwargs.n,
+                sampling=self.validation_sampling(),
+                batch_size=config.data.val_batch_size,
+            ),
+            tracker=tracker,
+            phases=Phases(),
+            peak_flops=peak_flops(config.trainer.device),
+            resume=resume,
+            total_steps=self.total_steps,
+        )
+
+    @property
+    def wants_critic(self) -> bool:
+        wanted = "values" in ADVANTAGES.needs(self.config.algorithm.adv_estimator)
+        if wanted and self.config.critic.enable is False:
+            raise ValueError(f"algorithm.adv_estimator={self.config.algorithm.adv_estimator} needs values: critic.enable=false cannot be")
+        return wanted or self.config.critic.enable is True
+
+    @property
+    def world_size(self) -> int:
+        return self.config.trainer.nnodes * self.config.trainer.n_gpus_per_node
+
+    def prompts(self) -> tuple[PromptDataset, PromptDataset]:
+        data, seed = self.config.data, self.config.trainer.seed
+        return (
+            PromptDataset(data.train_files, self.tokenizer, data, max_samples=data.train_max_samples, seed=seed),
+            PromptDataset(data.val_files, self.tokenizer, data, max_samples=data.val_max_samples, seed=seed),
+        )
+
+    def tracker(self, run_dir: Path, resume: Checkpoint | None) -> Tracker:
+        trainer = self.config.trainer
+        return Tracker(
+            trainer.logger,
+            run_dir,
+            trainer.project_name,
+            trainer.experiment_name,
+            asdict(self.config),
+            resume_step=resume.step if resume is not None else None,
+            total_steps=self.total_steps,
+            shown_samples=trainer.log_val_generations,
+            rollout_dir=Path(trainer.rollout_data_dir) if trainer.rollout_data_dir is not None else None,
+        )
+
+    def actor(self) -> RemoteModel:
+        models = self.config.actor_rollout_ref
+        actor, rollout = models.actor, models.rollout
+        return start_model(
+            self.hosts,
+            "actor",
+            strategy=actor.strategy,
+            model=models.model,
+            head="lm",
+            fsdp=actor.fsdp_config,
+            device=self.config.trainer.device,
+            seed=seed_of(self.config.trainer.seed, "actor"),
+            forward_limits=limits(
+                per_gpu=rollout.log_prob_micro_batch_size_per_gpu,
+                over_all=rollout.log_prob_micro_batch_size,
+                dynamic=rollout.log_prob_use_dynamic_bsz,
+                max_tokens=rollout.log_prob_max_token_len_per_gpu,
+                world_size=self.world_size,
+            ),
+            training=Training(
+                optim=actor.optim,
+                grad_clip=actor.grad_clip,
+                loss=LossSpec("trainer.algorithms.policy_losses:ActorLoss", actor),
+                limits=limits(
+                    per_gpu=actor.ppo_micro_batch_size_per_gpu,
+                    over_all=actor.ppo_micro_batch_size,
+                    dynamic=actor.use_dynamic_bsz,
+                    max_tokens=actor.ppo_max_token_len_per_gpu,
+                    world_size=self.world_size,
+                ),
+                steps=self.total_steps,
+                updates=self.actor_update().updates_a_step(self.config.data.train_batch_size),
+            ),
+        )
+
+    def ref(self) -> RemoteModel:
+        """The reference: the actor's model as it came, never trained."""
+        models, ref = self.config.actor_rollout_ref, self.config.actor_rollout_ref.ref
+        return start_model(
+            self.hosts,
+            "ref",
+            strategy=ref.strategy,
+            model=models.model,
+            head="lm",
+            fsdp=ref.fsdp_config,
+            device=self.config.trainer.device,
+            seed=seed_of(self.config.trainer.seed, "ref"),
+            forward_limits=limits(
+                per_gpu=ref.log_prob_micro_batch_size_per_gpu,
+                over_all=ref.log_prob_micro_batch_size,
+                dynamic=ref.log_prob_use_dynamic_bsz,
+                max_tokens=ref.log_prob_max_token_len_per_gpu,
+                world_size=self.world_size,
+            ),
+            training=None,
+        )
+
+    def critic(self) -> RemoteModel:
+        critic = self.config.critic
+        return start_model(
+            self.hosts,
+            "critic",
+            strategy=critic.strategy,
+            model=critic.model,
+            head="value",
+            fsdp=critic.fsdp_config,
+            device=self.config.trainer.device,
+            seed=seed_of(self.config.trainer.seed, "critic"),
+            forward_limits=limits(
+                per_gpu=critic.forward_micro_batch_size_per_gpu,
+                over_all=critic.forward_micro_batch_size,
+                dynamic=critic.use_dynamic_bsz,
+                max_tokens=critic.forward_max_token_len_per_gpu,
+                world_size=self.world_size,
+            ),
+            training=Training(
+                optim=critic.optim,
+                grad_clip=critic.grad_clip,
+                loss=LossSpec("trainer.algorithms.value_losses:CriticLoss", critic),
+                limits=limits(
+                    per_gpu=critic.ppo_micro_batch_size_per_gpu,
+                    over_all=critic.ppo_micro_batch_size,
+                    dynamic=critic.use_dynamic_bsz,
+                    max_tokens=critic.ppo_max_token_len_per_gpu,
+                    world_size=self.world_size,
+                ),
+                steps=self.total_steps,
+                updates=self.critic_update().updates_a_step(self.config.data.train_batch_size),
+            ),
+        )
+
+    def actor_update(self) -> UpdateSpec:
+        actor = self.config.actor_rollout_ref.actor
+        old = "rollout_log_probs" if old_log_probs_come_from_update(self.config) else "old_log_probs"
+        return UpdateSpec(
+            epochs=actor.ppo_epochs,
+            groups=actor.ppo_mini_batch_size,
+            shuffle=actor.shuffle,
+            agg_mode=actor.loss_agg_mode,
+            norm_length=actor.loss_scale_factor or self.config.data.max_response_length,
+            columns=("advantages", old, *(["ref_log_probs"] if actor.use_kl_loss else [])),
+            seed=seed_of(self.config.trainer.seed, "actor_update"),
+        )
+
+    def critic_update(self) -> UpdateSpec:
+        critic = self.config.critic
+        return UpdateSpec(
+            epochs=critic.ppo_epochs,
+            groups=critic.ppo_mini_batch_size,
+            shuffle=critic.shuffle,
+            agg_mode=critic.loss_agg_mode,
+            norm_length=critic.loss_scale_factor or self.config.data.max_response_length,
+            columns=("values", "returns"),
+            seed=seed_of(self.config.trainer.seed, "critic_update"),
+        )
+
+    def rollout_spec(self) -> RolloutSpec:
+        models, data = self.config.actor_rollout_ref, self.config.data
+        return RolloutSpec(
+            model=models.model,
+            rollout=models.rollout,
+            max_model_len=models.rollout.max_model_len or data.max_prompt_length + data.max_response_length,
+            device=self.config.trainer.device,
+        )
+
+    def sampling(self) -> Sampling:
+        rollout = self.config.actor_rollout_ref.rollout
+        return self._sampling(rollout.temperature if rollout.do_sample else 0.0, rollout.top_k, rollout.top_p)
+
+    def validation_sampling(self) -> Sampling:
+        validation = self.config.actor_rollout_ref.rollout.val_kwargs
+        return self._sampling(validation.temperature if validation.do_sample else 0.0, validation.top_k, validation.top_p)
+
+    def _sampling(self, temperature: float, top_k: int, top_p: float) -> Sampling:
+        model = self.config.actor_rollout_ref.model
+        return Sampling(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            max_tokens=self.config.data.max_response_length,
+            stop_token_ids=stop_token_ids(self.tokenizer, model),
+            ignore_eos=self.config.actor_rollout_ref.rollout.ignore_eos,
+        )

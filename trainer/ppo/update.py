@@ -1,0 +1,48 @@
+"""One step's updates of a model: epochs, mini-batches, weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from configs.schema.common import AggMode
+from trainer.algorithms.weights import token_weights
+from trainer.remote import RemoteModel
+from workers.batch import Batch
+from workers.plan import mini_batches
+from workers.seeding import seed_of
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSpec:
+    """groups: prompt groups a mini-batch. columns: what the loss reads. norm_length: of seq-mean-token-sum-norm."""
+
+    epochs: int
+    groups: int
+    shuffle: bool
+    agg_mode: AggMode
+    norm_length: int
+    columns: tuple[str, ...]
+    seed: int
+
+    def updates_a_step(self, prompts: int) -> int:
+        """Optimizer steps in a training step of so many prompts."""
+        return self.epochs * -(-prompts // self.groups)
+
+
+def update(model: RemoteModel, batch: Batch, spec: UpdateSpec, step: int) -> dict[str, float]:
+    """``epochs`` passes over the step's batch, one optimizer step a mini-batch. Metrics: their means over the mini-batches."""
+    history: list[dict[str, float]] = []
+    uids = batch.rows["uid"].tolist()
+    for epoch in range(spec.epochs):
+        seed = seed_of(spec.seed, "mini_batch", step, epoch) if spec.shuffle else None
+        for rows in mini_batches(uids, spec.groups, seed=seed):
+            mini = batch.select(rows)
+            weights = token_weights(spec.agg_mode, mini.tokens["response_mask"], mini.lengths, spec.norm_length)
+            metrics = model.train_step(mini.with_tokens(loss_weight=weights), spec.columns)
+            history.append({name: metric.value for name, metric in metrics.items()})
+    return _means(history)
+
+
+def _means(history: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: sum(metrics[name] for metrics in history) / len(history) for name in history[0]}

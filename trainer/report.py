@@ -1,0 +1,251 @@
+"""One page that shows a run: ``python -m trainer.report <run directory>`` writes report.html from what the tracker kept."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from trainer.charts import Chart, Curve, Stack, draw, duration, number, smooth, stack
+from trainer.dumps import Sample
+from trainer.metrics import AFTER_STEP, WHOLE_STEP
+from trainer.run_dir import CONFIG, ENVIRONMENT, GLOBAL_STEP, METRICS, REPORT, SAMPLES, read_lines, read_metrics, write_atomic
+
+ACCURACY = "val/accuracy"
+MOST_ANSWERS = 16
+PNG_COLORS = ("#3b6fd8", "#e0792f", "#2a9d74", "#a45bd0", "#d1495b", "#c9a227", "#3aa6b9", "#7a8699", "#b86b8f", "#9aa5b1")
+
+Series = dict[str, tuple[list[float], list[float]]]
+"""Steps and values of each metric."""
+
+
+@dataclass(frozen=True, slots=True)
+class CurveSpec:
+    """A chart of the metrics that the run has, under the labels given; band: a metric whose min and max are drawn too."""
+
+    title: str
+    note: str
+    metrics: tuple[tuple[str, str], ...]
+    band: str | None = None
+    exact: bool = False
+    dots: bool = False
+    at_least: tuple[float, float] | None = None
+
+
+CURVES = (
+    CurveSpec("Held-out accuracy", "", ((ACCURACY, "all"),), exact=True, dots=True, at_least=(0.0, 1.0)),
+    CurveSpec("Score", "mean over training answers", (("critic/score/mean", "score"),)),
+    CurveSpec("Loss", "of the supervised run", (("train/loss", "training"), ("val/loss", "held-out"))),
+    CurveSpec("Answer length", "tokens; shortest to longest", (("response_length/mean", "mean"),), band="response_length"),
+    CurveSpec("Entropy", "of the policy, a token", (("actor/entropy", "entropy"),)),
+    CurveSpec(
+        "KL",
+        "nats a token",
+        (
+            ("actor/kl_loss", "to reference, in the loss"),
+            ("actor/reward_kl_penalty", "to reference, in the reward"),
+            ("actor/ppo_kl", "to old policy"),
+        ),
+    ),
+    CurveSpec(
+        "Gradient norm",
+        "before clipping",
+        (("actor/grad_norm", "actor"), ("critic/grad_norm", "critic"), ("train/grad_norm", "model")),
+    ),
+    CurveSpec("Policy loss", "", (("actor/pg_loss", "pg_loss"),)),
+    CurveSpec("Value loss", "", (("critic/vf_loss", "vf_loss"),)),
+    CurveSpec("Explained variance", "of the returns, by the critic", (("critic/vf_explained_var", "critic"),)),
+    CurveSpec("Clipped", "share of tokens", (("actor/pg_clipfrac", "above"), ("actor/pg_clipfrac_lower", "dual clip"))),
+    CurveSpec(
+        "Trainer vs rollout",
+        "|difference of probability|",
+        (("training/rollout_probs_diff_mean", "mean"), ("training/rollout_probs_diff_max", "max")),
+    ),
+    CurveSpec("Learning rate", "", (("actor/lr", "actor"), ("critic/lr", "critic"), ("train/lr", "model")), exact=True),
+    CurveSpec("Throughput", "tokens a second and GPU", (("perf/throughput", "tokens/s"),)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A phase's part of the run's time."""
+
+    label: str
+    seconds: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A held-out prompt and its answers: the first that were kept, and the last if there are several."""
+
+    first: Sample
+    last: Sample | None
+
+
+def write_report(run_dir: Path) -> Path:
+    """``run_dir``/report.html: one file without outside parts, readable also while the run goes on. Returns its path."""
+    steps = read_metrics(run_dir)
+    series = series_of(steps)
+    first_step, last_step, answers = answers_of(read_lines(run_dir / SAMPLES))
+    scores = [sample["score"] for answer in answers for sample in (answer.first, answer.last) if sample is not None]
+    config = yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))
+    shares, columns = timing_of(steps)
+    environment = Environment(
+        loader=PackageLoader("trainer", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"number": number, "duration": duration}
+    page = environment.get_template("report.html.j2").render(
+        project=config["trainer"]["project_name"],
+        experiment=config["trainer"]["experiment_name"],
+        accuracy=[series[ACCURACY][1][0], series[ACCURACY][1][-1]] if ACCURACY in series else None,
+        problems=series["val/problems"][1][-1] if "val/problems" in series else None,
+        facts=facts_of(steps, series),
+        failed=sum(series["reward/failed"][1]) if "reward/failed" in series else 0,
+        charts=charts_of(series),
+        shares=shares,
+        columns=columns,
+        answers=answers,
+        first_step=first_step,
+        last_step=last_step,
+        good=(min(scores) + max(scores)) / 2 if scores and min(scores) < max(scores) else 0.0,
+        table=[(name, values[0], values[-1], min(values), max(values)) for name, (_, values) in sorted(series.items())],
+        config=(run_dir / CONFIG).read_text(encoding="utf-8"),
+        environment=json.loads((run_dir / ENVIRONMENT).read_text(encoding="utf-8")),
+    )
+    write_atomic(run_dir / REPORT, page)
+    return run_dir / REPORT
+
+
+def write_curve_png(run_dir: Path, path: Path) -> None:
+    """Accuracy with score, entropy, and the time of a step, side by side, as a picture for a README."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    steps = read_metrics(run_dir)
+    series = series_of(steps)
+    style: dict[Any, Any] = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}
+    with plt.rc_context(style | {"font.size": 9}):
+        figure, (learning, entropy, time) = plt.subplots(1, 3, figsize=(11, 3.1), layout="constrained")
+        learning.set_title("Learning", loc="left", fontweight="bold")
+        if "critic/score/mean" in series:
+            xs, ys = series["critic/score/mean"]
+            learning.plot(xs, ys, color="#8fb0f0", linewidth=0.8, alpha=0.7)
+            learning.plot(xs, smooth(ys), color="#3b6fd8", linewidth=1.4, label="score, training answers")
+        if ACCURACY in series:
+            learning.plot(*series[ACCURACY], color="#e0792f", marker="o", markersize=4, linewidth=1.8, label="held-out accuracy")
+        learning.set_ylim(0, 1.02)
+        learning.legend(frameon=False, loc="lower right")
+        entropy.set_title("Entropy of the policy", loc="left", fontweight="bold")
+        if "actor/entropy" in series:
+            entropy.plot(*series["actor/entropy"], color="#2a9d74", linewidth=1.4)
+            entropy.set_ylim(bottom=0)
+        time.set_title("Seconds a step, by phase", loc="left", fontweight="bold")
+        phases, xs, parts = phase_seconds(steps)
+        shown = {phase: [part[i] for part in parts] for i, phase in enumerate(phases) if phase not in AFTER_STEP}
+        if xs:
+            time.stackplot(xs, *shown.values(), labels=list(shown), colors=PNG_COLORS, linewidth=0)
+            time.legend(frameon=False, fontsize=7.5, loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True)
+        for axes in (learning, entropy, time):
+            axes.set_xlabel("step")
+        figure.savefig(path, dpi=160)
+        plt.close(figure)
+
+
+def series_of(steps: Sequence[Mapping[str, float]]) -> Series:
+    series: Series = {}
+    for entry in steps:
+        for name, value in entry.items():
+            if name != GLOBAL_STEP:
+                xs, ys = series.setdefault(name, ([], []))
+                xs.append(entry[GLOBAL_STEP])
+                ys.append(value)
+    return series
+
+
+def charts_of(series: Series) -> list[Chart]:
+    charts = []
+    for spec in CURVES:
+        curves = []
+        for name, label in spec.metrics + _by_data_source(spec, series):
+            if name in series and any(map(math.isfinite, series[name][1])):
+                low, high = (series[f"{spec.band}/{end}"][1] if spec.band else None for end in ("min", "max"))
+                curves.append(Curve(label, *series[name], low=low, high=high, exact=spec.exact, dots=spec.dots))
+        if curves:
+            charts.append(draw(spec.title, spec.note, curves, at_least=spec.at_least))
+    return charts
+
+
+def _by_data_source(spec: CurveSpec, series: Series) -> tuple[tuple[str, str], ...]:
+    """Accuracy of each data set, where there are several."""
+    names = [name for name in series if name.startswith("val-core/")] if spec.metrics[0][0] == ACCURACY else []
+    return tuple((name, name.split("/", 1)[1]) for name in names) if len(names) > 1 else ()
+
+
+def facts_of(steps: Sequence[Mapping[str, float]], series: Series) -> list[tuple[str, str]]:
+    """The small figures of the headline."""
+    facts = [("steps", number(steps[-1][GLOBAL_STEP]) if steps else "0")]
+    if "perf/total_num_tokens" in series:
+        facts.append(("tokens", number(sum(series["perf/total_num_tokens"][1]))))
+    shares, _ = timing_of(steps)
+    facts.append(("time", duration(sum(share.seconds for share in shares))))
+    if "perf/throughput" in series:
+        middle = sorted(series["perf/throughput"][1])[len(series["perf/throughput"][1]) // 2]
+        facts.append(("tokens/s/GPU", number(middle)))
+    if "perf/mfu" in series:
+        facts.append(("MFU", f"{sum(series['perf/mfu'][1]) / len(series['perf/mfu'][1]):.1%}"))
+    return facts
+
+
+def phase_seconds(steps: Sequence[Mapping[str, float]]) -> tuple[list[str], list[float], list[list[float]]]:
+    """Phases in the order in which they first came, ``other`` last; steps; seconds of each step by phase."""
+    timed = [entry for entry in steps if f"timing_s/{WHOLE_STEP}" in entry]
+    names = dict.fromkeys(name.removeprefix("timing_s/") for entry in timed for name in entry if name.startswith("timing_s/"))
+    phases = [name for name in names if name != WHOLE_STEP]
+    parts = []
+    for entry in timed:
+        spent = [entry.get(f"timing_s/{phase}", 0.0) for phase in phases]
+        inside = sum(value for phase, value in zip(phases, spent, strict=True) if phase not in AFTER_STEP)
+        parts.append([*spent, max(0.0, entry[f"timing_s/{WHOLE_STEP}"] - inside)])
+    return [*phases, "other"], [entry[GLOBAL_STEP] for entry in timed], parts
+
+
+def timing_of(steps: Sequence[Mapping[str, float]]) -> tuple[list[Share], Stack | None]:
+    phases, xs, parts = phase_seconds(steps)
+    if not xs:
+        return [], None
+    totals = [sum(column) for column in zip(*parts, strict=True)]
+    whole = sum(totals)
+    return [Share(name, total, total / whole) for name, total in zip(phases, totals, strict=True)], stack(phases, xs, parts)
+
+
+def answers_of(entries: Sequence[Mapping[str, Any]]) -> tuple[int, int, list[Answered]]:
+    """The first and the last step with samples, and the prompts that both have, at most MOST_ANSWERS."""
+    if not entries:
+        return 0, 0, []
+    first_step, last_step = entries[0][GLOBAL_STEP], entries[-1][GLOBAL_STEP]
+    by_step: dict[int, dict[int, Any]] = {}
+    for entry in entries:
+        by_step.setdefault(entry[GLOBAL_STEP], {})[entry["uid"]] = entry | {"score": float(entry["score"])}
+    last = by_step[last_step] if last_step != first_step else {}
+    pairs = [Answered(sample, last.get(uid)) for uid, sample in by_step[first_step].items()]
+    return first_step, last_step, [pair for pair in pairs if pair.last is not None or not last][:MOST_ANSWERS]
+
+
+def main(arguments: Sequence[str]) -> None:
+    if len(arguments) != 1 or not (Path(arguments[0]) / METRICS).exists():
+        raise SystemExit(f"usage: python -m trainer.report <run directory that holds {METRICS}>")
+    print(f"report: {write_report(Path(arguments[0]))}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,207 @@
+"""Scores answers in a pool of processes, each answer under a time limit. A bad answer costs itself alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from math import inf
+from types import TracebackType
+
+from configs.schema.ppo import RewardConfig
+from trainer.rewards.custom import check_file
+from trainer.rewards.registry import check_data_sources
+from trainer.rewards.scoring import Answer, Score, ScoreFunction, judge
+from trainer.rewards.worker import resolve
+
+_START_LIMIT = 120.0  # seconds until a process must be ready: the user's module may import a lot
+_CHUNKS_PER_PROCESS = 4  # enough that slow answers even out between processes
+_MAX_CHUNK = 64
+_CHILD = "import sys; sys.path[:] = {path!r}; from trainer.rewards.worker import main; main({fd}, {parent})"
+
+
+class RewardRunner:
+    """``reward.num_workers`` processes, at most one a core; 0: scores in this process, without a time limit.
+
+    Processes are plain interpreters that load no torch, and die with the thread that started them. Not for use by two threads at once.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        """Raises ValueError if the user's file is not there. Starts nothing."""
+        custom = config.custom_reward_function
+        self._source = (None if custom.path is None else str(check_file(custom.path)), custom.name)
+        self._size = min(config.num_workers, len(os.sched_getaffinity(0)))
+        self._timeout = config.timeout
+        self._function: ScoreFunction | None = None
+        self._processes: list[_Process] = []
+        self._selector = selectors.DefaultSelector()
+        self._chunks: deque[list[int]] = deque()
+
+    def start(self) -> None:
+        """Start the processes and return at once; they get ready meanwhile."""
+        if self._size == 0 and self._function is None:
+            self._function = resolve(*self._source)
+        while len(self._processes) < self._size:
+            self._add()
+
+    def wait_ready(self) -> None:
+        """Until every process can score. Raises ValueError if the user's function does not load, RuntimeError if a process does."""
+        self.start()
+        try:
+            while not all(process.ready for process in self._processes):
+                self._turn()
+        except BaseException:
+            self.close()
+            raise
+
+    def score(self, answers: Sequence[Answer]) -> list[Score]:
+        """One score an answer, in order. Raises ValueError for a data source without scorer, and as wait_ready does."""
+        if self._source[0] is None:
+            check_data_sources(answer.data_source for answer in answers)
+        self.start()
+        if self._function is not None:
+            return [judge(self._function, answer) for answer in answers]
+        scores: dict[int, Score] = {}
+        self._chunks = deque(_cut(len(answers), self._size * _CHUNKS_PER_PROCESS))
+        try:
+            while len(scores) < len(answers):
+                for process in self._processes:
+                    if self._chunks and process.idle and process.give(self._chunks[0], answers, self._timeout):
+                        self._chunks.popleft()
+                scores |= self._turn()
+        except BaseException:
+            self.close()  # answers in flight would be taken for those of the next call
+            raise
+        return [scores[i] for i in range(len(answers))]
+
+    def close(self) -> None:
+        """Kill the processes, and whatever they have started. The runner starts anew when it is next used."""
+        for process in self._processes:
+            self._selector.unregister(process.connection)
+            process.kill()
+        self._processes.clear()
+
+    def __enter__(self) -> RewardRunner:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _add(self) -> None:
+        process = _Process(self._source)
+        self._processes.append(process)
+        self._selector.register(process.connection, selectors.EVENT_READ, process)
+
+    def _turn(self) -> dict[int, Score]:
+        """Wait until a process says something, ends or is late; the scores that came of it."""
+        scores: dict[int, Score] = {}
+        first = min(process.deadline for process in self._processes)
+        for key, _ in self._selector.select(None if first == inf else max(0.0, first - time.monotonic())):
+            process: _Process = key.data
+            for message in process.read():
+                if process.ready:
+                    scores[process.given.popleft()] = Score(*message)
+                elif message is None:
+                    process.ready = True
+                else:
+                    raise ValueError(message)
+                process.wait_for_next(self._timeout)
+            if process.ended:
+                scores |= self._replace(process)
+        for process in list(self._processes):
+            if time.monotonic() >= process.deadline:
+                scores |= self._replace(process, f"timed out after {self._timeout:g} s")
+        return scores
+
+    def _replace(self, process: _Process, reason: str | None = None) -> dict[int, Score]:
+        """A new process for one that is dead or late. It fails the answer it had in hand; the rest of its chunk goes back."""
+        self._selector.unregister(process.connection)
+        self._processes.remove(process)
+        if process.ended:
+            process.wait_for_exit()
+        ending = process.kill()
+        if not process.ready:
+            raise RuntimeError(f"a scoring process did not start: {ending if reason is None else f'not ready in {_START_LIMIT:g} s'}")
+        self._add()
+        if not process.given:
+            return {}
+        guilty = process.given.popleft()
+        if process.given:
+            self._chunks.appendleft(list(process.given))
+        return {guilty: Score(None, {}, reason or f"the scoring process {ending}")}
+
+
+class _Process:
+    """given: the answers it has not scored yet, the first of them in hand. deadline: when the next word from it is due."""
+
+    def __init__(self, source: tuple[str | None, str]) -> None:
+        self.connection, theirs = socket.socketpair()
+        command = _CHILD.format(path=sys.path, fd=theirs.fileno(), parent=os.getpid())
+        self._popen = subprocess.Popen(
+            [sys.executable, "-c", command], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
+        )
+        theirs.close()
+        self.connection.settimeout(_START_LIMIT)  # no call waits for ever, not even for a process that is stopped
+        self._rest = b""
+        self.ready = False
+        self.ended = False
+        self.given: deque[int] = deque()
+        self.deadline = time.monotonic() + _START_LIMIT
+        self.connection.sendall(pickle.dumps(source))
+
+    @property
+    def idle(self) -> bool:
+        return self.ready and not self.given
+
+    def give(self, chunk: list[int], answers: Sequence[Answer], timeout: float) -> bool:
+        """False if it has died since its last answer: the end of its stream is there to be read."""
+        try:
+            self.connection.sendall(pickle.dumps([answers[i] for i in chunk]))
+        except (BrokenPipeError, ConnectionResetError):
+            return False
+        self.given.extend(chunk)
+        self.wait_for_next(timeout)
+        return True
+
+    def wait_for_next(self, timeout: float) -> None:
+        self.deadline = time.monotonic() + timeout if self.given else inf
+
+    def read(self) -> list:
+        """The messages that have arrived whole. Notes when it has ended."""
+        try:
+            data = self.connection.recv(1 << 16)
+        except ConnectionResetError:  # it died with answers unread
+            data = b""
+        self.ended = not data
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def wait_for_exit(self) -> None:
+        """Its socket has closed: a moment for its exit code. It is not reaped here, so that its id stays its own."""
+        patience = time.monotonic() + 1.0
+        while os.waitid(os.P_PID, self._popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None and time.monotonic() < patience:
+            time.sleep(0.001)
+
+    def kill(self) -> str:
+        """End it and what it has started; how it ended."""
+        self.connection.close()
+        try:
+            os.killpg(self._popen.pid, signal.SIGKILL)  # it leads a session of its own
+        except ProcessLookupError:
+            pass  # it has ended, and so has all it started
+        code = self._popen.wait()
+        return f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _cut(n: int, parts: int) -> list[list[int]]:
+    """0 .. n - 1 in runs: about ``parts`` of them, none longer than ``_MAX_CHUNK``."""
+    size = min(_MAX_CHUNK, -(-n // parts))
+    return [list(range(start, min(start + size, n))) for start in range(0, n, size)] if n else []

@@ -1,0 +1,81 @@
+"""What is scored, what comes back, and how one answer gets its score. Loads no torch: scoring processes start with it."""
+
+import math
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ScoreFunction = Callable[..., Any]
+"""verl's signature, called by keyword: (data_source, solution_str, ground_truth, extra_info) -> number, or dict with "score"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """solution_str: the answer decoded without special tokens. finished: it ended with a stop token, not at the length limit."""
+
+    data_source: str
+    solution_str: str
+    ground_truth: Any
+    extra_info: dict[str, Any]
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """value is None exactly where error says why. extra: the other numbers that the function gave, for the metrics."""
+
+    value: float | None
+    extra: dict[str, float]
+    error: str | None
+
+
+def judge(function: ScoreFunction, answer: Answer) -> Score:
+    """The score of one answer; whatever the function raises becomes the score's error.
+
+    The function finds ``finished`` in extra_info, so that one that wants it keeps verl's signature.
+    """
+    try:
+        result = function(
+            data_source=answer.data_source,
+            solution_str=answer.solution_str,
+            ground_truth=answer.ground_truth,
+            extra_info=answer.extra_info | {"finished": answer.finished},
+        )
+        return _to_score(result)
+    except (Exception, SystemExit) as error:  # a user's function may raise anything; it is told, not swallowed
+        return Score(None, {}, describe(error))
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one line: type, message, and the file and line that raised it."""
+    if isinstance(error, SyntaxError):  # its message says where
+        return f"SyntaxError: {error}"
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {' '.join(str(error).split())} ({Path(where.filename).name}:{where.lineno})"
+
+
+def _to_score(result: Any) -> Score:
+    extra: dict[str, float] = {}
+    if isinstance(result, dict):
+        if "score" not in result:
+            return Score(None, {}, f'the reward is a dict without "score": it has {", ".join(map(str, result)) or "nothing"}')
+        numbers = {str(name): _finite(value) for name, value in result.items() if name != "score"}
+        extra = {name: number for name, number in numbers.items() if number is not None}  # text is no metric
+        result = result["score"]
+    value = _finite(result)
+    if value is None:
+        return Score(None, {}, f"the reward is {result!r:.60}, not a finite number")
+    return Score(value, extra, None)
+
+
+def _finite(value: Any) -> float | None:
+    """A number of any library as a float; None for text, NaN, infinity and everything else."""
+    if isinstance(value, str | bytes):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None

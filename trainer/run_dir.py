@@ -1,0 +1,158 @@
+"""The run directory: what lies where, and how it is brought back to the step a run goes on from.
+
+A run directory holds one run, and no secrets. What an earlier run, or a branch that is left behind, wrote is moved to
+``earlier_<k>/``, never deleted; lines and dumps past the step are cut: the run writes the same ones again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
+CONFIG = "config.yaml"
+ENVIRONMENT = "environment.json"
+REPORT = "report.html"
+TENSORBOARD = "tensorboard"
+ROLLOUTS = "rollouts"
+WANDB_ID = "wandb_id.txt"
+LATEST = "latest_checkpointed_iteration.txt"
+SECRETS = ("apikey", "accesskey", "secretkey", "privatekey", "token", "password", "passwd", "secret", "credentials")
+
+GLOBAL_STEP = "training/global_step"
+NON_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
+
+
+def checkpoint_dir(run_dir: Path, step: int) -> Path:
+    return run_dir / f"global_step_{step}"
+
+
+def checkpoint_steps(run_dir: Path) -> list[int]:
+    """Steps of the whole checkpoints in ``run_dir``, ascending."""
+    return sorted(int(match[1]) for path in run_dir.iterdir() if (match := re.fullmatch(r"global_step_(\d+)", path.name)))
+
+
+def rollouts_file(directory: Path, step: int) -> Path:
+    return directory / f"step_{step}.parquet"
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """The file is the old one or the new one, whenever the process or the machine dies."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    fsync_directory(path.parent)
+
+
+def fsync_directory(path: Path) -> None:
+    """Make renames in ``path`` last."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def json_line(entry: dict[str, Any]) -> str:
+    """One line of valid JSON. Floats read back equal to the bit; non-finite ones are the strings of NON_FINITE."""
+    plain = {key: _finite_or_name(value) if isinstance(value, float) else value for key, value in entry.items()}
+    return json.dumps(plain, allow_nan=False) + "\n"
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, float]]:
+    """The steps of metrics.jsonl. A torn last line is left out; raises ValueError for any other line that is no JSON."""
+    return [
+        {key: NON_FINITE[value] if isinstance(value, str) else value for key, value in entry.items()}
+        for entry in read_lines(run_dir / METRICS)
+    ]
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file, [] if there is none. A line without its end was torn and is left out."""
+    if not path.exists():
+        return []
+    *lines, _torn = path.read_bytes().split(b"\n")
+    entries = []
+    for number, line in enumerate(lines, 1):
+        try:
+            entries.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
+    return entries
+
+
+def redact(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy without secrets: strings under keys that end like the name of a secret, and user:password@ in addresses."""
+    return {key: "***" if _is_secret(key) and isinstance(value, str) else _redact_value(value) for key, value in config.items()}
+
+
+def start_run(run_dir: Path, resume_step: int | None, rollout_dir: Path | None) -> None:
+    """Make ``run_dir`` hold this run up to ``resume_step`` (None: nothing yet), and nothing else.
+
+    A resumed step whose checkpoint is not in ``run_dir`` comes from another run: here it starts from nothing. A
+    rollout_dir outside ``run_dir`` is cut on resume; when a run starts there, its files are replaced as it goes.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if resume_step is None or not checkpoint_dir(run_dir, resume_step).exists():
+        outputs = [run_dir / name for name in (METRICS, SAMPLES, REPORT, TENSORBOARD, ROLLOUTS, WANDB_ID, LATEST)]
+        _set_aside(run_dir, outputs + [checkpoint_dir(run_dir, step) for step in checkpoint_steps(run_dir)])
+        return
+    later = [step for step in checkpoint_steps(run_dir) if step > resume_step]
+    _set_aside(run_dir, [checkpoint_dir(run_dir, step) for step in later])
+    write_atomic(run_dir / LATEST, str(resume_step))
+    for name in (METRICS, SAMPLES):
+        _cut_lines(run_dir / name, resume_step)
+    for directory in {run_dir / ROLLOUTS, rollout_dir or run_dir / ROLLOUTS}:
+        _cut_rollouts(directory, resume_step)
+
+
+def _is_secret(key: object) -> bool:
+    return str(key).lower().replace("-", "").replace("_", "").endswith(SECRETS)
+
+
+def _redact_value(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return redact(value)
+    if isinstance(value, list | tuple):
+        return [_redact_value(item) for item in value]
+    return re.sub(r"://[^/@\s]+@", "://***@", value) if isinstance(value, str) else value
+
+
+def _finite_or_name(value: float) -> float | str:
+    if value != value:
+        return "NaN"
+    return {float("inf"): "Infinity", float("-inf"): "-Infinity"}.get(value, value)
+
+
+def _cut_lines(path: Path, step: int) -> None:
+    if path.exists():
+        write_atomic(path, "".join(json_line(entry) for entry in read_lines(path) if entry[GLOBAL_STEP] <= step))
+
+
+def _cut_rollouts(directory: Path, step: int) -> None:
+    for path in directory.glob("step_*.parquet*"):
+        if (match := re.fullmatch(r"step_(\d+)\.parquet(\.partial)?", path.name)) and (match[2] or int(match[1]) > step):
+            path.unlink()
+
+
+def _set_aside(run_dir: Path, outputs: list[Path]) -> None:
+    existing = [path for path in outputs if path.exists()]
+    if not existing:
+        return
+    number = 1
+    while (aside := run_dir / f"earlier_{number}").exists():
+        number += 1
+    aside.mkdir()
+    for path in existing:
+        path.rename(aside / path.name)
+    names = ", ".join(path.name for path in existing)
+    print(f"{run_dir}: moved to {aside.name}/ what is not of this run: {names}", file=sys.stderr)

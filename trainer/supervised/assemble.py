@@ -1,0 +1,101 @@
+"""From a configuration to a running supervised loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict
+from pathlib import Path
+
+from configs.schema.sft import SFTConfig
+from trainer.backend import open_backend, start_hosts
+from trainer.checkpoint import check_config, resolve_resume
+from trainer.data.chat import load_tokenizer
+from trainer.data.order import DataOrder
+from trainer.data.sft import SFTDataset
+from trainer.metrics import Phases
+from trainer.models import Training, limits, start_model
+from trainer.supervised.loop import SupervisedLoop
+from trainer.tracking import Tracker
+from workers.engine.base import LossSpec
+from workers.seeding import seed_of
+
+
+def run(config: SFTConfig, notices: Sequence[str]) -> None:
+    """Train as ``config`` says, and export the model if it says so. notices: what the user was told about the configuration."""
+    trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir)
+    resume = resolve_resume(trainer.resume_mode, trainer.resume_from_path, run_dir)
+    if resume is not None:
+        for change in check_config(resume.manifest.config, asdict(config)):
+            print(f"resumed with another {change}")
+    with ExitStack() as stack:
+        backend = stack.enter_context(open_backend(trainer, config.ray_kwargs, run_dir))
+        hosts = start_hosts(backend, trainer)
+        tokenizer = load_tokenizer(config.model)
+        columns = {
+            "prompt_key": config.data.prompt_key,
+            "response_key": config.data.response_key,
+            "max_length": config.data.max_length,
+            "truncation": config.data.truncation,
+            "apply_chat_template_kwargs": config.data.apply_chat_template_kwargs,
+        }
+        data = SFTDataset(config.data.train_files, tokenizer, **columns)
+        held_out = SFTDataset(config.data.val_files, tokenizer, **columns) if trainer.test_freq > 0 else None
+        seed = trainer.seed if config.data.seed is None else config.data.seed
+        order = DataOrder(len(data), config.data.train_batch_size, seed, config.data.shuffle)
+        total_steps = trainer.total_training_steps or trainer.total_epochs * order.steps_per_epoch
+        tracker = stack.enter_context(
+            closing(
+                Tracker(
+                    trainer.logger,
+                    run_dir,
+                    trainer.project_name,
+                    trainer.experiment_name,
+                    asdict(config),
+                    resume_step=resume.step if resume is not None else None,
+                    total_steps=total_steps,
+                )
+            )
+        )
+        cut = limits(
+            per_gpu=config.data.micro_batch_size_per_gpu,
+            over_all=None,
+            dynamic=config.data.use_dynamic_bsz,
+            max_tokens=config.data.max_token_len_per_gpu,
+            world_size=trainer.nnodes * trainer.n_gpus_per_node,
+        )
+        model = start_model(
+            hosts,
+            "model",
+            strategy=config.engine.strategy,
+            model=config.model,
+            head="lm",
+            fsdp=config.engine.fsdp_config,
+            device=trainer.device,
+            seed=seed_of(trainer.seed, "model"),
+            forward_limits=cut,
+            training=Training(
+                optim=config.optim,
+                grad_clip=config.engine.grad_clip,
+                loss=LossSpec("trainer.algorithms.supervised:NextTokenLoss", None),
+                limits=cut,
+                steps=total_steps,
+                updates=1,
+            ),
+        )
+        SupervisedLoop(
+            config=config,
+            run_dir=run_dir,
+            data=data,
+            held_out=held_out,
+            order=order,
+            model=model,
+            tracker=tracker,
+            phases=Phases(),
+            resume=resume,
+            total_steps=total_steps,
+        ).fit()
+        if trainer.export_dir is not None:
+            model.export_hf(trainer.export_dir)
+            tokenizer.save_pretrained(trainer.export_dir)
+            print(f"model: {trainer.export_dir}")

@@ -1,0 +1,1 @@
+"""What runs beside the GPU. Never imports trainer."""

@@ -1,0 +1,130 @@
+"""The flat batch: tokens of all sequences end to end, plus lengths. Nothing is padded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Batch:
+    """B sequences, T = sum(lengths) tokens.
+
+    lengths: int64 (B,)            tokens of each sequence, prompt and response together
+    tokens:  {name: (T, ...)}      per token: input_ids, response_mask, log_probs, values, loss_weight, ...
+    rows:    {name: (B, ...)}      per sequence: uid (prompt group), prompt_length, score, last_value, ...
+    objects: {name: list of B}     strings and the like: controller only, never sent to workers
+    meta:    {name: json}          for the whole batch: temperature, step
+
+    ``log_probs[t]`` is that of token t given what precedes it (0 for a sequence's first token), ``values[t]`` the value
+    of the state before token t. Sequences are never cut.
+    """
+
+    lengths: Tensor
+    tokens: dict[str, Tensor] = field(default_factory=dict)
+    rows: dict[str, Tensor] = field(default_factory=dict)
+    objects: dict[str, list[Any]] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.lengths.dtype == torch.int64 and self.lengths.dim() == 1, "lengths: int64 (B,)"
+        total = self.total_tokens
+        for name, value in self.tokens.items():
+            assert len(value) == total, f"tokens[{name!r}] has {len(value)} entries, the batch {total} tokens"
+        for name, column in (self.rows | self.objects).items():
+            assert len(column) == len(self), f"{name!r} has {len(column)} entries, the batch {len(self)} sequences"
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def total_tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    @property
+    def offsets(self) -> Tensor:
+        """Where each sequence starts, and the end: int64 (B + 1,)."""
+        return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
+
+    def segment_ids(self) -> Tensor:
+        """The row of each token: int64 (T,)."""
+        return torch.repeat_interleave(torch.arange(len(self)), self.lengths)
+
+    def positions(self) -> Tensor:
+        """The position of each token in its sequence: int64 (T,)."""
+        return torch.arange(self.total_tokens) - torch.repeat_interleave(self.offsets[:-1], self.lengths)
+
+    def split_rows(self, name: str) -> list[Tensor]:
+        """``tokens[name]`` cut into the B sequences."""
+        return list(self.tokens[name].split(self.lengths.tolist()))
+
+    def select(self, indices: Sequence[int] | Tensor) -> Batch:
+        """The rows at ``indices``, in that order; a row may come more than once."""
+        rows = torch.as_tensor(indices, dtype=torch.int64)
+        starts, lengths = self.offsets[:-1][rows], self.lengths[rows]
+        ends = lengths.cumsum(0)
+        where = torch.arange(int(lengths.sum())) + torch.repeat_interleave(starts - (ends - lengths), lengths)
+        return Batch(
+            lengths=lengths,
+            tokens={name: value[where] for name, value in self.tokens.items()},
+            rows={name: value[rows] for name, value in self.rows.items()},
+            objects={name: [column[i] for i in rows.tolist()] for name, column in self.objects.items()},
+            meta=dict(self.meta),
+        )
+
+    def chunk(self, n: int) -> list[Batch]:
+        """``n`` parts of consecutive rows whose sizes differ by one at most."""
+        return [self.select(part) for part in torch.arange(len(self)).tensor_split(n)]
+
+    @staticmethod
+    def concat(parts: Sequence[Batch]) -> Batch:
+        """The parts end to end; all have the same columns. ``meta`` is the first part's."""
+        first = parts[0]
+        for part in parts[1:]:
+            for kind in ("tokens", "rows", "objects"):
+                mine, other = getattr(first, kind).keys(), getattr(part, kind).keys()
+                if mine != other:
+                    raise ValueError(f"cannot concat batches with unequal {kind}: {sorted(mine)} and {sorted(other)}")
+        return Batch(
+            lengths=torch.cat([part.lengths for part in parts]),
+            tokens={name: torch.cat([part.tokens[name] for part in parts]) for name in first.tokens},
+            rows={name: torch.cat([part.rows[name] for part in parts]) for name in first.rows},
+            objects={name: [item for part in parts for item in part.objects[name]] for name in first.objects},
+            meta=dict(first.meta),
+        )
+
+    def union(self, other: Batch) -> Batch:
+        """Columns of both, ``other``'s where both have one. The sequences must be the same."""
+        if not torch.equal(self.lengths, other.lengths):
+            raise ValueError(f"cannot unite batches of other lengths: {len(self)} and {len(other)} sequences")
+        return Batch(
+            lengths=self.lengths,
+            tokens=self.tokens | other.tokens,
+            rows=self.rows | other.rows,
+            objects=self.objects | other.objects,
+            meta=self.meta | other.meta,
+        )
+
+    __or__ = union
+
+    def only(self, *, tokens: Sequence[str] = (), rows: Sequence[str] = ()) -> Batch:
+        """The named columns alone: what a worker needs. ``objects`` never travel."""
+        return Batch(
+            lengths=self.lengths,
+            tokens={name: self.tokens[name] for name in tokens},
+            rows={name: self.rows[name] for name in rows},
+            meta=self.meta,
+        )
+
+    def with_tokens(self, **columns: Tensor) -> Batch:
+        return replace(self, tokens=self.tokens | columns)
+
+    def with_rows(self, **columns: Tensor) -> Batch:
+        return replace(self, rows=self.rows | columns)
+
+    def with_meta(self, meta: Mapping[str, Any]) -> Batch:
+        return replace(self, meta=self.meta | dict(meta))

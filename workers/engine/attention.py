@@ -1,0 +1,94 @@
+"""Attention over packed rows, for any transformers model that takes its attention from the AttentionInterface.
+
+Rows lie end to end in one sequence of T tokens; each attends causally to itself alone. No (T, T) mask is ever built: the
+name is registered for attention only, and transformers makes no mask for a name its mask interface does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+PACKED_ATTENTION = "tandem_packed"
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """Where the rows of a packed sequence lie. Made once a micro-batch, used by every layer.
+
+    blocks: (rows, length) of each run of neighbours that are equally long; such a run is one attention call on the CPU.
+    Measured (4k tokens, one thread): runs of exactly equal length are as fast as padding like lengths to the longest,
+    from 14 to 300 tokens a row, because padding has to copy. So rows should come sorted by length; any order is right.
+    cu_seqlens: int32 (B + 1,), where each row starts, and the end.
+    """
+
+    blocks: tuple[tuple[int, int], ...]
+    cu_seqlens: Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> PackedRows:
+        """lengths: tokens of each of the B rows, all positive."""
+        blocks = tuple((len(list(run)), length) for length, run in groupby(lengths))
+        ends = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+        return cls(blocks, ends, max(lengths))
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed_rows: PackedRows,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """query (1, heads, T, D), key and value (1, kv heads, T, D) -> (1, T, heads, D). Dropout is never applied.
+
+    sliding_window: a token sees itself and the ``sliding_window - 1`` before it. Raises ValueError for what is not
+    plain attention over whole rows: a mask of the model's own, capped scores, sinks.
+    """
+    if attention_mask is not None or softcap is not None or s_aux is not None:
+        raise ValueError(f"{type(module).__name__}: packed attention supports no masks, score caps or sinks of a model's own")
+    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        return _varlen(q, k, v, packed_rows, scaling, sliding_window)[None], None
+    # split, never slices: each slice's backward writes a buffer of full length.
+    sizes = [rows * length for rows, length in packed_rows.blocks]
+    parts = zip(packed_rows.blocks, q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
+    return torch.cat([_block_attention(*part, scaling, sliding_window) for part in parts])[None], None
+
+
+def _block_attention(
+    block: tuple[int, int], q: Tensor, k: Tensor, v: Tensor, scaling: float | None, sliding_window: int | None
+) -> Tensor:
+    """q (rows * length, heads, D), k and v (rows * length, kv heads, D) -> (rows * length, heads, D)."""
+    q, k, v = (x.unflatten(0, block).transpose(1, 2) for x in (q, k, v))
+    length, band = block[1], None
+    if sliding_window is not None and sliding_window < length:
+        band = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - sliding_window)
+    out = scaled_dot_product_attention(q, k, v, attn_mask=band, is_causal=band is None, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, rows: PackedRows, scaling: float | None, sliding_window: int | None) -> Tensor:
+    """The same on CUDA, all rows in one kernel: q (T, heads, D), k and v (T, kv heads, D) -> (T, heads, D)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    left = -1 if sliding_window is None else sliding_window - 1
+    ends, longest = rows.cu_seqlens, rows.longest
+    return varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=(left, 0), enable_gqa=True)
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -1,0 +1,147 @@
+"""What every training engine is: a model with a head, sharded somehow, that runs forward and train steps.
+
+An engine knows no algorithm: a loss reaches it as a function of outputs and a micro-batch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+from configs.schema.common import FSDPConfig, ModelConfig, Strategy
+from workers.batch import Batch
+from workers.metric import Metric
+from workers.plan import MicroBatches
+
+Head = Literal["lm", "value"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMesh:
+    """How the ranks of an engine hold the model and the data.
+
+    dp_rank, dp_size: which share of the batch this rank gets. is_output_rank: it answers for its share.
+    """
+
+    rank: int
+    world_size: int
+    dp_rank: int
+    dp_size: int
+    is_output_rank: bool
+
+
+class Loss(Protocol):
+    """``needs`` names the outputs ({"log_probs", "entropy"} or {"values"}). Called for a micro-batch of whole rows:
+
+    outputs: {name: (T,)} with gradient; micro_batch: the flat rows with their columns (``loss_weight`` is the engine's).
+    Returns the loss of each token (T,), unweighted, and metrics. The engine adds sum(loss_weight * token_loss).
+    """
+
+    needs: frozenset[str]
+
+    def __call__(self, outputs: dict[str, Tensor], micro_batch: Batch) -> tuple[Tensor, dict[str, Metric]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LossSpec:
+    """How a loss travels to workers: where its factory is, and the frozen config the factory is called with.
+
+    path: ``package.module:factory``. Resolved once per host; ``factory(config)`` is the Loss.
+    """
+
+    path: str
+    config: Any
+
+    def resolve(self) -> Loss:
+        module, _, name = self.path.partition(":")
+        factory: Callable[[Any], Loss] = getattr(importlib.import_module(module), name)
+        return factory(self.config)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """AdamW with warm-up and schedule. Steps are optimizer steps; ``total_steps`` is the length of the cosine."""
+
+    lr: float
+    betas: tuple[float, float]
+    weight_decay: float
+    schedule: Literal["constant", "cosine"]
+    warmup_steps: int
+    total_steps: int
+    min_lr_ratio: float
+    num_cycles: float
+    clip_grad: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """All an engine is built from. optimizer None: the model is never trained (a reference)."""
+
+    strategy: Strategy
+    model: ModelConfig
+    head: Head
+    fsdp: FSDPConfig
+    optimizer: OptimizerSpec | None
+    device: Literal["cpu", "cuda"]
+    seed: int
+
+
+class TrainEngine(ABC):
+    """Built with a head (lm, value) and, if it is trained, an optimizer."""
+
+    mesh: EngineMesh
+
+    @abstractmethod
+    def forward(self, batch: Batch, plan: MicroBatches, outputs: set[str]) -> Batch | None:
+        """Without gradient. ``batch`` is this rank's share: input_ids, response_mask, meta["temperature"].
+
+        outputs: "log_probs", "entropy" (lm; computed where response_mask is set, 0 elsewhere) or "values" (value; adds
+        rows["last_value"] too). Returns a Batch of the same rows in the same order with these columns (float32, CPU),
+        None on ranks that do not answer. Collective: every rank runs the same number of micro-batches.
+        """
+
+    @abstractmethod
+    def train_step(self, batch: Batch, plan: MicroBatches, loss: Loss) -> dict[str, Metric]:
+        """One mini-batch is one optimizer step: gradients of sum(loss_weight * token_loss), summed over data-parallel
+        ranks, never averaged; clipped; applied. ``batch`` is this rank's share and carries ``loss_weight`` (T,).
+        Metrics: the loss's own, plus grad_norm (before clipping), lr and loss.
+        """
+
+    @abstractmethod
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names, one full tensor at a time. Collective: every rank iterates to the end."""
+
+    @abstractmethod
+    def live_weights(self) -> dict[str, Tensor] | None:
+        """Hugging Face names to the very tensors that are trained, when nothing is sharded; else None."""
+
+    @abstractmethod
+    def move(
+        self,
+        *,
+        params: Literal["device", "cpu"] | None = None,
+        grads: Literal["device", "cpu"] | None = None,
+        optimizer: Literal["device", "cpu"] | None = None,
+    ) -> None:
+        """Where each part lives; None leaves it. Gradients that leave the device are dropped: they are spent."""
+
+    @abstractmethod
+    def save(self, path: str) -> None:
+        """Model, optimizer and schedule, sharded, into the directory ``path``. Collective."""
+
+    @abstractmethod
+    def load(self, path: str) -> None:
+        """What save wrote, also from another number of ranks. Collective. Raises FileNotFoundError or ValueError."""
+
+    @abstractmethod
+    def export_hf(self, path: str) -> None:
+        """A Hugging Face directory: safetensors and config. Collective; rank 0 writes."""
+
+    @abstractmethod
+    def flops(self, lengths: list[int], *, backward: bool) -> float:
+        """Model FLOPs of a batch with these lengths: 2 or 6 a parameter and token, plus attention."""

@@ -1,0 +1,193 @@
+"""A transformers model that runs on packed rows and answers with log-probs or values instead of logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PretrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GenericForTokenClassification
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+
+from configs.schema.common import ModelConfig
+from workers.engine.attention import PACKED_ATTENTION, PackedRows
+from workers.engine.base import Head
+from workers.engine.logprob import head_log_probs
+
+PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}  # the longest row of a pack would change the others' rotation
+
+
+class PackedModel(nn.Module):
+    """``hf`` is the whole transformers model, so names, tied weights and files are its own; only its body is called.
+
+    The head runs in this module's forward, where a sharding engine has gathered its weight.
+    """
+
+    def __init__(self, hf: PreTrainedModel, head: Head) -> None:
+        super().__init__()
+        self.hf = hf
+        self.head = head
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers: what is gathered, checkpointed and freed as one."""
+        kinds = self.hf._no_split_modules or ()
+        return [module for module in self.hf.modules() if type(module).__name__ in kinds]
+
+    @property
+    def value_head(self) -> nn.Linear:
+        """H -> 1. transformers calls it ``score`` or ``classifier``."""
+        return next(child for child in self.hf.children() if isinstance(child, nn.Linear))
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        rows: PackedRows,
+        predicted: Tensor,
+        temperature: float = 1.0,
+        want_entropy: bool = False,
+    ) -> dict[str, Tensor]:
+        """input_ids, positions: int64 (T,), positions starting from 0 in each row. predicted: int64 (N,), the tokens
+        whose log-probs are wanted, none of them the first of its row; a value head answers for every token.
+
+        Returns, at least in float32: log_probs and, if wanted, entropy (T,), 0 where not predicted; or values (T,), of
+        the state before each token, 0 for a row's first, and last_value (B,), of the state after each row.
+        """
+        body = self.hf.base_model(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, packed_rows=rows)
+        hidden = body.last_hidden_state[0]
+        if self.head == "value":
+            after = self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0]
+            values = torch.where(positions == 0, 0.0, after.roll(1))
+            return {"values": values, "last_value": after.index_select(0, rows.cu_seqlens[1:] - 1)}
+        lm_head = self.hf.get_output_embeddings()
+        log_probs, entropy = head_log_probs(
+            hidden.index_select(0, predicted - 1),
+            lm_head.weight,
+            lm_head.bias,
+            input_ids[predicted],
+            temperature=temperature,
+            want_entropy=want_entropy,
+        )
+        outputs = {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
+        return {name: out.new_zeros(len(input_ids)).index_copy(0, predicted, out) for name, out in outputs.items()}
+
+
+def model_path(model: ModelConfig) -> str:
+    """A directory, checked, or a hub name as it is. Raises FileNotFoundError."""
+    path = Path(model.path).expanduser()
+    looks_local = model.path.startswith(("/", ".", "~")) or model.path.count("/") > 1
+    if not path.is_dir():
+        if looks_local:
+            raise FileNotFoundError(f"model.path {model.path}: no such directory (expected a Hugging Face model directory)")
+        return model.path
+    for pattern in ("config.json", "*.safetensors"):
+        if not any(path.glob(pattern)):
+            raise FileNotFoundError(f"model.path {model.path}: no {pattern} there (expected a Hugging Face model directory)")
+    return str(path)
+
+
+def model_config(model: ModelConfig, head: Head) -> PretrainedConfig:
+    """The model's config.json with ``override_config``. Raises ValueError for a key or an architecture that cannot be."""
+    config, unknown = AutoConfig.from_pretrained(
+        model_path(model), trust_remote_code=model.trust_remote_code, return_unused_kwargs=True, **model.override_config
+    )
+    unknown.pop("trust_remote_code", None)
+    if unknown:
+        raise ValueError(f"model.override_config: {sorted(unknown)} not in the config of {model.path} ({config.model_type})")
+    if head == "value":
+        config.num_labels = 1
+    as_dict = config.to_dict()
+    layers = set(as_dict.get("layer_types") or ()) - PACKABLE_LAYERS
+    ropes = {(as_dict.get("rope_parameters") or {}).get("rope_type")} & LENGTH_DEPENDENT_ROPE
+    if layers or ropes:
+        raise ValueError(f"model.path {model.path}: {config.model_type} cannot be packed: has {sorted(layers | ropes)}")
+    return config
+
+
+def empty_model(model: ModelConfig, config: PretrainedConfig, head: Head, dtype: torch.dtype) -> PackedModel:
+    """The model on the meta device: names and shapes, no memory."""
+    with torch.device("meta"):
+        hf = _auto_class(config, head).from_config(
+            config, dtype=dtype, attn_implementation=PACKED_ATTENTION, trust_remote_code=model.trust_remote_code
+        )
+    if not hf._supports_attention_backend or hf._is_stateful:
+        raise ValueError(f"model.path {model.path}: {config.model_type} cannot be packed: it has an attention or state of its own")
+    return PackedModel(hf.eval(), head)
+
+
+def load_model(model: ModelConfig, config: PretrainedConfig, head: Head, dtype: torch.dtype) -> PackedModel:
+    """The model with its weights, on the CPU, checked against transformers' own forward.
+
+    A value head that the checkpoint does not have starts at zero: values are 0 until the first update, and no draw is
+    needed. Raises ValueError for weights that are missing or do not fit.
+    """
+    transformers.utils.logging.disable_progress_bar()
+    hf, report = _auto_class(config, head).from_pretrained(
+        model_path(model),
+        config=config,
+        dtype=dtype,
+        attn_implementation=PACKED_ATTENTION,
+        trust_remote_code=model.trust_remote_code,
+        output_loading_info=True,
+    )
+    packed = PackedModel(hf.eval(), head)
+    missing = set(report["missing_keys"])
+    if head == "value":
+        own = {name: value for name, value in hf.named_parameters() if not name.startswith(hf.base_model_prefix + ".")}
+        for name in own.keys() & missing:
+            nn.init.zeros_(own[name])
+        missing -= own.keys()
+    if missing:
+        raise ValueError(f"model.path {model.path}: {len(missing)} weights are not there, such as {min(missing)}")
+    _check_packing(packed, model.path)
+    return packed
+
+
+@torch.no_grad()
+def _check_packing(model: PackedModel, path: str) -> None:
+    """Two short rows, packed, must get what transformers itself gives each alone.
+
+    Finds out what no list of architectures could: scaled or capped logits, own attention, state across rows.
+    """
+    hf, vocabulary = model.hf, model.hf.get_input_embeddings().weight.shape[0]
+    rows = [(torch.arange(n) * 7 + n) % vocabulary for n in (5, 3)]
+    lengths = [len(row) for row in rows]
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    packed = model(torch.cat(rows), positions, PackedRows.of(lengths, positions.device), positions.nonzero()[:, 0])
+    hf.set_attn_implementation("eager")
+    for row, ours in zip(rows, packed["values" if model.head == "value" else "log_probs"].split(lengths), strict=True):
+        logits = hf(input_ids=row[None], use_cache=False).logits[0, :-1].to(ours.dtype)
+        theirs = logits[:, 0] if model.head == "value" else logits.log_softmax(-1).gather(1, row[1:, None])[:, 0]
+        difference = float((ours[1:] - theirs).abs().max())
+        if not difference < (1e-3 if hf.dtype in (torch.float32, torch.float64) else 0.2):
+            raise ValueError(
+                f"model.path {path}: {hf.config.model_type} is not supported: its head or attention does something more, "
+                f"packed rows differ from transformers' own by {difference:.2g}"
+            )
+    hf.set_attn_implementation(PACKED_ATTENTION)
+
+
+def _auto_class(config: PretrainedConfig, head: Head) -> type[AutoModelForCausalLM | AutoModelForTokenClassification]:
+    """A critic is transformers' token classifier with one label. Where it has none for this body, one is made its way."""
+    if head == "lm":
+        return AutoModelForCausalLM
+    kind = type(config)
+    if kind not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING and kind in MODEL_FOR_CAUSAL_LM_MAPPING:
+        causal = MODEL_FOR_CAUSAL_LM_MAPPING[kind]
+        name = causal.__name__.replace("ForCausalLM", "ForTokenClassification")
+        own = {"base_model_prefix": causal.base_model_prefix}
+        made = type(name, (GenericForTokenClassification, causal.__bases__[0]), own)
+        AutoModelForTokenClassification.register(kind, made)
+    return AutoModelForTokenClassification
+
+
+def export_directory(model: PackedModel, weights: Iterator[tuple[str, Tensor]], dtype: torch.dtype, path: str) -> None:
+    """Write config and weights as transformers would, in the dtype ``dtype``. Tied weights come once."""
+    state = {name: weight.to("cpu", dtype if weight.is_floating_point() else None) for name, weight in weights}
+    model.hf.config.dtype = dtype
+    model.hf.save_pretrained(path, state_dict=state)

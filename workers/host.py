@@ -1,0 +1,68 @@
+"""The only remotely called worker, one per GPU slot: a device, a process group, and a dict of roles that share them."""
+
+from __future__ import annotations
+
+import gc
+import os
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from workers.controller.group import WorkerInfo
+from workers.engine import make_engine
+from workers.engine.base import EngineSpec, LossSpec
+from workers.residency import Residency, Tenant
+from workers.roles.model import ModelRole
+from workers.roles.rollout import RolloutRole
+from workers.rollout import make_rollout
+from workers.rollout.base import RolloutSpec
+
+
+class Host:
+    def __init__(self, info: WorkerInfo, device: Literal["cpu", "cuda"]) -> None:
+        """Joins the process group of all workers: gloo on CPU, and nccl beside it on CUDA."""
+        self.info = info
+        self.residency = Residency()
+        self.roles: dict[str, ModelRole | RolloutRole] = {}
+        if device == "cuda":
+            torch.cuda.set_device(info.local_rank)
+        else:
+            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        if info.master_addr.startswith("127."):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+            init_method=f"tcp://{info.master_addr}:{info.master_port}",
+            rank=info.rank,
+            world_size=info.world_size,
+            timeout=timedelta(minutes=30),
+        )
+
+    def build_model(self, role: str, spec: EngineSpec, loss: LossSpec | None) -> tuple[int, bool]:
+        """A model role. Returns (which data-parallel share this rank works on, whether it answers for it)."""
+        engine = make_engine(spec)
+        self.roles[role] = ModelRole(role, engine, loss, self.residency)
+        self.residency.add_model(role, Tenant(engine, spec.fsdp.param_offload, spec.fsdp.optimizer_offload))
+        return engine.mesh.dp_rank, engine.mesh.is_output_rank
+
+    def build_rollout(self, role: str, spec: RolloutSpec, source: str) -> tuple[int, bool]:
+        """The rollout role; ``source`` is the model role that gives it weights. Returns as build_model does."""
+        model = self.roles[source]
+        assert isinstance(model, ModelRole)
+        rollout = make_rollout(spec)
+        self.residency.add_rollout(rollout, free_cache_engine=spec.rollout.free_cache_engine)
+        self.roles[role] = RolloutRole(rollout, model, self.residency)
+        return self.info.rank, True
+
+    def run(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of a role."""
+        return getattr(self.roles[role], method)(*args, **kwargs)
+
+    def close(self) -> None:
+        """Leave the process group, so that the next group in this process can have one."""
+        self.roles.clear()
+        self.residency = Residency()
+        gc.collect()
+        dist.destroy_process_group()

@@ -1,0 +1,142 @@
+"""Who computes what: global batch -> mini-batches -> ranks -> micro-batches. Pure functions of lengths.
+
+No cut changes a gradient: loss weights are written over the whole mini-batch before any of this happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from workers.batch import Batch
+from workers.seeding import seed_of
+
+MicroBatches = tuple[tuple[int, ...], ...]
+"""Row indices of each micro-batch within a rank's share. An empty one runs a dummy row of weight zero."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """shares[d]: rows of the global batch for data-parallel rank d; micro_batches[d]: how it cuts them."""
+
+    shares: tuple[tuple[int, ...], ...]
+    micro_batches: tuple[MicroBatches, ...]
+
+    def split(self, batch: Batch) -> list[Batch]:
+        """The batch's share for each data-parallel rank."""
+        return [batch.select(share) for share in self.shares]
+
+    def collect(self, parts: Sequence[Batch]) -> Batch:
+        """What the ranks answered, rows back in the order of the global batch."""
+        order = torch.tensor([row for share in self.shares for row in share], dtype=torch.int64)
+        return Batch.concat(parts).select(order.argsort())
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How large a micro-batch may be: by tokens (a hard cap) or by rows, whichever is given."""
+
+    max_tokens: int | None = None
+    max_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.max_tokens is None) != (self.max_rows is None), "one of max_tokens and max_rows"
+
+
+def row_costs(lengths: Sequence[int], attention_cost: float) -> list[float]:
+    """Relative work of each row: its tokens, and its attention, ``attention_cost`` a pair of tokens.
+
+    For a decoder of hidden size H the pair costs about 1 / (12 H) of a token: 24 H^2 FLOPs a token and layer in the
+    products, 2 H a pair in causal attention.
+    """
+    return [length + attention_cost * length * length for length in lengths]
+
+
+def make_plan(lengths: Sequence[int], n_ranks: int, limits: Limits, *, attention_cost: float = 0.0) -> Plan:
+    """Even work on every rank, and the same number of micro-batches.
+
+    lengths: tokens of each of the B rows. Raises ValueError if a row alone is over ``max_tokens``.
+    """
+    if limits.max_tokens is not None and lengths and max(lengths) > limits.max_tokens:
+        row = max(range(len(lengths)), key=lengths.__getitem__)
+        raise ValueError(
+            f"row {row} has {lengths[row]} tokens, the micro-batch budget is {limits.max_tokens}: "
+            f"raise *_max_token_len_per_gpu to at least {lengths[row]}"
+        )
+    costs = row_costs(lengths, attention_cost)
+    shares = _even_parts(range(len(lengths)), costs, n_ranks)
+    cuts = [_cut(share, lengths, costs, limits) for share in shares]
+    n_slots = max(len(cut) for cut in cuts)
+    # A rank with fewer is cut again into as many slots as the fullest rank needs: smaller, but no more of them.
+    cuts = [cut if len(cut) == n_slots else _spread(cut, share, costs, n_slots) for cut, share in zip(cuts, shares, strict=True)]
+    micro_batches = []
+    for share, cut in zip(shares, cuts, strict=True):
+        place = {row: i for i, row in enumerate(share)}
+        micro_batches.append(tuple(tuple(place[row] for row in part) for part in cut))
+    return Plan(shares=tuple(tuple(share) for share in shares), micro_batches=tuple(micro_batches))
+
+
+def mini_batches(uids: Sequence[int], n_groups: int, *, seed: int | None = None) -> list[list[int]]:
+    """Rows of each mini-batch: ``n_groups`` prompt groups each, groups kept whole, the last one perhaps smaller.
+
+    uids: the prompt group of each row. Groups come in order of appearance, or, with a seed, in an order that
+    depends on the seed and the uid alone: never on the number of ranks.
+    """
+    groups: dict[int, list[int]] = {}
+    for row, uid in enumerate(uids):
+        groups.setdefault(uid, []).append(row)
+    order = list(groups) if seed is None else sorted(groups, key=lambda uid: (seed_of(seed, "mini_batch", uid), uid))
+    return [
+        sorted(row for uid in order[start : start + n_groups] for row in groups[uid])
+        for start in range(0, len(order), n_groups)
+    ]
+
+
+def _even_parts(rows: Sequence[int], costs: Sequence[float], n: int) -> list[list[int]]:
+    """Largest first, always to the part with the least so far; ties go to the part with fewer rows, then the first."""
+    parts: list[list[int]] = [[] for _ in range(n)]
+    loads = [0.0] * n
+    for row in sorted(rows, key=lambda row: (-costs[row], row)):
+        target = min(range(n), key=lambda part: (loads[part], len(parts[part]), part))
+        parts[target].append(row)
+        loads[target] += costs[row]
+    return [sorted(part) for part in parts]
+
+
+def _cut(share: Sequence[int], lengths: Sequence[int], costs: Sequence[float], limits: Limits) -> list[list[int]]:
+    """A share's micro-batches: as few as the limits allow, then evened out if the cap still holds."""
+    if not share:
+        return [[]]
+    if limits.max_rows is not None:
+        n = -(-len(share) // limits.max_rows)
+        by_cost = sorted(share, key=lambda row: (-costs[row], row))  # alike lengths meet: attention pads less
+        return [sorted(by_cost[i * limits.max_rows : (i + 1) * limits.max_rows]) for i in range(n)]
+    assert limits.max_tokens is not None
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for row in sorted(share, key=lambda row: (-lengths[row], row)):
+        target = next((i for i, free in enumerate(room) if free >= lengths[row]), None)
+        if target is None:
+            bins.append([])
+            room.append(limits.max_tokens)
+            target = len(bins) - 1
+        bins[target].append(row)
+        room[target] -= lengths[row]
+    even = _even_parts(share, costs, len(bins))
+    if all(sum(lengths[row] for row in part) <= limits.max_tokens for part in even):
+        return even
+    return [sorted(part) for part in bins]
+
+
+def _spread(cut: list[list[int]], share: Sequence[int], costs: Sequence[float], n_slots: int) -> list[list[int]]:
+    """The same rows in ``n_slots`` parts: the dearest part is halved until there are enough, or only single rows."""
+    parts = [list(part) for part in cut]
+    while len(parts) < n_slots:
+        target = max(range(len(parts)), key=lambda i: (len(parts[i]) > 1, sum(costs[row] for row in parts[i])))
+        if len(parts[target]) <= 1:
+            parts.append([])
+            continue
+        parts[target : target + 1] = _even_parts(parts[target], costs, 2)
+    return parts

@@ -1,0 +1,92 @@
+"""The memory dance: who is on the device in which phase, over every role in this process.
+
+phase      actor's parameters   other roles   optimizer             rollout engine
+forward    its own on device    may be away   may be away           asleep
+train      its own on device    may be away   its own on device     asleep
+sync       on device            may be away   may be away           weights awake
+generate   may be away          may be away   may be away           awake
+
+«May be away»: on the host if the role's param_offload or optimizer_offload says so. free_cache_engine=false keeps the
+rollout engine awake. Two full copies of the weights plus a KV cache never coexist where the actor is offloaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from workers.engine.base import TrainEngine
+from workers.rollout.base import Rollout
+
+Phase = Literal["rest", "forward", "train", "sync", "generate"]
+
+
+@dataclass(slots=True)
+class Tenant:
+    """A model role on the device, and what of it may leave."""
+
+    engine: TrainEngine
+    param_offload: bool
+    optimizer_offload: bool
+
+
+class Residency:
+    def __init__(self) -> None:
+        self.phase: Phase = "rest"
+        self._tenants: dict[str, Tenant] = {}
+        self._rollout: Rollout | None = None
+        self._rollout_sleeps = True
+        self._weights_shared_by: str | None = None
+
+    def add_model(self, role: str, tenant: Tenant) -> None:
+        assert role not in self._tenants, f"role {role} is here already"
+        self._tenants[role] = tenant
+        self._place(active=None, training=False)
+
+    def add_rollout(self, rollout: Rollout, *, free_cache_engine: bool) -> None:
+        assert self._rollout is None, "one rollout engine a process"
+        self._rollout, self._rollout_sleeps = rollout, free_cache_engine
+
+    def enter(self, phase: Phase, role: str | None = None) -> None:
+        """Move everything to where ``phase`` of ``role`` wants it. Memory is given back before any is taken.
+
+        role: the model that works (forward, train) or whose weights the rollout engine gets (sync).
+        """
+        assert role is None or role in self._tenants, f"phase {phase}: no role {role} here, only {sorted(self._tenants)}"
+        match phase:
+            case "forward" | "train":
+                if self._rollout is not None and self._rollout_sleeps and self.phase in ("sync", "generate"):
+                    self._rollout.sleep()
+                self._place(active=role, training=phase == "train")
+            case "sync":
+                assert self._rollout is not None, "phase sync: no rollout engine here"
+                self._place(active=role, training=False)
+                self._rollout.wake(weights=True, kv_cache=False)
+            case "generate":
+                assert self._rollout is not None, "phase generate: no rollout engine here"
+                assert self.phase in ("sync", "generate") or not self._rollout_sleeps, (
+                    f"phase generate after {self.phase}: the rollout engine slept and has no weights; sync first"
+                )
+                self._place(active=self._weights_shared_by, training=False)
+                self._rollout.wake(weights=False, kv_cache=True)
+            case "rest":
+                self._place(active=None, training=False)
+        self.phase = phase
+
+    def share_weights_of(self, role: str | None) -> None:
+        """The rollout engine generates from this role's own tensors: they stay on the device while it does."""
+        self._weights_shared_by = role
+
+    def _place(self, *, active: str | None, training: bool) -> None:
+        for role, tenant in self._tenants.items():
+            if role != active:
+                tenant.engine.move(
+                    params="cpu" if tenant.param_offload else None,
+                    grads="cpu",
+                    optimizer="cpu" if tenant.optimizer_offload else None,
+                )
+            elif not training:
+                tenant.engine.move(grads="cpu", optimizer="cpu" if tenant.optimizer_offload else None)
+        if active is not None:
+            at_work: Literal["device"] | None = "device" if training else None
+            self._tenants[active].engine.move(params="device", grads=at_work, optimizer=at_work)

@@ -1,0 +1,39 @@
+"""Actor, critic, reference, reward model: a training engine with a head. Which engine it is, nobody here knows."""
+
+from __future__ import annotations
+
+from workers.batch import Batch
+from workers.engine.base import LossSpec, TrainEngine
+from workers.metric import Metric
+from workers.plan import MicroBatches
+from workers.residency import Residency
+
+
+class ModelRole:
+    def __init__(self, name: str, engine: TrainEngine, loss: LossSpec | None, residency: Residency) -> None:
+        """loss: what train_step minimises; None for a role that is never trained."""
+        self.name = name
+        self.engine = engine
+        self.loss = loss.resolve() if loss is not None else None
+        self.residency = residency
+
+    def forward(self, batch: Batch, plan: MicroBatches, outputs: list[str]) -> Batch | None:
+        """Columns ``outputs`` of this rank's rows, without gradient; see TrainEngine.forward."""
+        self.residency.enter("forward", self.name)
+        return self.engine.forward(batch, plan, set(outputs))
+
+    def train_step(self, batch: Batch, plan: MicroBatches) -> dict[str, Metric]:
+        """One optimizer step on this rank's rows of a mini-batch; see TrainEngine.train_step. Adds the metric flops."""
+        assert self.loss is not None, f"role {self.name} has no loss: it is not trained"
+        self.residency.enter("train", self.name)
+        metrics = self.engine.train_step(batch, plan, self.loss)
+        return metrics | {"flops": Metric.sum(self.engine.flops(batch.lengths.tolist(), backward=True))}
+
+    def save(self, path: str) -> None:
+        self.engine.save(path)
+
+    def load(self, path: str) -> None:
+        self.engine.load(path)
+
+    def export_hf(self, path: str) -> None:
+        self.engine.export_hf(path)
