@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from omegaconf import OmegaConf
 
 from configs.keys import CONFIG_DIR, ConfigError, Keys, did_you_mean, keys_of
 
-FLAGS = {"--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m", "--shell-completion", "-sc"}
+FLAGS = {"--help", "-h", "--hydra-help", "--resolve", "--run", "-r", "--multirun", "-m"}
 FLAGS_WITH_VALUE = {"--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"}
 INFO_FLAGS = {"--info", "-i"}  # may have a value
 OVERRIDE = re.compile(r"(?P<mark>\+\+|\+|~)?(?P<key>[^=@]+)(?P<package>@[^=]*)?(?:=(?P<value>.*))?", re.DOTALL)
@@ -57,7 +58,7 @@ class Compat:
         return key
 
     def leave_out(self, key: str, value: Any, keys: Keys) -> str:
-        """The note for a ``key`` that has no meaning here. Raises ConfigError if that would change a result, or nobody knows it."""
+        """The note for a ``key`` that has no meaning here. Raises ConfigError if it would change a result, or is unknown."""
         patterns = [pattern for pattern in (*self.accepted, *self.refused) if fnmatchcase(key, pattern)]
         if not patterns:
             raise ConfigError(f"{key}: there is no such key{keys.did_you_mean(key)}")
@@ -170,6 +171,12 @@ def normalise_tree(tree: Mapping[str, Any], schema: type, typed: Collection[str]
     return nested, notes
 
 
+def groups_of(root: str) -> list[str]:
+    """The groups in the defaults list of a root YAML, in its order."""
+    tree: Any = OmegaConf.load(CONFIG_DIR / f"{root}.yaml")
+    return [name for entry in tree.defaults if entry != "_self_" for name in entry]
+
+
 @dataclass(frozen=True, slots=True)
 class Groups:
     """listed: the groups in the root's defaults list. directories: where options lie, ours first."""
@@ -179,10 +186,8 @@ class Groups:
 
     @classmethod
     def of(cls, root: str, flags: Sequence[str]) -> "Groups":
-        defaults: Any = OmegaConf.load(CONFIG_DIR / f"{root}.yaml")["defaults"]
-        listed = frozenset(name for entry in defaults if entry != "_self_" for name in entry)
-        typed = [Path(value) for flag, value in zip(flags, flags[1:], strict=False) if flag in {"--config-dir", "-cd"}]
-        return cls(listed, (CONFIG_DIR, *typed))
+        typed = [Path(value) for flag, value in pairwise(flags) if flag in {"--config-dir", "-cd"}]
+        return cls(frozenset(groups_of(root)), (CONFIG_DIR, *typed))
 
     def owns(self, key: str) -> bool:
         """``key=...`` chooses an option of a group, or is Hydra's own, and not a key of the configuration."""

@@ -21,32 +21,8 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
 
     typed: keys given on the command line. needs_values: the advantage estimator reads values, and so wants a critic.
     """
-    data, rollout = config.data, config.actor_rollout_ref.rollout
     has_critic = needs_values or config.critic.enable is True
-    workers = world_size(config.trainer)
-    problems = list(_run_problems(config.trainer))
-    mini_batches = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor.ppo_mini_batch_size}
-    if has_critic:
-        mini_batches["critic"] = config.critic.ppo_mini_batch_size
-    for role, size in mini_batches.items():
-        if data.train_batch_size % size:
-            problems.append(
-                f"{role}.ppo_mini_batch_size={size}: data.train_batch_size={data.train_batch_size} is not a multiple of it "
-                f"({data.train_batch_size} = {data.train_batch_size // size} * {size} + {data.train_batch_size % size})"
-            )
-    if data.train_batch_size * rollout.n < workers:
-        problems.append(
-            f"data.train_batch_size={data.train_batch_size}: times {ROLLOUT}.n={rollout.n} makes "
-            f"{data.train_batch_size * rollout.n} sequences a step, fewer than the {_workers(config.trainer)}"
-        )
-    if 0 <= data.train_max_samples < data.train_batch_size:
-        problems.append(f"data.train_max_samples={data.train_max_samples}: less than one batch, data.train_batch_size={data.train_batch_size}")
-    longest = data.max_prompt_length + data.max_response_length
-    sum_of_lengths = f"data.max_prompt_length + data.max_response_length = {data.max_prompt_length} + {data.max_response_length} = {longest}"
-    if rollout.max_model_len is not None and rollout.max_model_len < longest:
-        problems.append(f"{ROLLOUT}.max_model_len={rollout.max_model_len}: less than {sum_of_lengths}")
-    for cut in _cuts(config, has_critic=has_critic):
-        problems += cut.problems(workers, longest, sum_of_lengths)
+    problems = [*_run_problems(config.trainer), *_batch_problems(config, has_critic), *_length_problems(config, has_critic)]
     if needs_values and config.critic.enable is False:
         problems.append(
             f"critic.enable=false: algorithm.adv_estimator={config.algorithm.adv_estimator} needs the critic's values; "
@@ -62,7 +38,7 @@ def check_sft(config: SFTConfig, typed: Collection[str]) -> list[str]:
     data, workers = config.data, world_size(config.trainer)
     problems = list(_run_problems(config.trainer))
     if data.train_batch_size < workers:
-        problems.append(f"data.train_batch_size={data.train_batch_size}: fewer rows than the {_workers(config.trainer)}")
+        problems.append(f"data.train_batch_size={data.train_batch_size}: fewer rows than {_workers(config.trainer)}")
     cut = Cut("data", "", data.micro_batch_size_per_gpu, None, data.use_dynamic_bsz, data.max_token_len_per_gpu)
     problems += cut.problems(workers, data.max_length, f"data.max_length = {data.max_length}")
     if problems:
@@ -89,7 +65,8 @@ def micro_batch_limits(
         return None, per_gpu
     assert over_all is not None
     if over_all > world_size and over_all % world_size:
-        raise ValueError(f"{over_all} sequences do not divide by {world_size} workers ({over_all} / {world_size} = {over_all / world_size:.4g})")
+        quotient = f"{over_all} / {world_size} = {over_all / world_size:.4g}"
+        raise ValueError(f"so many sequences do not divide by the workers ({quotient})")
     return None, max(1, over_all // world_size)
 
 
@@ -109,7 +86,8 @@ class Cut:
         try:
             tokens, _ = micro_batch_limits(self.per_gpu, self.over_all, self.dynamic, self.max_tokens, workers)
         except ValueError as error:
-            yield f"{self.role}.{self.kind}micro_batch_size={self.over_all}: {error}; {self.kind}micro_batch_size_per_gpu counts for one"
+            key = f"{self.role}.{self.kind}micro_batch_size"
+            yield f"{key}={self.over_all}: {error}; {self.kind}micro_batch_size_per_gpu counts for one"
             return
         if tokens is not None and tokens < longest:
             key = f"{self.role}.{self.kind}max_token_len_per_gpu"
@@ -164,7 +142,35 @@ def _cuts(config: PPOConfig, *, has_critic: bool) -> Iterator[Cut]:
 
 
 def _workers(trainer: RunConfig) -> str:
-    return f"{world_size(trainer)} workers (trainer.nnodes * trainer.n_gpus_per_node = {trainer.nnodes} * {trainer.n_gpus_per_node})"
+    product = f"trainer.nnodes * trainer.n_gpus_per_node = {trainer.nnodes} * {trainer.n_gpus_per_node}"
+    return f"{world_size(trainer)} workers ({product})"
+
+
+def _batch_problems(config: PPOConfig, has_critic: bool) -> Iterator[str]:
+    n, batch, most = config.actor_rollout_ref.rollout.n, config.data.train_batch_size, config.data.train_max_samples
+    mini_batches = {config.actor_rollout_ref.actor.ppo_mini_batch_size: "actor_rollout_ref.actor"}
+    if has_critic:
+        mini_batches.setdefault(config.critic.ppo_mini_batch_size, "critic")
+    for size, role in mini_batches.items():
+        if batch % size:
+            division = f"{batch} = {batch // size} * {size} + {batch % size}"
+            yield f"{role}.ppo_mini_batch_size={size}: data.train_batch_size={batch} is not a multiple of it ({division})"
+    if batch * n < world_size(config.trainer):
+        product = f"data.train_batch_size * {ROLLOUT}.n = {batch} * {n} = {batch * n}"
+        yield f"data.train_batch_size={batch}: {product} sequences a step are fewer than {_workers(config.trainer)}"
+    if 0 <= most < batch:
+        yield f"data.train_max_samples={most}: that is less than one batch, data.train_batch_size={batch}"
+
+
+def _length_problems(config: PPOConfig, has_critic: bool) -> Iterator[str]:
+    prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    longest = prompt + response
+    in_words = f"data.max_prompt_length + data.max_response_length = {prompt} + {response} = {longest}"
+    max_model_len = config.actor_rollout_ref.rollout.max_model_len
+    if max_model_len is not None and max_model_len < longest:
+        yield f"{ROLLOUT}.max_model_len={max_model_len}: less than {in_words}"
+    for cut in _cuts(config, has_critic=has_critic):
+        yield from cut.problems(world_size(config.trainer), longest, in_words)
 
 
 def _run_problems(trainer: RunConfig) -> Iterator[str]:
@@ -184,4 +190,4 @@ def _ppo_notes(config: PPOConfig, typed: Collection[str]) -> Iterator[str]:
         if key in typed:
             yield f"{key} has no effect: {why}"
     if config.algorithm.adv_estimator == "grpo" and config.actor_rollout_ref.rollout.n == 1:
-        yield f"{ROLLOUT}.n=1: in a group of one the advantage of grpo is the reward itself, there is nothing to compare it with; set n=8, say"
+        yield f"{ROLLOUT}.n=1: grpo has nothing to compare an answer with, its advantage is the reward itself; set n=8, say"

@@ -3,7 +3,8 @@
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 import hydra
@@ -21,9 +22,10 @@ from configs.load import load
 Config = TypeVar("Config")
 Tree = DictConfig  # composed, not yet checked: for configs.load alone
 
-# trainer.default_local_dir is the run directory: Hydra makes none beside it and leaves logging alone. Typed values come later, and win.
+# trainer.default_local_dir is the run directory: Hydra makes none beside it, and leaves logging alone. What is typed comes
+# later, and wins.
 SETTINGS = (
-    "hydra.run.dir=.",
+    
     "hydra.output_subdir=null",
     "hydra/job_logging=none",
     "hydra.sweep.dir=${trainer.default_local_dir}",
@@ -50,7 +52,12 @@ def run_jobs(command: CommandLine, root: str, job: Callable[[Tree], None]) -> No
             tree.trainer.default_local_dir = f"{tree.trainer.default_local_dir}/{HydraConfig.get().job.num}"
         job(tree)
 
-    with _one_line_errors(), _hydra_sees([*command.flags, *SETTINGS, *command.overrides]):
+    with ExitStack() as stack:
+        settings = list(SETTINGS)
+        if "trainer.dry_run=config" in command.overrides:  # leaves no file, where a sweep leaves its multirun.yaml
+            settings.append(f"hydra.sweep.dir={stack.enter_context(TemporaryDirectory())}")
+        stack.enter_context(_one_line_errors())
+        stack.enter_context(_hydra_sees([*command.flags, *settings, *command.overrides]))
         hydra.main(config_path="pkg://configs", config_name=root, version_base="1.3")(task)()
 
 
@@ -87,8 +94,8 @@ def _one_line_errors() -> Iterator[None]:
             ) from error
         raise ConfigError(" ".join(str(error).split())) from error
     except OverrideParseException as error:
-        raise ConfigError(f"{error.override}: cannot be read; put the value in quotes, and those in quotes of the shell") from error
-    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"{error.override}: cannot be read; put the value in quotes, key=\"'value'\"") from error
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         cause = error.__cause__
         if isinstance(cause, OmegaConfBaseException) and cause.full_key:
             raise ConfigError(f"{cause.full_key}: {str(cause).splitlines()[0]}") from error

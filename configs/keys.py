@@ -6,7 +6,6 @@ import re
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -42,7 +41,6 @@ class Keys:
         return did_you_mean(key, [*self.leaves, *self.nodes, *others])
 
 
-@cache
 def keys_of(schema: type) -> Keys:
     leaves = _leaves(schema, "")
     nodes = {key[:at] for key in leaves for at, letter in enumerate(key) if letter == "."}

@@ -9,8 +9,7 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, Generic, TypeVar, get_args, get_origin
+from typing import Any, Generic, TypeVar, get_args
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -23,7 +22,13 @@ from configs.schema.sft import SFTConfig
 
 Config = TypeVar("Config")
 TOO_MANY_MISSING = 10
-WORDS = {"bool_type": "must be true or false", "dataclass_type": "must have keys below it"}  # clearer than pydantic's
+WORDS = {  # clearer than pydantic's
+    "bool_type": "must be true or false",
+    "list_type": "must be a list",
+    "tuple_type": "must be a list",
+    "dict_type": "must have keys below it",
+    "dataclass_type": "must have keys below it",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +39,17 @@ class Loaded(Generic[Config]):
     notes: tuple[str, ...]
 
 
-def load_ppo(tree: DictConfig | Mapping[str, Any]) -> PPOConfig:
+def load_ppo(tree: Mapping[str, Any]) -> PPOConfig:
     return load(tree, PPOConfig).config
 
 
-def load_sft(tree: DictConfig | Mapping[str, Any]) -> SFTConfig:
+def load_sft(tree: Mapping[str, Any]) -> SFTConfig:
     return load(tree, SFTConfig).config
 
 
-def load(tree: DictConfig | Mapping[str, Any], schema: type[Config], typed: Collection[str] = ()) -> Loaded[Config]:
+def load(tree: Mapping[str, Any], schema: type[Config], typed: Collection[str] = ()) -> Loaded[Config]:
     """typed: keys given on the command line, see normalise_tree. Raises ConfigError with a line for each problem."""
-    unresolved: Any = OmegaConf.to_container(OmegaConf.create(tree), resolve=False)  # type: ignore[call-overload]
+    unresolved: Any = OmegaConf.to_container(tree) if isinstance(tree, DictConfig) else tree
     ours, notes = normalise_tree(unresolved, schema, typed)
     try:
         plain: Any = OmegaConf.to_container(OmegaConf.create(ours), resolve=True)
@@ -57,15 +62,10 @@ def load(tree: DictConfig | Mapping[str, Any], schema: type[Config], typed: Coll
         raise ConfigError("\n".join(f"{key}: must be a finite number" for key in infinite))
     try:
         # JSON is where pydantic is strict about numbers and texts, and yet takes mappings for dataclasses and lists for tuples.
-        config = _adapter(schema).validate_json(json.dumps(converted), strict=True)
+        config = TypeAdapter(schema).validate_json(json.dumps(converted), strict=True)
     except ValidationError as error:
         raise ConfigError("\n".join(_problems(error, leaves))) from error
     return Loaded(config, tuple(notes))
-
-
-@cache
-def _adapter(schema: type[Config]) -> TypeAdapter[Config]:
-    return TypeAdapter(schema)
 
 
 def _convert(node: Mapping[str, Any], leaves: Mapping[str, Any], prefix: str) -> dict[str, Any]:

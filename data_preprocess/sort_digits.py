@@ -16,7 +16,7 @@ DATA_SOURCE = "sort_digits"
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Sort digits: a task that a tiny model learns in minutes")
-    parser.add_argument("--local_save_dir", "--local_dir", default="~/data/sort_digits", help="where the files go (default: %(default)s)")
+    parser.add_argument("--local_save_dir", "--local_dir", default="~/data/sort_digits", help="(default: %(default)s)")
     parser.add_argument("--digits", type=int, default=6, help="digits of a problem (default: %(default)s)")
     parser.add_argument("--train_size", type=int, default=20000, help="problems for RL (default: %(default)s)")
     parser.add_argument("--test_size", type=int, default=512, help="held-out problems (default: %(default)s)")
@@ -25,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     wanted, there = args.test_size + args.train_size + args.sft_size, 10**args.digits
     if wanted > there:
-        parser.error(f"{args.test_size} + {args.train_size} + {args.sft_size} = {wanted} problems, but {args.digits} digits make only {there}")
+        sizes = f"{args.test_size} + {args.train_size} + {args.sft_size} = {wanted}"
+        parser.error(f"{sizes} problems are wanted, {args.digits} digits make only {there}")
 
     # The test problems come first: they stay the same when the other sizes change.
     problems = [f"{number:0{args.digits}d}" for number in permutation(there, seed_of(args.seed, "sort_digits"))[:wanted]]
@@ -37,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             for i, d in enumerate(digits)
         ]
         write(rows, args.local_save_dir, split)
-    write([sft_row(f"{d}=", _sorted(d)) for d in sft], args.local_save_dir, "sft")
+    if sft:
+        write([sft_row(f"{d}=", _sorted(d)) for d in sft], args.local_save_dir, "sft")
 
 
 def _sorted(digits: str) -> str:

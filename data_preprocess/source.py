@@ -1,16 +1,17 @@
 """Where raw data comes from: local files or the Hugging Face hub."""
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from itertools import count, repeat
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
 from data_preprocess.writer import write
+from trainer.data.files import read_lines
 
 _SUFFIXES = (".jsonl", ".json", ".parquet")
 _SPLITS = ("train", "test")
@@ -18,27 +19,29 @@ _SPLITS = ("train", "test")
 Example = dict[str, Any]
 
 
-def preprocess(
-    argv: Sequence[str] | None, make_row: Callable[[Example, str, int], Example], *, hub: str, config: str | None, save_dir: str, about: str
-) -> None:
-    """A whole command: flags, reading, ``make_row(example, split, index)`` for each example, train.parquet and test.parquet.
+MakeRow = Callable[[Example, str, int], Example]
+"""(example, split, index) -> the row that is written"""
+
+
+def preprocess(argv: Sequence[str] | None, make_row: MakeRow, *, hub: str, config: str | None, save_dir: str, about: str) -> None:
+    """A whole command: flags, reading, a row for each example, train.parquet and test.parquet.
 
     hub, config: name of the data on the hub, and its part. save_dir: where files go if no flag says. Errors are one line.
     """
     parser = argparse.ArgumentParser(description=about)
-    parser.add_argument("--local_save_dir", "--local_dir", default=save_dir, help="where train.parquet and test.parquet go (default: %(default)s)")
-    parser.add_argument("--local_dataset_path", help=f"the raw data, a directory or a .jsonl or .parquet file; without it, {hub} on the hub")
+    parser.add_argument("--local_save_dir", "--local_dir", default=save_dir, help="for the parquet files (default: %(default)s)")
+    parser.add_argument("--local_dataset_path", help=f"a directory, .jsonl or .parquet file; without it, {hub} on the hub")
     args = parser.parse_args(argv)
     try:
         splits = _from_hub(hub, config) if args.local_dataset_path is None else _from_files(args.local_dataset_path, config)
-        written = {split: [_row(make_row, example, split, i) for i, example in enumerate(examples)] for split, examples in splits.items()}
+        rows = {split: [_row(make_row, *item) for item in zip(splits[split], repeat(split), count())] for split in splits}
     except ValueError as error:
         sys.exit(f"error: {error}")
-    for split, rows in written.items():
-        write(rows, args.local_save_dir, split)
+    for split in rows:
+        write(rows[split], args.local_save_dir, split)
 
 
-def _row(make_row: Callable[[Example, str, int], Example], example: Example, split: str, index: int) -> Example:
+def _row(make_row: MakeRow, example: Example, split: str, index: int) -> Example:
     try:
         return make_row(example, split, index)
     except KeyError as error:
@@ -49,7 +52,7 @@ def _row(make_row: Callable[[Example, str, int], Example], example: Example, spl
 
 def _from_hub(name: str, config: str | None) -> dict[str, list[Example]]:
     if find_spec("datasets") is None:
-        raise ValueError(f"the hub needs the package `datasets` (pip install datasets); or give --local_dataset_path, a copy of {name}")
+        raise ValueError("the hub needs the package `datasets` (pip install datasets); or give a copy: --local_dataset_path")
     from datasets import load_dataset  # an optional package
 
     try:
@@ -83,4 +86,4 @@ def _read(file: Path) -> list[Example]:
         return pq.read_table(file).to_pylist()
     if file.suffix not in _SUFFIXES:
         raise ValueError(f"{file}: not a {' or '.join(_SUFFIXES)} file")
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return read_lines(file)

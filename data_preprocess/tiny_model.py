@@ -51,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--num_attention_heads", type=int, default=4, help="(default: %(default)s)")
     parser.add_argument("--num_key_value_heads", type=int, default=2, help="(default: %(default)s)")
     parser.add_argument("--intermediate_size", type=int, default=288, help="(default: %(default)s)")
-    parser.add_argument("--max_position_embeddings", type=int, default=1024, help="longest sequence, tokens (default: %(default)s)")
-    parser.add_argument("--tie_word_embeddings", action=argparse.BooleanOptionalAction, default=True, help="(default: %(default)s)")
+    parser.add_argument("--max_position_embeddings", type=int, default=1024, help="longest sequence (default: %(default)s)")
+    parser.add_argument("--tie_word_embeddings", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--seed", type=int, default=0, help="of the weights (default: %(default)s)")
     args = parser.parse_args(argv)
     if args.hidden_size % args.num_attention_heads or args.num_attention_heads % args.num_key_value_heads:
@@ -62,20 +62,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
 
     tokenizer = character_tokenizer(None if args.bytes else args.alphabet)
-    config = ARCHITECTURES[args.architecture](
-        vocab_size=len(tokenizer),
-        hidden_size=args.hidden_size,
-        num_hidden_layers=args.num_hidden_layers,
-        num_attention_heads=args.num_attention_heads,
-        num_key_value_heads=args.num_key_value_heads,
-        head_dim=args.hidden_size // args.num_attention_heads,
-        intermediate_size=args.intermediate_size,
-        max_position_embeddings=args.max_position_embeddings,
-        tie_word_embeddings=args.tie_word_embeddings,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": args.hidden_size,
+        "num_hidden_layers": args.num_hidden_layers,
+        "num_attention_heads": args.num_attention_heads,
+        "num_key_value_heads": args.num_key_value_heads,
+        "head_dim": args.hidden_size // args.num_attention_heads,
+        "intermediate_size": args.intermediate_size,
+        "max_position_embeddings": args.max_position_embeddings,
+        "tie_word_embeddings": args.tie_word_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    config = ARCHITECTURES[args.architecture](**sizes)
     torch.manual_seed(args.seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     path = Path(args.save_dir).expanduser()

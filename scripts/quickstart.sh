@@ -13,7 +13,7 @@ data=data/sort_digits
 [ -e $data/base/config.json ] || "$python" -m data_preprocess.tiny_model --save_dir $data/base
 if [ ! -e $data/warm ]; then
   rm -rf $data/warm.part # of a warm start that was stopped half-way
-  "$python" -m trainer.main_sft recipe=sort_digits trainer.export_dir=$data/warm.part
+  "$python" -m trainer.main_sft sft_recipe=sort_digits trainer.export_dir=$data/warm.part
   mv $data/warm.part $data/warm
 fi
 exec "$python" -m trainer.main_ppo recipe=quickstart trainer.default_local_dir="runs/quickstart-$(date +%Y%m%d-%H%M%S)" "$@"

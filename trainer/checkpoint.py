@@ -29,14 +29,16 @@ SAFE_TO_CHANGE = (
     "trainer.total_epochs", "trainer.total_training_steps", "trainer.logger", "trainer.project_name", "trainer.experiment_name",
     "trainer.default_local_dir", "trainer.log_val_generations", "trainer.rollout_data_dir", "trainer.test_freq",
     "trainer.save_freq", "trainer.val_before_train", "trainer.val_only", "trainer.max_actor_ckpt_to_keep",
-    "trainer.max_critic_ckpt_to_keep", "trainer.resume_mode", "trainer.resume_from_path", "trainer.dry_run",
-    "trainer.full_traceback", "data.val_files", "data.val_max_samples", "data.val_batch_size",
-    "data.filter_overlong_prompts_workers", "reward.num_workers", "actor_rollout_ref.rollout.val_kwargs.", "ray_kwargs.",
+    "trainer.max_critic_ckpt_to_keep", "trainer.max_ckpt_to_keep", "trainer.export_dir", "trainer.resume_mode",
+    "trainer.resume_from_path", "trainer.dry_run", "trainer.full_traceback", "data.val_files", "data.val_max_samples",
+    "data.val_batch_size", "data.filter_overlong_prompts_workers", "reward.num_workers",
+    "actor_rollout_ref.rollout.val_kwargs.", "ray_kwargs.",
 
     "trainer.backend", "trainer.nnodes", "trainer.n_gpus_per_node", "*.use_dynamic_bsz", "*.log_prob_use_dynamic_bsz",
     "*.ppo_micro_batch_size", "*.ppo_micro_batch_size_per_gpu", "*.ppo_max_token_len_per_gpu", "*.log_prob_micro_batch_size",
     "*.log_prob_micro_batch_size_per_gpu", "*.log_prob_max_token_len_per_gpu", "*.forward_micro_batch_size",
-    "*.forward_micro_batch_size_per_gpu", "*.forward_max_token_len_per_gpu", "*.enable_gradient_checkpointing",
+    "*.forward_micro_batch_size_per_gpu", "*.forward_max_token_len_per_gpu",
+    "data.micro_batch_size_per_gpu", "data.max_token_len_per_gpu", "*.enable_gradient_checkpointing",
     "*.reshard_after_forward", "*.param_offload", "*.optimizer_offload", "actor_rollout_ref.rollout.max_num_seqs",
     "actor_rollout_ref.rollout.gpu_memory_utilization", "actor_rollout_ref.rollout.free_cache_engine",
 )  # fmt: skip
@@ -175,7 +177,7 @@ def check_config(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[s
 
     saved: ``Checkpoint.manifest.config``; current: the run's, resolved.
     """
-    old, new = _leaves(saved), _leaves(redact(current))
+    old, new = _leaves(redact(saved)), _leaves(redact(current))
     changed = {
         key: f"{key}: {old.get(key, '(not set)')} -> {new.get(key, '(not set)')}"
         for key in sorted(old.keys() | new.keys())
@@ -198,10 +200,10 @@ def _is_safe(key: str) -> bool:
 
 
 def _leaves(tree: Mapping[str, Any]) -> dict[str, str]:
-    """Dotted key to value as JSON, so that a tuple equals the list it was saved as."""
+    """Dotted key to value as JSON. An empty mapping has none."""
     leaves: dict[str, str] = {}
     for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping):
             leaves |= {f"{key}.{below}": leaf for below, leaf in _leaves(value).items()}
         else:
             leaves[key] = json.dumps(value)
@@ -212,8 +214,10 @@ def _read(path: Path) -> Checkpoint:
     manifest = Manifest(**json.loads((path / MANIFEST).read_text(encoding="utf-8")))
     gone = [role for role in manifest.roles if not (path / role).exists()]
     if gone:
-        limits = ", ".join(f"trainer.max_{role}_ckpt_to_keep" for role in gone)
-        raise ValueError(f"{path} cannot be resumed from: its {' and '.join(gone)} was removed ({limits}); take a later one")
+        raise ValueError(
+            f"{path} cannot be resumed from: of {', '.join(manifest.roles)} it has lost {', '.join(gone)} "
+            "(see trainer.max_actor_ckpt_to_keep and its like); take a later one"
+        )
     return Checkpoint(path, manifest)
 
 

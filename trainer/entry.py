@@ -1,54 +1,74 @@
 """From a command line to a checked configuration and a run: what every main_*.py shares.
 
-Exit codes: 0; 2 for what the user can mend, with one line a problem; 1 for anything else, with the traceback; 130 for Ctrl-C.
+Exit codes: 0; 2 for what the user can mend, one line a problem; 1 for anything else, with the traceback; 130 for Ctrl-C.
 """
 
-import re
 import sys
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-from configs.argv import normalise
+from configs.argv import groups_of, normalise
+from configs.checks import world_size
 from configs.compose import Tree, run_jobs
 from configs.keys import CONFIG_DIR, ConfigError, described
 from configs.load import load
-from configs.schema.ppo import PPOConfig
-from configs.schema.sft import SFTConfig
+from configs.schema.common import RunConfig
 
-Config = TypeVar("Config", PPOConfig, SFTConfig)
-FLAGS = """\
+
+class RunnableConfig(Protocol):
+    @property
+    def trainer(self) -> RunConfig: ...
+
+
+Config = TypeVar("Config", bound=RunnableConfig)
+
+HELP = """\
+python -m {name} [key=value ...] [group=option ...] [recipe=option]
+
+{about}
+
+Groups and recipes (a recipe is a whole experiment; what is typed by hand wins over both)
+{groups}
+
+Keys that are set most, with their defaults (all of them: configs/{root}.yaml, or --cfg job)
+{keys}
+
 Flags
-  --cfg job              print the composed configuration
-  --info                 where it comes from
-  --config-dir DIR       more options for groups and recipes, and with --config-name NAME a configuration of your own
-  -m, --multirun         a job for each of several values, key=1,2, each with its own run directory
-  trainer.dry_run=config check the configuration, and start nothing"""
+  --cfg job               print the composed configuration
+  --info                  print where it comes from
+  --config-dir DIR        more groups and recipes; with --config-name NAME a whole configuration of your own
+  -m, --multirun          a job for each of the values key=1,2, each in a run directory of its own
+  trainer.dry_run=config  check the configuration, start nothing
+
+Examples
+{examples}"""
 
 
 @dataclass(frozen=True, slots=True)
 class Program(Generic[Config]):
     """A main_*.py.
 
-    name: the module. about: what it does. root: the YAML in configs/. often_used: keys for --help. examples: what follows the
-    name on command lines. check: config and typed keys to lines for the user; raises ValueError. run: the work; loaded late.
+    name: its module. about: a paragraph for --help. root: its YAML in configs/. often_used: keys for --help. examples: command
+    lines, less the program. check: config and typed keys to lines for the user. run: the work, given these lines; it imports
+    what is heavy. Both raise ValueError or FileNotFoundError for what the user can mend.
     """
 
     name: str
     about: str
     root: str
     schema: type[Config]
-    often_used: tuple[str, ...]
-    examples: tuple[str, ...]
+    often_used: Sequence[str]
+    examples: Sequence[str]
     check: Callable[[Config, Collection[str]], list[str]]
     run: Callable[[Config, list[str]], None]
 
     def main(self) -> None:
         sys.exit(self(sys.argv[1:]))
 
-    def __call__(self, argv: list[str]) -> int:
-        """The exit code. ``argv`` is without the program's name."""
+    def __call__(self, argv: Sequence[str]) -> int:
+        """Do what ``argv``, the words after the program's name, asks for; the exit code. Of several jobs: the highest."""
         if {"--help", "-h"} & set(argv):
             print(self.help())
             return 0
@@ -56,33 +76,56 @@ class Program(Generic[Config]):
         try:
             command = normalise(argv, self.schema, self.root)
             run_jobs(command, self.root, lambda tree: codes.append(self.job(tree, command.typed, command.notes)))
-        except ValueError as error:  # of the command line; a job's own are a job's exit code
-            complain(error)
-            return 2
+        except ConfigError as error:
+            return complain(*str(error).splitlines())
         except KeyboardInterrupt:
-            complain("interrupted")
+            print("interrupted", file=sys.stderr)
             return 130
         return max(codes, default=0)
 
-    def job(self, tree: Tree, typed: Collection[str], notes: Collection[str]) -> int:
+    def job(self, tree: Tree, typed: Collection[str], notes: Sequence[str]) -> int:
         """One run, and its exit code."""
-        wants_traceback = tree.get("trainer", {}).get("full_traceback") is True
         try:
             loaded = load(tree, self.schema, typed)
-            config = loaded.config
-            told = [*notes, *loaded.notes, *self.check(config, typed)]
-            for note in told:
-                print(f"note: {note}", file=sys.stderr)
-            if config.trainer.dry_run == "config":
-                print(f"configuration is fine: {config.trainer.nnodes * config.trainer.n_gpus_per_node} ...")
-                return 0
-            self.run(config, told)
+            told = [*notes, *loaded.notes, *self.check(loaded.config, typed)]
+        except ValueError as error:
+            return complain(*str(error).splitlines())
+        for note in told:
+            print(f"note: {note}", file=sys.stderr)
+        trainer = loaded.config.trainer
+        if trainer.dry_run == "config":
+            workers = f"{world_size(trainer)} worker{'s' if world_size(trainer) > 1 else ''}"
+            print(f"configuration is fine: {workers} on {trainer.device}, run directory {trainer.default_local_dir}")
+            return 0
+        try:
+            self.run(loaded.config, told)
         except (ValueError, FileNotFoundError) as error:
-            if wants_traceback:
+            if trainer.full_traceback:
                 traceback.print_exc()
-            complain(error)
-            return 2
+            return complain(f"{' '.join(str(error).split())} (trainer.full_traceback=true shows where)")
         except Exception:
             traceback.print_exc()
             return 1
         return 0
+
+    def help(self) -> str:
+        said = described(CONFIG_DIR / f"{self.root}.yaml")
+        groups = [
+            f"  {group}={' | '.join(sorted(path.stem for path in (CONFIG_DIR / group).glob('*.yaml')))}"
+            for group in groups_of(self.root)
+        ]
+        return HELP.format(
+            name=self.name,
+            about=self.about,
+            root=self.root,
+            groups="\n".join(groups) or "  none",
+            keys="\n".join(f"  {f'{key}={said[key].value}':<66} {said[key].comment}".rstrip() for key in self.often_used),
+            examples="\n".join(f"  python -m {self.name} {example}" for example in self.examples),
+        )
+
+
+def complain(*problems: str) -> int:
+    """A line for each on stderr; the exit code of an error that the user can mend."""
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    return 2

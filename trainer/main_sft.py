@@ -1,1 +1,53 @@
-"""python -m trainer.main_sft: supervised fine-tuning on prompt and answer pairs."""
+"""python -m trainer.main_sft: supervised fine-tuning on pairs of prompt and answer."""
+
+from collections.abc import Collection
+
+from configs.checks import check_sft
+from configs.schema.sft import SFTConfig
+from trainer.entry import Program
+
+
+def check(config: SFTConfig, typed: Collection[str]) -> list[str]:
+    return check_sft(config, typed)
+
+
+def run(config: SFTConfig, notices: list[str]) -> None:
+    from trainer.supervised.assemble import run
+
+    run(config, notices)
+
+
+PROGRAM = Program(
+    name="trainer.main_sft",
+    about="Trains a language model on answers that are given: the warm start of reinforcement learning.",
+    root="sft_trainer",
+    schema=SFTConfig,
+    often_used=(
+        "data.train_files",
+        "data.val_files",
+        "data.prompt_key",
+        "data.response_key",
+        "data.max_length",
+        "data.train_batch_size",
+        "model.path",
+        "optim.lr",
+        "trainer.device",
+        "trainer.n_gpus_per_node",
+        "trainer.total_epochs",
+        "trainer.export_dir",
+    ),
+    examples=(
+        "sft_recipe=sort_digits trainer.export_dir=data/sort_digits/warm",
+        "data.train_files=chats.parquet model.path=Qwen/Qwen3-0.6B optim.lr=1e-5 trainer.n_gpus_per_node=4",
+    ),
+    check=check,
+    run=run,
+)
+
+
+def main() -> None:
+    PROGRAM.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -207,7 +207,7 @@ def facts_of(steps: Sequence[Mapping[str, float]], series: Series) -> list[tuple
 
 
 def phase_seconds(steps: Sequence[Mapping[str, float]]) -> tuple[list[str], list[float], list[list[float]]]:
-    """Phases in the order in which they first came, ``other`` last; steps; seconds of each step by phase."""
+    """Phases in the order in which they first came, the step's rest last; steps; seconds of each step by phase."""
     timed = [entry for entry in steps if f"timing_s/{WHOLE_STEP}" in entry]
     names = dict.fromkeys(name.removeprefix("timing_s/") for entry in timed for name in entry if name.startswith("timing_s/"))
     phases = [name for name in names if name != WHOLE_STEP]
@@ -216,7 +216,8 @@ def phase_seconds(steps: Sequence[Mapping[str, float]]) -> tuple[list[str], list
         spent = [entry.get(f"timing_s/{phase}", 0.0) for phase in phases]
         inside = sum(value for phase, value in zip(phases, spent, strict=True) if phase not in AFTER_STEP)
         parts.append([*spent, max(0.0, entry[f"timing_s/{WHOLE_STEP}"] - inside)])
-    return [*phases, "other"], [entry[GLOBAL_STEP] for entry in timed], parts
+    rest = "other" if set(phases) - set(AFTER_STEP) else WHOLE_STEP
+    return [*phases, rest], [entry[GLOBAL_STEP] for entry in timed], parts
 
 
 def timing_of(steps: Sequence[Mapping[str, float]]) -> tuple[list[Share], Stack | None]:
@@ -235,7 +236,7 @@ def answers_of(entries: Sequence[Mapping[str, Any]]) -> tuple[int, int, list[Ans
     first_step, last_step = entries[0][GLOBAL_STEP], entries[-1][GLOBAL_STEP]
     by_step: dict[int, dict[int, Any]] = {}
     for entry in entries:
-        by_step.setdefault(entry[GLOBAL_STEP], {})[entry["uid"]] = entry | {"score": float(entry["score"])}
+        by_step.setdefault(entry[GLOBAL_STEP], {})[entry["uid"]] = {**entry, "score": float(entry["score"])}
     last = by_step[last_step] if last_step != first_step else {}
     pairs = [Answered(sample, last.get(uid)) for uid, sample in by_step[first_step].items()]
     return first_step, last_step, [pair for pair in pairs if pair.last is not None or not last][:MOST_ANSWERS]

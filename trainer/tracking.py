@@ -136,17 +136,19 @@ class Tracker:
 class TensorBoardLogger:
     def __init__(self, run: Run) -> None:
         try:
+            from tensorboard.compat.proto.summary_pb2 import Summary
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise LoggerUnavailable(f"{error}; pip install tensorboard") from error
         # What an interrupted run wrote past its checkpoint is hidden by the new file's purge step.
+        self.summary = Summary
         self.writer = SummaryWriter(str(run.run_dir / TENSORBOARD), purge_step=run.first_step + 1 if run.first_step else None)
         if not run.first_step:
             self.writer.add_text("config", f"```yaml\n{yaml.safe_dump(run.config, sort_keys=False)}```", 0)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        for name, value in metrics.items():
-            self.writer.add_scalar(name, value, step)
+        values = [self.summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self.writer.file_writer.add_summary(self.summary(value=values), step)  # one event: a tenth of add_scalar's time
         self.writer.flush()
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:

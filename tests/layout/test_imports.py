@@ -27,7 +27,7 @@ def importers(names: set[str], *trees: str) -> dict[str, list[str]]:
         ("configs", {"workers", "trainer", "data_preprocess", "tests"} | HEAVY),
         ("workers", {"trainer", "data_preprocess", "tests", "hydra", "omegaconf"}),
         ("trainer", {"data_preprocess", "tests"}),
-        ("data_preprocess", {"workers", "ray", "tests"}),
+        ("data_preprocess", {"ray", "hydra", "omegaconf", "tests"}),
         ("trainer/algorithms", {"ray", "hydra", "omegaconf", "transformers"}),
     ],
 )

@@ -11,6 +11,7 @@ from configs.schema.common import ModelConfig
 
 Prompt = str | list[dict[str, Any]]
 """Text that is taken as it is, or messages {role, content} for the chat template."""
+Truncation = Literal["error", "left", "right", "middle"]
 Encoded = tuple[str, np.ndarray]
 """A prompt as text, and its token ids, int32."""
 PART = 1024  # prompts that are tokenised at a time
@@ -45,15 +46,17 @@ def render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, template_kwargs: 
         return prompt
     if tokenizer.chat_template is None:
         raise ValueError(
-            f"the tokenizer of {tokenizer.name_or_path} has no chat template, and the prompts are chat messages: take an instruct "
-            "model's tokenizer (actor_rollout_ref.model.tokenizer_path), put a chat_template.jinja into the model's directory, or "
-            "give prompts as plain strings"
+            f"the tokenizer of {tokenizer.name_or_path} has no chat template, and the prompts are chat messages: take an "
+            "instruct model's tokenizer (actor_rollout_ref.model.tokenizer_path), put a chat_template.jinja into the model's "
+            "directory, or give prompts as plain strings"
         )
-    return tokenizer.apply_chat_template(prompt, **({"add_generation_prompt": True} | template_kwargs), tokenize=False)
+    text = tokenizer.apply_chat_template(prompt, **({"add_generation_prompt": True} | template_kwargs), tokenize=False)
+    assert isinstance(text, str)
+    return text
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], template_kwargs: dict[str, Any]) -> list[Encoded]:
-    """Text and token ids of each prompt. A template writes its own special tokens; plain text gets the tokenizer's (BOS, if any)."""
+    """Text and token ids of each prompt. A template writes its special tokens; plain text gets the tokenizer's (BOS, if any)."""
     encoded: list[Encoded] = []
     for start in range(0, len(prompts), PART):
         part = prompts[start : start + PART]

@@ -64,8 +64,8 @@ class PromptDataset:
                 uids, encoded = [uids[i] for i in kept], [encoded[i] for i in kept]
             elif config.truncation == "error":
                 raise ValueError(
-                    f"{count}, the first in {self._rows.where(long[0])}: set data.filter_overlong_prompts=true, data.truncation=left, "
-                    "right or middle, or raise data.max_prompt_length"
+                    f"{count}, the first in {self._rows.where(long[0])}: set data.filter_overlong_prompts=true, or "
+                    "data.truncation=left, right or middle, or raise data.max_prompt_length"
                 )
             else:
                 how = config.truncation

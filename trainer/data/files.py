@@ -66,7 +66,7 @@ def _read(name: str, required: Sequence[str], optional: Sequence[str]) -> pa.Tab
             wanted = {column.partition(".")[0] for column in required} | set(optional)
             table = pq.read_table(path, columns=[column for column in schema.names if column in wanted])
         elif path.suffix in _JSON:
-            table = pa.Table.from_pylist(_read_lines(path))
+            table = pa.Table.from_pylist(read_lines(path))
             if len(table):
                 _check_columns(name, table.schema, required)
         else:
@@ -78,7 +78,8 @@ def _read(name: str, required: Sequence[str], optional: Sequence[str]) -> pa.Tab
     return table
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file. Raises ValueError, with the line, for anything else."""
     rows = []
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):

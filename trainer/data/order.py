@@ -37,7 +37,7 @@ class DataOrder:
 
     def __post_init__(self) -> None:
         if self.batch_size > self.n:
-            raise ValueError(f"a batch of {self.batch_size} prompts cannot be filled: the data has {self.n}; lower the batch size")
+            raise ValueError(f"a batch of {self.batch_size} rows cannot be filled: the data has {self.n}; lower the batch size")
 
     @property
     def steps_per_epoch(self) -> int:
@@ -50,7 +50,7 @@ class DataOrder:
         if not left_out:
             return None
         which = "other ones each epoch" if self.shuffle else "always the last ones"
-        return f"{left_out} of {self.n} prompts do not fill a batch of {self.batch_size} and are left out of each epoch ({which})"
+        return f"{left_out} of {self.n} rows do not fill a batch of {self.batch_size} and are left out of each epoch ({which})"
 
     def batch(self, step: int) -> list[int]:
         """The rows of global step 0, 1, ...: batch_size distinct ones."""

@@ -1,15 +1,14 @@
 """Prompt and answer pairs for supervised training."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from configs.schema.sft import SFTDataConfig
-from trainer.data.chat import encode, token_ids, truncate
+from trainer.data.chat import Truncation, encode, token_ids, truncate
 from trainer.data.files import Rows
-from trainer.data.order import draw
 from workers.batch import Batch
 
 
@@ -20,55 +19,54 @@ class SFTDataset:
         self,
         files: Sequence[str],
         tokenizer: PreTrainedTokenizerBase,
-        config: SFTDataConfig,
         *,
-        max_samples: int,
-        seed: int,
+        prompt_key: str,
+        response_key: str,
+        max_length: int,
+        truncation: Truncation,
+        apply_chat_template_kwargs: dict[str, Any],
     ) -> None:
-        """max_samples: use so many rows, drawn by ``seed`` if data.shuffle, else the first; -1: all.
+        """max_length: tokens of a row, prompt, response and EOS together; what is over is an error or cut (truncation).
 
-        Raises ValueError, one line, for missing files, columns or rows, an empty prompt, and a row too long under truncation=error.
+        Raises ValueError, one line, for missing files, columns or rows, for an empty prompt, and for a row that is too long.
         """
         if tokenizer.eos_token_id is None:
-            raise ValueError(f"the tokenizer of {tokenizer.name_or_path} has no EOS token: the model would never learn to end an answer")
-        rows = Rows(files, [config.prompt_key, config.response_key])
-        self._uids = draw(len(rows), max_samples, seed, config.shuffle)
-        questions, answers = rows.column(config.prompt_key), rows.column(config.response_key)
-        prompts = encode(tokenizer, [questions[uid] for uid in self._uids], config.apply_chat_template_kwargs)
-        responses = token_ids(tokenizer, [answers[uid] for uid in self._uids], special=False)
-        max_length = config.max_length
+            raise ValueError(f"the tokenizer of {tokenizer.name_or_path} has no EOS token: a model could not learn to stop")
+        rows = Rows(files, [prompt_key, response_key])
+        prompts = encode(tokenizer, rows.column(prompt_key), apply_chat_template_kwargs)
+        responses = token_ids(tokenizer, rows.column(response_key), special=False)
         self._ids: list[np.ndarray] = []
         self._masks: list[np.ndarray] = []
         cut = 0
-        for uid, (_, prompt), response in zip(self._uids, prompts, responses, strict=True):
+        for row, ((_, prompt), response) in enumerate(zip(prompts, responses, strict=True)):
             if not len(prompt):
-                raise ValueError(f"{rows.where(uid)}: the prompt is empty")
+                raise ValueError(f"{rows.where(row)}: the prompt is empty")
             ids = np.concatenate([prompt, response, [tokenizer.eos_token_id]])
             mask = np.arange(len(ids)) >= len(prompt)
             if len(ids) > max_length:
-                if config.truncation == "error":
+                if truncation == "error":
                     raise ValueError(
-                        f"{rows.where(uid)}: {len(ids)} tokens with EOS, data.max_length is {max_length}: raise it, or set "
+                        f"{rows.where(row)}: {len(ids)} tokens with EOS, data.max_length is {max_length}: raise it, or set "
                         "data.truncation=left or right"
                     )
                 cut += 1
-                ids, mask = truncate(ids, max_length, config.truncation), truncate(mask, max_length, config.truncation)
+                ids, mask = truncate(ids, max_length, truncation), truncate(mask, max_length, truncation)
                 mask[0] = False  # nothing precedes the first token: it has no log-prob to train
             self._ids.append(ids)
             self._masks.append(mask)
-        untrained = sum(not mask.any() for mask in self._masks)
         self.notices: tuple[str, ...] = ()
         if cut:
+            untrained = sum(not mask.any() for mask in self._masks)
             self.notices = (
-                f"{cut} of {len(self)} rows are longer than data.max_length={max_length} tokens and are cut "
-                f"(data.truncation={config.truncation}); {untrained} of them keep no token of the response",
+                f"{cut} of {len(rows)} rows are longer than data.max_length={max_length} tokens and are cut "
+                f"(data.truncation={truncation}); {untrained} of them keep no token of the response",
             )
 
     def __len__(self) -> int:
         return len(self._ids)
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """B = len(indices) rows. tokens: input_ids int64, response_mask float32, (T,). rows: uid, the row in the files end to end."""
+        """B = len(indices) rows. tokens: input_ids int64, response_mask float32, (T,). rows: uid, the row in the files."""
         ids = [self._ids[i] for i in indices]
         return Batch(
             lengths=torch.tensor([len(row) for row in ids], dtype=torch.int64),
@@ -76,5 +74,5 @@ class SFTDataset:
                 "input_ids": torch.from_numpy(np.concatenate(ids)),
                 "response_mask": torch.from_numpy(np.concatenate([self._masks[i] for i in indices]).astype(np.float32)),
             },
-            rows={"uid": torch.tensor([self._uids[i] for i in indices], dtype=torch.int64)},
+            rows={"uid": torch.tensor(list(indices), dtype=torch.int64)},
         )

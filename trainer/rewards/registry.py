@@ -25,8 +25,9 @@ def check_data_sources(names: Iterable[str]) -> None:
     """Raises ValueError, naming what is known, if one of the data sources has no scorer."""
     for name in sorted(set(names) - SCORERS.keys()):
         near = difflib.get_close_matches(name, SCORERS, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ValueError(
-            f"data_source {name!r} has no scorer{f' (did you mean {near[0]!r}?)' if near else ''}; known: {', '.join(sorted(SCORERS))}. "
+            f"data_source {name!r} has no scorer{hint}; known: {', '.join(sorted(SCORERS))}. "
             "Give a function of your own: reward.custom_reward_function.path=FILE.py reward.custom_reward_function.name=FUNCTION"
         )
 

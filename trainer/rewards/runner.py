@@ -13,6 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from math import inf
 from types import TracebackType
 
@@ -31,7 +32,8 @@ _CHILD = "import sys; sys.path[:] = {path!r}; from trainer.rewards.worker import
 class RewardRunner:
     """``reward.num_workers`` processes, at most one a core; 0: scores in this process, without a time limit.
 
-    Processes are plain interpreters that load no torch, and die with the thread that started them. Not for use by two threads at once.
+    Processes are plain interpreters that load no torch, and die with the thread that started them. Two threads must not use a
+    runner at once.
     """
 
     def __init__(self, config: RewardConfig) -> None:
@@ -53,7 +55,7 @@ class RewardRunner:
             self._add()
 
     def wait_ready(self) -> None:
-        """Until every process can score. Raises ValueError if the user's function does not load, RuntimeError if a process does."""
+        """Until every process can score. Raises ValueError if the user's function does not load, RuntimeError if one fails."""
         self.start()
         try:
             while not all(process.ready for process in self._processes):
@@ -129,7 +131,8 @@ class RewardRunner:
             process.wait_for_exit()
         ending = process.kill()
         if not process.ready:
-            raise RuntimeError(f"a scoring process did not start: {ending if reason is None else f'not ready in {_START_LIMIT:g} s'}")
+            how = ending if process.ended else f"was not ready in {_START_LIMIT:g} s"
+            raise RuntimeError(f"a scoring process did not start: it {how}")
         self._add()
         if not process.given:
             return {}
@@ -193,10 +196,8 @@ class _Process:
     def kill(self) -> str:
         """End it and what it has started; how it ended."""
         self.connection.close()
-        try:
+        with suppress(ProcessLookupError):  # all of them have ended
             os.killpg(self._popen.pid, signal.SIGKILL)  # it leads a session of its own
-        except ProcessLookupError:
-            pass  # it has ended, and so has all it started
         code = self._popen.wait()
         return f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 

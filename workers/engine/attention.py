@@ -88,7 +88,9 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, rows: PackedRows, scaling: float | 
 
     left = -1 if sliding_window is None else sliding_window - 1
     ends, longest = rows.cu_seqlens, rows.longest
-    return varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=(left, 0), enable_gqa=True)
+    out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=(left, 0), enable_gqa=True)
+    assert isinstance(out, Tensor)
+    return out
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

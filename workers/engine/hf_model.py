@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -12,11 +11,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 from transformers.modeling_layers import GenericForTokenClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
 
-from configs.schema.common import ModelConfig
+from configs.schema.common import Dtype, ModelConfig
 from workers.engine.attention import PACKED_ATTENTION, PackedRows
 from workers.engine.base import Head
 from workers.engine.logprob import head_log_probs
 
+DTYPES: dict[Dtype, torch.dtype] = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
 PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}  # the longest row of a pack would change the others' rotation
 
@@ -98,14 +103,15 @@ def model_config(model: ModelConfig, head: Head) -> PretrainedConfig:
     )
     unknown.pop("trust_remote_code", None)
     if unknown:
-        raise ValueError(f"model.override_config: {sorted(unknown)} not in the config of {model.path} ({config.model_type})")
+        raise ValueError(f"model.override_config: {', '.join(unknown)} not in the config of {model.path} ({config.model_type})")
     if head == "value":
         config.num_labels = 1
     as_dict = config.to_dict()
     layers = set(as_dict.get("layer_types") or ()) - PACKABLE_LAYERS
-    ropes = {(as_dict.get("rope_parameters") or {}).get("rope_type")} & LENGTH_DEPENDENT_ROPE
-    if layers or ropes:
-        raise ValueError(f"model.path {model.path}: {config.model_type} cannot be packed: has {sorted(layers | ropes)}")
+    rope = (as_dict.get("rope_parameters") or {}).get("rope_type")
+    refused = [*sorted(layers), *([f"{rope} rope"] if rope in LENGTH_DEPENDENT_ROPE else [])]
+    if refused:
+        raise ValueError(f"model.path {model.path}: {config.model_type} cannot be packed: it has {', '.join(refused)}")
     return config
 
 
@@ -116,7 +122,7 @@ def empty_model(model: ModelConfig, config: PretrainedConfig, head: Head, dtype:
             config, dtype=dtype, attn_implementation=PACKED_ATTENTION, trust_remote_code=model.trust_remote_code
         )
     if not hf._supports_attention_backend or hf._is_stateful:
-        raise ValueError(f"model.path {model.path}: {config.model_type} cannot be packed: it has an attention or state of its own")
+        raise ValueError(f"model.path {model.path}: {config.model_type} cannot be packed: its attention or state is its own")
     return PackedModel(hf.eval(), head)
 
 
@@ -127,7 +133,9 @@ def load_model(model: ModelConfig, config: PretrainedConfig, head: Head, dtype: 
     needed. Raises ValueError for weights that are missing or do not fit.
     """
     transformers.utils.logging.disable_progress_bar()
-    hf, report = _auto_class(config, head).from_pretrained(
+    hf: PreTrainedModel
+    report: dict[str, set[str]]
+    hf, report = _auto_class(config, head).from_pretrained(  # type: ignore[misc] # a pair, with output_loading_info
         model_path(model),
         config=config,
         dtype=dtype,
@@ -154,7 +162,7 @@ def _check_packing(model: PackedModel, path: str) -> None:
 
     Finds out what no list of architectures could: scaled or capped logits, own attention, state across rows.
     """
-    hf, vocabulary = model.hf, model.hf.get_input_embeddings().weight.shape[0]
+    hf, vocabulary = model.hf, model.hf.config.get_text_config().vocab_size
     rows = [(torch.arange(n) * 7 + n) % vocabulary for n in (5, 3)]
     lengths = [len(row) for row in rows]
     positions = torch.cat([torch.arange(n) for n in lengths])
@@ -178,16 +186,9 @@ def _auto_class(config: PretrainedConfig, head: Head) -> type[AutoModelForCausal
         return AutoModelForCausalLM
     kind = type(config)
     if kind not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING and kind in MODEL_FOR_CAUSAL_LM_MAPPING:
-        causal = MODEL_FOR_CAUSAL_LM_MAPPING[kind]
+        causal: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[kind]  # type: ignore[assignment] # never a pair for text
         name = causal.__name__.replace("ForCausalLM", "ForTokenClassification")
         own = {"base_model_prefix": causal.base_model_prefix}
         made = type(name, (GenericForTokenClassification, causal.__bases__[0]), own)
         AutoModelForTokenClassification.register(kind, made)
     return AutoModelForTokenClassification
-
-
-def export_directory(model: PackedModel, weights: Iterator[tuple[str, Tensor]], dtype: torch.dtype, path: str) -> None:
-    """Write config and weights as transformers would, in the dtype ``dtype``. Tied weights come once."""
-    state = {name: weight.to("cpu", dtype if weight.is_floating_point() else None) for name, weight in weights}
-    model.hf.config.dtype = dtype
-    model.hf.save_pretrained(path, state_dict=state)

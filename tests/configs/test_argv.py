@@ -1,0 +1,181 @@
+"""What becomes of each word on the command line, and of each key of a user's YAML."""
+
+from pathlib import Path
+
+import pytest
+
+from configs.argv import CommandLine, normalise, normalise_tree
+from configs.keys import ConfigError
+from configs.schema.ppo import PPOConfig
+from configs.schema.sft import SFTConfig
+
+
+def ppo(*argv: str) -> CommandLine:
+    return normalise(argv, PPOConfig, "ppo_trainer")
+
+
+def complaint(*argv: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        ppo(*argv)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("typed", "seen"),
+    [
+        ("trainer.seed=3", "trainer.seed=3"),
+        ("+trainer.val_before_train=False", "trainer.val_before_train=False"),
+        ("++trainer.val_before_train=False", "trainer.val_before_train=False"),
+        ("critic.model.fsdp_config.param_offload=True", "critic.fsdp_config.param_offload=True"),
+        ("critic.fsdp.param_offload=True", "critic.fsdp_config.param_offload=True"),
+        ("+critic.model.fsdp_config={param_offload: true}", "critic.fsdp_config={param_offload: true}"),
+        ("custom_reward_function.path=a.py", "reward.custom_reward_function.path=a.py"),
+        ("actor_rollout_ref.actor.optim.clip_grad=0.5", "actor_rollout_ref.actor.grad_clip=0.5"),
+        ("~trainer.seed", "~trainer.seed"),
+        ("trainer.seed=1,2,3", "trainer.seed=1,2,3"),
+        ("algorithm=grpo", "algorithm=grpo"),
+        ("+recipe=quickstart", "recipe=quickstart"),
+        ("~recipe", "~recipe"),
+        ("hydra.sweep.dir=x", "hydra.sweep.dir=x"),
+        ("hydra/launcher=basic", "hydra/launcher=basic"),
+        ("ray_kwargs.ray_init.num_cpus=3", "++ray_kwargs.ray_init.num_cpus=3"),
+        ("+ray_kwargs.ray_init.runtime_env.py_executable=python", "++ray_kwargs.ray_init.runtime_env.py_executable=python"),
+        ("ray_init.num_cpus=3", "++ray_kwargs.ray_init.num_cpus=3"),
+        (
+            "actor_rollout_ref.model.override_config.attention_dropout=0.0",
+            "++actor_rollout_ref.model.override_config.attention_dropout=0.0",
+        ),
+        (
+            "data.apply_chat_template_kwargs={enable_thinking: false}",
+            "++data.apply_chat_template_kwargs={enable_thinking: false}",
+        ),
+        ("data.train_files=['a=b.parquet']", "data.train_files=['a=b.parquet']"),
+    ],
+)
+def test_one_word(typed: str, seen: str) -> None:
+    command = ppo(typed)
+    assert command.overrides == (seen,) and command.notes == ()
+
+
+def test_the_last_value_of_a_key_counts_whatever_it_was_called() -> None:
+    command = ppo("critic.fsdp.param_offload=True", "trainer.seed=1", "+critic.fsdp_config.param_offload=False", "trainer.seed=2")
+    assert command.overrides == ("critic.fsdp_config.param_offload=False", "trainer.seed=2")
+    assert command.typed == {"critic.fsdp_config.param_offload", "trainer.seed"}
+    assert ppo("trainer.seed=1", "trainer={seed: 2}", "trainer.seed=3").overrides == ("trainer={seed: 2}", "trainer.seed=3")
+
+
+def test_keys_that_cannot_change_a_result_are_left_out_with_a_note() -> None:
+    command = ppo(
+        "trainer.balance_batch=False", "actor_rollout_ref.model.use_remove_padding=True", "trainer.default_hdfs_dir=null"
+    )
+    assert command.overrides == () and command.typed == frozenset()
+    assert [note.split()[0] for note in command.notes] == [
+        "trainer.balance_batch",
+        "actor_rollout_ref.model.use_remove_padding",
+        "trainer.default_hdfs_dir",
+    ]
+
+
+def test_of_a_foreign_key_too_the_last_value_counts() -> None:
+    key = "actor_rollout_ref.rollout.expert_parallel_size"
+    assert ppo(f"{key}=8", f"{key}=1").overrides == ()
+    assert complaint(f"{key}=1", f"{key}=8").startswith(f"{key}=8: ")
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("trainer.default_hdfs_dir=hdfs://x", "copy them from there"),
+        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "leave it at 1"),
+        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=1,2", "leave it at 1"),
+        ("actor_rollout_ref.model.lora_rank=8", "no LoRA yet"),
+        ("data.trust_remote_code=True", "set actor_rollout_ref.model.trust_remote_code=true"),
+        ("+actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "strategy=fsdp"),
+        ("reward_model.model.path=x", "reward.custom_reward_function.path"),
+        ("algorithm.rollout_correction.rollout_is=token", "no rollout correction"),
+    ],
+)
+def test_what_would_change_a_result_is_refused_with_advice(typed: str, told: str) -> None:
+    line = complaint(typed)
+    assert told in line and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("typed", "nearest"),
+    [
+        ("trainer.n_gpu_per_node=2", "trainer.n_gpus_per_node"),
+        ("+trainer.tset_freq=2", "trainer.test_freq"),
+        ("++data.train_file=x", "data.train_files"),
+        ("actor.optim.lr=1", "actor_rollout_ref.actor.optim.lr"),
+        ("lr=1", "actor_rollout_ref.actor.optim.lr"),
+        ("data.ppo_mini_batch_size=1", "actor_rollout_ref.actor.ppo_mini_batch_size"),
+        ("~trainer.sed", "trainer.seed"),
+        ("critic.fsdp.param_ofload=1", "critic.fsdp_config.param_offload"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(typed: str, nearest: str) -> None:
+    line = complaint(typed)
+    assert line.endswith(f"there is no such key; did you mean {nearest}?") and "\n" not in line
+
+
+def test_all_wrong_words_are_told_at_once() -> None:
+    lines = complaint("trainer.sed=1", "trainer.seed=2", "zzz.qqq=1", "trainer.seed").splitlines()
+    assert lines == [
+        "trainer.seed: an override is key=value; did you mean trainer.seed?",
+        "trainer.sed: there is no such key; did you mean trainer.seed?",
+        "zzz.qqq: there is no such key",
+    ]
+
+
+def test_flags_and_overrides_may_stand_in_any_order() -> None:
+    command = ppo("trainer.seed=1", "--cfg", "job", "data.seed=2", "--config-dir=conf", "-m", "--info", "trainer.nnodes=1")
+    assert command.flags == ("--cfg", "job", "--config-dir", "conf", "-m", "--info", "all")
+    assert command.overrides == ("trainer.seed=1", "data.seed=2", "trainer.nnodes=1")
+
+
+def test_an_info_flag_keeps_its_value() -> None:
+    assert ppo("--info", "defaults-tree").flags == ("--info", "defaults-tree")
+
+
+def test_dashes_and_unknown_flags() -> None:
+    assert complaint("--trainer.seed=1") == "--trainer.seed=1: an override has no dashes: trainer.seed=1"
+    assert complaint("--multrun") == "--multrun: there is no such flag; did you mean --multirun?"
+
+
+def test_a_group_in_the_users_directory(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    assert ppo("--config-dir", str(tmp_path), "+experiment=a").overrides == ("+experiment=a",)
+    assert "no such key" in complaint("+experiment=a")
+
+
+def test_names_of_the_other_program_are_not_renamed() -> None:
+    assert normalise(["model.fsdp_config.dtype=fp32"], SFTConfig, "sft_trainer").overrides == ("engine.fsdp_config.dtype=fp32",)
+    assert "no such key" in complaint("model.fsdp_config.dtype=fp32")
+
+
+def test_keys_of_a_yaml_follow_the_same_rules() -> None:
+    tree = {
+        "critic": {"fsdp_config": {"param_offload": False}, "model": {"fsdp_config": {"param_offload": True}}},
+        "custom_reward_function": {"path": "a.py"},
+        "trainer": {"balance_batch": True, "seed": 3},
+        "ray_init": {"num_cpus": 4},
+    }
+    ours, notes = normalise_tree(tree, PPOConfig)
+    assert ours == {
+        "critic": {"fsdp_config": {"param_offload": True}},
+        "trainer": {"seed": 3},
+        "reward": {"custom_reward_function": {"path": "a.py"}},
+        "ray_kwargs": {"ray_init": {"num_cpus": 4}},
+    }
+    assert [note.split()[0] for note in notes] == ["trainer.balance_batch"]
+
+
+def test_the_command_line_wins_over_an_alias_in_a_yaml() -> None:
+    tree = {"critic": {"fsdp_config": {"param_offload": False}, "fsdp": {"param_offload": True}}}
+    ours, _ = normalise_tree(tree, PPOConfig, typed={"critic.fsdp_config.param_offload"})
+    assert ours == {"critic": {"fsdp_config": {"param_offload": False}}}
+
+
+def test_a_misspelt_key_in_a_yaml() -> None:
+    with pytest.raises(ConfigError, match=r"^trainer\.sede: there is no such key; did you mean trainer\.seed\?$"):
+        normalise_tree({"trainer": {"sede": 1}}, PPOConfig)

@@ -1,0 +1,171 @@
+"""Numbers that cannot work, with the arithmetic."""
+
+import pytest
+
+from configs.checks import check_ppo, check_sft, micro_batch_limits
+from configs.compose import compose
+from configs.keys import ConfigError
+from configs.schema.ppo import PPOConfig
+from configs.schema.sft import SFTConfig
+
+ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+WORKERS = "8 workers (trainer.nnodes * trainer.n_gpus_per_node = 1 * 8)"
+TOO_SMALL = "a micro-batch of so many tokens does not hold the longest row"
+LONGEST = "data.max_prompt_length + data.max_response_length = 512 + 512 = 1024"
+
+
+def ppo_lines(*overrides: str, needs_values: bool = True) -> list[str]:
+    """The problems; none: the notes."""
+    config = compose("ppo_trainer", PPOConfig, overrides)
+    typed = {override.partition("=")[0] for override in overrides}
+    try:
+        return check_ppo(config, typed, needs_values=needs_values)
+    except ConfigError as error:
+        return [f"error: {line}" for line in str(error).splitlines()]
+
+
+def sft_lines(*overrides: str) -> list[str]:
+    try:
+        return check_sft(compose("sft_trainer", SFTConfig, overrides), ())
+    except ConfigError as error:
+        return [f"error: {line}" for line in str(error).splitlines()]
+
+
+def test_defaults_and_the_quick_start_work() -> None:
+    assert ppo_lines() == []
+    assert ppo_lines("recipe=quickstart", needs_values=False) == []
+    assert ppo_lines("recipe=quickstart", "algorithm=ppo") == []
+    assert sft_lines() == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lines"),
+    [
+        (
+            ["data.train_batch_size=100", f"{ACTOR}.ppo_mini_batch_size=32"],
+            [f"{ACTOR}.ppo_mini_batch_size=32: data.train_batch_size=100 is not a multiple of it (100 = 3 * 32 + 4)"],
+        ),
+        (
+            ["critic.ppo_mini_batch_size=300"],
+            ["critic.ppo_mini_batch_size=300: data.train_batch_size=1024 is not a multiple of it (1024 = 3 * 300 + 124)"],
+        ),
+        (
+            ["data.train_batch_size=2", f"{ACTOR}.ppo_mini_batch_size=1", f"{ROLLOUT}.n=3"],
+            [
+                f"data.train_batch_size=2: data.train_batch_size * {ROLLOUT}.n = 2 * 3 = 6 sequences a step "
+                f"are fewer than {WORKERS}"
+            ],
+        ),
+        (
+            ["data.train_max_samples=1000"],
+            ["data.train_max_samples=1000: that is less than one batch, data.train_batch_size=1024"],
+        ),
+        ([f"{ROLLOUT}.max_model_len=1000"], [f"{ROLLOUT}.max_model_len=1000: less than {LONGEST}"]),
+        (
+            [f"{ROLLOUT}.log_prob_max_token_len_per_gpu=1023"],
+            [f"{ROLLOUT}.log_prob_max_token_len_per_gpu=1023: {TOO_SMALL}, {LONGEST}"],
+        ),
+        (
+            ["critic.forward_max_token_len_per_gpu=9"],
+            [f"critic.forward_max_token_len_per_gpu=9: {TOO_SMALL}, {LONGEST}"],
+        ),
+        (
+            [f"{ACTOR}.ppo_micro_batch_size=12"],
+            [
+                f"{ACTOR}.ppo_micro_batch_size=12: so many sequences do not divide by the workers (12 / 8 = 1.5); "
+                "ppo_micro_batch_size_per_gpu counts for one"
+            ],
+        ),
+        (
+            ["critic.enable=false"],
+            [
+                "critic.enable=false: algorithm.adv_estimator=gae needs the critic's values; leave critic.enable at null, "
+                "or choose another estimator, such as grpo"
+            ],
+        ),
+        (
+            ["trainer.backend=local"],
+            [f"trainer.backend=local: runs one worker, in this process, not {WORKERS}"],
+        ),
+        (
+            ["trainer.resume_mode=resume_path"],
+            ["trainer.resume_mode=resume_path: trainer.resume_from_path is null; give it a global_step_N directory"],
+        ),
+    ],
+)
+def test_what_cannot_work_fails_with_the_arithmetic(overrides: list[str], lines: list[str]) -> None:
+    assert ppo_lines(*overrides) == [f"error: {line}" for line in lines]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [
+            f"{ACTOR}.ppo_max_token_len_per_gpu=9",
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
+            f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=4",
+        ],
+        [f"{REF}.log_prob_max_token_len_per_gpu=9"],  # no KL: there is no reference
+        [f"{REF}.log_prob_micro_batch_size=12"],
+        [f"{ROLLOUT}.max_model_len=1024"],
+        [f"{ACTOR}.ppo_max_token_len_per_gpu=1024"],
+        ["trainer.backend=local", "trainer.n_gpus_per_node=1"],
+        ["data.train_max_samples=-1"],
+    ],
+)
+def test_a_limit_counts_only_where_it_is_used(overrides: list[str]) -> None:
+    assert ppo_lines(*overrides) == []
+
+
+def test_the_reference_counts_with_a_kl() -> None:
+    for kl in ("algorithm.use_kl_in_reward=true", f"{ACTOR}.use_kl_loss=true"):
+        (line,) = ppo_lines(kl, f"{REF}.log_prob_micro_batch_size=12")
+        assert line.startswith(f"error: {REF}.log_prob_micro_batch_size=12: ")
+
+
+def test_the_critic_counts_only_where_there_is_one() -> None:
+    wrong = ["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2", "critic.ppo_max_token_len_per_gpu=9"]
+    assert ppo_lines(*wrong, needs_values=False) == []
+    assert len(ppo_lines(*wrong, "critic.enable=true", needs_values=False)) == 2
+
+
+def test_notes() -> None:
+    assert ppo_lines(f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.gpu_memory_utilization=0.4") == [
+        f"{ROLLOUT}.tensor_model_parallel_size has no effect: the embedded engine is not split over GPUs",
+        f"{ROLLOUT}.gpu_memory_utilization has no effect: the embedded engine takes the memory that max_num_seqs answers need",
+    ]
+    (note,) = ppo_lines("algorithm=grpo", needs_values=False)
+    assert note.startswith(f"{ROLLOUT}.n=1: grpo has nothing to compare an answer with")
+    (note,) = ppo_lines("trainer.resume_from_path=x")
+    assert note == "trainer.resume_from_path has no effect with trainer.resume_mode=auto; resume_path reads it"
+
+
+def test_supervised_checks() -> None:
+    assert sft_lines("data.train_batch_size=7") == [f"error: data.train_batch_size=7: fewer rows than {WORKERS}"]
+    (line,) = sft_lines("data.max_length=9000")
+    assert line == f"error: data.max_token_len_per_gpu=8192: {TOO_SMALL}, data.max_length = 9000"
+    assert sft_lines("data.max_length=9000", "data.use_dynamic_bsz=false", "data.micro_batch_size_per_gpu=2") == []
+
+
+@pytest.mark.parametrize(
+    ("per_gpu", "over_all", "dynamic", "limits"),
+    [
+        (None, None, False, (100, None)),
+        (None, None, True, (100, None)),
+        (4, None, True, (100, None)),
+        (4, None, False, (None, 4)),
+        (4, 6, False, (None, 4)),
+        (None, 16, False, (None, 8)),
+        (None, 2, False, (None, 1)),
+        (None, 1, False, (None, 1)),
+    ],
+)
+def test_micro_batch_limits(
+    per_gpu: int | None, over_all: int | None, dynamic: bool, limits: tuple[int | None, int | None]
+) -> None:
+    assert micro_batch_limits(per_gpu, over_all, dynamic, 100, 2) == limits
+
+
+def test_a_count_over_all_divides_by_the_workers() -> None:
+    with pytest.raises(ValueError, match=r"5 / 2 = 2\.5"):
+        micro_batch_limits(None, 5, False, 100, 2)

@@ -1,0 +1,200 @@
+"""Groups, recipes, a user's own YAML, sweeps: what Hydra makes of them, and that it leaves nothing behind."""
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.argv import normalise
+from configs.compose import compose, run_jobs
+from configs.keys import CONFIG_DIR, ConfigError, described
+from configs.load import load
+from configs.schema.ppo import PPOConfig
+
+
+def ppo(*overrides: str) -> PPOConfig:
+    return compose("ppo_trainer", PPOConfig, overrides)
+
+
+def jobs(*argv: str) -> list[PPOConfig]:
+    """The configuration of each job that this command line starts."""
+    command = normalise(argv, PPOConfig, "ppo_trainer")
+    seen: list[PPOConfig] = []
+    run_jobs(command, "ppo_trainer", lambda tree: seen.append(load(tree, PPOConfig, command.typed).config))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("group", "leaves"),
+    [
+        ("algorithm=ppo", ["algorithm.adv_estimator=gae"]),
+        (
+            "algorithm=grpo",
+            [
+                "algorithm.adv_estimator=grpo",
+                "actor_rollout_ref.actor.use_kl_loss=true",
+                "actor_rollout_ref.actor.kl_loss_type=low_var_kl",
+            ],
+        ),
+        ("rollout=embedded", ["actor_rollout_ref.rollout.name=embedded"]),
+        (
+            "recipe=quickstart",
+            [
+                "algorithm.adv_estimator=grpo",
+                *(
+                    f"{key}={leaf.value}"
+                    for key, leaf in described(CONFIG_DIR / "recipe/quickstart.yaml").items()
+                    if leaf.value[0] != "*"
+                ),
+                "actor_rollout_ref.ref.fsdp_config={model_dtype: float32, dtype: float32}",
+                "critic.model={path: data/sort_digits/warm, enable_gradient_checkpointing: false}",
+                "critic.fsdp_config={model_dtype: float32, dtype: float32}",
+            ],
+        ),
+    ],
+)
+def test_a_group_and_its_leaves_give_the_same_configuration(group: str, leaves: list[str]) -> None:
+    assert ppo(group) == ppo(*leaves)
+
+
+def test_a_recipe_wins_over_groups_and_typed_keys_over_both() -> None:
+    assert ppo("recipe=quickstart").algorithm.adv_estimator == "grpo"
+    by_ppo = ppo("recipe=quickstart", "algorithm=ppo")
+    assert by_ppo.algorithm.adv_estimator == "gae" and by_ppo.data.train_batch_size == 32
+    assert not ppo("recipe=quickstart", "algorithm=grpo").actor_rollout_ref.actor.use_kl_loss
+    assert ppo("recipe=quickstart", "data.train_batch_size=64").data.train_batch_size == 64
+    assert ppo("data.train_batch_size=64", "recipe=quickstart").data.train_batch_size == 64
+
+
+def test_the_quick_start_is_the_measured_task() -> None:
+    config = ppo("recipe=quickstart")
+    actor, rollout, trainer = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.trainer
+    assert (config.data.train_batch_size, rollout.n, actor.ppo_mini_batch_size, actor.ppo_epochs) == (32, 8, 32, 1)
+    assert (actor.optim.lr, actor.optim.lr_warmup_steps, actor.optim.lr_scheduler_type) == (3e-4, 5, "constant")
+    assert not actor.use_kl_loss and not config.algorithm.use_kl_in_reward
+    assert (rollout.temperature, actor.grad_clip, trainer.total_training_steps) == (1.0, 1.0, 100)
+    assert actor.fsdp_config == config.critic.fsdp_config == config.actor_rollout_ref.ref.fsdp_config
+    assert (actor.fsdp_config.model_dtype, actor.fsdp_config.dtype, rollout.dtype) == ("float32", "float32", "float32")
+
+
+def test_spelling_of_a_leaf_does_not_matter() -> None:
+    typed = ("critic.fsdp.model_dtype=bf16", "trainer.logger=console", "+trainer.seed=7", "data.train_files=a.parquet")
+    assert ppo(*typed) == ppo(
+        "critic.fsdp_config.model_dtype=bfloat16", "trainer.logger=[console]", "trainer.seed=7", "data.train_files=[a.parquet]"
+    )
+
+
+def test_free_form_keys() -> None:
+    config = ppo("ray_kwargs.ray_init.runtime_env.py_executable=python", "+ray_kwargs.ray_init.num_cpus=3")
+    assert config.ray_kwargs.ray_init == {"runtime_env": {"py_executable": "python"}, "num_cpus": 3}
+    assert ppo("ray_kwargs.ray_init={num_cpus: 3}").ray_kwargs.ray_init == {"num_cpus": 3}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["recipe=quikstart"], "recipe=quikstart: there is no such option; known: quickstart; did you mean quickstart?"),
+        (["trainer.seed=(1"], "trainer.seed=(1: cannot be read; put the value in quotes, key=\"'value'\""),
+        (["trainer={sed: 1}"], "trainer.sed: Key 'sed' is not in struct"),
+        (["~trainer.seed"], "trainer.seed: is missing"),
+        (["actor_rollout_ref.rollout.name=vllm"], 'actor_rollout_ref.rollout.name="vllm": must be one of embedded'),
+    ],
+)
+def test_what_hydra_refuses_is_one_line(overrides: list[str], line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ppo(*overrides)
+    assert str(caught.value) == line
+
+
+def test_several_values_need_multirun() -> None:
+    with pytest.raises(ConfigError, match="--multirun") as caught:
+        jobs("trainer.seed=1,2")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("flags", [["--cfg", "job", "-m"], ["--resolve"]])
+def test_flags_that_do_not_go_together(flags: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        jobs(*flags)
+
+
+def test_one_job_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    argv, environment = sys.argv, dict(os.environ)
+    (config,) = jobs("recipe=quickstart")
+    assert config == ppo("recipe=quickstart")
+    assert list(tmp_path.iterdir()) == [] and Path.cwd() == tmp_path
+    assert sys.argv is argv and dict(os.environ) == environment
+
+
+def test_every_job_of_a_sweep_has_its_own_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, second = jobs("-m", "trainer.default_local_dir=runs/x", "trainer.seed=4,5", "algorithm=ppo,grpo")[:2]
+    assert (first.trainer.default_local_dir, first.trainer.seed, first.algorithm.adv_estimator) == ("runs/x/0", 4, "gae")
+    assert (second.trainer.default_local_dir, second.trainer.seed, second.algorithm.adv_estimator) == ("runs/x/1", 4, "grpo")
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()] == ["runs/x/multirun.yaml"]
+
+
+@pytest.mark.parametrize("typed", ["trainer.default_local_dir=a,b", "trainer.default_local_dir=x-${hydra:job.num}"])
+def test_a_sweep_that_names_its_directories_keeps_them(typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    directories = {config.trainer.default_local_dir for config in jobs("-m", typed, "trainer.seed=1,2", "trainer.dry_run=config")}
+    assert directories == ({"a", "b"} if "," in typed else {"x-0", "x-1"})
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_a_configuration_of_the_users_own(tmp_path: Path) -> None:
+    write(
+        tmp_path / "mine.yaml",
+        "defaults: [ppo_trainer, _self_]\n"
+        "trainer: {seed: 9, balance_batch: true}\n"
+        "critic: {model: {fsdp_config: {param_offload: true, model_dtype: bf16}}}\n",
+    )
+    (config,) = jobs("--config-dir", str(tmp_path), "--config-name", "mine", "critic.fsdp_config.model_dtype=fp32")
+    assert config.trainer.seed == 9 and config.critic.fsdp_config.param_offload
+    assert config.critic.fsdp_config.model_dtype == "float32"
+    by_hand = ppo("trainer.seed=9", "critic.fsdp_config.param_offload=true")
+    assert dataclasses.replace(config, data=by_hand.data) == by_hand
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "defaults: [ppo_trainer, _self_]\ntrainer: {sede: 9}\n",
+            "trainer.sede: there is no such key; did you mean trainer.seed?",
+        ),
+        ("trainer: {seed: 9}\n", "starts from ours"),
+        ("defaults: [ppo_trainer, _self_]\ntrainer: {default_hdfs_dir: x}\n", "copy them from there"),
+    ],
+)
+def test_mistakes_in_a_configuration_of_the_users_own(text: str, told: str, tmp_path: Path) -> None:
+    write(tmp_path / "mine.yaml", text)
+    seen: list[Any] = []
+
+    def job(tree: Any) -> None:
+        with pytest.raises(ConfigError) as caught:
+            load(tree, PPOConfig)
+        seen.append(str(caught.value))
+
+    run_jobs(normalise(["--config-dir", str(tmp_path), "--config-name", "mine"], PPOConfig, "ppo_trainer"), "ppo_trainer", job)
+    assert len(seen) == 1 and told in seen[0] and "\n" not in seen[0]
+
+
+def test_recipes_of_the_users_own(tmp_path: Path) -> None:
+    write(tmp_path / "recipe/mine.yaml", "# @package _global_\ndefaults: [quickstart]\ntrainer: {seed: 9}\n")
+    (config,) = jobs("--config-dir", str(tmp_path), "recipe=mine")
+    assert config.trainer.seed == 9 and config.actor_rollout_ref.rollout.n == 8
+
+
+def test_a_directory_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match="not found"):
+        jobs("--config-dir", "nowhere")

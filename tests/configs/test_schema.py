@@ -1,0 +1,59 @@
+"""The YAML trees and the dataclasses are the same trees, and the YAML explains each leaf."""
+
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from configs.keys import CONFIG_DIR, described, keys_of
+from configs.schema.ppo import PPOConfig
+from configs.schema.sft import SFTConfig
+
+PROGRAMS = [("ppo_trainer", PPOConfig), ("sft_trainer", SFTConfig)]
+
+
+def yaml_tree(root: str) -> dict[str, Any]:
+    tree: Any = OmegaConf.to_container(OmegaConf.load(CONFIG_DIR / f"{root}.yaml"))
+    del tree["defaults"]
+    return tree
+
+
+def yaml_leaves(node: dict[str, Any], prefix: str = "") -> set[str]:
+    """Dotted keys whose value is no mapping; an empty mapping is a value."""
+    found: set[str] = set()
+    for name, value in node.items():
+        found |= yaml_leaves(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {prefix + name}
+    return found
+
+
+@pytest.mark.parametrize(("root", "schema"), PROGRAMS)
+def test_yaml_and_schema_have_the_same_leaves(root: str, schema: type) -> None:
+    assert yaml_leaves(yaml_tree(root)) == set(keys_of(schema).leaves)
+
+
+@pytest.mark.parametrize(("root", "schema"), PROGRAMS)
+def test_every_leaf_has_a_comment_or_a_twin_that_has_one(root: str, schema: type) -> None:
+    """A twin has the same name, or is the leaf that this one follows."""
+    written = described(CONFIG_DIR / f"{root}.yaml")
+    explained = {key.split(".")[-1] for key, leaf in written.items() if leaf.comment}
+    silent = [
+        key
+        for key in keys_of(schema).leaves
+        if key.split(".")[-1] not in explained and not (key in written and written[key].value.startswith("${"))
+    ]
+    assert silent == []
+
+
+def test_described_reads_values_and_comments() -> None:
+    written = described(CONFIG_DIR / "ppo_trainer.yaml")
+    assert written["trainer.nnodes"].value == "1"
+    assert written["trainer.nnodes"].comment.startswith("more than one")
+    assert written["trainer.default_local_dir"].value == "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
+
+
+@pytest.mark.parametrize("path", sorted(CONFIG_DIR.glob("*/*.yaml")), ids=lambda path: f"{path.parent.name}={path.stem}")
+def test_groups_and_recipes_set_leaves_and_nothing_else(path: Any) -> None:
+    assert path.read_text().startswith("# @package _global_\n")
+    tree: Any = OmegaConf.to_container(OmegaConf.load(path))
+    tree.pop("defaults", None)
+    assert yaml_leaves(tree) <= set(keys_of(PPOConfig).leaves)

@@ -1,0 +1,60 @@
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from data_preprocess import sort_digits
+from tests.trainer.data.tokenizers import data_config
+from data_preprocess.tiny_model import character_tokenizer
+from trainer.data.dataset import PromptDataset
+from trainer.rewards.registry import compute_score
+
+SIZES = ["--train_size", "300", "--test_size", "50", "--sft_size", "100"]
+
+
+def make(directory: Path, *flags: str) -> dict[str, list[dict[str, Any]]]:
+    sort_digits.main(["--local_save_dir", str(directory), *SIZES, *flags])
+    return {split: pq.read_table(directory / f"{split}.parquet").to_pylist() for split in ("train", "test", "sft")}
+
+
+def test_rows_are_problems_and_their_answers(tmp_path: Path) -> None:
+    files = make(tmp_path)
+    assert {split: len(rows) for split, rows in files.items()} == {"train": 300, "test": 50, "sft": 100}
+    for split in ("train", "test"):
+        for i, row in enumerate(files[split]):
+            question = row["prompt"][0]["content"]
+            assert len(question) == 7 and question[:6].isdigit() and question[6] == "="
+            truth = row["reward_model"]["ground_truth"]
+            assert truth == "".join(sorted(question[:6]))
+            assert row["data_source"] == "sort_digits" and row["extra_info"] == {"split": split, "index": i}
+            assert compute_score(row["data_source"], truth, truth, {"finished": True}) == 1.0
+    for row in files["sft"]:
+        assert row["response"] == "".join(sorted(row["prompt"][0]["content"][:6]))
+
+
+def test_no_problem_is_in_two_files_or_twice(tmp_path: Path) -> None:
+    questions = [row["prompt"][0]["content"] for rows in make(tmp_path).values() for row in rows]
+    assert len(set(questions)) == len(questions) == 450
+
+
+def test_the_seed_alone_chooses(tmp_path: Path) -> None:
+    first, again, other = (make(tmp_path / name, "--seed", seed) for name, seed in (("1", "1"), ("2", "1"), ("3", "2")))
+    assert first == again != other
+    more = make(tmp_path / "more", "--seed", "1", "--train_size", "400", "--sft_size", "200")
+    assert more["test"] == first["test"] and more["train"][:300] == first["train"]
+
+
+def test_sizes_that_cannot_be_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        make(tmp_path, "--digits", "2")
+    assert "50 + 300 + 100 = 450 problems are wanted, 2 digits make only 100" in capsys.readouterr().err
+    assert len({row["prompt"][0]["content"] for rows in make(tmp_path, "--digits", "3").values() for row in rows}) == 450
+
+
+def test_the_tiny_tokenizer_reads_it(tmp_path: Path) -> None:
+    make(tmp_path)
+    tokenizer = character_tokenizer("0123456789=")
+    data = PromptDataset([str(tmp_path / "train.parquet")], tokenizer, data_config(max_prompt_length=7), max_samples=-1, seed=0)
+    assert len(data) == 300
+    assert all(tokenizer.decode(data[i].prompt_ids) == data[i].text and len(data[i].prompt_ids) == 7 for i in range(300))

@@ -1,0 +1,125 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainer.data.dataset as module
+from data_preprocess.writer import rl_row, write
+from tests.trainer.data.tokenizers import byte_tokenizer, data_config
+from trainer.data.chat import PART
+from trainer.data.dataset import Prompt, PromptDataset
+
+TOKENIZER = byte_tokenizer()
+EXTRA = len("<user><a>")  # what the template adds
+
+
+def rows(lengths: list[int], source: str = "sort_digits") -> list[dict[str, Any]]:
+    """Prompts of so many tokens, template and all; the ground truth is the row's number."""
+    return [
+        rl_row(data_source=source, prompt="x" * (n - EXTRA), ability="", ground_truth=str(i), split="train", index=i)
+        for i, n in enumerate(lengths)
+    ]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Any:
+    def dataset(*files: list[dict[str, Any]], max_samples: int = -1, seed: int = 0, **changes: Any) -> PromptDataset:
+        paths = [str(write(file, str(tmp_path), f"part{i}")) for i, file in enumerate(files)]
+        return PromptDataset(paths, TOKENIZER, data_config(**changes), max_samples=max_samples, seed=seed)
+
+    return dataset
+
+
+def test_a_prompt_carries_what_the_run_needs(make: Any) -> None:
+    data = make(rows([12, 13]), rows([14], "openai/gsm8k"))
+    assert len(data) == 3 and data.data_sources == {"sort_digits", "openai/gsm8k"} and data.notices == ()
+    text = "<user>xxxxx<a>"
+    assert data[2] == Prompt(
+        uid=2,
+        prompt_ids=tuple(TOKENIZER(text)["input_ids"]),
+        text=text,
+        data_source="openai/gsm8k",
+        ground_truth="0",
+        extra_info={"split": "train", "index": 0},
+    )
+    assert all(type(token) is int for token in data[0].prompt_ids)
+
+
+def test_columns_of_other_names_and_no_extra_info(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"q": "plain", "source": "s", "reward_model": {"ground_truth": ["a", "b"]}}\n')
+    data = PromptDataset([str(file)], TOKENIZER, data_config(prompt_key="q", reward_fn_key="source"), max_samples=-1, seed=0)
+    assert (data[0].text, data[0].data_source, data[0].ground_truth, data[0].extra_info) == ("plain", "s", ["a", "b"], {})
+
+
+def test_template_settings_reach_the_template(make: Any) -> None:
+    assert make(rows([12]), apply_chat_template_kwargs={"tail": "!"})[0].text == "<user>xxx<a>!"
+
+
+def test_long_prompts_are_an_error_that_counts_and_places_them(make: Any) -> None:
+    with pytest.raises(ValueError) as error:
+        make(rows([20, 21]), rows([20, 20, 22]), max_prompt_length=20)
+    text = str(error.value)
+    assert "2 of 5 prompts are longer than data.max_prompt_length=20" in text and "part0.parquet, row 1" in text
+    assert "data.filter_overlong_prompts=true" in text and "\n" not in text
+
+
+def test_the_filter_drops_counts_and_keeps_uids(make: Any) -> None:
+    data = make(rows([20, 21, 20]), rows([22, 20]), max_prompt_length=20, filter_overlong_prompts=True)
+    assert [data[i].uid for i in range(len(data))] == [0, 2, 4]
+    assert [data[i].ground_truth for i in range(3)] == ["0", "2", "1"]
+    assert all(len(data[i].prompt_ids) == 20 for i in range(3))
+    assert data.notices == ("2 of 5 prompts are longer than data.max_prompt_length=20 tokens and are dropped",)
+    with pytest.raises(ValueError, match="2 of 2 prompts .* leaves nothing"):
+        make(rows([21, 22]), max_prompt_length=20, filter_overlong_prompts=True)
+
+
+@pytest.mark.parametrize(("how", "kept"), [("left", "345<a>"), ("right", "<user>"), ("middle", "<us<a>")])
+def test_truncation(make: Any, how: str, kept: str) -> None:
+    row = rl_row(data_source="s", prompt="12345", ability="", ground_truth="", split="train", index=0)
+    data = make([row], max_prompt_length=6, truncation=how)
+    assert TOKENIZER.decode(data[0].prompt_ids) == kept
+    assert data[0].text == "<user>12345<a>" and f"1 of 1 prompts are longer than data.max_prompt_length=6 tokens and are cut (data.truncation={how})" in data.notices
+
+
+def test_max_samples_is_drawn_by_the_seed_or_is_the_first(make: Any) -> None:
+    def uids(**kwargs: Any) -> list[int]:
+        data = make(rows([12] * 30), rows([12] * 20), max_samples=10, **kwargs)
+        return [data[i].uid for i in range(len(data))]
+
+    assert uids(seed=1) == uids(seed=1) != uids(seed=2)
+    assert len(set(uids(seed=1))) == 10 and uids(seed=1) != list(range(10))
+    assert uids(shuffle=False) == list(range(10))
+
+
+def test_uids_do_not_depend_on_samples_or_filter(make: Any) -> None:
+    lengths = [20 + i % 2 for i in range(40)]
+    everything = {p.uid: p for p in iter_prompts(make(rows(lengths)))}
+    some = list(iter_prompts(make(rows(lengths), max_samples=20, max_prompt_length=20, filter_overlong_prompts=True)))
+    assert 0 < len(some) < 20 and all(everything[prompt.uid] == prompt for prompt in some)
+
+
+def iter_prompts(data: PromptDataset) -> list[Prompt]:
+    return [data[i] for i in range(len(data))]
+
+
+def test_empty_prompts_and_missing_columns_are_named(make: Any, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "x", "data_source": "s", "reward_model": {"ground_truth": "1"}}\n' * 2)
+    for column in ("prompt", "data_source", "reward_model"):
+        file.write_text(file.read_text().replace(column, "other"))
+        with pytest.raises(ValueError, match=rf"rows\.jsonl: no column '{column}'; it has "):
+            PromptDataset([str(file)], TOKENIZER, data_config(), max_samples=-1, seed=0)
+        file.write_text(file.read_text().replace("other", column))
+    file.write_text(file.read_text().replace('"x"', '""', 1))
+    with pytest.raises(ValueError, match=r"rows\.jsonl, row 0: the prompt is empty"):
+        PromptDataset([str(file)], TOKENIZER, data_config(), max_samples=-1, seed=0)
+
+
+def test_tokenising_in_processes_gives_the_same(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [20 + i % 3 for i in range(PART + 100)]
+    settings: dict[str, Any] = {"max_prompt_length": 21, "filter_overlong_prompts": True, "apply_chat_template_kwargs": {"tail": ""}}
+    alone = make(rows(lengths), **settings)
+    monkeypatch.setattr(module, "encode", None)  # the children import their own
+    pooled = make(rows(lengths), filter_overlong_prompts_workers=2, **settings)
+    assert iter_prompts(pooled) == iter_prompts(alone) and pooled.notices == alone.notices != ()

@@ -1,0 +1,74 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from trainer.data.files import Rows
+
+
+def parquet(path: Path, rows: list[dict[str, Any]]) -> str:
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return str(path)
+
+
+def jsonl(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def test_files_of_both_kinds_end_to_end(tmp_path: Path) -> None:
+    first = [{"a": i, "b": {"c": str(i)}, "x": {"i": i}, "unread": 1} for i in range(3)]
+    second = [{"a": i, "b": {"c": str(i), "d": None}} for i in range(3, 5)]
+    files = [
+        parquet(tmp_path / "1.parquet", first),
+        jsonl(tmp_path / "2.jsonl", "\n".join(map(json.dumps, second)) + "\n\n"),
+        parquet(tmp_path / "3.parquet", first),
+    ]
+    rows = Rows(files, ["a", "b.c"], ["x"])
+    assert len(rows) == 8
+    assert rows.column("a") == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert rows.column("x") == [{"i": 0}, {"i": 1}, {"i": 2}, None, None, {"i": 0}, {"i": 1}, {"i": 2}]
+    assert [rows[i]["a"] for i in range(8)] == rows.column("a")
+    assert "unread" not in rows[0] and rows[4]["b"] == {"c": "4", "d": None}
+    assert rows.where(2) == f"{files[0]}, row 2" and rows.where(3) == f"{files[1]}, row 0" and rows.where(7) == f"{files[2]}, row 2"
+
+
+def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    parquet(tmp_path / "train.parquet", [{"a": 1}])
+    assert len(Rows(["~/train.parquet"], ["a"])) == 1
+
+
+def error_of(files: list[str], required: list[str]) -> str:
+    with pytest.raises(ValueError) as error:
+        Rows(files, required)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_errors_name_the_file_and_what_is_there(tmp_path: Path) -> None:
+    good = parquet(tmp_path / "good.parquet", [{"a": 1, "b": {"c": 2}, "d": 3}])
+    missing = str(tmp_path / "train.parquet")
+    assert error_of([], ["a"]) == "no data file is given"
+    assert error_of([good, missing], ["a"]) == f"{missing}: no such file; {tmp_path} has good.parquet"
+    assert "there is no directory" in error_of([str(tmp_path / "no" / "train.parquet")], ["a"])
+    assert error_of([good], ["prompt"]) == f"{good}: no column 'prompt'; it has a, b, d"
+    assert error_of([good], ["b.truth"]) == f"{good}: column 'b' has no field 'truth'; it has c"
+    assert error_of([good], ["d.truth"]) == f"{good}: column 'd' has no field 'truth'; it has none (int64)"
+    lines = jsonl(tmp_path / "lines.jsonl", '{"a": 1}\n{"b": 1}\n')
+    assert error_of([lines], ["prompt"]).startswith(f"{lines}: no column 'prompt'")
+
+
+def test_errors_of_files_that_cannot_be_read(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.parquet"
+    pq.write_table(pa.table({"a": pa.array([], pa.int64())}), empty)
+    assert error_of([str(empty)], ["a"]) == f"{empty}: has no rows"
+    assert "has no rows" in error_of([jsonl(tmp_path / "empty.jsonl", "\n")], ["a"])
+    assert "cannot be read" in error_of([jsonl(tmp_path / "broken.parquet", "PAR1 no more")], ["a"])
+    assert "line 2: not JSON" in error_of([jsonl(tmp_path / "broken.jsonl", '{"a": 1}\n{"a": \n')], ["a"])
+    assert "line 1: a list" in error_of([jsonl(tmp_path / "list.json", '[{"a": 1}]')], ["a"])
+    assert "cannot be read" in error_of([jsonl(tmp_path / "mixed.jsonl", '{"a": 1}\n{"a": "x"}\n')], ["a"])
+    assert "not a .parquet" in error_of([jsonl(tmp_path / "data.csv", "a\n1\n")], ["a"])

@@ -1,0 +1,42 @@
+"""Tokenizers of single bytes, made on the spot, and the data configuration they are tried with."""
+
+from typing import Any
+
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from configs.schema.ppo import DataConfig
+from data_preprocess.tiny_model import EOS, character_tokenizer
+
+CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}{{ tail }}"
+
+
+def byte_tokenizer(*, chat_template: str | None = CHAT, bos: bool = False) -> PreTrainedTokenizerFast:
+    """Reads any text, a token a byte. bos: puts <eos> before plain text, as Llama's puts its BOS."""
+    tokenizer = character_tokenizer(None)
+    tokenizer.chat_template = chat_template
+    if bos:
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{EOS} $A", special_tokens=[(EOS, tokenizer.eos_token_id)])
+    return tokenizer
+
+
+def data_config(**changes: Any) -> DataConfig:
+    keys: dict[str, Any] = {
+        "train_files": [],
+        "val_files": [],
+        "train_max_samples": -1,
+        "val_max_samples": -1,
+        "prompt_key": "prompt",
+        "reward_fn_key": "data_source",
+        "train_batch_size": 4,
+        "val_batch_size": None,
+        "max_prompt_length": 64,
+        "max_response_length": 8,
+        "truncation": "error",
+        "filter_overlong_prompts": False,
+        "filter_overlong_prompts_workers": 1,
+        "shuffle": True,
+        "seed": None,
+        "apply_chat_template_kwargs": {},
+    }
+    return DataConfig(**(keys | changes))

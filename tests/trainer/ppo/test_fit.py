@@ -1,0 +1,140 @@
+"""The whole loop, in one process, on the embedded engine."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
+from trainer import main_ppo
+from trainer.checkpoint import find_latest
+
+PPO = (
+    "algorithm=ppo", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.actor.ppo_epochs=2",
+    "actor_rollout_ref.actor.shuffle=true", "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive",
+    "algorithm.kl_ctrl.kl_coef=0.05", "algorithm.kl_ctrl.horizon=100", "actor_rollout_ref.actor.entropy_coeff=0.001",
+)  # fmt: skip
+GRPO_WITH_KL = ("algorithm=grpo", "actor_rollout_ref.actor.use_kl_loss=true")
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_task(tmp_path_factory.mktemp("sort_digits"))
+
+
+def test_first_update_is_on_policy(task: Path, tmp_path: Path) -> None:
+    """Ratio 1, nothing clipped, and the engine's log-probs are the trainer's: taken from the update, and computed before it."""
+    lazy = run_ppo(task, tmp_path / "lazy")[0]
+    eager = run_ppo(task, tmp_path / "eager", "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.0")[0]
+    assert "timing_s/old_log_prob" in eager and "timing_s/old_log_prob" not in lazy
+    for step in (lazy, eager):
+        assert step["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-7)
+        assert step["actor/pg_clipfrac"] == step["actor/pg_clipfrac_lower"] == 0.0
+        assert step["training/rollout_log_probs_diff_max"] < 1e-5
+    for name in ("actor/grad_norm", "actor/pg_loss", "training/rollout_log_probs_diff_mean"):
+        assert lazy[name] == pytest.approx(eager[name], rel=1e-4, abs=1e-9), name
+
+
+@pytest.mark.parametrize("algorithm", [GRPO_WITH_KL, PPO], ids=["grpo", "ppo"])
+def test_resume_equals_uninterrupted_to_the_bit(task: Path, tmp_path: Path, algorithm: tuple[str, ...]) -> None:
+    overrides = (*algorithm, "trainer.save_freq=2", "trainer.total_training_steps=4", "trainer.test_freq=2")
+    whole = run_ppo(task, tmp_path / "whole", *overrides)
+    run_ppo(task, tmp_path / "broken", *overrides, "trainer.total_training_steps=2")
+    # What a killed run may have written past its checkpoint, the last line torn.
+    with (tmp_path / "broken" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(whole[2] | {"critic/score/mean": 99.0}) + "\n" + '{"training/global_step": 4, "cri')
+    resumed = run_ppo(task, tmp_path / "broken", *overrides)
+    assert [step["training/global_step"] for step in resumed] == [1, 2, 3, 4]
+    assert repeatable(resumed) == repeatable(whole)
+    roles = ("actor", "critic") if algorithm is PPO else ("actor",)
+    for role in roles:
+        mine, other = (weights_of(tmp_path / name, role, 4) for name in ("whole", "broken"))
+        assert mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in mine)
+
+
+def weights_of(run_dir: Path, role: str, step: int) -> dict[str, torch.Tensor]:
+    """Every tensor of the latest checkpoint of a role, optimizer included; one rank wrote it, so nothing is sharded."""
+    checkpoint = find_latest(run_dir)
+    assert checkpoint is not None and checkpoint.step == step
+    files = sorted(checkpoint.role(role).glob("*.safetensors"))
+    weights = {name: weight for file in files for name, weight in load_file(file).items()}
+    assert len(weights) > 60
+    return weights
+
+
+def test_ppo_logs_what_the_field_logs(task: Path, tmp_path: Path) -> None:
+    steps = run_ppo(task, tmp_path, *PPO, "trainer.critic_warmup=1", "trainer.val_before_train=true", "trainer.test_freq=2")
+    assert [step["training/global_step"] for step in steps] == [0, 1, 2]
+    assert "val/accuracy" in steps[0] and "val/accuracy" in steps[2] and "val/accuracy" not in steps[1]
+    common = {
+        "critic/score/mean", "critic/rewards/mean", "critic/advantages/mean", "critic/returns/mean", "critic/values/mean",
+        "critic/vf_loss", "critic/vf_clipfrac", "critic/vf_explained_var", "critic/grad_norm", "critic/lr",
+        "response_length/mean", "response_length/clip_ratio", "prompt_length/max", "training/rollout_probs_diff_mean",
+        "timing_s/gen", "timing_s/reward", "timing_s/ref", "timing_s/values", "timing_s/update_critic", "timing_s/step",
+        "perf/throughput", "perf/total_num_tokens", "perf/mfu", "perf/mfu/critic", "actor/reward_kl_penalty", "reward/failed",
+    }  # fmt: skip
+    of_the_actor = {"actor/pg_loss", "actor/entropy", "actor/grad_norm", "actor/lr", "actor/ppo_kl", "timing_s/update_actor"}
+    assert common <= steps[1].keys(), common - steps[1].keys()
+    assert not of_the_actor & steps[1].keys(), "the critic warms up alone in step 1"
+    assert common | of_the_actor <= steps[2].keys(), of_the_actor - steps[2].keys()
+    assert all(math.isfinite(value) for step in steps for value in step.values())
+    assert steps[2]["actor/reward_kl_penalty_coeff"] != 0.05, "the adaptive coefficient moved"
+
+
+def test_the_cut_of_the_work_does_not_change_the_step(task: Path, tmp_path: Path) -> None:
+    """Micro-batches by rows, by tokens, or in one piece: the same gradient and the same loss, to float tolerance."""
+    cuts = {
+        "whole": (),
+        "tokens": ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=48",),
+        "rows": ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3",),
+        "checkpointed": ("actor_rollout_ref.model.enable_gradient_checkpointing=true",),
+    }
+    steps = {name: run_ppo(task, tmp_path / name, *cut, "trainer.total_training_steps=1")[0] for name, cut in cuts.items()}
+    for name, step in steps.items():
+        for metric in ("actor/grad_norm", "actor/pg_loss", "actor/loss"):
+            assert step[metric] == pytest.approx(steps["whole"][metric], rel=2e-5, abs=1e-8), (name, metric)
+
+
+def test_failed_rewards_are_counted_and_left_out(task: Path, tmp_path: Path) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    if extra_info['index'] % 2:\n        raise KeyError('no such thing')\n    return 1.0\n"
+    )
+    step = run_ppo(task, tmp_path / "run", f"reward.custom_reward_function.path={reward}")[0]
+    assert 0 < step["reward/failed"] < 32 and step["reward/failed"] % 4 == 0
+    assert step["critic/score/mean"] == 1.0, "a failed reward is no zero"
+
+
+def test_when_every_reward_fails_the_first_error_is_told(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info):\n    raise KeyError('no such thing')\n")
+    code = main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", f"reward.custom_reward_function.path={reward}"))
+    assert code == 1
+    assert "all 32 rewards of the step failed; the first: KeyError" in capfd.readouterr().err
+
+
+def test_the_last_two_lines_tell_accuracy_and_report(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_ppo(task, tmp_path, "trainer.val_before_train=true", "trainer.test_freq=2")
+    accuracy, report = capfd.readouterr().out.strip().splitlines()[-2:]
+    first, last = (metrics_of(tmp_path)[i]["val/accuracy"] for i in (0, -1))
+    assert accuracy == f"held-out accuracy: {first:.2f} -> {last:.2f} (32 problems)"
+    assert report == f"report: {tmp_path / 'report.html'}" and "<html" in (tmp_path / "report.html").read_text()
+
+
+def test_resuming_with_another_learning_rate_is_refused(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_ppo(task, tmp_path, "trainer.save_freq=2")
+    code = main_ppo.PROGRAM(ppo_arguments(task, tmp_path, "trainer.total_training_steps=3", "actor_rollout_ref.actor.optim.lr=1.0"))
+    assert code == 2
+    assert "actor_rollout_ref.actor.optim.lr: 0.0003 -> 1.0" in capfd.readouterr().err
+
+
+def test_every_weight_is_trained(task: Path, tmp_path: Path) -> None:
+    run_ppo(task, tmp_path, "trainer.save_freq=2")
+    trained = weights_of(tmp_path, "actor", 2)
+    base = load_file(task / "base" / "model.safetensors")
+    moved = [name for name in base if not torch.equal(base[name], trained[f"model.{name}"])]
+    assert len(moved) == len(base)

@@ -1,0 +1,263 @@
+"""The pool of scoring processes: order, time limits, crashes, and no process left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from configs.schema.ppo import CustomRewardConfig, RewardConfig
+from trainer.rewards.runner import Answer, RewardRunner, Score
+
+REWARDS = """
+import ctypes, os, re, subprocess, sys, time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    word, _, rest = solution_str.partition(" ")
+    if word == "raise":
+        raise RuntimeError("as asked")
+    if word == "nan":
+        return float("nan")
+    if word == "hang":  # inside C, where no signal handler and no other thread of Python gets a turn
+        re.match(r"(a+)+$", "a" * 64 + "b")
+    if word == "exit":
+        os._exit(3)
+    if word == "segfault":
+        ctypes.string_at(0)
+    if word == "sleep":
+        time.sleep(float(rest))
+    if word == "modules":
+        return {"score": 0, "torch": "torch" in sys.modules, "numpy": "numpy" in sys.modules}
+    if word == "spawn":
+        with open(rest, "w") as file:
+            file.write(str(subprocess.Popen(["sleep", "600"]).pid))
+        time.sleep(600)
+    return {"score": extra_info["index"], "pid": os.getpid(), "finished": extra_info["finished"]}
+"""
+
+
+@pytest.fixture
+def rewards(tmp_path: Path) -> Path:
+    path = tmp_path / "rewards.py"
+    path.write_text(REWARDS)
+    return path
+
+
+def config(path: Path | None = None, *, name: str = "compute_score", num_workers: int = 2, timeout: float = 30.0) -> RewardConfig:
+    function = CustomRewardConfig(path=None if path is None else str(path), name=name)
+    return RewardConfig(num_workers=num_workers, timeout=timeout, custom_reward_function=function)
+
+
+def answers(*texts: str) -> list[Answer]:
+    return [Answer("any", text, "", {"index": i}, finished=i % 2 == 0) for i, text in enumerate(texts)]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def wait_until(condition: Callable[[], bool], limit: float = 10.0) -> None:
+    patience = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < patience, "waited in vain"
+        time.sleep(0.01)
+
+
+def expect(scores: list[Score], bad: dict[int, str]) -> None:
+    """Answer i has score i, but those of ``bad`` failed with that error."""
+    for i, score in enumerate(scores):
+        if i in bad:
+            assert score.value is None and score.error is not None and bad[i] in score.error, (i, score)
+        else:
+            assert score.value == i and score.error is None, (i, score)
+
+
+@pytest.mark.parametrize("n", [0, 1, 7, 500])
+def test_scores_come_in_order(rewards: Path, n: int) -> None:
+    with RewardRunner(config(rewards)) as runner:
+        scores = runner.score(answers(*["fine"] * n))
+    assert len(scores) == n
+    expect(scores, {})
+    assert [score.extra["finished"] for score in scores] == [float(i % 2 == 0) for i in range(n)]
+
+
+def test_uneven_answers_use_all_processes_and_keep_their_order(rewards: Path) -> None:
+    with RewardRunner(config(rewards)) as runner:
+        runner.wait_ready()
+        scores = runner.score(answers(*(f"sleep {0.02 * (i % 3)}" for i in range(24))))
+    expect(scores, {})
+    assert len({score.extra["pid"] for score in scores}) == min(2, len(os.sched_getaffinity(0)))
+
+
+def test_a_failing_answer_costs_itself_alone(rewards: Path) -> None:
+    texts = ["fine"] * 40
+    bad = {3: "RuntimeError: as asked (rewards.py:7)", 4: "not a finite number", 17: "ended with exit code 3", 18: "died of SIGSEGV"}
+    for i, word in zip(bad, ["raise", "nan", "exit", "segfault"], strict=True):
+        texts[i] = word
+    with RewardRunner(config(rewards)) as runner:
+        expect(runner.score(answers(*texts)), bad)
+        expect(runner.score(answers("fine", "fine")), {})
+
+
+def test_a_late_answer_costs_itself_alone(rewards: Path) -> None:
+    texts = ["fine"] * 40
+    texts[0] = texts[1] = texts[22] = "hang"
+    with RewardRunner(config(rewards, timeout=0.4)) as runner:
+        runner.wait_ready()
+        start = time.monotonic()
+        scores = runner.score(answers(*texts))
+        took = time.monotonic() - start
+        first = set(runner.score(answers("fine"))[0].extra)
+    expect(scores, dict.fromkeys([0, 1, 22], "timed out after 0.4 s"))
+    assert 0.4 <= took < 5.0 and "pid" in first
+
+
+def test_the_limit_is_for_an_answer_not_for_its_chunk(rewards: Path) -> None:
+    with RewardRunner(config(rewards, timeout=1.0)) as runner:
+        expect(runner.score(answers(*["sleep 0.15"] * 32)), {})  # 4 s of work, chunks of 0.6 s and more
+
+
+def test_a_late_answers_own_children_end_with_it(rewards: Path, tmp_path: Path) -> None:
+    noted = tmp_path / "pid"
+    with RewardRunner(config(rewards, timeout=0.5)) as runner:
+        expect(runner.score(answers(f"spawn {noted}", "fine")), {0: "timed out"})
+    wait_until(lambda: not is_alive(int(noted.read_text())))
+
+
+def test_processes_load_no_torch(rewards: Path) -> None:
+    with RewardRunner(config(rewards)) as runner:
+        assert runner.score(answers("modules"))[0].extra == {"torch": 0.0, "numpy": 0.0}
+
+
+def test_start_does_not_wait_and_close_leaves_nothing(rewards: Path) -> None:
+    slow = rewards.with_name("slow.py")
+    slow.write_text("import time\ntime.sleep(1)\n" + REWARDS)
+    runner = RewardRunner(config(slow))
+    start = time.monotonic()
+    runner.start()
+    assert time.monotonic() - start < 0.5
+    pids = {int(score.extra["pid"]) for score in runner.score(answers(*["sleep 0.05"] * 8))}
+    assert all(is_alive(pid) for pid in pids)
+    runner.close()
+    assert not any(is_alive(pid) for pid in pids)
+    expect(runner.score(answers("fine")), {})  # it starts anew
+    runner.close()
+
+
+def test_a_process_killed_between_calls_is_replaced(rewards: Path) -> None:
+    with RewardRunner(config(rewards)) as runner:
+        pids = {int(score.extra["pid"]) for score in runner.score(answers(*["sleep 0.05"] * 8))}
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not any(is_alive(pid) for pid in pids))
+        expect(runner.score(answers(*["fine"] * 8)), {})
+
+
+def test_an_interrupted_call_leaves_nothing_for_the_next(rewards: Path) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with RewardRunner(config(rewards)) as runner:
+            runner.wait_ready()
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with pytest.raises(KeyboardInterrupt):
+                runner.score(answers(*["sleep 0.1"] * 40))
+            expect(runner.score(answers("sleep 0.1", "fine", "fine")), {})
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_processes_die_with_a_killed_parent(rewards: Path, tmp_path: Path) -> None:
+    script = f"""
+import os, signal
+from configs.schema.ppo import CustomRewardConfig, RewardConfig
+from trainer.rewards.runner import Answer, RewardRunner
+runner = RewardRunner(RewardConfig(num_workers=2, timeout=60.0, custom_reward_function=CustomRewardConfig(path={str(rewards)!r}, name="compute_score")))
+scores = runner.score([Answer("any", "sleep 0.1", "", {{"index": i}}, True) for i in range(8)])
+print(*{{int(score.extra["pid"]) for score in scores}}, flush=True)
+signal.setitimer(signal.ITIMER_REAL, 0.3)  # kills this process in the midst of scoring
+runner.score([Answer("any", "hang", "", {{"index": i}}, True) for i in range(8)])
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert run.returncode == -signal.SIGALRM, run.stderr
+    pids = [int(pid) for pid in run.stdout.split()]
+    assert pids
+    wait_until(lambda: not any(is_alive(pid) for pid in pids))
+
+
+def test_no_more_processes_than_cores(rewards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    with RewardRunner(config(rewards, num_workers=8)) as runner:
+        scores = runner.score(answers(*["sleep 0.01"] * 16))
+    assert len({score.extra["pid"] for score in scores}) == 1
+
+
+def test_without_workers_the_controller_scores(rewards: Path) -> None:
+    with RewardRunner(config(rewards, num_workers=0)) as runner:
+        scores = runner.score(answers("fine", "raise", "fine"))
+    expect(scores, {1: "RuntimeError: as asked"})
+    assert scores[0].extra["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_function_that_is_not_there_is_an_error_of_the_start(rewards: Path, num_workers: int) -> None:
+    with RewardRunner(config(rewards, name="score", num_workers=num_workers)) as runner:
+        with pytest.raises(ValueError, match="name=score: .* it has compute_score$"):
+            runner.wait_ready()
+        with pytest.raises(ValueError, match="name=score"):
+            runner.score(answers("fine"))
+
+
+def test_a_file_that_is_not_there_is_an_error_before_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such file"):
+        RewardRunner(config(tmp_path / "rewards.py"))
+
+
+def test_a_file_that_kills_its_process_is_an_error_of_the_start(tmp_path: Path) -> None:
+    path = tmp_path / "rewards.py"
+    path.write_text("import os\nos._exit(7)\n")
+    with RewardRunner(config(path)) as runner, pytest.raises(RuntimeError, match="did not start: it ended with exit code 7"):
+        runner.score(answers("fine"))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_built_in_scorers_and_an_unknown_source(num_workers: int) -> None:
+    with RewardRunner(config(num_workers=num_workers)) as runner:
+        known = [
+            Answer("openai/gsm8k", "#### 72", "72", {}, finished=False),
+            Answer("sort_digits", "0123", "0123", {}, finished=True),
+            Answer("sort_digits", "0123", "0123", {}, finished=False),
+            Answer("openai/gsm8k", "#### 72", "many", {}, finished=True),
+        ]
+        scores = runner.score(known)
+        assert [score.value for score in scores] == [1.0, 1.0, 0.0, None] and "many" in (scores[3].error or "")
+        with pytest.raises(ValueError, match="'chess' has no scorer"):
+            runner.score([*known, Answer("chess", "e4", "e4", {}, finished=True)])
+
+
+def test_a_warm_pool_is_quick() -> None:
+    """4,096 GSM8K answers of usual length: 0.05 s on two idle cores; 256 short ones: 3 ms. Bounds leave room for a busy machine."""
+    solution = "She sold 48 / 2 = <<48/2=24>>24 clips in May, and 48 + 24 altogether.\n" * 4
+    many = [Answer("openai/gsm8k", f"{solution}#### {i:,}", str(i), {"index": i, "answer": solution}, finished=True) for i in range(4096)]
+    few = [Answer("sort_digits", "012345", "012345", {"index": i}, finished=True) for i in range(256)]
+    with RewardRunner(config()) as runner:
+        runner.wait_ready()
+        start = time.monotonic()
+        assert sum(score.value or 0.0 for score in runner.score(many)) == 4096
+        assert time.monotonic() - start < 3.0
+        times = []
+        for _ in range(5):
+            start = time.monotonic()
+            assert sum(score.value or 0.0 for score in runner.score(few)) == 256
+            times.append(time.monotonic() - start)
+        assert min(times) < 0.05

@@ -1,0 +1,51 @@
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trainer.rewards.scoring import Answer, judge
+
+ANSWER = Answer("source", "text", "truth", {"index": 3}, finished=True)
+
+
+def returning(result: Any) -> Any:
+    return judge(lambda **_: result, ANSWER)
+
+
+def test_the_function_is_called_the_way_verl_calls_it() -> None:
+    def function(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
+        assert (data_source, solution_str, ground_truth) == ("source", "text", "truth")
+        assert extra_info == {"index": 3, "finished": True}
+        return 0.5
+
+    assert judge(function, ANSWER).value == 0.5
+    assert ANSWER.extra_info == {"index": 3}
+
+
+@pytest.mark.parametrize("number", [1, True, 1.0, np.float32(1), np.int64(1), np.bool_(True), Decimal(1), Fraction(1)])
+def test_numbers_of_any_library_are_scores(number: Any) -> None:
+    score = returning(number)
+    assert score.value == 1.0 and type(score.value) is float and score.error is None
+
+
+@pytest.mark.parametrize("bad", [None, "1.0", float("nan"), float("inf"), [1.0], {"acc": 1.0}, {}, {"score": "high"}, 10**400])
+def test_what_is_no_finite_number_is_an_error_and_no_zero(bad: Any) -> None:
+    score = returning(bad)
+    assert score.value is None and score.error
+
+
+def test_dict_gives_score_and_metrics() -> None:
+    score = returning({"score": -0.5, "acc": True, "length": np.int32(7), "pred": "42", "nan": float("nan"), "none": None})
+    assert (score.value, score.extra, score.error) == (-0.5, {"acc": 1.0, "length": 7.0}, None)
+
+
+@pytest.mark.parametrize("error", [ValueError("two\nlines"), KeyError("x"), RecursionError(), SystemExit(2)])
+def test_whatever_is_raised_becomes_one_line_with_its_place(error: BaseException) -> None:
+    def function(**_: Any) -> float:
+        raise error
+
+    score = judge(function, ANSWER)
+    assert score.value is None and score.error is not None
+    assert score.error.startswith(type(error).__name__) and "test_scoring.py:" in score.error and "\n" not in score.error

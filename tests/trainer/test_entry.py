@@ -1,0 +1,140 @@
+"""What every main_*.py shares: exit codes, one-line errors, notes; and the guard of the package."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainer
+from configs.keys import CONFIG_DIR
+from configs.schema.sft import SFTConfig
+from trainer.entry import Program
+
+ROOT = CONFIG_DIR.parent
+
+
+def program(run: Any = lambda config, told: None, check: Any = lambda config, typed: []) -> Program[SFTConfig]:
+    return Program(
+        name="trainer.main_sft",
+        about="About.",
+        root="sft_trainer",
+        schema=SFTConfig,
+        often_used=("data.train_files", "optim.lr"),
+        examples=("optim.lr=1e-4",),
+        check=check,
+        run=run,
+    )
+
+
+def raising(error: BaseException) -> Program[SFTConfig]:
+    def run(config: SFTConfig, told: list[str]) -> None:
+        raise error
+
+    return program(run)
+
+
+def test_a_run_gets_the_configuration_and_what_the_user_was_told(capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[Any] = []
+    main = program(lambda config, told: seen.append((config, told)), lambda config, typed: [f"typed {sorted(typed)}"])
+    assert main(["optim.lr=1", "use_remove_padding=True"]) == 0
+    ((config, told),) = seen
+    assert isinstance(config, SFTConfig) and config.optim.lr == 1.0
+    assert told == ["use_remove_padding is left out: no batch is ever padded", "typed ['optim.lr']"]
+    assert capsys.readouterr().err.splitlines() == [f"note: {line}" for line in told]
+
+
+@pytest.mark.parametrize(
+    ("argv", "lines"),
+    [
+        (["optim.lrr=1"], ["error: optim.lrr: there is no such key; did you mean optim.lr?"]),
+        (["optim.lr=x"], ['error: optim.lr="x": must be a valid number']),
+        (["recipe=quickstart"], None),
+        (["--multrun"], ["error: --multrun: there is no such flag; did you mean --multirun?"]),
+    ],
+)
+def test_a_wrong_word_is_one_line_and_exit_code_2(
+    argv: list[str], lines: list[str] | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert program()(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "Traceback" not in err and "HYDRA_FULL_ERROR" not in err
+    assert err.splitlines() == lines if lines is not None else len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("error", [ValueError("two\n  lines"), FileNotFoundError("two lines")])
+def test_what_the_user_can_mend_is_one_line_and_exit_code_2(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    assert raising(error)([]) == 2
+    assert capsys.readouterr().err == "error: two lines (trainer.full_traceback=true shows where)\n"
+    assert raising(error)(["trainer.full_traceback=true"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_anything_else_is_a_traceback_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert raising(RuntimeError("broken"))([]) == 1
+    assert "Traceback" in (err := capsys.readouterr().err) and "RuntimeError: broken" in err
+
+
+def test_ctrl_c_has_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert raising(KeyboardInterrupt())([]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_what_a_check_finds_is_told_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    def check(config: SFTConfig, typed: Any) -> list[str]:
+        raise ValueError("one\ntwo")
+
+    assert program(raising(AssertionError()).run, check)([]) == 2
+    assert capsys.readouterr().err == "error: one\nerror: two\n"
+
+
+def test_a_dry_run_checks_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert raising(AssertionError())(["trainer.dry_run=config", "trainer.n_gpus_per_node=1"]) == 0
+    out = capsys.readouterr().out
+    assert out == "configuration is fine: 1 worker on cuda, run directory checkpoints/gsm8k-sft/test\n"
+
+
+def test_jobs_of_a_sweep_run_on_when_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    seen: list[str] = []
+
+    def run(config: SFTConfig, told: list[str]) -> None:
+        seen.append(config.trainer.default_local_dir)
+        if config.trainer.seed == 1:
+            raise ValueError("the first")
+
+    assert program(run)(["--multirun", "trainer.seed=1,2", "trainer.default_local_dir=x"]) == 2
+    assert seen == ["x/0", "x/1"]
+
+
+def test_help_names_groups_keys_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert program()(["--help"]) == 0
+    page = capsys.readouterr().out
+    assert "About." in page and "python -m trainer.main_sft optim.lr=1e-4" in page
+    assert "optim.lr=1.0e-5" in page and "largest learning rate" in page
+
+
+@pytest.mark.parametrize("name", ["workers", "configs"])
+@pytest.mark.parametrize("marker", ["__init__.py", None])
+def test_the_guard_names_both_paths(name: str, marker: str | None, tmp_path: Path) -> None:
+    """A folder of the user's in the working directory comes first on sys.path, and hides ours."""
+    theirs = tmp_path / name / marker if marker else tmp_path / f"{name}.py"
+    theirs.parent.mkdir(exist_ok=True)
+    theirs.touch()
+    result = subprocess.run(
+        [sys.executable, "-c", "import trainer"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: ") and str(tmp_path / name) in last and str(ROOT / name) in last
+
+
+def test_importing_the_package_is_light() -> None:
+    code = "import sys, trainer; print(sorted({'torch', 'ray', 'hydra', 'omegaconf', 'pydantic'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n" and trainer.__version__

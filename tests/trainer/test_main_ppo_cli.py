@@ -1,0 +1,92 @@
+"""The command line of trainer.main_ppo, as a user meets it: in processes of its own."""
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from configs.keys import CONFIG_DIR
+from tests.trainer.verl_commands import LONG_ANSWERS, MADE_SMALL, SMALL_BATCH
+
+ROOT = CONFIG_DIR.parent
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
+
+
+def main_ppo(*argv: str, cwd: Path, flags: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *flags, "-m", "trainer.main_ppo", *argv]
+    return subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("argv", "shown"),
+    [
+        (["--help"], "recipe=quickstart"),
+        (["-h"], "trainer.dry_run=config"),
+        (["--cfg", "job"], "adv_estimator: gae"),
+        (["recipe=quickstart", "--cfg", "job", "--resolve"], "default_local_dir: runs/quickstart"),
+        (["--info"], "pkg://configs"),
+        (["--info", "defaults"], "ppo_trainer"),
+    ],
+)
+def test_what_only_shows_is_quick_and_light(argv: list[str], shown: str, tmp_path: Path) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    result = main_ppo(*argv, cwd=tmp_path, flags=("-X", "importtime"))
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert result.returncode == 0 and shown in result.stdout
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in result.stderr.splitlines()}
+    assert "configs" in imported and not imported & {"torch", "ray", "transformers", "numpy"}
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", [SMALL_BATCH, LONG_ANSWERS], ids=["small_batch", "long_answers"])
+def test_command_lines_of_verl_compose_as_they_are_typed(command: str, tmp_path: Path) -> None:
+    small = ["actor_rollout_ref.model.path=tiny", "critic.model.path=tiny", *MADE_SMALL, "trainer.dry_run=config"]
+    shell = f'python3() {{ "{sys.executable}" "$@" {" ".join(small)}; }}\n{command}'
+    result = subprocess.run(
+        ["bash", "-c", shell], cwd=tmp_path, env=ENVIRONMENT | {"DATA_DIR": "data"}, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("configuration is fine: 2 workers on cpu")
+    told = [line.split()[1] for line in result.stderr.splitlines() if line.startswith("note: ")]
+    assert len(told) == len(result.stderr.splitlines()) == len(set(told))
+    assert set(told) >= {
+        "actor_rollout_ref.model.use_remove_padding",
+        "critic.model.use_remove_padding",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size",
+        "actor_rollout_ref.rollout.gpu_memory_utilization",
+    }
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["trainer.n_gpu_per_node=2"], "trainer.n_gpu_per_node: there is no such key; did you mean trainer.n_gpus_per_node?"),
+        (["recipe=quikstart"], "recipe=quikstart: there is no such option; known: quickstart; did you mean quickstart?"),
+        (
+            ["algorithm.adv_estimator=grop", "trainer.dry_run=config"],
+            "algorithm.adv_estimator=grop is not known (did you mean grpo?); known: gae, grpo",
+        ),
+        (
+            ["actor_rollout_ref.actor.policy_loss.loss_mode=vanila", "trainer.dry_run=config"],
+            "actor_rollout_ref.actor.policy_loss.loss_mode=vanila is not known (did you mean vanilla?)",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(argv: list[str], line: str, tmp_path: Path) -> None:
+    result = main_ppo(*argv, cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: {line}") and result.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_of_dry_runs(tmp_path: Path) -> None:
+    result = main_ppo("-m", "recipe=quickstart", "trainer.seed=1,2", "trainer.dry_run=config", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    fine = [line for line in result.stdout.splitlines() if line.startswith("configuration is fine")]
+    assert [line.rpartition(" ")[2] for line in fine] == ["runs/quickstart/0", "runs/quickstart/1"]
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,168 @@
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from trainer.dumps import Sample
+from trainer.report import answers_of, main, phase_seconds, write_curve_png, write_report
+from trainer.run_dir import GLOBAL_STEP, read_lines
+from trainer.tracking import Tracker
+
+CONFIG: dict[str, Any] = {
+    "trainer": {"project_name": "project", "experiment_name": "sort <b>digits</b>"},
+    "data": {"note": "</pre><script>"},
+}
+HOSTILE = "<script>alert(1)</script>\"'&<img src=x onerror=alert(2)>"
+
+
+def sample(uid: int, response: str, score: float) -> Sample:
+    return Sample(uid=uid, data_source="sort", prompt=f"{uid}=", response=response, ground_truth="12", score=score)
+
+
+def make_run(run_dir: Path, steps: int = 40) -> Path:
+    """Made-up numbers, written as a run writes them."""
+    tracker = Tracker([], run_dir, "project", "experiment", CONFIG)
+    tracker.log({"val/accuracy": 0.25, "val/problems": 4, "val-core/a/reward/mean@1": 0.1, "val-core/<i>/reward/mean@1": 0.4}, 0)
+    tracker.log_samples([sample(1, HOSTILE, 0.0), sample(2, "21", 0.0), sample(3, "only before", 0.0)], 0)
+    for step in range(1, steps + 1):
+        metrics = {
+            "critic/score/mean": step / steps, "actor/entropy": 1 / step, "actor/grad_norm": float("nan") if step == 3 else 0.5,
+            "response_length/mean": 5, "response_length/min": 1, "response_length/max": 9, "perf/total_num_tokens": 1000,
+            "timing_s/gen": 1.0, "timing_s/update_actor": 2.0, "timing_s/step": 3.5, "perf/throughput": 300.0, "perf/mfu": 0.125,
+            "actor/kl_loss": 1e-4, "training/rollout_probs_diff_mean": 1e-7, "actor/lr": 1e-6, "reward/failed": 0,
+        }  # fmt: skip
+        if step == steps:
+            metrics |= {"val/accuracy": 0.75, "val/problems": 4, "timing_s/testing": 0.5}
+            tracker.log_samples([sample(1, "12", 1.0), sample(2, "12", 1.0)], step)
+        tracker.log(metrics, step)
+    tracker.close()
+    return run_dir
+
+
+class Page(HTMLParser):
+    """Tags and attributes, as a browser would see them, and the visible text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.pieces: list[str] = []
+        self.feed(html)
+        self.text = " ".join(" ".join(self.pieces).split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        if self.tags and self.tags[-1][0] not in ("style", "script"):
+            self.pieces.append(data)
+
+
+@pytest.fixture(scope="module")
+def html(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_report(make_run(tmp_path_factory.mktemp("run"))).read_text(encoding="utf-8")
+
+
+def test_the_headline_says_what_came_of_it(html: str) -> None:
+    text = Page(html).text
+    for said in ("4 problems 0.250 → 0.750 +0.500", "steps 40", "tokens 40k", "time 2 min 20 s", "tokens/s/GPU 300", "MFU 12.5%"):
+        assert said in text, said
+
+
+def test_nothing_of_a_run_becomes_markup(html: str) -> None:
+    page = Page(html)
+    scripts = [attributes for tag, attributes in page.tags if tag == "script"]
+    charts = sum(1 for tag, attributes in page.tags if attributes.get("class") == "card chart")
+    assert scripts.count({}) == 1 and len(scripts) == charts + 1  # ours, and one piece of JSON a chart
+    assert not [tag for tag, attributes in page.tags if tag in ("img", "iframe") or "onerror" in attributes]
+    assert HOSTILE in page.text and "sort <b>digits</b>" in page.text and "</pre><script>" in page.text
+    assert "<script>alert" not in html and "<b>digits" not in html and "val-core/<i>" not in html
+
+
+def test_nothing_is_fetched(html: str) -> None:
+    page = Page(html)
+    assert not [tag for tag, attributes in page.tags if tag == "link" or {"src", "href", "srcset", "data"} & attributes.keys()]
+    assert "url(" not in html and "@import" not in html and "fetch(" not in html and "http" not in html
+
+
+def test_every_chart_is_well_formed_and_holds_its_data(html: str) -> None:
+    titles = []
+    for chart in re.findall(r'<div class="card chart">.*?</script>', html, re.DOTALL):
+        svg = ElementTree.fromstring(re.search(r"<svg.*?</svg>", chart, re.DOTALL)[0])  # type: ignore[index]
+        titles.append(svg.attrib["aria-label"])
+        lines = json.loads(re.search(r"json\">(.*)</script>", chart)[1])  # type: ignore[index]
+        assert len(svg.findall("path[@class='curve']")) == len(lines) >= 1
+        if titles[-1] == "Score":
+            assert [point[2] for point in lines[0]] == list(range(1, 41))
+        if titles[-1] == "Gradient norm":
+            assert 3 not in [point[2] for point in lines[0]]  # not a number: left out
+        if titles[-1] == "Held-out accuracy":
+            assert len(lines) == 3  # all, and each data set
+        if titles[-1] == "Answer length":
+            assert len(svg.findall("path[@class='band']")) == 1
+    assert set(titles) >= {
+        "Held-out accuracy", "Score", "Answer length", "Entropy", "KL", "Gradient norm", "Learning rate", "Trainer vs rollout",
+    }  # fmt: skip
+    assert not {"Loss", "Value loss", "Explained variance"} & set(titles)
+
+
+def test_time_is_split_into_phases_and_a_rest(html: str) -> None:
+    text = Page(html).text
+    for row in ("gen 40.0 s 28.5 %", "update_actor 1 min 20 s 56.9 %", "testing 0.5 s 0.4 %", "other 20.0 s 14.2 %"):
+        assert row in text, row
+
+
+def test_the_rest_is_the_step_less_what_lies_in_it() -> None:
+    timed = {GLOBAL_STEP: 1, "timing_s/gen": 2.0, "timing_s/testing": 9.0, "timing_s/step": 5.0}
+    phases, steps, parts = phase_seconds([{GLOBAL_STEP: 0, "val/accuracy": 1.0}, timed])
+    assert (phases, steps, parts) == (["gen", "testing", "other"], [1], [[2.0, 9.0, 3.0]])
+
+
+def test_answers_before_and_after_stand_side_by_side(html: str, tmp_path: Path) -> None:
+    first, last, pairs = answers_of(read_lines(make_run(tmp_path) / "samples.jsonl"))
+    assert (first, last) == (0, 40)
+    assert [(pair.first["uid"], pair.last and pair.last["response"]) for pair in pairs] == [(1, "12"), (2, "12")]
+    text = Page(html).text
+    assert "before · step 0 after · step 40" in text and "only before" not in text
+    assert html.count('<span class="score up">1</span>') == 2
+
+
+def test_a_run_that_died_at_once_still_has_a_report(tmp_path: Path) -> None:
+    Tracker([], tmp_path, "p", "e", CONFIG).close()
+    assert "No step is done yet" in write_report(tmp_path).read_text(encoding="utf-8")
+
+
+def test_a_supervised_run_has_its_losses(tmp_path: Path) -> None:
+    tracker = Tracker([], tmp_path, "p", "e", CONFIG)
+    tracker.log({"train/loss": 2.0, "train/lr": 1e-3, "timing_s/step": 1.0}, 1)
+    tracker.log({"train/loss": 1.0, "train/lr": 1e-3, "timing_s/step": 1.0, "val/loss": 1.5}, 2)
+    tracker.close()
+    text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
+    assert "training 1 held-out 1.5" in text and "step 2.0 s 100.0 %" in text
+
+
+def test_failed_rewards_are_shown(tmp_path: Path) -> None:
+    tracker = Tracker([], tmp_path, "p", "e", CONFIG)
+    tracker.log({"reward/failed": 3}, 1)
+    tracker.log({"reward/failed": 4}, 2)
+    tracker.close()
+    assert "7 rewards failed" in write_report(tmp_path).read_text(encoding="utf-8")
+
+
+def test_the_command(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", steps=2)
+    command = [sys.executable, "-m", "trainer.report", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"report: {tmp_path}/run/report.html\n" and done.stderr == ""
+    with pytest.raises(SystemExit, match="usage: "):
+        main([str(tmp_path)])
+
+
+def test_the_picture_for_the_readme(tmp_path: Path) -> None:
+    write_curve_png(make_run(tmp_path), tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")

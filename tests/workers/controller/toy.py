@@ -1,0 +1,89 @@
+"""A worker without models, for both backends."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+from workers.controller.group import WorkerInfo
+
+
+class Toy:
+    def __init__(self, info: WorkerInfo, *args: Any, fails_on: int | None = None, **kwargs: Any) -> None:
+        if info.rank == fails_on:
+            raise ValueError(f"rank {info.rank} was told to fail")
+        self.info = info
+        self.given = (args, kwargs)
+        self.calls: list[Any] = []
+
+    def close(self) -> None:
+        self.calls.append("closed")
+
+    def stands(self) -> WorkerInfo:
+        return self.info
+
+    def built_with(self) -> tuple[Any, ...]:
+        return self.given
+
+    def environment(self, *names: str) -> list[str | None]:
+        return [os.environ.get(name) for name in names]
+
+    def where(self) -> tuple[int, list[str]]:
+        return os.getpid(), sys.path
+
+    def echo(self, *args: Any, **kwargs: Any) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
+        return self.info.rank, args, kwargs
+
+    def same(self, value: Any) -> Any:
+        return value
+
+    def note(self, what: Any, pause: float = 0.0) -> int:
+        time.sleep(pause)
+        self.calls.append(what)
+        return len(self.calls)
+
+    def noted(self) -> list[Any]:
+        return self.calls
+
+    def spoil(self, value: Any) -> float:
+        """Changes what it got, in place."""
+        value += 1
+        return float(value.sum())
+
+    def fail(self, rank: int, hangs: bool = False) -> None:
+        """``rank`` raises; the others are done at once, or hang as in a collective."""
+        if self.info.rank == rank:
+            raise KeyError("no such thing")
+        if hangs:
+            time.sleep(600)
+
+    def quit(self) -> None:
+        sys.exit("a library called sys.exit")
+
+    def die(self, rank: int, how: str) -> None:
+        if self.info.rank != rank:
+            time.sleep(600)
+        print("last words")
+        if how == "signal":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "crash":
+            ctypes.string_at(0)
+        os._exit(3)
+
+    def hang(self, ranks: list[int]) -> str:
+        if self.info.rank in ranks:
+            time.sleep(600)
+        return "done"
+
+    def hang_with_lock(self) -> None:
+        """As a C extension that never lets go of the interpreter."""
+        ctypes.PyDLL(None).sleep(600)
+
+    def child(self) -> int:
+        """A process that outlives this one unless somebody ends it."""
+        return subprocess.Popen(["sleep", "600"], start_new_session=True).pid

@@ -1,0 +1,71 @@
+"""python -m trainer.main_ppo: reinforcement learning with PPO, GRPO and their kin."""
+
+from collections.abc import Collection
+
+from configs.checks import check_ppo
+from configs.schema.ppo import PPOConfig
+from trainer.entry import Program
+
+
+def check(config: PPOConfig, typed: Collection[str]) -> list[str]:
+    from trainer.algorithms.advantages import ADVANTAGES  # loads torch
+    from trainer.algorithms.policy_losses import POLICY_LOSSES
+
+    POLICY_LOSSES[config.actor_rollout_ref.actor.policy_loss.loss_mode]
+    return check_ppo(config, typed, needs_values="values" in ADVANTAGES.needs(config.algorithm.adv_estimator))
+
+
+def run(config: PPOConfig, notices: list[str]) -> None:
+    from trainer.ppo.assemble import run
+
+    run(config, notices)
+
+
+PROGRAM = Program(
+    name="trainer.main_ppo",
+    about=(
+        "Trains a language model with reinforcement learning: it answers prompts, the answers are scored, and it learns from\n"
+        "the scores. Generation and training share the GPUs, in tandem; with trainer.device=cpu all of it runs on a laptop."
+    ),
+    root="ppo_trainer",
+    schema=PPOConfig,
+    often_used=(
+        "data.train_files",
+        "data.val_files",
+        "data.train_batch_size",
+        "data.max_prompt_length",
+        "data.max_response_length",
+        "actor_rollout_ref.model.path",
+        "actor_rollout_ref.actor.optim.lr",
+        "actor_rollout_ref.actor.ppo_mini_batch_size",
+        "actor_rollout_ref.actor.use_kl_loss",
+        "actor_rollout_ref.rollout.n",
+        "critic.model.path",
+        "algorithm.adv_estimator",
+        "reward.custom_reward_function.path",
+        "trainer.default_local_dir",
+        "trainer.logger",
+        "trainer.device",
+        "trainer.n_gpus_per_node",
+        "trainer.nnodes",
+        "trainer.total_epochs",
+        "trainer.total_training_steps",
+        "trainer.test_freq",
+        "trainer.save_freq",
+    ),
+    examples=(
+        "recipe=quickstart trainer.default_local_dir=runs/first",
+        "algorithm=grpo actor_rollout_ref.rollout.n=8 actor_rollout_ref.model.path=Qwen/Qwen3-0.6B trainer.n_gpus_per_node=4",
+        "--multirun recipe=quickstart actor_rollout_ref.actor.optim.lr=1e-4,3e-4",
+    ),
+    check=check,
+    run=run,
+)
+
+
+def main() -> None:
+    PROGRAM.main()
+
+
+if __name__ == "__main__":
+    main()

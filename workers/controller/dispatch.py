@@ -1,0 +1,68 @@
+"""Who gets which share of a call, and whose answers count. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments of one rank: positional, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """How the ranks of a group share work: tp and pp ranks of one replica get the same shard, one of them answers for it.
+
+    shard_of_rank[r]: the shard that rank r gets. answers[s]: the rank that answers for shard s.
+    """
+
+    shard_of_rank: tuple[int, ...]
+    answers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        shards = set(self.shard_of_rank)
+        if shards != set(range(self.n_shards)):
+            raise ValueError(f"the mesh has {self.n_shards} answering ranks, its ranks get shards {sorted(shards)}")
+        for shard, rank in enumerate(self.answers):
+            if not 0 <= rank < self.world_size or self.shard_of_rank[rank] != shard:
+                holders = [r for r, held in enumerate(self.shard_of_rank) if held == shard]
+                raise ValueError(f"rank {rank} cannot answer for shard {shard}: ranks {holders} hold it")
+
+    @property
+    def world_size(self) -> int:
+        return len(self.shard_of_rank)
+
+    @property
+    def n_shards(self) -> int:
+        return len(self.answers)
+
+
+class Sharded(list[Any]):
+    """An argument with one item per shard. Everything else goes to all ranks as it is."""
+
+
+def split(mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Call]:
+    """The arguments of each rank. Ranks that share a shard get the same objects. Raises ValueError for a wrong item count."""
+    for name, value in (*enumerate(args), *kwargs.items()):
+        if isinstance(value, Sharded) and len(value) != mesh.n_shards:
+            label = repr(name) if isinstance(name, str) else str(name)
+            raise ValueError(
+                f"argument {label} has {len(value)} items, the mesh {mesh.n_shards} shards over {mesh.world_size} ranks"
+            )
+
+    def pick(value: Any, shard: int) -> Any:
+        return value[shard] if isinstance(value, Sharded) else value
+
+    by_shard: list[Call] = [
+        (tuple(pick(value, shard) for value in args), {name: pick(value, shard) for name, value in kwargs.items()})
+        for shard in range(mesh.n_shards)
+    ]
+    return [by_shard[shard] for shard in mesh.shard_of_rank]
+
+
+def collect(mesh: Mesh, results_by_rank: Sequence[Any]) -> list[Any]:
+    """One result per shard: that of the rank which answers for it. Raises ValueError for a wrong result count."""
+    if len(results_by_rank) != mesh.world_size:
+        raise ValueError(f"{len(results_by_rank)} results for a mesh of {mesh.world_size} ranks")
+    return [results_by_rank[rank] for rank in mesh.answers]

@@ -1,0 +1,88 @@
+"""Workers as objects in this process, called one after the other: for tests, and for a debugger with one worker."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from workers.controller.dispatch import Call
+from workers.controller.group import Backend, Replies, Transport, WorkerError, WorkerGroup, WorkerInfo
+from workers.controller.resource_pool import ResourcePool
+from workers.controller.shell import Failure, Shell, free_port, pack_call
+from workers.controller.wire import Parcel, pack, unpack
+
+
+class LocalBackend(Backend):
+    """A call has ended when it returns: futures are done, timeouts have nothing to interrupt.
+
+    Arguments and results are packed and unpacked as on Ray, so nothing is shared that would not be shared there, and what
+    cannot travel fails here too. Several workers cannot meet in a collective: they run one after the other. ``env`` is set in
+    this process until shutdown; what is read at import or at start has been read.
+    """
+
+    def __init__(self) -> None:
+        self._groups: list[WorkerGroup] = []
+        self._environment = dict(os.environ)
+
+    def start_group(
+        self,
+        name: str,
+        pool: ResourcePool,
+        worker: str | type,
+        /,
+        *args: Any,
+        env: Mapping[str, str] | None = None,
+        **kwargs: Any,
+    ) -> WorkerGroup:
+        shells = [Shell() for _ in range(pool.world_size)]
+        port = free_port()
+        names, parcels = pack_call((args, kwargs), pack)
+        for rank, shell in enumerate(shells):
+            node, local_rank = pool.place(rank)
+            info = WorkerInfo(rank, pool.world_size, local_rank, node, "127.0.0.1", port)
+            if isinstance(shell.start(info, env or {}, pack(worker), names, *parcels), Failure):
+                break
+        group = WorkerGroup(name, pool.world_size, _LocalTransport(shells))
+        self._groups.append(group)
+        return group
+
+    def shutdown(self) -> None:
+        for group in self._groups:
+            group.shutdown()
+        os.environ.clear()
+        os.environ.update(self._environment)
+
+
+class _LocalTransport(Transport):
+    def __init__(self, shells: list[Shell]) -> None:
+        self._shells = shells
+
+    def send(self, method: str, calls: Sequence[Call], wanted: Sequence[bool]) -> Replies:
+        replies = _LocalReplies(len(self._shells))
+        for rank, (shell, call) in enumerate(zip(self._shells, calls, strict=True)):
+            names, parcels = pack_call(call, pack)
+            if not replies.take(rank, shell.call(method, wanted[rank], names, *parcels)):
+                break
+        return replies
+
+    def close(self) -> None:
+        for shell in self._shells:
+            shell.close()
+
+
+class _LocalReplies(Replies):
+    error: WorkerError | None = None
+
+    def take(self, rank: int, answer: Parcel | Failure) -> bool:
+        """Whether the rank succeeded."""
+        if isinstance(answer, Failure):
+            self.error = answer.raised(rank)
+            return False
+        self.values[rank] = unpack(answer)
+        self.missing.remove(rank)
+        return True
+
+    def receive(self, timeout: float | None) -> None:
+        if self.error:
+            raise self.error

@@ -1,0 +1,297 @@
+"""Workers as Ray actors, one a slot. The only file in workers/ that imports ray."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import re
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import ray
+from ray._private import ray_constants
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from workers.controller.dispatch import Call
+from workers.controller.group import Backend, Replies, Transport, WorkerError, WorkerGroup, WorkerInfo
+from workers.controller.resource_pool import ResourcePool
+from workers.controller.session import MARK, SessionDir, end_processes, import_path, set_environment
+from workers.controller.shell import Failure, Shell, free_port, pack_call
+from workers.controller.stop import die_with_parent, handlers_kept, shielded
+from workers.controller.wire import Parcel, pack, unpack
+
+SLOT = "tandem_slot"  # the custom resource that stands for a GPU where there is none
+INLINE_BYTES = 64 * 1024  # larger parcels go through the object store; Ray sends up to 100 KB with the call itself
+STORE_BYTES = 8 * 2**30
+PLACE_SECONDS = 30.0
+LOG_TAIL = 12  # lines
+
+
+class RayBackend(Backend):
+    """Starts a Ray of its own on this machine: loopback only, in directories of its own. Or joins the one that runs, if
+    ``nnodes`` > 1 or ``ray_init`` has an address; then it starts and ends nothing but its workers.
+
+    What ``ray_init`` says wins over what is chosen here. Workers write to <run_dir>/logs/rank_<rank>_<group>.log, on their node,
+    unless log_to_driver is asked for.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_dir: str | Path,
+        nnodes: int,
+        n_gpus_per_node: int,
+        device: Literal["cpu", "cuda"],
+        ray_init: Mapping[str, Any],
+    ) -> None:
+        assert threading.current_thread() is threading.main_thread(), "Ray's processes end with the thread that starts them"
+        self._run_dir = Path(run_dir).absolute()
+        self._logs = None if ray_init.get("log_to_driver") else self._run_dir / "logs"
+        self._opened = ExitStack()
+        self._joined = nnodes > 1 or ray_init.get("address") not in (None, "local")
+        environment = {
+            "PYTHONPATH": os.pathsep.join(import_path()),
+            "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",  # workers see all GPUs and take one by their local rank
+        }
+        try:
+            with handlers_kept():
+                self._join(ray_init, environment) if self._joined else self._start(ray_init, environment, n_gpus_per_node, device)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _start(self, ray_init: Mapping[str, Any], environment: Mapping[str, str], n_slots: int, device: str) -> None:
+        """A Ray of our own. It takes 2.1 s on two idle cores, the half of it for a dashboard that Ray starts unasked."""
+        mark = uuid.uuid4().hex
+        options: dict[str, Any] = {
+            "address": "local",
+            "include_dashboard": False,
+            "log_to_driver": False,
+            "logging_level": "WARNING",
+            "num_cpus": n_slots,  # workers take none; so many processes are started beforehand, at the same time
+            "object_store_memory": store_bytes(),
+        }
+        if not ray_init.get("_temp_dir"):
+            session = SessionDir(self._run_dir)
+            self._opened.callback(session.remove)
+            options |= {"_temp_dir": str(session.path), "object_spilling_directory": str(session.spill)}
+        options |= ray_init
+        slots = {SLOT: n_slots} if device == "cpu" else {}
+        options["resources"] = slots | (ray_init.get("resources") or {})
+        # Ray's memory monitor ends workers when the machine, all its users together, is 95 % full.
+        options["_system_config"] = {"memory_monitor_refresh_ms": 0} | (ray_init.get("_system_config") or {})
+        logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # it announces its token at every start
+        self._opened.callback(end_processes, mark)
+        self._opened.callback(ray.shutdown)
+        with set_environment({**environment, MARK: mark}), loopback_only():
+            ray.init(**options)
+
+    def _join(self, ray_init: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+        runtime_env = ray_init.get("runtime_env") or {}
+        runtime_env = {**runtime_env, "env_vars": {**environment, **(runtime_env.get("env_vars") or {})}}
+        options = {"address": "auto", "log_to_driver": False, "logging_level": "WARNING", **ray_init, "runtime_env": runtime_env}
+        self._opened.callback(ray.shutdown)
+        ray.init(**options)
+
+    def start_group(
+        self,
+        name: str,
+        pool: ResourcePool,
+        worker: str | type,
+        /,
+        *args: Any,
+        env: Mapping[str, str] | None = None,
+        **kwargs: Any,
+    ) -> WorkerGroup:
+        place = self._place(pool)
+        slot: dict[str, Any] = {"num_gpus": 1} if pool.device == "cuda" else {"resources": {SLOT: 1}}
+        actors: list[Any] = []
+        for rank in range(pool.world_size):
+            node, _ = pool.place(rank)
+            strategy = PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=node)
+            actors.append(ray.remote(RayShell).options(num_cpus=0, max_restarts=0, scheduling_strategy=strategy, **slot).remote())
+        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} if pool.device == "cpu" else {}
+        ship = Shipper()
+        names, parcels = pack_call((args, kwargs), ship)
+        logs = [self._logs and self._logs / f"rank_{rank}_{name}.log" for rank in range(pool.world_size)]
+        address = actors[0].address.remote()  # not waited for: Ray hands it on when it is there
+        for rank, actor in enumerate(actors):
+            node, local_rank = pool.place(rank)
+            standing = (rank, pool.world_size, local_rank, node)
+            actor.launch.remote(standing, address, logs[rank], {**threads, **(env or {})}, ship(worker), names, *parcels)
+        group = WorkerGroup(name, pool.world_size, RayTransport(actors, logs, place))
+        self._opened.callback(group.shutdown)
+        return group
+
+    def _place(self, pool: ResourcePool) -> PlacementGroup:
+        """Room for the pool: the ranks of a node on one node, different nodes on different ones."""
+        kind, what = ("GPU", "GPUs") if pool.device == "cuda" else (SLOT, f"slots ({SLOT})")
+        need = sorted(pool.n_per_node, reverse=True)
+        have = sorted((int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]), reverse=True)
+        wish = f"pool {pool.name!r} needs {pool.world_size} {what}, {need} on {len(need)} node(s)"
+        if len(have) < len(need) or any(has < needs for has, needs in zip(have, need, strict=False)):
+            hint = f"; nodes get slots by `ray start --resources='{{\"{SLOT}\": n}}'`" if self._joined and kind == SLOT else ""
+            raise ValueError(f"{wish}; the nodes of this Ray have {have}, {sum(have)} together{hint}")
+        strategy = "STRICT_SPREAD" if len(need) > 1 else "STRICT_PACK"
+        place = placement_group([{kind: n} for n in pool.n_per_node], strategy=strategy)
+        if not place.wait(PLACE_SECONDS):
+            free = int(ray.available_resources().get(kind, 0))
+            remove_placement_group(place)
+            raise ValueError(f"{wish}; {free} of {sum(have)} are free after {PLACE_SECONDS:g} s: others hold the rest")
+        return place
+
+    def shutdown(self) -> None:
+        with shielded():
+            self._opened.close()
+
+
+class RayShell(Shell):
+    """The actor. It imports its worker in ``launch``, after the environment is set. An environment through Ray's runtime_env
+    would cost 0.65 s: prestarted processes could not be used."""
+
+    def address(self) -> tuple[str, int]:
+        return ray.util.get_node_ip_address(), free_port()
+
+    def launch(
+        self,
+        standing: tuple[int, int, int, int],
+        address: tuple[str, int],
+        log_path: Path | None,
+        env: Mapping[str, str],
+        worker: Parcel,
+        names: tuple[str, ...],
+        *parcels: Parcel,
+    ) -> Parcel | Failure:
+        """standing: rank, world size, local rank, node rank."""
+        die_with_parent(int(os.environ["RAY_RAYLET_PID"]))
+        if log_path is not None:
+            write_to(log_path)
+        return without_exception(self.start(WorkerInfo(*standing, *address), env, worker, names, *parcels))
+
+    def call(self, method: str, wanted: bool, names: tuple[str, ...], *parcels: Parcel) -> Parcel | Failure:
+        return without_exception(super().call(method, wanted, names, *parcels))
+
+
+class Shipper:
+    """Packs an argument once, and puts a large one into the object store once, however many ranks get it.
+
+    Arguments are known by identity, so they must outlive it.
+    """
+
+    def __init__(self) -> None:
+        self._shipped: dict[int, Parcel | ray.ObjectRef] = {}
+
+    def __call__(self, value: Any) -> Parcel | ray.ObjectRef:
+        if id(value) not in self._shipped:
+            parcel = pack(value)
+            self._shipped[id(value)] = ray.put(parcel) if parcel.nbytes > INLINE_BYTES else parcel
+        return self._shipped[id(value)]
+
+
+class RayTransport(Transport):
+    def __init__(self, actors: Sequence[Any], logs: Sequence[Path | None], place: PlacementGroup) -> None:
+        self._actors = actors
+        self._logs = logs
+        self._place = place
+
+    def send(self, method: str, calls: Sequence[Call], wanted: Sequence[bool]) -> Replies:
+        ship = Shipper()
+        refs = []
+        for actor, call, wants in zip(self._actors, calls, wanted, strict=True):
+            names, parcels = pack_call(call, ship)
+            refs.append(actor.call.remote(method, wants, names, *parcels))
+        return RayReplies(method, refs, self._logs)
+
+    def close(self) -> None:
+        for actor in self._actors:
+            ray.kill(actor)
+        remove_placement_group(self._place)
+
+
+class RayReplies(Replies):
+    def __init__(self, method: str, refs: Sequence[ray.ObjectRef], logs: Sequence[Path | None]) -> None:
+        super().__init__(len(refs))
+        self._method = method
+        self._refs = dict(enumerate(refs))
+        self._logs = logs
+
+    def receive(self, timeout: float | None) -> None:
+        pending = list(self._refs.values())
+        arrived, _ = ray.wait(pending, num_returns=1, timeout=timeout)
+        if arrived:
+            arrived, _ = ray.wait(pending, num_returns=len(pending), timeout=0)
+        for rank in [rank for rank, ref in self._refs.items() if ref in set(arrived)]:
+            self.values[rank] = self._unpacked(rank, self._refs.pop(rank))
+            self.missing.remove(rank)
+
+    def _unpacked(self, rank: int, ref: ray.ObjectRef) -> Any:
+        try:
+            answer = ray.get(ref)
+        except ray.exceptions.RayError as error:
+            raise WorkerError(rank, self._method, cause_of_death(str(error)), tail(self._logs[rank])) from error
+        if isinstance(answer, Failure):
+            raise answer.raised(rank)
+        return unpack(answer)
+
+
+def without_exception(answer: Parcel | Failure) -> Parcel | Failure:
+    """The exception stays in its process: it may hold anything."""
+    return replace(answer, error=None) if isinstance(answer, Failure) else answer
+
+
+def write_to(path: Path) -> None:
+    """This process's output, of C libraries and of a crash too, goes to the end of a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, sys.stdout.fileno())
+    os.dup2(descriptor, sys.stderr.fileno())
+    os.close(descriptor)
+    faulthandler.enable()
+    print(f"--- process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}", flush=True)
+
+
+def tail(path: Path | None) -> str:
+    """The last lines that a dead worker wrote, if its file is within reach."""
+    if path is None or not path.is_file():
+        return ""
+    lines = path.read_text(errors="replace").rpartition("--- process ")[2].splitlines()[1:]
+    return "\n".join([f"last lines of {path}:", *(lines[-LOG_TAIL:] or ["(none)"])])
+
+
+def cause_of_death(said: str) -> str:
+    """What Ray says of a dead actor, in a line."""
+    pid = re.search(r"pid: (\d+)", said)
+    detail = re.search(r"Worker exit detail: (.*?)(?: Some common causes|$)", said)
+    if detail is None:
+        return " ".join(said.split())
+    cause = detail[1]
+    if "connection error code 2" in cause:
+        cause = "killed by a signal (SIGKILL: out of memory? SIGSEGV: see its last lines), or ended by os._exit"
+    return f"process {pid[1] if pid else '?'} died: {cause}"
+
+
+def store_bytes() -> int:
+    """Room for what is under way between processes. Ray wants 75 MB at least, and goes to disk if /dev/shm has not that much."""
+    modest = min(STORE_BYTES, psutil.virtual_memory().total // 10, int(psutil.disk_usage("/dev/shm").free * 0.9))
+    return max(modest, ray_constants.OBJECT_STORE_MINIMUM_MEMORY_BYTES)
+
+
+@contextmanager
+def loopback_only() -> Iterator[None]:
+    """Ray's servers listen on 127.0.0.1 alone. Ray has no option for it on Linux: an address of 127.0.0.1 is replaced."""
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before

@@ -1,0 +1,148 @@
+"""What surrounds a Ray of our own: directories and an environment for each run, both gone when the run is over."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import socket
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+# The longest socket path of Ray below a directory of ours. Ray opens its own temporary directory, t, to every user; ours is closed.
+SOCKET_BELOW = "/t/session_2026-11-20_10-53-05_607649_4194304/sockets/plasma_store"
+_PREFIX = ".ray-"
+MARK = "TANDEM_SESSION"  # in the environment of every process of a Ray of ours, and of whatever these start
+
+log = logging.getLogger(__name__)
+
+
+class SessionDir:
+    """path: for sockets and logs; in the run directory if a socket's path (107 bytes at most) fits there, else below a short
+    directory of this user. spill: for what may be large; always in the run directory. ``<run_dir>/ray`` links to path.
+
+    Both are locked while this process lives: what a killed run left is known by its free lock, and goes when the next run starts.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        """Raises ValueError if no place takes a socket."""
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._locks: dict[Path, int] = {}
+        self.spill = self._claim(run_dir)
+        home = _home_of_sockets(run_dir)
+        self.path = (self.spill if home == run_dir else self._claim(home)) / "t"
+        self._link = run_dir / "ray"
+        self._link.unlink(missing_ok=True)
+        self._link.symlink_to(self.path)
+
+    def remove(self) -> None:
+        for path, lock in self._locks.items():
+            shutil.rmtree(path)
+            os.close(lock)
+        if self._link.is_symlink() and self._link.readlink() == self.path:  # not that of a later run
+            self._link.unlink()
+
+    def _claim(self, parent: Path) -> Path:
+        """A new directory, locked; what dead runs left beside it is removed."""
+        with _locked(parent):
+            for other in parent.glob(f"{_PREFIX}*"):
+                _remove_if_unlocked(other)
+            path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+            self._locks[path] = os.open(path, os.O_RDONLY)
+            fcntl.flock(self._locks[path], fcntl.LOCK_EX)
+        return path
+
+
+def _home_of_sockets(run_dir: Path) -> Path:
+    """The first directory in which a session's sockets can be bound."""
+    problems = [_socket_problem(run_dir)]
+    if problems[0] is None:
+        return run_dir
+    for top in (tempfile.gettempdir(), "/tmp"):
+        parent = Path(top) / f"tandem-{os.getuid()}"
+        parent.mkdir(mode=0o700, exist_ok=True)
+        if parent.is_symlink() or parent.stat().st_uid != os.getuid():
+            problems.append(f"{parent}: belongs to another user")
+            continue
+        problem = _socket_problem(parent)
+        if problem is None:
+            return parent
+        problems.append(problem)
+    raise ValueError(f"no directory takes Ray's sockets: {'; '.join(filter(None, problems))}")
+
+
+def _socket_problem(parent: Path) -> str | None:
+    """Why a socket as deep as Ray's cannot be bound below ``parent``: its path is too long, or the file system has no sockets."""
+    path = parent / ("s" * (len(_PREFIX) + 8 + len(SOCKET_BELOW)))
+    with socket.socket(socket.AF_UNIX) as trial:
+        try:
+            trial.bind(str(path))
+        except OSError as error:
+            return f"{parent}: {error} (a path of {len(os.fsencode(path))} bytes, 107 are possible)"
+    path.unlink()
+    return None
+
+
+def _remove_if_unlocked(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path)
+    except BlockingIOError:  # its run is alive
+        return
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def import_path() -> list[str]:
+    """Where this interpreter looks for modules beyond its own libraries: workers look there too, wherever they start."""
+    own = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+    paths = [os.path.abspath(path) for path in sys.path]
+    return [path for path in paths if os.path.exists(path) and not path.startswith(own)]
+
+
+@contextmanager
+def set_environment(environment: Mapping[str, str]) -> Iterator[None]:
+    """For processes that are started within."""
+    before = dict(os.environ)
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def end_processes(mark: str) -> None:
+    """Ends what bears the mark, wherever it went: Ray's agents, workers, and what those had started."""
+    for _ in range(3):  # one may have been starting another
+        left = [process for process in psutil.process_iter() if bears(process, mark)]
+        for process in left:
+            process.kill()
+        _, left = psutil.wait_procs(left, timeout=5)
+    if left:
+        log.warning("processes that do not die: %s", left)
+
+
+def bears(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.environ().get(MARK) == mark
+    except psutil.Error:  # another user's, or gone
+        return False

@@ -1,0 +1,74 @@
+"""How a run ends when it is told to: signals become exceptions, so that every `with` closes what it opened."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@contextmanager
+def graceful_stop() -> Iterator[None]:
+    """Within, SIGINT, SIGTERM and SIGHUP unwind the stack. Ctrl-C leaves as KeyboardInterrupt, the others as SystemExit(128 + n).
+
+    A signal that the parent had us ignore (nohup) stays ignored. For the main thread.
+    """
+    received: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        # Out of a waiting ray.wait a KeyboardInterrupt comes whole, a SystemExit loses its code, and others are lost.
+        raise KeyboardInterrupt
+
+    with handlers_kept():
+        _install(stop)
+        try:
+            yield
+        except KeyboardInterrupt:
+            if not received or received[0] == signal.SIGINT:
+                raise
+            raise SystemExit(128 + received[0]) from None
+
+
+@contextmanager
+def shielded() -> Iterator[None]:
+    """Signals wait until the block is over: a second Ctrl-C must not leave processes behind."""
+    received: list[int] = []
+    try:
+        with handlers_kept():
+            _install(lambda number, frame: received.append(number))
+            yield
+    finally:
+        for number in received[:1]:
+            signal.raise_signal(number)
+
+
+@contextmanager
+def handlers_kept() -> Iterator[None]:
+    """Whatever the block does to the handlers of these signals (ray.init replaces one), they are as before after it."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _install(handler: Callable[[int, FrameType | None], object]) -> None:
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+def die_with_parent(parent: int) -> None:
+    """The kernel kills this process when the thread that started it ends. parent: process id of the starter."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:  # it ended before the kernel was told
+        os._exit(1)

@@ -1,0 +1,81 @@
+"""AdamW over the local shards: elementwise, so it need not know how parameters are sharded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from workers.engine.base import OptimizerSpec
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def learning_rate(spec: OptimizerSpec, step: int) -> float:
+    """Of the optimizer step after ``step`` steps. A pure function: nothing to save but the count.
+
+    Warm-up is linear and its first step is not 0: lr * (step + 1) / warmup_steps. Cosine (Loshchilov & Hutter 2017, eq. 5,
+    with num_cycles / 0.5 half waves) goes from lr down to lr * min_lr_ratio at total_steps, and stays there.
+    """
+    if step < spec.warmup_steps:
+        return spec.lr * (step + 1) / spec.warmup_steps
+    if spec.schedule == "constant":
+        return spec.lr
+    progress = min(1.0, (step - spec.warmup_steps) / max(1, spec.total_steps - spec.warmup_steps))
+    wave = 0.5 * (1.0 + math.cos(2.0 * math.pi * spec.num_cycles * progress))
+    return spec.lr * (spec.min_lr_ratio + (1.0 - spec.min_lr_ratio) * wave)
+
+
+def global_norm(grads: Iterable[Tensor], device: torch.device) -> Tensor:
+    """L2 norm over all shards of all ranks, at least in float32: a scalar, equal on every rank. Collective."""
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    for grad in grads:
+        squares += torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)).double().square()
+    dist.all_reduce(squares)
+    return squares.sqrt()
+
+
+class ShardedAdamW:
+    """Decoupled weight decay (Loshchilov & Hutter 2019), none on one-dimensional parameters: norms and biases.
+
+    params: {name: local shard}, updated in place; 1-D shards are known by the full parameter's dimension, which
+    sharding along rows keeps. State exists from the start, so that it can be loaded into and counted.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor], spec: OptimizerSpec) -> None:
+        self.spec = spec
+        self.params = dict(params)
+        self.steps = 0
+        groups = [
+            {"params": [p for p in self.params.values() if p.dim() > 1], "weight_decay": spec.weight_decay},
+            {"params": [p for p in self.params.values() if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        self._adamw = torch.optim.AdamW([group for group in groups if group["params"]], lr=spec.lr, betas=spec.betas, fused=True)
+        for param in self.params.values():
+            self._adamw.state[param] = {kind: torch.zeros_like(param) for kind in MOMENTS}
+            self._adamw.state[param]["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+
+    def moments(self) -> dict[tuple[str, str], Tensor]:
+        """{("exp_avg" or "exp_avg_sq", name): local shard}: the live state, sharded as the parameters are."""
+        return {(kind, name): self._adamw.state[param][kind] for name, param in self.params.items() for kind in MOMENTS}
+
+    def set_steps(self, steps: int) -> None:
+        self.steps = steps
+        for state in self._adamw.state.values():
+            state["step"].fill_(steps)
+
+    def step(self, grads: Mapping[str, Tensor], norm: float) -> float:
+        """Clip to ``clip_grad`` given the gradient's global norm, update, and return the learning rate used."""
+        scale = self.spec.clip_grad / (norm + 1e-6)
+        lr = learning_rate(self.spec, self.steps)
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        for name, grad in grads.items():
+            self.params[name].grad = grad if scale >= 1.0 else grad.mul_(scale)
+        self._adamw.step()
+        self._adamw.zero_grad(set_to_none=True)
+        self.steps += 1
+        return lr

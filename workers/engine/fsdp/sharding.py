@@ -1,0 +1,70 @@
+"""How a model is cut over the ranks with ``fully_shard``, and filled with its weights."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+from configs.schema.common import FSDPConfig
+from workers.engine.hf_model import DTYPES, PackedModel
+
+
+def recompute_layers(model: PackedModel) -> None:
+    """Keep each decoder layer's input only, and run it again in the backward. Before ``shard``, whose hooks stay outside."""
+    for layer in model.layers:
+        # The model is in eval mode, so there is no dropout and no random state to keep.
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def shard(model: PackedModel, mesh: DeviceMesh, fsdp: FSDPConfig) -> None:
+    """Each decoder layer is gathered and freed as one; embedding, final norm and language head with the root.
+
+    One rank is sharded like many: at 3.4M parameters that costs 3 % of a 2k-token step, nothing measurable of a 9k one.
+    """
+    dtype = DTYPES[fsdp.dtype]
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.promote_types(dtype, torch.float32))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=fsdp.reshard_after_forward)
+    if model.head == "value":
+        fully_shard(model.value_head, mesh=mesh, reshard_after_forward=False)  # in the parameters' own dtype
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # Sum, never average: loss weights are already those of the global batch.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+@torch.no_grad()
+def fill(model: PackedModel, source: PackedModel | None) -> None:
+    """Parameters and buffers from rank 0's ``source``, one at a time: other ranks never hold more than one full tensor."""
+    full = _tensors(source) if source is not None else {}
+    for name, tensor in _tensors(model).items():
+        value = full[name].to(tensor.device) if full else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        if isinstance(tensor, DTensor):
+            local(tensor).copy_(local(distribute_tensor(value, tensor.device_mesh, tensor.placements)))
+        else:
+            dist.broadcast(value, 0)
+            tensor.copy_(value)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard, sharing memory; a plain tensor (a buffer) is its own."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def like(param: DTensor, shard: Tensor) -> DTensor:
+    """``shard`` seen as the full tensor that is sharded as ``param`` is."""
+    return DTensor.from_local(shard, param.device_mesh, param.placements, shape=param.shape, stride=param.stride())
+
+
+def _tensors(model: PackedModel) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -1,0 +1,119 @@
+"""The running sequences as columns: one row each, in the order of the KV cache's rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from workers.rollout.base import Completion, Request
+from workers.rollout.sampling import stream_keys
+
+
+@dataclass(slots=True)
+class RowSequence:
+    """A request and what it has so far. ``order`` counts submissions.
+
+    While it runs its answer is in the table; token_ids and log_probs are filled when it leaves.
+    """
+
+    request: Request
+    order: int
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+
+    @property
+    def known(self) -> tuple[int, ...]:
+        """Prompt and answer so far: what the cache must hold before the next token."""
+        return self.request.prompt_ids + tuple(self.token_ids)
+
+    def completion(self, finish_reason: str, version: int) -> Completion:
+        return Completion(self.request.id, tuple(self.token_ids), tuple(self.log_probs), finish_reason, version)
+
+
+ROW = np.dtype(
+    [
+        ("sequence", object),
+        ("cached", np.int64),  # tokens whose keys and values are in the cache
+        ("count", np.int64),  # tokens of the answer so far
+        ("limit", np.int64),  # and at most
+        ("last_token", np.int64),  # not in the cache yet
+        ("key", np.uint64),  # of the stream of draws
+        ("temperature", np.float64),
+        ("top_k", np.int64),
+        ("top_p", np.float64),
+        ("stop_set", np.int64),  # row of the stop table
+    ]
+)
+
+
+class RunningRows:
+    def __init__(self, max_rows: int, max_length: int, vocab_size: int) -> None:
+        self.table = np.zeros(max_rows, dtype=ROW)
+        self.n = 0
+        self.max_length, self.vocab_size = max_length, vocab_size
+        # The system gives pages of these when they are first written.
+        self.token_ids = np.empty((max_rows, max_length), dtype=np.int64)
+        self.log_probs = np.empty((max_rows, max_length), dtype=np.float32)
+        self._stop_sets: dict[tuple[int, ...], int] = {}
+        self.stop_table = np.zeros((0, vocab_size), dtype=bool)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """A column of the running rows, writable."""
+        return self.table[name][: self.n]
+
+    @property
+    def sequences(self) -> list[RowSequence]:
+        return self["sequence"].tolist()
+
+    def add(self, sequences: list[RowSequence]) -> None:
+        """At the end, with all but the last token known taken to be in the cache."""
+        keys = stream_keys([sequence.request.seed for sequence in sequences])
+        for sequence, key in zip(sequences, keys, strict=True):
+            request, count, known = sequence.request, len(sequence.token_ids), sequence.known
+            sampling = request.sampling
+            limit = min(sampling.max_tokens, self.max_length - len(request.prompt_ids))
+            stop_set = self._stop_set(() if sampling.ignore_eos else sampling.stop_token_ids)
+            self.table[self.n] = (
+                *(sequence, len(known) - 1, count, limit, known[-1], key),
+                *(sampling.temperature, sampling.top_k, sampling.top_p, stop_set),
+            )
+            self.token_ids[self.n, :count], self.log_probs[self.n, :count] = sequence.token_ids, sequence.log_probs
+            self.n += 1
+
+    def append(self, token_ids: np.ndarray, log_probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """One token for every row. Which rows it ends: bool (n,) by a stop token, and bool (n,) at all."""
+        rows, count = np.arange(self.n), self["count"]
+        self.token_ids[rows, count], self.log_probs[rows, count] = token_ids, log_probs
+        self["cached"][:] += 1
+        count += 1
+        self["last_token"][:] = token_ids
+        stopped = self.stop_table[self["stop_set"], token_ids]
+        return stopped, stopped | (count >= self["limit"])
+
+    def collect(self, rows: np.ndarray) -> list[RowSequence]:
+        """The sequences of these rows, with their answers so far, in order of submission. The rows stay."""
+        sequences = []
+        for row in rows.tolist():
+            sequence, count = self.table["sequence"][row], int(self.table["count"][row])
+            sequence.token_ids = self.token_ids[row, :count].tolist()
+            sequence.log_probs = self.log_probs[row, :count].tolist()
+            sequences.append(sequence)
+        return sorted(sequences, key=lambda sequence: sequence.order)
+
+    def move(self, source: np.ndarray, target: np.ndarray) -> None:
+        longest = int(self.table["count"][source].max(initial=0))
+        self.token_ids[target, :longest] = self.token_ids[source, :longest]
+        self.log_probs[target, :longest] = self.log_probs[source, :longest]
+        self.table[target] = self.table[source]
+
+    def truncate(self, n: int) -> None:
+        self["sequence"][n:] = None
+        self.n = n
+
+    def _stop_set(self, stop_token_ids: tuple[int, ...]) -> int:
+        if stop_token_ids not in self._stop_sets:
+            self._stop_sets[stop_token_ids] = len(self._stop_sets)
+            row = np.isin(np.arange(self.vocab_size), stop_token_ids)
+            self.stop_table = np.vstack([self.stop_table, row[None]])
+        return self._stop_sets[stop_token_ids]

@@ -1,0 +1,92 @@
+"""Temperature, top-k and top-p over a batch of rows, and draws that depend on a request and a position alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+ELEMENTS_AT_ONCE = 1 << 24  # of (rows, V): bounds the memory of a large vocabulary's float64 sums
+
+
+def mix64(x: np.ndarray) -> np.ndarray:
+    """uint64 -> uint64, every bit of the input in every bit of the output: the finaliser of SplitMix64 (Steele, Lea and
+    Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, variant 13)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def stream_keys(seeds: list[int]) -> np.ndarray:
+    """Where each seed's stream of draws starts: uint64."""
+    return mix64(np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64))
+
+
+def uniforms(keys: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Draw number ``counts[i]`` of stream ``keys[i]``: float64 in [0, 1), a multiple of 2^-52.
+
+    52 bits, not 53: then u * total < total in float64 whatever the total, so an inverted distribution never runs off its end.
+    """
+    bits = mix64(keys + (counts.astype(np.uint64) + np.uint64(1)) * GOLDEN)
+    return (bits >> np.uint64(12)) * 2.0**-52
+
+
+def sample(
+    logits: Tensor, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, uniform: np.ndarray
+) -> tuple[Tensor, Tensor]:
+    """One token for each of n rows: tokens int64 (n,) and their log-probs float32 (n,).
+
+    logits (n, V). temperature, top_p, uniform: float64 (n,); top_k: int64 (n,), -1 for all. Temperature 0 takes the largest
+    logit, of equal ones the lowest id. The log-prob is log_softmax(logits / temperature), of the logits as they are at
+    temperature 0, over the whole vocabulary. Where logits are not finite, so is the log-prob, and the token means nothing.
+    """
+    rows = max(1, ELEMENTS_AT_ONCE // logits.shape[1])
+    parts = [
+        _sample(logits[i : i + rows], *(column[i : i + rows] for column in (temperature, top_k, top_p, uniform)))
+        for i in range(0, len(logits), rows)
+    ]
+    tokens, log_probs = zip(*parts, strict=True)
+    return torch.cat(tokens), torch.cat(log_probs)
+
+
+def _sample(
+    logits: Tensor, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, uniform: np.ndarray
+) -> tuple[Tensor, Tensor]:
+    def column(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(logits.device)[:, None]
+
+    logits = logits.float()
+    greedy = temperature == 0
+    divisor = np.where(greedy, 1.0, temperature)
+    if (divisor != 1).any():
+        logits = logits / column(divisor.astype(np.float32))
+    log_probs = logits.log_softmax(-1)
+    if greedy.all():
+        tokens = logits.argmax(-1, keepdim=True)
+    else:
+        probs = log_probs.exp()
+        cut = np.flatnonzero(~greedy & ((top_p < 1) | ((top_k > 0) & (top_k < logits.shape[1]))))
+        if len(cut):
+            chosen = torch.from_numpy(cut).to(logits.device)
+            probs[chosen] = _most_likely(probs[chosen], column(top_k[cut]), column(top_p[cut]))
+        cumulative = probs.cumsum(-1, dtype=torch.float64)
+        tokens = torch.searchsorted(cumulative, column(uniform) * cumulative[:, -1:], right=True)
+        tokens.clamp_(max=logits.shape[1] - 1)  # past the end only where the logits are not finite
+        if greedy.any():
+            tokens = torch.where(column(greedy), logits.argmax(-1, keepdim=True), tokens)
+    return tokens[:, 0], log_probs.gather(1, tokens)[:, 0]
+
+
+def _most_likely(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """probs (n, V), 0 outside the top_k most likely tokens and then outside the fewest of those that hold top_p of their mass.
+
+    Of equally likely tokens the lower id goes first. top_k int64 (n, 1), -1: all. top_p float64 (n, 1), 1: all.
+    """
+    ordered, ids = probs.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(probs.shape[1], device=probs.device)
+    kept = (rank < top_k) | (top_k <= 0)
+    ordered = (ordered * kept).double()
+    before = ordered.cumsum(-1) - ordered
+    kept &= (before < top_p * ordered.sum(-1, keepdim=True)) | (top_p >= 1)
+    return probs * torch.zeros_like(kept).scatter_(1, ids, kept)

@@ -1,0 +1,118 @@
+"""A transformers model whose weights are lent or loaded, and can be gone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from configs.schema.common import ModelConfig
+from workers.engine.hf_model import empty_model, model_config
+from workers.rollout.kv_cache import CACHED_ATTENTION, CacheShape, probe_cache_shape
+
+
+@dataclass(slots=True)
+class _Weight:
+    """One tensor and the places that use it; more than one if it is tied."""
+
+    names: list[str]
+    places: list[tuple[nn.Module, str]]
+    empty: Tensor
+    owned: Tensor | None = None
+
+    def bind(self, tensor: Tensor) -> None:
+        for module, leaf in self.places:
+            if leaf in module._parameters:
+                module._parameters[leaf] = nn.Parameter(tensor.detach(), requires_grad=False)
+            else:
+                module._buffers[leaf] = tensor
+
+
+class BorrowedModel:
+    """Built from the config alone: no weights are read from disk, and none take memory before they come."""
+
+    def __init__(self, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self.device = device
+        self.module: PreTrainedModel = empty_model(model, model_config(model, "lm"), "lm", dtype).hf
+        self.module.set_attn_implementation(CACHED_ATTENTION)
+        self.vocab_size: int = self.module.get_input_embeddings().weight.shape[0]
+        self.cache_shape: CacheShape = probe_cache_shape(self.module)
+        weights: dict[int, _Weight] = {}
+        for name, tensor in self.module.state_dict(keep_vars=True).items():
+            weight = weights.setdefault(id(tensor), _Weight([], [], tensor))
+            path, _, leaf = name.rpartition(".")
+            weight.names.append(name)
+            weight.places.append((self.module.get_submodule(path), leaf))
+        self._weights = list(weights.values())
+        self._by_name = {name: weight for weight in self._weights for name in weight.names}
+        self._fill_buffers()
+
+    def share(self, tensors: dict[str, Tensor]) -> bool:
+        """Use these very tensors. False if one has another dtype or device. Raises ValueError as load does."""
+        self._check(tensors, [])
+        matching = all(
+            tensor.dtype == self._by_name[name].empty.dtype and tensor.device.type == self.device.type
+            for name, tensor in tensors.items()
+        )
+        if matching:
+            self.drop()
+            for name, tensor in tensors.items():
+                self._by_name[name].bind(tensor)
+        return matching
+
+    def load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Copy. Raises ValueError, once all have come, naming those that are missing, unexpected or of another shape."""
+        came: dict[str, Tensor] = {}
+        unexpected = []
+        for name, tensor in tensors:
+            weight = self._by_name.get(name)
+            if weight is None or weight.empty.shape != tensor.shape:
+                unexpected.append(f"{name} {tuple(tensor.shape)}")
+                continue
+            if weight.owned is None:
+                weight.owned = torch.empty_like(weight.empty, device=self.device)
+                weight.bind(weight.owned)
+            weight.owned.copy_(tensor)
+            came[name] = weight.empty
+        self._check(came, unexpected)
+
+    def drop(self) -> None:
+        """Let go of all weights; the memory of owned ones is free."""
+        for weight in self._weights:
+            weight.owned = None
+            weight.bind(weight.empty)
+
+    def _check(self, tensors: dict[str, Tensor], unexpected: list[str]) -> None:
+        for name, tensor in tensors.items():
+            if name not in self._by_name or tensor.shape != self._by_name[name].empty.shape:
+                unexpected.append(f"{name} {tuple(tensor.shape)}")
+        missing = [
+            f"{weight.names[0]} {tuple(weight.empty.shape)}"
+            for weight in self._weights
+            if not any(name in tensors for name in weight.names)
+        ]
+        if missing or unexpected:
+            raise ValueError(
+                f"weights for the rollout do not fit the model: {len(missing)} missing {missing[:5]}, "
+                f"{len(unexpected)} unexpected or of another shape {unexpected[:5]}"
+            )
+
+    def _fill_buffers(self) -> None:
+        """Buffers that no checkpoint has, such as rotary frequencies: made on meta, so computed anew, by transformers' own rule.
+
+        NaN marks those the rule leaves out.
+        """
+        owners = {}
+        for name, buffer in self.module.named_non_persistent_buffers():
+            path, _, leaf = name.rpartition(".")
+            owners[path] = self.module.get_submodule(path)
+            value = torch.empty_like(buffer, device=self.device)
+            owners[path]._buffers[leaf] = value.fill_(torch.nan) if value.is_floating_point() else value.zero_()
+        for owner in owners.values():
+            self.module._init_weights(owner)
+        for name, buffer in self.module.named_non_persistent_buffers():
+            if buffer.is_floating_point() and bool(buffer.isnan().any()):
+                raise ValueError(f"transformers does not say how to compute the buffer {name} of {type(self.module).__name__}")
