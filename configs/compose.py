@@ -25,7 +25,7 @@ Tree = DictConfig  # composed, not yet checked: for configs.load alone
 # trainer.default_local_dir is the run directory: Hydra makes none beside it, and leaves logging alone. What is typed comes
 # later, and wins.
 SETTINGS = (
-    
+    "hydra.run.dir=.",
     "hydra.output_subdir=null",
     "hydra/job_logging=none",
     "hydra.sweep.dir=${trainer.default_local_dir}",

@@ -9,10 +9,10 @@ scripts/setup_env.sh
 python=.venv/bin/python
 data=data/sort_digits
 
-[ -e $data/train.parquet ] || "$python" -m data_preprocess.sort_digits --local_save_dir $data
-[ -e $data/base/config.json ] || "$python" -m data_preprocess.tiny_model --save_dir $data/base
-if [ ! -e $data/warm ]; then
-  rm -rf $data/warm.part # of a warm start that was stopped half-way
+if [ ! -e $data/warm ]; then # the last of them, put in place when it is whole
+  rm -rf $data/warm.part
+  "$python" -m data_preprocess.sort_digits --local_save_dir $data
+  "$python" -m data_preprocess.tiny_model --save_dir $data/base
   "$python" -m trainer.main_sft sft_recipe=sort_digits trainer.export_dir=$data/warm.part
   mv $data/warm.part $data/warm
 fi

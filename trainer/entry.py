@@ -25,7 +25,7 @@ class RunnableConfig(Protocol):
 Config = TypeVar("Config", bound=RunnableConfig)
 
 HELP = """\
-python -m {name} [key=value ...] [group=option ...] [recipe=option]
+python -m {name} [key=value ...] [group=option ...]
 
 {about}
 
@@ -118,7 +118,7 @@ class Program(Generic[Config]):
             name=self.name,
             about=self.about,
             root=self.root,
-            groups="\n".join(groups) or "  none",
+            groups="\n".join(groups),
             keys="\n".join(f"  {f'{key}={said[key].value}':<66} {said[key].comment}".rstrip() for key in self.often_used),
             examples="\n".join(f"  python -m {self.name} {example}" for example in self.examples),
         )

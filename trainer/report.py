@@ -28,7 +28,10 @@ Series = dict[str, tuple[list[float], list[float]]]
 
 @dataclass(frozen=True, slots=True)
 class CurveSpec:
-    """A chart of the metrics that the run has, under the labels given; band: a metric whose min and max are drawn too."""
+    """A chart of the metrics that the run has, under the labels given.
+
+    band: a metric whose min and max are drawn too. zero: drawn also when it is 0 throughout, which else says nothing.
+    """
 
     title: str
     note: str
@@ -37,11 +40,12 @@ class CurveSpec:
     exact: bool = False
     dots: bool = False
     at_least: tuple[float, float] | None = None
+    zero: bool = False
 
 
 CURVES = (
-    CurveSpec("Held-out accuracy", "", ((ACCURACY, "all"),), exact=True, dots=True, at_least=(0.0, 1.0)),
-    CurveSpec("Score", "mean over training answers", (("critic/score/mean", "score"),)),
+    CurveSpec("Held-out accuracy", "", ((ACCURACY, "all"),), exact=True, dots=True, at_least=(0.0, 1.0), zero=True),
+    CurveSpec("Score", "mean over training answers", (("critic/score/mean", "score"),), zero=True),
     CurveSpec("Loss", "of the supervised run", (("train/loss", "training"), ("val/loss", "held-out"))),
     CurveSpec("Answer length", "tokens; shortest to longest", (("response_length/mean", "mean"),), band="response_length"),
     CurveSpec("Entropy", "of the policy, a token", (("actor/entropy", "entropy"),)),
@@ -125,7 +129,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def write_curve_png(run_dir: Path, path: Path) -> None:
-    """Accuracy with score, entropy, and the time of a step, side by side, as a picture for a README."""
+    """Accuracy with score, entropy (else the gradient's norm), and the time of a step, as a picture for a README."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -135,7 +139,7 @@ def write_curve_png(run_dir: Path, path: Path) -> None:
     series = series_of(steps)
     style: dict[Any, Any] = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}
     with plt.rc_context(style | {"font.size": 9}):
-        figure, (learning, entropy, time) = plt.subplots(1, 3, figsize=(11, 3.1), layout="constrained")
+        figure, (learning, second, time) = plt.subplots(1, 3, figsize=(11, 3.1), layout="constrained")
         learning.set_title("Learning", loc="left", fontweight="bold")
         if "critic/score/mean" in series:
             xs, ys = series["critic/score/mean"]
@@ -145,17 +149,18 @@ def write_curve_png(run_dir: Path, path: Path) -> None:
             learning.plot(*series[ACCURACY], color="#e0792f", marker="o", markersize=4, linewidth=1.8, label="held-out accuracy")
         learning.set_ylim(0, 1.02)
         learning.legend(frameon=False, loc="lower right")
-        entropy.set_title("Entropy of the policy", loc="left", fontweight="bold")
-        if "actor/entropy" in series:
-            entropy.plot(*series["actor/entropy"], color="#2a9d74", linewidth=1.4)
-            entropy.set_ylim(bottom=0)
+        name = "actor/entropy" if "actor/entropy" in series else "actor/grad_norm"
+        second.set_title("Entropy of the policy" if name == "actor/entropy" else "Gradient norm", loc="left", fontweight="bold")
+        if name in series:
+            second.plot(*series[name], color="#2a9d74", linewidth=1.4)
+            second.set_ylim(bottom=0)
         time.set_title("Seconds a step, by phase", loc="left", fontweight="bold")
         phases, xs, parts = phase_seconds(steps)
         shown = {phase: [part[i] for part in parts] for i, phase in enumerate(phases) if phase not in AFTER_STEP}
         if xs:
             time.stackplot(xs, *shown.values(), labels=list(shown), colors=PNG_COLORS, linewidth=0)
             time.legend(frameon=False, fontsize=7.5, loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True)
-        for axes in (learning, entropy, time):
+        for axes in (learning, second, time):
             axes.set_xlabel("step")
         figure.savefig(path, dpi=160)
         plt.close(figure)
@@ -177,7 +182,7 @@ def charts_of(series: Series) -> list[Chart]:
     for spec in CURVES:
         curves = []
         for name, label in spec.metrics + _by_data_source(spec, series):
-            if name in series and any(map(math.isfinite, series[name][1])):
+            if any(math.isfinite(value) and (spec.zero or value) for value in series.get(name, ((), ()))[1]):
                 low, high = (series[f"{spec.band}/{end}"][1] if spec.band else None for end in ("min", "max"))
                 curves.append(Curve(label, *series[name], low=low, high=high, exact=spec.exact, dots=spec.dots))
         if curves:

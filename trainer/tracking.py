@@ -136,26 +136,30 @@ class Tracker:
 class TensorBoardLogger:
     def __init__(self, run: Run) -> None:
         try:
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
             from tensorboard.compat.proto.summary_pb2 import Summary
-            from torch.utils.tensorboard import SummaryWriter
+            from torch.utils.tensorboard import FileWriter
+            from torch.utils.tensorboard.summary import text
         except ImportError as error:
             raise LoggerUnavailable(f"{error}; pip install tensorboard") from error
-        # What an interrupted run wrote past its checkpoint is hidden by the new file's purge step.
-        self.summary = Summary
-        self.writer = SummaryWriter(str(run.run_dir / TENSORBOARD), purge_step=run.first_step + 1 if run.first_step else None)
-        if not run.first_step:
-            self.writer.add_text("config", f"```yaml\n{yaml.safe_dump(run.config, sort_keys=False)}```", 0)
+        self.summary, self.text = Summary, text
+        self.writer = FileWriter(str(run.run_dir / TENSORBOARD))
+        if run.first_step:  # hides what an interrupted run wrote from this step on
+            start = SessionLog(status=SessionLog.START)
+            self.writer.add_event(Event(session_log=start), step=run.first_step + 1)
+        else:
+            self.writer.add_summary(text("config", f"```yaml\n{yaml.safe_dump(run.config, sort_keys=False)}```"), 0)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         values = [self.summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self.writer.file_writer.add_summary(self.summary(value=values), step)  # one event: a tenth of add_scalar's time
+        self.writer.add_summary(self.summary(value=values), step)  # one event: a tenth of SummaryWriter's time
         self.writer.flush()
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         for i, sample in enumerate(samples):
             truth, score = f"ground truth: {sample['ground_truth']}", f"score: {sample['score']:g}"
             lines = "\n---\n".join((sample["prompt"], sample["response"], truth, score)).splitlines()
-            self.writer.add_text(f"validation/{i}", "\n".join("    " + line for line in lines), step)
+            self.writer.add_summary(self.text(f"validation/{i}", "\n".join("    " + line for line in lines)), step)
 
     def close(self) -> None:
         self.writer.close()

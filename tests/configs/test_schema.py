@@ -1,10 +1,12 @@
 """The YAML trees and the dataclasses are the same trees, and the YAML explains each leaf."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
+from configs.argv import groups_of
 from configs.keys import CONFIG_DIR, described, keys_of
 from configs.schema.ppo import PPOConfig
 from configs.schema.sft import SFTConfig
@@ -51,9 +53,21 @@ def test_described_reads_values_and_comments() -> None:
     assert written["trainer.default_local_dir"].value == "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
 
 
-@pytest.mark.parametrize("path", sorted(CONFIG_DIR.glob("*/*.yaml")), ids=lambda path: f"{path.parent.name}={path.stem}")
-def test_groups_and_recipes_set_leaves_and_nothing_else(path: Any) -> None:
+OPTIONS = [
+    (schema, path)
+    for root, schema in PROGRAMS
+    for group in groups_of(root)
+    for path in sorted((CONFIG_DIR / group).glob("*.yaml"))
+]
+
+
+@pytest.mark.parametrize(("schema", "path"), OPTIONS, ids=lambda item: item.stem if isinstance(item, Path) else "")
+def test_groups_and_recipes_set_leaves_and_nothing_else(schema: type, path: Path) -> None:
     assert path.read_text().startswith("# @package _global_\n")
     tree: Any = OmegaConf.to_container(OmegaConf.load(path))
     tree.pop("defaults", None)
-    assert yaml_leaves(tree) <= set(keys_of(PPOConfig).leaves)
+    assert yaml_leaves(tree) <= set(keys_of(schema).leaves)
+
+
+def test_every_option_belongs_to_a_program() -> None:
+    assert {path for _, path in OPTIONS} == set(CONFIG_DIR.glob("*/*.yaml"))

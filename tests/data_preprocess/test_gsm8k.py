@@ -8,7 +8,7 @@ import pytest
 from data_preprocess import gsm8k
 
 EXAMPLES = [
-    {"question": "Ada has 3 hens. Each lays 400 eggs. How many eggs?", "answer": "3 * 400 = <<3*400=1200>>1,200 eggs.\n#### 1,200"},
+    {"question": "Ada has 3 hens. Each lays 400 eggs. How many eggs?", "answer": "<<3*400=1200>>1,200 eggs.\n#### 1,200"},
     {"question": "Ben owes $5. What does he have?", "answer": "He has minus five.\n#### -5"},
 ]
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
@@ -44,7 +44,8 @@ def test_sources_of_every_kind_give_the_same(tmp_path: Path) -> None:
     sources = [tmp_path / "jsonl" / "train.jsonl", tmp_path / "jsonl", tmp_path / "hub", tmp_path / "hub" / "main"]
     tables = []
     for i, source in enumerate(sources):
-        gsm8k.main(["--local_dataset_path", str(source), "--local_dir" if i % 2 else "--local_save_dir", str(tmp_path / f"out{i}")])
+        flag = "--local_dir" if i % 2 else "--local_save_dir"
+        gsm8k.main(["--local_dataset_path", str(source), flag, str(tmp_path / f"out{i}")])
         assert [file.name for file in (tmp_path / f"out{i}").iterdir()] == ["train.parquet"]
         tables.append(pq.read_table(tmp_path / f"out{i}" / "train.parquet"))
     assert all(table.equals(tables[0]) for table in tables) and len(tables[0]) == 2

@@ -5,8 +5,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_preprocess import sort_digits
-from tests.trainer.data.tokenizers import data_config
 from data_preprocess.tiny_model import character_tokenizer
+from tests.trainer.data.tokenizers import data_config
 from trainer.data.dataset import PromptDataset
 from trainer.rewards.registry import compute_score
 

@@ -22,7 +22,7 @@ def test_directory_loads_with_the_auto_classes(tmp_path: Path, architecture: str
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert model.config.model_type == architecture and model.config.hidden_size == 16 and model.config.num_hidden_layers == 1
-    assert len(tokenizer) == model.config.vocab_size == model.get_input_embeddings().num_embeddings == 13  # 11 characters, pad, eos
+    assert len(tokenizer) == model.config.vocab_size == model.get_input_embeddings().num_embeddings == 11 + 2  # pad and eos
     ids = tokenizer("502913=")["input_ids"]
     assert ids == character_tokenizer("0123456789=")("502913=")["input_ids"] and len(set(ids)) == 7
     assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == "502913="

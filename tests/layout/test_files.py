@@ -106,7 +106,8 @@ def probes(path: Path) -> list[tuple[str, str]]:
     def visit(node: ast.AST, function: str) -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             function = node.name
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in {"getattr", "hasattr"} and ast.unparse(node.args[0]) != "torch":
+        is_probe = isinstance(node, ast.Call) and ast.unparse(node.func) in {"getattr", "hasattr"}
+        if is_probe and ast.unparse(node.args[0]) != "torch":
             found.append((str(path), function))
         for child in ast.iter_child_nodes(node):
             visit(child, function)

@@ -35,6 +35,7 @@ def make_run(run_dir: Path, steps: int = 40) -> Path:
             "critic/score/mean": step / steps, "actor/entropy": 1 / step, "actor/grad_norm": float("nan") if step == 3 else 0.5,
             "response_length/mean": 5, "response_length/min": 1, "response_length/max": 9, "perf/total_num_tokens": 1000,
             "timing_s/gen": 1.0, "timing_s/update_actor": 2.0, "timing_s/step": 3.5, "perf/throughput": 300.0, "perf/mfu": 0.125,
+            "actor/pg_clipfrac": 0.0,
             "actor/kl_loss": 1e-4, "training/rollout_probs_diff_mean": 1e-7, "actor/lr": 1e-6, "reward/failed": 0,
         }  # fmt: skip
         if step == steps:
@@ -108,7 +109,15 @@ def test_every_chart_is_well_formed_and_holds_its_data(html: str) -> None:
     assert set(titles) >= {
         "Held-out accuracy", "Score", "Answer length", "Entropy", "KL", "Gradient norm", "Learning rate", "Trainer vs rollout",
     }  # fmt: skip
-    assert not {"Loss", "Value loss", "Explained variance"} & set(titles)
+    assert not {"Loss", "Value loss", "Explained variance", "Clipped"} & set(titles)  # not there, or 0 throughout
+
+
+def test_a_score_that_never_leaves_zero_is_shown(tmp_path: Path) -> None:
+    tracker = Tracker([], tmp_path, "p", "e", CONFIG)
+    tracker.log({"critic/score/mean": 0.0, "actor/entropy": 0.0}, 1)
+    tracker.close()
+    html = write_report(tmp_path).read_text(encoding="utf-8")
+    assert 'aria-label="Score"' in html and 'aria-label="Entropy"' not in html
 
 
 def test_time_is_split_into_phases_and_a_rest(html: str) -> None:

@@ -82,6 +82,14 @@ def test_tensorboard_shows_a_resumed_run_without_what_was_cut(tmp_path: Path) ->
     assert [(event.step, event.value) for event in events.Scalars("score")] == [(1, 11.0), (2, 12.0), (3, 23.0)]
 
 
+def test_tensorboard_shows_answers_as_they_are(tmp_path: Path) -> None:
+    tracker = track(tmp_path, "tensorboard", shown_samples=1)
+    tracker.log_samples([sample(7)], 4)
+    tracker.close()
+    (event,) = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tensors("validation/0/text_summary")
+    assert event.step == 4 and "    «1»" in event.tensor_proto.string_val[0].decode()
+
+
 def test_configuration_and_environment_are_kept_without_secrets(tmp_path: Path) -> None:
     track(tmp_path, "tensorboard").close()
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["trainer"]["project_name"] == "p"

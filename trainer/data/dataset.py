@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema.ppo import DataConfig
-from trainer.child import die_with_parent
-from trainer.data.chat import PART, Encoded, encode, truncate
-from trainer.data.chat import Prompt as RawPrompt
+from trainer.data.encoding import encode_in_processes, truncate
 from trainer.data.files import Rows
 from trainer.data.order import draw
 
@@ -47,8 +42,11 @@ class PromptDataset:
         sources = self._rows.column(config.reward_fn_key)
         notices = []
         uids = draw(len(self._rows), max_samples, seed, config.shuffle)
+        if not uids:
+            raise ValueError(f"max_samples={max_samples} leaves no prompt; -1 is all")
         column = self._rows.column(config.prompt_key)
-        encoded = _encode_all(tokenizer, [column[uid] for uid in uids], config)
+        workers = config.filter_overlong_prompts_workers if config.filter_overlong_prompts else 1
+        encoded = encode_in_processes(tokenizer, [column[uid] for uid in uids], config.apply_chat_template_kwargs, workers)
         for uid, (_, ids) in zip(uids, encoded, strict=True):
             if not len(ids):
                 raise ValueError(f"{self._rows.where(uid)}: the prompt is empty")
@@ -91,29 +89,3 @@ class PromptDataset:
             extra_info=row.get("extra_info") or {},
         )
 
-
-def _encode_all(tokenizer: PreTrainedTokenizerBase, prompts: list[RawPrompt], config: DataConfig) -> list[Encoded]:
-    """encode() of all prompts, in data.filter_overlong_prompts_workers processes if the filter is on."""
-    kwargs = config.apply_chat_template_kwargs
-    parts = [prompts[start : start + PART] for start in range(0, len(prompts), PART)]
-    workers = min(config.filter_overlong_prompts_workers, len(parts))
-    if not config.filter_overlong_prompts or workers <= 1:
-        return encode(tokenizer, prompts, kwargs)
-    context = get_context("spawn")  # a fork would inherit the locks of torch's and the tokenizer's threads
-    with ProcessPoolExecutor(workers, context, initializer=_start_child, initargs=(os.getpid(), tokenizer, kwargs)) as pool:
-        return [item for part in pool.map(_encode_part, parts) for item in part]
-
-
-_child: tuple[PreTrainedTokenizerBase, dict[str, Any]]
-
-
-def _start_child(parent: int, tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any]) -> None:
-    global _child
-    die_with_parent(parent)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _child = (tokenizer, kwargs)
-
-
-def _encode_part(prompts: list[RawPrompt]) -> list[Encoded]:
-    tokenizer, kwargs = _child
-    return encode(tokenizer, prompts, kwargs)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.chat import Truncation, encode, token_ids, truncate
+from trainer.data.encoding import Truncation, encode, token_ids, truncate
 from trainer.data.files import Rows
 from workers.batch import Batch
 

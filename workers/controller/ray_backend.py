@@ -9,7 +9,6 @@ import re
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -72,7 +71,8 @@ class RayBackend(Backend):
 
     def _start(self, ray_init: Mapping[str, Any], environment: Mapping[str, str], n_slots: int, device: str) -> None:
         """A Ray of our own. It takes 2.1 s on two idle cores, the half of it for a dashboard that Ray starts unasked."""
-        mark = uuid.uuid4().hex
+        session = SessionDir(self._run_dir)
+        self._opened.callback(session.remove)
         options: dict[str, Any] = {
             "address": "local",
             "include_dashboard": False,
@@ -80,20 +80,18 @@ class RayBackend(Backend):
             "logging_level": "WARNING",
             "num_cpus": n_slots,  # workers take none; so many processes are started beforehand, at the same time
             "object_store_memory": store_bytes(),
+            "object_spilling_directory": str(session.spill),
+            "_temp_dir": str(session.path),
+            **ray_init,
         }
-        if not ray_init.get("_temp_dir"):
-            session = SessionDir(self._run_dir)
-            self._opened.callback(session.remove)
-            options |= {"_temp_dir": str(session.path), "object_spilling_directory": str(session.spill)}
-        options |= ray_init
         slots = {SLOT: n_slots} if device == "cpu" else {}
         options["resources"] = slots | (ray_init.get("resources") or {})
         # Ray's memory monitor ends workers when the machine, all its users together, is 95 % full.
         options["_system_config"] = {"memory_monitor_refresh_ms": 0} | (ray_init.get("_system_config") or {})
         logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # it announces its token at every start
-        self._opened.callback(end_processes, mark)
+        self._opened.callback(end_processes, session.mark)
         self._opened.callback(ray.shutdown)
-        with set_environment({**environment, MARK: mark}), loopback_only():
+        with set_environment({**environment, MARK: session.mark}), loopback_only():
             ray.init(**options)
 
     def _join(self, ray_init: Mapping[str, Any], environment: Mapping[str, str]) -> None:

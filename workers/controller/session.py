@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-# The longest socket path of Ray below a directory of ours. Ray opens its own temporary directory, t, to every user; ours is closed.
+# The longest socket path of Ray below a directory of ours. Ray opens its own directory, t, to every user; ours is closed.
 SOCKET_BELOW = "/t/session_2026-11-20_10-53-05_607649_4194304/sockets/plasma_store"
 _PREFIX = ".ray-"
 MARK = "TANDEM_SESSION"  # in the environment of every process of a Ray of ours, and of whatever these start
@@ -28,7 +28,8 @@ class SessionDir:
     """path: for sockets and logs; in the run directory if a socket's path (107 bytes at most) fits there, else below a short
     directory of this user. spill: for what may be large; always in the run directory. ``<run_dir>/ray`` links to path.
 
-    Both are locked while this process lives: what a killed run left is known by its free lock, and goes when the next run starts.
+    Both are locked while this process lives: what a killed run left is known by its free lock, and goes when the next run starts,
+    directories and processes. mark: of this session's processes.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -36,6 +37,7 @@ class SessionDir:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._locks: dict[Path, int] = {}
         self.spill = self._claim(run_dir)
+        self.mark = str(self.spill)
         home = _home_of_sockets(run_dir)
         self.path = (self.spill if home == run_dir else self._claim(home)) / "t"
         self._link = run_dir / "ray"
@@ -53,7 +55,7 @@ class SessionDir:
         """A new directory, locked; what dead runs left beside it is removed."""
         with _locked(parent):
             for other in parent.glob(f"{_PREFIX}*"):
-                _remove_if_unlocked(other)
+                _remove_if_dead(other)
             path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
             self._locks[path] = os.open(path, os.O_RDONLY)
             fcntl.flock(self._locks[path], fcntl.LOCK_EX)
@@ -90,10 +92,11 @@ def _socket_problem(parent: Path) -> str | None:
     return None
 
 
-def _remove_if_unlocked(path: Path) -> None:
+def _remove_if_dead(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        end_processes(str(path))
         shutil.rmtree(path)
     except BlockingIOError:  # its run is alive
         return

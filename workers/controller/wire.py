@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import pickle
 import sys
-from collections import ChainMap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,11 +35,7 @@ def pack(value: Any) -> Parcel:
     without the rest of their storage."""
     buffers: list[pickle.PickleBuffer] = []
     with io.BytesIO() as stream:
-        pickler = cloudpickle.Pickler(stream, protocol=5, buffer_callback=buffers.append)
-        if "torch" in sys.modules:  # where torch is not loaded there are no tensors, and loading it takes a second
-            table = {sys.modules["torch"].Tensor: _reduce_tensor}
-            pickler.dispatch_table = ChainMap(table, pickler.dispatch_table)
-        pickler.dump(value)
+        _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(value)
         data = stream.getvalue()
     return Parcel(data, tuple(np.asarray(buffer.raw()) for buffer in buffers))
 
@@ -54,11 +49,17 @@ def unpack(parcel: Parcel) -> Any:
     return pickle.loads(parcel.data, buffers=[buffer.copy() for buffer in parcel.buffers])
 
 
+class _Pickler(cloudpickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        torch = sys.modules.get("torch")  # where it is not loaded there are no tensors, and loading it takes a second
+        if torch is not None and type(value) is torch.Tensor and value.layout is torch.strided:
+            return _reduce_tensor(value)
+        return super().reducer_override(value)
+
+
 def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
     import torch
 
-    if tensor.layout is not torch.strided:
-        return tensor.__reduce_ex__(5)
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return _build_tensor, (pickle.PickleBuffer(flat.numpy().data), tensor.dtype, tuple(tensor.shape))
 

@@ -190,5 +190,5 @@ def _auto_class(config: PretrainedConfig, head: Head) -> type[AutoModelForCausal
         name = causal.__name__.replace("ForCausalLM", "ForTokenClassification")
         own = {"base_model_prefix": causal.base_model_prefix}
         made = type(name, (GenericForTokenClassification, causal.__bases__[0]), own)
-        AutoModelForTokenClassification.register(kind, made)
+        AutoModelForTokenClassification.register(kind, made, exist_ok=True)  # transformers ignores it without
     return AutoModelForTokenClassification

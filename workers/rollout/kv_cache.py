@@ -47,8 +47,9 @@ class KVCache:
 
     def drop(self) -> None:
         """Give the memory back."""
-        self.slots = self.chunks = self.used_chunks = 0
+        self.slots = 0
         self.pools: list[Tensor] = []
+        self.clean: list[int] = []  # of each chunk, rows [0, clean) are finite
 
     @property
     def nbytes(self) -> int:
@@ -64,25 +65,26 @@ class KVCache:
         """
         chunks = int(self.chunks_of(np.array(length)))
         if kept == 0:
-            self.used_chunks = 0
-        if rows > self.slots or chunks > self.chunks:
+            self.clean = [0] * len(self.clean)
+        if rows > self.slots or chunks > len(self.clean):
             self.slots = max(rows, min(expected_rows, self.max_rows))
-            self.chunks = min(max(chunks, 2 * self.chunks, 4), self.max_chunks)
-            self.pools = [self._grown(i, kept) for i in range(2)]
-        if chunks > self.used_chunks:
-            # Stale numbers are masked, but 0 * NaN is NaN: what attention may read must be finite.
-            for pool in self.pools:
-                pool[:, self.used_chunks : chunks].zero_()
-            self.used_chunks = chunks
+            before = [min(clean, kept) for clean in self.clean]
+            self.clean = before + [0] * (min(max(chunks, 2 * len(before), 4), self.max_chunks) - len(before))
+            self.pools = [self._grown(i, len(before), kept) for i in range(2)]
+        # Stale numbers are masked, but 0 * NaN is NaN: what attention may read must be finite.
+        for chunk in range(chunks):
+            if self.clean[chunk] < rows:
+                for pool in self.pools:
+                    pool[:, chunk, self.clean[chunk] : rows].zero_()
+                self.clean[chunk] = rows
 
-    def _grown(self, index: int, kept: int) -> Tensor:
+    def _grown(self, index: int, chunks: int, kept: int) -> Tensor:
         shape = self.shape
         head_dim = (shape.key_dim, shape.value_dim)[index]
-        size = (shape.layers, self.chunks, self.slots, shape.kv_heads, self.chunk, head_dim)
+        size = (shape.layers, len(self.clean), self.slots, shape.kv_heads, self.chunk, head_dim)
         pool = torch.empty(size, dtype=self.dtype, device=self.device)
-        if self.used_chunks:
-            pool[:, : self.used_chunks].zero_()
-            pool[:, : self.used_chunks, :kept] = self.pools[index][:, : self.used_chunks, :kept]
+        if kept:
+            pool[:, :chunks, :kept] = self.pools[index][:, :chunks, :kept]
         return pool
 
     def copy(self, source: np.ndarray, target: np.ndarray, lengths: np.ndarray) -> None:

@@ -3,11 +3,11 @@ from typing import Any
 
 import pytest
 
-import trainer.data.dataset as module
+import trainer.data.encoding
 from data_preprocess.writer import rl_row, write
 from tests.trainer.data.tokenizers import byte_tokenizer, data_config
-from trainer.data.chat import PART
 from trainer.data.dataset import Prompt, PromptDataset
+from trainer.data.encoding import PART
 
 TOKENIZER = byte_tokenizer()
 EXTRA = len("<user><a>")  # what the template adds
@@ -70,7 +70,7 @@ def test_the_filter_drops_counts_and_keeps_uids(make: Any) -> None:
     assert [data[i].ground_truth for i in range(3)] == ["0", "2", "1"]
     assert all(len(data[i].prompt_ids) == 20 for i in range(3))
     assert data.notices == ("2 of 5 prompts are longer than data.max_prompt_length=20 tokens and are dropped",)
-    with pytest.raises(ValueError, match="2 of 2 prompts .* leaves nothing"):
+    with pytest.raises(ValueError, match=r"2 of 2 prompts .* leaves nothing"):
         make(rows([21, 22]), max_prompt_length=20, filter_overlong_prompts=True)
 
 
@@ -79,7 +79,9 @@ def test_truncation(make: Any, how: str, kept: str) -> None:
     row = rl_row(data_source="s", prompt="12345", ability="", ground_truth="", split="train", index=0)
     data = make([row], max_prompt_length=6, truncation=how)
     assert TOKENIZER.decode(data[0].prompt_ids) == kept
-    assert data[0].text == "<user>12345<a>" and f"1 of 1 prompts are longer than data.max_prompt_length=6 tokens and are cut (data.truncation={how})" in data.notices
+    assert data[0].text == "<user>12345<a>"
+    told = f"1 of 1 prompts are longer than data.max_prompt_length=6 tokens and are cut (data.truncation={how})"
+    assert data.notices == (told,)
 
 
 def test_max_samples_is_drawn_by_the_seed_or_is_the_first(make: Any) -> None:
@@ -90,6 +92,8 @@ def test_max_samples_is_drawn_by_the_seed_or_is_the_first(make: Any) -> None:
     assert uids(seed=1) == uids(seed=1) != uids(seed=2)
     assert len(set(uids(seed=1))) == 10 and uids(seed=1) != list(range(10))
     assert uids(shuffle=False) == list(range(10))
+    with pytest.raises(ValueError, match="max_samples=0 leaves no prompt"):
+        make(rows([12]), max_samples=0)
 
 
 def test_uids_do_not_depend_on_samples_or_filter(make: Any) -> None:
@@ -118,8 +122,8 @@ def test_empty_prompts_and_missing_columns_are_named(make: Any, tmp_path: Path) 
 
 def test_tokenising_in_processes_gives_the_same(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [20 + i % 3 for i in range(PART + 100)]
-    settings: dict[str, Any] = {"max_prompt_length": 21, "filter_overlong_prompts": True, "apply_chat_template_kwargs": {"tail": ""}}
+    settings: dict[str, Any] = {"max_prompt_length": 21, "filter_overlong_prompts": True}
     alone = make(rows(lengths), **settings)
-    monkeypatch.setattr(module, "encode", None)  # the children import their own
+    monkeypatch.setattr(trainer.data.encoding, "encode", None)  # the children import their own
     pooled = make(rows(lengths), filter_overlong_prompts_workers=2, **settings)
     assert iter_prompts(pooled) == iter_prompts(alone) and pooled.notices == alone.notices != ()

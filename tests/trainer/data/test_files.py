@@ -33,7 +33,7 @@ def test_files_of_both_kinds_end_to_end(tmp_path: Path) -> None:
     assert rows.column("x") == [{"i": 0}, {"i": 1}, {"i": 2}, None, None, {"i": 0}, {"i": 1}, {"i": 2}]
     assert [rows[i]["a"] for i in range(8)] == rows.column("a")
     assert "unread" not in rows[0] and rows[4]["b"] == {"c": "4", "d": None}
-    assert rows.where(2) == f"{files[0]}, row 2" and rows.where(3) == f"{files[1]}, row 0" and rows.where(7) == f"{files[2]}, row 2"
+    assert [rows.where(i) for i in (2, 3, 7)] == [f"{files[0]}, row 2", f"{files[1]}, row 0", f"{files[2]}, row 2"]
 
 
 def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,9 @@ from transformers import PreTrainedTokenizerFast
 from configs.schema.ppo import DataConfig
 from data_preprocess.tiny_model import EOS, character_tokenizer
 
-CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}{{ tail }}"
+CHAT = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}{{ tail }}"
+)
 
 
 def byte_tokenizer(*, chat_template: str | None = CHAT, bos: bool = False) -> PreTrainedTokenizerFast:
@@ -16,7 +18,8 @@ def byte_tokenizer(*, chat_template: str | None = CHAT, bos: bool = False) -> Pr
     tokenizer = character_tokenizer(None)
     tokenizer.chat_template = chat_template
     if bos:
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{EOS} $A", special_tokens=[(EOS, tokenizer.eos_token_id)])
+        before = TemplateProcessing(single=f"{EOS} $A", special_tokens=[(EOS, tokenizer.eos_token_id)])
+        tokenizer.backend_tokenizer.post_processor = before
     return tokenizer
 
 

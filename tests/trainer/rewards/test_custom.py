@@ -15,7 +15,8 @@ def test_loads_a_function_by_path_and_name(tmp_path: Path) -> None:
         tmp_path / "math.py",  # named as a standard module: neither may hide the other
         "import math\nfrom dataclasses import dataclass\n"
         "@dataclass\nclass Result:\n    value: float\n"
-        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return Result(math.sqrt(len(solution_str))).value\n",
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return Result(math.sqrt(len(solution_str))).value\n",
     )
     assert load_function(path, "compute_score")("s", "four", "", {}) == 2.0
 

@@ -99,7 +99,7 @@ def test_uneven_answers_use_all_processes_and_keep_their_order(rewards: Path) ->
 
 def test_a_failing_answer_costs_itself_alone(rewards: Path) -> None:
     texts = ["fine"] * 40
-    bad = {3: "RuntimeError: as asked (rewards.py:7)", 4: "not a finite number", 17: "ended with exit code 3", 18: "died of SIGSEGV"}
+    bad = {3: "RuntimeError: as asked (rewards.py:7)", 4: "not a finite number", 17: "with exit code 3", 18: "died of SIGSEGV"}
     for i, word in zip(bad, ["raise", "nan", "exit", "segfault"], strict=True):
         texts[i] = word
     with RewardRunner(config(rewards)) as runner:
@@ -182,7 +182,8 @@ def test_processes_die_with_a_killed_parent(rewards: Path, tmp_path: Path) -> No
 import os, signal
 from configs.schema.ppo import CustomRewardConfig, RewardConfig
 from trainer.rewards.runner import Answer, RewardRunner
-runner = RewardRunner(RewardConfig(num_workers=2, timeout=60.0, custom_reward_function=CustomRewardConfig(path={str(rewards)!r}, name="compute_score")))
+function = CustomRewardConfig(path={str(rewards)!r}, name="compute_score")
+runner = RewardRunner(RewardConfig(num_workers=2, timeout=60.0, custom_reward_function=function))
 scores = runner.score([Answer("any", "sleep 0.1", "", {{"index": i}}, True) for i in range(8)])
 print(*{{int(score.extra["pid"]) for score in scores}}, flush=True)
 signal.setitimer(signal.ITIMER_REAL, 0.3)  # kills this process in the midst of scoring
@@ -212,7 +213,7 @@ def test_without_workers_the_controller_scores(rewards: Path) -> None:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_function_that_is_not_there_is_an_error_of_the_start(rewards: Path, num_workers: int) -> None:
     with RewardRunner(config(rewards, name="score", num_workers=num_workers)) as runner:
-        with pytest.raises(ValueError, match="name=score: .* it has compute_score$"):
+        with pytest.raises(ValueError, match=r"name=score: .* it has compute_score$"):
             runner.wait_ready()
         with pytest.raises(ValueError, match="name=score"):
             runner.score(answers("fine"))
@@ -246,9 +247,9 @@ def test_built_in_scorers_and_an_unknown_source(num_workers: int) -> None:
 
 
 def test_a_warm_pool_is_quick() -> None:
-    """4,096 GSM8K answers of usual length: 0.05 s on two idle cores; 256 short ones: 3 ms. Bounds leave room for a busy machine."""
+    """4,096 GSM8K answers take 0.05 s on two idle cores, 256 short ones 3 ms. The bounds leave room for a busy machine."""
     solution = "She sold 48 / 2 = <<48/2=24>>24 clips in May, and 48 + 24 altogether.\n" * 4
-    many = [Answer("openai/gsm8k", f"{solution}#### {i:,}", str(i), {"index": i, "answer": solution}, finished=True) for i in range(4096)]
+    many = [Answer("openai/gsm8k", f"{solution}#### {i:,}", str(i), {"answer": solution}, finished=True) for i in range(4096)]
     few = [Answer("sort_digits", "012345", "012345", {"index": i}, finished=True) for i in range(256)]
     with RewardRunner(config()) as runner:
         runner.wait_ready()

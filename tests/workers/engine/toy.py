@@ -40,10 +40,18 @@ def one_rank(directory: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def toy_engine(path: str, head: str = "lm", *, dtype: str = "float32", optimizer: OptimizerSpec | None = ADAMW, **changes: Any) -> FSDPEngine:
+def toy_engine(
+    path: str, head: str = "lm", *, dtype: str = "float32", optimizer: OptimizerSpec | None = ADAMW, **changes: Any
+) -> FSDPEngine:
     """changes: fields of ModelConfig and FSDPConfig."""
     model = {"tokenizer_path": None, "trust_remote_code": False, "enable_gradient_checkpointing": False, "override_config": {}}
-    fsdp = {"model_dtype": dtype, "dtype": dtype, "reshard_after_forward": True, "param_offload": False, "optimizer_offload": False}
+    fsdp = {
+        "model_dtype": dtype,
+        "dtype": dtype,
+        "reshard_after_forward": True,
+        "param_offload": False,
+        "optimizer_offload": False,
+    }
     spec = EngineSpec(
         strategy="fsdp",
         model=ModelConfig(path=path, **(model | {name: value for name, value in changes.items() if name in model})),

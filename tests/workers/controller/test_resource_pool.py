@@ -1,0 +1,15 @@
+import pytest
+
+from workers.controller.resource_pool import ResourcePool
+
+
+def test_ranks_are_counted_node_by_node() -> None:
+    pool = ResourcePool((2, 1, 3), "cuda", "train")
+    assert pool.world_size == 6
+    assert [pool.place(rank) for rank in range(6)] == [(0, 0), (0, 1), (1, 0), (2, 0), (2, 1), (2, 2)]
+
+
+@pytest.mark.parametrize("n_per_node", [(), (2, 0)])
+def test_a_node_without_slots_is_refused(n_per_node: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"pool 'train' takes \[.*\] slots"):
+        ResourcePool(n_per_node, "cpu", "train")

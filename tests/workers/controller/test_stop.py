@@ -1,0 +1,74 @@
+"""Signals unwind the stack, once; what must not be cut short is not."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from workers.controller.stop import SIGNALS, graceful_stop, handlers_kept, shielded
+
+ORPHAN = """
+import os, subprocess, sys
+child = "import os, time; from workers.controller.stop import die_with_parent; die_with_parent(os.getppid()); print(os.getpid(), flush=True); time.sleep(600)"
+process = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True)
+print(process.stdout.readline(), end="", flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+    time.sleep(5)  # the signal ends it
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_request_to_end_becomes_an_exit_code(number: int) -> None:
+    closed = []
+    with pytest.raises(SystemExit) as left, graceful_stop():
+        try:
+            send(number)
+        finally:
+            closed.append(True)
+    assert left.value.code == 128 + number
+    assert closed == [True]
+
+
+def test_ctrl_c_stays_an_interrupt() -> None:
+    with pytest.raises(KeyboardInterrupt), graceful_stop():
+        send(signal.SIGINT)
+
+
+def test_what_the_parent_ignores_stays_ignored() -> None:
+    with handlers_kept():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+        with graceful_stop():
+            os.kill(os.getpid(), signal.SIGHUP)
+
+
+def test_handlers_are_put_back() -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with graceful_stop(), shielded():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_a_shielded_block_ends_before_the_signal_counts() -> None:
+    done = []
+    with pytest.raises(SystemExit) as left, graceful_stop(), shielded():
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)
+        done.append(True)
+    assert done == [True] and left.value.code == 128 + signal.SIGTERM
+
+
+def test_a_child_dies_with_a_killed_parent() -> None:
+    parent = subprocess.run([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, text=True, timeout=60)
+    child = int(parent.stdout)
+    assert parent.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 5
+    while os.path.exists(f"/proc/{child}") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not os.path.exists(f"/proc/{child}")

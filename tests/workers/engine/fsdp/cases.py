@@ -1,0 +1,82 @@
+"""Batches, cuts and training runs that one and two ranks go through alike."""
+
+import torch
+from torch import Tensor
+
+from configs.schema.common import AggMode
+from tests.workers.engine.toy import ToyLoss, cut, toy_batch
+from workers.batch import Batch
+from workers.engine.fsdp.engine import FSDPEngine
+from workers.plan import MicroBatches
+
+MODES: tuple[AggMode, ...] = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+NORM_LENGTH = 300
+CUTS: dict[str, dict[str, int]] = {
+    "one": {"max_tokens": 2000},
+    "by tokens": {"max_tokens": 310},
+    "by row": {"max_rows": 1},
+    "by rows": {"max_rows": 5},
+}
+
+
+def invariance_batch(mode: AggMode, dtype: torch.dtype) -> Batch:
+    """Rows of 1 to 300 tokens, masks with holes, row 4 fully masked, and each mode's weights in plain code."""
+    batch = toy_batch([1, 300, 2, 37, 120, 5, 64, 211, 3, 90, 17, 33], masked=[4], dtype=dtype)
+    masks = batch.split_rows("response_mask")
+    trained_rows = sum(1 for mask in masks if mask.sum() > 0)
+    trained_tokens = sum(int(mask.sum()) for mask in masks)
+    weights = []
+    for mask in masks:
+        for here in mask.tolist():
+            match mode:
+                case "token-mean":
+                    weight = 1 / trained_tokens
+                case "token-sum":
+                    weight = 1.0
+                case "seq-mean-token-sum":
+                    weight = 1 / trained_rows
+                case "seq-mean-token-mean":
+                    weight = 1 / (trained_rows * max(1, int(mask.sum())))
+                case "seq-mean-token-sum-norm":
+                    weight = 1 / (trained_rows * NORM_LENGTH)
+            weights.append(weight if here else 0.0)
+    return batch.with_tokens(loss_weight=torch.tensor(weights, dtype=torch.float64))
+
+
+def lopsided(batch: Batch, n_ranks: int) -> tuple[list[Batch], list[MicroBatches]]:
+    """The first rank has one row and empty slots; with one rank, empty slots between its rows."""
+    rows = list(range(len(batch)))
+    if n_ranks == 1:
+        return [batch], [((), tuple(rows[:7]), (), tuple(rows[7:]), ())]
+    shares = [rows[1:2], [*rows[:1], *rows[2:]]]
+    return [batch.select(share) for share in shares], [((0,), (), ()), ((0, 1, 2), (3, 4, 5, 6), (7, 8, 9, 10))]
+
+
+def all_cuts(batch: Batch, n_ranks: int) -> dict[str, tuple[list[Batch], list[MicroBatches]]]:
+    return {name: cut(batch, n_ranks, **limits) for name, limits in CUTS.items()} | {"lopsided": lopsided(batch, n_ranks)}
+
+
+def training_batch(step: int) -> Batch:
+    return toy_batch([40, 3, 25, 11, 60, 18], seed=100 + step)
+
+
+def train(engine: FSDPEngine, steps: range, loss: object = None) -> dict[str, Tensor]:
+    """One optimizer step on each of training_batch(step): {metric: (len(steps),)}, loss being this rank's part."""
+    found: dict[str, list[float]] = {"loss": [], "grad_norm": [], "lr": []}
+    for step in steps:
+        shares, plans = cut(training_batch(step), engine.mesh.dp_size, max_tokens=80)
+        metrics = engine.train_step(shares[engine.mesh.dp_rank], plans[engine.mesh.dp_rank], loss or ToyLoss())
+        for name, values in found.items():
+            values.append(metrics[name].value)
+    return {name: torch.tensor(values, dtype=torch.float64) for name, values in found.items()}
+
+
+def exported(engine: FSDPEngine) -> dict[str, Tensor]:
+    return {name: weight.clone() for name, weight in engine.export_weights()}
+
+
+def shards(engine: FSDPEngine) -> dict[str, Tensor]:
+    """Copies of all that this rank holds: parameters and optimizer state."""
+    assert engine._optimizer is not None
+    held = {f"{kind}.{name}": moment.clone() for (kind, name), moment in engine._optimizer.moments().items()}
+    return held | {name: param.to_local().detach().clone() for name, param in engine._params.items()}

@@ -1,0 +1,69 @@
+"""The gradient of a batch does not depend on how it was cut: micro-batches, ranks, empty slots."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from configs.schema.common import AggMode
+from tests.workers.engine.fsdp.cases import MODES, all_cuts, invariance_batch
+from tests.workers.engine.toy import LocalMeanLoss, ToyLoss, cut, distance, gradients, plain_gradients, plain_model, toy_engine
+
+BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-6}
+DTYPES = [pytest.param(dtype, id=str(dtype)) for dtype in BOUNDS]
+
+
+@pytest.fixture(scope="module")
+def plain(models: dict[str, str]) -> dict[tuple[str, torch.dtype], dict[str, Tensor]]:
+    """Gradients by transformers, one row at a time: none of our code but the batch's own."""
+    found = {}
+    for dtype in BOUNDS:
+        model = plain_model(models["qwen2"], dtype)
+        for mode in MODES:
+            found[mode, dtype] = plain_gradients(model, invariance_batch(mode, dtype))
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_rank(
+    group: None, models: dict[str, str], plain: dict[tuple[str, torch.dtype], dict[str, Tensor]], dtype: torch.dtype
+) -> None:
+    engine = toy_engine(models["qwen2"], dtype=str(dtype).removeprefix("torch."))
+    apart: dict[str, float] = {}
+    for mode in MODES:
+        first: dict[str, Tensor] = {}
+        for name, (shares, plans) in all_cuts(invariance_batch(mode, dtype), 1).items():
+            grads = gradients(engine, shares[0], plans[0], ToyLoss())
+            first = first or grads
+            apart[f"{mode}, {name}, from plain code"] = distance(grads, plain[mode, dtype])
+            apart[f"{mode}, {name}, from the first cut"] = distance(grads, first)
+    assert {case: value for case, value in apart.items() if not value <= BOUNDS[dtype]} == {}
+    assert len(apart) == 2 * 5 * 5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", MODES)
+def test_two_ranks(
+    two_ranks: tuple[Path, list[dict[str, dict[str, dict[str, Tensor]]]]],
+    plain: dict[tuple[str, torch.dtype], dict[str, Tensor]],
+    mode: AggMode,
+    dtype: torch.dtype,
+) -> None:
+    found = two_ranks[1][0]["invariance"]
+    apart = {
+        name: distance(found[f"{dtype} {mode} {name}"], plain[mode, dtype]) for name in all_cuts(invariance_batch(mode, dtype), 2)
+    }
+    assert {case: value for case, value in apart.items() if not value <= BOUNDS[dtype]} == {}
+    assert len(apart) == 5
+
+
+def test_a_mean_over_the_local_tokens_would_be_seen(group: None, models: dict[str, str]) -> None:
+    """With one micro-batch it is the token mean; with several it is not, by far more than the bounds."""
+    engine = toy_engine(models["qwen2"], dtype="float64")
+    right, summed = (invariance_batch(mode, torch.float64) for mode in ("token-mean", "token-sum"))
+    (share,), (whole,) = cut(right, 1, max_tokens=2000)
+    truth = gradients(engine, share, whole, ToyLoss())
+    (share,), (parts,) = cut(summed, 1, max_tokens=310)
+    assert distance(gradients(engine, share, whole, LocalMeanLoss()), truth) <= 1e-10
+    assert distance(gradients(engine, share, parts, LocalMeanLoss()), truth) > 0.1

@@ -1,0 +1,105 @@
+"""Runs in two processes: everything that needs two ranks, once. The tests look at what is written here."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.workers.engine.fsdp.cases import MODES, all_cuts, exported, invariance_batch, shards, train
+from tests.workers.engine.toy import ToyLoss, ValueLoss, cut, gradients, toy_batch, toy_engine
+
+
+def main(rank: int, directory: str, models: dict[str, str]) -> None:
+    torch.set_num_threads(1)
+    path = Path(directory)
+    dist.init_process_group("gloo", init_method=f"file://{path / 'rendezvous'}", rank=rank, world_size=2)
+    checks = (invariance, parity, checkpoint, value_head, options)
+    found: dict[str, Any] = {check.__name__: check(rank, path, models) for check in checks}
+    torch.save(found, path / f"rank_{rank}.pt")
+    dist.destroy_process_group()
+
+
+def invariance(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
+    found = {}
+    for dtype in (torch.float64, torch.float32):
+        engine = toy_engine(models["qwen2"], dtype=str(dtype).removeprefix("torch."))
+        for mode in MODES:
+            for name, (shares, plans) in all_cuts(invariance_batch(mode, dtype), 2).items():
+                grads = gradients(engine, shares[rank], plans[rank], ToyLoss())
+                found[f"{dtype} {mode} {name}"] = grads if rank == 0 else {}
+    return found
+
+
+def parity(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
+    engine = toy_engine(models["qwen2"])
+    assert (engine.mesh.dp_rank, engine.mesh.dp_size, engine.live_weights()) == (rank, 2, None)
+    metrics = train(engine, range(5))
+    engine.export_hf(str(path / "hf"))
+    return {"metrics": metrics, "weights": exported(engine)}
+
+
+def checkpoint(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
+    engine = toy_engine(models["qwen2"])
+    train(engine, range(2))
+    engine.save(str(path / "checkpoint"))
+    saved = exported(engine)
+    metrics, uninterrupted = train(engine, range(2, 4)), shards(engine)
+    weights = exported(engine)
+    resumed = toy_engine(models["qwen2"])
+    resumed.load(str(path / "checkpoint"))
+    again = train(resumed, range(2, 4))
+    engine.load(str(path / "checkpoint"))  # back, over later state
+    back = train(engine, range(2, 4))
+    return {
+        "saved": saved,
+        "weights": weights,
+        "metrics": [metrics, again, back],
+        "shards": [uninterrupted, shards(resumed), shards(engine)],
+    }
+
+
+def value_head(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
+    """Its weight has one row: the second rank holds none of it."""
+    engine = toy_engine(models["qwen2"], "value")
+    metrics = train(engine, range(3), ValueLoss())
+    engine.save(str(path / "critic"))
+    resumed = toy_engine(models["qwen2"], "value")
+    resumed.load(str(path / "critic"))
+    weights, resumed_weights = exported(engine), exported(resumed)
+    shares, plans = cut(toy_batch([9, 30, 1, 14]), 2, max_rows=1)
+    values = resumed.forward(shares[rank], plans[rank], {"values"})
+    assert values is not None
+    return {
+        "metrics": metrics,
+        "weights": weights,
+        "resumed": resumed_weights,
+        "values": values.tokens["values"],
+        "last_value": values.rows["last_value"],
+    }
+
+
+def options(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
+    """Trains with every option that must change nothing: {option: weights}; and with parameters that stay gathered."""
+    found: dict[str, Any] = {}
+    for name, changes in {
+        "plain": {},
+        "recomputed": {"enable_gradient_checkpointing": True},
+        "gathered": {"reshard_after_forward": False},
+        "offloaded": {"optimizer_offload": True},
+    }.items():
+        engine = toy_engine(models["qwen3"], **changes)
+        train(engine, range(2))
+        found[name] = exported(engine)
+        if name == "gathered":
+            shares, plans = cut(toy_batch([9, 30, 1, 14]), 2, max_rows=1)
+            arguments = shares[rank], plans[rank], {"log_probs"}
+            engine.save(str(path / "gathered"))
+            before = engine.forward(*arguments)
+            train(engine, range(2))
+            engine.forward(*arguments)
+            engine.load(str(path / "gathered"))
+            after = engine.forward(*arguments)
+            assert before is not None and after is not None
+            found["forward before and after a load"] = [before.tokens["log_probs"], after.tokens["log_probs"]]
+    return found

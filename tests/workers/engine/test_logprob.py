@@ -1,0 +1,116 @@
+"""The chunked head against the plain formula."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from workers.engine.logprob import chunk_size, head_log_probs
+
+
+def inputs(n: int, vocabulary: int, hidden: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(n)
+    states = torch.randn(n, hidden, generator=draw, dtype=torch.float64)
+    weight = torch.randn(vocabulary, hidden, generator=draw, dtype=torch.float64)
+    bias = torch.randn(vocabulary, generator=draw, dtype=torch.float64)
+    targets = torch.randint(0, vocabulary, (n,), generator=draw)
+    return *(x.to(dtype).requires_grad_() for x in (states, weight, bias)), targets
+
+
+def plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    logits = hidden @ weight.T if bias is None else hidden @ weight.T + bias
+    log_p = (logits / temperature).log_softmax(-1)
+    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("chunk", [1, 3, 7, 100])
+def test_equals_log_softmax(chunk: int, with_bias: bool, temperature: float) -> None:
+    hidden, weight, bias, targets = inputs(7, 13, 5)
+    leaves = (hidden, weight, bias) if with_bias else (hidden, weight)
+    arguments = (hidden, weight, bias if with_bias else None, targets)
+    ours = head_log_probs(*arguments, temperature=temperature, want_entropy=True, chunk=chunk)
+    theirs = plain(*arguments, temperature)
+    direction = torch.linspace(-1.0, 2.0, 7, dtype=torch.float64)
+    for our, their in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(our, their, rtol=1e-12, atol=1e-12)
+    grads = [torch.autograd.grad((lp * direction).sum() + (h * direction.flip(0)).sum(), leaves) for lp, h in (ours, theirs)]
+    for our, their in zip(*grads, strict=True):
+        torch.testing.assert_close(our, their, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("want_entropy", [False, True])
+def test_gradcheck(want_entropy: bool) -> None:
+    hidden, weight, bias, targets = inputs(5, 6, 3)
+
+    def function(*leaves: Tensor) -> tuple[Tensor, ...]:
+        found = head_log_probs(*leaves, targets, temperature=0.8, want_entropy=want_entropy, chunk=2)
+        return tuple(out for out in found if out is not None)
+
+    assert torch.autograd.gradcheck(function, (hidden, weight, bias))
+
+
+def test_no_positions_still_give_gradients() -> None:
+    """A rank whose rows are all masked must take part in the reduction: zeros, not None."""
+    hidden, weight, bias, targets = inputs(0, 6, 3)
+    log_probs, entropy = head_log_probs(hidden, weight, bias, targets, temperature=1.0, want_entropy=True)
+    assert entropy is not None and log_probs.shape == entropy.shape == (0,)
+    (log_probs.sum() + entropy.sum()).backward()
+    assert weight.grad is not None and not weight.grad.any()
+    assert hidden.grad is not None
+
+
+def test_entropy_is_left_out_unless_wanted() -> None:
+    hidden, weight, _, targets = inputs(4, 6, 3)
+    assert head_log_probs(hidden, weight, None, targets, temperature=1.0, want_entropy=False)[1] is None
+
+
+def test_a_frozen_head_gets_no_gradient() -> None:
+    hidden, weight, _, targets = inputs(4, 6, 3)
+    weight.requires_grad_(False)
+    log_probs, _ = head_log_probs(hidden, weight, None, targets, temperature=1.0, want_entropy=False)
+    log_probs.sum().backward()
+    assert hidden.grad is not None and weight.grad is None
+
+
+def test_bfloat16_is_summed_in_float32() -> None:
+    """4096 positions in bfloat16: a running sum of dW in bfloat16 would be off by far more than one rounding."""
+    hidden, weight, _, targets = inputs(4096, 11, 8, torch.bfloat16)
+    log_probs, _ = head_log_probs(hidden, weight, None, targets, temperature=1.0, want_entropy=False, chunk=16)
+    assert log_probs.dtype == torch.float32
+    log_probs.sum().backward()
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    plain(*exact, None, targets, 1.0)[0].sum().backward()
+    error = (weight.grad.double() - exact[1].grad).norm() / exact[1].grad.norm()
+    assert error < 0.01
+    assert weight.grad.dtype == torch.bfloat16
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that any operation makes, forward and backward."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("want_entropy", [False, True])
+def test_never_holds_all_logits(want_entropy: bool) -> None:
+    n, vocabulary = 4096, 300
+    hidden, weight, _, targets = inputs(n, vocabulary, 8, torch.float32)
+    with Largest() as seen:
+        log_probs, entropy = head_log_probs(hidden, weight, None, targets, temperature=1.0, want_entropy=want_entropy)
+        (log_probs.sum() if entropy is None else log_probs.sum() + entropy.sum()).backward()
+    assert seen.elements == chunk_size(vocabulary) * vocabulary < n * vocabulary / 4
+
+
+def test_large_vocabularies_get_smaller_chunks() -> None:
+    assert (chunk_size(460), chunk_size(152_000)) == (512, 256)
