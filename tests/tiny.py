@@ -27,7 +27,9 @@ def tiny_config(architecture: str = "qwen2", **changes: object) -> PretrainedCon
     return ARCHITECTURES[architecture](**(sizes | changes))
 
 
-def save_tiny_model(path: Path, architecture: str = "qwen2", *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: object) -> str:
+def save_tiny_model(
+    path: Path, architecture: str = "qwen2", *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: object
+) -> str:
     """A model directory without tokenizer. Weights are scaled up, so that the distribution over tokens is not flat."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(architecture, **changes), dtype=torch.float32)

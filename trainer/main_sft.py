@@ -1,14 +1,8 @@
 """python -m trainer.main_sft: supervised fine-tuning on pairs of prompt and answer."""
 
-from collections.abc import Collection
-
 from configs.checks import check_sft
 from configs.schema.sft import SFTConfig
 from trainer.entry import Program
-
-
-def check(config: SFTConfig, typed: Collection[str]) -> list[str]:
-    return check_sft(config, typed)
 
 
 def run(config: SFTConfig, notices: list[str]) -> None:
@@ -40,7 +34,7 @@ PROGRAM = Program(
         "sft_recipe=sort_digits trainer.export_dir=data/sort_digits/warm",
         "data.train_files=chats.parquet model.path=Qwen/Qwen3-0.6B optim.lr=1e-5 trainer.n_gpus_per_node=4",
     ),
-    check=check,
+    check=check_sft,
     run=run,
 )
 

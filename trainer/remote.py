@@ -42,7 +42,7 @@ class RemoteModel:
         """Columns ``outputs`` for every row of ``batch``, without gradient; see TrainEngine.forward."""
         plan = self._plan(batch, self.forward_limits)
         needed = batch.only(tokens=["input_ids", "response_mask"])
-        return plan.collect(self._call("forward", plan, needed, outputs=list(outputs)))
+        return plan.collect(self._call("forward", plan, needed, list(outputs)))
 
     def train_step(self, mini_batch: Batch, columns: Sequence[str]) -> dict[str, Metric]:
         """One optimizer step on a global mini-batch that carries loss_weight; ``columns``: what the loss reads."""
@@ -70,9 +70,9 @@ class RemoteModel:
         n_shards = len(self.mesh.answers)
         return make_plan(batch.lengths.tolist(), n_shards, limits, attention_cost=self.attention_cost)
 
-    def _call(self, method: str, plan: Plan, batch: Batch, **kwargs: object) -> list[Any]:
+    def _call(self, method: str, plan: Plan, batch: Batch, *args: Any) -> list[Any]:
         shares, cuts = Sharded(plan.split(batch)), Sharded(plan.micro_batches)
-        return self.group.call("run", self.role, method, shares, cuts, mesh=self.role, **kwargs).result()
+        return self.group.call("run", self.role, method, shares, cuts, *args, mesh=self.role).result()
 
 
 class RemoteRollout:

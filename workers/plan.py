@@ -89,8 +89,7 @@ def mini_batches(uids: Sequence[int], n_groups: int, *, seed: int | None = None)
         groups.setdefault(uid, []).append(row)
     order = list(groups) if seed is None else sorted(groups, key=lambda uid: (seed_of(seed, "mini_batch", uid), uid))
     return [
-        sorted(row for uid in order[start : start + n_groups] for row in groups[uid])
-        for start in range(0, len(order), n_groups)
+        sorted(row for uid in order[start : start + n_groups] for row in groups[uid]) for start in range(0, len(order), n_groups)
     ]
 
 

@@ -13,8 +13,10 @@ def numbered(sizes: list[int]) -> Batch:
     total = sum(sizes)
     return Batch(
         lengths=torch.tensor(sizes),
-        tokens={"input_ids": torch.tensor([100 * row + t for row, n in enumerate(sizes) for t in range(n)], dtype=torch.int64),
-                "log_probs": torch.arange(total, dtype=torch.float32)},
+        tokens={
+            "input_ids": torch.tensor([100 * row + t for row, n in enumerate(sizes) for t in range(n)], dtype=torch.int64),
+            "log_probs": torch.arange(total, dtype=torch.float32),
+        },
         rows={"uid": torch.arange(len(sizes))},
         objects={"text": [str(row) for row in range(len(sizes))]},
         meta={"step": 1},
@@ -25,7 +27,11 @@ def as_lists(batch: Batch) -> list[tuple]:
     return [
         (ids.tolist(), log_probs.tolist(), uid, text)
         for ids, log_probs, uid, text in zip(
-            batch.split_rows("input_ids"), batch.split_rows("log_probs"), batch.rows["uid"].tolist(), batch.objects["text"], strict=True
+            batch.split_rows("input_ids"),
+            batch.split_rows("log_probs"),
+            batch.rows["uid"].tolist(),
+            batch.objects["text"],
+            strict=True,
         )
     ]
 

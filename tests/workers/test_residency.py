@@ -27,7 +27,9 @@ class Told:
         self.book.append((self.name, "wake" + " weights" * weights + " kv_cache" * kv_cache))
 
 
-def household(*, free_cache_engine: bool = True, offload: bool = True) -> tuple[Residency, dict[str, Told], list[tuple[str, str]]]:
+def household(
+    *, free_cache_engine: bool = True, offload: bool = True
+) -> tuple[Residency, dict[str, Told], list[tuple[str, str]]]:
     book: list[tuple[str, str]] = []
     residency, told = Residency(), {name: Told(name, book) for name in ("actor", "critic", "rollout")}
     for role in ("actor", "critic"):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
+from configs.checks import world_size
 from configs.schema.ppo import PPOConfig
 from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.kl import KLController
-from trainer.algorithms.policy_losses import POLICY_LOSSES
 from trainer.backend import open_backend, start_hosts
 from trainer.checkpoint import Checkpoint, check_config, resolve_resume
 from trainer.data.chat import load_tokenizer, stop_token_ids
@@ -34,13 +35,11 @@ from workers.seeding import seed_of
 
 def run(config: PPOConfig, notices: Sequence[str]) -> None:
     """Train as ``config`` says, and leave a report. notices: what the user was told about the configuration."""
-    ADVANTAGES[config.algorithm.adv_estimator]
-    POLICY_LOSSES[config.actor_rollout_ref.actor.policy_loss.loss_mode]
     run_dir = Path(config.trainer.default_local_dir)
     resume = resolve_resume(config.trainer.resume_mode, config.trainer.resume_from_path, run_dir)
     if resume is not None:
         for change in check_config(resume.manifest.config, asdict(config)):
-            print(f"resumed with another {change}")
+            print(f"note: resumed with another {change}", file=sys.stderr)
     with ExitStack() as stack:
         rewards = stack.enter_context(RewardRunner(config.reward))
         rewards.start()
@@ -70,6 +69,9 @@ class Assembly:
         self.data, self.held_out = self.prompts()
         seed = config.trainer.seed if config.data.seed is None else config.data.seed
         self.order = DataOrder(len(self.data), config.data.train_batch_size, seed, config.data.shuffle)
+        for notice in (*self.data.notices, *self.held_out.notices, self.order.notice):
+            if notice is not None:
+                print(f"note: {notice}", file=sys.stderr)
         self.total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * self.order.steps_per_epoch
 
     def loop(self, run_dir: Path, rewards: RewardRunner, resume: Checkpoint | None) -> Loop:
@@ -79,9 +81,7 @@ class Assembly:
         ref = self.ref() if config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward else None
         critic = self.critic() if self.wants_critic else None
         rollout = RemoteRollout(self.hosts, self.rollout_spec(), source="actor")
-        source = Source(
-            rollout, rewards, self.tokenizer, n=rollout_config.n, sampling=self.sampling(), seed=config.trainer.seed
-        )
+        source = Source(rollout, rewards, self.tokenizer, n=rollout_config.n, sampling=self.sampling(), seed=config.trainer.seed)
         return Loop(
             config=config,
             run_dir=run_dir,
@@ -112,14 +112,7 @@ class Assembly:
 
     @property
     def wants_critic(self) -> bool:
-        wanted = "values" in ADVANTAGES.needs(self.config.algorithm.adv_estimator)
-        if wanted and self.config.critic.enable is False:
-            raise ValueError(f"algorithm.adv_estimator={self.config.algorithm.adv_estimator} needs values: critic.enable=false cannot be")
-        return wanted or self.config.critic.enable is True
-
-    @property
-    def world_size(self) -> int:
-        return self.config.trainer.nnodes * self.config.trainer.n_gpus_per_node
+        return self.config.critic.enable is True or "values" in ADVANTAGES.needs(self.config.algorithm.adv_estimator)
 
     def prompts(self) -> tuple[PromptDataset, PromptDataset]:
         data, seed = self.config.data, self.config.trainer.seed
@@ -159,7 +152,7 @@ class Assembly:
                 over_all=rollout.log_prob_micro_batch_size,
                 dynamic=rollout.log_prob_use_dynamic_bsz,
                 max_tokens=rollout.log_prob_max_token_len_per_gpu,
-                world_size=self.world_size,
+                world_size=world_size(self.config.trainer),
             ),
             training=Training(
                 optim=actor.optim,
@@ -170,7 +163,7 @@ class Assembly:
                     over_all=actor.ppo_micro_batch_size,
                     dynamic=actor.use_dynamic_bsz,
                     max_tokens=actor.ppo_max_token_len_per_gpu,
-                    world_size=self.world_size,
+                    world_size=world_size(self.config.trainer),
                 ),
                 steps=self.total_steps,
                 updates=self.actor_update().updates_a_step(self.config.data.train_batch_size),
@@ -194,7 +187,7 @@ class Assembly:
                 over_all=ref.log_prob_micro_batch_size,
                 dynamic=ref.log_prob_use_dynamic_bsz,
                 max_tokens=ref.log_prob_max_token_len_per_gpu,
-                world_size=self.world_size,
+                world_size=world_size(self.config.trainer),
             ),
             training=None,
         )
@@ -215,7 +208,7 @@ class Assembly:
                 over_all=critic.forward_micro_batch_size,
                 dynamic=critic.use_dynamic_bsz,
                 max_tokens=critic.forward_max_token_len_per_gpu,
-                world_size=self.world_size,
+                world_size=world_size(self.config.trainer),
             ),
             training=Training(
                 optim=critic.optim,
@@ -226,7 +219,7 @@ class Assembly:
                     over_all=critic.ppo_micro_batch_size,
                     dynamic=critic.use_dynamic_bsz,
                     max_tokens=critic.ppo_max_token_len_per_gpu,
-                    world_size=self.world_size,
+                    world_size=world_size(self.config.trainer),
                 ),
                 steps=self.total_steps,
                 updates=self.critic_update().updates_a_step(self.config.data.train_batch_size),

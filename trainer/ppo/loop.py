@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from configs.checks import world_size
 from configs.schema.ppo import PPOConfig
 from trainer.algorithms.advantages import ADVANTAGES, AdvantageInputs
 from trainer.algorithms.kl import KLController, reward_with_kl
@@ -45,10 +46,6 @@ class Loop:
     total_steps: int
     step: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def n_gpus(self) -> int:
-        return self.config.trainer.nnodes * self.config.trainer.n_gpus_per_node
 
     def fit(self) -> None:
         self.begin()
@@ -145,7 +142,7 @@ class Loop:
         flops = {"update_actor": self.actor.take_flops()} if "update_actor" in self.phases.seconds else {}
         if self.critic is not None:
             flops["update_critic"] = self.critic.take_flops()
-        self.metrics |= performance_metrics(batch, self.phases.seconds, self.n_gpus, flops=flops, peak=self.peak_flops)
+        self.metrics |= performance_metrics(batch, self.phases.seconds, world_size(config), flops=flops, peak=self.peak_flops)
         self.tracker.log_rollouts(batch, step)
         self.tracker.log(self.metrics, step)
         if config.save_freq > 0 and (is_last or step % config.save_freq == 0):
@@ -158,7 +155,7 @@ class Loop:
             step,
             config=asdict(self.config),
             state={"kl": self.kl.state()},
-            world_size=self.n_gpus,
+            world_size=world_size(config),
             keep={"actor": config.max_actor_ckpt_to_keep, "critic": config.max_critic_ckpt_to_keep},
         )
         with self.phases("save_checkpoint"), writer as folder:

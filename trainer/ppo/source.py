@@ -43,9 +43,7 @@ class Source:
         """
         return drop_failed(self.answer(prompts, self.n, self.sampling, phases, purpose="train", step=step))
 
-    def answer(
-        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, phases: Phases, *, purpose: str, step: int
-    ) -> Batch:
+    def answer(self, prompts: Sequence[Prompt], n: int, sampling: Sampling, phases: Phases, *, purpose: str, step: int) -> Batch:
         """``n`` answers to each prompt, scored. B = n * len(prompts) rows, a prompt's answers side by side.
 
         tokens: input_ids, response_mask, rollout_log_probs, token_level_scores (the score, at the last token).
@@ -54,9 +52,7 @@ class Source:
         """
         asked = [prompt for prompt in prompts for _ in range(n)]
         samples = list(range(n)) * len(prompts)
-        seeds = [
-            seed_of(self.seed, purpose, step, prompt.uid, sample) for prompt, sample in zip(asked, samples, strict=True)
-        ]
+        seeds = [seed_of(self.seed, purpose, step, prompt.uid, sample) for prompt, sample in zip(asked, samples, strict=True)]
         with phases("gen"):
             questions = Batch(
                 lengths=torch.tensor([len(prompt.prompt_ids) for prompt in asked], dtype=torch.int64),

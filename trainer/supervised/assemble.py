@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
+from configs.checks import world_size
 from configs.schema.sft import SFTConfig
 from trainer.backend import open_backend, start_hosts
 from trainer.checkpoint import check_config, resolve_resume
@@ -27,22 +31,18 @@ def run(config: SFTConfig, notices: Sequence[str]) -> None:
     resume = resolve_resume(trainer.resume_mode, trainer.resume_from_path, run_dir)
     if resume is not None:
         for change in check_config(resume.manifest.config, asdict(config)):
-            print(f"resumed with another {change}")
+            print(f"note: resumed with another {change}", file=sys.stderr)
     with ExitStack() as stack:
         backend = stack.enter_context(open_backend(trainer, config.ray_kwargs, run_dir))
         hosts = start_hosts(backend, trainer)
         tokenizer = load_tokenizer(config.model)
-        columns = {
-            "prompt_key": config.data.prompt_key,
-            "response_key": config.data.response_key,
-            "max_length": config.data.max_length,
-            "truncation": config.data.truncation,
-            "apply_chat_template_kwargs": config.data.apply_chat_template_kwargs,
-        }
-        data = SFTDataset(config.data.train_files, tokenizer, **columns)
-        held_out = SFTDataset(config.data.val_files, tokenizer, **columns) if trainer.test_freq > 0 else None
+        data = pairs(config, config.data.train_files, tokenizer)
+        held_out = pairs(config, config.data.val_files, tokenizer) if trainer.test_freq > 0 else None
         seed = trainer.seed if config.data.seed is None else config.data.seed
         order = DataOrder(len(data), config.data.train_batch_size, seed, config.data.shuffle)
+        for notice in (*data.notices, *(held_out.notices if held_out is not None else ()), order.notice):
+            if notice is not None:
+                print(f"note: {notice}", file=sys.stderr)
         total_steps = trainer.total_training_steps or trainer.total_epochs * order.steps_per_epoch
         tracker = stack.enter_context(
             closing(
@@ -62,7 +62,7 @@ def run(config: SFTConfig, notices: Sequence[str]) -> None:
             over_all=None,
             dynamic=config.data.use_dynamic_bsz,
             max_tokens=config.data.max_token_len_per_gpu,
-            world_size=trainer.nnodes * trainer.n_gpus_per_node,
+            world_size=world_size(trainer),
         )
         model = start_model(
             hosts,
@@ -99,3 +99,15 @@ def run(config: SFTConfig, notices: Sequence[str]) -> None:
             model.export_hf(trainer.export_dir)
             tokenizer.save_pretrained(trainer.export_dir)
             print(f"model: {trainer.export_dir}")
+
+
+def pairs(config: SFTConfig, files: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> SFTDataset:
+    return SFTDataset(
+        files,
+        tokenizer,
+        prompt_key=config.data.prompt_key,
+        response_key=config.data.response_key,
+        max_length=config.data.max_length,
+        truncation=config.data.truncation,
+        apply_chat_template_kwargs=config.data.apply_chat_template_kwargs,
+    )

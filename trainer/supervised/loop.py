@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from configs.checks import world_size
 from configs.schema.sft import SFTConfig
 from trainer.algorithms.weights import token_weights
 from trainer.checkpoint import Checkpoint, CheckpointWriter
@@ -62,7 +63,7 @@ class SupervisedLoop:
                 values["val/loss"] = self.validation_loss()
         seconds = self.phases.seconds
         values |= {f"timing_s/{phase}": spent for phase, spent in seconds.items()}
-        values["perf/throughput"] = batch.total_tokens / (seconds["step"] * config.nnodes * config.n_gpus_per_node)
+        values["perf/throughput"] = batch.total_tokens / (seconds["step"] * world_size(config))
         self.tracker.log(values, step)
         if config.save_freq > 0 and (is_last or step % config.save_freq == 0):
             self.save(step)
@@ -81,7 +82,7 @@ class SupervisedLoop:
             step,
             config=asdict(self.config),
             state={},
-            world_size=config.nnodes * config.n_gpus_per_node,
+            world_size=world_size(config),
             keep={"model": config.max_ckpt_to_keep},
         )
         with self.phases("save_checkpoint"), writer as folder:

@@ -53,7 +53,7 @@ class PackedModel(nn.Module):
         input_ids: Tensor,
         positions: Tensor,
         rows: PackedRows,
-        predicted: Tensor,
+        predicted: Tensor | None = None,
         temperature: float = 1.0,
         want_entropy: bool = False,
     ) -> dict[str, Tensor]:
@@ -69,6 +69,7 @@ class PackedModel(nn.Module):
             after = self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0]
             values = torch.where(positions == 0, 0.0, after.roll(1))
             return {"values": values, "last_value": after.index_select(0, rows.cu_seqlens[1:] - 1)}
+        assert predicted is not None, "a language head wants to know which tokens"
         lm_head = self.hf.get_output_embeddings()
         log_probs, entropy = head_log_probs(
             hidden.index_select(0, predicted - 1),

@@ -12,7 +12,8 @@ from trainer.algorithms.advantages import ADVANTAGES, AdvantageInputs, gae, grpo
 
 def config(**changes: object) -> AlgorithmConfig:
     plain: dict = {
-        "adv_estimator": "gae", "gamma": 0.97, "lam": 0.9, "norm_adv_by_std_in_grpo": True, "use_kl_in_reward": False, "kl_penalty": "kl",
+        "adv_estimator": "gae", "gamma": 0.97, "lam": 0.9, "norm_adv_by_std_in_grpo": True,
+        "use_kl_in_reward": False, "kl_penalty": "kl",
         "kl_ctrl": KLControlConfig(type="fixed", kl_coef=0.001, horizon=10000, target_kl=0.1),
     }  # fmt: skip
     return AlgorithmConfig(**(plain | changes))
@@ -96,7 +97,14 @@ def test_grpo_sums_to_zero_in_a_group_and_ignores_a_shift(groups: list[list[floa
 def test_grpo_divides_by_the_sample_deviation() -> None:
     result = grpo(scores_in_groups([[1.0, 0.0, 0.0, 1.0], [4.0, 2.0]]), config()).advantages.view(-1, 5)
     std = math.sqrt(1 / 3)
-    expected = [0.5 / (std + 1e-6), -0.5 / (std + 1e-6), -0.5 / (std + 1e-6), 0.5 / (std + 1e-6), 1 / (math.sqrt(2) + 1e-6), -1 / (math.sqrt(2) + 1e-6)]
+    expected = [
+        0.5 / (std + 1e-6),
+        -0.5 / (std + 1e-6),
+        -0.5 / (std + 1e-6),
+        0.5 / (std + 1e-6),
+        1 / (math.sqrt(2) + 1e-6),
+        -1 / (math.sqrt(2) + 1e-6),
+    ]
     torch.testing.assert_close(result[:, 2:], torch.tensor(expected).unsqueeze(1).expand(-1, 3))
     assert not result[:, :2].any()
 
@@ -111,8 +119,11 @@ def test_grpo_does_not_depend_on_the_order_of_rows(order: list[int]) -> None:
     inputs = scores_in_groups([[1.0, 0.0, 0.3], [0.2, 0.9, 0.1]])
     rows = torch.tensor(order)
     moved = AdvantageInputs(
-        token_rewards=inputs.token_rewards.view(-1, 5)[rows].flatten(), response_mask=inputs.response_mask, lengths=inputs.lengths, uid=inputs.uid[rows]
-    )  # fmt: skip
+        token_rewards=inputs.token_rewards.view(-1, 5)[rows].flatten(),
+        response_mask=inputs.response_mask,
+        lengths=inputs.lengths,
+        uid=inputs.uid[rows],
+    )
     assert torch.equal(grpo(moved, config()).advantages.view(-1, 5), grpo(inputs, config()).advantages.view(-1, 5)[rows])
 
 

@@ -30,7 +30,9 @@ def test_k3_stays_finite_far_away() -> None:
     assert far.tolist() == [10.0, 10.0]
 
 
-@pytest.mark.parametrize(("kl", "factor"), [(0.1, 1.0), (10.0, 1.0 + 0.2 * 50 / 1000), (0.0, 1.0 - 0.2 * 50 / 1000), (0.11, 1.0 + 0.1 * 50 / 1000)])
+@pytest.mark.parametrize(
+    ("kl", "factor"), [(0.1, 1.0), (10.0, 1.0 + 0.2 * 50 / 1000), (0.0, 1.0 - 0.2 * 50 / 1000), (0.11, 1.0 + 0.1 * 50 / 1000)]
+)
 def test_adaptive_coefficient_follows_the_clipped_error(kl: float, factor: float) -> None:
     controller = KLController.start(KLControlConfig(type="adaptive", kl_coef=0.2, horizon=1000, target_kl=0.1))
     controller.update(kl, 50)
@@ -42,5 +44,7 @@ def test_adaptive_coefficient_follows_the_clipped_error(kl: float, factor: float
 
 
 def test_the_penalty_is_taken_where_the_mask_is() -> None:
-    rewards, kl = reward_with_kl(torch.tensor([0.0, 1.0]), torch.tensor([-1.0, -1.0]), torch.tensor([-3.0, -3.0]), torch.tensor([0.0, 1.0]), "kl", 0.1)
+    rewards, kl = reward_with_kl(
+        torch.tensor([0.0, 1.0]), torch.tensor([-1.0, -1.0]), torch.tensor([-3.0, -3.0]), torch.tensor([0.0, 1.0]), "kl", 0.1
+    )
     assert kl.tolist() == [0.0, 2.0] and rewards.tolist() == pytest.approx([0.0, 0.8])

@@ -8,7 +8,9 @@ from trainer.algorithms.weights import token_weights
 rows = st.lists(st.lists(st.tuples(st.floats(-3, 3), st.booleans()), min_size=1, max_size=8), min_size=1, max_size=6)
 
 
-@pytest.mark.parametrize("mode", ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+@pytest.mark.parametrize(
+    "mode", ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+)
 @given(rows)
 def test_weighted_sum_is_the_aggregation(mode: str, batch: list[list[tuple[float, bool]]]) -> None:
     loss = torch.tensor([value for row in batch for value, _ in row], dtype=torch.float64)

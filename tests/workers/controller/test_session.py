@@ -16,7 +16,8 @@ import os, subprocess, sys
 from pathlib import Path
 from workers.controller.session import MARK, SessionDir
 session = SessionDir(Path(sys.argv[1]))
-orphan = subprocess.Popen(["sleep", "600"], env=os.environ | {MARK: session.mark}, start_new_session=True, stdout=subprocess.DEVNULL)
+os.environ[MARK] = session.mark
+orphan = subprocess.Popen(["sleep", "600"], start_new_session=True, stdout=subprocess.DEVNULL)
 print(orphan.pid, flush=True)
 os.kill(os.getpid(), 9)
 """
@@ -53,7 +54,7 @@ def test_it_lies_in_a_short_run_directory(short_dir: Path) -> None:
 
 
 def test_it_lies_elsewhere_if_the_run_directory_is_too_deep(tmp_path: Path) -> None:
-    run_dir = tmp_path / "deep" * 10
+    run_dir = tmp_path / ("deep" * 20)
     session = SessionDir(run_dir)
     bind_below(session)
     assert len(f"{session.path}{SOCKET_BELOW}") <= 107

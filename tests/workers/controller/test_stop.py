@@ -10,11 +10,17 @@ import pytest
 
 from workers.controller.stop import SIGNALS, graceful_stop, handlers_kept, shielded
 
-ORPHAN = """
+CHILD = """
+import os, time
+from workers.controller.stop import die_with_parent
+die_with_parent(os.getppid())
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+PARENT = f"""
 import os, subprocess, sys
-child = "import os, time; from workers.controller.stop import die_with_parent; die_with_parent(os.getppid()); print(os.getpid(), flush=True); time.sleep(600)"
-process = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True)
-print(process.stdout.readline(), end="", flush=True)
+child = subprocess.Popen([sys.executable, "-c", {CHILD!r}], stdout=subprocess.PIPE, text=True)
+print(child.stdout.readline(), end="", flush=True)
 os.kill(os.getpid(), 9)
 """
 
@@ -65,7 +71,7 @@ def test_a_shielded_block_ends_before_the_signal_counts() -> None:
 
 
 def test_a_child_dies_with_a_killed_parent() -> None:
-    parent = subprocess.run([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, text=True, timeout=60)
+    parent = subprocess.run([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, timeout=60)
     child = int(parent.stdout)
     assert parent.returncode == -signal.SIGKILL
     deadline = time.monotonic() + 5

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.multiprocessing
 
+from tests.workers.engine.fsdp.cases import exported, train
 from tests.workers.engine.fsdp.two_ranks import main
 from tests.workers.engine.toy import one_rank, toy_engine
 
@@ -17,5 +18,11 @@ Found = dict[str, Any]
 def two_ranks(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Found]]:
     """(Their directory, what each rank found by name.)"""
     path = tmp_path_factory.mktemp("two_ranks")
+    with one_rank(path):
+        engine = toy_engine(models["qwen2"])
+        train(engine, range(2))
+        engine.save(str(path / "one_rank"))
+        saved = exported(engine)
+        torch.save({"saved": saved, "grad_norm_on_one": train(engine, range(2, 4))["grad_norm"]}, path / "one_rank.pt")
     torch.multiprocessing.spawn(main, args=(str(path), models), nprocs=2)
     return path, [torch.load(path / f"rank_{rank}.pt", weights_only=True) for rank in range(2)]

@@ -14,7 +14,7 @@ def main(rank: int, directory: str, models: dict[str, str]) -> None:
     torch.set_num_threads(1)
     path = Path(directory)
     dist.init_process_group("gloo", init_method=f"file://{path / 'rendezvous'}", rank=rank, world_size=2)
-    checks = (invariance, parity, checkpoint, value_head, options)
+    checks = (invariance, parity, checkpoint, from_one_rank, value_head, options)
     found: dict[str, Any] = {check.__name__: check(rank, path, models) for check in checks}
     torch.save(found, path / f"rank_{rank}.pt")
     dist.destroy_process_group()
@@ -57,6 +57,14 @@ def checkpoint(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
         "metrics": [metrics, again, back],
         "shards": [uninterrupted, shards(resumed), shards(engine)],
     }
+
+
+def from_one_rank(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
+    """What was saved by one rank, before these two were started."""
+    engine = toy_engine(models["qwen2"])
+    engine.load(str(path / "one_rank"))
+    before = torch.load(path / "one_rank.pt", weights_only=True)
+    return before | {"loaded": exported(engine), "grad_norm": train(engine, range(2, 4))["grad_norm"]}
 
 
 def value_head(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:

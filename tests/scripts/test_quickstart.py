@@ -28,7 +28,8 @@ def warm_models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
         run("data_preprocess.tiny_model", f"--save_dir={task}/base-{seed}", f"--seed={seed}")
         run(
             "trainer.main_sft", "sft_recipe=sort_digits", f"trainer.seed={seed}", f"data.train_files={task}/sft.parquet",
-            f"model.path={task}/base-{seed}", f"trainer.export_dir={task}/warm-{seed}", f"trainer.default_local_dir={task}/sft-{seed}",
+            f"model.path={task}/base-{seed}", f"trainer.export_dir={task}/warm-{seed}",
+            f"trainer.default_local_dir={task}/sft-{seed}",
         )  # fmt: skip
         return task / f"warm-{seed}"
 
@@ -59,7 +60,9 @@ def test_grpo_reaches_085_within_three_minutes(warm_models: dict[int, Path], tmp
 
 
 @pytest.mark.parametrize(
-    "overrides", [("trainer.n_gpus_per_node=2",), ("algorithm=ppo",), ("algorithm=ppo", "trainer.n_gpus_per_node=2")], ids=["grpo-2", "ppo-1", "ppo-2"]
+    "overrides",
+    [("trainer.n_gpus_per_node=2",), ("algorithm=ppo",), ("algorithm=ppo", "trainer.n_gpus_per_node=2")],
+    ids=["grpo-2", "ppo-1", "ppo-2"],
 )
 def test_other_ways_rise_too(warm_models: dict[int, Path], tmp_path: Path, overrides: tuple[str, ...]) -> None:
     rises = [after - before for before, after, _ in table(warm_models, tmp_path, *overrides)]

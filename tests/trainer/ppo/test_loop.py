@@ -111,7 +111,7 @@ def test_failed_rewards_are_counted_and_left_out(task: Path, tmp_path: Path) -> 
 
 def test_when_every_reward_fails_the_first_error_is_told(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     reward = tmp_path / "reward.py"
-    reward.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info):\n    raise KeyError('no such thing')\n")
+    reward.write_text("def compute_score(*asked):\n    raise KeyError('no such thing')\n")
     code = main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", f"reward.custom_reward_function.path={reward}"))
     assert code == 1
     assert "all 32 rewards of the step failed; the first: KeyError" in capfd.readouterr().err
@@ -127,7 +127,8 @@ def test_the_last_two_lines_tell_accuracy_and_report(task: Path, tmp_path: Path,
 
 def test_resuming_with_another_learning_rate_is_refused(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run_ppo(task, tmp_path, "trainer.save_freq=2")
-    code = main_ppo.PROGRAM(ppo_arguments(task, tmp_path, "trainer.total_training_steps=3", "actor_rollout_ref.actor.optim.lr=1.0"))
+    changed = ("trainer.total_training_steps=3", "actor_rollout_ref.actor.optim.lr=1.0")
+    code = main_ppo.PROGRAM(ppo_arguments(task, tmp_path, *changed))
     assert code == 2
     assert "actor_rollout_ref.actor.optim.lr: 0.0003 -> 1.0" in capfd.readouterr().err
 
