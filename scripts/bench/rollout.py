@@ -15,7 +15,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,8 +30,20 @@ from configs.schema.ppo import PPOConfig
 from workers.rollout import make_rollout
 from workers.rollout.base import Request, Rollout, RolloutSpec, Sampling
 
-SMALL = {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 768, "vocab_size": 460, "tie_word_embeddings": False}
-QUICKSTART = {"hidden_size": 96, "num_hidden_layers": 2, "intermediate_size": 288, "vocab_size": 64, "tie_word_embeddings": True}
+SMALL: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "intermediate_size": 768,
+    "vocab_size": 460,
+    "tie_word_embeddings": False,
+}
+QUICKSTART: dict[str, Any] = {
+    "hidden_size": 96,
+    "num_hidden_layers": 2,
+    "intermediate_size": 288,
+    "vocab_size": 64,
+    "tie_word_embeddings": True,
+}
 
 
 def main() -> None:
@@ -58,9 +72,9 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, object]:
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(Qwen2Config(num_attention_heads=4, num_key_value_heads=2, **sizes)).eval()
     engine = embedded_engine(model, requests, args.max_num_seqs)
-    contenders: dict[str, Callable[[], int]] = {"embedded": lambda: run_embedded(engine, requests)}
+    contenders: dict[str, Callable[[], int]] = {"embedded": partial(run_embedded, engine, requests)}
     for size in args.hf_batch_sizes:
-        contenders[f"generate, batch {size}"] = lambda size=size: run_generate(model, requests, size)
+        contenders[f"generate, batch {size}"] = partial(run_generate, model, requests, size)
     seconds: dict[str, list[float]] = {contender: [] for contender in contenders}
     wanted = sum(request.sampling.max_tokens for request in requests)
     for _ in range(args.rounds + 1):
@@ -83,7 +97,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def workload(name: str, args: argparse.Namespace) -> tuple[dict[str, object], list[Request]]:
+def workload(name: str, args: argparse.Namespace) -> tuple[dict[str, Any], list[Request]]:
     """ragged: geometric lengths with mean max_tokens / 4, cut at max_tokens. even: all as long as that mean. quickstart: the
     quick start's model, prompts and lengths."""
     rng = np.random.default_rng(0)
@@ -129,13 +143,13 @@ class Lengths(StoppingCriteria):
         return input_ids.shape[1] >= self.ends
 
 
-def run_generate(model: PreTrainedModel, requests: list[Request], batch_size: int) -> int:
+def run_generate(model: Qwen2ForCausalLM, requests: list[Request], batch_size: int) -> int:
     made = 0
     for i in range(0, len(requests), batch_size):
         part = requests[i : i + batch_size]
         prompts = torch.tensor([request.prompt_ids for request in part])
         lengths = [request.sampling.max_tokens for request in part]
-        output = model.generate(
+        output: Any = model.generate(
             prompts,
             attention_mask=torch.ones_like(prompts),
             do_sample=True,

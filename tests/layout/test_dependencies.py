@@ -20,6 +20,7 @@ NOT_IMPORTED: dict[str, str] = {
     "pytest-timeout": "a plugin: pyproject.toml sets its limit",
     "pytest-xdist": "a plugin: pytest -n",
     "ruff": "a tool of scripts/test.sh",
+    "safetensors": "torch.distributed.checkpoint writes through it",
     "tensorboard": "torch.utils.tensorboard writes through it",
     "types-pyyaml": "types, for mypy",
 }

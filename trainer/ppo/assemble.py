@@ -25,6 +25,7 @@ from trainer.ppo.update import UpdateSpec
 from trainer.ppo.validation import Validation
 from trainer.remote import RemoteModel, RemoteRollout
 from trainer.report import write_report
+from trainer.rewards.registry import check_data_sources
 from trainer.rewards.runner import RewardRunner
 from trainer.tracking import Tracker
 from workers.controller.group import WorkerGroup
@@ -44,7 +45,9 @@ def run(config: PPOConfig, notices: Sequence[str]) -> None:
         rewards = stack.enter_context(RewardRunner(config.reward))
         rewards.start()
         backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, run_dir))
-        loop = Assembly(config, start_hosts(backend, config.trainer)).loop(run_dir, rewards, resume)
+        parts = Assembly(config, start_hosts(backend, config.trainer))
+        rewards.wait_ready()
+        loop = parts.loop(run_dir, rewards, resume)
         stack.callback(finish, loop)
         loop.fit()
 
@@ -69,6 +72,8 @@ class Assembly:
         self.data, self.held_out = self.prompts()
         seed = config.trainer.seed if config.data.seed is None else config.data.seed
         self.order = DataOrder(len(self.data), config.data.train_batch_size, seed, config.data.shuffle)
+        if config.reward.custom_reward_function.path is None:
+            check_data_sources(self.data.data_sources | self.held_out.data_sources)
         for notice in (*self.data.notices, *self.held_out.notices, self.order.notice):
             if notice is not None:
                 print(f"note: {notice}", file=sys.stderr)

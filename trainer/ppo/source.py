@@ -61,9 +61,12 @@ class Source:
             )
             answers = self.rollout.generate(questions, sampling, n)
         with phases("reward"):
-            written = [ids.tolist() for ids in answers.split_rows("input_ids")]
-            texts = self.tokenizer.batch_decode(written, skip_special_tokens=True)
             finished = answers.rows["finished"].bool().tolist()
+            # What ends an answer is no part of its text; any other special token is, or "4<pad>2" would count as 42.
+            written = [
+                ids[: len(ids) - done].tolist() for ids, done in zip(answers.split_rows("input_ids"), finished, strict=True)
+            ]
+            texts = self.tokenizer.batch_decode(written, skip_special_tokens=False)
             scores = self.rewards.score(
                 [
                     Answer(prompt.data_source, text, prompt.ground_truth, prompt.extra_info, finished=done)

@@ -67,4 +67,6 @@ def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
 def _build_tensor(buffer: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     import torch
 
+    if not buffer.size:  # no bytes can be seen as another type
+        return torch.empty(shape, dtype=dtype)
     return torch.from_numpy(buffer).view(dtype).reshape(shape)

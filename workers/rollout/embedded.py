@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from workers.rollout.attention import StepAttention
 from workers.rollout.base import Completion, EngineAsleep, Request, Rollout, RolloutSpec
-from workers.rollout.kv_cache import KVCache, StepAttention
-from workers.rollout.rows import RowSequence, RunningRows
+from workers.rollout.kv_cache import KVCache
+from workers.rollout.rows import FinishReason, RowSequence, RunningRows
 from workers.rollout.sampling import sample, uniforms
 from workers.rollout.weights import BorrowedModel
 
@@ -52,15 +53,16 @@ class EmbeddedRollout(Rollout):
         self._ids = ids
 
     def _check(self, request: Request, ids: set[int]) -> None:
-        length, foreign = len(request.prompt_ids), [t for t in request.prompt_ids if not 0 <= t < self.model.vocab_size]
+        length, vocabulary = len(request.prompt_ids), self.model.vocab_size
         if request.id in ids:
             raise ValueError(f"request {request.id}: this id is unfinished")
         if not length:
             raise ValueError(f"request {request.id}: empty prompt")
         if length + 1 > self.max_length:
             raise ValueError(f"request {request.id}: prompt of {length} tokens + 1 > max_model_len {self.max_length}")
-        if foreign:
-            raise ValueError(f"request {request.id}: token {foreign[0]} is outside the vocabulary of {self.model.vocab_size}")
+        for token in (min(request.prompt_ids), max(request.prompt_ids)):
+            if not 0 <= token < vocabulary:
+                raise ValueError(f"request {request.id}: token {token} is outside the vocabulary of {vocabulary}")
         if request.sampling.max_tokens < 1:
             raise ValueError(f"request {request.id}: max_tokens {request.sampling.max_tokens} < 1")
 
@@ -68,6 +70,7 @@ class EmbeddedRollout(Rollout):
     def unfinished(self) -> int:
         return len(self._ids)
 
+    @torch.inference_mode()
     def abort(self, ids: Sequence[int] | None = None) -> list[Completion]:
         """In order of submission. An id that is not unfinished is passed over: it may have ended meanwhile."""
         chosen = self._ids if ids is None else self._ids.intersection(ids)
@@ -78,7 +81,7 @@ class EmbeddedRollout(Rollout):
         self._waiting = deque(sequence for sequence in self._waiting if sequence.request.id not in chosen)
         return self._completed(aborted, ["abort"] * len(aborted))
 
-    def _completed(self, sequences: list[RowSequence], reasons: list[str]) -> list[Completion]:
+    def _completed(self, sequences: list[RowSequence], reasons: list[FinishReason]) -> list[Completion]:
         self._ids -= {sequence.request.id for sequence in sequences}
         return [sequence.completion(reason, self._version) for sequence, reason in zip(sequences, reasons, strict=True)]
 
@@ -181,7 +184,9 @@ class EmbeddedRollout(Rollout):
         rows = self.rows
         if not np.isfinite(log_probs).all():
             request = rows["sequence"][np.flatnonzero(~np.isfinite(log_probs))[0]].request
-            raise FloatingPointError(f"request {request.id}: the model's logits are not finite (weights of version {self._version})")
+            raise FloatingPointError(
+                f"request {request.id}: the model's logits are not finite (weights of version {self._version})"
+            )
         self._counters["decode_steps"] += 1
         self._counters["response_tokens"] += rows.n
         self._counters["cache_bytes"] = max(self._counters["cache_bytes"], self.cache.nbytes)

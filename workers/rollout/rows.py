@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
 from workers.rollout.base import Completion, Request
 from workers.rollout.sampling import stream_keys
+
+FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(slots=True)
@@ -27,7 +30,7 @@ class RowSequence:
         """Prompt and answer so far: what the cache must hold before the next token."""
         return self.request.prompt_ids + tuple(self.token_ids)
 
-    def completion(self, finish_reason: str, version: int) -> Completion:
+    def completion(self, finish_reason: FinishReason, version: int) -> Completion:
         return Completion(self.request.id, tuple(self.token_ids), tuple(self.log_probs), finish_reason, version)
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from configs.schema.common import ModelConfig
 from workers.engine.hf_model import empty_model, model_config
-from workers.rollout.kv_cache import CACHED_ATTENTION, CacheShape, probe_cache_shape
+from workers.rollout.attention import CACHED_ATTENTION, probe_cache_shape
 
 
 @dataclass(slots=True)
@@ -38,8 +38,10 @@ class BorrowedModel:
         self.device = device
         self.module: PreTrainedModel = empty_model(model, model_config(model, "lm"), "lm", dtype).hf
         self.module.set_attn_implementation(CACHED_ATTENTION)
-        self.vocab_size: int = self.module.get_input_embeddings().weight.shape[0]
-        self.cache_shape: CacheShape = probe_cache_shape(self.module)
+        embeddings = self.module.get_input_embeddings()
+        assert isinstance(embeddings, nn.Embedding)
+        self.vocab_size = embeddings.num_embeddings
+        self.cache_shape = probe_cache_shape(self.module)
         weights: dict[int, _Weight] = {}
         for name, tensor in self.module.state_dict(keep_vars=True).items():
             weight = weights.setdefault(id(tensor), _Weight([], [], tensor))
@@ -63,6 +65,7 @@ class BorrowedModel:
                 self._by_name[name].bind(tensor)
         return matching
 
+    @torch.no_grad()
     def load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Copy. Raises ValueError, once all have come, naming those that are missing, unexpected or of another shape."""
         came: dict[str, Tensor] = {}

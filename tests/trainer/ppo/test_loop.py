@@ -111,7 +111,7 @@ def test_failed_rewards_are_counted_and_left_out(task: Path, tmp_path: Path) -> 
 
 def test_when_every_reward_fails_the_first_error_is_told(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     reward = tmp_path / "reward.py"
-    reward.write_text("def compute_score(*asked):\n    raise KeyError('no such thing')\n")
+    reward.write_text("def compute_score(**asked):\n    raise KeyError('no such thing')\n")
     code = main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", f"reward.custom_reward_function.path={reward}"))
     assert code == 1
     assert "all 32 rewards of the step failed; the first: KeyError" in capfd.readouterr().err

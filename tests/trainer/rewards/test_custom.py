@@ -13,7 +13,7 @@ def write(path: Path, text: str) -> str:
 def test_loads_a_function_by_path_and_name(tmp_path: Path) -> None:
     path = write(
         tmp_path / "math.py",  # named as a standard module: neither may hide the other
-        "import math\nfrom dataclasses import dataclass\n"
+        "from __future__ import annotations\nimport math\nfrom dataclasses import dataclass\n"
         "@dataclass\nclass Result:\n    value: float\n"
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
         "    return Result(math.sqrt(len(solution_str))).value\n",

@@ -24,6 +24,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
         return float("nan")
     if word == "hang":  # inside C, where no signal handler and no other thread of Python gets a turn
         re.match(r"(a+)+$", "a" * 64 + "b")
+    if word == "interrupt":  # no Exception: it ends the process, through the interpreter's clean-up
+        raise KeyboardInterrupt
     if word == "exit":
         os._exit(3)
     if word == "segfault":
@@ -99,9 +101,16 @@ def test_uneven_answers_use_all_processes_and_keep_their_order(rewards: Path) ->
 
 def test_a_failing_answer_costs_itself_alone(rewards: Path) -> None:
     texts = ["fine"] * 40
-    bad = {3: "RuntimeError: as asked (rewards.py:7)", 4: "not a finite number", 17: "with exit code 3", 18: "died of SIGSEGV"}
-    for i, word in zip(bad, ["raise", "nan", "exit", "segfault"], strict=True):
+    failures = {
+        3: ("raise", "RuntimeError: as asked (rewards.py:7)"),
+        4: ("nan", "not a finite number"),
+        17: ("exit", "the scoring process ended with exit code 3"),
+        18: ("segfault", "the scoring process died of SIGSEGV"),
+        39: ("interrupt", "the scoring process died of SIGINT"),
+    }
+    for i, (word, _) in failures.items():
         texts[i] = word
+    bad = {i: told for i, (_, told) in failures.items()}
     with RewardRunner(config(rewards)) as runner:
         expect(runner.score(answers(*texts)), bad)
         expect(runner.score(answers("fine", "fine")), {})
@@ -121,8 +130,8 @@ def test_a_late_answer_costs_itself_alone(rewards: Path) -> None:
 
 
 def test_the_limit_is_for_an_answer_not_for_its_chunk(rewards: Path) -> None:
-    with RewardRunner(config(rewards, timeout=1.0)) as runner:
-        expect(runner.score(answers(*["sleep 0.15"] * 32)), {})  # 4 s of work, chunks of 0.6 s and more
+    with RewardRunner(config(rewards, num_workers=1, timeout=0.5)) as runner:
+        expect(runner.score(answers(*["sleep 0.2"] * 12)), {})  # chunks of three
 
 
 def test_a_late_answers_own_children_end_with_it(rewards: Path, tmp_path: Path) -> None:

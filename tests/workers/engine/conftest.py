@@ -21,7 +21,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A process group of one rank."""
     with one_rank(tmp_path_factory.mktemp("group")):

@@ -1,0 +1,66 @@
+"""What users of verl type, run for real: two workers, two steps, a clean end."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from configs.keys import CONFIG_DIR
+from data_preprocess import tiny_model
+from data_preprocess.writer import rl_row, write
+from tests.trainer.verl_commands import LONG_ANSWERS, MADE_SMALL, SMALL_BATCH
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model that reads text, and two small data sets where the command lines look for them."""
+    folder = tmp_path_factory.mktemp("verl")
+    alphabet = "".join(map(chr, range(32, 127)))
+    tiny_model.main([f"--save_dir={folder / 'model'}", "--hidden_size=32", f"--alphabet={alphabet}"])
+    for place, source in (("data", "openai/gsm8k"), ("data/math", "sort_digits")):
+        for split, n in (("train", 24), ("test", 5)):
+            rows = [
+                rl_row(
+                    data_source=source, prompt=f"{i} + {i} = ?", ability="math", ground_truth=str(2 * i), split=split, index=i
+                )
+                for i in range(n)
+            ]
+            write(rows, folder / place, split)
+    return folder
+
+
+@pytest.mark.parametrize("command", [SMALL_BATCH, LONG_ANSWERS], ids=["small_batch", "long_answers"])
+def test_command_lines_of_verl_train_as_they_are_typed(command: str, task: Path, tmp_path: Path) -> None:
+    small = [f"actor_rollout_ref.model.path={task}/model", f"critic.model.path={task}/model", *MADE_SMALL]
+    shell = f'python3() {{ "{sys.executable}" "$@" {" ".join(small)}; }}\n{command}'
+    environment = {"PYTHONPATH": str(CONFIG_DIR.parent), "DATA_DIR": f"{task}/data", "TIME": "now", "TANDEM_TEST_RUN": str(tmp_path)}
+    result = subprocess.run(["bash", "-c", shell], cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
+    (log,) = tmp_path.rglob("metrics.jsonl")
+    steps = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [step["training/global_step"] for step in steps] == [1, 2]
+    assert {"critic/vf_loss", "actor/pg_loss", "critic/values/mean", "timing_s/update_critic"} <= steps[0].keys(), "PPO with GAE"
+    assert "val/accuracy" in steps[1] and "actor/kl_loss" not in steps[0]
+    for word in ("tensor_model_parallel_size", "gpu_memory_utilization"):
+        assert sum(word in line and "no effect" in line for line in result.stderr.splitlines()) == 1
+    if "wandb" in command:
+        assert sum(line.startswith("logger wandb left out") for line in result.stderr.splitlines()) == 1
+    assert result.stdout.splitlines()[-1].startswith("report: ")
+    assert survivors(str(tmp_path)) == []
+
+
+def survivors(mark: str) -> list[str]:
+    """Processes that the run left behind, known by what they inherited."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("TANDEM_TEST_RUN") == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline()))
+        except psutil.Error:  # another user's, or gone by now
+            continue
+    return found

@@ -1,0 +1,25 @@
+"""A run that ends in the way that is asked for: python -m tests.workers.controller.driver RUN_DIR WAY"""
+
+import sys
+
+from workers.controller.ray_backend import RayBackend
+from workers.controller.resource_pool import ResourcePool
+from workers.controller.stop import graceful_stop
+
+
+def main(run_dir: str, way: str) -> None:
+    with graceful_stop(), RayBackend(run_dir=run_dir, nnodes=1, n_gpus_per_node=2, device="cpu", ray_init={}) as backend:
+        group = backend.start_group("toy", ResourcePool((2,), "cpu", "p"), "tests.workers.controller.toy:Toy")
+        if way != "SIGKILL":
+            group.call("child").result()
+        group.call("stands").result()
+        print("ready", flush=True)
+        if way == "returns":
+            return
+        if way == "raises":
+            raise RuntimeError("the run failed")
+        group.call("hang_with_lock" if way == "SIGTERM" else "hang", *([] if way == "SIGTERM" else [[0, 1]])).result()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

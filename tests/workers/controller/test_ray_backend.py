@@ -1,0 +1,241 @@
+"""What only real processes can show: deaths, hangs, large data, and that nothing is left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+import torch
+
+from workers.batch import Batch
+from workers.controller.group import PhaseTimeout, WorkerError, WorkerGroup
+from workers.controller.ray_backend import RayBackend, Shipper, cause_of_death
+from workers.controller.resource_pool import ResourcePool
+from workers.controller.session import MARK
+
+ROOT = Path(__file__).parents[3]
+TOY = "tests.workers.controller.toy:Toy"
+WAYS = ["returns", "raises", "SIGINT", "SIGTERM", "SIGKILL"]
+
+
+class Ended:
+    """A driver that has ended in its way, and what is left of it."""
+
+    def __init__(self, way: str, run_dir: Path) -> None:
+        self.way = way
+        self.run_dir = run_dir
+        self.tag = f"{way} {os.getpid()}"
+        # A shell that starts a command in the background has it ignore SIGINT; this one is to have Python's handler.
+        code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+        code += f"; from tests.workers.controller.driver import main; main({str(run_dir)!r}, {way!r})"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env=os.environ | {"ENDING": self.tag},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def end(self) -> None:
+        assert self.process.stdout is not None
+        self.ready = self.process.stdout.readline()
+        self.living = len(self.left()) - 1
+        if self.way.startswith("SIG"):
+            self.process.send_signal(signal.Signals[self.way])
+        _, self.errors = self.process.communicate(timeout=60)
+        self.left_at_exit = self.left()
+
+    def left(self) -> list[str]:
+        """Command lines of living processes that descend from the driver: they inherit its environment."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("ENDING") == self.tag and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(" ".join(process.cmdline())[:80])
+            except psutil.Error:
+                continue
+        return found
+
+
+@pytest.fixture(scope="module")
+def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """All at the same time, so that they would meet if they could."""
+    runs = {way: Ended(way, tmp_path_factory.mktemp(way)) for way in WAYS}
+    for run in runs.values():
+        run.end()
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("way", "code", "said"),
+    [
+        ("returns", 0, ""),
+        ("raises", 1, "RuntimeError: the run failed"),
+        ("SIGINT", -signal.SIGINT, "KeyboardInterrupt"),
+        ("SIGTERM", 128 + signal.SIGTERM, ""),
+        ("SIGKILL", -signal.SIGKILL, ""),
+    ],
+)
+def test_however_a_run_ends_nothing_is_left(endings: dict[str, Ended], way: str, code: int, said: str) -> None:
+    run = endings[way]
+    assert run.ready == "ready\n", run.errors
+    assert run.process.returncode == code, run.errors
+    assert said in run.errors
+    if way == "SIGKILL":
+        deadline = time.monotonic() + 10
+        while run.left() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert run.left() == []
+    else:
+        assert run.left_at_exit == []
+        assert sorted(path.name for path in run.run_dir.iterdir()) == ["logs"], "Ray's directories are gone"
+
+
+def test_a_node_that_joins_only_brings_workers(tmp_path: Path) -> None:
+    """nnodes > 1 against a cluster of two nodes on this machine."""
+    command = [sys.executable, "-m", "tests.workers.controller.cluster", str(tmp_path)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    said = json.loads(run.stdout.splitlines()[-1])
+    assert [(info["node_rank"], info["local_rank"]) for info in said["infos"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    first, second = said["raylets"][:2], said["raylets"][2:]
+    assert len(set(first)) == len(set(second)) == 1 and first != second, "ranks of a node sit on one node"
+    assert said["env"] == [["b", "1"]] * 4
+    assert "needs 5 slots (tandem_slot), [3, 2] on 2 node(s); the nodes of this Ray have [2, 2], 4 together" in said["too large"]
+    assert said["alive"] == 2, "the cluster lives on"
+
+
+@pytest.fixture(scope="module")
+def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayBackend]:
+    run_dir = tmp_path_factory.mktemp("run")
+    with RayBackend(run_dir=run_dir, nnodes=1, n_gpus_per_node=5, device="cpu", ray_init={}) as backend:
+        yield backend
+
+
+@pytest.fixture(scope="module")
+def pair(backend: RayBackend) -> WorkerGroup:
+    return start(backend, "pair")
+
+
+def start(backend: RayBackend, name: str, n: int = 2) -> WorkerGroup:
+    return backend.start_group(name, ResourcePool((n,), "cpu", name), TOY)
+
+
+def test_ray_listens_on_the_loopback_alone(pair: WorkerGroup) -> None:
+    listening = {
+        connection.laddr.ip
+        for process in psutil.process_iter()
+        if process.pid == os.getpid() or MARK in environment(process)
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert listening and all("127.0.0.1" in address or address == "::1" for address in listening), listening
+
+
+def environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except psutil.Error:
+        return {}
+
+
+def test_workers_find_the_same_modules(pair: WorkerGroup, tmp_path: Path) -> None:
+    for pid, path in pair.call("where").result():
+        assert pid != os.getpid() and str(ROOT) in path
+
+
+def test_groups_work_at_the_same_time(backend: RayBackend, pair: WorkerGroup) -> None:
+    other = start(backend, "other", 1)
+    other.call("stands").result()
+    hanging = other.call("hang", [0])
+    assert pair.call("echo").result() == [(0, (), {}), (1, (), {})]
+    assert not hanging.done()
+    other.shutdown()
+    with pytest.raises(WorkerError, match="rank 0 failed in hang"):
+        hanging.result(timeout=30)
+
+
+def test_a_failure_does_not_wait_for_ranks_that_hang(backend: RayBackend) -> None:
+    group = start(backend, "collective")
+    with pytest.raises(WorkerError, match="rank 1 failed in fail"):
+        group.call("fail", 1, hangs=True).result(timeout=30)
+    group.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("how", "cause", "words"),
+    [("signal", "by a signal", ""), ("crash", "by a signal", "Segmentation fault"), ("exit", "os._exit", "last words")],
+)
+def test_a_dead_worker_is_named_with_its_cause(backend: RayBackend, how: str, cause: str, words: str) -> None:
+    group = start(backend, how)
+    ((_, _), (pid, _)) = group.call("where").result()
+    with pytest.raises(WorkerError) as raised:
+        group.call("die", 1, how).result(timeout=30)
+    assert (raised.value.rank, raised.value.method) == (1, "die")
+    assert f"process {pid} died" in raised.value.message and cause in raised.value.message
+    assert words in raised.value.remote_traceback
+    group.shutdown()
+
+
+def test_an_exit_code_is_named() -> None:
+    said = "The actor died.\n\tpid: 7\nWorker exit type: SYSTEM_ERROR Worker exit detail: Worker exits with an exit code 4."
+    assert cause_of_death(said) == "process 7 died: Worker exits with an exit code 4."
+
+
+def test_no_call_waits_for_ever(backend: RayBackend) -> None:
+    group = start(backend, "late", 3)
+    group.call("stands").result()
+    future = group.call("hang", [0, 2], timeout=0.5)
+    with pytest.raises(PhaseTimeout) as raised:
+        future.result()
+    assert (raised.value.method, raised.value.missing, raised.value.seconds) == ("hang", [0, 2], 0.5)
+    assert "hang took more than 0.5 s: no answer from ranks [0, 2]" in str(raised.value)
+    with pytest.raises(PhaseTimeout) as raised:
+        group.call("echo").result(timeout=0.2)
+    assert raised.value.missing == [0, 2] and raised.value.seconds == 0.2, "rank 1 was done and has answered"
+    group.shutdown()
+
+
+def test_more_than_there_is_is_refused_with_the_arithmetic(backend: RayBackend) -> None:
+    said = r"pool 'big' needs 6 slots \(tandem_slot\), \[6\] on 1 node\(s\); the nodes of this Ray have \[5\], 5 together"
+    with pytest.raises(ValueError, match=said):
+        start(backend, "big", 6)
+    with pytest.raises(ValueError, match=r"\[2, 2\] on 2 node\(s\); the nodes of this Ray have \[5\]"):
+        backend.start_group("wide", ResourcePool((2, 2), "cpu", "wide"), TOY)
+
+
+def test_an_argument_for_all_is_put_once(backend: RayBackend) -> None:
+    ship, large, small = Shipper(), torch.zeros(100_000), torch.zeros(10)
+    assert isinstance(ship(large), ray.ObjectRef) and ship(large) is ship(large)
+    assert not isinstance(ship(small), ray.ObjectRef) and ship(small) is ship(small)
+
+
+def test_a_large_batch_travels_at_the_speed_of_numpy(pair: WorkerGroup) -> None:
+    """100 MB to a worker and back: at most 4 x Ray's own round trip of the same bytes as numpy arrays (torch tensors: 8 x and
+    more). The best of several, for the machine is shared."""
+    tokens = 100 * 2**20 // 32
+    lengths = torch.full((tokens // 100,), 100)
+    columns = {name: torch.arange(tokens) for name in ("input_ids", "response_mask")}
+    columns |= {name: torch.rand(tokens) for name in ("log_probs", "values", "advantages", "returns")}
+    batch = Batch(lengths=lengths, tokens=columns)
+    arrays = [column.numpy() for column in columns.values()]
+    assert sum(array.nbytes for array in arrays) == 100 * 2**20
+    plain = ray.remote(lambda value: value).options(num_cpus=0)
+    ours, numpys = [], []
+    for _ in range(6):
+        started = time.perf_counter()
+        ray.get(plain.remote(arrays))
+        middle = time.perf_counter()
+        (arrived, _) = pair.call("same", batch).result()
+        ours.append(time.perf_counter() - middle)
+        numpys.append(middle - started)
+    assert all(torch.equal(arrived.tokens[name], column) for name, column in columns.items())
+    assert min(ours) < 4 * min(numpys), (ours, numpys)

@@ -1,0 +1,75 @@
+"""Embedded engines and requests for tests, and what plain transformers makes of the same."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from configs.schema.common import Dtype, ModelConfig
+from configs.schema.ppo import RolloutConfig, SamplingConfig
+from tests.tiny import save_tiny_model
+from workers.rollout.base import Completion, Request, RolloutSpec, Sampling
+from workers.rollout.embedded import EmbeddedRollout
+
+VOCAB = 61
+
+
+def spec_of(
+    path: str,
+    *,
+    slots: int = 64,
+    max_model_len: int = 128,
+    dtype: Dtype = "float32",
+    override_config: dict[str, object] | None = None,
+) -> RolloutSpec:
+    model = ModelConfig(
+        path=path, tokenizer_path=None, trust_remote_code=False, enable_gradient_checkpointing=False,
+        override_config=override_config or {},
+    )  # fmt: skip
+    rollout = RolloutConfig(
+        name="embedded", n=1, do_sample=True, temperature=1.0, top_k=-1, top_p=1.0, ignore_eos=False, dtype=dtype,
+        max_num_seqs=slots, max_model_len=max_model_len, tensor_model_parallel_size=1, gpu_memory_utilization=0.5,
+        free_cache_engine=True, log_prob_micro_batch_size=None, log_prob_micro_batch_size_per_gpu=None,
+        log_prob_use_dynamic_bsz=False, log_prob_max_token_len_per_gpu=1024,
+        val_kwargs=SamplingConfig(n=1, do_sample=False, temperature=0.0, top_k=-1, top_p=1.0),
+    )  # fmt: skip
+    return RolloutSpec(model, rollout, max_model_len, "cpu")
+
+
+def make_model(path: Path, architecture: str = "qwen2", **changes: object) -> PreTrainedModel:
+    """A tiny model as transformers has it, saved in ``path``."""
+    return AutoModelForCausalLM.from_pretrained(save_tiny_model(path, architecture, **changes)).eval()
+
+
+def make_engine(model: PreTrainedModel, **settings: object) -> EmbeddedRollout:
+    """An engine with the weights of ``model``, from the directory it was read from."""
+    engine = EmbeddedRollout(spec_of(model.config._name_or_path, **settings))
+    assert engine.share_weights(dict(model.named_parameters()), version=1)
+    return engine
+
+
+def ragged_prompts(count: int, longest: int = 40, seed: int = 0) -> list[tuple[int, ...]]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest + 1, (count,), generator=generator).tolist()
+    return [tuple(torch.randint(2, VOCAB, (length,), generator=generator).tolist()) for length in lengths]
+
+
+def request(id: int, prompt: Sequence[int], *, seed: int | None = None, **sampling: object) -> Request:
+    plain: dict[str, object] = {"temperature": 1.0, "top_k": -1, "top_p": 1.0, "max_tokens": 24, "stop_token_ids": (1,)}
+    return Request(id, tuple(prompt), Sampling(**(plain | sampling)), seed=1000 + id if seed is None else seed)
+
+
+@torch.no_grad()
+def hf_logits(model: PreTrainedModel, request: Request, completion: Completion) -> Tensor:
+    """Logits of each token of the answer, one sequence at a time, no cache: (answer, V)."""
+    ids = torch.tensor([*request.prompt_ids, *completion.token_ids])
+    return model(input_ids=ids[None], use_cache=False).logits[0, len(request.prompt_ids) - 1 : -1].float()
+
+
+def log_prob_error(model: PreTrainedModel, request: Request, completion: Completion) -> float:
+    """The largest difference between the engine's log-probs and those of plain transformers."""
+    logits = hf_logits(model, request, completion) / (request.sampling.temperature or 1.0)
+    theirs = logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+    return float((theirs - torch.tensor(completion.log_probs)).abs().max())
