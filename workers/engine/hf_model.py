@@ -133,7 +133,9 @@ def load_model(model: ModelConfig, config: PretrainedConfig, head: Head, dtype: 
     A value head that the checkpoint does not have starts at zero: values are 0 until the first update, and no draw is
     needed. Raises ValueError for weights that are missing or do not fit.
     """
-    transformers.utils.logging.disable_progress_bar()
+    transformers.logging.disable_progress_bar()
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # a table of what a new head misses: said below where it matters
     hf: PreTrainedModel
     report: dict[str, set[str]]
     hf, report = _auto_class(config, head).from_pretrained(  # type: ignore[misc] # a pair, with output_loading_info
@@ -144,6 +146,7 @@ def load_model(model: ModelConfig, config: PretrainedConfig, head: Head, dtype: 
         trust_remote_code=model.trust_remote_code,
         output_loading_info=True,
     )
+    transformers.logging.set_verbosity(verbosity)
     packed = PackedModel(hf.eval(), head)
     missing = set(report["missing_keys"])
     if head == "value":
