@@ -73,9 +73,9 @@ def test_the_quick_start_is_the_measured_task() -> None:
     config = ppo("recipe=quickstart")
     actor, rollout, trainer = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.trainer
     assert (config.data.train_batch_size, rollout.n, actor.ppo_mini_batch_size, actor.ppo_epochs) == (32, 8, 32, 1)
-    assert (actor.optim.lr, actor.optim.lr_warmup_steps, actor.optim.lr_scheduler_type) == (3e-4, 5, "constant")
+    assert (actor.optim.lr, actor.optim.lr_warmup_steps, actor.optim.lr_scheduler_type) == (3e-4, 5, "cosine")
     assert not actor.use_kl_loss and not config.algorithm.use_kl_in_reward
-    assert (rollout.temperature, actor.grad_clip, trainer.total_training_steps) == (1.0, 1.0, 100)
+    assert (rollout.temperature, actor.grad_clip, trainer.total_training_steps) == (1.0, 1.0, 250)
     assert actor.fsdp_config == config.critic.fsdp_config == config.actor_rollout_ref.ref.fsdp_config
     assert (actor.fsdp_config.model_dtype, actor.fsdp_config.dtype, rollout.dtype) == ("float32", "float32", "float32")
 

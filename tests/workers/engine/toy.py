@@ -1,5 +1,6 @@
 """Small engines, batches and losses, and the same mathematics in plain transformers code, one row at a time."""
 
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,7 +36,8 @@ ADAMW = OptimizerSpec(
 @contextmanager
 def one_rank(directory: Path) -> Iterator[None]:
     """A process group of this process alone."""
-    dist.init_process_group("gloo", init_method=f"file://{directory / 'rendezvous'}", rank=0, world_size=1)
+    # A file of its own: what a former group left in one would be taken for this group's.
+    dist.init_process_group("gloo", init_method=f"file://{directory / uuid.uuid4().hex}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
