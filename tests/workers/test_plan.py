@@ -40,6 +40,11 @@ def test_ranks_carry_even_costs(sizes: list[int], n_ranks: int) -> None:
     assert max(loads) - min(loads) <= max(costs)
 
 
+def test_a_long_row_gets_fewer_companions() -> None:
+    plan = make_plan([100, *[1] * 60], 2, Limits(max_rows=100))
+    assert sorted(map(len, plan.shares)) == [1, 60]
+
+
 def test_a_row_over_the_budget_is_refused_with_both_numbers() -> None:
     with pytest.raises(ValueError, match=r"row 1 has 301 tokens, the micro-batch budget is 300"):
         make_plan([10, 301], 1, Limits(max_tokens=300))

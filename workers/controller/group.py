@@ -190,7 +190,8 @@ class Backend(ABC):
     ) -> WorkerGroup:
         """One ``worker(WorkerInfo, *args, **kwargs)`` on each slot of the pool; returns while they are being built.
 
-        worker: "package.module:Class" (the controller does not import it) or a class. env: set before it is imported.
+        worker: "package.module:Class" (the controller does not import it) or a class; its ``close()`` is called at shutdown where
+        its process lives on. env: set before it is imported.
         A constructor that fails makes every call on the group raise WorkerError with method ``__init__``.
         Raises ValueError, with the arithmetic, if there are not enough slots.
         """

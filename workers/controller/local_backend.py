@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from workers.controller.dispatch import Call
 from workers.controller.group import Backend, Replies, Transport, WorkerError, WorkerGroup, WorkerInfo
 from workers.controller.resource_pool import ResourcePool
+from workers.controller.session import set_environment
 from workers.controller.shell import Failure, Shell, free_port, pack_call
 from workers.controller.wire import Parcel, pack, unpack
 
@@ -18,12 +19,11 @@ class LocalBackend(Backend):
 
     Arguments and results are packed and unpacked as on Ray, so nothing is shared that would not be shared there, and what
     cannot travel fails here too. Several workers cannot meet in a collective: they run one after the other. ``env`` is set in
-    this process until shutdown; what is read at import or at start has been read.
+    this process until shutdown; what is read when a library is loaded has been read.
     """
 
     def __init__(self) -> None:
-        self._groups: list[WorkerGroup] = []
-        self._environment = dict(os.environ)
+        self._opened = ExitStack()
 
     def start_group(
         self,
@@ -35,23 +35,21 @@ class LocalBackend(Backend):
         env: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> WorkerGroup:
+        self._opened.enter_context(set_environment(env or {}))
         shells = [Shell() for _ in range(pool.world_size)]
         port = free_port()
         names, parcels = pack_call((args, kwargs), pack)
         for rank, shell in enumerate(shells):
             node, local_rank = pool.place(rank)
             info = WorkerInfo(rank, pool.world_size, local_rank, node, "127.0.0.1", port)
-            if isinstance(shell.start(info, env or {}, pack(worker), names, *parcels), Failure):
+            if isinstance(shell.start(info, pack(worker), names, *parcels), Failure):
                 break
         group = WorkerGroup(name, pool.world_size, _LocalTransport(shells))
-        self._groups.append(group)
+        self._opened.callback(group.shutdown)
         return group
 
     def shutdown(self) -> None:
-        for group in self._groups:
-            group.shutdown()
-        os.environ.clear()
-        os.environ.update(self._environment)
+        self._opened.close()
 
 
 class _LocalTransport(Transport):

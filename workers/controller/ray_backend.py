@@ -33,7 +33,7 @@ SLOT = "tandem_slot"  # the custom resource that stands for a GPU where there is
 INLINE_BYTES = 64 * 1024  # larger parcels go through the object store; Ray sends up to 100 KB with the call itself
 STORE_BYTES = 8 * 2**30
 PLACE_SECONDS = 30.0
-LOG_TAIL = 12  # lines
+LOG_TAIL = 30  # lines: a crash prints the stack of its thread
 
 
 class RayBackend(Backend):
@@ -171,10 +171,11 @@ class RayShell(Shell):
         *parcels: Parcel,
     ) -> Parcel | Failure:
         """standing: rank, world size, local rank, node rank."""
-        die_with_parent(int(os.environ["RAY_RAYLET_PID"]))
+        die_with_parent(os.getppid())
         if log_path is not None:
             write_to(log_path)
-        return without_exception(self.start(WorkerInfo(*standing, *address), env, worker, names, *parcels))
+        os.environ.update(env)
+        return without_exception(self.start(WorkerInfo(*standing, *address), worker, names, *parcels))
 
     def call(self, method: str, wanted: bool, names: tuple[str, ...], *parcels: Parcel) -> Parcel | Failure:
         return without_exception(super().call(method, wanted, names, *parcels))
@@ -228,7 +229,8 @@ class RayReplies(Replies):
         arrived, _ = ray.wait(pending, num_returns=1, timeout=timeout)
         if arrived:
             arrived, _ = ray.wait(pending, num_returns=len(pending), timeout=0)
-        for rank in [rank for rank, ref in self._refs.items() if ref in set(arrived)]:
+        here = set(arrived)
+        for rank in [rank for rank, ref in self._refs.items() if ref in here]:
             self.values[rank] = self._unpacked(rank, self._refs.pop(rank))
             self.missing.remove(rank)
 
@@ -254,7 +256,7 @@ def write_to(path: Path) -> None:
     os.dup2(descriptor, sys.stdout.fileno())
     os.dup2(descriptor, sys.stderr.fileno())
     os.close(descriptor)
-    faulthandler.enable()
+    faulthandler.enable(all_threads=False)
     print(f"--- process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}", flush=True)
 
 

@@ -123,7 +123,7 @@ def import_path() -> list[str]:
 
 @contextmanager
 def set_environment(environment: Mapping[str, str]) -> Iterator[None]:
-    """For processes that are started within."""
+    """For this process, and for those that are started within. As before after it, whatever was set."""
     before = dict(os.environ)
     os.environ.update(environment)
     try:

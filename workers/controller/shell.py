@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import pkgutil
 import random
 import socket
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import methodcaller
 from typing import Any
@@ -39,11 +38,8 @@ class Shell:
         self.worker: Any = None
         self._stillborn: Failure | None = None
 
-    def start(
-        self, info: WorkerInfo, env: Mapping[str, str], worker: Parcel, names: tuple[str, ...], *parcels: Parcel
-    ) -> Parcel | Failure:
+    def start(self, info: WorkerInfo, worker: Parcel, names: tuple[str, ...], *parcels: Parcel) -> Parcel | Failure:
         """Import and build the worker. names: the last parcels are arguments by these names."""
-        os.environ.update(env)
 
         def build() -> None:
             named = unpack(worker)

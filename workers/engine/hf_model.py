@@ -138,14 +138,15 @@ def load_model(model: ModelConfig, config: PretrainedConfig, head: Head, dtype: 
     transformers.logging.set_verbosity_error()  # a table of what a new head misses: said below where it matters
     hf: PreTrainedModel
     report: dict[str, set[str]]
-    hf, report = _auto_class(config, head).from_pretrained(  # type: ignore[misc] # a pair, with output_loading_info
-        model_path(model),
-        config=config,
-        dtype=dtype,
-        attn_implementation=PACKED_ATTENTION,
-        trust_remote_code=model.trust_remote_code,
-        output_loading_info=True,
-    )
+    with torch.random.fork_rng(devices=[]):  # a new head is drawn, and set to zero below
+        hf, report = _auto_class(config, head).from_pretrained(  # type: ignore[misc] # a pair, with output_loading_info
+            model_path(model),
+            config=config,
+            dtype=dtype,
+            attn_implementation=PACKED_ATTENTION,
+            trust_remote_code=model.trust_remote_code,
+            output_loading_info=True,
+        )
     transformers.logging.set_verbosity(verbosity)
     packed = PackedModel(hf.eval(), head)
     missing = set(report["missing_keys"])

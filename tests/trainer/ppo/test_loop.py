@@ -4,6 +4,7 @@ import json
 import math
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -96,6 +97,16 @@ def test_the_cut_of_the_work_does_not_change_the_step(task: Path, tmp_path: Path
     for name, step in steps.items():
         for metric in ("actor/grad_norm", "actor/pg_loss", "actor/loss"):
             assert step[metric] == pytest.approx(steps["whole"][metric], rel=2e-5, abs=1e-8), (name, metric)
+
+
+def test_every_step_sees_other_prompts_and_every_answer_is_drawn_anew(task: Path, tmp_path: Path) -> None:
+    run_ppo(task, tmp_path, f"trainer.rollout_data_dir={tmp_path / 'rollouts'}")
+    steps = [pq.read_table(tmp_path / "rollouts" / f"step_{step}.parquet").to_pydict() for step in (1, 2)]
+    assert not set(steps[0]["uid"]) & set(steps[1]["uid"]), "an epoch has not ended"
+    for step in steps:
+        assert len(set(step["uid"])) == 8 and step["sample"] == [0, 1, 2, 3] * 8
+        answers = [step["response"][i : i + 4] for i in range(0, 32, 4)]
+        assert sum(len(set(group)) > 1 for group in answers) == 8, "four answers to a prompt are not one"
 
 
 def test_failed_rewards_are_counted_and_left_out(task: Path, tmp_path: Path) -> None:

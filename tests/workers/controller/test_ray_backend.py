@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -18,7 +19,7 @@ from workers.batch import Batch
 from workers.controller.group import PhaseTimeout, WorkerError, WorkerGroup
 from workers.controller.ray_backend import RayBackend, Shipper, cause_of_death
 from workers.controller.resource_pool import ResourcePool
-from workers.controller.session import MARK
+from workers.controller.session import MARK, bears
 
 ROOT = Path(__file__).parents[3]
 TOY = "tests.workers.controller.toy:Toy"
@@ -116,35 +117,36 @@ def test_a_node_that_joins_only_brings_workers(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayBackend]:
     run_dir = tmp_path_factory.mktemp("run")
-    with RayBackend(run_dir=run_dir, nnodes=1, n_gpus_per_node=5, device="cpu", ray_init={}) as backend:
+    ray_init = {"num_gpus": 2}  # said to be there; nobody uses them
+    with RayBackend(run_dir=run_dir, nnodes=1, n_gpus_per_node=5, device="cpu", ray_init=ray_init) as backend:
         yield backend
 
 
 @pytest.fixture(scope="module")
 def pair(backend: RayBackend) -> WorkerGroup:
-    return start(backend, "pair")
+    return backend.start_group("pair", ResourcePool((2,), "cpu", "pair"), TOY)
 
 
-def start(backend: RayBackend, name: str, n: int = 2) -> WorkerGroup:
-    return backend.start_group(name, ResourcePool((n,), "cpu", name), TOY)
+@contextmanager
+def started(backend: RayBackend, name: str, n: int = 2) -> Iterator[WorkerGroup]:
+    group = backend.start_group(name, ResourcePool((n,), "cpu", name), TOY)
+    try:
+        yield group
+    finally:
+        group.shutdown()
 
 
 def test_ray_listens_on_the_loopback_alone(pair: WorkerGroup) -> None:
+    mark = pair.call("environment", MARK).result()[0][0]
+    ours = [process for process in psutil.process_iter() if process.pid == os.getpid() or bears(process, mark)]
+    assert len(ours) > 5
     listening = {
-        connection.laddr.ip
-        for process in psutil.process_iter()
-        if process.pid == os.getpid() or MARK in environment(process)
+        (process.name(), connection.laddr.ip)
+        for process in ours
         for connection in process.net_connections("tcp")
         if connection.status == psutil.CONN_LISTEN
     }
-    assert listening and all("127.0.0.1" in address or address == "::1" for address in listening), listening
-
-
-def environment(process: psutil.Process) -> dict[str, str]:
-    try:
-        return process.environ()
-    except psutil.Error:
-        return {}
+    assert listening and {address for _, address in listening} <= {"127.0.0.1", "::ffff:127.0.0.1"}, listening
 
 
 def test_workers_find_the_same_modules(pair: WorkerGroup, tmp_path: Path) -> None:
@@ -152,22 +154,28 @@ def test_workers_find_the_same_modules(pair: WorkerGroup, tmp_path: Path) -> Non
         assert pid != os.getpid() and str(ROOT) in path
 
 
+def test_on_cuda_a_slot_is_a_gpu_and_the_worker_chooses_its_own(backend: RayBackend) -> None:
+    with pytest.raises(ValueError, match=r"needs 3 GPUs, \[3\] on 1 node\(s\); the nodes of this Ray have \[2\], 2 together"):
+        backend.start_group("gpus", ResourcePool((3,), "cuda", "gpus"), TOY)
+    group = backend.start_group("gpus", ResourcePool((2,), "cuda", "gpus"), TOY)
+    assert [info.local_rank for info in group.call("stands").result()] == [0, 1]
+    assert group.call("environment", "CUDA_VISIBLE_DEVICES").result() == [[os.environ.get("CUDA_VISIBLE_DEVICES")]] * 2
+    group.shutdown()
+
+
 def test_groups_work_at_the_same_time(backend: RayBackend, pair: WorkerGroup) -> None:
-    other = start(backend, "other", 1)
-    other.call("stands").result()
-    hanging = other.call("hang", [0])
-    assert pair.call("echo").result() == [(0, (), {}), (1, (), {})]
-    assert not hanging.done()
-    other.shutdown()
+    with started(backend, "other", 1) as other:
+        other.call("stands").result()
+        hanging = other.call("hang", [0])
+        assert pair.call("echo").result() == [(0, (), {}), (1, (), {})]
+        assert not hanging.done()
     with pytest.raises(WorkerError, match="rank 0 failed in hang"):
         hanging.result(timeout=30)
 
 
 def test_a_failure_does_not_wait_for_ranks_that_hang(backend: RayBackend) -> None:
-    group = start(backend, "collective")
-    with pytest.raises(WorkerError, match="rank 1 failed in fail"):
+    with started(backend, "collective") as group, pytest.raises(WorkerError, match="rank 1 failed in fail"):
         group.call("fail", 1, hangs=True).result(timeout=30)
-    group.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -175,14 +183,13 @@ def test_a_failure_does_not_wait_for_ranks_that_hang(backend: RayBackend) -> Non
     [("signal", "by a signal", ""), ("crash", "by a signal", "Segmentation fault"), ("exit", "os._exit", "last words")],
 )
 def test_a_dead_worker_is_named_with_its_cause(backend: RayBackend, how: str, cause: str, words: str) -> None:
-    group = start(backend, how)
-    ((_, _), (pid, _)) = group.call("where").result()
-    with pytest.raises(WorkerError) as raised:
-        group.call("die", 1, how).result(timeout=30)
+    with started(backend, how) as group:
+        ((_, _), (pid, _)) = group.call("where").result()
+        with pytest.raises(WorkerError) as raised:
+            group.call("die", 1, how).result(timeout=30)
     assert (raised.value.rank, raised.value.method) == (1, "die")
     assert f"process {pid} died" in raised.value.message and cause in raised.value.message
     assert words in raised.value.remote_traceback
-    group.shutdown()
 
 
 def test_an_exit_code_is_named() -> None:
@@ -191,23 +198,22 @@ def test_an_exit_code_is_named() -> None:
 
 
 def test_no_call_waits_for_ever(backend: RayBackend) -> None:
-    group = start(backend, "late", 3)
-    group.call("stands").result()
-    future = group.call("hang", [0, 2], timeout=0.5)
-    with pytest.raises(PhaseTimeout) as raised:
-        future.result()
-    assert (raised.value.method, raised.value.missing, raised.value.seconds) == ("hang", [0, 2], 0.5)
-    assert "hang took more than 0.5 s: no answer from ranks [0, 2]" in str(raised.value)
-    with pytest.raises(PhaseTimeout) as raised:
-        group.call("echo").result(timeout=0.2)
-    assert raised.value.missing == [0, 2] and raised.value.seconds == 0.2, "rank 1 was done and has answered"
-    group.shutdown()
+    with started(backend, "late", 3) as group:
+        group.call("stands").result()
+        future = group.call("hang", [0, 2], timeout=0.5)
+        with pytest.raises(PhaseTimeout) as first:
+            future.result()
+        with pytest.raises(PhaseTimeout) as second:
+            group.call("echo").result(timeout=0.5)
+    assert (first.value.method, first.value.missing, first.value.seconds) == ("hang", [0, 2], 0.5)
+    assert "hang took more than 0.5 s: no answer from ranks [0, 2]" in str(first.value)
+    assert second.value.missing == [0, 2], "rank 1 was done and has answered; the others are busy"
 
 
 def test_more_than_there_is_is_refused_with_the_arithmetic(backend: RayBackend) -> None:
     said = r"pool 'big' needs 6 slots \(tandem_slot\), \[6\] on 1 node\(s\); the nodes of this Ray have \[5\], 5 together"
     with pytest.raises(ValueError, match=said):
-        start(backend, "big", 6)
+        backend.start_group("big", ResourcePool((6,), "cpu", "big"), TOY)
     with pytest.raises(ValueError, match=r"\[2, 2\] on 2 node\(s\); the nodes of this Ray have \[5\]"):
         backend.start_group("wide", ResourcePool((2, 2), "cpu", "wide"), TOY)
 

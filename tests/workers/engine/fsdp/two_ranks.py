@@ -13,7 +13,7 @@ from tests.workers.engine.toy import ToyLoss, ValueLoss, cut, gradients, toy_bat
 def main(rank: int, directory: str, models: dict[str, str]) -> None:
     torch.set_num_threads(1)
     path = Path(directory)
-    dist.init_process_group("gloo", init_method=f"file://{path / 'rendezvous'}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{path / 'rendezvous_of_two'}", rank=rank, world_size=2)
     checks = (invariance, parity, checkpoint, from_one_rank, value_head, options)
     found: dict[str, Any] = {check.__name__: check(rank, path, models) for check in checks}
     torch.save(found, path / f"rank_{rank}.pt")
