@@ -37,7 +37,8 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_command_lines_of_verl_train_as_they_are_typed(command: str, task: Path, tmp_path: Path) -> None:
     small = [f"actor_rollout_ref.model.path={task}/model", f"critic.model.path={task}/model", *MADE_SMALL]
     shell = f'python3() {{ "{sys.executable}" "$@" {" ".join(small)}; }}\n{command}'
-    environment = {"PYTHONPATH": str(CONFIG_DIR.parent), "DATA_DIR": f"{task}/data", "TIME": "now", "TANDEM_TEST_RUN": str(tmp_path)}
+    places = {"PYTHONPATH": str(CONFIG_DIR.parent), "DATA_DIR": f"{task}/data"}
+    environment = places | {"TIME": "now", "TANDEM_TEST_RUN": str(tmp_path)}
     result = subprocess.run(["bash", "-c", shell], cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "Traceback" not in result.stderr

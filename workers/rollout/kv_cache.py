@@ -34,8 +34,9 @@ class KVCache:
 
     def __init__(self, shape: CacheShape, max_rows: int, max_length: int, dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.max_rows, self.dtype, self.device = shape, max_rows, dtype, device
-        # Small chunks waste little at the end of rows; many of them cost dispatch. So no less than 64, no more than 16 of them.
-        self.chunk = round_up(min(max_length, max(64, math.ceil(max_length / 16))), LANES)
+        # Small chunks waste little at the end of rows, many of them cost dispatch: on a GPU that is what counts.
+        smallest, most = (64, 16) if device.type == "cpu" else (512, 4)
+        self.chunk = round_up(min(max_length, max(smallest, math.ceil(max_length / most))), LANES)
         self.max_chunks = math.ceil(max_length / self.chunk)
         self.drop()
 
@@ -57,13 +58,15 @@ class KVCache:
 
         expected_rows: how many may come soon, so that slots grow once.
         """
-        chunks = int(self.chunks_of(np.array(length)))
+        chunks, capacity = int(self.chunks_of(np.array(length))), len(self.clean)
         if kept == 0:
-            self.clean = [0] * len(self.clean)
-        if rows > self.slots or chunks > len(self.clean):
+            self.clean = [0] * capacity
+        if rows > self.slots or chunks > capacity:
+            if chunks > capacity:
+                capacity = min(max(chunks, 2 * capacity, math.ceil(256 / self.chunk)), self.max_chunks)
             self.slots = max(rows, min(expected_rows, self.max_rows))
             before = [min(clean, kept) for clean in self.clean]
-            self.clean = before + [0] * (min(max(chunks, 2 * len(before), 4), self.max_chunks) - len(before))
+            self.clean = before + [0] * (capacity - len(before))
             self.pools = [self._grown(i, len(before), kept) for i in range(2)]
         # Stale numbers are masked, but 0 * NaN is NaN: what attention may read must be finite.
         for chunk in range(chunks):

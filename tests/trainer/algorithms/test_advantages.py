@@ -130,6 +130,6 @@ def test_grpo_does_not_depend_on_the_order_of_rows(order: list[int]) -> None:
 def test_an_unknown_estimator_lists_the_known_and_a_taken_name_raises() -> None:
     with pytest.raises(ValueError, match=r"adv_estimator=grop is not known \(did you mean grpo\?\); known: gae, grpo"):
         ADVANTAGES["grop"]
-    with pytest.raises(ValueError, match="grpo is taken by trainer.algorithms.advantages:grpo"):
+    with pytest.raises(ValueError, match=r"grpo is taken by trainer\.algorithms\.advantages:grpo"):
         ADVANTAGES.register("grpo")(gae)
     assert ADVANTAGES.needs("gae") == {"values"} and not ADVANTAGES.needs("grpo")

@@ -224,24 +224,24 @@ def test_an_argument_for_all_is_put_once(backend: RayBackend) -> None:
     assert not isinstance(ship(small), ray.ObjectRef) and ship(small) is ship(small)
 
 
-def test_a_large_batch_travels_at_the_speed_of_numpy(pair: WorkerGroup) -> None:
-    """100 MB to a worker and back: at most 4 x Ray's own round trip of the same bytes as numpy arrays (torch tensors: 8 x and
-    more). The best of several, for the machine is shared."""
+def test_a_large_batch_travels_at_the_speed_of_numpy(backend: RayBackend) -> None:
+    """100 MB to a worker and back: at most 4 x Ray's own round trip of the same bytes as numpy arrays, which is zero-copy (ours
+    copies once at each end; torch tensors take 8 x). The best of several, for the machine is shared."""
     tokens = 100 * 2**20 // 32
-    lengths = torch.full((tokens // 100,), 100)
     columns = {name: torch.arange(tokens) for name in ("input_ids", "response_mask")}
     columns |= {name: torch.rand(tokens) for name in ("log_probs", "values", "advantages", "returns")}
-    batch = Batch(lengths=lengths, tokens=columns)
+    batch = Batch(lengths=torch.tensor([tokens]), tokens=columns)
     arrays = [column.numpy() for column in columns.values()]
     assert sum(array.nbytes for array in arrays) == 100 * 2**20
     plain = ray.remote(lambda value: value).options(num_cpus=0)
     ours, numpys = [], []
-    for _ in range(6):
-        started = time.perf_counter()
-        ray.get(plain.remote(arrays))
-        middle = time.perf_counter()
-        (arrived, _) = pair.call("same", batch).result()
-        ours.append(time.perf_counter() - middle)
-        numpys.append(middle - started)
+    with started(backend, "mirror", 1) as mirror:
+        for _ in range(10):
+            begun = time.perf_counter()
+            ray.get(plain.remote(arrays))
+            middle = time.perf_counter()
+            (arrived,) = mirror.call("same", batch).result()
+            ours.append(time.perf_counter() - middle)
+            numpys.append(middle - begun)
     assert all(torch.equal(arrived.tokens[name], column) for name, column in columns.items())
     assert min(ours) < 4 * min(numpys), (ours, numpys)

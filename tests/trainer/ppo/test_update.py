@@ -1,0 +1,73 @@
+from typing import Any, cast
+
+import pytest
+import torch
+
+from tests.workers.test_batch import numbered
+from trainer.algorithms.weights import token_weights
+from trainer.ppo.update import UpdateSpec, update
+from workers.batch import Batch
+from workers.metric import Metric
+
+
+class Recorder:
+    """Stands for a remote model: keeps the mini-batches it is given."""
+
+    def __init__(self) -> None:
+        self.given: list[Batch] = []
+
+    def train_step(self, mini_batch: Batch, columns: tuple[str, ...]) -> dict[str, Metric]:
+        assert columns == ("advantages",)
+        self.given.append(mini_batch)
+        return {"loss": Metric.sum(float(len(self.given)))}
+
+
+def step_batch() -> Batch:
+    """Six prompts, two answers each."""
+    batch = numbered([3, 4, 5, 2, 7, 3, 1, 6, 2, 2, 4, 3])
+    mask = (torch.arange(batch.total_tokens) % 3 > 0).float()
+    return batch.with_tokens(response_mask=mask).with_rows(uid=torch.arange(12) // 2)
+
+
+def spec(**changes: Any) -> UpdateSpec:
+    plain = {
+        "epochs": 2, "groups": 2, "shuffle": True, "agg_mode": "token-mean", "norm_length": 8,
+        "columns": ("advantages",), "seed": 3,
+    }  # fmt: skip
+    return UpdateSpec(**(plain | changes))
+
+
+def members(given: list[Batch]) -> list[tuple[int, ...]]:
+    return [tuple(sorted(set(mini.rows["uid"].tolist()))) for mini in given]
+
+
+def test_every_epoch_covers_the_batch_and_shuffling_changes_who_meets() -> None:
+    model = Recorder()
+    metrics = update(cast(Any, model), step_batch(), spec(), step=5)
+    first, second = members(model.given[:3]), members(model.given[3:])
+    assert len(model.given) == 6 and metrics == {"loss": pytest.approx(3.5)}
+    for epoch in (first, second):
+        assert sorted(uid for part in epoch for uid in part) == list(range(6))
+    assert set(first) != set(second), "the second epoch is cut anew"
+    other_step = Recorder()
+    update(cast(Any, other_step), step_batch(), spec(), step=6)
+    assert set(members(other_step.given[:3])) != set(first)
+
+
+def test_without_shuffling_the_batch_is_cut_in_order() -> None:
+    model = Recorder()
+    update(cast(Any, model), step_batch(), spec(shuffle=False, epochs=1), step=5)
+    assert members(model.given) == [(0, 1), (2, 3), (4, 5)]
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_weights_are_those_of_the_whole_mini_batch(mode: str) -> None:
+    model = Recorder()
+    update(cast(Any, model), step_batch(), spec(agg_mode=mode), step=5)
+    for mini in model.given:
+        expected = token_weights(cast(Any, mode), mini.tokens["response_mask"], mini.lengths, 8)
+        assert torch.equal(mini.tokens["loss_weight"], expected)
+
+
+def test_updates_a_step_counts_optimizer_steps() -> None:
+    assert spec(epochs=3, groups=2).updates_a_step(6) == 9 and spec(epochs=1, groups=6).updates_a_step(6) == 1

@@ -1,0 +1,95 @@
+"""What the controller sends and how it joins the answers, on workers that only look at what they get."""
+
+from typing import Any, cast
+
+import pytest
+import torch
+
+from tests.workers.test_batch import numbered
+from trainer.remote import RemoteModel, RemoteRollout, mesh_of
+from workers.batch import Batch
+from workers.controller.group import WorkerInfo
+from workers.controller.local_backend import LocalBackend
+from workers.controller.resource_pool import ResourcePool
+from workers.metric import Metric
+from workers.plan import Limits, MicroBatches
+
+
+class Mirror:
+    """A host whose model answers with what it was given."""
+
+    def __init__(self, info: WorkerInfo) -> None:
+        self.rank = info.rank
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+    def build_model(self, role: str, spec: object, loss: object) -> tuple[int, bool]:
+        return self.rank, True
+
+    def build_rollout(self, role: str, spec: object, source: str) -> tuple[int, bool]:
+        return self.rank, True
+
+    def run(self, role: str, method: str, *args: Any) -> Any:
+        return getattr(self, method)(*args)
+
+    def forward(self, batch: Batch, plan: MicroBatches, outputs: list[str]) -> Batch:
+        assert sorted(row for part in plan for row in part) == list(range(len(batch)))
+        return Batch(batch.lengths, tokens={name: batch.tokens["input_ids"].double() / 2 for name in outputs})
+
+    def train_step(self, batch: Batch, plan: MicroBatches) -> dict[str, Metric]:
+        assert batch.tokens.keys() == {"input_ids", "response_mask", "loss_weight", "advantages"} and not batch.objects
+        return {"flops": Metric.sum(10.0), "rows": Metric.sum(len(batch)), "rank": Metric.max(self.rank)}
+
+    def generate(self, prompts: Batch, sampling: object) -> Batch:
+        return prompts.with_rows(engine=torch.full((len(prompts),), self.rank))
+
+
+@pytest.fixture
+def model() -> Any:
+    with LocalBackend() as backend:
+        group = backend.start_group("hosts", ResourcePool((3,), "cpu", "pool"), Mirror)
+        yield group
+
+
+def start(group: Any) -> RemoteModel:
+    limits = Limits(max_tokens=12)
+    return RemoteModel(group, "actor", cast(Any, None), None, forward_limits=limits, train_limits=limits, attention_cost=0.0)
+
+
+SIZES = [3, 9, 2, 7, 5, 5, 1, 8, 4, 4, 6, 2]
+
+
+def test_forward_answers_for_every_row_in_order(model: Any) -> None:
+    batch = numbered(SIZES).with_tokens(response_mask=torch.ones(sum(SIZES)))
+    result = start(model).forward(batch, ["log_probs"])
+    assert torch.equal(result.lengths, batch.lengths)
+    assert torch.equal(result.tokens["log_probs"], batch.tokens["input_ids"].double() / 2)
+
+
+def test_train_step_joins_over_ranks_and_keeps_flops_apart(model: Any) -> None:
+    actor = start(model)
+    ones = torch.ones(sum(SIZES))
+    batch = numbered(SIZES).with_tokens(response_mask=ones, loss_weight=ones, advantages=ones, returns=ones)
+    metrics = actor.train_step(batch, ("advantages",))
+    assert metrics["rows"].value == len(SIZES) and metrics["rank"].value == 2.0 and "flops" not in metrics
+    assert actor.take_flops() == 30.0 and actor.take_flops() == 0.0
+
+
+def test_a_prompts_answers_come_from_one_engine_and_in_order(model: Any) -> None:
+    rollout = RemoteRollout(model, cast(Any, None), source="actor")
+    prompts = numbered(SIZES).only(tokens=["input_ids"], rows=["uid"])
+    answers = rollout.generate(prompts, cast(Any, None), group_size=4)
+    assert as_lists_of(answers) == as_lists_of(prompts)
+    assert answers.rows["engine"].tolist() == [0] * 4 + [1] * 4 + [2] * 4
+
+
+def as_lists_of(batch: Batch) -> list[tuple[list[int], int]]:
+    return [(ids.tolist(), uid) for ids, uid in zip(batch.split_rows("input_ids"), batch.rows["uid"].tolist(), strict=True)]
+
+
+def test_the_first_rank_that_answers_speaks_for_its_share() -> None:
+    mesh = mesh_of([(0, False), (0, True), (1, True), (1, False)])
+    assert mesh.shard_of_rank == (0, 0, 1, 1) and mesh.answers == (1, 2)
+    with pytest.raises(ValueError):
+        mesh_of([(0, False), (1, True)])
