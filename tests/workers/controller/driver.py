@@ -18,7 +18,7 @@ def main(run_dir: str, way: str) -> None:
             return
         if way == "raises":
             raise RuntimeError("the run failed")
-        group.call("hang_with_lock" if way == "SIGTERM" else "hang", *([] if way == "SIGTERM" else [[0, 1]])).result()
+        group.call("hang_with_lock" if way in ("SIGTERM", "SIGKILL") else "hang").result()
 
 
 if __name__ == "__main__":

@@ -68,6 +68,12 @@ def test_all_ranks_of_a_shard_work(four: WorkerGroup) -> None:
     assert four.call("note", "after").result() == [count + 2 for count in before]
 
 
+def test_only_the_answers_that_count_travel(four: WorkerGroup) -> None:
+    assert four.call("lock_unless", 0, 3, mesh="rollout").result() == [0, 3]
+    with pytest.raises(WorkerError, match="rank 1 failed in lock_unless: TypeError: cannot pickle"):
+        four.call("lock_unless", 0, 3).result()
+
+
 def test_calls_keep_their_order(backend: Backend) -> None:
     group = two(backend)
     futures = [group.call("note", number, pause=0.01 if number % 3 == 0 else 0.0) for number in range(12)]

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -33,14 +34,18 @@ class Toy:
     def environment(self, *names: str) -> list[str | None]:
         return [os.environ.get(name) for name in names]
 
-    def where(self) -> tuple[int, list[str]]:
-        return os.getpid(), sys.path
+    def pid(self) -> int:
+        return os.getpid()
 
     def echo(self, *args: Any, **kwargs: Any) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
         return self.info.rank, args, kwargs
 
     def same(self, value: Any) -> Any:
         return value
+
+    def lock_unless(self, *ranks: int) -> Any:
+        """Something that cannot be pickled, on the other ranks."""
+        return self.info.rank if self.info.rank in ranks else threading.Lock()
 
     def note(self, what: Any, pause: float = 0.0) -> int:
         time.sleep(pause)
@@ -75,8 +80,9 @@ class Toy:
             ctypes.string_at(0)
         os._exit(3)
 
-    def hang(self, ranks: list[int]) -> str:
-        if self.info.rank in ranks:
+    def hang(self, *ranks: int) -> str:
+        """On these ranks; on all, if none is named."""
+        if not ranks or self.info.rank in ranks:
             time.sleep(600)
         return "done"
 

@@ -93,6 +93,13 @@ def test_of_equal_probabilities_top_k_and_top_p_keep_the_lowest_ids() -> None:
     assert sorted(set(tokens.tolist())) == [1, 2, 3, 4, 5]
 
 
+def test_a_draw_of_zero_takes_the_first_token_that_is_kept() -> None:
+    logits = torch.tensor([[-9.0, 1.0, 2.0, 0.0]])
+    for top_k, top_p, first in ((2, 1.0, 1), (-1, 0.5, 2), (-1, 1.0, 0)):
+        tokens, _ = sample(logits, *columns(1, top_k=top_k, top_p=top_p), np.zeros(1))
+        assert tokens.tolist() == [first]
+
+
 def test_a_row_does_not_depend_on_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     n = 60
     logits = torch.randn(n, 37, generator=torch.Generator().manual_seed(1)) * 3

@@ -48,6 +48,15 @@ def test_forward_answers_in_the_order_asked(group: None, models: dict[str, str],
             torch.testing.assert_close(ours[1:], theirs.detach() * mask[1:], rtol=0, atol=1e-5)
 
 
+def test_the_first_token_of_a_row_has_no_log_prob(group: None, models: dict[str, str]) -> None:
+    """Whatever its mask says: nothing precedes it in its row, only another row's end."""
+    engine, batch = toy_engine(models["qwen2"], optimizer=None), toy_batch(LENGTHS)
+    (share,), (plan,) = cut(batch.with_tokens(response_mask=torch.ones(sum(LENGTHS))), 1, max_tokens=100)
+    found = engine.forward(share, plan, {"log_probs"})
+    assert found is not None
+    assert torch.equal(found.tokens["log_probs"] == 0.0, share.positions() == 0)
+
+
 def test_forward_computes_what_is_asked_alone(group: None, models: dict[str, str]) -> None:
     engine, batch = toy_engine(models["qwen2"], optimizer=None), toy_batch(LENGTHS)
     (share,), (plan,) = cut(batch, 1, max_rows=2)
@@ -118,8 +127,11 @@ class Poisoned(ToyLoss):
 def test_a_token_without_weight_takes_no_part(group: None, models: dict[str, str]) -> None:
     engine, batch = toy_engine(models["qwen2"]), toy_batch(LENGTHS)
     (share,), (plan,) = cut(batch, 1, max_tokens=50)
-    poisoned = gradients(engine, share, plan, Poisoned())
-    assert all(torch.equal(grad, poisoned[name]) for name, grad in gradients(engine, share, plan, ToyLoss()).items())
+    found = []
+    for loss in (ToyLoss(), Poisoned()):
+        found.append((engine.accumulate(share, plan, loss)["loss"], gradients(engine, share, plan, loss)))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(grad, found[1][1][name]) for name, grad in found[0][1].items())
 
 
 def test_a_gradient_that_is_not_finite_stops_before_it_is_applied(group: None, models: dict[str, str]) -> None:
