@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -18,6 +19,8 @@ from workers.roles.model import ModelRole
 from workers.roles.rollout import RolloutRole
 from workers.rollout import make_rollout
 from workers.rollout.base import RolloutSpec
+
+COLLECTIVE_LIMIT = timedelta(minutes=30)
 
 
 class Host:
@@ -34,10 +37,10 @@ class Host:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-            init_method=f"tcp://{info.master_addr}:{info.master_port}",
+            store=meeting_point(info),
             rank=info.rank,
             world_size=info.world_size,
-            timeout=timedelta(minutes=30),
+            timeout=COLLECTIVE_LIMIT,
         )
 
     def build_model(self, role: str, spec: EngineSpec, loss: LossSpec | None) -> tuple[int, bool]:
@@ -66,3 +69,18 @@ class Host:
         self.residency = Residency()
         gc.collect()
         dist.destroy_process_group()
+
+
+def meeting_point(info: WorkerInfo) -> dist.Store:
+    """Where the ranks find each other. torch alone would listen on every interface; rank 0 listens on its address only."""
+    listener = None
+    if info.rank == 0:
+        listener = socket.create_server((info.master_addr, info.master_port)).detach()
+    return dist.TCPStore(
+        info.master_addr,
+        info.master_port,
+        info.world_size,
+        is_master=info.rank == 0,
+        timeout=COLLECTIVE_LIMIT,
+        master_listen_fd=listener,
+    )

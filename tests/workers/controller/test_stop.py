@@ -43,8 +43,10 @@ def test_a_request_to_end_becomes_an_exit_code(number: int) -> None:
 
 
 def test_ctrl_c_stays_an_interrupt() -> None:
-    with pytest.raises(KeyboardInterrupt), graceful_stop():
-        send(signal.SIGINT)
+    with handlers_kept():
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what runs in its background ignore it
+        with pytest.raises(KeyboardInterrupt), graceful_stop():
+            send(signal.SIGINT)
 
 
 def test_what_the_parent_ignores_stays_ignored() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.workers.rollout.engines import log_prob_error, make_engine, make_model, ragged_prompts, request, spec_of
+from tests.workers.rollout.engines import hf_logits, log_prob_error, make_engine, make_model, ragged_prompts, request, spec_of
 from workers.rollout.base import Completion, EngineAsleep
 from workers.rollout.embedded import EmbeddedRollout
 
@@ -89,13 +89,13 @@ def test_abort_gives_what_there_is(model: PreTrainedModel) -> None:
     engine.submit(requests)
     for _ in range(4):
         assert engine.step() == []
-    one, waiting = engine.abort([4, 1, 99])
-    assert (one.id, one.token_ids, one.log_probs) == (1, expected[1].token_ids[:4], expected[1].log_probs[:4])
+    one, waiting = engine.abort([4, 0, 99])
+    assert (one.id, one.token_ids, one.log_probs) == (0, expected[0].token_ids[:4], expected[0].log_probs[:4])
     assert (waiting.id, waiting.token_ids, waiting.finish_reason) == (4, (), "abort")
     assert engine.unfinished == 4
     engine.step()
     rest = engine.abort()
-    assert [(c.id, len(c.token_ids)) for c in rest] == [(0, 5), (2, 5), (3, 1), (5, 0)]
+    assert [(c.id, len(c.token_ids)) for c in rest] == [(1, 5), (2, 5), (3, 1), (5, 0)]
     assert engine.unfinished == 0 and engine.step() == []
     assert engine.generate(requests) == expected, "ids are free again and nothing is left behind"
 
@@ -202,6 +202,23 @@ def test_running_answers_go_on_with_new_weights(model: PreTrainedModel) -> None:
         got = done[wanted.id]
         assert_alike(got, wanted)
         assert got.weight_version == 3
+
+
+def test_new_weights_compute_the_old_tokens_anew(model: PreTrainedModel, tmp_path: Path) -> None:
+    other = make_model(tmp_path, seed=1)
+    engine, asked = make_engine(model), request(0, ragged_prompts(1)[0], ignore_eos=True, max_tokens=12)
+    engine.submit([asked])
+    for _ in range(6):
+        assert engine.step() == []
+    engine.load_weights(other.named_parameters(), version=2)
+    ended: list[Completion] = []
+    while not ended:
+        ended = engine.step()
+    completion = ended[0]
+    ids = torch.tensor(completion.token_ids)[:, None]
+    with_old, with_new = (hf_logits(m, asked, completion).log_softmax(-1).gather(1, ids)[:, 0] for m in (model, other))
+    assert torch.allclose(torch.tensor(completion.log_probs[:6]), with_old[:6], atol=1e-5)
+    assert torch.allclose(torch.tensor(completion.log_probs[6:]), with_new[6:], atol=1e-5)
 
 
 # Sleep

@@ -1,0 +1,34 @@
+import psutil
+import pytest
+import torch.distributed as dist
+
+from workers.controller.group import WorkerInfo
+from workers.controller.shell import free_port
+from workers.host import Host
+
+
+def info() -> WorkerInfo:
+    return WorkerInfo(rank=0, world_size=1, local_rank=0, node_rank=0, master_addr="127.0.0.1", master_port=free_port())
+
+
+def test_a_host_listens_on_its_own_address_alone_and_leaves_its_group_when_it_closes() -> None:
+    process = psutil.Process()
+    before = set(process.net_connections("tcp"))
+    for _ in range(2):  # the second finds no group of the first
+        place = info()
+        host = Host(place, "cpu")
+        assert dist.get_world_size() == 1 and dist.get_backend() == "gloo"
+        listening = {c.laddr for c in set(process.net_connections("tcp")) - before if c.status == psutil.CONN_LISTEN}
+        assert place.master_port in {address.port for address in listening}
+        assert {address.ip for address in listening} == {"127.0.0.1"}
+        host.close()
+        assert not dist.is_initialized()
+
+
+def test_a_role_that_is_not_here_is_named() -> None:
+    host = Host(info(), "cpu")
+    try:
+        with pytest.raises(KeyError, match="critic"):
+            host.run("critic", "forward")
+    finally:
+        host.close()
