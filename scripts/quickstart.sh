@@ -12,7 +12,7 @@ data=data/sort_digits
 if [ ! -e $data/warm ]; then # the last of them, put in place when it is whole
   rm -rf $data/warm.part
   "$python" -m data_preprocess.sort_digits --local_save_dir $data
-  "$python" -m data_preprocess.tiny_model --save_dir $data/base
+  "$python" -m data_preprocess.tiny_model --save_dir $data/base --seed 1
   "$python" -m trainer.main_sft sft_recipe=sort_digits trainer.export_dir=$data/warm.part
   mv $data/warm.part $data/warm
 fi

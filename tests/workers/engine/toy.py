@@ -16,6 +16,7 @@ from workers.batch import Batch
 from workers.engine import make_engine
 from workers.engine.base import EngineSpec, OptimizerSpec
 from workers.engine.fsdp.engine import FSDPEngine
+from workers.engine.fsdp.sharding import full
 from workers.metric import Metric
 from workers.plan import Limits, MicroBatches, make_plan
 
@@ -120,7 +121,7 @@ def cut(batch: Batch, n_ranks: int = 1, **limits: int) -> tuple[list[Batch], lis
 def gradients(engine: FSDPEngine, batch: Batch, plan: MicroBatches, loss: Any) -> dict[str, Tensor]:
     """The gradient of every parameter, in full, and gone from the engine."""
     engine.accumulate(batch, plan, loss)
-    found = {name: param.grad.full_tensor() for name, param in engine._params.items()}
+    found = {name: full(param.grad).clone() for name, param in engine._params.items()}
     engine.move(grads="cpu")
     return found
 

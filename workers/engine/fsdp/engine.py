@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from workers.batch import Batch
@@ -20,7 +19,7 @@ from workers.engine.base import EngineMesh, EngineSpec, Loss, TrainEngine
 from workers.engine.fsdp.checkpoint import load_sharded, save_sharded
 from workers.engine.fsdp.offload import Offloadable, Place
 from workers.engine.fsdp.optimizer import ShardedAdamW, global_norm
-from workers.engine.fsdp.sharding import fill, like, local, recompute_layers, shard
+from workers.engine.fsdp.sharding import fill, full, like, local, recompute_layers, shard
 from workers.engine.hf_model import DTYPES, PackedModel, empty_model, load_model, model_config
 from workers.metric import Metric, join_metrics
 from workers.plan import MicroBatches
@@ -40,7 +39,7 @@ class FSDPEngine(TrainEngine):
         self._device_mesh = init_device_mesh(spec.device, (world,), mesh_dim_names=("dp",))
         self._model, self._shell = self._build()
         # While parameters are gathered, others take their place in the modules: from here on, these are the parameters.
-        self._params: dict[str, DTensor] = dict(self._model.hf.named_parameters())  # type: ignore[arg-type] # sharded: DTensors
+        self._params = dict(self._model.hf.named_parameters())
         self._weights: dict[str, Tensor] = self._model.hf.state_dict(keep_vars=True)  # tied names and buffers too
         self._optimizer: ShardedAdamW | None = None
         if spec.optimizer is not None:
@@ -64,6 +63,7 @@ class FSDPEngine(TrainEngine):
             recompute_layers(sharded)
         shard(sharded, self._device_mesh, fsdp)
         sharded.to_empty(device=self.device)
+        sharded.hf.tie_weights()
         fill(sharded, source)
         if source is None:
             return sharded, None
@@ -165,8 +165,7 @@ class FSDPEngine(TrainEngine):
         for name, weight in self._weights.items():
             if id(weight) not in seen:
                 seen.add(id(weight))
-                weight = weight.detach()
-                yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
+                yield name, full(weight)
 
     def live_weights(self) -> dict[str, Tensor] | None:
         self._assert_here("params")

@@ -7,6 +7,7 @@ from configs.schema.common import AggMode
 from tests.workers.engine.toy import ToyLoss, cut, toy_batch
 from workers.batch import Batch
 from workers.engine.fsdp.engine import FSDPEngine
+from workers.engine.fsdp.sharding import local
 from workers.plan import MicroBatches
 
 MODES: tuple[AggMode, ...] = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -79,4 +80,4 @@ def shards(engine: FSDPEngine) -> dict[str, Tensor]:
     """Copies of all that this rank holds: parameters and optimizer state."""
     assert engine._optimizer is not None
     held = {f"{kind}.{name}": moment.clone() for (kind, name), moment in engine._optimizer.moments().items()}
-    return held | {name: param.to_local().detach().clone() for name, param in engine._params.items()}
+    return held | {name: local(param).clone() for name, param in engine._params.items()}
