@@ -99,9 +99,13 @@ def model_path(model: ModelConfig) -> str:
 
 def model_config(model: ModelConfig, head: Head) -> PretrainedConfig:
     """The model's config.json with ``override_config``. Raises ValueError for a key or an architecture that cannot be."""
-    config, unknown = AutoConfig.from_pretrained(
-        model_path(model), trust_remote_code=model.trust_remote_code, return_unused_kwargs=True, **model.override_config
-    )
+    path = model_path(model)
+    try:
+        config, unknown = AutoConfig.from_pretrained(
+            path, trust_remote_code=model.trust_remote_code, return_unused_kwargs=True, **model.override_config
+        )
+    except OSError as error:  # transformers' own runs over many lines
+        raise ValueError(f"model.path {model.path}: {str(error).splitlines()[0]}") from error
     unknown.pop("trust_remote_code", None)
     if unknown:
         raise ValueError(f"model.override_config: {', '.join(unknown)} not in the config of {model.path} ({config.model_type})")

@@ -188,8 +188,11 @@ def test_a_directory_without_a_model(tmp_path: Path) -> None:
         model_path(spec(str(tmp_path)))
 
 
-def test_a_hub_name_is_left_to_transformers() -> None:
+def test_a_hub_name_is_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model_path(spec("Qwen/Qwen3-0.6B")) == "Qwen/Qwen3-0.6B"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"^model\.path no-such/model: [^\n]+$"):
+        model_config(spec("no-such/model"), "lm")
 
 
 def test_missing_weights_are_an_error(models: dict[str, str], tmp_path: Path) -> None:

@@ -35,16 +35,22 @@ ADAMW = OptimizerSpec(
 
 
 @contextmanager
-def one_rank(directory: Path) -> Iterator[None]:
+def one_rank(directory: Path, backend: str = "gloo") -> Iterator[None]:
     """A process group of this process alone."""
     # A file of its own: what a former group left in one would be taken for this group's.
-    dist.init_process_group("gloo", init_method=f"file://{directory / uuid.uuid4().hex}", rank=0, world_size=1)
+    dist.init_process_group(backend, init_method=f"file://{directory / uuid.uuid4().hex}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
 def toy_engine(
-    path: str, head: str = "lm", *, dtype: str = "float32", optimizer: OptimizerSpec | None = ADAMW, **changes: Any
+    path: str,
+    head: str = "lm",
+    *,
+    dtype: str = "float32",
+    optimizer: OptimizerSpec | None = ADAMW,
+    device: str = "cpu",
+    **changes: Any,
 ) -> FSDPEngine:
     """changes: fields of ModelConfig and FSDPConfig."""
     model = {"tokenizer_path": None, "trust_remote_code": False, "enable_gradient_checkpointing": False, "override_config": {}}
@@ -61,7 +67,7 @@ def toy_engine(
         head=head,
         fsdp=FSDPConfig(**(fsdp | {name: value for name, value in changes.items() if name in fsdp})),
         optimizer=optimizer,
-        device="cpu",
+        device=device,
         seed=1,
     )
     engine = make_engine(spec)
@@ -121,7 +127,7 @@ def cut(batch: Batch, n_ranks: int = 1, **limits: int) -> tuple[list[Batch], lis
 def gradients(engine: FSDPEngine, batch: Batch, plan: MicroBatches, loss: Any) -> dict[str, Tensor]:
     """The gradient of every parameter, in full, and gone from the engine."""
     engine.accumulate(batch, plan, loss)
-    found = {name: full(param.grad).clone() for name, param in engine._params.items()}
+    found = {name: full(param.grad).cpu().clone() for name, param in engine._params.items()}
     engine.move(grads="cpu")
     return found
 

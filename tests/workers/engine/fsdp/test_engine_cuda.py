@@ -1,0 +1,72 @@
+"""The same engine on a GPU: other attention kernels, real moves. Left out where there is no GPU."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny import save_tiny_model
+from tests.workers.engine.fsdp.cases import exported, shards, train
+from tests.workers.engine.toy import ToyLoss, cut, distance, gradients, one_rank, toy_batch, toy_engine
+from workers.engine import attention
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+LENGTHS = [40, 3, 25, 11, 60, 18, 300, 1]
+MIXED = {"dtype": "bfloat16", "model_dtype": "float32", "device": "cuda"}
+
+
+@pytest.fixture(autouse=True)
+def nccl(tmp_path: Path) -> Iterator[None]:
+    torch.cuda.set_device(0)
+    with one_rank(tmp_path, "cpu:gloo,cuda:nccl"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def window(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model whose second layer sees four tokens."""
+    layers = ["full_attention", "sliding_attention"]
+    sizes = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "layer_types": layers}
+    return save_tiny_model(tmp_path_factory.mktemp("window"), "qwen2", **sizes)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 0.05)])
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama", "window"])
+def test_gradients_and_log_probs_are_those_of_the_cpu(
+    models: dict[str, str], window: str, monkeypatch: pytest.MonkeyPatch, architecture: str, dtype: str, bound: float
+) -> None:
+    calls: list[int] = []
+    varlen = attention._varlen
+    monkeypatch.setattr(attention, "_varlen", lambda *args: calls.append(1) or varlen(*args))
+    path = (models | {"window": window})[architecture]
+    (share,), (plan,) = cut(toy_batch(LENGTHS), 1, max_tokens=310)
+    exact, gpu = toy_engine(path), toy_engine(path, **(MIXED | {"dtype": dtype}))
+    assert distance(gradients(gpu, share, plan, ToyLoss()), gradients(exact, share, plan, ToyLoss())) < bound
+    found = [engine.forward(share, plan, {"log_probs", "entropy"}) for engine in (exact, gpu)]
+    for name in ("log_probs", "entropy"):
+        ours, theirs = (batch.tokens[name] for batch in found if batch is not None)
+        assert (ours - theirs).abs().max() < 5 * bound
+    assert bool(calls) == (dtype == "bfloat16"), "one kernel for all rows, where it can"
+
+
+def test_what_moves_away_gives_its_memory_and_comes_back_to_the_bit(models: dict[str, str]) -> None:
+    engine = toy_engine(models["qwen2"], **MIXED)
+    train(engine, range(2))
+    before, taken = shards(engine), torch.cuda.memory_allocated()
+    engine.move(params="cpu", grads="cpu", optimizer="cpu")
+    assert taken - torch.cuda.memory_allocated() >= sum(tensor.nbytes for tensor in before.values())
+    engine.move(params="device", optimizer="device")
+    assert torch.cuda.memory_allocated() == taken
+    assert all(torch.equal(tensor, before[name]) for name, tensor in shards(engine).items())
+
+
+def test_offloaded_and_resumed_is_the_same_to_the_bit(models: dict[str, str], tmp_path: Path) -> None:
+    engine, offloaded = toy_engine(models["qwen2"], **MIXED), toy_engine(models["qwen2"], optimizer_offload=True, **MIXED)
+    train(engine, range(2))
+    engine.save(str(tmp_path / "checkpoint"))
+    train(engine, range(2, 4))
+    offloaded.load(str(tmp_path / "checkpoint"))
+    train(offloaded, range(2, 4))
+    weights = exported(offloaded)
+    assert all(torch.equal(weight, weights[name]) for name, weight in exported(engine).items())
