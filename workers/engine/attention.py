@@ -6,8 +6,10 @@ name is registered for attention only, and transformers makes no mask for a name
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from inspect import signature
 from itertools import groupby
 
 import torch
@@ -88,7 +90,12 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, rows: PackedRows, scaling: float | 
 
     left = -1 if sliding_window is None else sliding_window - 1
     ends, longest = rows.cu_seqlens, rows.longest
-    out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=(left, 0), enable_gqa=True)
+    attend: Callable[..., Tensor | tuple[Tensor, Tensor]] = varlen_attn
+    if "enable_gqa" in signature(varlen_attn).parameters:
+        attend = partial(varlen_attn, enable_gqa=True)
+    else:  # torch 2.11: as many key heads as query heads
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    out = attend(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=(left, 0))
     assert isinstance(out, Tensor)
     return out
 
