@@ -1,5 +1,6 @@
 """The tokenizer, and the tokens that end an answer. All tokenizers live on the controller."""
 
+import logging
 import os
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
@@ -10,10 +11,12 @@ from configs.schema.common import ModelConfig
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of ``tokenizer_path``, or of the model. Raises ValueError if there is none."""
     path = os.path.expanduser(model.tokenizer_path or model.path)
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # a hub out of reach is told below, in one line
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ValueError(f"no tokenizer at {path}: {' '.join(str(error).split())}") from error
+        what = "" if os.path.isdir(path) else "there is no such directory, and as a hub name: "
+        raise ValueError(f"no tokenizer at {path}: {what}{' '.join(str(error).split())}") from error
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import socket
+from contextlib import suppress
 
 from trainer.child import die_with_parent
 from trainer.rewards.custom import load_function
@@ -29,17 +30,14 @@ def main(fd: int, parent: int) -> None:
     def say(message: object) -> None:
         connection.sendall(json.dumps(message).encode() + b"\n")
 
-    try:
-        function = resolve(*pickle.load(stream))
-    except ValueError as error:
-        say(str(error))
-        return
-    say(None)
-    while True:
+    with suppress(EOFError, ConnectionError):  # the other side is gone: nobody is left to tell
         try:
-            chunk = pickle.load(stream)
-        except EOFError:
+            function = resolve(*pickle.load(stream))
+        except ValueError as error:
+            say(str(error))
             return
-        for answer in chunk:
-            score = judge(function, answer)
-            say((score.value, score.extra, score.error))
+        say(None)
+        while True:
+            for answer in pickle.load(stream):
+                score = judge(function, answer)
+                say((score.value, score.extra, score.error))

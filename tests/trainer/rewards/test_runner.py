@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -80,6 +81,17 @@ def expect(scores: list[Score], bad: dict[int, str]) -> None:
             assert score.value is None and score.error is not None and bad[i] in score.error, (i, score)
         else:
             assert score.value == i and score.error is None, (i, score)
+
+
+def test_a_process_whose_starter_is_gone_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """As when a run ends over a wrong path while its scoring processes are on their way."""
+    ours, theirs = socket.socketpair()
+    command = f"from trainer.rewards.worker import main; main({theirs.fileno()}, {os.getpid()})"
+    child = subprocess.Popen([sys.executable, "-c", command], pass_fds=[theirs.fileno()])
+    theirs.close()
+    ours.close()
+    assert child.wait(timeout=60) == 0
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("n", [0, 1, 7, 500])

@@ -10,7 +10,7 @@ from ray.cluster_utils import Cluster
 from workers.controller.ray_backend import SLOT, RayBackend
 from workers.controller.resource_pool import ResourcePool
 
-NODE = {"num_cpus": 1, "resources": {SLOT: 2}, "object_store_memory": 80 * 2**20}
+NODE = {"num_cpus": 1, "resources": {SLOT: 4}, "object_store_memory": 80 * 2**20}
 
 
 def main(run_dir: str) -> None:
@@ -21,7 +21,7 @@ def main(run_dir: str) -> None:
         run_dir=run_dir, nnodes=2, n_gpus_per_node=2, device="cpu", ray_init={"address": cluster.address}
     ) as backend:
         try:
-            backend.start_group("large", ResourcePool((3, 2), "cpu", "large"), "tests.workers.controller.toy:Toy")
+            backend.start_group("large", ResourcePool((5, 2), "cpu", "large"), "tests.workers.controller.toy:Toy")
         except ValueError as error:
             said["too large"] = str(error)
         group = backend.start_group("toy", ResourcePool((2, 2), "cpu", "p"), "tests.workers.controller.toy:Toy", env={"A": "b"})

@@ -111,7 +111,7 @@ def test_a_node_that_joins_only_brings_workers(tmp_path: Path) -> None:
     first, second = said["raylets"][:2], said["raylets"][2:]
     assert len(set(first)) == len(set(second)) == 1 and first != second, "ranks of a node sit on one node"
     assert said["env"] == [["b", "1"]] * 4
-    assert "needs 5 slots (tandem_slot), [3, 2] on 2 node(s); the nodes of this Ray have [2, 2], 4 together" in said["too large"]
+    assert "needs 7 slots (tandem_slot), [5, 2] on 2 node(s); the nodes of this Ray have [4, 4], 8 together" in said["too large"]
     assert said["alive"] == 2, "the cluster lives on"
 
 

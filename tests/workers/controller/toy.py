@@ -90,6 +90,6 @@ class Toy:
         """As a C extension that never lets go of the interpreter."""
         ctypes.PyDLL(None).sleep(600)
 
-    def child(self) -> int:
-        """A process that outlives this one unless somebody ends it."""
-        return subprocess.Popen(["sleep", "600"], start_new_session=True).pid
+    def orphan(self) -> None:
+        """A process that has no parent here and outlives this one unless somebody ends it."""
+        subprocess.run(["sh", "-c", "setsid sleep 600 &"], check=True)

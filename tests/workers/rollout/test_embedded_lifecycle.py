@@ -84,7 +84,7 @@ def test_waiting_requests_enter_in_order(model: PreTrainedModel) -> None:
 
 def test_abort_gives_what_there_is(model: PreTrainedModel) -> None:
     engine = make_engine(model, slots=3)
-    requests = [request(i, prompt, ignore_eos=True, max_tokens=20) for i, prompt in enumerate(ragged_prompts(6))]
+    requests = [request(i, (2 + i, 3, 4), ignore_eos=True, max_tokens=20) for i in range(6)]
     expected = engine.generate(requests)
     engine.submit(requests)
     for _ in range(4):
