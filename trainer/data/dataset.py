@@ -88,4 +88,3 @@ class PromptDataset:
             ground_truth=row["reward_model"]["ground_truth"],
             extra_info=row.get("extra_info") or {},
         )
-

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from trainer.child import die_with_parent
+from workers.controller.stop import die_with_parent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

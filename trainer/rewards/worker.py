@@ -6,10 +6,10 @@ import pickle
 import socket
 from contextlib import suppress
 
-from trainer.child import die_with_parent
 from trainer.rewards.custom import load_function
 from trainer.rewards.registry import compute_score
 from trainer.rewards.scoring import ScoreFunction, judge
+from workers.controller.stop import die_with_parent
 
 
 def resolve(path: str | None, name: str) -> ScoreFunction:
