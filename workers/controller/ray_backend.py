@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from workers.controller.dispatch import Call
 from workers.controller.group import Backend, Replies, Transport, WorkerError, WorkerGroup, WorkerInfo
 from workers.controller.resource_pool import ResourcePool
-from workers.controller.session import MARK, SessionDir, end_processes, import_path, set_environment
+from workers.controller.session import MARK, SessionDir, end_processes, family, import_path, set_environment
 from workers.controller.shell import Failure, Shell, free_port, pack_call
 from workers.controller.stop import die_with_parent, handlers_kept, shielded
 from workers.controller.wire import Parcel, pack, unpack
@@ -89,8 +89,7 @@ class RayBackend(Backend):
         # Ray's memory monitor ends workers when the machine, all its users together, is 95 % full.
         options["_system_config"] = {"memory_monitor_refresh_ms": 0} | (ray_init.get("_system_config") or {})
         logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # it announces its token at every start
-        self._opened.callback(end_processes, session.mark)
-        self._opened.callback(ray.shutdown)
+        self._opened.callback(end_ray, session.mark)
         with set_environment({**environment, MARK: session.mark}), loopback_only():
             ray.init(**options)
 
@@ -151,6 +150,13 @@ class RayBackend(Backend):
     def shutdown(self) -> None:
         with shielded():
             self._opened.close()
+
+
+def end_ray(mark: str) -> None:
+    """Our own Ray, with everything that it or its workers started."""
+    known = family(mark)
+    ray.shutdown()
+    end_processes(mark, known)
 
 
 class RayShell(Shell):

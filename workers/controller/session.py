@@ -10,8 +10,8 @@ import socket
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -133,12 +133,23 @@ def set_environment(environment: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def end_processes(mark: str) -> None:
-    """Ends what bears the mark, wherever it went: Ray's agents, workers, and what those had started."""
+def family(mark: str) -> set[psutil.Process]:
+    """All that bear the mark, and their descendants: some of Ray's write their title over their environment."""
+    found = {process for process in psutil.process_iter() if bears(process, mark)}
+    for process in list(found):
+        with suppress(psutil.NoSuchProcess):
+            found.update(process.children(recursive=True))
+    return found
+
+
+def end_processes(mark: str, known: Iterable[psutil.Process] = ()) -> None:
+    """Ends the mark's family, wherever it went, and what was known of it before its parents were gone."""
+    left = list(known)
     for _ in range(3):  # one may have been starting another
-        left = [process for process in psutil.process_iter() if bears(process, mark)]
+        left = list(family(mark).union(left))
         for process in left:
-            process.kill()
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         _, left = psutil.wait_procs(left, timeout=5)
     if left:
         log.warning("processes that do not die: %s", left)

@@ -70,7 +70,7 @@ def test_all_ranks_of_a_shard_work(four: WorkerGroup) -> None:
 
 def test_only_the_answers_that_count_travel(four: WorkerGroup) -> None:
     assert four.call("lock_unless", 0, 3, mesh="rollout").result() == [0, 3]
-    with pytest.raises(WorkerError, match="rank [12] failed in lock_unless: TypeError: cannot pickle"):
+    with pytest.raises(WorkerError, match=r"rank [12] failed in lock_unless: TypeError: cannot pickle"):
         four.call("lock_unless", 0, 3).result()
 
 
