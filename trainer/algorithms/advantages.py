@@ -166,7 +166,7 @@ def grpo_passk(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
 
 @ADVANTAGES.register("rloo")
 def rloo(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
-    """R less the mean of the group's other scores (Ahmadian et al. 2024, arXiv:2402.14740, eq. 8): n / (n - 1) (R - mean).
+    """R less the mean of the group's other scores (Ahmadian et al. 2024, arXiv:2402.14740): n / (n - 1) (R - mean).
 
     A group of one keeps its score.
     """
@@ -189,7 +189,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, config: AlgorithmConfi
 @ADVANTAGES.register("opo")
 def opo(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
     """R less the group's mean weighted by length, the baseline of least variance if each token's gradient is as large as
-    another's (Hao et al. 2025, arXiv:2505.23585, eq. 7): b = sum(n_i R_i) / sum(n_i), n_i trained tokens.
+    another's (Hao et al. 2025, arXiv:2505.23585): b = sum(n_i R_i) / sum(n_i), n_i trained tokens.
 
     A group of one keeps its score.
     """
@@ -201,7 +201,7 @@ def opo(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
 
 @ADVANTAGES.register("gpg")
 def gpg(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
-    """alpha (R - the group's mean), alpha = B / (answers whose score is not 0) (Chu et al. 2025, arXiv:2504.02546, eq. 6 and 9).
+    """alpha (R - the group's mean), alpha = B / (answers whose score is not 0) (Chu et al. 2025, arXiv:2504.02546).
 
     A group of one keeps its score. No score but 0: alpha is B, and all advantages are 0.
     """
@@ -213,7 +213,7 @@ def gpg(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
 @ADVANTAGES.register("gdpo", needs={"rewards"})
 def gdpo(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
     """Each named reward is normalised in its group as GRPO does, then weighted and added, then whitened over all tokens, so
-    that no reward drowns another (Liu et al. 2026, arXiv:2601.05242, eq. 4 to 6).
+    that no reward drowns another (Liu et al. 2026, arXiv:2601.05242).
 
     The names are algorithm.gdpo_reward_keys, the weights algorithm.gdpo_reward_weights (null: 1 each).
     """

@@ -82,7 +82,7 @@ def gspo(inputs: PolicyLossInputs, config: ActorConfig) -> tuple[Tensor, Metrics
 
 @POLICY_LOSSES.register("cispo")
 def cispo(inputs: PolicyLossInputs, config: ActorConfig) -> tuple[Tensor, Metrics]:
-    """The clipped ratio as a weight without gradient (MiniMax 2025, arXiv:2506.13585, eq. 4 and 5): no token loses its gradient.
+    """The clipped ratio as a weight without gradient (MiniMax 2025, arXiv:2506.13585): no token loses its gradient.
 
     L = -sg(clip(ratio, 1 - low, 1 + high)) A log pi.
     """
@@ -106,7 +106,7 @@ def sapo(inputs: PolicyLossInputs, config: ActorConfig) -> tuple[Tensor, Metrics
 
 @POLICY_LOSSES.register("geo_mean", needs={"row_weights"})
 def geo_mean(inputs: PolicyLossInputs, config: ActorConfig) -> tuple[Tensor, Metrics]:
-    """The geometric mean of the answer's ratios, each clipped first (GMPO: Zhao et al. 2025, arXiv:2507.20673, eq. 4).
+    """The geometric mean of the answer's ratios, each clipped first (GMPO: Zhao et al. 2025, arXiv:2507.20673).
 
     y = sign(A) min(sign(A) x, sign(A) clip(x, -low, high)): in log space.  L = -(mean of A over the answer) exp(mean of y).
     """
