@@ -11,9 +11,8 @@ from configs.schema.ppo import PPOConfig
 from trainer.algorithms.advantages import ADVANTAGES, AdvantageInputs
 from trainer.algorithms.kl import KLController, reward_with_kl
 from trainer.checkpoint import Checkpoint, CheckpointWriter
-from trainer.data.dataset import Prompt, PromptDataset
-from trainer.data.order import DataOrder
-from trainer.metrics import Phases, data_metrics, mismatch_metrics, performance_metrics
+from trainer.data.stream import PromptStream
+from trainer.metrics import Phases, data_metrics, mismatch_metrics, performance_metrics, reward_metrics
 from trainer.ppo.source import Source
 from trainer.ppo.update import UpdateSpec, update
 from trainer.ppo.validation import Validation
@@ -28,8 +27,8 @@ class Loop:
 
     config: PPOConfig
     run_dir: Path
-    data: PromptDataset
-    order: DataOrder
+    prompts: PromptStream
+    data_sources: frozenset[str]
     source: Source
     actor: RemoteModel
     ref: RemoteModel | None
@@ -49,9 +48,9 @@ class Loop:
 
     def fit(self) -> None:
         self.begin()
-        for step, prompts in self.remaining_steps():
+        for step in self.remaining_steps():
             with self.phases("step"):
-                batch = self.source.collect(step, prompts, self.phases)  # generated, scored answers
+                batch = self.source.collect(step, self.prompts, self.phases)  # generated, scored answers
                 batch |= self.old_log_probs(batch)
                 batch |= self.ref_log_probs(batch)
                 batch |= self.values(batch)
@@ -68,14 +67,14 @@ class Loop:
         if self.resume is None and (self.config.trainer.val_before_train or self.config.trainer.val_only):
             self.tracker.log(self.validation.run(self.step), self.step)
 
-    def remaining_steps(self) -> Iterator[tuple[int, list[Prompt]]]:
-        """Steps count from 1; which prompts a step sees is a function of the step alone."""
+    def remaining_steps(self) -> Iterator[int]:
+        """Steps count from 1. A step draws the next round of prompts, or several with algorithm.filter_groups."""
         if self.config.trainer.val_only:
             return
         for step in range(self.step + 1, self.total_steps + 1):
             self.phases.seconds.clear()
-            self.metrics = {"training/global_step": step, "training/epoch": (step - 1) // self.order.steps_per_epoch}
-            yield step, [self.data[row] for row in self.order.batch(step - 1)]
+            self.metrics = {"training/global_step": step, "training/epoch": self.prompts.epoch}
+            yield step
 
     def old_log_probs(self, batch: Batch) -> Batch:
         """The policy's log-probs before the update, and how far the rollout engine's own are from them.
@@ -134,8 +133,9 @@ class Loop:
         """Validate, log, and save: a checkpoint's step is always in the log already."""
         config, self.step = self.config.trainer, step
         is_last = step == self.total_steps
-        self.metrics["reward/failed"] = batch.meta["reward/failed"]
+        self.metrics |= batch.meta["metrics"]
         self.metrics |= data_metrics(batch, self.config.data.max_prompt_length)
+        self.metrics |= reward_metrics(batch, self.data_sources)
         if config.test_freq > 0 and (is_last or step % config.test_freq == 0):
             with self.phases("testing"):
                 self.metrics |= self.validation.run(step)
@@ -154,7 +154,7 @@ class Loop:
             self.run_dir,
             step,
             config=asdict(self.config),
-            state={"kl": self.kl.state()},
+            state={"kl": self.kl.state(), "data": self.prompts.state(), "reward": self.source.shaping.running.state()},
             world_size=world_size(config),
             keep={"actor": config.max_actor_ckpt_to_keep, "critic": config.max_critic_ckpt_to_keep},
         )
@@ -167,7 +167,10 @@ class Loop:
         self.actor.load(str(checkpoint.role("actor")))
         if self.critic is not None:
             self.critic.load(str(checkpoint.role("critic")))
-        self.kl.load(checkpoint.manifest.state["kl"])
+        state = checkpoint.manifest.state
+        self.kl.load(state["kl"])
+        self.prompts.load(state["data"])
+        self.source.shaping.running.load(state["reward"])
         self.step = checkpoint.step
 
 
