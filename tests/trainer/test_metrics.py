@@ -112,13 +112,14 @@ def test_mismatch_is_measured_where_the_policy_wrote() -> None:
 
 def test_speeds_are_tokens_and_flops_over_gpu_seconds() -> None:
     seconds = {"gen": 2.0, "update_actor": 4.0, "step": 8.0, "testing": 3.0}
-    found = performance_metrics(make_batch(), seconds, 2, flops={"update_actor": 4e9}, peak=1e9)
+    batch = make_batch().with_meta({"generated_tokens": 20})
+    found = performance_metrics(batch, seconds, 2, flops={"update_actor": 4e9}, peak=1e9)
     assert found == {
         "timing_s/gen": 2.0,
         "timing_s/update_actor": 4.0,
         "timing_s/step": 8.0,
         "timing_s/testing": 3.0,
-        "timing_per_token_ms/gen": 200.0,  # 10 tokens were generated
+        "timing_per_token_ms/gen": 100.0,  # answers that were dropped among them
         "timing_per_token_ms/update_actor": pytest.approx(4000 / 18),
         "perf/total_num_tokens": 18.0,
         "perf/time_per_step": 8.0,
@@ -129,7 +130,7 @@ def test_speeds_are_tokens_and_flops_over_gpu_seconds() -> None:
 
 
 def test_an_unknown_gpu_has_no_mfu() -> None:
-    found = performance_metrics(make_batch(), {"step": 1.0}, 1, flops={}, peak=None)
+    found = performance_metrics(make_batch().with_meta({"generated_tokens": 10}), {"step": 1.0}, 1, flops={}, peak=None)
     assert not [name for name in found if "mfu" in name]
 
 
