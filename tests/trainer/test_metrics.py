@@ -16,6 +16,7 @@ from trainer.metrics import (
     peak_flops,
     peak_flops_of,
     performance_metrics,
+    reward_metrics,
     validation_metrics,
 )
 from workers.batch import Batch
@@ -92,6 +93,32 @@ def test_a_number_does_not_depend_on_the_order_of_rows() -> None:
         assert data_metrics(mixed, 4)[name] == pytest.approx(value, rel=1e-12), name
 
 
+def told_batch() -> Batch:
+    batch = make_batch()
+    batch.objects = {
+        "data_source": ["openai/gsm8k", "math", "math", "math"],
+        "reward_extra": [{"acc": 1.0, "overlong": 0.0}, {"acc": 0.0}, {"acc": 1.0}, {}],
+    }
+    return batch
+
+
+def test_what_the_reward_function_tells_is_a_mean_over_the_answers_it_tells_it_of() -> None:
+    assert reward_metrics(told_batch(), {"math"}) == {"reward/acc/mean": pytest.approx(2 / 3), "reward/overlong/mean": 0.0}
+
+
+def test_of_several_data_sources_each_has_its_own_numbers() -> None:
+    """Also in a step that happens to see one of them alone."""
+    sources = {"math", "openai/gsm8k"}
+    found = reward_metrics(told_batch(), sources)
+    assert {name: value for name, value in found.items() if not name.startswith("reward/")} == {
+        "critic/score/openai/gsm8k/mean": 1.0,
+        "critic/score/math/mean": pytest.approx(0.5 / 3),
+        "response_length/openai/gsm8k/clip_ratio": 0.0,
+        "response_length/math/clip_ratio": pytest.approx(1 / 3),
+    }
+    assert reward_metrics(told_batch().select([0]), sources)["critic/score/openai/gsm8k/mean"] == 1.0
+
+
 def test_mismatch_is_measured_where_the_policy_wrote() -> None:
     batch = make_batch()
     outside = batch.tokens["response_mask"] == 0
@@ -150,6 +177,19 @@ def test_where_the_reward_function_tells_accuracy_it_is_what_counts() -> None:
     found = validation_metrics(["math", "math"], [0, 1], {"reward": [0.3, 0.1], "acc": [1.0, 0.0]})
     assert found["val-core/math/acc/mean@1"] == found["val/accuracy"] == 0.5
     assert found["val-aux/math/reward/mean@1"] == pytest.approx(0.2)
+
+
+def test_a_number_counts_for_the_sources_whose_answers_all_have_it() -> None:
+    found = validation_metrics(
+        ["math", "math", "code"], [0, 1, 2], {"reward": [0.3, 0.1, 0.5], "acc": [1.0, 0.0, None], "format": [1.0, None, None]}
+    )
+    assert found == {
+        "val-core/code/reward/mean@1": 0.5,
+        "val-core/math/acc/mean@1": 0.5,
+        "val-aux/math/reward/mean@1": pytest.approx(0.2),
+        "val/accuracy": 0.5,
+        "val/problems": 3.0,
+    }
 
 
 def test_phases_add_up_and_count_what_raised(monkeypatch: pytest.MonkeyPatch) -> None:

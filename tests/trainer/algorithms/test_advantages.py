@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from configs.schema.ppo import AlgorithmConfig, KLControlConfig
+from configs.schema.ppo import AlgorithmConfig, FilterGroupsConfig, KLControlConfig
 from trainer.algorithms.advantages import ADVANTAGES, AdvantageInputs, gae, grpo
 
 
@@ -15,6 +15,7 @@ def config(**changes: object) -> AlgorithmConfig:
         "adv_estimator": "gae", "gamma": 0.97, "lam": 0.9, "norm_adv_by_std_in_grpo": True,
         "use_kl_in_reward": False, "kl_penalty": "kl",
         "kl_ctrl": KLControlConfig(type="fixed", kl_coef=0.001, horizon=10000, target_kl=0.1),
+        "filter_groups": FilterGroupsConfig(enable=False, metric=None, max_num_gen_batches=0),
     }  # fmt: skip
     return AlgorithmConfig(**(plain | changes))
 
