@@ -143,6 +143,8 @@ def test_without_a_filter_a_step_is_one_round() -> None:
     assert second.rows["uid"].tolist() == [2] * 4 + [3] * 3 and second.rows["sample"].tolist() == [0, 1, 2, 3, 0, 2, 3]
     assert first.meta["metrics"] == {"reward/failed": 0} and second.meta["metrics"] == {"reward/failed": 1}
     assert first.meta["generated_tokens"] == 8 * 3 and case.stream.drawn == 2
+    seeds = [seed for call in case.engine.asked for seed in call.rows["seed"].tolist()]
+    assert len(set(seeds)) == 16, "every answer is drawn anew"
 
 
 def test_groups_kept_in_earlier_rounds_stay_and_the_batch_is_the_first_in_prompt_order() -> None:
@@ -231,7 +233,9 @@ def test_a_group_is_judged_by_the_answers_that_have_a_score() -> None:
     case = make(["gap", "lost", "failed", "mixed"], groups=2, per_round=4)
     batch = case.collect()
     assert batch.rows["uid"].tolist() == [0] * 3 + [3] * 4, "of gap three answers are left, and they differ"
-    assert counts(batch)["dropped_failed"] == 2 and batch.meta["metrics"]["reward/failed"] == 1 + 3 + 4
+    assert counts(batch)["dropped_failed"] == 2 and counts(batch)["reward/failed"] == 1 + 3 + 4
+    in_rounds = make(["gap", "lost", "failed", "mixed"], groups=2, per_round=2).collect()
+    assert counts(in_rounds) == counts(batch) | {"rounds": 2.0}
 
 
 def test_one_answer_a_prompt_is_always_kept() -> None:
