@@ -31,6 +31,12 @@ def complaint(*argv: str) -> str:
         ("+critic.model.fsdp_config={param_offload: true}", "critic.fsdp_config={param_offload: true}"),
         ("custom_reward_function.path=a.py", "reward.custom_reward_function.path=a.py"),
         ("actor_rollout_ref.actor.optim.clip_grad=0.5", "actor_rollout_ref.actor.grad_clip=0.5"),
+        ("+reward_model.overlong_buffer.len=512", "reward.reward_kwargs.overlong_buffer_cfg.len=512"),
+        ("+reward_model.reward_kwargs.max_resp_len=2048", "reward.reward_kwargs.max_resp_len=2048"),
+        (
+            "reward_model.reward_kwargs.overlong_buffer_cfg.enable=True",
+            "reward.reward_kwargs.overlong_buffer_cfg.enable=True",
+        ),
         ("~trainer.seed", "~trainer.seed"),
         ("trainer.seed=1,2,3", "trainer.seed=1,2,3"),
         ("algorithm=grpo", "algorithm=grpo"),
@@ -179,3 +185,10 @@ def test_the_command_line_wins_over_an_alias_in_a_yaml() -> None:
 def test_a_misspelt_key_in_a_yaml() -> None:
     with pytest.raises(ConfigError, match=r"^trainer\.sede: there is no such key; did you mean trainer\.seed\?$"):
         normalise_tree({"trainer": {"sede": 1}}, PPOConfig)
+
+
+@pytest.mark.parametrize("key", ["reward.reward_manager.name", "reward_model.reward_manager"])
+def test_reward_managers_that_score_answer_by_answer_are_left_out(key: str) -> None:
+    for name in ("naive", "dapo"):
+        assert ppo(f"{key}={name}").overrides == ()
+    assert "each answer is scored by itself" in complaint(f"{key}=prime")
