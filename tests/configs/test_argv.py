@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from configs.argv import CommandLine, normalise, normalise_tree
+from configs.compose import compose
 from configs.keys import ConfigError
 from configs.schema.ppo import PPOConfig
 from configs.schema.sft import SFTConfig
@@ -86,6 +87,14 @@ def test_of_a_foreign_key_too_the_last_value_counts() -> None:
     key = "actor_rollout_ref.rollout.expert_parallel_size"
     assert ppo(f"{key}=8", f"{key}=1").overrides == ()
     assert complaint(f"{key}=1", f"{key}=8").startswith(f"{key}=8: ")
+
+
+@pytest.mark.parametrize(("typed", "kept"), [("0.5_5", "0.5_5"), ("0.5_5.0", "0.5_5.0"), ("2", "2"), ("'0.5_5'", "0.5_5")])
+def test_two_bounds_are_not_one_number(typed: str, kept: str) -> None:
+    """In YAML, and so in Hydra, 0.5_5 is 0.55."""
+    key = "algorithm.rollout_correction.rollout_is_threshold"
+    words = list(ppo(f"{key}={typed}").overrides)
+    assert compose("ppo_trainer", PPOConfig, words).algorithm.rollout_correction.rollout_is_threshold == kept
 
 
 @pytest.mark.parametrize(
