@@ -59,6 +59,7 @@ def test_a_configuration_loads_to_itself(defaults: dict[str, Any]) -> None:
         ("trainer.total_training_steps", None, None),
         ("actor_rollout_ref.actor.fsdp_config.model_dtype", "fp32", "float32"),
         ("actor_rollout_ref.rollout.dtype", "bf16", "bfloat16"),
+        ("algorithm.adv_estimator", "grpo_vectorized", "grpo"),
         ("critic.strategy", "fsdp2", "fsdp"),
         ("ray_kwargs.ray_init", {"runtime_env": {"env_vars": {"A": "1"}}}, {"runtime_env": {"env_vars": {"A": "1"}}}),
     ],

@@ -275,9 +275,11 @@ def _rewards_to_come(inputs: AdvantageInputs, gamma: float) -> Tensor:
 
 
 def _centered(scores: Tensor, group: Tensor, size: Tensor) -> Tensor:
-    """scores (B,) less their group's mean; a group of one keeps its score."""
-    mean = sum_by(scores, group, len(size)) / size
-    return torch.where(size[group] > 1, scores - mean[group], scores)
+    """scores (B,) less their group's mean, exactly 0 where all are equal; a group of one keeps its score."""
+    lowest = scores.new_full((len(size),), torch.inf).scatter_reduce(0, group, scores, "amin")
+    above = scores - lowest[group]
+    mean = sum_by(above, group, len(size)) / size
+    return torch.where(size[group] > 1, above - mean[group], scores)
 
 
 def _group_std(scores: Tensor, group: Tensor, size: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ def discounted_to_come(values: Tensor, counts: Tensor, factor: float) -> Tensor:
 
 
 def whiten(values: Tensor) -> Tensor:
-    """Zero mean, unit sample variance over all entries (N,), variance + 1e-8 under the root; a single entry becomes 0."""
-    wide = values.double()
+    """Zero mean, unit sample variance over all entries (N,), variance + 1e-8 under the root; equal entries become exactly 0."""
+    wide = values.double() - values[:1].double()
     variance = wide.var() if len(wide) > 1 else wide.new_zeros(())
     return (wide - wide.mean()) * torch.rsqrt(variance + 1e-8)
