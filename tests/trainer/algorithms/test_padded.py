@@ -1,4 +1,4 @@
-"""The padded interface against verl 0.9.1: values, gradients and metrics of verl_cases.json (verl_cases.py says how it was made)."""
+"""The padded interface against verl 0.9.1: values, gradients and metrics of verl_cases.json (made as verl_cases.py says)."""
 
 from typing import Any
 

@@ -4,8 +4,8 @@ To make the file anew where verl can be imported (pip install --no-deps verl==0.
 
     python -m tests.trainer.algorithms.verl_cases
 
-Everything is computed in float64 from inputs rounded to three decimals; what comes out has eight significant digits. A result is a
-list over the positions that the mask marks, row by row. Left out is what verl 0.9.1 has no value for: whitening a single
+Everything is computed in float64 from inputs rounded to three decimals; what comes out has eight significant digits. A result
+is a list over the positions that the mask marks, row by row. Left out is what verl 0.9.1 has no value for: whitening a single
 token, pass@k of a group of one, an aggregation mode that sapo and geo_mean ignore, a batch without a trained token.
 """
 
@@ -153,7 +153,8 @@ def loss_cases(verl: Verl, batches: dict[str, dict[str, Any]]) -> list[dict[str,
     clip = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
     options: dict[str, dict[str, Any]] = {
         "vanilla": clip | {"clip_ratio_c": 1.5}, "gspo": clip, "cispo": clip, "geo_mean": clip, "gpg": {},
-        "sapo": {"tau_pos": 1.0, "tau_neg": 1.05}, "dppo_tv": clip | {"clip_ratio_c": 3.0}, "dppo_kl": clip | {"clip_ratio_c": 3.0},
+        "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},
+        "dppo_tv": clip | {"clip_ratio_c": 3.0}, "dppo_kl": clip | {"clip_ratio_c": 3.0},
         "clip_cov": clip | {"clip_cov_ratio": 0.3, "clip_cov_lb": -0.2, "clip_cov_ub": 5.0},
         "kl_cov": {"kl_cov_ratio": 0.2, "ppo_kl_coef": 1.0},
     }  # fmt: skip
@@ -169,7 +170,14 @@ def loss_cases(verl: Verl, batches: dict[str, dict[str, Any]]) -> list[dict[str,
                     loss, metrics = verl.policy_loss(name, b, x, mode, b["is_weights"] if weighted else None, given)
                     loss.backward()
                     assert x.grad is not None
-                    case = {"what": "policy_loss", "name": name, "batch": at, "mode": mode, "weighted": weighted, "options": given}
+                    case = {
+                        "what": "policy_loss",
+                        "name": name,
+                        "batch": at,
+                        "mode": mode,
+                        "weighted": weighted,
+                        "options": given,
+                    }
                     case |= {"loss": digits(loss), "metrics": {key: digits(value) for key, value in metrics.items()}}
                     # The gradient under one mode is that under another times a factor of the row: once says enough.
                     if mode == "seq-mean-token-mean":
@@ -201,7 +209,9 @@ def value_and_kl_cases(verl: Verl, batches: dict[str, dict[str, Any]]) -> list[d
 
 
 def correction_cases(verl: Verl, batches: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    every = "token_k1,token_k2,token_k3,seq_sum_k1,seq_sum_k2,seq_sum_k3,seq_mean_k1,seq_mean_k2,seq_mean_k3,seq_max_k2,seq_max_k3"
+    every = (
+        "token_k1,token_k2,token_k3,seq_sum_k1,seq_sum_k2,seq_sum_k3,seq_mean_k1,seq_mean_k2,seq_mean_k3,seq_max_k2,seq_max_k3"
+    )
     options: list[dict[str, Any]] = [
         {},
         {"rollout_is": "token", "rollout_is_threshold": 1.5},
