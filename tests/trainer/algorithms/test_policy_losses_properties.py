@@ -88,7 +88,7 @@ def numeric_gradient(name: str, t: Tokens, mode: str) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["vanilla", "sapo", "gpg", "geo_mean", "gspo"])
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(seeds)
 def test_the_gradient_is_that_of_the_value(name: str, seed: int) -> None:
     """GSPO's and GMPO's values are those of a whole row, so under the mode that takes each row's mean."""
@@ -175,7 +175,7 @@ def test_every_loss_obeys_every_aggregation_mode(name: str, seed: int, mode: str
 
 
 @pytest.mark.parametrize("name", ROWWISE)
-@few
+@settings(max_examples=10)
 @given(seeds)
 def test_a_batch_in_two_parts_has_the_loss_of_the_whole(name: str, seed: int) -> None:
     t = draw(seed)
