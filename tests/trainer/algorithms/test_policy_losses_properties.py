@@ -48,7 +48,7 @@ def draw(seed: int, *, full_rows: bool = False) -> Tokens:
     g = torch.Generator().manual_seed(seed)
     n, width = (int(torch.randint(1, 6, (1,), generator=g)) for _ in range(2))
     old = -0.3 - 2 * torch.rand(n, width, generator=g, dtype=torch.float64)
-    steps = torch.tensor([-0.7, -0.4, -0.25, -0.12, -0.05, 0.05, 0.12, 0.2, 0.27])
+    steps = torch.tensor([-0.7, -0.4, -0.25, -0.12, -0.05, 0.05, 0.12, 0.2, 0.26, 0.55, 0.75])
     log_ratio = steps[torch.randint(0, len(steps), (n, width), generator=g)].double()
     log_ratio += 0.01 * torch.rand(n, width, generator=g, dtype=torch.float64)
     mask = (torch.rand(n, width, generator=g) < 0.7).double()
