@@ -9,6 +9,9 @@ from configs.schema.ppo import PPOConfig
 from configs.schema.sft import SFTConfig
 
 ROLLOUT = "actor_rollout_ref.rollout"
+GROUP_ESTIMATORS = (
+    "grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "gdpo", "optimal_token_baseline"
+)  # fmt: skip
 # Keys that the embedded engine has no use for.
 UNUSED_BY_EMBEDDED = {
     f"{ROLLOUT}.tensor_model_parallel_size": "the embedded engine is not split over GPUs",
@@ -22,7 +25,12 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
     typed: keys given on the command line. needs_values: the advantage estimator reads values, and so wants a critic.
     """
     has_critic = needs_values or config.critic.enable is True
-    problems = [*_run_problems(config.trainer), *_batch_problems(config, has_critic), *_length_problems(config, has_critic)]
+    problems = [
+        *_run_problems(config.trainer),
+        *_batch_problems(config, has_critic),
+        *_length_problems(config, has_critic),
+        *_algorithm_problems(config, has_critic),
+    ]
     if needs_values and config.critic.enable is False:
         problems.append(
             f"critic.enable=false: algorithm.adv_estimator={config.algorithm.adv_estimator} needs the critic's values; "
@@ -173,6 +181,27 @@ def _length_problems(config: PPOConfig, has_critic: bool) -> Iterator[str]:
         yield from cut.problems(world_size(config.trainer), longest, in_words)
 
 
+def _algorithm_problems(config: PPOConfig, has_critic: bool) -> Iterator[str]:
+    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    if algorithm.adv_estimator == "gdpo" and not keys:
+        yield "algorithm.gdpo_reward_keys=null: gdpo wants the names of the rewards, as the reward function's dict tells them"
+    if keys and weights and len(keys) != len(weights):
+        yield f"algorithm.gdpo_reward_weights={weights}: {len(weights)} weights for {len(keys)} keys, {', '.join(keys)}"
+    if algorithm.truncated_answers == "bootstrap" and not has_critic:
+        yield "algorithm.truncated_answers=bootstrap: takes the critic's value, and there is no critic; keep or mask do without"
+    if algorithm.rollout_correction.bypass_mode and algorithm.use_kl_in_reward:
+        yield (
+            "algorithm.rollout_correction.bypass_mode=true: algorithm.use_kl_in_reward needs the log-probs that it saves; "
+            "set actor_rollout_ref.actor.use_kl_loss instead"
+        )
+    if algorithm.rollout_correction.bypass_mode and algorithm.adv_estimator == "optimal_token_baseline":
+        yield "algorithm.rollout_correction.bypass_mode=true: optimal_token_baseline needs the log-probs that it saves"
+    if actor.policy_loss.clip_cov_lb >= actor.policy_loss.clip_cov_ub:
+        bounds = f"{actor.policy_loss.clip_cov_lb:g} >= {actor.policy_loss.clip_cov_ub:g}"
+        yield f"actor_rollout_ref.actor.policy_loss.clip_cov_lb: not below clip_cov_ub ({bounds})"
+
+
 def _run_problems(trainer: RunConfig) -> Iterator[str]:
     if trainer.backend == "local" and world_size(trainer) > 1:
         yield f"trainer.backend=local: runs one worker, in this process, not {_workers(trainer)}"
@@ -189,5 +218,11 @@ def _ppo_notes(config: PPOConfig, typed: Collection[str]) -> Iterator[str]:
     for key, why in UNUSED_BY_EMBEDDED.items():
         if key in typed:
             yield f"{key} has no effect: {why}"
-    if config.algorithm.adv_estimator == "grpo" and config.actor_rollout_ref.rollout.n == 1:
-        yield f"{ROLLOUT}.n=1: grpo has nothing to compare an answer with, its advantage is the reward itself; set n=8, say"
+    estimator, correction = config.algorithm.adv_estimator, config.algorithm.rollout_correction
+    if estimator in GROUP_ESTIMATORS and config.actor_rollout_ref.rollout.n == 1:
+        yield f"{ROLLOUT}.n=1: {estimator} has nothing to compare an answer with; set n=8, say"
+    if correction.bypass_mode and correction.loss_type == "ppo_clip" and correction.rollout_is is not None:
+        yield (
+            "algorithm.rollout_correction.rollout_is has no effect with bypass_mode and loss_type=ppo_clip: its ratio is to the "
+            "rollout's log-probs already; loss_type=reinforce takes weights"
+        )

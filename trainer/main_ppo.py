@@ -9,10 +9,14 @@ from trainer.entry import Program
 
 def check(config: PPOConfig, typed: Collection[str]) -> list[str]:
     from trainer.algorithms.advantages import ADVANTAGES  # loads torch
+    from trainer.algorithms.correction import rejection_rules, weight_bounds
     from trainer.algorithms.policy_losses import POLICY_LOSSES
 
+    algorithm = config.algorithm
     POLICY_LOSSES[config.actor_rollout_ref.actor.policy_loss.loss_mode]
-    return check_ppo(config, typed, needs_values="values" in ADVANTAGES.needs(config.algorithm.adv_estimator))
+    weight_bounds(algorithm.rollout_correction.rollout_is_threshold)
+    rejection_rules(algorithm.rollout_correction)
+    return check_ppo(config, typed, needs_values="values" in ADVANTAGES.needs(algorithm.adv_estimator))
 
 
 def run(config: PPOConfig, notices: list[str]) -> None:

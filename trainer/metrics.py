@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from trainer.algorithms.advantages import sum_rows
+from trainer.algorithms.segments import sum_by
 from workers.batch import Batch
 
 WHOLE_STEP = "step"
@@ -58,7 +58,7 @@ def data_metrics(batch: Batch, max_prompt_length: int) -> dict[str, float]:
     prompts = batch.rows["prompt_length"].double()
     metrics = (
         _spread("critic/score", batch.rows["score"])
-        | _spread("critic/rewards", sum_rows(batch.tokens["token_level_rewards"], batch.segment_ids(), len(batch)))
+        | _spread("critic/rewards", sum_by(batch.tokens["token_level_rewards"], batch.segment_ids(), len(batch)))
         | _spread("critic/advantages", batch.tokens["advantages"][mask])
         | _spread("critic/returns", batch.tokens["returns"][mask])
         | _spread("response_length", batch.lengths - batch.rows["prompt_length"])
@@ -72,25 +72,6 @@ def data_metrics(batch: Batch, max_prompt_length: int) -> dict[str, float]:
         unexplained = (returns - values).var(correction=0) / (returns.var(correction=0) + 1e-5)
         metrics["critic/vf_explained_var"] = float(1 - unexplained)
     return metrics
-
-
-def mismatch_metrics(batch: Batch) -> dict[str, float]:
-    """How far the trainer's old_log_probs of the sampled tokens are from the rollout engine's own.
-
-    tokens: old_log_probs, rollout_log_probs, response_mask. Probabilities as |exp(a) - exp(b)|, log-probs as |a - b|.
-    """
-    mask = batch.tokens["response_mask"].bool()
-    ours, theirs = batch.tokens["old_log_probs"][mask].double(), batch.tokens["rollout_log_probs"][mask].double()
-    if not len(ours):
-        return {}
-    probs, log_probs = (ours.exp() - theirs.exp()).abs(), (ours - theirs).abs()
-    return {
-        "training/rollout_probs_diff_mean": float(probs.mean()),
-        "training/rollout_probs_diff_max": float(probs.max()),
-        "training/rollout_probs_diff_std": float(probs.std(correction=0)),
-        "training/rollout_log_probs_diff_mean": float(log_probs.mean()),
-        "training/rollout_log_probs_diff_max": float(log_probs.max()),
-    }
 
 
 def performance_metrics(

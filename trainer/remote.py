@@ -9,7 +9,7 @@ from workers.batch import Batch
 from workers.controller.dispatch import Mesh, Sharded
 from workers.controller.group import WorkerGroup
 from workers.engine.base import EngineSpec, LossSpec
-from workers.metric import Metric, join_metrics
+from workers.metric import Metric, Metrics, join_metrics
 from workers.plan import Limits, Plan, make_plan
 from workers.rollout.base import RolloutSpec, Sampling
 
@@ -44,12 +44,14 @@ class RemoteModel:
         needed = batch.only(tokens=["input_ids", "response_mask"])
         return plan.collect(self._call("forward", plan, needed, list(outputs)))
 
-    def train_step(self, mini_batch: Batch, columns: Sequence[str]) -> dict[str, Metric]:
+    def train_step(self, mini_batch: Batch, columns: Sequence[str]) -> Metrics:
         """One optimizer step on a global mini-batch that carries loss_weight; ``columns``: what the loss reads."""
         plan = self._plan(mini_batch, self.train_limits)
         needed = mini_batch.only(tokens=["input_ids", "response_mask", "loss_weight", *columns])
         metrics = join_metrics(self._call("train_step", plan, needed))
-        self._flops += metrics.pop("flops").value
+        flops = metrics.pop("flops")
+        assert isinstance(flops, Metric), "a number"
+        self._flops += flops.value
         return metrics
 
     def take_flops(self) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,13 +64,53 @@ class Metric:
         return Metric(value, self.reduce, count)
 
 
-def join_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """All the values of something, for its quantiles: no other way of joining them is exact. values: float32 (N,)."""
+
+    values: np.ndarray
+
+    @classmethod
+    def where(cls, values: Tensor, mask: Tensor) -> Sample:
+        """``values`` (T,) where ``mask`` (T,) is set."""
+        return cls(values.detach()[mask.bool()].float().cpu().numpy())
+
+    def join(self, other: Sample) -> Sample:
+        return Sample(np.concatenate([self.values, other.values]))
+
+    def quantiles(self, name: str) -> dict[str, float]:
+        """``name``_p01, _p50 and _p99; nothing of nothing."""
+        if not len(self.values):
+            return {}
+        return {f"{name}_p{percent:02d}": float(np.percentile(self.values, percent)) for percent in (1, 50, 99)}
+
+
+Metrics = dict[str, Metric | Sample]
+
+
+def join_metrics(parts: Iterable[Mapping[str, Metric | Sample]]) -> Metrics:
     """One metric a name, over all parts. The order of the parts is the order of the sums."""
-    joined: dict[str, Metric] = {}
+    joined: Metrics = {}
     for part in parts:
         for name, metric in part.items():
-            joined[name] = joined[name].join(metric) if name in joined else metric
+            joined[name] = _join(joined[name], metric) if name in joined else metric
     return joined
+
+
+def plain_numbers(metrics: Mapping[str, Metric | Sample]) -> dict[str, float]:
+    """The value of each metric, and the quantiles of each sample."""
+    numbers: dict[str, float] = {}
+    for name, metric in metrics.items():
+        numbers |= {name: metric.value} if isinstance(metric, Metric) else metric.quantiles(name)
+    return numbers
+
+
+def _join(one: Metric | Sample, other: Metric | Sample) -> Metric | Sample:
+    if isinstance(one, Metric):
+        assert isinstance(other, Metric), "cannot join a number with a sample"
+        return one.join(other)
+    assert isinstance(other, Sample), "cannot join a sample with a number"
+    return one.join(other)
 
 
 def masked_extreme(values: Tensor, mask: Tensor, reduce: Literal["max", "min"]) -> Metric:

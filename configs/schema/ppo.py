@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 
 from configs.schema.common import (
     AggMode,
@@ -21,7 +21,9 @@ from configs.schema.common import (
     Strategy,
 )
 
-KLKind = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
+KLKind = Literal[
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "full+"
+]  # fmt: skip
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -47,6 +49,11 @@ class DataConfig:
 @dataclass(slots=True, kw_only=True, frozen=True)
 class PolicyLossConfig:
     loss_mode: str
+    clip_cov_ratio: Annotated[float, Gt(0.0), Le(1.0)]
+    clip_cov_lb: float
+    clip_cov_ub: float
+    kl_cov_ratio: Annotated[float, Gt(0.0), Le(1.0)]
+    ppo_kl_coef: NonNegativeFloat
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -64,6 +71,8 @@ class ActorConfig:
     clip_ratio_low: NonNegativeFloat
     clip_ratio_high: NonNegativeFloat
     clip_ratio_c: Annotated[float, Gt(1.0)]
+    tau_pos: PositiveFloat
+    tau_neg: PositiveFloat
     loss_agg_mode: AggMode
     loss_scale_factor: Positive | None
     entropy_coeff: float
@@ -141,6 +150,7 @@ class CriticConfig:
     ppo_epochs: Positive
     shuffle: bool
     cliprange_value: NonNegativeFloat
+    normalize_targets: bool
     loss_agg_mode: AggMode
     loss_scale_factor: Positive | None
     grad_clip: PositiveFloat
@@ -157,14 +167,31 @@ class KLControlConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class RolloutCorrectionConfig:
+    rollout_is: Literal["token", "sequence"] | None
+    rollout_is_threshold: str
+    rollout_is_batch_normalize: bool
+    rollout_rs: str | None
+    rollout_rs_threshold: str | None
+    rollout_token_veto_threshold: Annotated[float, Gt(0.0), Lt(1.0)] | None
+    bypass_mode: bool
+    loss_type: Literal["ppo_clip", "reinforce"]
+    mismatch_bound: PositiveFloat | None
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class AlgorithmConfig:
     adv_estimator: str
     gamma: Fraction
     lam: Fraction
     norm_adv_by_std_in_grpo: bool
+    gdpo_reward_keys: list[str] | None
+    gdpo_reward_weights: list[float] | None
+    truncated_answers: Literal["keep", "mask", "bootstrap"]
     use_kl_in_reward: bool
     kl_penalty: KLKind
     kl_ctrl: KLControlConfig
+    rollout_correction: RolloutCorrectionConfig
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -92,7 +92,7 @@ def test_of_a_foreign_key_too_the_last_value_counts() -> None:
         ("data.trust_remote_code=True", "set actor_rollout_ref.model.trust_remote_code=true"),
         ("+actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "strategy=fsdp"),
         ("reward_model.model.path=x", "reward.custom_reward_function.path"),
-        ("algorithm.rollout_correction.rollout_is=token", "no rollout correction"),
+        ("algorithm.use_pf_ppo=True", "no PF-PPO"),
     ],
 )
 def test_what_would_change_a_result_is_refused_with_advice(typed: str, told: str) -> None:

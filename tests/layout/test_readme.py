@@ -68,10 +68,12 @@ def test_the_estimator_of_contributing_works() -> None:
     """Run in a process of its own: it registers a name."""
     (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.DOTALL | re.MULTILINE)
     check = """
+import torch
 inputs = AdvantageInputs(
     token_rewards=torch.tensor([0.0, 1.0, 0.0, 0.0, 3.0]),
     response_mask=torch.tensor([0, 1, 0, 1, 1]),
     lengths=torch.tensor([2, 3]),
+    prompt_lengths=torch.tensor([1, 1]),
     uid=torch.tensor([0, 1]),
 )
 assert ADVANTAGES["batch_mean"](inputs, None).advantages.tolist() == [0.0, -1.0, 0.0, 1.0, 1.0]

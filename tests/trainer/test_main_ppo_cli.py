@@ -69,7 +69,7 @@ def test_command_lines_of_verl_compose_as_they_are_typed(command: str, tmp_path:
         (["recipe=quikstart"], "recipe=quikstart: there is no such option; known: quickstart; did you mean quickstart?"),
         (
             ["algorithm.adv_estimator=grop", "trainer.dry_run=config"],
-            "algorithm.adv_estimator=grop is not known (did you mean grpo?); known: gae, grpo",
+            "algorithm.adv_estimator=grop is not known (did you mean grpo?); known: gae, gdpo, gpg, grpo,",
         ),
         (
             ["actor_rollout_ref.actor.policy_loss.loss_mode=vanila", "trainer.dry_run=config"],

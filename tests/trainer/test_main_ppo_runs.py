@@ -24,9 +24,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for place, source in (("data", "openai/gsm8k"), ("data/math", "sort_digits")):
         for split, n in (("train", 24), ("test", 5)):
             rows = [
-                rl_row(
-                    data_source=source, prompt=f"{i} + {i} = ?", ability="math", ground_truth=str(2 * i), split=split, index=i
-                )
+                rl_row(data_source=source, prompt=f"{i} + {i} = ?", ability="math", ground_truth=str(2 * i), split=split, index=i)
                 for i in range(n)
             ]
             write(rows, folder / place, split)

@@ -1,4 +1,3 @@
-import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -12,7 +11,6 @@ from trainer.metrics import (
     Phases,
     data_metrics,
     gpu_names,
-    mismatch_metrics,
     peak_flops,
     peak_flops_of,
     performance_metrics,
@@ -90,24 +88,6 @@ def test_a_number_does_not_depend_on_the_order_of_rows() -> None:
     mixed = batch.select([2, 0, 3, 1])
     for name, value in data_metrics(batch, 4).items():
         assert data_metrics(mixed, 4)[name] == pytest.approx(value, rel=1e-12), name
-
-
-def test_mismatch_is_measured_where_the_policy_wrote() -> None:
-    batch = make_batch()
-    outside = batch.tokens["response_mask"] == 0
-    batch.tokens["rollout_log_probs"][outside] = 1e6
-    ours, theirs = trained(batch, "old_log_probs"), trained(batch, "rollout_log_probs")
-    probs = [abs(math.exp(a) - math.exp(b)) for a, b in zip(ours, theirs, strict=True)]
-    log_probs = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
-    assert mismatch_metrics(batch) == pytest.approx(
-        {
-            "training/rollout_probs_diff_mean": statistics.fmean(probs),
-            "training/rollout_probs_diff_max": max(probs),
-            "training/rollout_probs_diff_std": statistics.pstdev(probs),
-            "training/rollout_log_probs_diff_mean": statistics.fmean(log_probs),
-            "training/rollout_log_probs_diff_max": max(log_probs),
-        }
-    )
 
 
 def test_speeds_are_tokens_and_flops_over_gpu_seconds() -> None:

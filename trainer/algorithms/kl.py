@@ -15,8 +15,21 @@ def kl_estimate(kind: KLKind, log_probs: Tensor, ref_log_probs: Tensor) -> Tenso
 
     kl, k1: x (unbiased);  abs: |x|;  mse, k2: x^2 / 2;  low_var_kl, k3: exp(-x) - 1 + x (unbiased, never negative).
     For k3 x is clamped to +-20 and the result to +-10: exp must not overflow.
+    full: the exact sum over the vocabulary; log_probs and ref_log_probs are then whole distributions, (..., V) -> (...).
+
+    With a + behind it: this value, with the gradient of k2, which is the KL's own in expectation, as those of k1 and k3 are
+    not (Tang & Munos 2025, arXiv:2506.09477). The gradient of full is the KL's own already.
     """
-    log_ratio = log_probs - ref_log_probs
+    if kind in ("full", "full+"):
+        return (log_probs.exp() * (log_probs - ref_log_probs)).sum(-1)
+    value = _sampled(kind.removesuffix("+"), log_probs - ref_log_probs)
+    if not kind.endswith("+"):
+        return value
+    k2 = _sampled("k2", log_probs - ref_log_probs)
+    return value.detach() + (k2 - k2.detach())
+
+
+def _sampled(kind: str, log_ratio: Tensor) -> Tensor:
     match kind:
         case "kl" | "k1":
             return log_ratio
@@ -27,6 +40,12 @@ def kl_estimate(kind: KLKind, log_probs: Tensor, ref_log_probs: Tensor) -> Tenso
         case "low_var_kl" | "k3":
             clamped = (-log_ratio).clamp(-20.0, 20.0)
             return (clamped.exp() - clamped - 1.0).clamp(-10.0, 10.0)
+    raise ValueError(f"{kind} is no kind of KL: kl, abs, mse, low_var_kl, full, each also with +")
+
+
+def columns(kind: KLKind) -> str:
+    """The output of a model that this kind reads: log_probs (T,), or all_log_probs (T, V)."""
+    return "all_log_probs" if kind in ("full", "full+") else "log_probs"
 
 
 @dataclass
@@ -59,7 +78,7 @@ class KLController:
 def reward_with_kl(
     token_rewards: Tensor, log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, kind: KLKind, coefficient: float
 ) -> tuple[Tensor, Tensor]:
-    """Token rewards less coefficient * KL, and the KL itself, zero outside ``mask``; all (T,).
+    """Token rewards less coefficient * KL, and the KL itself, zero outside ``mask``; all (T,). For full, log-probs (T, V).
 
     Ziegler et al. 2019, arXiv:1909.08593, eq. 2.
     """

@@ -1,85 +1,230 @@
-"""Policy losses: the loss of each token, unweighted. Aggregation is the business of weights.py."""
+"""Policy losses: the loss of each token, unweighted. docs/algorithms.md compares them.
+
+To add one: write a function (PolicyLossInputs, ActorConfig) -> (loss (T,), metrics) and register it under the name that
+`actor_rollout_ref.actor.policy_loss.loss_mode` will take, here or in a file of your own (`loss_mode=my.py:mine`). How tokens
+add up is the business of weights.py: every loss obeys every loss_agg_mode. Importance weights of the rollout correction are
+multiplied afterwards. A loss that needs to see the whole mini-batch registers a ``prepare`` step beside it.
+
+In the equations x is log pi - log pi_old, and ratio exp(x). x is clamped to +-20, as in verl; where verl does not, to +-80, which
+float32 holds.
+"""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from configs.schema.ppo import ActorConfig
-from trainer.algorithms.kl import kl_estimate
 from trainer.algorithms.registry import Registry
-from workers.batch import Batch
-from workers.metric import Metric, masked_extreme
+from trainer.algorithms.segments import row_ids, sum_by
+from workers.metric import Metric, Metrics
 
-PolicyLossFn = Callable[[Tensor, Tensor, Tensor, Tensor, ActorConfig], tuple[Tensor, dict[str, Metric]]]
-"""(log_probs, old_log_probs, advantages, response_mask: all (T,), config) -> (loss (T,), metrics)."""
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLossInputs:
+    """Whole rows. log_probs (with gradient), old_log_probs, advantages, response_mask (T,). lengths (B,).
+
+    chosen (T,): what the loss's ``prepare`` chose, 1 or 0; None for a loss without.
+    """
+
+    log_probs: Tensor
+    old_log_probs: Tensor
+    advantages: Tensor
+    response_mask: Tensor
+    lengths: Tensor
+    chosen: Tensor | None = None
+
+    def log_ratio(self, bound: float = 20.0) -> Tensor:
+        """x (T,), clamped; 0 outside the mask: what lies there must not overflow."""
+        return torch.where(self.response_mask.bool(), self.log_probs - self.old_log_probs, 0.0).clamp(-bound, bound)
+
+    def row_mean(self, values: Tensor) -> Tensor:
+        """The mean of ``values`` (T,) over each row's trained tokens, at every token of the row: (T,), differentiable."""
+        rows = row_ids(self.lengths.to(values.device))
+        count = sum_by(self.response_mask, rows, len(self.lengths)).clamp(min=1.0)
+        mean = sum_by(torch.where(self.response_mask.bool(), values, 0.0), rows, len(self.lengths)) / count
+        return mean[rows].to(values.dtype)
+
+
+PolicyLossFn = Callable[[PolicyLossInputs, ActorConfig], tuple[Tensor, Metrics]]
 POLICY_LOSSES: Registry[PolicyLossFn] = Registry("actor_rollout_ref.actor.policy_loss.loss_mode")
 
 
 @POLICY_LOSSES.register("vanilla")
-def vanilla(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, config: ActorConfig
-) -> tuple[Tensor, dict[str, Metric]]:
+def vanilla(inputs: PolicyLossInputs, config: ActorConfig) -> tuple[Tensor, Metrics]:
     """The clipped surrogate (Schulman et al. 2017, arXiv:1707.06347, eq. 7), its range open to both sides
     (clip-higher: Yu et al. 2025, arXiv:2503.14476, eq. 10), with dual clip (Ye et al. 2020, arXiv:1912.09729, eq. 5).
 
-    ratio = exp(log_prob - old);  L = max(-A ratio, -A clip(ratio, 1 - low, 1 + high));  where A < 0: min(L, -A c).
-    The log-ratio is clamped to +-20.
+    L = max(-A ratio, -A clip(ratio, 1 - low, 1 + high));  where A < 0: min(L, -A c).
     """
-    log_ratio = (log_probs - old_log_probs).clamp(-20.0, 20.0)
+    advantages, log_ratio = inputs.advantages, inputs.log_ratio()
     ratio = log_ratio.exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - config.clip_ratio_low, 1.0 + config.clip_ratio_high)
+    unclipped, clipped = -advantages * ratio, -advantages * _clip(ratio, config)
     surrogate = torch.maximum(unclipped, clipped)
     bound = -advantages * config.clip_ratio_c
     loss = torch.where(advantages < 0, torch.minimum(surrogate, bound), surrogate)
-    return loss, {
-        "actor/pg_clipfrac": Metric.token_mean(clipped > unclipped, response_mask),
-        "actor/pg_clipfrac_lower": Metric.token_mean((surrogate > bound) & (advantages < 0), response_mask),
-        "actor/ppo_kl": Metric.token_mean(-log_ratio, response_mask),
-    }
+    return loss, _metrics(inputs, log_ratio, clipped > unclipped, (surrogate > bound) & (advantages < 0))
 
 
-class ActorLoss:
-    """Policy loss, less the entropy bonus, plus the KL to the reference. The factory that a LossSpec names.
+@POLICY_LOSSES.register("gspo")
+def gspo(inputs: PolicyLossInputs, config: ActorConfig) -> tuple[Tensor, Metrics]:
+    """The clipped surrogate of the sequence's ratio (Zheng et al. 2025, arXiv:2507.18071, GSPO-token).
 
-    Reads advantages, response_mask, loss_weight, old_log_probs and, with use_kl_loss, ref_log_probs: all (T,). Without
-    old_log_probs this is the only update from a policy that is still the old one: its own log-probs are the old ones, and
-    the mismatch with rollout_log_probs is measured here.
+    s = exp(mean of x over the answer's tokens), at most e^10; its value is the same for every token, its gradient goes through
+    each token's own log-prob.  L = max(-A s, -A clip(s, 1 - low, 1 + high)).
     """
-
-    def __init__(self, config: ActorConfig) -> None:
-        self.config = config
-        self.policy_loss = POLICY_LOSSES[config.policy_loss.loss_mode]
-        self.wants_entropy = config.entropy_coeff != 0.0 or config.calculate_entropy
-        self.needs = frozenset({"log_probs", "entropy"} if self.wants_entropy else {"log_probs"})
-
-    def __call__(self, outputs: dict[str, Tensor], micro_batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
-        config, tokens = self.config, micro_batch.tokens
-        mask, weight, log_probs = tokens["response_mask"], tokens["loss_weight"], outputs["log_probs"]
-        old_log_probs = tokens.get("old_log_probs", log_probs.detach())
-        loss, metrics = self.policy_loss(log_probs, old_log_probs, tokens["advantages"], mask, config)
-        if "old_log_probs" not in tokens:
-            metrics |= mismatch(old_log_probs, tokens["rollout_log_probs"], mask)
-        metrics["actor/pg_loss"] = Metric.sum((loss.detach() * weight).sum())
-        if self.wants_entropy:
-            metrics["actor/entropy"] = Metric.token_mean(outputs["entropy"], mask)
-            loss = loss - config.entropy_coeff * outputs["entropy"]
-        if config.use_kl_loss:
-            kl = kl_estimate(config.kl_loss_type, log_probs, tokens["ref_log_probs"])
-            metrics["actor/kl_loss"] = Metric.sum((kl.detach() * weight).sum())
-            loss = loss + config.kl_loss_coef * kl
-        return loss, metrics
+    log_probs, log_ratio = inputs.log_probs, inputs.log_ratio(80.0)
+    ratio = (log_probs - log_probs.detach() + inputs.row_mean(log_ratio).detach()).clamp(max=10.0).exp()
+    unclipped, clipped = -inputs.advantages * ratio, -inputs.advantages * _clip(ratio, config)
+    return torch.maximum(unclipped, clipped), _metrics(inputs, log_ratio, clipped > unclipped)
 
 
-def mismatch(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Metric]:
-    """How far the trainer's log-probs of sampled tokens are from the rollout engine's own; all (T,)."""
-    probs = (log_probs.exp() - rollout_log_probs.exp()).abs()
-    gap = (log_probs - rollout_log_probs).abs()
+@POLICY_LOSSES.register("cispo")
+def cispo(inputs: PolicyLossInputs, config: ActorConfig) -> tuple[Tensor, Metrics]:
+    """The clipped ratio as a weight without gradient (MiniMax 2025, arXiv:2506.13585): no token loses its gradient.
+
+    L = -sg(clip(ratio, 1 - low, 1 + high)) A log pi.
+    """
+    log_ratio = inputs.log_ratio()
+    ratio = log_ratio.exp()
+    clipped = _clip(ratio, config)
+    return -clipped.detach() * inputs.advantages * inputs.log_probs, _metrics(inputs, log_ratio, clipped != ratio)
+
+
+@POLICY_LOSSES.register("sapo")
+def sapo(inputs: PolicyLossInputs, config: ActorConfig) -> tuple[Tensor, Metrics]:
+    """A soft gate in place of the clip (Gao et al. 2025, arXiv:2511.20347).
+
+    L = -A 4 / tau sigmoid(tau (ratio - 1)), tau = tau_pos where A > 0, else tau_neg.
+    """
+    log_ratio = inputs.log_ratio()
+    tau = torch.where(inputs.advantages > 0, config.tau_pos, config.tau_neg).to(log_ratio.dtype)
+    gate = torch.sigmoid(tau * (log_ratio.exp() - 1.0)) * (4.0 / tau)
+    return -gate * inputs.advantages, _metrics(inputs, log_ratio, torch.zeros_like(gate))
+
+
+@POLICY_LOSSES.register("geo_mean", needs={"row_weights"})
+def geo_mean(inputs: PolicyLossInputs, config: ActorConfig) -> tuple[Tensor, Metrics]:
+    """The geometric mean of the answer's ratios, each clipped first (GMPO: Zhao et al. 2025, arXiv:2507.20673).
+
+    y = sign(A) min(sign(A) x, sign(A) clip(x, -low, high)): in log space.  L = -(mean of A over the answer) exp(mean of y).
+    """
+    log_ratio, sign = inputs.log_ratio(80.0), inputs.advantages.sign()
+    clipped = log_ratio.clamp(-config.clip_ratio_low, config.clip_ratio_high)
+    chosen = sign * torch.minimum(sign * log_ratio, sign * clipped)
+    loss = -inputs.row_mean(inputs.advantages) * inputs.row_mean(chosen).exp()
+    is_clipped = clipped != log_ratio
+    return loss, _metrics(inputs, log_ratio, is_clipped & (inputs.advantages > 0), is_clipped & (inputs.advantages < 0))
+
+
+@POLICY_LOSSES.register("gpg")
+def gpg(inputs: PolicyLossInputs, config: ActorConfig) -> tuple[Tensor, Metrics]:
+    """L = -A log pi, meant for adv_estimator=gpg (Chu et al. 2025, arXiv:2504.02546)."""
+    return -inputs.log_probs * inputs.advantages, {}
+
+
+@POLICY_LOSSES.register("reinforce")
+def reinforce(inputs: PolicyLossInputs, config: ActorConfig) -> tuple[Tensor, Metrics]:
+    """The plain policy gradient (Williams 1992, doi:10.1007/BF00992696): L = -A log pi."""
+    kl = Metric.token_mean(-inputs.log_ratio(80.0), inputs.response_mask)
+    return -inputs.log_probs * inputs.advantages, {"actor/ppo_kl": kl}
+
+
+@POLICY_LOSSES.register("dppo_tv")
+def dppo_tv(inputs: PolicyLossInputs, config: ActorConfig) -> tuple[Tensor, Metrics]:
+    """A trust region in probability instead of ratio (DPPO: Qi et al. 2026, arXiv:2602.04879, binary total variation).
+
+    L = -A sg(min(ratio, c)) log pi, without the tokens that are too far in the direction in which A would drive them:
+    pi - pi_old > high where A > 0, pi - pi_old < -low elsewhere. The paper wants a large c, 20 say.
+    """
+    moved = inputs.log_probs.exp() - inputs.old_log_probs.exp()
+    return _dppo(inputs, config, moved <= config.clip_ratio_high, moved >= -config.clip_ratio_low)
+
+
+@POLICY_LOSSES.register("dppo_kl")
+def dppo_kl(inputs: PolicyLossInputs, config: ActorConfig) -> tuple[Tensor, Metrics]:
+    """As dppo_tv, with the KL of «this token or another» as the distance (Qi et al. 2026, arXiv:2602.04879, binary KL):
+
+    KL = p_old (log p_old - log p) + (1 - p_old) log((1 - p_old) / (1 - p)), each 1 - p plus 1e-8.
+    """
+    p, old = inputs.log_probs.exp(), inputs.old_log_probs.exp()
+    kl = old * (inputs.old_log_probs - inputs.log_probs) + (1 - old) * torch.log((1.0 - old + 1e-8) / (1.0 - p + 1e-8))
+    return _dppo(inputs, config, (kl <= config.clip_ratio_high) | (p <= old), (kl <= config.clip_ratio_low) | (p >= old))
+
+
+def _dppo(inputs: PolicyLossInputs, config: ActorConfig, may_rise: Tensor, may_fall: Tensor) -> tuple[Tensor, Metrics]:
+    log_ratio = inputs.log_ratio()
+    ratio = log_ratio.exp().detach()
+    valid = torch.where(inputs.advantages > 0, may_rise, may_fall)
+    loss = -inputs.advantages * ratio.clamp(max=config.clip_ratio_c) * inputs.log_probs * valid
+    return loss, _metrics(inputs, log_ratio, ~valid, (ratio > config.clip_ratio_c) & valid)
+
+
+def choose_clip_cov(inputs: PolicyLossInputs, config: ActorConfig, generator: torch.Generator | None) -> Tensor:
+    """Tokens of a whole mini-batch that clip_cov leaves out, 1 or 0 (T,).
+
+    cov = (A - mean A) (log pi - mean log pi), means over trained tokens. Of those with clip_cov_lb < cov < clip_cov_ub that the
+    surrogate does not clip already, clip_cov_ratio of all trained tokens, at least one, drawn by ``generator``.
+    """
+    ratio = inputs.log_ratio(80.0).exp()
+    clipped = -inputs.advantages * _clip(ratio, config) > -inputs.advantages * ratio
+    cov = _covariance(inputs)
+    trained, loss = inputs.response_mask.bool(), config.policy_loss
+    candidates = (trained & ~clipped & (cov > loss.clip_cov_lb) & (cov < loss.clip_cov_ub)).nonzero()[:, 0]
+    n = max(int(loss.clip_cov_ratio * int(trained.sum())), 1)
+    drawn = candidates[torch.randperm(len(candidates), generator=generator)[:n]]
+    return torch.zeros_like(inputs.advantages).index_fill(0, drawn, 1.0)
+
+
+@POLICY_LOSSES.register("clip_cov", prepare=choose_clip_cov)
+def clip_cov(inputs: PolicyLossInputs, config: ActorConfig) -> tuple[Tensor, Metrics]:
+    """The clipped surrogate without some of the tokens whose covariance of log-prob and advantage is large, which make the
+    entropy fall (Cui et al. 2025, arXiv:2505.22617, Clip-Cov). Which: choose_clip_cov.
+    """
+    assert inputs.chosen is not None
+    log_ratio = inputs.log_ratio(80.0)
+    ratio = log_ratio.exp()
+    surrogate = torch.maximum(-inputs.advantages * ratio, -inputs.advantages * _clip(ratio, config))
+    return surrogate * (1 - inputs.chosen), _metrics(inputs, log_ratio, inputs.chosen)
+
+
+def choose_kl_cov(inputs: PolicyLossInputs, config: ActorConfig, generator: torch.Generator | None) -> Tensor:
+    """Tokens of a whole mini-batch that kl_cov holds back, 1 or 0 (T,): the kl_cov_ratio of all trained tokens with the
+    largest covariance (see choose_clip_cov), at least one."""
+    trained = inputs.response_mask.bool().nonzero()[:, 0]
+    n = min(max(int(config.policy_loss.kl_cov_ratio * len(trained)), 1), len(trained))
+    largest = _covariance(inputs)[trained].topk(n).indices
+    return torch.zeros_like(inputs.advantages).index_fill(0, trained[largest], 1.0)
+
+
+@POLICY_LOSSES.register("kl_cov", prepare=choose_kl_cov)
+def kl_cov(inputs: PolicyLossInputs, config: ActorConfig) -> tuple[Tensor, Metrics]:
+    """The unclipped surrogate, with a penalty on the move of the tokens of largest covariance (Cui et al. 2025,
+    arXiv:2505.22617, KL-Cov).  L = -A ratio + ppo_kl_coef |x| where chosen. Which: choose_kl_cov.
+    """
+    assert inputs.chosen is not None
+    log_ratio = inputs.log_ratio(80.0)
+    loss = -inputs.advantages * log_ratio.exp() + config.policy_loss.ppo_kl_coef * log_ratio.abs() * inputs.chosen
+    return loss, {"actor/ppo_kl": Metric.token_mean(log_ratio.abs(), inputs.response_mask)}
+
+
+def _covariance(inputs: PolicyLossInputs) -> Tensor:
+    """(A - mean A) (log pi - mean log pi), means over trained tokens: (T,), no gradient."""
+    trained = inputs.response_mask.bool()
+    advantages, log_probs = inputs.advantages, inputs.log_probs.detach()
+    return (advantages - advantages[trained].mean()) * (log_probs - log_probs[trained].mean())
+
+
+def _clip(ratio: Tensor, config: ActorConfig) -> Tensor:
+    return ratio.clamp(1.0 - config.clip_ratio_low, 1.0 + config.clip_ratio_high)
+
+
+def _metrics(inputs: PolicyLossInputs, log_ratio: Tensor, clipped: Tensor, clipped_lower: Tensor | None = None) -> Metrics:
+    """What every clipped loss tells. clipped_lower: the bound below that only some have."""
+    lower = torch.zeros_like(inputs.response_mask) if clipped_lower is None else clipped_lower
     return {
-        "training/rollout_probs_diff_mean": Metric.token_mean(probs, mask),
-        "training/rollout_probs_diff_max": masked_extreme(probs, mask, "max"),
-        "training/rollout_log_probs_diff_mean": Metric.token_mean(gap, mask),
-        "training/rollout_log_probs_diff_max": masked_extreme(gap, mask, "max"),
+        "actor/pg_clipfrac": Metric.token_mean(clipped, inputs.response_mask),
+        "actor/pg_clipfrac_lower": Metric.token_mean(lower, inputs.response_mask),
+        "actor/ppo_kl": Metric.token_mean(-log_ratio, inputs.response_mask),
     }

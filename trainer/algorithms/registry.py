@@ -1,10 +1,12 @@
-"""A name in the config to the function it means."""
+"""A name in the config to the function it means: one of ours, or one from the user's file."""
 
 import difflib
-from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator, Set
+from typing import Any, Generic, TypeVar, cast
 
-Function = TypeVar("Function", bound=Callable[..., object])
+from trainer.user_code import load_function
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Registry(Generic[Function]):
@@ -13,29 +15,50 @@ class Registry(Generic[Function]):
         self.key = key
         self._entries: dict[str, Function] = {}
         self._needs: dict[str, frozenset[str]] = {}
+        self._prepare: dict[str, Callable[..., Any]] = {}
 
-    def register(self, name: str, *, needs: frozenset[str] = frozenset()) -> Callable[[Function], Function]:
-        """Decorator. needs: columns the function reads beyond what every one gets. A taken name raises."""
+    def register(
+        self, name: str, *, needs: Set[str] = frozenset(), prepare: Callable[..., Any] | None = None
+    ) -> Callable[[Function], Function]:
+        """Decorator. needs: columns the function reads beyond what every one gets. prepare: runs before it, once over a
+        whole mini-batch, where a kind of function has such a step. A taken name raises.
+        """
 
         def add(function: Function) -> Function:
             if name in self._entries:
                 raise ValueError(f"{self.key}={name} is taken by {self._entries[name].__module__}:{self._entries[name].__name__}")
             self._entries[name] = function
-            self._needs[name] = needs
+            self._needs[name] = frozenset(needs)
+            if prepare is not None:
+                self._prepare[name] = prepare
             return function
 
         return add
 
     def __getitem__(self, name: str) -> Function:
-        if name not in self._entries:
-            near = difflib.get_close_matches(name, self._entries, n=1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
-            raise ValueError(f"{self.key}={name} is not known{hint}; known: {', '.join(self)}")
-        return self._entries[name]
+        """``name``, or ``file.py:function``: a function of the user's, plain or registered in its file under any name."""
+        return self._entries[self._known(name)]
 
     def needs(self, name: str) -> frozenset[str]:
-        self[name]
-        return self._needs[name]
+        return self._needs[self._known(name)]
+
+    def prepare(self, name: str) -> Callable[..., Any] | None:
+        return self._prepare.get(self._known(name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._entries))
+
+    def _known(self, name: str) -> str:
+        """The name it is registered under. Raises ValueError."""
+        path, colon, function_name = name.rpartition(":")
+        if colon and path.endswith(".py") and name not in self._entries:
+            function = load_function(path, function_name, f"{self.key}={name}")
+            own = next((entry for entry, known in self._entries.items() if known is function), None)
+            if own is not None:
+                return own
+            self.register(name)(cast(Function, function))
+        if name not in self._entries:
+            near = difflib.get_close_matches(name, self._entries, n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise ValueError(f"{self.key}={name} is not known{hint}; known: {', '.join(self)}, or FILE.py:FUNCTION of your own")
+        return name

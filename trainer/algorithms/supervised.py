@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from workers.batch import Batch
-from workers.metric import Metric
+from workers.metric import Metric, Metrics
 
 
 class NextTokenLoss:
@@ -16,6 +16,6 @@ class NextTokenLoss:
     def __init__(self, config: Any) -> None:
         assert config is None, "next-token loss has no settings"
 
-    def __call__(self, outputs: dict[str, Tensor], micro_batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
+    def __call__(self, outputs: dict[str, Tensor], micro_batch: Batch) -> tuple[Tensor, Metrics]:
         loss = -outputs["log_probs"]
         return loss, {"train/loss": Metric.token_mean(loss, micro_batch.tokens["response_mask"])}

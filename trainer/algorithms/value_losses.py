@@ -5,7 +5,7 @@ from torch import Tensor
 
 from configs.schema.ppo import CriticConfig
 from workers.batch import Batch
-from workers.metric import Metric
+from workers.metric import Metric, Metrics
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float) -> tuple[Tensor, Tensor]:
@@ -14,7 +14,7 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip
     max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2 (Schulman et al. 2017's implementation; Engstrom et al. 2020,
     arXiv:2005.12729, section 3).
     """
-    clipped = old_values + (values - old_values).clamp(-cliprange, cliprange)
+    clipped = values.clamp(old_values - cliprange, old_values + cliprange)
     plain_error, clipped_error = (values - returns).square(), (clipped - returns).square()
     return 0.5 * torch.maximum(plain_error, clipped_error), clipped_error > plain_error
 
@@ -27,7 +27,7 @@ class CriticLoss:
     def __init__(self, config: CriticConfig) -> None:
         self.config = config
 
-    def __call__(self, outputs: dict[str, Tensor], micro_batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
+    def __call__(self, outputs: dict[str, Tensor], micro_batch: Batch) -> tuple[Tensor, Metrics]:
         tokens = micro_batch.tokens
         loss, is_clipped = clipped_value_loss(outputs["values"], tokens["values"], tokens["returns"], self.config.cliprange_value)
         return loss, {

@@ -1,5 +1,7 @@
 """A loss is a weighted sum of tokens: how each aggregation mode sets the weights, over a whole mini-batch."""
 
+from typing import get_args
+
 import torch
 from torch import Tensor
 
@@ -29,4 +31,6 @@ def token_weights(mode: AggMode, response_mask: Tensor, lengths: Tensor, norm_le
             weights = mask / (n_rows * per_row.clamp(min=1)[segments])
         case "seq-mean-token-sum-norm":
             weights = mask / (n_rows * norm_length)
+        case _:
+            raise ValueError(f"loss_agg_mode={mode}: must be one of {', '.join(get_args(AggMode))}")
     return weights

@@ -10,8 +10,10 @@ from pathlib import Path
 
 from configs.checks import world_size
 from configs.schema.ppo import PPOConfig
+from trainer.algorithms.actor_loss import ActorLoss, ActorLossConfig
 from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.kl import KLController
+from trainer.algorithms.moments import RunningMoments
 from trainer.backend import open_backend, start_hosts
 from trainer.checkpoint import Checkpoint, check_config, resolve_resume
 from trainer.data.chat import load_tokenizer, stop_token_ids
@@ -100,6 +102,7 @@ class Assembly:
             actor_update=self.actor_update(),
             critic_update=self.critic_update(),
             kl=KLController.start(config.algorithm.kl_ctrl),
+            returns=RunningMoments(),
             validation=Validation(
                 self.held_out,
                 source,
@@ -162,7 +165,7 @@ class Assembly:
             training=Training(
                 optim=actor.optim,
                 grad_clip=actor.grad_clip,
-                loss=LossSpec("trainer.algorithms.policy_losses:ActorLoss", actor),
+                loss=LossSpec("trainer.algorithms.actor_loss:ActorLoss", self.actor_loss()),
                 limits=limits(
                     per_gpu=actor.ppo_micro_batch_size_per_gpu,
                     over_all=actor.ppo_micro_batch_size,
@@ -231,17 +234,20 @@ class Assembly:
             ),
         )
 
+    def actor_loss(self) -> ActorLossConfig:
+        return ActorLossConfig.of(self.config, own_old_log_probs=old_log_probs_come_from_update(self.config))
+
     def actor_update(self) -> UpdateSpec:
-        actor = self.config.actor_rollout_ref.actor
-        old = "rollout_log_probs" if old_log_probs_come_from_update(self.config) else "old_log_probs"
+        actor, loss = self.config.actor_rollout_ref.actor, ActorLoss(self.actor_loss())
         return UpdateSpec(
             epochs=actor.ppo_epochs,
             groups=actor.ppo_mini_batch_size,
             shuffle=actor.shuffle,
             agg_mode=actor.loss_agg_mode,
             norm_length=actor.loss_scale_factor or self.config.data.max_response_length,
-            columns=("advantages", old, *(["ref_log_probs"] if actor.use_kl_loss else [])),
+            columns=loss.columns,
             seed=seed_of(self.config.trainer.seed, "actor_update"),
+            prepare=loss.prepare if loss.wants_preparation else None,
         )
 
     def critic_update(self) -> UpdateSpec:

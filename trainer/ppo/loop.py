@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from configs.checks import world_size
-from configs.schema.ppo import PPOConfig
+from configs.schema.ppo import AlgorithmConfig, PPOConfig
+from trainer.algorithms import kl
 from trainer.algorithms.advantages import ADVANTAGES, AdvantageInputs
+from trainer.algorithms.correction import is_enabled, mismatch, rollout_correction
 from trainer.algorithms.kl import KLController, reward_with_kl
+from trainer.algorithms.moments import RunningMoments
 from trainer.checkpoint import Checkpoint, CheckpointWriter
 from trainer.data.dataset import Prompt, PromptDataset
 from trainer.data.order import DataOrder
-from trainer.metrics import Phases, data_metrics, mismatch_metrics, performance_metrics
+from trainer.metrics import Phases, data_metrics, performance_metrics
 from trainer.ppo.source import Source
 from trainer.ppo.update import UpdateSpec, update
 from trainer.ppo.validation import Validation
 from trainer.remote import RemoteModel, RemoteRollout
 from trainer.tracking import Tracker
 from workers.batch import Batch
+from workers.metric import plain_numbers
 
 
 @dataclass
@@ -38,6 +46,7 @@ class Loop:
     actor_update: UpdateSpec
     critic_update: UpdateSpec
     kl: KLController
+    returns: RunningMoments
     validation: Validation
     tracker: Tracker
     phases: Phases
@@ -53,9 +62,11 @@ class Loop:
             with self.phases("step"):
                 batch = self.source.collect(step, prompts, self.phases)  # generated, scored answers
                 batch |= self.old_log_probs(batch)
+                batch |= self.correction(batch)  # where the rollout engine was not quite the policy
                 batch |= self.ref_log_probs(batch)
                 batch |= self.values(batch)
                 batch |= self.advantages(batch)
+                batch |= self.loss_mask(batch)
                 self.update(step, batch)
                 self.sync_weights(step)
             self.after(step, batch)
@@ -81,25 +92,54 @@ class Loop:
         """The policy's log-probs before the update, and how far the rollout engine's own are from them.
 
         With one update a step that starts from this very policy, the update's own forward gives them: nothing to do here.
+        In bypass mode they are the rollout engine's own.
         """
+        algorithm, drawn_with = self.config.algorithm, batch.tokens["rollout_log_probs"]
+        if algorithm.rollout_correction.bypass_mode:
+            return Batch(batch.lengths, tokens={"old_log_probs": drawn_with})
         if old_log_probs_come_from_update(self.config):
             return Batch(batch.lengths)
+        outputs = {"log_probs"} | (ADVANTAGES.needs(algorithm.adv_estimator) & {"sum_pi_squared"})
+        if algorithm.use_kl_in_reward:
+            outputs |= {kl.columns(algorithm.kl_penalty)}
         with self.phases("old_log_prob"):
-            columns = renamed(self.actor.forward(batch, ["log_probs"]), log_probs="old_log_probs")
-        self.metrics |= mismatch_metrics(batch | columns)
+            found = self.actor.forward(batch, sorted(outputs))
+            columns = renamed(found, log_probs="old_log_probs", all_log_probs="old_all_log_probs")
+        gap = mismatch(columns.tokens["old_log_probs"], drawn_with, batch.tokens["response_mask"])
+        self.metrics |= plain_numbers(gap)
         return columns
+
+    def correction(self, batch: Batch) -> Batch:
+        """Importance weights of the tokens' loss, and which tokens are rejected. In bypass mode the update sees to it."""
+        config, tokens = self.config.algorithm.rollout_correction, batch.tokens
+        if config.bypass_mode or not is_enabled(config):
+            return Batch(batch.lengths)
+        found = rollout_correction(
+            tokens["old_log_probs"], tokens["rollout_log_probs"], tokens["response_mask"], batch.lengths, config
+        )
+        self.metrics |= found.metrics
+        weights = {} if found.weights is None else {"is_weights": found.weights}
+        return Batch(batch.lengths, tokens={"kept_mask": found.mask} | weights)
 
     def ref_log_probs(self, batch: Batch) -> Batch:
         if self.ref is None:
             return Batch(batch.lengths)
+        actor, algorithm = self.config.actor_rollout_ref.actor, self.config.algorithm
+        outputs = {kl.columns(actor.kl_loss_type)} if actor.use_kl_loss else set()
+        outputs |= {kl.columns(algorithm.kl_penalty)} if algorithm.use_kl_in_reward else set()
         with self.phases("ref"):
-            return renamed(self.ref.forward(batch, ["log_probs"]), log_probs="ref_log_probs")
+            found = self.ref.forward(batch, sorted(outputs))
+        return renamed(found, log_probs="ref_log_probs", all_log_probs="ref_all_log_probs")
 
     def values(self, batch: Batch) -> Batch:
         if self.critic is None:
             return Batch(batch.lengths)
         with self.phases("values"):
-            return self.critic.forward(batch, ["values"])
+            found = self.critic.forward(batch, ["values"])
+        if self.config.critic.normalize_targets:
+            found.tokens["values"] = found.tokens["values"] * self.returns.std + self.returns.mean
+            found.rows["last_value"] = found.rows["last_value"] * self.returns.std + self.returns.mean
+        return found
 
     def advantages(self, batch: Batch) -> Batch:
         """Advantages and returns from the scores, less the KL to the reference where the reward has one."""
@@ -107,24 +147,43 @@ class Loop:
         with self.phases("adv"):
             rewards = tokens["token_level_scores"]
             if algorithm.use_kl_in_reward:
-                old, ref, mask = tokens["old_log_probs"], tokens["ref_log_probs"], tokens["response_mask"]
-                rewards, kl = reward_with_kl(rewards, old, ref, mask, algorithm.kl_penalty, self.kl.coefficient)
-                mean_kl = float(kl.double().sum() / mask.sum())
+                column, mask = kl.columns(algorithm.kl_penalty), tokens["response_mask"]
+                old, ref = tokens[f"old_{column}"], tokens[f"ref_{column}"]
+                rewards, penalty = reward_with_kl(rewards, old, ref, mask, algorithm.kl_penalty, self.kl.coefficient)
+                mean_kl = float(penalty.double().sum() / mask.sum())
                 self.metrics |= {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": self.kl.coefficient}
                 self.kl.update(mean_kl, len(batch))
-            inputs = AdvantageInputs(rewards, tokens["response_mask"], batch.lengths, batch.rows["uid"], tokens.get("values"))
-            result = ADVANTAGES[algorithm.adv_estimator](inputs, algorithm)
+            result = ADVANTAGES[algorithm.adv_estimator](advantage_inputs(batch, rewards, algorithm), algorithm)
         columns = {"token_level_rewards": rewards, "advantages": result.advantages, "returns": result.returns}
         return Batch(batch.lengths, tokens=columns)
+
+    def loss_mask(self, batch: Batch) -> Batch:
+        """From here on response_mask is what the losses see: without rejected tokens, and without cut answers if they are masked.
+
+        Advantages were taken over the whole answers: a reward at a rejected token is not lost.
+        """
+        mask = batch.tokens.get("kept_mask", batch.tokens["response_mask"])
+        if self.config.algorithm.truncated_answers == "mask":
+            mask = mask * batch.rows["finished"].bool()[batch.segment_ids()]
+        return Batch(batch.lengths, tokens={"response_mask": mask})
 
     def update(self, step: int, batch: Batch) -> None:
         """The critic learns first; the actor waits until the critic is warm."""
         if self.critic is not None:
             with self.phases("update_critic"):
-                self.metrics |= under("critic", update(self.critic, batch, self.critic_update, step))
+                self.metrics |= under("critic", update(self.critic, self.targets(batch), self.critic_update, step))
+                if self.config.critic.normalize_targets:  # for the next step: this one's values were made with the old ones
+                    self.returns.see(batch.tokens["returns"][batch.tokens["response_mask"].bool()])
         if step > self.config.trainer.critic_warmup:
             with self.phases("update_actor"):
                 self.metrics |= under("actor", update(self.actor, batch, self.actor_update, step))
+
+    def targets(self, batch: Batch) -> Batch:
+        """Values and returns in the units of the critic's head."""
+        if not self.config.critic.normalize_targets:
+            return batch
+        columns = {name: (batch.tokens[name] - self.returns.mean) / self.returns.std for name in ("values", "returns")}
+        return batch.with_tokens(**columns)
 
     def sync_weights(self, step: int) -> None:
         with self.phases("sync"):
@@ -135,6 +194,7 @@ class Loop:
         config, self.step = self.config.trainer, step
         is_last = step == self.total_steps
         self.metrics["reward/failed"] = batch.meta["reward/failed"]
+        self.warn_of_mismatch()
         self.metrics |= data_metrics(batch, self.config.data.max_prompt_length)
         if config.test_freq > 0 and (is_last or step % config.test_freq == 0):
             with self.phases("testing"):
@@ -148,13 +208,23 @@ class Loop:
         if config.save_freq > 0 and (is_last or step % config.save_freq == 0):
             self.save(step)
 
+    def warn_of_mismatch(self) -> None:
+        bound = self.config.algorithm.rollout_correction.mismatch_bound
+        gap = self.metrics.get("training/rollout_log_probs_diff_mean", 0.0)
+        if bound is not None and gap > bound:
+            print(
+                f"warning: step {self.step}: log-probs of trainer and rollout engine differ by {gap:.3g} in the mean, more than "
+                f"algorithm.rollout_correction.mismatch_bound={bound:g}: unlike precision or kernels, or other weights",
+                file=sys.stderr,
+            )
+
     def save(self, step: int) -> None:
         config = self.config.trainer
         writer = CheckpointWriter(
             self.run_dir,
             step,
             config=asdict(self.config),
-            state={"kl": self.kl.state()},
+            state={"kl": self.kl.state(), "returns": self.returns.state()},
             world_size=world_size(config),
             keep={"actor": config.max_actor_ckpt_to_keep, "critic": config.max_critic_ckpt_to_keep},
         )
@@ -168,14 +238,47 @@ class Loop:
         if self.critic is not None:
             self.critic.load(str(checkpoint.role("critic")))
         self.kl.load(checkpoint.manifest.state["kl"])
+        self.returns.load(checkpoint.manifest.state["returns"])
         self.step = checkpoint.step
 
 
 def old_log_probs_come_from_update(config: PPOConfig) -> bool:
     """One epoch, one mini-batch, and nobody before the update who asks for them: then they are exactly the update's own."""
-    actor = config.actor_rollout_ref.actor
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size == config.data.train_batch_size
-    return one_update and not config.algorithm.use_kl_in_reward
+    asked_for = algorithm.use_kl_in_reward or "sum_pi_squared" in ADVANTAGES.needs(algorithm.adv_estimator)
+    correction = algorithm.rollout_correction
+    return one_update and not asked_for and not correction.bypass_mode and not is_enabled(correction)
+
+
+def advantage_inputs(batch: Batch, rewards: Tensor, config: AlgorithmConfig) -> AdvantageInputs:
+    """rewards (T,): token rewards, less any KL."""
+    tokens, rows = batch.tokens, batch.rows
+    bootstraps = config.truncated_answers == "bootstrap"
+    return AdvantageInputs(
+        token_rewards=rewards,
+        response_mask=tokens["response_mask"],
+        lengths=batch.lengths,
+        prompt_lengths=rows["prompt_length"],
+        uid=rows["uid"],
+        values=tokens.get("values"),
+        last_value=torch.where(rows["finished"].bool(), 0.0, rows["last_value"]) if bootstraps else None,
+        baselines=rows.get("baseline"),
+        rewards=named_rewards(batch.objects["reward_extra"], config.gdpo_reward_keys or ()),
+        old_log_probs=tokens.get("old_log_probs"),
+        sum_pi_squared=tokens.get("sum_pi_squared"),
+        is_weights=tokens.get("is_weights"),
+    )
+
+
+def named_rewards(extras: Sequence[Mapping[str, float]], names: Sequence[str]) -> dict[str, Tensor]:
+    """What the reward function told under ``names``, each (B,). Raises ValueError where it did not."""
+    for name in names:
+        silent = next((extra for extra in extras if name not in extra), None)
+        if silent is not None:
+            told = ", ".join(silent) or "nothing"
+            raise ValueError(f"algorithm.gdpo_reward_keys: the reward function told no {name} of an answer; it told {told}")
+    return {name: torch.tensor([extra[name] for extra in extras], dtype=torch.float32) for name in names}
 
 
 def renamed(batch: Batch, **names: str) -> Batch:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from configs.schema.common import AggMode
 from trainer.algorithms.weights import token_weights
 from trainer.remote import RemoteModel
 from workers.batch import Batch
+from workers.metric import plain_numbers
 from workers.plan import mini_batches
 from workers.seeding import seed_of
+
+Prepare = Callable[[Batch, torch.Generator], tuple[Batch, dict[str, float]]]
+"""A mini-batch with fresh log_probs to the same with what the loss wants to know of the whole of it, and metrics."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateSpec:
-    """groups: prompt groups a mini-batch. columns: what the loss reads. norm_length: of seq-mean-token-sum-norm."""
+    """groups: prompt groups a mini-batch. columns: what the loss reads. norm_length: of seq-mean-token-sum-norm.
+    prepare: None for a loss that sees no further than its micro-batch.
+    """
 
     epochs: int
     groups: int
@@ -24,6 +32,7 @@ class UpdateSpec:
     norm_length: int
     columns: tuple[str, ...]
     seed: int
+    prepare: Prepare | None = None
 
     def updates_a_step(self, prompts: int) -> int:
         """Optimizer steps in a training step of so many prompts."""
@@ -36,11 +45,14 @@ def update(model: RemoteModel, batch: Batch, spec: UpdateSpec, step: int) -> dic
     uids = batch.rows["uid"].tolist()
     for epoch in range(spec.epochs):
         seed = seed_of(spec.seed, "mini_batch", step, epoch) if spec.shuffle else None
-        for rows in mini_batches(uids, spec.groups, seed=seed):
-            mini = batch.select(rows)
+        for index, rows in enumerate(mini_batches(uids, spec.groups, seed=seed)):
+            mini, told = batch.select(rows), dict[str, float]()
+            if spec.prepare is not None:
+                generator = torch.Generator().manual_seed(seed_of(spec.seed, "prepare", step, epoch, index))
+                mini, told = spec.prepare(mini | model.forward(mini, ["log_probs"]), generator)
             weights = token_weights(spec.agg_mode, mini.tokens["response_mask"], mini.lengths, spec.norm_length)
             metrics = model.train_step(mini.with_tokens(loss_weight=weights), spec.columns)
-            history.append({name: metric.value for name, metric in metrics.items()})
+            history.append(plain_numbers(metrics) | told)
     return _means(history)
 
 

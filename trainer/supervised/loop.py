@@ -16,7 +16,7 @@ from trainer.metrics import Phases
 from trainer.remote import RemoteModel
 from trainer.tracking import Tracker
 from workers.batch import Batch
-from workers.metric import Metric
+from workers.metric import Metrics, plain_numbers
 
 
 @dataclass
@@ -53,10 +53,10 @@ class SupervisedLoop:
             batch = self.data.batch(self.order.batch(step - 1))
             yield step, batch.with_meta({"temperature": 1.0})
 
-    def after(self, step: int, batch: Batch, metrics: dict[str, Metric]) -> None:
+    def after(self, step: int, batch: Batch, metrics: Metrics) -> None:
         """Validate, log, and save: a checkpoint's step is always in the log already."""
         config, is_last = self.config.trainer, step == self.total_steps
-        values = {name if "/" in name else f"train/{name}": metric.value for name, metric in metrics.items()}
+        values = {name if "/" in name else f"train/{name}": value for name, value in plain_numbers(metrics).items()}
         values["training/epoch"] = (step - 1) // self.order.steps_per_epoch
         if self.held_out is not None and config.test_freq > 0 and (is_last or step % config.test_freq == 0):
             with self.phases("testing"):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from configs.schema.common import FSDPConfig, ModelConfig, Strategy
 from workers.batch import Batch
-from workers.metric import Metric
+from workers.metric import Metrics
 from workers.plan import MicroBatches
 
 Head = Literal["lm", "value"]
@@ -36,7 +36,7 @@ class EngineMesh:
 
 
 class Loss(Protocol):
-    """``needs`` names the outputs ({"log_probs", "entropy"} or {"values"}). Called for a micro-batch of whole rows:
+    """``needs`` names the outputs (see TrainEngine.forward). Called for a micro-batch of whole rows:
 
     outputs: {name: (T,)} with gradient; micro_batch: the flat rows with their columns (``loss_weight`` is the engine's).
     Returns the loss of each token (T,), unweighted, and metrics. The engine adds sum(loss_weight * token_loss).
@@ -44,7 +44,7 @@ class Loss(Protocol):
 
     needs: frozenset[str]
 
-    def __call__(self, outputs: dict[str, Tensor], micro_batch: Batch) -> tuple[Tensor, dict[str, Metric]]: ...
+    def __call__(self, outputs: dict[str, Tensor], micro_batch: Batch) -> tuple[Tensor, Metrics]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +100,16 @@ class TrainEngine(ABC):
     def forward(self, batch: Batch, plan: MicroBatches, outputs: set[str]) -> Batch | None:
         """Without gradient. ``batch`` is this rank's share: input_ids, response_mask, meta["temperature"].
 
-        outputs: "log_probs", "entropy" (lm; computed where response_mask is set, 0 elsewhere) or "values" (value; adds
-        rows["last_value"] too). Returns a Batch of the same rows in the same order with these columns (float32, CPU),
+        outputs of a language head, where response_mask is set, 0 elsewhere: "log_probs", "entropy", "sum_pi_squared" (sum over
+        the vocabulary of pi^2, never with a gradient), "all_log_probs" ((T, V), the one that costs such memory); of a value
+        head "values", which adds rows["last_value"] too.
+
+        Returns a Batch of the same rows in the same order with these columns (float32, CPU),
         None on ranks that do not answer. Collective: every rank runs the same number of micro-batches.
         """
 
     @abstractmethod
-    def train_step(self, batch: Batch, plan: MicroBatches, loss: Loss) -> dict[str, Metric]:
+    def train_step(self, batch: Batch, plan: MicroBatches, loss: Loss) -> Metrics:
         """One mini-batch is one optimizer step: gradients of sum(loss_weight * token_loss), summed over data-parallel
         ranks, never averaged; clipped; applied. ``batch`` is this rank's share and carries ``loss_weight`` (T,).
         Metrics: the loss's own, plus grad_norm (before clipping), lr and loss.

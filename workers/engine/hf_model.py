@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from configs.schema.common import Dtype, ModelConfig
 from workers.engine.attention import PACKED_ATTENTION, PackedRows
 from workers.engine.base import Head
-from workers.engine.logprob import head_log_probs
+from workers.engine.logprob import head_all_log_probs, head_log_probs, head_sum_pi_squared
 
 DTYPES: dict[Dtype, torch.dtype] = {
     "float16": torch.float16,
@@ -55,13 +56,13 @@ class PackedModel(nn.Module):
         rows: PackedRows,
         predicted: Tensor | None = None,
         temperature: float = 1.0,
-        want_entropy: bool = False,
+        outputs: Collection[str] = ("log_probs",),
     ) -> dict[str, Tensor]:
         """input_ids, positions: int64 (T,), positions starting from 0 in each row. predicted: int64 (N,), the tokens
         whose log-probs are wanted, none of them the first of its row; a value head answers for every token.
 
-        Returns, at least in float32: log_probs and, if wanted, entropy (T,), 0 where not predicted; or values (T,), of
-        the state before each token, 0 for a row's first, and last_value (B,), of the state after each row.
+        Returns, at least in float32: log_probs and what else ``outputs`` names, 0 where not predicted; or values (T,), of the
+        state before each token, 0 for a row's first, and last_value (B,), of the state after each row.
         """
         body = self.hf.base_model(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, packed_rows=rows)
         hidden = body.last_hidden_state[0]
@@ -71,16 +72,17 @@ class PackedModel(nn.Module):
             return {"values": values, "last_value": after.index_select(0, rows.cu_seqlens[1:] - 1)}
         assert predicted is not None, "a language head wants to know which tokens"
         lm_head = self.hf.get_output_embeddings()
+        before, weight, bias = hidden.index_select(0, predicted - 1), lm_head.weight, lm_head.bias
+        want_entropy = "entropy" in outputs
         log_probs, entropy = head_log_probs(
-            hidden.index_select(0, predicted - 1),
-            lm_head.weight,
-            lm_head.bias,
-            input_ids[predicted],
-            temperature=temperature,
-            want_entropy=want_entropy,
+            before, weight, bias, input_ids[predicted], temperature=temperature, want_entropy=want_entropy
         )
-        outputs = {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
-        return {name: out.new_zeros(len(input_ids)).index_copy(0, predicted, out) for name, out in outputs.items()}
+        found = {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
+        if "sum_pi_squared" in outputs:
+            found["sum_pi_squared"] = head_sum_pi_squared(before, weight, bias, temperature=temperature)
+        if "all_log_probs" in outputs:
+            found["all_log_probs"] = head_all_log_probs(before, weight, bias, temperature=temperature)
+        return {name: out.new_zeros(len(input_ids), *out.shape[1:]).index_copy(0, predicted, out) for name, out in found.items()}
 
 
 def model_path(model: ModelConfig) -> str:

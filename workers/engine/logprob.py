@@ -40,6 +40,20 @@ def head_log_probs(
     return log_probs, entropy if want_entropy else None
 
 
+@torch.no_grad()
+def head_sum_pi_squared(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, temperature: float) -> Tensor:
+    """The sum over the vocabulary of the squared probabilities, (N, H) -> (N,), without gradient, a chunk at a time."""
+    size = chunk_size(weight.shape[0])
+    parts = [(2 * _logits(part, weight, bias, temperature).log_softmax(-1)).logsumexp(-1).exp() for part in hidden.split(size)]
+    return torch.cat(parts)
+
+
+def head_all_log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, temperature: float) -> Tensor:
+    """log_softmax(hidden @ weight.T / temperature), all of it: (N, H) -> (N, V). For what reads whole distributions, and pays."""
+    logits = linear(hidden, weight, bias).to(_accurate(hidden.dtype))
+    return (logits / temperature).log_softmax(-1)
+
+
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
     """(C, H) -> (C, V), divided by the temperature, at least float32."""
     logits = linear(hidden, weight, bias).to(_accurate(hidden.dtype))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from workers.batch import Batch
 from workers.engine.base import LossSpec, TrainEngine
-from workers.metric import Metric
+from workers.metric import Metric, Metrics
 from workers.plan import MicroBatches
 from workers.residency import Residency
 
@@ -22,7 +22,7 @@ class ModelRole:
         self.residency.enter("forward", self.name)
         return self.engine.forward(batch, plan, set(outputs))
 
-    def train_step(self, batch: Batch, plan: MicroBatches) -> dict[str, Metric]:
+    def train_step(self, batch: Batch, plan: MicroBatches) -> Metrics:
         """One optimizer step on this rank's rows of a mini-batch; see TrainEngine.train_step. Adds the metric flops."""
         assert self.loss is not None, f"role {self.name} has no loss: it is not trained"
         self.residency.enter("train", self.name)

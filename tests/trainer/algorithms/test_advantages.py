@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -6,17 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from configs.schema.ppo import AlgorithmConfig, KLControlConfig
+from configs.schema.ppo import AlgorithmConfig
+from tests.trainer.algorithms.plain import defaults
 from trainer.algorithms.advantages import ADVANTAGES, AdvantageInputs, gae, grpo
 
 
 def config(**changes: object) -> AlgorithmConfig:
-    plain: dict = {
-        "adv_estimator": "gae", "gamma": 0.97, "lam": 0.9, "norm_adv_by_std_in_grpo": True,
-        "use_kl_in_reward": False, "kl_penalty": "kl",
-        "kl_ctrl": KLControlConfig(type="fixed", kl_coef=0.001, horizon=10000, target_kl=0.1),
-    }  # fmt: skip
-    return AlgorithmConfig(**(plain | changes))
+    return replace(defaults().algorithm, **({"gamma": 0.97, "lam": 0.9} | changes))
 
 
 def ragged(seed: int, n: int = 6) -> AdvantageInputs:
@@ -30,6 +27,7 @@ def ragged(seed: int, n: int = 6) -> AdvantageInputs:
         token_rewards=torch.randn(total, generator=g) * mask,
         response_mask=mask,
         lengths=lengths,
+        prompt_lengths=torch.zeros_like(lengths),
         uid=torch.randint(0, 3, (n,), generator=g),
         values=torch.randn(total, generator=g),
     )
@@ -79,6 +77,7 @@ def scores_in_groups(groups: list[list[float]]) -> AdvantageInputs:
         token_rewards=torch.tensor([x for _, score in flat for x in (0.0, 0.0, 0.0, 0.0, score)]),
         response_mask=torch.tensor([0.0, 0.0, 1.0, 1.0, 1.0]).repeat(len(flat)),
         lengths=torch.full((len(flat),), 5),
+        prompt_lengths=torch.full((len(flat),), 2),
         uid=torch.tensor([7 * uid + 3 for uid, _ in flat]),
     )
 
@@ -112,6 +111,7 @@ def test_grpo_divides_by_the_sample_deviation() -> None:
 def test_grpo_group_of_one_keeps_its_score_and_equal_scores_teach_nothing() -> None:
     result = grpo(scores_in_groups([[0.75], [2.0, 2.0, 2.0]]), config()).advantages.view(-1, 5)[:, 4]
     torch.testing.assert_close(result, torch.tensor([0.75, 0.0, 0.0, 0.0]), atol=1e-5, rtol=1e-5)
+    assert not result[1:].any(), "exactly nothing"
 
 
 @given(st.permutations(list(range(6))))
@@ -122,13 +122,16 @@ def test_grpo_does_not_depend_on_the_order_of_rows(order: list[int]) -> None:
         token_rewards=inputs.token_rewards.view(-1, 5)[rows].flatten(),
         response_mask=inputs.response_mask,
         lengths=inputs.lengths,
+        prompt_lengths=inputs.prompt_lengths,
         uid=inputs.uid[rows],
     )
     assert torch.equal(grpo(moved, config()).advantages.view(-1, 5), grpo(inputs, config()).advantages.view(-1, 5)[rows])
 
 
 def test_an_unknown_estimator_lists_the_known_and_a_taken_name_raises() -> None:
-    with pytest.raises(ValueError, match=r"adv_estimator=grop is not known \(did you mean grpo\?\); known: gae, grpo"):
+    with pytest.raises(
+        ValueError, match=r"adv_estimator=grop is not known \(did you mean g[a-z]+\?\); known: gae, gdpo, gpg, grpo, "
+    ):
         ADVANTAGES["grop"]
     with pytest.raises(ValueError, match=r"grpo is taken by trainer\.algorithms\.advantages:grpo"):
         ADVANTAGES.register("grpo")(gae)

@@ -17,9 +17,7 @@ def main(run_dir: str) -> None:
     cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
     cluster.add_node(**NODE)
     said = {}
-    with RayBackend(
-        run_dir=run_dir, nnodes=2, n_gpus_per_node=2, device="cpu", ray_init={"address": cluster.address}
-    ) as backend:
+    with RayBackend(run_dir=run_dir, nnodes=2, n_gpus_per_node=2, device="cpu", ray_init={"address": cluster.address}) as backend:
         try:
             backend.start_group("large", ResourcePool((5, 2), "cpu", "large"), "tests.workers.controller.toy:Toy")
         except ValueError as error:

@@ -70,7 +70,7 @@ def run(model: PackedModel, batch: Batch, **extra: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
 def test_packed_equals_single(models: dict[str, str], architecture: str) -> None:
     model, plain, batch = load(models[architecture]), plain_model(models[architecture]), toy_batch(LENGTHS)
-    outputs = run(model, batch, temperature=0.7, want_entropy=True)
+    outputs = run(model, batch, temperature=0.7, outputs=("log_probs", "entropy"))
     rows = zip(batch.split_rows("input_ids"), *(outputs[name].split(LENGTHS) for name in ("log_probs", "entropy")), strict=True)
     losses = [outputs["log_probs"].sum() + outputs["entropy"].square().sum(), torch.zeros(())]
     for ids, log_probs, entropy in rows:

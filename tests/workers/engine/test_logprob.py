@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from workers.engine.logprob import chunk_size, head_log_probs
+from workers.engine.logprob import chunk_size, head_all_log_probs, head_log_probs, head_sum_pi_squared
 
 
 def inputs(n: int, vocabulary: int, hidden: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -51,6 +51,20 @@ def test_gradcheck(want_entropy: bool) -> None:
         return tuple(out for out in found if out is not None)
 
     assert torch.autograd.gradcheck(function, (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_whole_distributions_and_the_sum_of_their_squares(with_bias: bool) -> None:
+    hidden, weight, bias, _ = inputs(7, 13, 5)
+    bias = bias if with_bias else None
+    logits = hidden @ weight.T if bias is None else hidden @ weight.T + bias
+    expected = (logits / 0.6).log_softmax(-1)
+    found = head_all_log_probs(hidden, weight, bias, temperature=0.6)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    squares = head_sum_pi_squared(hidden, weight, bias, temperature=0.6)
+    torch.testing.assert_close(squares, expected.detach().exp().square().sum(-1), rtol=1e-12, atol=1e-12)
+    assert found.requires_grad and not squares.requires_grad
+    assert head_sum_pi_squared(hidden[:0], weight, bias, temperature=0.6).shape == (0,)
 
 
 def test_no_positions_still_give_gradients() -> None:

@@ -21,10 +21,10 @@ from workers.engine.fsdp.offload import Offloadable, Place
 from workers.engine.fsdp.optimizer import ShardedAdamW, global_norm
 from workers.engine.fsdp.sharding import fill, full, like, local, recompute_layers, shard
 from workers.engine.hf_model import DTYPES, PackedModel, empty_model, load_model, model_config
-from workers.metric import Metric, join_metrics
+from workers.metric import Metric, Metrics, join_metrics
 from workers.plan import MicroBatches
 
-OUTPUTS = {"lm": {"log_probs", "entropy"}, "value": {"values"}}
+OUTPUTS = {"lm": {"log_probs", "entropy", "sum_pi_squared", "all_log_probs"}, "value": {"values"}}
 
 
 class FSDPEngine(TrainEngine):
@@ -72,7 +72,9 @@ class FSDPEngine(TrainEngine):
     def forward(self, batch: Batch, plan: MicroBatches, outputs: set[str]) -> Batch | None:
         self._assert_here("params")
         assert outputs and outputs <= OUTPUTS[self.spec.head], f"a {self.spec.head} head answers {OUTPUTS[self.spec.head]}"
-        tokens = {name: torch.zeros(batch.total_tokens) for name in sorted(outputs)}
+        vocabulary = self._model.hf.config.get_text_config().vocab_size
+        wide = {"all_log_probs": (batch.total_tokens, vocabulary)}
+        tokens = {name: torch.zeros(wide.get(name, (batch.total_tokens,))) for name in sorted(outputs)}
         rows = {"last_value": torch.zeros(len(batch))} if self.spec.head == "value" else {}
         placed = batch.with_tokens(_place=torch.arange(batch.total_tokens)).with_rows(_place=torch.arange(len(batch)))
         with torch.no_grad():
@@ -86,7 +88,7 @@ class FSDPEngine(TrainEngine):
         self._free_gathered()
         return Batch(lengths=batch.lengths, tokens=tokens, rows=rows, meta=dict(batch.meta))
 
-    def train_step(self, batch: Batch, plan: MicroBatches, loss: Loss) -> dict[str, Metric]:
+    def train_step(self, batch: Batch, plan: MicroBatches, loss: Loss) -> Metrics:
         assert self._optimizer is not None, "this engine was built without an optimizer"
         metrics = self.accumulate(batch, plan, loss)
         grads = {name: local(param.grad) for name, param in self._params.items() if param.grad is not None}
@@ -99,13 +101,13 @@ class FSDPEngine(TrainEngine):
         self.move(grads="cpu")
         return metrics | {"grad_norm": Metric.max(norm), "lr": Metric.max(lr)}
 
-    def accumulate(self, batch: Batch, plan: MicroBatches, loss: Loss) -> dict[str, Metric]:
+    def accumulate(self, batch: Batch, plan: MicroBatches, loss: Loss) -> Metrics:
         """The first half of a train step: leaves the gradient, summed over micro-batches and ranks, in the parameters.
 
         Metrics: the loss's own, and ``loss``: this rank's part of sum(loss_weight * token_loss).
         """
         self._assert_here("params")
-        parts: list[dict[str, Metric]] = [{"loss": Metric.sum(0.0)}]
+        parts: list[Metrics] = [{"loss": Metric.sum(0.0)}]
         for i, chosen in enumerate(plan):
             self._reduce_gradients(i == len(plan) - 1)
             micro_batch = self._micro_batch(batch, chosen)
@@ -156,8 +158,8 @@ class FSDPEngine(TrainEngine):
         if self.spec.head == "value":
             return self._model(input_ids, positions, rows)
         predicted = (micro_batch.tokens["response_mask"].bool() & (positions > 0)).nonzero()[:, 0]
-        temperature, want_entropy = micro_batch.meta["temperature"], "entropy" in outputs
-        return self._model(input_ids, positions, rows, predicted, temperature=temperature, want_entropy=want_entropy)
+        temperature = micro_batch.meta["temperature"]
+        return self._model(input_ids, positions, rows, predicted, temperature=temperature, outputs=outputs)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         self._assert_here("params")

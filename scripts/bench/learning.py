@@ -1,0 +1,110 @@
+"""Does every method learn? Held-out accuracy of each on the quick-start task, seeds by seeds, as JSON and as a picture.
+
+    python scripts/bench/learning.py                              # every method, seeds 21 22 23, 60 steps: about 15 minutes on two cores
+    python scripts/bench/learning.py --methods grpo rloo --picture docs/learning.png
+
+Each seed has a model of its own, warmed up as scripts/quickstart.sh does it. Methods run one after the other.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+STEPS, TEST_FREQ = 60, 10
+SEEDS = (21, 22, 23)
+MINI_BATCHES = ("actor_rollout_ref.actor.ppo_mini_batch_size=16",)  # two updates a step: a ratio that is not 1
+LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+METHODS: dict[str, tuple[str, ...]] = {
+    "grpo": (),
+    "rloo": ("algorithm.adv_estimator=rloo",),
+    "reinforce++": ("algorithm.adv_estimator=reinforce_plus_plus",),
+    "remax": ("algorithm.adv_estimator=remax",),
+    "gspo": (f"{LOSS}=gspo", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean", *MINI_BATCHES),
+    "cispo": (f"{LOSS}=cispo", *MINI_BATCHES),
+    "ppo": ("algorithm=ppo",),
+}
+Curve = list[tuple[int, float]]
+
+
+def warm_up(folder: Path, seed: int) -> Path:
+    """Data, if there is none yet, and this seed's model."""
+    if not (folder / "train.parquet").exists():
+        run("data_preprocess.sort_digits", f"--local_save_dir={folder}")
+    run("data_preprocess.tiny_model", f"--save_dir={folder}/base-{seed}", f"--seed={seed}")
+    run(
+        "trainer.main_sft", "sft_recipe=sort_digits", f"trainer.seed={seed}", f"data.train_files={folder}/sft.parquet",
+        f"model.path={folder}/base-{seed}", f"trainer.export_dir={folder}/warm-{seed}",
+        f"trainer.default_local_dir={folder}/sft-{seed}",
+    )  # fmt: skip
+    return folder / f"warm-{seed}"
+
+
+def learn(warm: Path, run_dir: Path, seed: int, overrides: Sequence[str]) -> Curve:
+    """(step, held-out greedy accuracy) of a run."""
+    run(
+        "trainer.main_ppo", "recipe=quickstart", f"trainer.seed={seed}", f"data.train_files={warm.parent}/train.parquet",
+        f"data.val_files={warm.parent}/test.parquet", f"actor_rollout_ref.model.path={warm}", f"critic.model.path={warm}",
+        f"trainer.default_local_dir={run_dir}", "trainer.logger=[]", f"trainer.total_training_steps={STEPS}",
+        f"trainer.test_freq={TEST_FREQ}", "reward.num_workers=1", *overrides,
+    )  # fmt: skip
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [(int(step["training/global_step"]), step["val/accuracy"]) for step in steps if "val/accuracy" in step]
+
+
+def run(module: str, *arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", module, *arguments], check=True, stdout=subprocess.DEVNULL)
+
+
+def rise(curves: Sequence[Curve]) -> float:
+    """Last accuracy less the first, the median over seeds."""
+    return statistics.median(curve[-1][1] - curve[0][1] for curve in curves)
+
+
+def draw(curves: dict[str, list[Curve]], path: Path) -> None:
+    """A panel a method: each seed thin, their median thick."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(2.2 * len(curves), 2.6), layout="constrained")
+    panels = figure.subplots(1, len(curves), sharey=True, squeeze=False)[0]
+    for panel, (method, of_seeds) in zip(panels, curves.items(), strict=True):
+        steps = [step for step, _ in of_seeds[0]]
+        for curve in of_seeds:
+            panel.plot(steps, [accuracy for _, accuracy in curve], color="#9db4d8", linewidth=1)
+        middle = [statistics.median(curve[i][1] for curve in of_seeds) for i in range(len(steps))]
+        panel.plot(steps, middle, color="#1f4e9c", linewidth=2.2)
+        panel.set_title(f"{method}  +{rise(of_seeds):.2f}", fontsize=10)
+        panel.set(xlim=(0, steps[-1]), ylim=(0, 1))
+        panel.grid(color="#e4e4e4", linewidth=0.6)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("held-out accuracy")
+    figure.supxlabel("step", fontsize=10)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    parser.add_argument("--picture", type=Path)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        warm = {seed: warm_up(Path(folder), seed) for seed in arguments.seeds}
+        curves: dict[str, list[Curve]] = {}
+        for method in arguments.methods:
+            curves[method] = [
+                learn(model, Path(folder) / f"{method}-{seed}", seed, METHODS[method]) for seed, model in warm.items()
+            ]
+            first_last = [f"{curve[0][1]:.2f} -> {curve[-1][1]:.2f}" for curve in curves[method]]
+            print(f"{method}: {', '.join(first_last)}; median rise {rise(curves[method]):.2f}", file=sys.stderr, flush=True)
+    print(json.dumps(curves))
+    if arguments.picture is not None:
+        draw(curves, arguments.picture)
+
+
+if __name__ == "__main__":
+    main()

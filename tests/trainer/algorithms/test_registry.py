@@ -1,0 +1,48 @@
+from pathlib import Path
+
+import pytest
+
+from trainer.algorithms.registry import Registry
+from workers.controller.wire import pack, unpack
+
+FILE = """
+from tests.trainer.algorithms.test_registry import REGISTRY
+
+def plain(x):
+    return helper(x)
+
+def helper(x):
+    return 2 * x
+
+@REGISTRY.register("wants", needs={"values"}, prepare=helper)
+def registered(x):
+    return x
+"""
+REGISTRY: Registry = Registry("some.key")
+
+
+def test_a_users_function_is_found_and_keeps_what_it_registered(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(FILE)
+    assert REGISTRY[f"{file}:plain"](3) == 6 and REGISTRY.needs(f"{file}:plain") == frozenset()
+    assert REGISTRY[f"{file}:registered"] is REGISTRY["wants"]
+    assert REGISTRY.needs(f"{file}:registered") == {"values"} and REGISTRY.prepare(f"{file}:registered")(2) == 4
+    assert REGISTRY.prepare(f"{file}:plain") is None
+
+
+def test_a_users_function_travels_by_value(tmp_path: Path) -> None:
+    """Another node has no such file: what it gets is the code itself, with what it calls."""
+    file = tmp_path / "gone.py"
+    file.write_text(FILE.replace('"wants"', '"wants too"'))
+    function = REGISTRY[f"{file}:plain"]
+    parcel = pack(function)
+    file.unlink()
+    copy = unpack(parcel)
+    assert copy is not function and copy(5) == 10
+
+
+def test_errors_name_the_key(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"some\.key=.*nowhere\.py:f: no such file"):
+        REGISTRY[f"{tmp_path}/nowhere.py:f"]
+    with pytest.raises(ValueError, match=r"some\.key=f is not known; known: .*or FILE\.py:FUNCTION of your own"):
+        Registry("some.key")["f"]

@@ -1,0 +1,132 @@
+"""Whole runs with the algorithms: what they switch on, and what must then hold."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.runs import make_task, repeatable, run_ppo
+from trainer.algorithms.advantages import ADVANTAGES
+from trainer.algorithms.policy_losses import POLICY_LOSSES
+
+ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
+ONE_STEP = ("trainer.total_training_steps=1",)
+EVERY_UPDATE = (f"{ACTOR}.ppo_mini_batch_size=4", f"{ACTOR}.ppo_epochs=2")
+NAMED = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    right = sum(a == b for a, b in zip(solution_str, ground_truth))
+    return {"score": right, "right": right, "short": -len(solution_str)}
+
+def mine(inputs, config):
+    return inputs.outcome(3.0 * inputs.scores())
+
+def my_loss(inputs, config):
+    return -inputs.advantages * (inputs.log_probs - inputs.old_log_probs).exp(), {}
+"""
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    task = make_task(tmp_path_factory.mktemp("sort_digits"))
+    (task / "named.py").write_text(NAMED)
+    return task
+
+
+@pytest.fixture(scope="module")
+def plain(task: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    """The first step of the plain run: GRPO, vanilla, one update."""
+    return run_ppo(task, tmp_path_factory.mktemp("plain"), *ONE_STEP)[0]
+
+
+@pytest.mark.parametrize("estimator", list(ADVANTAGES))
+def test_every_estimator_takes_a_step(task: Path, tmp_path: Path, estimator: str) -> None:
+    named = f"reward.custom_reward_function.path={task}/named.py"
+    options = {"gdpo": (named, "algorithm.gdpo_reward_keys=[right,short]"), "gae": (f"critic.model.path={task}/base",)}
+    step = run_ppo(task, tmp_path, f"algorithm.adv_estimator={estimator}", *options.get(estimator, ()), *ONE_STEP)[0]
+    assert all(math.isfinite(value) for value in step.values())
+    assert step["critic/advantages/max"] > 0 and step["actor/grad_norm"] > 0
+    assert step["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-7)
+
+
+@pytest.mark.parametrize("loss_mode", list(POLICY_LOSSES))
+def test_every_loss_takes_its_steps(task: Path, tmp_path: Path, loss_mode: str, plain: dict[str, float]) -> None:
+    step = run_ppo(task, tmp_path, f"{ACTOR}.policy_loss.loss_mode={loss_mode}", *EVERY_UPDATE, *ONE_STEP)[0]
+    assert all(math.isfinite(value) for value in step.values())
+    assert step["actor/grad_norm"] > 0
+    first = run_ppo(task, tmp_path / "first", f"{ACTOR}.policy_loss.loss_mode={loss_mode}", *ONE_STEP)[0]
+    if loss_mode not in {"clip_cov", "kl_cov"}:  # they leave a token out, hold one back
+        assert first["actor/grad_norm"] == pytest.approx(plain["actor/grad_norm"], rel=1e-4), "on-policy all are one gradient"
+
+
+def test_a_users_file_gives_estimator_and_loss(task: Path, tmp_path: Path, plain: dict[str, float]) -> None:
+    step = run_ppo(
+        task, tmp_path, f"algorithm.adv_estimator={task}/named.py:mine",
+        f"{ACTOR}.policy_loss.loss_mode={task}/named.py:my_loss", *ONE_STEP,
+    )[0]  # fmt: skip
+    assert step["critic/advantages/max"] == pytest.approx(3 * step["critic/score/max"])
+    assert "actor/pg_clipfrac" not in step and "actor/pg_loss" in step
+
+
+@pytest.mark.parametrize(
+    "correction",
+    [
+        ("rollout_is=token",),
+        ("rollout_is=sequence", "rollout_is_threshold=0.5_2.0"),
+        ("rollout_rs=seq_mean_k1", "rollout_rs_threshold=0.99_1.01", "rollout_token_veto_threshold=1e-4"),
+        ("bypass_mode=true",),
+        ("bypass_mode=true", "loss_type=reinforce", "rollout_is=token", "rollout_rs=token_k1", "rollout_rs_threshold=0.9_1.1"),
+    ],
+    ids=["token", "sequence", "rejection", "bypass", "bypass_reinforce"],
+)
+def test_where_nothing_is_wrong_the_correction_changes_nothing(
+    task: Path, tmp_path: Path, plain: dict[str, float], correction: tuple[str, ...]
+) -> None:
+    step = run_ppo(task, tmp_path, *ONE_STEP, *(f"{CORRECTION}.{change}" for change in correction))[0]
+    assert step["actor/grad_norm"] == pytest.approx(plain["actor/grad_norm"], rel=1e-4)
+    assert step["training/rollout_log_probs_diff_max"] < 1e-5
+    for name in ("rollout_kl_k1", "rollout_kl_k3", "rollout_ratio_p01", "rollout_ratio_p99"):
+        assert f"training/{name}" in step and f"training/{name}" in plain
+    assert "timing_s/old_log_prob" not in step or not correction[0].startswith("bypass")
+    if len(correction) > 1 or correction[0] == "rollout_is=token":
+        assert step["rollout_corr/kl"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_mismatch_above_the_bound_warns(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_ppo(task, tmp_path / "a", *ONE_STEP)
+    assert "mismatch_bound" not in capfd.readouterr().err
+    run_ppo(task, tmp_path / "b", *ONE_STEP, f"{CORRECTION}.mismatch_bound=1e-12")
+    assert "warning: step 1: log-probs of trainer and rollout engine differ by" in capfd.readouterr().err
+
+
+def test_the_exact_kl_in_the_loss_and_in_the_reward(task: Path, tmp_path: Path) -> None:
+    steps = run_ppo(task, tmp_path / "loss", f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=full")
+    assert steps[0]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6) and steps[1]["actor/kl_loss"] > 1e-6
+    exact = run_ppo(task, tmp_path / "exact", "algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=full")
+    estimated = run_ppo(task, tmp_path / "k3", "algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=k3")
+    ours, theirs = (run[1]["actor/reward_kl_penalty"] for run in (exact, estimated))
+    assert 0.2 * theirs < ours < 5 * theirs and ours > 1e-6
+
+
+def test_cut_answers_are_masked_or_bootstrapped(task: Path, tmp_path: Path, plain: dict[str, float]) -> None:
+    assert 0 < plain["response_length/clip_ratio"] < 1, "some are cut, some are not"
+    masked = run_ppo(task, tmp_path / "mask", *ONE_STEP, "algorithm.truncated_answers=mask")[0]
+    assert masked["actor/grad_norm"] != plain["actor/grad_norm"] and masked["critic/score/mean"] == plain["critic/score/mean"]
+    everything = ("actor_rollout_ref.rollout.ignore_eos=true", "algorithm.truncated_answers=mask")
+    assert run_ppo(task, tmp_path / "all", *ONE_STEP, *everything)[0]["actor/grad_norm"] == 0.0
+    ppo = ("algorithm=ppo", "algorithm.gamma=0.9", "algorithm.lam=0.9")
+    kept = run_ppo(task, tmp_path / "kept", *ppo)
+    bootstrapped = run_ppo(task, tmp_path / "bootstrapped", *ppo, "algorithm.truncated_answers=bootstrap")
+    assert repeatable(kept)[0]["critic/returns/mean"] == bootstrapped[0]["critic/returns/mean"], "a new critic says 0"
+    assert kept[1]["critic/returns/mean"] != bootstrapped[1]["critic/returns/mean"]
+
+
+def test_normalised_targets_resume_to_the_bit(task: Path, tmp_path: Path) -> None:
+    overrides = ("algorithm=ppo", "critic.normalize_targets=true", "trainer.save_freq=2", "trainer.total_training_steps=4")
+    whole = run_ppo(task, tmp_path / "whole", *overrides)
+    run_ppo(task, tmp_path / "broken", *overrides, "trainer.total_training_steps=2")
+    assert repeatable(run_ppo(task, tmp_path / "broken", *overrides)) == repeatable(whole)
+    raw = run_ppo(task, tmp_path / "raw", *overrides, "critic.normalize_targets=false")
+    assert whole[0]["critic/vf_loss"] == raw[0]["critic/vf_loss"], "nothing has been seen in the first step"
+    assert whole[2]["critic/vf_loss"] != raw[2]["critic/vf_loss"]
+    # The values that advantages are made from are in the rewards' units again: at the mean of the returns, for a new head.
+    assert abs(whole[1]["critic/values/mean"] - whole[0]["critic/returns/mean"]) < 0.5 * abs(whole[0]["critic/returns/mean"])

@@ -1,0 +1,37 @@
+from pathlib import Path
+
+import pytest
+
+from trainer.user_code import load_function
+
+FILE = """
+def mine(x):
+    return x + 1
+
+def other(x):
+    return x
+"""
+
+
+def test_a_function_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "my.py").write_text(FILE)
+    mine = load_function(str(tmp_path / "my.py"), "mine", "some.key")
+    assert mine(1) == 2
+    assert load_function(str(tmp_path / "my.py"), "mine", "some.key") is mine, "a file is run once a process"
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "name", "told"),
+    [
+        (FILE, "not_there.py", "mine", r"some\.key: no such file; .* has my\.py"),
+        (FILE, "my.py", "mien", r"some\.key: my\.py has no function mien; it has mine, other"),
+        ("import nothing_like_it", "my.py", "mine", r"some\.key: my\.py does not load: ModuleNotFoundError: No module named"),
+        ("raise SystemExit(3)", "my.py", "mine", r"some\.key: my\.py does not load: SystemExit: 3"),
+        ("def mine(:", "my.py", "mine", r"some\.key: my\.py does not load: SyntaxError"),
+    ],
+)
+def test_what_is_wrong_is_one_line(tmp_path: Path, text: str, path: str, name: str, told: str) -> None:
+    (tmp_path / "my.py").write_text(text)
+    with pytest.raises(ValueError, match=told) as caught:
+        load_function(str(tmp_path / path), name, "some.key")
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,279 @@
+"""Rollout correction: the engine that drew the tokens is not quite the policy that is trained, and what to do about it.
+
+x = log pi_old - log pi_rollout of each drawn token, rho = exp(x). Truncated weights: Yao et al. 2025, «Your efficient RL
+framework secretly brings you off-policy RL training». Rejections: Liu et al. 2025, «When speed kills stability». IcePop:
+Ling team 2025, arXiv:2510.18855. Names and metrics are those of verl 0.9.1. All of it is computed in float64 over real tokens.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from configs.schema.ppo import RolloutCorrectionConfig
+from trainer.algorithms.segments import row_ids, sum_by
+from workers.metric import Metric, Sample, masked_extreme
+
+SAFE = 20.0
+"""|x| beyond this counts as this: exp must not overflow."""
+_KEY = "algorithm.rollout_correction"
+_LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
+REJECTIONS = tuple(f"{level}_{kind}" for level in _LEVELS for kind in ("k1", "k2", "k3") if (level, kind) != ("seq_max", "k1"))
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """weights (T,): multiply a token's policy loss; None without rollout_is. mask (T,): response_mask less the rejected."""
+
+    weights: Tensor | None
+    mask: Tensor
+    metrics: dict[str, float]
+
+
+def is_enabled(config: RolloutCorrectionConfig) -> bool:
+    return (config.rollout_is, config.rollout_rs, config.rollout_token_veto_threshold) != (None, None, None)
+
+
+def rollout_correction(
+    old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, lengths: Tensor, config: RolloutCorrectionConfig
+) -> Correction:
+    """Weights, rejections and metrics of a batch; all tensors (T,), lengths (B,). Both are measured on the same, whole mask."""
+    tokens = _Tokens(response_mask, lengths)
+    log_ratio = torch.where(tokens.mask, (old_log_probs.double() - rollout_log_probs.double()), 0.0)
+    weights, mask = None, response_mask
+    metrics: dict[str, float] = {}
+    if config.rollout_is is not None:
+        weights = importance_weights(log_ratio, tokens, config, metrics).to(old_log_probs.dtype)
+    if config.rollout_rs is not None or config.rollout_token_veto_threshold is not None:
+        mask = response_mask * kept(log_ratio, tokens, config, metrics)
+    metrics |= off_policy(old_log_probs.double(), rollout_log_probs.double(), tokens)
+    return Correction(weights, mask, {f"rollout_corr/{name}": float(value) for name, value in metrics.items()})
+
+
+def importance_weights(
+    log_ratio: Tensor, tokens: "_Tokens", config: RolloutCorrectionConfig, metrics: dict[str, float]
+) -> Tensor:
+    """rho of the token, or of the whole answer (product); truncated above (TIS), or, with two bounds, 0 outside (IcePop). (T,)"""
+    lower, upper = weight_bounds(config.rollout_is_threshold)
+    of_row = tokens.row_sum(log_ratio)
+    x = log_ratio if config.rollout_is == "token" else of_row[tokens.rows]
+    raw = x.clamp(-SAFE, SAFE).exp() * tokens.mask
+    weights = raw.clamp(max=upper) if lower is None else torch.where((raw >= lower) & (raw <= upper), raw, 0.0)
+
+    low = 1.0 / upper if lower is None else lower
+    row_means, raw_row_means = tokens.row_mean(weights), tokens.row_mean(raw)
+    if config.rollout_is == "sequence":
+        metrics |= {
+            "rollout_is_max": float(of_row.max().clamp(max=SAFE).exp()),
+            "rollout_is_min": float(of_row.min().exp()),
+            "rollout_is_ratio_fraction_high": _share(of_row > math.log(upper)),
+            "rollout_is_ratio_fraction_low": _share(of_row < math.log(low)),
+        }
+    else:
+        metrics |= {
+            "rollout_is_max": float(weights[tokens.mask].max()),
+            "rollout_is_min": float(weights[tokens.mask].min()),
+            "rollout_is_ratio_fraction_high": tokens.mean(raw > upper),
+            "rollout_is_ratio_fraction_low": tokens.mean(raw < low),
+        }
+    mean = tokens.mean(weights)
+    relative = weights.clamp(max=upper) / (mean + 1e-8)
+    metrics |= {
+        "rollout_is_mean": mean,
+        "rollout_is_std": tokens.std(weights.clamp(max=upper)),
+        "rollout_is_eff_sample_size": 1.0 / max(tokens.mean(relative.square()), 1e-300),
+        **_row_statistics("rollout_is", row_means, centre=1.0),
+        "rollout_is_seq_fraction_high": _share(raw_row_means > upper),
+        "rollout_is_seq_fraction_low": _share(raw_row_means < low),
+    }
+    if lower is not None:
+        metrics["rollout_is_oob_ratio"] = tokens.mean((raw < lower) | (raw > upper))
+    if config.rollout_is_batch_normalize:
+        factor = mean if config.rollout_is == "token" else float(row_means[tokens.counts > 0].mean())
+        factor = factor if factor > 1e-8 else 1.0
+        metrics["rollout_is_batch_norm_factor"] = factor
+        weights = weights / factor
+    return weights
+
+
+def kept(log_ratio: Tensor, tokens: "_Tokens", config: RolloutCorrectionConfig, metrics: dict[str, float]) -> Tensor:
+    """1 where a token stays, 0 where it, or its whole answer, is rejected by one of the rules: (T,).
+
+    Per token, or as sum, mean or maximum over the answer (seq_mean_k1 is the geometric mean of rho): k1 = -x within the logs
+    of its two bounds, k2 = x^2 / 2 and k3 = exp(x) - 1 - x not above their bound. Veto: an answer with a token whose
+    rho is below rollout_token_veto_threshold goes as a whole.
+    """
+    x = log_ratio.clamp(-SAFE, SAFE)
+    kinds = {"k1": -x, "k2": 0.5 * x.square(), "k3": x.exp() - 1.0 - x}
+    summaries = {"token": tokens.row_mean, "seq_sum": tokens.row_sum, "seq_mean": tokens.row_mean, "seq_max": tokens.row_max}
+    stays = torch.ones_like(tokens.mask)
+    for rule, lower, upper in rejection_rules(config):
+        level, _, kind = rule.rpartition("_")
+        value = kinds[kind]
+        of_row = summaries[level](value)
+        statistic = value if level == "token" else of_row[tokens.rows]
+        ok = (statistic >= lower) & (statistic <= upper) if kind == "k1" else statistic <= upper
+        stays &= ok
+        metrics |= _rejection_metrics(rule, statistic, of_row, tokens, lower=lower, upper=upper)
+        metrics[f"rollout_rs_{rule}_masked_fraction"] = tokens.mean(~ok)
+        metrics[f"rollout_rs_{rule}_seq_masked_fraction"] = _share(tokens.row_max(~ok)[tokens.counts > 0])
+    if config.rollout_token_veto_threshold is not None:
+        vetoed = tokens.row_max(log_ratio < math.log(config.rollout_token_veto_threshold)) > 0
+        stays &= ~vetoed[tokens.rows]
+        metrics["rollout_rs_veto_seq_masked_fraction"] = _share(vetoed)
+    metrics["rollout_rs_masked_fraction"] = tokens.mean(~stays)
+    metrics["rollout_rs_seq_masked_fraction"] = _share(tokens.row_max(~stays))
+    return stays.to(log_ratio.dtype)
+
+
+def off_policy(log_probs: Tensor, rollout_log_probs: Tensor, tokens: "_Tokens") -> dict[str, float]:
+    """How far apart the two policies are: KL(rollout || training) by k1 and k3, perplexities, chi-squared."""
+    log_ratio = torch.where(tokens.mask, log_probs - rollout_log_probs, 0.0)
+    ours, theirs = tokens.row_mean(log_probs), tokens.row_mean(rollout_log_probs)
+    gap = theirs - ours
+    return {
+        "kl": tokens.mean(-log_ratio),
+        "k3_kl": tokens.mean(log_ratio.exp() - log_ratio - 1),
+        "training_ppl": float((-ours).exp().mean()),
+        "training_log_ppl": float(-ours.mean()),
+        "rollout_ppl": float((-theirs).exp().mean()),
+        "rollout_log_ppl": float(-theirs.mean()),
+        "log_ppl_diff": float(gap.mean()),
+        "log_ppl_abs_diff": float(gap.abs().mean()),
+        "log_ppl_diff_max": float(gap.max()),
+        "log_ppl_diff_min": float(gap.min()),
+        "ppl_ratio": float(gap.exp().mean()),
+        "chi2_token": tokens.mean((2 * log_ratio.clamp(-SAFE, SAFE)).exp()) - 1.0,
+        "chi2_seq": float((2 * tokens.row_sum(log_ratio).clamp(-SAFE, SAFE)).exp().mean()) - 1.0,
+    }
+
+
+def mismatch(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Metric | Sample]:
+    """How far the trainer's log-probs of sampled tokens are from the rollout engine's own; all (T,). Always logged."""
+    trained = mask.bool()
+    x = torch.where(trained, log_probs - rollout_log_probs, 0.0)
+    probs = torch.where(trained, log_probs.exp() - rollout_log_probs.exp(), 0.0).abs()
+    ratio = x.clamp(-SAFE, SAFE).exp()
+    return {
+        "training/rollout_probs_diff_mean": Metric.token_mean(probs, mask),
+        "training/rollout_probs_diff_max": masked_extreme(probs, mask, "max"),
+        "training/rollout_log_probs_diff_mean": Metric.token_mean(x.abs(), mask),
+        "training/rollout_log_probs_diff_max": masked_extreme(x.abs(), mask, "max"),
+        "training/rollout_kl_k1": Metric.token_mean(-x, mask),
+        "training/rollout_kl_k3": Metric.token_mean(ratio - 1 - x, mask),
+        "training/rollout_ratio": Sample.where(ratio, mask),
+    }
+
+
+def weight_bounds(spec: str) -> tuple[float | None, float]:
+    """rollout_is_threshold: "upper", or "lower_upper" (IcePop). Raises ValueError."""
+    key = f"{_KEY}.rollout_is_threshold={spec}"
+    numbers = _numbers(spec, key)
+    if len(numbers) > 2 or min(numbers) <= 0 or sorted(numbers) != numbers:
+        raise ValueError(f"{key}: must be an upper bound above 0, such as 2.0, or two, lower_upper, such as 0.5_5.0")
+    return (None, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])
+
+
+def rejection_rules(config: RolloutCorrectionConfig) -> list[tuple[str, float, float]]:
+    """(rule, lower, upper) of each rule in rollout_rs, in the terms of its statistic. Raises ValueError."""
+    if config.rollout_rs is None:
+        return []
+    rules = list(dict.fromkeys(rule.strip() for rule in config.rollout_rs.split(",") if rule.strip()))
+    unknown = [rule for rule in rules if rule not in REJECTIONS]
+    if unknown or not rules:
+        raise ValueError(f"{_KEY}.rollout_rs={config.rollout_rs}: must be some of {', '.join(REJECTIONS)}, with commas between")
+    key = f"{_KEY}.rollout_rs_threshold={config.rollout_rs_threshold}"
+    specs = [part.strip() for part in (config.rollout_rs_threshold or "").split(",") if part.strip()]
+    if config.rollout_rs_threshold is None or len(specs) not in (1, len(rules)):
+        raise ValueError(
+            f"{key}: must be one bound for all, or {len(rules)} with commas between, one for each of {', '.join(rules)}"
+        )
+    found = []
+    for rule, spec in zip(rules, specs * (len(rules) if len(specs) == 1 else 1), strict=True):
+        numbers = _numbers(spec, key)
+        if rule.endswith("k1"):
+            lower, upper = numbers if len(numbers) == 2 else (1.0 / numbers[0] if numbers[0] else 0.0, numbers[0])
+            if len(numbers) > 2 or not 0 < lower <= upper:
+                raise ValueError(f"{key}: {rule} takes bounds of the ratio, lower_upper, such as 0.5_2.0, or an upper one from 1")
+            found.append((rule, math.log(lower), math.log(upper)))
+        else:
+            if len(numbers) > 1 or numbers[0] <= 0:
+                raise ValueError(f"{key}: {rule} takes one upper bound above 0, such as 0.01")
+            found.append((rule, 0.0, numbers[0]))
+    return found
+
+
+def _numbers(spec: str, key: str) -> list[float]:
+    try:
+        return [float(part) for part in spec.strip().split("_")]
+    except ValueError:
+        raise ValueError(f"{key}: {spec!r} is no number, and no lower_upper") from None
+
+
+def _rejection_metrics(
+    rule: str, statistic: Tensor, of_row: Tensor, tokens: "_Tokens", *, lower: float, upper: float
+) -> dict[str, float]:
+    """verl's names. Fractions and extremes are over answers for a rule on answers, else over tokens."""
+    name, two_sided = f"rollout_rs_{rule}", rule.endswith("k1")
+    of_row = of_row[tokens.counts > 0]
+    counted = statistic[tokens.mask] if rule.startswith("token") else of_row
+    metrics = {
+        f"{name}_mean": tokens.mean(statistic),
+        f"{name}_std": tokens.std(statistic.clamp(lower, upper)),
+        f"{name}_max": float(counted.max()),
+        f"{name}_min": float(counted.min()),
+        f"{name}_fraction_high": _share(counted > upper),
+        f"{name}_fraction_low": _share(counted < lower) if two_sided else 0.0,
+        **_row_statistics(name, of_row, centre=0.0),
+        f"{name}_seq_fraction_high": _share(of_row > upper),
+    }
+    return metrics | ({f"{name}_seq_fraction_low": _share(of_row < lower)} if two_sided else {})
+
+
+def _row_statistics(name: str, values: Tensor, *, centre: float) -> dict[str, float]:
+    return {
+        f"{name}_seq_mean": float(values.mean()),
+        f"{name}_seq_std": float(values.std()) if len(values) > 1 else 0.0,
+        f"{name}_seq_max": float(values.max()),
+        f"{name}_seq_min": float(values.min()),
+        f"{name}_seq_max_deviation": float((values - centre).abs().max()),
+    }
+
+
+def _share(flags: Tensor) -> float:
+    return float(flags.double().mean())
+
+
+class _Tokens:
+    """Means and sums over the trained tokens of a batch, in float64."""
+
+    def __init__(self, response_mask: Tensor, lengths: Tensor) -> None:
+        self.mask = response_mask.bool()
+        if not self.mask.any():
+            raise ValueError("rollout correction: no token of the batch is trained")
+        self.total = float(response_mask.sum() + 1e-8)
+        self.rows = row_ids(lengths)
+        self.n = len(lengths)
+        self.counts = torch.bincount(self.rows[self.mask], minlength=self.n)
+
+    def mean(self, values: Tensor) -> float:
+        return float(values[self.mask].double().mean())
+
+    def std(self, values: Tensor) -> float:
+        """As verl computes it: the 1e-8, which only float64 holds, shows where all values are equal."""
+        chosen = values[self.mask].double()
+        variance = chosen.square().sum() / self.total - (chosen.sum() / self.total) ** 2
+        return max(0.0, float(variance)) ** 0.5 if len(chosen) > 1 else 0.0
+
+    def row_sum(self, values: Tensor) -> Tensor:
+        """(T,) -> (B,); 0 for a row without trained tokens, here and below."""
+        return sum_by(values[self.mask], self.rows[self.mask], self.n)
+
+    def row_mean(self, values: Tensor) -> Tensor:
+        return self.row_sum(values) / self.counts.clamp(min=1)
+
+    def row_max(self, values: Tensor) -> Tensor:
+        out = torch.full((self.n,), -torch.inf, dtype=torch.float64)
+        out = out.scatter_reduce(0, self.rows[self.mask], values[self.mask].double(), "amax")
+        return torch.where(self.counts > 0, out, 0.0)

@@ -1,0 +1,56 @@
+"""Functions from the user's own files."""
+
+import importlib.util
+import inspect
+import sys
+import zlib
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+
+
+def load_function(path: str, name: str, key: str) -> Callable[..., Any]:
+    """The function ``name`` of the Python file ``path``. It travels to workers by value: other nodes need no copy of the file.
+
+    key: what to name in errors. Raises ValueError, one line, if the file is not there, does not load, or has no such function.
+    """
+    file = check_file(path, key)
+    try:
+        module = _load(file)
+    except (Exception, SystemExit) as error:  # the user's file may raise anything
+        raise ValueError(f"{key}: {file.name} does not load: {type(error).__name__}: {' '.join(str(error).split())}") from error
+    function = vars(module).get(name)
+    if not callable(function):
+        functions = [
+            name for name, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__
+        ]
+        raise ValueError(f"{key}: {file.name} has no function {name}; it has {', '.join(functions) or 'none'}")
+    return function
+
+
+def check_file(path: str, key: str) -> Path:
+    """The file, absolute. Raises ValueError if it is not there or not Python."""
+    file = Path(path).expanduser().absolute()
+    if not file.is_file():
+        there = ", ".join(sorted(entry.name for entry in file.parent.glob("*.py"))) or "no Python file"
+        raise ValueError(f"{key}: no such file; {file.parent} has {there}")
+    if file.suffix != ".py":
+        raise ValueError(f"{key}: not a Python file; its name must end in .py")
+    return file
+
+
+@cache
+def _load(file: Path) -> ModuleType:
+    """Once a process: what the file registers is registered once."""
+    name = f"user_{file.stem}_{zlib.crc32(bytes(file)):08x}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None, "a .py file has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look a class's module up there
+    spec.loader.exec_module(module)
+    cloudpickle.register_pickle_by_value(module)
+    return module
