@@ -17,7 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 from omegaconf import OmegaConf
 
-from configs.keys import CONFIG_DIR, ConfigError, Keys, did_you_mean, keys_of
+from configs.keys import CONFIG_DIR, ConfigError, Keys, bare_type, did_you_mean, keys_of
 
 FLAGS = {"--help", "-h", "--hydra-help", "--resolve", "--run", "-r", "--multirun", "-m"}
 FLAGS_WITH_VALUE = {"--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"}
@@ -119,6 +119,8 @@ def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
     for name, match in chosen.items():
         mark = match["mark"] or ""
         tail = "" if match["value"] is None else f"={match['value']}"
+        if name in keys.leaves and bare_type(keys.leaves[name]) is str and re.fullmatch(r"=[\d.]+_[\d.]+", tail):
+            tail = f"='{tail[1:]}'"  # two bounds; Hydra would read 0.5_5 as the number 0.55
         if groups.owns(match["key"]):
             is_listed = match["key"] in groups.listed
             overrides.append(("" if is_listed and mark != "~" else mark) + name + tail)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from configs.keys import ConfigError
 from configs.schema.common import RunConfig
-from configs.schema.ppo import PPOConfig
+from configs.schema.ppo import PPOConfig, RewardConfig
 from configs.schema.sft import SFTConfig
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -30,6 +30,8 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
         *_batch_problems(config, has_critic),
         *_length_problems(config, has_critic),
         *_algorithm_problems(config, has_critic),
+        *_filter_problems(config),
+        *_shaping_problems(config.reward),
     ]
     if needs_values and config.critic.enable is False:
         problems.append(
@@ -202,6 +204,38 @@ def _algorithm_problems(config: PPOConfig, has_critic: bool) -> Iterator[str]:
         yield f"actor_rollout_ref.actor.policy_loss.clip_cov_lb: not below clip_cov_ub ({bounds})"
 
 
+def _filter_problems(config: PPOConfig) -> Iterator[str]:
+    groups, data = config.algorithm.filter_groups, config.data
+    if groups.enable and groups.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
+        yield (
+            "algorithm.filter_groups.metric=seq_final_reward: groups are chosen before algorithm.use_kl_in_reward takes the KL "
+            "off; seq_reward is the reward before it"
+        )
+    if not groups.enable and data.gen_batch_size not in (None, data.train_batch_size):
+        yield (
+            f"data.gen_batch_size={data.gen_batch_size}: without algorithm.filter_groups.enable=true a step generates "
+            f"data.train_batch_size={data.train_batch_size} prompts; leave it out"
+        )
+    reach = groups.max_num_gen_batches * (data.gen_batch_size or data.train_batch_size)
+    if groups.enable and 0 < reach < data.train_batch_size:
+        rounds = f"{groups.max_num_gen_batches} rounds of {data.gen_batch_size} prompts = {reach}"
+        yield (
+            f"algorithm.filter_groups.max_num_gen_batches={groups.max_num_gen_batches}: {rounds}, which cannot fill "
+            f"data.train_batch_size={data.train_batch_size}"
+        )
+
+
+def _shaping_problems(reward: RewardConfig) -> Iterator[str]:
+    overlong, most, clip = reward.reward_kwargs.overlong_buffer_cfg, reward.reward_kwargs.max_resp_len, reward.shaping.clip
+    if overlong.enable and not 0 < overlong.len <= most:
+        yield (
+            f"reward.reward_kwargs.overlong_buffer_cfg.len={overlong.len}: with enable=true it is from 1 to "
+            f"reward.reward_kwargs.max_resp_len={most} tokens"
+        )
+    if clip is not None and clip[0] >= clip[1]:
+        yield f"reward.shaping.clip=[{clip[0]:g}, {clip[1]:g}]: the first must be less than the second"
+
+
 def _run_problems(trainer: RunConfig) -> Iterator[str]:
     if trainer.backend == "local" and world_size(trainer) > 1:
         yield f"trainer.backend=local: runs one worker, in this process, not {_workers(trainer)}"
@@ -226,3 +260,15 @@ def _ppo_notes(config: PPOConfig, typed: Collection[str]) -> Iterator[str]:
             "algorithm.rollout_correction.rollout_is has no effect with bypass_mode and loss_type=ppo_clip: its ratio is to the "
             "rollout's log-probs already; loss_type=reinforce takes weights"
         )
+    overlong, most = config.reward.reward_kwargs.overlong_buffer_cfg, config.reward.reward_kwargs.max_resp_len
+    if overlong.enable and not overlong.penalty_factor:
+        yield "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=0: the overlong penalty takes nothing off"
+    if overlong.enable and most - overlong.len >= config.data.max_response_length:
+        yield (
+            f"reward.reward_kwargs.max_resp_len={most}: no answer is long enough for the overlong penalty "
+            f"(data.max_response_length={config.data.max_response_length})"
+        )
+    if config.actor_rollout_ref.rollout.n == 1 and config.algorithm.filter_groups.enable:
+        yield f"algorithm.filter_groups.enable has no effect: {ROLLOUT}.n=1, and a group of one is always kept"
+    if config.actor_rollout_ref.rollout.n == 1 and config.reward.shaping.normalize == "group":
+        yield f"reward.shaping.normalize=group: {ROLLOUT}.n=1, so every reward becomes 0; running compares with earlier steps"

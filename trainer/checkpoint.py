@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from trainer.run_dir import LATEST, checkpoint_dir, checkpoint_steps, fsync_directory, redact, write_atomic
 
@@ -32,7 +32,7 @@ SAFE_TO_CHANGE = (
     "trainer.max_critic_ckpt_to_keep", "trainer.max_ckpt_to_keep", "trainer.export_dir", "trainer.resume_mode",
     "trainer.resume_from_path", "trainer.dry_run", "trainer.full_traceback", "data.val_files", "data.val_max_samples",
     "data.val_batch_size", "data.filter_overlong_prompts_workers", "reward.num_workers",
-    "actor_rollout_ref.rollout.val_kwargs.", "ray_kwargs.",
+    "actor_rollout_ref.rollout.val_kwargs.", "algorithm.rollout_correction.mismatch_bound", "ray_kwargs.",
 
     "trainer.backend", "trainer.nnodes", "trainer.n_gpus_per_node", "*.use_dynamic_bsz", "*.log_prob_use_dynamic_bsz",
     "*.ppo_micro_batch_size", "*.ppo_micro_batch_size_per_gpu", "*.ppo_max_token_len_per_gpu", "*.log_prob_micro_batch_size",
@@ -42,6 +42,14 @@ SAFE_TO_CHANGE = (
     "*.reshard_after_forward", "*.param_offload", "*.optimizer_offload", "actor_rollout_ref.rollout.max_num_seqs",
     "actor_rollout_ref.rollout.gpu_memory_utilization", "actor_rollout_ref.rollout.free_cache_engine",
 )  # fmt: skip
+
+
+class Stateful(Protocol):
+    """What the controller remembers from step to step, as plain JSON."""
+
+    def state(self) -> dict[str, Any]: ...
+
+    def load(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,10 @@ on how the work was cut.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -74,19 +75,40 @@ def data_metrics(batch: Batch, max_prompt_length: int) -> dict[str, float]:
     return metrics
 
 
+def reward_metrics(batch: Batch, data_sources: Collection[str]) -> dict[str, float]:
+    """What the reward function told beside the score, and of several data sources each by itself.
+
+    rows: score, finished. objects: data_source, reward_extra. data_sources: those of the training data; a step may lack one.
+    ``reward/<name>/mean`` is over the answers for which the number was told.
+    """
+    told: dict[str, list[float]] = {}
+    for extra in batch.objects["reward_extra"]:
+        for name, value in extra.items():
+            told.setdefault(name, []).append(value)
+    metrics = {f"reward/{name}/mean": math.fsum(values) / len(values) for name, values in told.items()}
+    if len(data_sources) > 1:
+        for source in sorted(set(batch.objects["data_source"])):
+            rows = torch.tensor([other == source for other in batch.objects["data_source"]])
+            metrics[f"critic/score/{source}/mean"] = float(batch.rows["score"][rows].double().mean())
+            metrics[f"response_length/{source}/clip_ratio"] = float((batch.rows["finished"][rows] == 0).double().mean())
+    return metrics
+
+
 def performance_metrics(
     batch: Batch, seconds: Mapping[str, float], n_gpus: int, *, flops: Mapping[str, float], peak: float | None
 ) -> dict[str, float]:
     """Times and speeds of a step.
 
-    seconds: by phase, ``step`` among them. flops: model FLOPs by phase, over all GPUs. peak: FLOP/s of one GPU, None if
-    unknown: then there is no mfu. ``perf/throughput`` is tokens, prompts included, a second and GPU; ``perf/mfu`` is
-    all of ``flops`` over what the GPUs could have done in the step; ``perf/mfu/actor`` (update_actor),
-    ``perf/mfu/critic`` and the like, over what they could have done in that phase.
+    meta: generated_tokens, those of answers that are not in the batch among them. seconds: by phase, ``step`` among them.
+    flops: model FLOPs by phase, over all GPUs. peak: FLOP/s of one GPU, None if unknown: then there is no mfu.
+    ``perf/throughput`` is tokens of the batch, prompts included, a second and GPU; ``perf/mfu`` is all of ``flops`` over what the
+    GPUs could have done in the step; ``perf/mfu/actor`` (update_actor), ``perf/mfu/critic`` and the like, over what they could
+    have done in that phase.
     """
     total = batch.total_tokens
-    answers = total - int(batch.rows["prompt_length"].sum())
-    tokens = {"gen": answers} | dict.fromkeys(("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor"), total)
+    tokens = {"gen": batch.meta["generated_tokens"]} | dict.fromkeys(
+        ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor"), total
+    )
     step = seconds[WHOLE_STEP]
     metrics = {f"timing_s/{phase}": spent for phase, spent in seconds.items()}
     metrics |= {f"timing_per_token_ms/{phase}": seconds[phase] * 1e3 / n for phase, n in tokens.items() if phase in seconds and n}
@@ -100,24 +122,29 @@ def performance_metrics(
 
 
 def validation_metrics(
-    data_sources: Sequence[str], uids: Sequence[int], values: Mapping[str, Sequence[float]]
+    data_sources: Sequence[str], uids: Sequence[int], values: Mapping[str, Sequence[float | None]]
 ) -> dict[str, float]:
     """Means over held-out prompts, of the mean over each prompt's n answers.
 
-    data_sources, uids: data set and prompt of each answer. values: what was measured of each answer, by name: "reward",
-    and "acc" where the reward function tells it. ``val-core/<data_source>/<acc or reward>/mean@n`` for the name that
-    counts (acc, if it is there), ``val-aux/...`` for the others; ``val/accuracy`` is the mean over all prompts of the one
-    that counts and ``val/problems`` the number of prompts.
+    data_sources, uids: data set and prompt of each answer. values: what was measured of each answer, by name: "reward", and
+    what the reward function tells; a number that is not told for every answer of a source (None) is left out there. Of each
+    source ``val-core/<data_source>/<name>/mean@n`` for the name that counts (acc, if it is told, else reward) and
+    ``val-aux/...`` for the others; ``val/accuracy`` is the mean over all prompts of what counts and ``val/problems`` the
+    number of prompts.
     """
-    core = "acc" if "acc" in values else "reward"
     n = max(Counter(uids).values())
-    metrics = {}
+    metrics: dict[str, float] = {}
+    counts: dict[int, float] = {}
     for source in sorted(set(data_sources)):
         mine = [i for i, other in enumerate(data_sources) if other == source]
-        for name, column in values.items():
+        columns = {name: [value for i in mine if (value := column[i]) is not None] for name, column in values.items()}
+        told = {name: column for name, column in columns.items() if len(column) == len(mine)}
+        core = "acc" if "acc" in told else "reward"
+        counts |= dict(zip(mine, told[core], strict=True))
+        for name, column in told.items():
             kind = "core" if name == core else "aux"
-            metrics[f"val-{kind}/{source}/{name}/mean@{n}"] = _mean_of_groups([uids[i] for i in mine], [column[i] for i in mine])
-    metrics["val/accuracy"] = _mean_of_groups(uids, values[core])
+            metrics[f"val-{kind}/{source}/{name}/mean@{n}"] = _mean_of_groups([uids[i] for i in mine], column)
+    metrics["val/accuracy"] = _mean_of_groups(uids, [counts[i] for i in range(len(uids))])
     metrics["val/problems"] = float(len(set(uids)))
     return metrics
 

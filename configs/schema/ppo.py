@@ -35,6 +35,7 @@ class DataConfig:
     prompt_key: str
     reward_fn_key: str
     train_batch_size: Positive
+    gen_batch_size: Positive | None
     val_batch_size: Positive | None
     max_prompt_length: Positive
     max_response_length: Positive
@@ -180,6 +181,13 @@ class RolloutCorrectionConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class FilterGroupsConfig:
+    enable: bool
+    metric: str | None
+    max_num_gen_batches: int
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class AlgorithmConfig:
     adv_estimator: str
     gamma: Fraction
@@ -192,6 +200,7 @@ class AlgorithmConfig:
     kl_penalty: KLKind
     kl_ctrl: KLControlConfig
     rollout_correction: RolloutCorrectionConfig
+    filter_groups: FilterGroupsConfig
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -201,10 +210,32 @@ class CustomRewardConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class OverlongConfig:
+    enable: bool
+    len: NonNegative
+    penalty_factor: NonNegativeFloat
+    log: bool
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class RewardKwargsConfig:
+    max_resp_len: Positive
+    overlong_buffer_cfg: OverlongConfig
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ShapingConfig:
+    clip: tuple[float, float] | None
+    normalize: Literal["running", "group"] | None
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class RewardConfig:
     num_workers: NonNegative
     timeout: PositiveFloat
     custom_reward_function: CustomRewardConfig
+    reward_kwargs: RewardKwargsConfig
+    shaping: ShapingConfig
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -1,6 +1,6 @@
 """Does every method learn? Held-out accuracy of each on the quick-start task, seeds by seeds, as JSON and as a picture.
 
-    python scripts/bench/learning.py                              # every method, seeds 21 22 23, 60 steps: about 15 minutes on two cores
+    python scripts/bench/learning.py                              # every method, seeds 21 22 23, 60 steps: 15 minutes
     python scripts/bench/learning.py --methods grpo rloo --picture docs/learning.png
 
 Each seed has a model of its own, warmed up as scripts/quickstart.sh does it. Methods run one after the other.

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from configs.argv import CommandLine, normalise, normalise_tree
+from configs.compose import compose
 from configs.keys import ConfigError
 from configs.schema.ppo import PPOConfig
 from configs.schema.sft import SFTConfig
@@ -31,6 +32,12 @@ def complaint(*argv: str) -> str:
         ("+critic.model.fsdp_config={param_offload: true}", "critic.fsdp_config={param_offload: true}"),
         ("custom_reward_function.path=a.py", "reward.custom_reward_function.path=a.py"),
         ("actor_rollout_ref.actor.optim.clip_grad=0.5", "actor_rollout_ref.actor.grad_clip=0.5"),
+        ("+reward_model.overlong_buffer.len=512", "reward.reward_kwargs.overlong_buffer_cfg.len=512"),
+        ("+reward_model.reward_kwargs.max_resp_len=2048", "reward.reward_kwargs.max_resp_len=2048"),
+        (
+            "reward_model.reward_kwargs.overlong_buffer_cfg.enable=True",
+            "reward.reward_kwargs.overlong_buffer_cfg.enable=True",
+        ),
         ("~trainer.seed", "~trainer.seed"),
         ("trainer.seed=1,2,3", "trainer.seed=1,2,3"),
         ("algorithm=grpo", "algorithm=grpo"),
@@ -80,6 +87,14 @@ def test_of_a_foreign_key_too_the_last_value_counts() -> None:
     key = "actor_rollout_ref.rollout.expert_parallel_size"
     assert ppo(f"{key}=8", f"{key}=1").overrides == ()
     assert complaint(f"{key}=1", f"{key}=8").startswith(f"{key}=8: ")
+
+
+@pytest.mark.parametrize(("typed", "kept"), [("0.5_5", "0.5_5"), ("0.5_5.0", "0.5_5.0"), ("2", "2"), ("'0.5_5'", "0.5_5")])
+def test_two_bounds_are_not_one_number(typed: str, kept: str) -> None:
+    """In YAML, and so in Hydra, 0.5_5 is 0.55."""
+    key = "algorithm.rollout_correction.rollout_is_threshold"
+    words = list(ppo(f"{key}={typed}").overrides)
+    assert compose("ppo_trainer", PPOConfig, words).algorithm.rollout_correction.rollout_is_threshold == kept
 
 
 @pytest.mark.parametrize(
@@ -179,3 +194,10 @@ def test_the_command_line_wins_over_an_alias_in_a_yaml() -> None:
 def test_a_misspelt_key_in_a_yaml() -> None:
     with pytest.raises(ConfigError, match=r"^trainer\.sede: there is no such key; did you mean trainer\.seed\?$"):
         normalise_tree({"trainer": {"sede": 1}}, PPOConfig)
+
+
+@pytest.mark.parametrize("key", ["reward.reward_manager.name", "reward_model.reward_manager"])
+def test_reward_managers_that_score_answer_by_answer_are_left_out(key: str) -> None:
+    for name in ("naive", "dapo"):
+        assert ppo(f"{key}={name}").overrides == ()
+    assert "each answer is scored by itself" in complaint(f"{key}=prime")

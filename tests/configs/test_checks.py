@@ -9,6 +9,7 @@ from configs.schema.ppo import PPOConfig
 from configs.schema.sft import SFTConfig
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+FILTER, OVERLONG = "algorithm.filter_groups", "reward.reward_kwargs.overlong_buffer_cfg"
 WORKERS = "8 workers (trainer.nnodes * trainer.n_gpus_per_node = 1 * 8)"
 TOO_SMALL = "a micro-batch of so many tokens does not hold the longest row"
 LONGEST = "data.max_prompt_length + data.max_response_length = 512 + 512 = 1024"
@@ -84,6 +85,33 @@ def test_defaults_and_the_quick_start_work() -> None:
             ],
         ),
         (
+            ["data.gen_batch_size=2048"],
+            [
+                "data.gen_batch_size=2048: without algorithm.filter_groups.enable=true a step generates "
+                "data.train_batch_size=1024 prompts; leave it out"
+            ],
+        ),
+        (
+            [f"{FILTER}.enable=true", "data.gen_batch_size=500", f"{FILTER}.max_num_gen_batches=2", f"{ROLLOUT}.n=2"],
+            [f"{FILTER}.max_num_gen_batches=2: 2 rounds of 500 prompts = 1000, which cannot fill data.train_batch_size=1024"],
+        ),
+        (
+            [f"{FILTER}.enable=true", f"{FILTER}.metric=seq_final_reward", "algorithm.use_kl_in_reward=true"],
+            [
+                f"{FILTER}.metric=seq_final_reward: groups are chosen before algorithm.use_kl_in_reward takes the KL off; "
+                "seq_reward is the reward before it"
+            ],
+        ),
+        (
+            [f"{OVERLONG}.enable=true", f"{OVERLONG}.len=513"],
+            [f"{OVERLONG}.len=513: with enable=true it is from 1 to reward.reward_kwargs.max_resp_len=512 tokens"],
+        ),
+        (
+            [f"{OVERLONG}.enable=true"],
+            [f"{OVERLONG}.len=0: with enable=true it is from 1 to reward.reward_kwargs.max_resp_len=512 tokens"],
+        ),
+        (["reward.shaping.clip=[1.0, -1]"], ["reward.shaping.clip=[1, -1]: the first must be less than the second"]),
+        (
             ["trainer.backend=local"],
             [f"trainer.backend=local: runs one worker, in this process, not {WORKERS}"],
         ),
@@ -111,6 +139,12 @@ def test_what_cannot_work_fails_with_the_arithmetic(overrides: list[str], lines:
         [f"{ACTOR}.ppo_max_token_len_per_gpu=1024"],
         ["trainer.backend=local", "trainer.n_gpus_per_node=1"],
         ["data.train_max_samples=-1"],
+        ["data.gen_batch_size=1024"],
+        [f"{FILTER}.max_num_gen_batches=2", f"{FILTER}.metric=seq_final_reward", "algorithm.use_kl_in_reward=true"],
+        [f"{FILTER}.enable=true", "data.gen_batch_size=512", f"{FILTER}.max_num_gen_batches=2", f"{ROLLOUT}.n=2"],
+        [f"{OVERLONG}.len=513"],
+        [f"{OVERLONG}.enable=true", f"{OVERLONG}.len=512", f"{OVERLONG}.penalty_factor=1.0"],
+        ["reward.shaping.clip=[0, 1]"],
     ],
 )
 def test_a_limit_counts_only_where_it_is_used(overrides: list[str]) -> None:
@@ -136,6 +170,14 @@ def test_notes() -> None:
     ]
     (note,) = ppo_lines("algorithm=grpo", needs_values=False)
     assert note.startswith(f"{ROLLOUT}.n=1: grpo has nothing to compare an answer with")
+    assert ppo_lines(f"{FILTER}.enable=true", "reward.shaping.normalize=group") == [
+        f"{FILTER}.enable has no effect: {ROLLOUT}.n=1, and a group of one is always kept",
+        f"reward.shaping.normalize=group: {ROLLOUT}.n=1, so every reward becomes 0; running compares with earlier steps",
+    ]
+    assert ppo_lines(f"{OVERLONG}.enable=true", f"{OVERLONG}.len=8", "reward.reward_kwargs.max_resp_len=520") == [
+        f"{OVERLONG}.penalty_factor=0: the overlong penalty takes nothing off",
+        "reward.reward_kwargs.max_resp_len=520: no answer is long enough for the overlong penalty (data.max_response_length=512)",
+    ]
     (note,) = ppo_lines("trainer.resume_from_path=x")
     assert note == "trainer.resume_from_path has no effect with trainer.resume_mode=auto; resume_path reads it"
 

@@ -7,11 +7,15 @@ import subprocess
 import sys
 from itertools import dropwhile
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from configs.schema.common import AggMode
 from tests.layout.source import ROOT
 from trainer import main_ppo, main_sft
+from trainer.algorithms.advantages import ADVANTAGES
+from trainer.algorithms.policy_losses import POLICY_LOSSES
 
 KNOWN_PROGRAMS = {"git", "cd", "source", "ray"}
 
@@ -79,3 +83,17 @@ inputs = AdvantageInputs(
 assert ADVANTAGES["batch_mean"](inputs, None).advantages.tolist() == [0.0, -1.0, 0.0, 1.0, 1.0]
 """
     subprocess.run([sys.executable, "-c", code + check], cwd=ROOT, check=True, capture_output=True, text=True)
+
+
+def test_the_example_of_algorithms_works() -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/algorithms.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+    check = """
+assert advantages.tolist() == [[0.5, 0.5], [-0.5, -0.5]]
+assert loss.item() == 0.0 and metrics["actor/pg_clipfrac"] == 0.0
+"""
+    subprocess.run([sys.executable, "-c", code + check], cwd=ROOT, check=True, capture_output=True, text=True)
+
+
+def test_every_method_is_on_the_page() -> None:
+    page = (ROOT / "docs/algorithms.md").read_text()
+    assert [name for name in (*ADVANTAGES, *POLICY_LOSSES, *get_args(AggMode)) if f"`{name}`" not in page] == []

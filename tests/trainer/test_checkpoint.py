@@ -252,4 +252,9 @@ def test_safe_keys_exist_and_no_key_of_the_algorithm_is_among_them() -> None:
         assert [key for key in keys if re.fullmatch(pattern, key)], safe
     of_the_algorithm = re.compile(r"algorithm|optim\.|clip|loss|seed|mini_batch|epochs$|temperature|train_(files|batch)|path")
     allowed = {key for key in keys if _is_safe(key) and of_the_algorithm.search(key)}
-    assert allowed == {"trainer.total_epochs", "trainer.resume_from_path", "actor_rollout_ref.rollout.val_kwargs.temperature"}
+    assert allowed == {
+        "trainer.total_epochs",
+        "trainer.resume_from_path",
+        "actor_rollout_ref.rollout.val_kwargs.temperature",
+        "algorithm.rollout_correction.mismatch_bound",
+    }

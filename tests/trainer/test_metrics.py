@@ -14,6 +14,7 @@ from trainer.metrics import (
     peak_flops,
     peak_flops_of,
     performance_metrics,
+    reward_metrics,
     validation_metrics,
 )
 from workers.batch import Batch
@@ -90,15 +91,42 @@ def test_a_number_does_not_depend_on_the_order_of_rows() -> None:
         assert data_metrics(mixed, 4)[name] == pytest.approx(value, rel=1e-12), name
 
 
+def told_batch() -> Batch:
+    batch = make_batch()
+    batch.objects = {
+        "data_source": ["openai/gsm8k", "math", "math", "math"],
+        "reward_extra": [{"acc": 1.0, "overlong": 0.0}, {"acc": 0.0}, {"acc": 1.0}, {}],
+    }
+    return batch
+
+
+def test_what_the_reward_function_tells_is_a_mean_over_the_answers_it_tells_it_of() -> None:
+    assert reward_metrics(told_batch(), {"math"}) == {"reward/acc/mean": pytest.approx(2 / 3), "reward/overlong/mean": 0.0}
+
+
+def test_of_several_data_sources_each_has_its_own_numbers() -> None:
+    """Also in a step that happens to see one of them alone."""
+    sources = {"math", "openai/gsm8k"}
+    found = reward_metrics(told_batch(), sources)
+    assert {name: value for name, value in found.items() if not name.startswith("reward/")} == {
+        "critic/score/openai/gsm8k/mean": 1.0,
+        "critic/score/math/mean": pytest.approx(0.5 / 3),
+        "response_length/openai/gsm8k/clip_ratio": 0.0,
+        "response_length/math/clip_ratio": pytest.approx(1 / 3),
+    }
+    assert reward_metrics(told_batch().select([0]), sources)["critic/score/openai/gsm8k/mean"] == 1.0
+
+
 def test_speeds_are_tokens_and_flops_over_gpu_seconds() -> None:
     seconds = {"gen": 2.0, "update_actor": 4.0, "step": 8.0, "testing": 3.0}
-    found = performance_metrics(make_batch(), seconds, 2, flops={"update_actor": 4e9}, peak=1e9)
+    batch = make_batch().with_meta({"generated_tokens": 20})
+    found = performance_metrics(batch, seconds, 2, flops={"update_actor": 4e9}, peak=1e9)
     assert found == {
         "timing_s/gen": 2.0,
         "timing_s/update_actor": 4.0,
         "timing_s/step": 8.0,
         "timing_s/testing": 3.0,
-        "timing_per_token_ms/gen": 200.0,  # 10 tokens were generated
+        "timing_per_token_ms/gen": 100.0,  # answers that were dropped among them
         "timing_per_token_ms/update_actor": pytest.approx(4000 / 18),
         "perf/total_num_tokens": 18.0,
         "perf/time_per_step": 8.0,
@@ -109,7 +137,7 @@ def test_speeds_are_tokens_and_flops_over_gpu_seconds() -> None:
 
 
 def test_an_unknown_gpu_has_no_mfu() -> None:
-    found = performance_metrics(make_batch(), {"step": 1.0}, 1, flops={}, peak=None)
+    found = performance_metrics(make_batch().with_meta({"generated_tokens": 10}), {"step": 1.0}, 1, flops={}, peak=None)
     assert not [name for name in found if "mfu" in name]
 
 
@@ -129,6 +157,19 @@ def test_where_the_reward_function_tells_accuracy_it_is_what_counts() -> None:
     found = validation_metrics(["math", "math"], [0, 1], {"reward": [0.3, 0.1], "acc": [1.0, 0.0]})
     assert found["val-core/math/acc/mean@1"] == found["val/accuracy"] == 0.5
     assert found["val-aux/math/reward/mean@1"] == pytest.approx(0.2)
+
+
+def test_a_number_counts_for_the_sources_whose_answers_all_have_it() -> None:
+    found = validation_metrics(
+        ["math", "math", "code"], [0, 1, 2], {"reward": [0.3, 0.1, 0.5], "acc": [1.0, 0.0, None], "format": [1.0, None, None]}
+    )
+    assert found == {
+        "val-core/code/reward/mean@1": 0.5,
+        "val-core/math/acc/mean@1": 0.5,
+        "val-aux/math/reward/mean@1": pytest.approx(0.2),
+        "val/accuracy": 0.5,
+        "val/problems": 3.0,
+    }
 
 
 def test_phases_add_up_and_count_what_raised(monkeypatch: pytest.MonkeyPatch) -> None:

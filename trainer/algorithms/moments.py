@@ -4,22 +4,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
-@dataclass
-class RunningMoments:
-    """Of all values seen so far, in float64 (Chan, Golub & LeVeque 1983, eq. 2.1). Nothing seen: mean 0, deviation 1."""
+def spread(std: Tensor) -> Tensor:
+    """Standard deviations to divide by: 1 where there is none but rounding."""
+    return torch.where(std < 1e-6, 1.0, std)
 
-    count: float = 0.0
+
+@dataclass(slots=True)
+class RunningMoments:
+    """Mean and standard deviation (population) of all values seen so far, in float64 (Chan, Golub & LeVeque 1979).
+
+    Nothing seen: mean 0, deviation 1.
+    """
+
+    count: int = 0
     mean: float = 0.0
     squares: float = 0.0
 
     @property
     def std(self) -> float:
-        """The sample's; 1 until two unequal values have been seen."""
-        variance = self.squares / (self.count - 1) if self.count > 1 else 0.0
-        return variance**0.5 if variance > 0 else 1.0
+        """1 until two unequal values have been seen: something to divide by."""
+        return float(spread(torch.tensor((self.squares / max(self.count, 1)) ** 0.5, dtype=torch.float64)))
 
     def see(self, values: Tensor) -> None:
         """values: (N,)."""
@@ -36,4 +44,4 @@ class RunningMoments:
         return {"count": self.count, "mean": self.mean, "squares": self.squares}
 
     def load(self, state: dict[str, float]) -> None:
-        self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]
+        self.count, self.mean, self.squares = int(state["count"]), state["mean"], state["squares"]

@@ -8,16 +8,13 @@ default from configs/ppo_trainer.yaml. Float64 goes in and comes out as float64.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from configs.keys import CONFIG_DIR, keys_of
-from configs.load import load_ppo
 from configs.schema.common import AggMode
 from configs.schema.ppo import KLKind, PPOConfig
 from trainer.algorithms.actor_loss import importance
@@ -130,7 +127,7 @@ def value_loss(
     norm_length: int | None = None,
 ) -> tuple[Tensor, float]:
     """The clipped value loss, a scalar, differentiable in vpreds; and the share of tokens that the clip held. All (B, R)."""
-    cliprange = _defaults().critic.cliprange_value if cliprange_value is None else cliprange_value
+    cliprange = _config((), {}).critic.cliprange_value if cliprange_value is None else cliprange_value
     loss, clipped = clipped_value_loss(vpreds_BR, values_BR, returns_BR, cliprange)
     share = Metric.token_mean(clipped.flatten(), _flat_mask(mask_BR, vpreds_BR)).value
     return aggregate(loss, mask_BR, agg_mode, norm_length=norm_length), share
@@ -183,34 +180,13 @@ def _lengths(mask: Tensor) -> Tensor:
     return torch.full((mask.shape[0],), mask.shape[1], dtype=torch.int64)
 
 
-@cache
-def _tree() -> DictConfig:
-    """The root of the configuration, without Hydra: its groups set nothing."""
-    tree = OmegaConf.load(CONFIG_DIR / "ppo_trainer.yaml")
-    assert isinstance(tree, DictConfig)
-    del tree["defaults"]
-    return tree
-
-
-@cache
-def _defaults() -> PPOConfig:
-    return load_ppo(_tree())
-
-
-def _config(nodes: Sequence[str], options: Mapping[str, Any]) -> PPOConfig:
-    """The defaults with ``options``, leaves of ``nodes`` by their last names, checked as a user's would be."""
-    if not options:
-        return _defaults()
-    known = {key.rpartition(".")[2]: key for key in keys_of(PPOConfig).leaves if key.rpartition(".")[0] in nodes}
-    unknown = sorted(options.keys() - known.keys())
-    if unknown:
-        raise ValueError(f"{', '.join(unknown)}: no such option; there are {', '.join(sorted(known))}")
-    return _loaded(json.dumps({known[name]: value for name, value in options.items()}))
+def _config(nodes: tuple[str, ...], options: Mapping[str, Any]) -> PPOConfig:
+    """The defaults with ``options``, leaves of ``nodes`` by their last names."""
+    return _loaded(nodes, json.dumps(options))
 
 
 @lru_cache(maxsize=256)
-def _loaded(changes: str) -> PPOConfig:
-    tree = _tree().copy()
-    for key, value in json.loads(changes).items():
-        OmegaConf.update(tree, key, value)
-    return load_ppo(tree)
+def _loaded(nodes: tuple[str, ...], options: str) -> PPOConfig:
+    from configs.defaults import ppo_config  # loads omegaconf, which the methods themselves have no use for
+
+    return ppo_config(nodes, json.loads(options))

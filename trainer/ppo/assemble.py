@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from configs.checks import world_size
@@ -19,6 +19,7 @@ from trainer.checkpoint import Checkpoint, check_config, resolve_resume
 from trainer.data.chat import load_tokenizer, stop_token_ids
 from trainer.data.dataset import PromptDataset
 from trainer.data.order import DataOrder
+from trainer.data.stream import PromptStream
 from trainer.metrics import Phases, peak_flops
 from trainer.models import Training, limits, start_model
 from trainer.ppo.loop import Loop, old_log_probs_come_from_update
@@ -29,6 +30,7 @@ from trainer.remote import RemoteModel, RemoteRollout
 from trainer.report import write_report
 from trainer.rewards.registry import check_data_sources
 from trainer.rewards.runner import RewardRunner
+from trainer.rewards.shaping import Shaping
 from trainer.tracking import Tracker
 from workers.controller.group import WorkerGroup
 from workers.engine.base import LossSpec
@@ -76,7 +78,7 @@ class Assembly:
         self.order = DataOrder(len(self.data), config.data.train_batch_size, seed, config.data.shuffle)
         if config.reward.custom_reward_function.path is None:
             check_data_sources(self.data.data_sources | self.held_out.data_sources)
-        for notice in (*self.data.notices, *self.held_out.notices, self.order.notice):
+        for notice in (*self.data.notices, *self.held_out.notices, self.stream().order.notice):
             if notice is not None:
                 print(f"note: {notice}", file=sys.stderr)
         self.total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * self.order.steps_per_epoch
@@ -88,12 +90,12 @@ class Assembly:
         ref = self.ref() if config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward else None
         critic = self.critic() if self.wants_critic else None
         rollout = RemoteRollout(self.hosts, self.rollout_spec(), source="actor")
-        source = Source(rollout, rewards, self.tokenizer, n=rollout_config.n, sampling=self.sampling(), seed=config.trainer.seed)
+        source = self.source(rollout, rewards)
         return Loop(
             config=config,
             run_dir=run_dir,
-            data=self.data,
-            order=self.order,
+            prompts=self.stream(),
+            data_sources=self.data.data_sources,
             source=source,
             actor=actor,
             ref=ref,
@@ -121,6 +123,27 @@ class Assembly:
     @property
     def wants_critic(self) -> bool:
         return self.config.critic.enable is True or "values" in ADVANTAGES.needs(self.config.algorithm.adv_estimator)
+
+    def stream(self) -> PromptStream:
+        """With filter_groups a round may have another size than a step's batch."""
+        gen_batch_size = self.config.data.gen_batch_size or self.order.batch_size
+        return PromptStream(self.data, replace(self.order, batch_size=gen_batch_size))
+
+    def source(self, rollout: RemoteRollout, rewards: RewardRunner) -> Source:
+        config = self.config
+        return Source(
+            rollout,
+            rewards,
+            self.tokenizer,
+            n=config.actor_rollout_ref.rollout.n,
+            sampling=self.sampling(),
+            seed=config.trainer.seed,
+            groups=config.data.train_batch_size,
+            filter_groups=config.algorithm.filter_groups,
+            with_baselines="baselines" in ADVANTAGES.needs(config.algorithm.adv_estimator),
+            reward_kwargs=config.reward.reward_kwargs,
+            shaping=Shaping(config.reward.shaping, RunningMoments()),
+        )
 
     def prompts(self) -> tuple[PromptDataset, PromptDataset]:
         data, seed = self.config.data, self.config.trainer.seed

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from configs.checks import world_size
-from configs.schema.ppo import AlgorithmConfig, PPOConfig
+from configs.schema.ppo import PPOConfig
 from trainer.algorithms import kl
-from trainer.algorithms.advantages import ADVANTAGES, AdvantageInputs
+from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.correction import is_enabled, mismatch, rollout_correction
 from trainer.algorithms.kl import KLController, reward_with_kl
 from trainer.algorithms.moments import RunningMoments
-from trainer.checkpoint import Checkpoint, CheckpointWriter
-from trainer.data.dataset import Prompt, PromptDataset
-from trainer.data.order import DataOrder
-from trainer.metrics import Phases, data_metrics, performance_metrics
+from trainer.checkpoint import Checkpoint, CheckpointWriter, Stateful
+from trainer.data.stream import PromptStream
+from trainer.metrics import Phases, data_metrics, performance_metrics, reward_metrics
+from trainer.ppo.columns import advantage_inputs, renamed
 from trainer.ppo.source import Source
 from trainer.ppo.update import UpdateSpec, update
 from trainer.ppo.validation import Validation
@@ -36,8 +33,8 @@ class Loop:
 
     config: PPOConfig
     run_dir: Path
-    data: PromptDataset
-    order: DataOrder
+    prompts: PromptStream
+    data_sources: frozenset[str]
     source: Source
     actor: RemoteModel
     ref: RemoteModel | None
@@ -58,9 +55,9 @@ class Loop:
 
     def fit(self) -> None:
         self.begin()
-        for step, prompts in self.remaining_steps():
+        for step in self.remaining_steps():
             with self.phases("step"):
-                batch = self.source.collect(step, prompts, self.phases)  # generated, scored answers
+                batch = self.source.collect(step, self.prompts, self.phases)  # generated, scored answers
                 batch |= self.old_log_probs(batch)
                 batch |= self.correction(batch)  # where the rollout engine was not quite the policy
                 batch |= self.ref_log_probs(batch)
@@ -79,14 +76,14 @@ class Loop:
         if self.resume is None and (self.config.trainer.val_before_train or self.config.trainer.val_only):
             self.tracker.log(self.validation.run(self.step), self.step)
 
-    def remaining_steps(self) -> Iterator[tuple[int, list[Prompt]]]:
-        """Steps count from 1; which prompts a step sees is a function of the step alone."""
+    def remaining_steps(self) -> Iterator[int]:
+        """Steps count from 1. A step draws the next round of prompts, or several with algorithm.filter_groups."""
         if self.config.trainer.val_only:
             return
         for step in range(self.step + 1, self.total_steps + 1):
             self.phases.seconds.clear()
-            self.metrics = {"training/global_step": step, "training/epoch": (step - 1) // self.order.steps_per_epoch}
-            yield step, [self.data[row] for row in self.order.batch(step - 1)]
+            self.metrics = {"training/global_step": step, "training/epoch": self.prompts.epoch}
+            yield step
 
     def old_log_probs(self, batch: Batch) -> Batch:
         """The policy's log-probs before the update, and how far the rollout engine's own are from them.
@@ -193,9 +190,10 @@ class Loop:
         """Validate, log, and save: a checkpoint's step is always in the log already."""
         config, self.step = self.config.trainer, step
         is_last = step == self.total_steps
-        self.metrics["reward/failed"] = batch.meta["reward/failed"]
+        self.metrics |= batch.meta["metrics"]
         self.warn_of_mismatch()
         self.metrics |= data_metrics(batch, self.config.data.max_prompt_length)
+        self.metrics |= reward_metrics(batch, self.data_sources)
         if config.test_freq > 0 and (is_last or step % config.test_freq == 0):
             with self.phases("testing"):
                 self.metrics |= self.validation.run(step)
@@ -224,7 +222,7 @@ class Loop:
             self.run_dir,
             step,
             config=asdict(self.config),
-            state={"kl": self.kl.state(), "returns": self.returns.state()},
+            state={name: part.state() for name, part in self.stateful().items()},
             world_size=world_size(config),
             keep={"actor": config.max_actor_ckpt_to_keep, "critic": config.max_critic_ckpt_to_keep},
         )
@@ -233,12 +231,16 @@ class Loop:
             if self.critic is not None:
                 self.critic.save(str(folder / "critic"))
 
+    def stateful(self) -> dict[str, Stateful]:
+        """What the controller remembers from step to step."""
+        return {"kl": self.kl, "returns": self.returns, "data": self.prompts, "reward": self.source.shaping.running}
+
     def load(self, checkpoint: Checkpoint) -> None:
         self.actor.load(str(checkpoint.role("actor")))
         if self.critic is not None:
             self.critic.load(str(checkpoint.role("critic")))
-        self.kl.load(checkpoint.manifest.state["kl"])
-        self.returns.load(checkpoint.manifest.state["returns"])
+        for name, part in self.stateful().items():
+            part.load(checkpoint.manifest.state[name])
         self.step = checkpoint.step
 
 
@@ -249,41 +251,6 @@ def old_log_probs_come_from_update(config: PPOConfig) -> bool:
     asked_for = algorithm.use_kl_in_reward or "sum_pi_squared" in ADVANTAGES.needs(algorithm.adv_estimator)
     correction = algorithm.rollout_correction
     return one_update and not asked_for and not correction.bypass_mode and not is_enabled(correction)
-
-
-def advantage_inputs(batch: Batch, rewards: Tensor, config: AlgorithmConfig) -> AdvantageInputs:
-    """rewards (T,): token rewards, less any KL."""
-    tokens, rows = batch.tokens, batch.rows
-    bootstraps = config.truncated_answers == "bootstrap"
-    return AdvantageInputs(
-        token_rewards=rewards,
-        response_mask=tokens["response_mask"],
-        lengths=batch.lengths,
-        prompt_lengths=rows["prompt_length"],
-        uid=rows["uid"],
-        values=tokens.get("values"),
-        last_value=torch.where(rows["finished"].bool(), 0.0, rows["last_value"]) if bootstraps else None,
-        baselines=rows.get("baseline"),
-        rewards=named_rewards(batch.objects["reward_extra"], config.gdpo_reward_keys or ()),
-        old_log_probs=tokens.get("old_log_probs"),
-        sum_pi_squared=tokens.get("sum_pi_squared"),
-        is_weights=tokens.get("is_weights"),
-    )
-
-
-def named_rewards(extras: Sequence[Mapping[str, float]], names: Sequence[str]) -> dict[str, Tensor]:
-    """What the reward function told under ``names``, each (B,). Raises ValueError where it did not."""
-    for name in names:
-        silent = next((extra for extra in extras if name not in extra), None)
-        if silent is not None:
-            told = ", ".join(silent) or "nothing"
-            raise ValueError(f"algorithm.gdpo_reward_keys: the reward function told no {name} of an answer; it told {told}")
-    return {name: torch.tensor([extra[name] for extra in extras], dtype=torch.float32) for name in names}
-
-
-def renamed(batch: Batch, **names: str) -> Batch:
-    """The same columns, some under other names."""
-    return Batch(batch.lengths, tokens={names.get(name, name): column for name, column in batch.tokens.items()})
 
 
 def under(role: str, metrics: dict[str, float]) -> dict[str, float]:

@@ -7,10 +7,15 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from configs.schema.ppo import FilterGroupsConfig, RewardKwargsConfig
+from trainer.algorithms.segments import sum_by
 from trainer.data.dataset import Prompt
+from trainer.data.stream import PromptStream
 from trainer.metrics import Phases
+from trainer.ppo.filtering import Tally, judge_groups, metric_values
 from trainer.remote import RemoteRollout
 from trainer.rewards.runner import Answer, RewardRunner, Score
+from trainer.rewards.shaping import Shaping, overlong_penalty
 from workers.batch import Batch
 from workers.rollout.base import Sampling
 from workers.seeding import seed_of
@@ -28,38 +33,131 @@ class Source:
         n: int,
         sampling: Sampling,
         seed: int,
+        groups: int,
+        filter_groups: FilterGroupsConfig,
+        with_baselines: bool,
+        reward_kwargs: RewardKwargsConfig,
+        shaping: Shaping,
     ) -> None:
-        """n: answers a prompt; sampling: how they are drawn, from ``seed``."""
+        """n: answers a prompt; sampling: how they are drawn, from ``seed``. groups: prompts that a step's batch has.
+
+        with_baselines: a greedy answer to each training prompt is scored too. reward_kwargs: the overlong penalty of training
+        answers. shaping: of their rewards.
+        """
         self.rollout = rollout
         self.rewards = rewards
         self.tokenizer = tokenizer
         self.n = n
         self.sampling = sampling
         self.seed = seed
+        self.groups = groups
+        self.filter_groups = filter_groups
+        self.with_baselines = with_baselines
+        self.reward_kwargs = reward_kwargs
+        self.shaping = shaping
 
-    def collect(self, step: int, prompts: Sequence[Prompt], phases: Phases) -> Batch:
-        """The step's training batch: scored answers, ``n`` a prompt, in prompt order. Rows whose reward failed are
-        left out and counted in meta["reward/failed"]. Raises RuntimeError if every reward failed.
+    def collect(self, step: int, prompts: PromptStream, phases: Phases) -> Batch:
+        """The step's training batch: scored answers, ``n`` a prompt, in the order of the prompts.
+
+        Rows whose reward failed are left out; with filter_groups, groups whose answers are all worth the same too, and rounds
+        are drawn until ``groups`` are kept. Beside what ``answer`` gives:
+        tokens: token_level_scores (the shaped reward, at the last token). rows: reward (shaped), baseline (with_baselines).
+        meta: metrics (reward/failed, training/filter_groups/*), generated_tokens (of all rounds).
+        Raises RuntimeError if every reward failed, ValueError if the batch cannot be filled.
         """
-        return drop_failed(self.answer(prompts, self.n, self.sampling, phases, purpose="train", step=step))
+        batch = self._fill(step, prompts, phases) if self.filter_groups.enable else self._one_round(step, prompts, phases)
+        reward, baseline = self.shaping(batch.rows["reward"], batch.rows["uid"], batch.rows.get("baseline"))
+        batch = batch.with_rows(reward=reward, **({} if baseline is None else {"baseline": baseline}))
+        token_level_scores = torch.zeros(batch.total_tokens)
+        token_level_scores[batch.offsets[1:] - 1] = reward
+        return batch.with_tokens(token_level_scores=token_level_scores)
 
-    def answer(self, prompts: Sequence[Prompt], n: int, sampling: Sampling, phases: Phases, *, purpose: str, step: int) -> Batch:
+    def _one_round(self, step: int, prompts: PromptStream, phases: Phases) -> Batch:
+        answered = self._answer_to_train(prompts.draw(), "train", step, phases)
+        scored = drop_failed(answered)
+        check_some_scored(answered, len(scored))
+        return scored.with_meta({"metrics": {"reward/failed": len(answered) - len(scored)}})
+
+    def _fill(self, step: int, prompts: PromptStream, phases: Phases) -> Batch:
+        """Rounds until the batch is full: the first ``groups`` kept groups. What is over is dropped; nothing is carried over.
+
+        A prompt that is kept is not asked again in the step; one that was dropped is, with other draws, when its turn comes in
+        the next pass over the data.
+        """
+        tally = Tally(self.filter_groups, self.groups, prompts.rounds_per_epoch)
+        parts: list[Batch] = []
+        taken: list[int] = []
+        failed = generated = 0
+        first_epoch = prompts.epoch
+        while not tally.is_full:
+            tally.check_another(step)
+            again, before = prompts.epoch - first_epoch, set(taken)
+            asked = [prompt for prompt in prompts.draw() if prompt.uid not in before]
+            if not asked:
+                tally.add((), ())
+                continue
+            answered = self._answer_to_train(asked, "train" if not again else f"train_again_{again}", step, phases)
+            scored = drop_failed(answered)
+            values, uids = metric_values(scored, self.filter_groups.metric), scored.rows["uid"].tolist()
+            verdicts = judge_groups([prompt.uid for prompt in asked], uids, values, self.n)
+            tally.add(verdicts.values(), values)
+            check_some_scored(answered, tally.n_values)
+            kept = [uid for uid, verdict in verdicts.items() if verdict == "kept"]
+            parts.append(of_groups(scored, kept))
+            taken += kept
+            failed += len(answered) - len(scored)
+            generated += answered.meta["generated_tokens"]
+        batch = of_groups(Batch.concat(parts), taken[: self.groups])
+        return batch.with_meta({"metrics": {"reward/failed": failed} | tally.metrics(), "generated_tokens": generated})
+
+    def _answer_to_train(self, prompts: Sequence[Prompt], purpose: str, step: int, phases: Phases) -> Batch:
+        """Answers with rows reward (the score and the overlong penalty) and, with_baselines, baseline (the greedy answer's).
+
+        meta["generated_tokens"]: response tokens of all of them, greedy ones included.
+        """
+        batch = self.answer(prompts, self.n, self.sampling, phases, purpose=purpose, step=step, with_greedy=self.with_baselines)
+        generated = int((batch.lengths - batch.rows["prompt_length"]).sum())
+        trained = sum_by(batch.tokens["response_mask"], batch.segment_ids(), len(batch))
+        penalty = overlong_penalty(trained, self.reward_kwargs)
+        if self.reward_kwargs.overlong_buffer_cfg.log:
+            batch.objects["reward_extra"] = [
+                extra | {"overlong_reward": value, "overlong": float(value < 0)}
+                for extra, value in zip(batch.objects["reward_extra"], penalty.tolist(), strict=True)
+            ]
+        batch = batch.with_rows(reward=batch.rows["score"] + penalty)
+        if self.with_baselines:
+            batch = take_baselines(batch, self.n)
+        return batch.with_meta({"generated_tokens": generated})
+
+    def answer(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        phases: Phases,
+        *,
+        purpose: str,
+        step: int,
+        with_greedy: bool = False,
+    ) -> Batch:
         """``n`` answers to each prompt, scored. B = n * len(prompts) rows, a prompt's answers side by side.
 
-        tokens: input_ids, response_mask, rollout_log_probs, token_level_scores (the score, at the last token).
+        with_greedy: a greedy answer follows them, as sample n. purpose: tells draws of the same step, prompt and sample apart.
+        tokens: input_ids, response_mask, rollout_log_probs.
         rows: uid, sample, prompt_length, score, finished, weight_version, reward_failed.
         objects: prompt, response, ground_truth, data_source, reward_extra, reward_error.
         """
-        asked = [prompt for prompt in prompts for _ in range(n)]
-        samples = list(range(n)) * len(prompts)
+        each = n + with_greedy
+        asked = [prompt for prompt in prompts for _ in range(each)]
+        samples = list(range(each)) * len(prompts)
         seeds = [seed_of(self.seed, purpose, step, prompt.uid, sample) for prompt, sample in zip(asked, samples, strict=True)]
         with phases("gen"):
             questions = Batch(
                 lengths=torch.tensor([len(prompt.prompt_ids) for prompt in asked], dtype=torch.int64),
                 tokens={"input_ids": torch.tensor([token for prompt in asked for token in prompt.prompt_ids])},
-                rows={"seed": torch.tensor(seeds)},
+                rows={"seed": torch.tensor(seeds), "greedy": torch.tensor(samples) == n},
             )
-            answers = self.rollout.generate(questions, sampling, n)
+            answers = self.rollout.generate(questions, sampling, each)
         with phases("reward"):
             finished = answers.rows["finished"].bool().tolist()
             # What ends an answer is no part of its text; any other special token is, or "4<pad>2" would count as 42.
@@ -75,9 +173,6 @@ class Source:
             )
         batch = join(questions, answers)
         score = torch.tensor([0.0 if item.value is None else item.value for item in scores])
-        token_level_scores = torch.zeros(batch.total_tokens)
-        token_level_scores[batch.offsets[1:] - 1] = score
-        batch.tokens["token_level_scores"] = token_level_scores
         batch.rows |= {
             "uid": torch.tensor([prompt.uid for prompt in asked]),
             "sample": torch.tensor(samples),
@@ -118,10 +213,38 @@ def describe(asked: Sequence[Prompt], texts: Sequence[str], scores: Sequence[Sco
     }
 
 
+def take_baselines(batch: Batch, n: int) -> Batch:
+    """Without the greedy answers (sample n of each prompt), whose rewards become rows["baseline"] (B,) of the prompt's others.
+
+    Where the greedy answer's reward failed, so have those of the prompt's others: they have nothing to be compared with.
+    """
+    is_greedy = batch.rows["sample"] == n
+    greedy = batch.select(is_greedy.nonzero().flatten())
+    samples = batch.select((~is_greedy).nonzero().flatten())
+    failed = greedy.rows["reward_failed"].repeat_interleave(n)
+    errors = [error for error in greedy.objects["reward_error"] for _ in range(n)]
+    samples.objects["reward_error"] = [
+        own if own is not None or theirs is None else f"of the greedy answer: {theirs}"
+        for own, theirs in zip(samples.objects["reward_error"], errors, strict=True)
+    ]
+    return samples.with_rows(
+        baseline=greedy.rows["reward"].repeat_interleave(n), reward_failed=samples.rows["reward_failed"] | failed
+    )
+
+
+def of_groups(batch: Batch, uids: Sequence[int]) -> Batch:
+    """The rows of these groups, in the batch's order."""
+    return batch.select(torch.isin(batch.rows["uid"], torch.tensor(uids, dtype=torch.int64)).nonzero().flatten())
+
+
 def drop_failed(batch: Batch) -> Batch:
-    failed = batch.rows["reward_failed"].bool()
-    if failed.all():
-        first = next(error for error in batch.objects["reward_error"] if error is not None)
-        raise RuntimeError(f"all {len(batch)} rewards of the step failed; the first: {first}")
-    kept = batch.select((~failed).nonzero().flatten()) if failed.any() else batch
-    return kept.with_meta({"reward/failed": int(failed.sum())})
+    """Without the rows whose reward failed; there may be none left."""
+    failed = batch.rows["reward_failed"]
+    return batch.select((~failed).nonzero().flatten()) if failed.any() else batch
+
+
+def check_some_scored(answered: Batch, n_scored: int) -> None:
+    """Raises RuntimeError if no answer of the step has a score so far, with the first error in ``answered``."""
+    if not n_scored:
+        first = next(error for error in answered.objects["reward_error"] if error is not None)
+        raise RuntimeError(f"all {len(answered)} rewards of the step failed; the first: {first}")

@@ -36,8 +36,10 @@ class Validation:
         scored = batch.select((~batch.rows["reward_failed"]).nonzero().flatten())
         metrics = {"val/reward_failed": float(len(batch) - len(scored))}
         if len(scored):
+            extras = scored.objects["reward_extra"]
+            told = {name: [extra.get(name) for extra in extras] for name in sorted({name for extra in extras for name in extra})}
             metrics |= validation_metrics(
-                scored.objects["data_source"], scored.rows["uid"].tolist(), {"reward": scored.rows["score"].tolist()}
+                scored.objects["data_source"], scored.rows["uid"].tolist(), {"reward": scored.rows["score"].tolist()} | told
             )
         self.tracker.log_samples(first_samples(batch, KEPT_SAMPLES), step)
         self.first = self.first or metrics

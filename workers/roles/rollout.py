@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from workers.batch import Batch
@@ -28,14 +30,19 @@ class RolloutRole:
             self.rollout.load_weights(self.source.engine.export_weights(), version)
 
     def generate(self, prompts: Batch, sampling: Sampling) -> Batch:
-        """prompts: B rows of input_ids, rows["seed"]. Returns B rows in the same order: the answers alone.
+        """prompts: B rows of input_ids, rows["seed"], rows["greedy"] (whatever the sampling). Returns B rows in the same order:
+        the answers alone.
 
         tokens: input_ids, rollout_log_probs (T,); rows: finished (1: stopped by itself, 0: cut), weight_version.
         """
         self.residency.enter("generate")
+        greedy = replace(sampling, temperature=0.0)
+        columns = zip(
+            prompts.split_rows("input_ids"), prompts.rows["seed"].tolist(), prompts.rows["greedy"].tolist(), strict=True
+        )
         requests = [
-            Request(id=i, prompt_ids=tuple(ids.tolist()), sampling=sampling, seed=seed)
-            for i, (ids, seed) in enumerate(zip(prompts.split_rows("input_ids"), prompts.rows["seed"].tolist(), strict=True))
+            Request(id=i, prompt_ids=tuple(ids.tolist()), sampling=greedy if is_greedy else sampling, seed=seed)
+            for i, (ids, seed, is_greedy) in enumerate(columns)
         ]
         return answers(self.rollout.generate(requests))
 

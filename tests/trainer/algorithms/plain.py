@@ -1,24 +1,14 @@
 """The default configuration, and the losses' inputs, for tests of pure functions."""
 
-from functools import cache
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from configs.keys import CONFIG_DIR
-from configs.load import load_ppo
-from configs.schema.ppo import PPOConfig
+from configs.defaults import ppo_config
 from trainer.algorithms.policy_losses import PolicyLossInputs
 
-
-@cache
-def defaults() -> PPOConfig:
-    tree = OmegaConf.load(CONFIG_DIR / "ppo_trainer.yaml")
-    assert isinstance(tree, DictConfig)
-    del tree["defaults"]
-    return load_ppo(tree)
+defaults = ppo_config
 
 
 def loss_inputs(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, **others: Any) -> PolicyLossInputs:

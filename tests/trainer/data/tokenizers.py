@@ -32,6 +32,7 @@ def data_config(**changes: Any) -> DataConfig:
         "prompt_key": "prompt",
         "reward_fn_key": "data_source",
         "train_batch_size": 4,
+        "gen_batch_size": None,
         "val_batch_size": None,
         "max_prompt_length": 64,
         "max_response_length": 8,

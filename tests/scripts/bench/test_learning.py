@@ -1,0 +1,31 @@
+"""Every method learns within 60 steps. Long: scripts/test.sh soak."""
+
+from pathlib import Path
+
+import pytest
+
+from scripts.bench.learning import METHODS, SEEDS, Curve, draw, learn, rise, warm_up
+
+pytestmark = pytest.mark.timeout(1800)
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    folder = tmp_path_factory.mktemp("sort_digits")
+    return {seed: warm_up(folder, seed) for seed in SEEDS}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("method", list(METHODS))
+def test_every_method_rises_within_60_steps(warm: dict[int, Path], tmp_path: Path, method: str) -> None:
+    curves = [learn(model, tmp_path / str(seed), seed, METHODS[method]) for seed, model in warm.items()]
+    print(f"{method}:", *(f"{curve[0][1]:.2f} -> {curve[-1][1]:.2f}" for curve in curves))
+    assert all(curve[0][0] == 0 and curve[-1][0] == 60 for curve in curves)
+    assert rise(curves) >= 0.15
+
+
+def test_the_picture_shows_each_seed_and_their_median(tmp_path: Path) -> None:
+    curves: list[Curve] = [[(0, 0.1), (10, 0.2)], [(0, 0.3), (10, 0.9)], [(0, 0.2), (10, 0.5)]]
+    assert rise(curves) == pytest.approx(0.3)
+    draw({"grpo": curves, "ppo": curves}, tmp_path / "learning.png")
+    assert (tmp_path / "learning.png").stat().st_size > 5000

@@ -1,0 +1,110 @@
+"""The overlong penalty, clipping and normalisation of rewards."""
+
+import json
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from configs.schema.ppo import OverlongConfig, RewardKwargsConfig, ShapingConfig
+from trainer.algorithms.moments import RunningMoments
+from trainer.rewards.shaping import Shaping, group_moments, overlong_penalty
+
+REWARDS = torch.tensor([0.0, 1.0, 3.0, -2.0, 0.5, 0.5, 7.0])
+UIDS = torch.tensor([3, 3, 3, 3, 9, 9, 1])
+
+
+def overlong(enable: bool = True, penalty_factor: float = 0.5) -> RewardKwargsConfig:
+    buffer = OverlongConfig(enable=enable, len=4, penalty_factor=penalty_factor, log=False)
+    return RewardKwargsConfig(max_resp_len=20, overlong_buffer_cfg=buffer)
+
+
+@pytest.mark.parametrize(
+    ("length", "penalty"),
+    [(0, 0.0), (16, 0.0), (17, -0.125), (18, -0.25), (19, -0.375), (20, -0.5), (21, -0.5), (1000, -0.5)],
+)
+def test_the_penalty_grows_in_the_buffer_alone(length: int, penalty: float) -> None:
+    """DAPO, eq. 13, with a limit of 20 and a buffer of 4 tokens."""
+    assert overlong_penalty(torch.tensor([length]), overlong()).tolist() == [penalty]
+    assert overlong_penalty(torch.tensor([length]), overlong(enable=False)).tolist() == [0.0]
+
+
+def shaping(clip: tuple[float, float] | None = None, normalize: str | None = None) -> Shaping:
+    return Shaping(ShapingConfig(clip=clip, normalize=normalize), RunningMoments())  # type: ignore[arg-type]
+
+
+def test_nothing_asked_nothing_changed() -> None:
+    rewards, baselines = shaping()(REWARDS, UIDS, REWARDS + 1)
+    assert torch.equal(rewards, REWARDS) and baselines is not None and torch.equal(baselines, REWARDS + 1)
+    assert shaping()(REWARDS, UIDS)[1] is None
+
+
+def test_rewards_are_clipped_before_they_are_normalised() -> None:
+    clipped, baselines = shaping((-1.0, 2.0))(REWARDS, UIDS, REWARDS * 10)
+    assert clipped.tolist() == [0.0, 1.0, 2.0, -1.0, 0.5, 0.5, 2.0]
+    assert baselines is not None and baselines.tolist() == [0.0, 2.0, 2.0, -1.0, 2.0, 2.0, 2.0]
+    assert torch.equal(shaping((-1.0, 2.0), "group")(REWARDS, UIDS)[0], shaping(None, "group")(clipped, UIDS)[0])
+
+
+def test_group_normalisation() -> None:
+    """Over the standard deviation of the group; equal rewards and a group of one become 0, and what is compared with them
+    keeps its distance."""
+    group = [0.0, 1.0, 3.0, -2.0]
+    mean, std = statistics.fmean(group), statistics.pstdev(group)
+    rewards, baselines = shaping(None, "group")(REWARDS, UIDS, torch.full((7,), 1.5))
+    assert rewards.tolist() == pytest.approx([(value - mean) / std for value in group] + [0.0, 0.0, 0.0])
+    assert baselines is not None and baselines.tolist() == pytest.approx([(1.5 - mean) / std] * 4 + [1.0, 1.0, -5.5])
+
+
+def test_rounding_is_no_spread() -> None:
+    """Equal rewards whose mean is not exact: 0, not noise over noise."""
+    rewards = torch.tensor([0.1, 0.1, 0.1])
+    for normalize in ("group", "running"):
+        shaped, baselines = shaping(None, normalize)(rewards, torch.zeros(3), torch.tensor([1.1, 1.1, 1.1]))
+        assert shaped.abs().max() < 1e-9 and baselines is not None and baselines.tolist() == pytest.approx([1.0] * 3)
+
+
+@given(st.lists(st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=6), min_size=1, max_size=5))
+def test_running_moments_are_those_of_all_values(batches: list[list[float]]) -> None:
+    moments = RunningMoments()
+    for batch in batches:
+        moments.see(torch.tensor(batch))
+    everything = [value for batch in batches for value in batch]
+    assert moments.count == len(everything)
+    assert moments.mean == pytest.approx(math.fsum(everything) / len(everything), rel=1e-9, abs=1e-9)
+    assert moments.std == pytest.approx(statistics.pstdev(everything) or 1.0, rel=1e-6, abs=1e-6)
+
+
+def test_running_normalisation_counts_the_batch_itself_and_not_the_baselines() -> None:
+    running = shaping(None, "running")
+    first, _ = running(torch.tensor([0.0, 2.0]), torch.tensor([0, 0]))
+    assert first.tolist() == [-1.0, 1.0]
+    second, baselines = running(torch.tensor([4.0, 6.0]), torch.tensor([1, 1]), torch.tensor([100.0, 3.0]))
+    std = statistics.pstdev([0, 2, 4, 6])
+    assert second.tolist() == pytest.approx([1 / std, 3 / std])
+    assert baselines is not None and baselines.tolist() == pytest.approx([97 / std, 0.0])
+    assert running.running.count == 4
+
+
+def test_resumed_statistics_are_the_same_to_the_bit() -> None:
+    torch.manual_seed(0)
+    whole, resumed = RunningMoments(), RunningMoments()
+    batches = torch.randn(6, 5)
+    for batch in batches[:3]:
+        whole.see(batch)
+    resumed.load(json.loads(json.dumps(whole.state())))
+    for batch in batches[3:]:
+        whole.see(batch)
+        resumed.see(batch)
+    assert resumed == whole
+
+
+def test_moments_of_groups_by_rows() -> None:
+    mean, std = group_moments(REWARDS, UIDS)
+    for uid in (3, 9, 1):
+        mine = REWARDS[uid == UIDS].tolist()
+        assert mean[uid == UIDS].tolist() == pytest.approx([statistics.fmean(mine)] * len(mine))
+        assert std[uid == UIDS].tolist() == pytest.approx([statistics.pstdev(mine) or 1.0] * len(mine))

@@ -1,0 +1,42 @@
+"""The prompts of a run, round after round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainer.data.dataset import Prompt, PromptDataset
+from trainer.data.order import DataOrder
+
+
+@dataclass(slots=True)
+class PromptStream:
+    """Rounds of ``order.batch_size`` prompts in the data's order. ``drawn``, the number of rounds so far, is all its state.
+
+    A step draws one round, or with algorithm.filter_groups as many as fill its batch. No prompt comes twice in an epoch.
+    """
+
+    data: PromptDataset | Sequence[Prompt]
+    order: DataOrder
+    drawn: int = 0
+
+    @property
+    def epoch(self) -> int:
+        """Of the next round, from 0."""
+        return self.drawn // self.rounds_per_epoch
+
+    @property
+    def rounds_per_epoch(self) -> int:
+        return self.order.steps_per_epoch
+
+    def draw(self) -> list[Prompt]:
+        """The next round."""
+        rows = self.order.batch(self.drawn)
+        self.drawn += 1
+        return [self.data[row] for row in rows]
+
+    def state(self) -> dict[str, int]:
+        return {"drawn": self.drawn}
+
+    def load(self, state: dict[str, int]) -> None:
+        self.drawn = state["drawn"]

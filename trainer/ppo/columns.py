@@ -1,0 +1,47 @@
+"""A batch's columns under the names that the next part of a step reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from configs.schema.ppo import AlgorithmConfig
+from trainer.algorithms.advantages import AdvantageInputs
+from workers.batch import Batch
+
+
+def renamed(batch: Batch, **names: str) -> Batch:
+    """The same columns, some under other names."""
+    return Batch(batch.lengths, tokens={names.get(name, name): column for name, column in batch.tokens.items()})
+
+
+def advantage_inputs(batch: Batch, rewards: Tensor, config: AlgorithmConfig) -> AdvantageInputs:
+    """rewards (T,): token rewards, less any KL."""
+    tokens, rows = batch.tokens, batch.rows
+    bootstraps = config.truncated_answers == "bootstrap"
+    return AdvantageInputs(
+        token_rewards=rewards,
+        response_mask=tokens["response_mask"],
+        lengths=batch.lengths,
+        prompt_lengths=rows["prompt_length"],
+        uid=rows["uid"],
+        values=tokens.get("values"),
+        last_value=torch.where(rows["finished"].bool(), 0.0, rows["last_value"]) if bootstraps else None,
+        baselines=rows.get("baseline"),
+        rewards=named_rewards(batch.objects["reward_extra"], config.gdpo_reward_keys or ()),
+        old_log_probs=tokens.get("old_log_probs"),
+        sum_pi_squared=tokens.get("sum_pi_squared"),
+        is_weights=tokens.get("is_weights"),
+    )
+
+
+def named_rewards(extras: Sequence[Mapping[str, float]], names: Sequence[str]) -> dict[str, Tensor]:
+    """What the reward function told under ``names``, each (B,). Raises ValueError where it did not."""
+    for name in names:
+        silent = next((extra for extra in extras if name not in extra), None)
+        if silent is not None:
+            told = ", ".join(silent) or "nothing"
+            raise ValueError(f"algorithm.gdpo_reward_keys: the reward function told no {name} of an answer; it told {told}")
+    return {name: torch.tensor([extra[name] for extra in extras], dtype=torch.float32) for name in names}

@@ -1,0 +1,64 @@
+"""From the scorer's score to the reward that is trained on: the overlong penalty, then clipping, then normalisation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from configs.schema.ppo import RewardKwargsConfig, ShapingConfig
+from trainer.algorithms.moments import RunningMoments, spread
+from trainer.algorithms.segments import group_ids, sum_by
+
+
+def overlong_penalty(response_lengths: Tensor, config: RewardKwargsConfig) -> Tensor:
+    """Soft overlong punishment (DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 13), times penalty_factor: float32 (B,), <= 0.
+
+    response_lengths (B,): response tokens that are trained. Nothing up to max_resp_len - len tokens, from there in a line
+    to -penalty_factor at max_resp_len, and that beyond it. An answer that was cut at max_resp_len pays the whole penalty.
+    """
+    buffer = config.overlong_buffer_cfg
+    if not buffer.enable:
+        return torch.zeros(len(response_lengths))
+    over = (response_lengths.double() - (config.max_resp_len - buffer.len)) / buffer.len
+    return (-buffer.penalty_factor * over.clamp(0.0, 1.0)).float()
+
+
+def group_moments(rewards: Tensor, uid: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation (population) of each row's group, by rows: float64 (B,) both. uid (B,): prompt group."""
+    group, size = group_ids(uid)
+    mean = (sum_by(rewards, group, len(size)) / size)[group]
+    variance = sum_by((rewards - mean).square(), group, len(size)) / size
+    return mean, spread(variance.sqrt())[group]
+
+
+def standardised(values: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """(values - mean) / std (B,), in float32."""
+    return ((values.double() - mean) / std).float()
+
+
+@dataclass(frozen=True, slots=True)
+class Shaping:
+    """``reward.shaping``. running: over the training rewards of all steps."""
+
+    config: ShapingConfig
+    running: RunningMoments
+
+    def __call__(self, rewards: Tensor, uid: Tensor, baselines: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Rewards (B,) clipped and normalised; baselines (B,), each the reward of a greedy answer to the row's prompt, in the
+        same way. The statistics are those of ``rewards``, with running these among them; baselines never count.
+        """
+        rewards = self._clip(rewards)
+        baselines = None if baselines is None else self._clip(baselines)
+        if self.config.normalize is None:
+            return rewards, baselines
+        if self.config.normalize == "group":
+            mean, std = group_moments(rewards, uid)
+        else:
+            self.running.see(rewards)
+            mean, std = (torch.tensor(value, dtype=torch.float64) for value in (self.running.mean, self.running.std))
+        return standardised(rewards, mean, std), None if baselines is None else standardised(baselines, mean, std)
+
+    def _clip(self, rewards: Tensor) -> Tensor:
+        return rewards if self.config.clip is None else rewards.clamp(*self.config.clip)
