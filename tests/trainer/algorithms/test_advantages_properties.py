@@ -327,3 +327,55 @@ def test_optimal_token_baseline_by_its_definition(seed: int) -> None:
             weight = [float(energy[j, : t + 1].sum()) for j in rows]
             baseline = sum(float(answers.scores[j]) * w for j, w in zip(rows, weight, strict=True)) / sum(weight)
             assert abs(float(found[i, t]) - (float(answers.scores[i]) - baseline)) < 1e-6
+
+
+def to_come(answers: Answers, row: int, gamma: float) -> list[float]:
+    """The discounted score at each marked token of a row: it stands on the last of them."""
+    marked = int(answers.mask[row].sum())
+    return [float(answers.scores[row]) * gamma ** (marked - 1 - k) for k in range(marked)]
+
+
+@few
+@given(seeds, st.sampled_from([1.0, 0.9, 0.0]))
+def test_rewards_to_come_by_their_definition(seed: int, gamma: float) -> None:
+    answers = draw(seed)
+    advantages, returns = both("reinforce", answers, gamma=gamma)
+    _, whitened_from = both("reinforce_plus_plus", answers, gamma=gamma)
+    remax, undiscounted = both("remax", answers)
+    for row in range(len(answers.scores)):
+        marked = answers.mask[row] > 0
+        expected = torch.tensor(to_come(answers, row, gamma), dtype=torch.float64)
+        for found in (advantages, returns, whitened_from):
+            equal(found[row][marked], expected)
+        equal(undiscounted[row][marked], answers.scores[row].expand(int(marked.sum())))
+        equal(remax[row][marked], (answers.scores[row] - answers.baselines[row]).expand(int(marked.sum())))
+    every = returns[answers.mask > 0]
+    equal(compute("reinforce_plus_plus", answers, gamma=gamma)[answers.mask > 0], white(every), 1e-7)
+
+
+def centred(answers: Answers, scores: Tensor, *, by_std: bool) -> Tensor:
+    """scores (B,) less their group's mean, over the group's deviation."""
+    out = torch.empty_like(scores)
+    for i, group in enumerate(answers.groups):
+        others = [float(scores[j]) for j, other in enumerate(answers.groups) if other == group]
+        mean = sum(others) / len(others)
+        deviation = (sum((x - mean) ** 2 for x in others) / (len(others) - 1)) ** 0.5 + 1e-6
+        out[i] = (float(scores[i]) - mean) / (deviation if by_std else 1.0)
+    return out
+
+
+@few
+@given(seeds)
+def test_group_estimators_by_their_definition(seed: int) -> None:
+    answers = draw(seed)
+    answers = replace(answers, scores=torch.where(answers.scores > 1.0, 0.0, answers.scores))
+    for options in (STD, PLAIN):
+        expected = centred(answers, answers.scores, by_std=options["norm_adv_by_std_in_grpo"])
+        equal(per_row(answers, compute("grpo", answers, **options)), expected)
+    plain = centred(answers, answers.scores, by_std=False)
+    equal(per_row(answers, compute("gpg", answers)), plain * len(plain) / max(1, int((answers.scores != 0).sum())), 1e-7)
+    marked = answers.mask > 0
+    equal(compute("reinforce_plus_plus_baseline", answers)[marked], white((plain[:, None] * answers.mask)[marked]), 1e-7)
+    total = 0.7 * centred(answers, answers.scores, by_std=True) + 2.0 * centred(answers, answers.baselines, by_std=True)
+    found = compute("gdpo", answers, gdpo_reward_weights=[0.7, 2.0], **STD)
+    equal(found[marked], white((total[:, None] * answers.mask)[marked]), 1e-6)

@@ -280,3 +280,12 @@ def test_kl_cov_penalises_the_tokens_of_greatest_covariance(seed: int) -> None:
         return  # a tie: either may be chosen
     expected = (-t.advantages * ratio + 0.7 * (t.log_probs - t.old).sign() * chosen) * t.mask
     equal(loss_and_gradient("kl_cov", t)[1], expected)
+
+
+def test_gspo_caps_the_ratio_of_a_row() -> None:
+    """At e^10, and beyond there is no gradient: A < 0, so that no clip comes before."""
+    old = torch.full((2, 3), -20.0, dtype=torch.float64)
+    t = Tokens(old, old + torch.tensor([[9.0], [11.0]]), -torch.ones_like(old), torch.ones_like(old))
+    loss, gradient, _ = loss_and_gradient("gspo", t)
+    equal(loss, 3 * (torch.tensor(9.0).double().exp() + torch.tensor(10.0).double().exp()))
+    equal(gradient, torch.tensor([[9.0], [-torch.inf]]).double().exp().expand(2, 3))

@@ -23,20 +23,21 @@ MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
 FLOATS = ("mask", "token_rewards", "values", "returns", "vpreds", "baselines", "old_log_probs", "log_probs", "sum_pi_squared")
 FLOATS += ("is_weights", "advantages", "token_advantages", "accuracy", "brevity")
 
-# Rows of `ragged`: full, cut right, a hole, padded left, one token, none. Of `equal`: two groups of equal scores, one of two.
+# Rows of `ragged`: full, cut right, a hole, padded left, one token, none ... `equal`: two groups of equal scores, one of two.
+# `extreme`: log-ratios of 30 in column 1 and -30 in column 2, so that its last row has one of 30 alone.
 MASKS = {
     "ragged": ["1111111", "1111000", "1100110", "0011111", "0001000", "0000000", "1111110", "0110110"],
     "equal": ["11111", "11100", "11110", "11111", "10000", "11100"],
-    "extreme": ["111111", "111100", "011111", "111001"],
+    "extreme": ["111111", "111100", "011111", "111001", "010000"],
     "single": ["1"],
 }
 GROUPS: dict[str, list[Any]] = {
     "ragged": ["q7", "q2", "q7", "solo", "q2", "q7", "q2", "q7"],
     "equal": [30, 5, 30, 5, 12, 12],
-    "extreme": [0, 1, 0, 1],
+    "extreme": [0, 1, 0, 1, 1],
     "single": [9],
 }
-SCORES = {"equal": [1.0, 0.0, 1.0, 0.0, 1.0, 0.0], "extreme": [1.0, 1.0, 0.0, 1.0]}
+SCORES = {"equal": [1.0, 0.0, 1.0, 0.0, 1.0, 0.0], "extreme": [1.0, 1.0, 0.0, 1.0, 0.0]}
 
 
 def batch(name: str, seed: int) -> dict[str, Any]:
