@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from configs.keys import ConfigError
 from configs.schema.common import RunConfig
-from configs.schema.ppo import PPOConfig
+from configs.schema.ppo import PPOConfig, RewardConfig
 from configs.schema.sft import SFTConfig
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -23,6 +23,7 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
     """
     has_critic = needs_values or config.critic.enable is True
     problems = [*_run_problems(config.trainer), *_batch_problems(config, has_critic), *_length_problems(config, has_critic)]
+    problems += _reward_problems(config.reward)
     if needs_values and config.critic.enable is False:
         problems.append(
             f"critic.enable=false: algorithm.adv_estimator={config.algorithm.adv_estimator} needs the critic's values; "
@@ -173,6 +174,24 @@ def _length_problems(config: PPOConfig, has_critic: bool) -> Iterator[str]:
         yield from cut.problems(world_size(config.trainer), longest, in_words)
 
 
+def _reward_problems(reward: RewardConfig) -> Iterator[str]:
+    judge = reward.judge
+    if reward.scorer == "judge":
+        yield from (
+            f"reward.scorer=judge: reward.judge.{name} is null; the judge is a server with OpenAI's chat completions"
+            for name, value in (("url", judge.url), ("model", judge.model))
+            if value is None
+        )
+    if judge.url is not None:
+        requests, pauses = judge.retries + 1, judge.backoff * (2**judge.retries - 1)
+        longest = requests * judge.timeout + pauses
+        if longest > reward.timeout:
+            yield (
+                f"reward.timeout={reward.timeout:g}: less than the judge may take, (retries + 1) * timeout + pauses = "
+                f"{requests} * {judge.timeout:g} + {pauses:g} = {longest:g} s (reward.judge.retries, timeout, backoff)"
+            )
+
+
 def _run_problems(trainer: RunConfig) -> Iterator[str]:
     if trainer.backend == "local" and world_size(trainer) > 1:
         yield f"trainer.backend=local: runs one worker, in this process, not {_workers(trainer)}"
@@ -189,5 +208,7 @@ def _ppo_notes(config: PPOConfig, typed: Collection[str]) -> Iterator[str]:
     for key, why in UNUSED_BY_EMBEDDED.items():
         if key in typed:
             yield f"{key} has no effect: {why}"
+    if config.reward.scorer is not None and config.reward.custom_reward_function.path is not None:
+        yield f"reward.scorer={config.reward.scorer} has no effect: reward.custom_reward_function gives the scores"
     if config.algorithm.adv_estimator == "grpo" and config.actor_rollout_ref.rollout.n == 1:
         yield f"{ROLLOUT}.n=1: grpo has nothing to compare an answer with, its advantage is the reward itself; set n=8, say"

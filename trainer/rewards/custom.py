@@ -3,9 +3,12 @@
 import importlib.util
 import inspect
 import sys
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from trainer.rewards.scoring import ScoreFunction, describe
+from trainer.rewards.scoring import ARGUMENTS, ScoreFunction, describe
 
 _MODULE = "tandem_custom_reward"
 _KEY = "reward.custom_reward_function"
@@ -20,9 +23,14 @@ def check_file(path: str) -> Path:
     return file
 
 
-def load_function(path: str, name: str) -> ScoreFunction:
-    """The function ``name`` of the file. Raises ValueError, one line, if the file does not load or has no such function."""
+def load_function(path: str, name: str, kwargs: Mapping[str, Any]) -> ScoreFunction:
+    """The function ``name`` of the file, to be called with ``kwargs`` besides what every scorer gets.
+
+    Raises ValueError, one line, if the file does not load or has no such function.
+    """
     file = check_file(path)
+    if taken := sorted(kwargs.keys() & ARGUMENTS):
+        raise ValueError(f"{_KEY}.reward_kwargs: {', '.join(taken)} comes with every answer; choose another name")
     spec = importlib.util.spec_from_file_location(_MODULE, file)
     if spec is None or spec.loader is None:
         raise ValueError(f"{_KEY}.path={path}: not a Python file; its name must end in .py")
@@ -36,4 +44,4 @@ def load_function(path: str, name: str) -> ScoreFunction:
     function = vars(module).get(name)
     if not callable(function):
         raise ValueError(f"{_KEY}.name={name}: {file} has no such function; it has {', '.join(functions) or 'none'}")
-    return function
+    return partial(function, **kwargs) if kwargs else function

@@ -2,11 +2,14 @@
 
 import math
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+ARGUMENTS = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
 ScoreFunction = Callable[..., Any]
 """verl's signature, called by keyword: (data_source, solution_str, ground_truth, extra_info) -> number, or dict with "score"."""
 
@@ -46,6 +49,15 @@ def judge(function: ScoreFunction, answer: Answer) -> Score:
         return _to_score(result)
     except (Exception, SystemExit) as error:  # a user's function may raise anything; it is told, not swallowed
         return Score(None, {}, describe(error))
+
+
+def judge_all(function: ScoreFunction, answers: Sequence[Answer], threads: int) -> Iterator[Score]:
+    """The scores in order, each as soon as it and those before it are known. threads: answers judged at a time."""
+    if threads == 1:
+        yield from (judge(function, answer) for answer in answers)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        yield from pool.map(partial(judge, function), answers)
 
 
 def describe(error: BaseException) -> str:
