@@ -43,9 +43,10 @@ class Test:
 def score(answer: str, ground_truth: Any, config: CodeRewardConfig, *, seconds: float) -> dict[str, float]:
     """score: the fraction of the tests that pass, or with ``partial=false`` 1 if all do, else 0. acc: all do.
 
-    ground_truth, JSON or what JSON holds: verl's ``{"inputs": [...], "outputs": [...], "fn_name": optional}``; a list of assertions,
-    or ``{"assert_case": [...]}``; HumanEval's ``{"test": "def check(candidate): ...", "entry_point": name}``. A test that runs into
-    its time limit ends the run: it and what is left have failed. So has what could not be started in time to end within ``seconds``.
+    ground_truth, JSON or what JSON holds: verl's ``{"inputs": [...], "outputs": [...], "fn_name": optional}``; a list of
+    assertions, or ``{"assert_case": [...]}``; HumanEval's ``{"test": "def check(candidate): ...", "entry_point": name}``.
+    A test that runs into its time limit ends the run: it and what is left have failed. So has what could not be started in time
+    to end in ``seconds``.
     Raises ValueError for other ground truths, RuntimeError where nothing can be confined.
     """
     tests = list(_tests(extract(answer), ground_truth))

@@ -17,8 +17,8 @@ _MARKED_NUMBER = re.compile(r"#### (-?[0-9.,]+)")
 def extract(text: str, method: Literal["strict", "flexible"]) -> str | None:
     """The final number of the last 300 characters of ``text``, without commas.
 
-    strict: the last that follows ``#### ``, with all its full stops: verl's rule. flexible: the last of all, without the full stop
-    that ends a sentence.
+    strict: the last that follows ``#### ``, with all its full stops: verl's rule. flexible: the last of all, without the full
+    stop that ends a sentence.
     """
     text = text[-_LOOKED_AT:]
     if method == "strict":
@@ -31,9 +31,9 @@ def extract(text: str, method: Literal["strict", "flexible"]) -> str | None:
 def score(answer: str, ground_truth: str, method: Method = "strict") -> float:
     """1 if the final number is the ground truth, else 0.
 
-    strict and flexible compare what ``extract`` finds to the letter: 18.00 is not 18. math compares values (18.00, $18, 1,800, 50%,
-    1/2 and \\frac{1}{2}), which stand after the last ``####`` or in the last \\boxed, whichever comes later, else at the end. Raises
-    ValueError if the ground truth holds no number.
+    strict and flexible compare what ``extract`` finds to the letter: 18.00 is not 18. math compares values (18.00, $18, 1,800,
+    50%, 1/2 and \\frac{1}{2}), which stand after the last ``####`` or in the last \\boxed, whichever is later, else at the end.
+    Raises ValueError if the ground truth holds no number.
     """
     if method == "math":
         truth, found = final_value(ground_truth), final_value(answer)

@@ -49,7 +49,7 @@ def same(answer: str, truth: str) -> bool:
 
 
 def spelt(text: str) -> str:
-    """The expression in one spelling of LaTeX, for comparison alone: no spaces, sizes, units, degrees, dollar and per cent signs."""
+    """The expression in one spelling of LaTeX, for comparison: no spaces, sizes, units, degrees, dollars and per cents."""
     text = _UNIT.sub("", text.replace("\n", " "))
     for pattern, spelling in _SPELLINGS:
         text = pattern.sub(spelling, text)

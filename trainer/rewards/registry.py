@@ -67,7 +67,8 @@ def check_data_sources(names: Iterable[str]) -> None:
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ValueError(
             f"data_source {name!r} has no scorer{hint}; known: {', '.join(sorted(DATA_SOURCES))}, aime*. "
-            f"Name one for all answers, reward.scorer={'|'.join(SCORERS)}, or give a function of your own: reward.custom_reward_function.path=FILE.py "
+            f"Name one for all answers, reward.scorer={'|'.join(SCORERS)}, or "
+            "give a function of your own: reward.custom_reward_function.path=FILE.py "
             "reward.custom_reward_function.name=FUNCTION"
         )
 
