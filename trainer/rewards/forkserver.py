@@ -121,6 +121,15 @@ def fork_server(module: str) -> ForkServer:
         return _SERVERS[key]
 
 
+def close_fork_servers() -> None:
+    """End this process's servers now, not with the process."""
+    with _STARTING:
+        for pid, module in list(_SERVERS):
+            server = _SERVERS.pop((pid, module))
+            if pid == os.getpid() and not server.closed:
+                server.close()
+
+
 def serve(fd: int, work: Work) -> None:
     """The server's side: a line of JSON in, a line out, until the other side is gone."""
     connection = socket.socket(fileno=fd)

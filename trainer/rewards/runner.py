@@ -20,6 +20,7 @@ from types import TracebackType
 
 from configs.schema.ppo import RewardConfig
 from trainer.rewards.custom import check_file
+from trainer.rewards.forkserver import close_fork_servers
 from trainer.rewards.registry import check_data_sources, may_ask_judge, scores_by_source
 from trainer.rewards.scoring import Answer, Score, ScoreFunction, judge_all
 from trainer.rewards.worker import resolve
@@ -97,6 +98,8 @@ class RewardRunner:
             self._selector.unregister(process.connection)
             process.kill()
         self._processes.clear()
+        if self._function is not None:
+            close_fork_servers()
 
     def __enter__(self) -> RewardRunner:
         return self

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from configs.schema.ppo import CustomRewardConfig, RewardConfig
+from configs.schema.ppo import RewardConfig
+from tests.trainer.rewards.config import reward_config
 from trainer.rewards.runner import Answer, RewardRunner, Score
 
 REWARDS = """
@@ -51,8 +52,8 @@ def rewards(tmp_path: Path) -> Path:
 
 
 def config(path: Path | None = None, *, name: str = "compute_score", num_workers: int = 2, timeout: float = 30.0) -> RewardConfig:
-    function = CustomRewardConfig(path=None if path is None else str(path), name=name)
-    return RewardConfig(num_workers=num_workers, timeout=timeout, custom_reward_function=function)
+    function = {"path": None if path is None else str(path), "name": name}
+    return reward_config(num_workers=num_workers, timeout=timeout, custom_reward_function=function)
 
 
 def answers(*texts: str) -> list[Answer]:
@@ -201,10 +202,10 @@ def test_an_interrupted_call_leaves_nothing_for_the_next(rewards: Path) -> None:
 def test_processes_die_with_a_killed_parent(rewards: Path, tmp_path: Path) -> None:
     script = f"""
 import os, signal
-from configs.schema.ppo import CustomRewardConfig, RewardConfig
+from tests.trainer.rewards.config import reward_config
 from trainer.rewards.runner import Answer, RewardRunner
-function = CustomRewardConfig(path={str(rewards)!r}, name="compute_score")
-runner = RewardRunner(RewardConfig(num_workers=2, timeout=60.0, custom_reward_function=function))
+function = {{"path": {str(rewards)!r}, "name": "compute_score"}}
+runner = RewardRunner(reward_config(num_workers=2, timeout=60.0, custom_reward_function=function))
 scores = runner.score([Answer("any", "sleep 0.1", "", {{"index": i}}, True) for i in range(8)])
 print(*{{int(score.extra["pid"]) for score in scores}}, flush=True)
 signal.setitimer(signal.ITIMER_REAL, 0.3)  # kills this process in the midst of scoring
