@@ -1,7 +1,6 @@
 """A program, judged by unit tests: each runs in a confined process (trainer/rewards/confine.py)."""
 
 import json
-import re
 import secrets
 import time
 from collections.abc import Iterator
@@ -13,8 +12,6 @@ from typing import Any
 from configs.schema.ppo import CodeRewardConfig
 from trainer.rewards.forkserver import Limits, Outcome, fork_server
 
-_PYTHON_BLOCK = re.compile(r"```(?:python|py)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
-_BLOCK = re.compile(r"```[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _LEAST_OUTPUT = 1 << 20  # bytes that a test may print; twice the expected output if that is more
 _MARGIN = 1.0  # seconds that an answer needs besides its tests
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-8  # how near two numbers that are not whole must be
@@ -69,11 +66,12 @@ def score(answer: str, ground_truth: Any, config: CodeRewardConfig, *, seconds: 
 
 
 def extract(answer: str) -> str:
-    """The last block fenced as Python; without one the last fenced block; without any, all of it. A last fence may be missing."""
-    for pattern in (_PYTHON_BLOCK, _BLOCK):
-        if blocks := pattern.findall(answer):
-            return blocks[-1]
-    return answer
+    """The last block fenced as Python; without one the last fenced block; without any, all of it. Its last fence may be missing."""
+    start = max(answer.rfind("```python"), answer.rfind("```py\n"))
+    if start >= 0:
+        return answer[start + 3 :].partition("\n")[2].partition("```")[0]
+    blocks = answer.split("```")[1::2]
+    return blocks[-1].partition("\n")[2] if blocks else answer
 
 
 def same_output(output: str, expected: str) -> bool:
@@ -101,7 +99,7 @@ def _same_value(ours: Any, theirs: Any) -> bool:
 
 
 def _ran_out_of_time(outcome: Outcome) -> bool:
-    return outcome.ending is not None and any(sign in outcome.ending for sign in ("SIGPROF", "SIGXCPU", "timed out"))
+    return outcome.ending is not None and any(sign in outcome.ending for sign in ("SIGPROF", "SIGKILL", "timed out"))
 
 
 def _tests(code: str, ground_truth: Any) -> Iterator[Test]:

@@ -116,7 +116,7 @@ def confine(*, cpu_seconds: float, memory_bytes: int, output_bytes: int) -> None
     """
     program = _program(platform.machine())
     for kind, limit in (
-        (resource.RLIMIT_CPU, int(cpu_seconds) + 2),  # where the timer below has been switched off
+        (resource.RLIMIT_CPU, int(cpu_seconds) + 1),  # where the timer below has been switched off
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_FSIZE, output_bytes),
         (resource.RLIMIT_NOFILE, 64),

@@ -104,6 +104,10 @@ class ForkServer:
             raise RuntimeError("a server of confined processes is gone")
         return json.loads(line)
 
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
     def close(self) -> None:
         self.closed = True
         self._stream.close()

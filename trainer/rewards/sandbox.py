@@ -63,5 +63,7 @@ def run(job: dict[str, Any], prelude: dict[str, Any]) -> str:
             exec(program, namespace)
         return ""
     exec(program, namespace)
+    if "Solution" not in namespace and namespace.get(function) is prelude.get(function):
+        raise NameError(f"the program has no {function}")
     call = attrgetter(function)(namespace["Solution"]()) if "Solution" in namespace else namespace[function]
     return json.dumps(call(*job["arguments"]), default=list)

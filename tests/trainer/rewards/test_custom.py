@@ -55,7 +55,10 @@ def test_a_file_that_is_no_python_file(tmp_path: Path) -> None:
 
 
 def test_further_arguments_of_the_configuration_reach_the_function(tmp_path: Path) -> None:
-    path = write(tmp_path / "rewards.py", "def f(data_source, solution_str, ground_truth, extra_info, scale): return scale * len(solution_str)")
+    path = write(
+        tmp_path / "rewards.py",
+        "def f(data_source, solution_str, ground_truth, extra_info, scale): return scale * len(solution_str)",
+    )
     given = {"data_source": "s", "solution_str": "four", "ground_truth": "", "extra_info": {}}
     assert load_function(path, "f", {"scale": 0.5})(**given) == 2.0
     with pytest.raises(ValueError, match="reward_kwargs: extra_info, solution_str comes with every answer"):

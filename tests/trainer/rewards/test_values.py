@@ -45,7 +45,9 @@ def test_value_of_what_is_a_number(text: str, number: str) -> None:
     assert value is not None and value.number == Fraction(number)
 
 
-@pytest.mark.parametrize("text", ["", "x", "2x", "1,2", "(1,2)", "3 4", "1/0", r"\frac{1}{0}", "9" * 101, "1e101", "2^3", r"\sqrt{4}", "1\0"])
+@pytest.mark.parametrize(
+    "text", ["", "x", "2x", "1,2", "(1,2)", "3 4", "1/0", r"\frac{1}{0}", "9" * 101, "1e101", "2^3", r"\sqrt{4}", "1\0"]
+)
 def test_what_is_no_number_or_more_than_one(text: str) -> None:
     assert value_of(text) is None
 
@@ -55,7 +57,8 @@ def test_a_minus_is_a_sign_where_nothing_stands_before_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "equal"), [("50%", "50", True), ("50%", "0.5", True), ("50%", "50%", True), ("50%", "0.5%", False), ("50", "0.5", False)]
+    ("one", "other", "equal"),
+    [("50%", "50", True), ("50%", "0.5", True), ("50%", "50%", True), ("50%", "0.5%", False), ("50", "0.5", False)],
 )
 def test_per_cent(one: str, other: str, equal: bool) -> None:
     a, b = value_of(one), value_of(other)
@@ -67,7 +70,12 @@ def test_per_cent(one: str, other: str, equal: bool) -> None:
 def test_every_spelling_of_a_fraction_is_its_value(top: int, bottom: int) -> None:
     wanted, sign = Fraction(top, bottom), "-" if top < 0 else ""
     whole, rest = divmod(abs(top), bottom)
-    texts = [f"{top}/{bottom}", f"{sign}\\frac{{{abs(top)}}}{{{bottom}}}", f"\\dfrac{{{top}}}{{{bottom}}}", f"{sign}{whole} {rest}/{bottom}"]
+    texts = [
+        f"{top}/{bottom}",
+        f"{sign}\\frac{{{abs(top)}}}{{{bottom}}}",
+        f"\\dfrac{{{top}}}{{{bottom}}}",
+        f"{sign}{whole} {rest}/{bottom}",
+    ]
     for text in [*texts, f"{sign}{abs(top):,}/{bottom}", f"{sign}{whole}\\frac{{{rest}}}{{{bottom}}}"]:
         value = value_of(text)
         assert value is not None and value.number == wanted, text
