@@ -7,8 +7,8 @@ import pytest
 from data_preprocess import sort_digits
 from data_preprocess.tiny_model import character_tokenizer
 from tests.trainer.data.tokenizers import data_config
-from trainer.data.dataset import PromptDataset
 from tests.trainer.rewards.config import reward_config
+from trainer.data.dataset import PromptDataset
 from trainer.rewards.registry import compute_score
 
 SIZES = ["--train_size", "300", "--test_size", "50", "--sft_size", "100"]

@@ -66,7 +66,7 @@ def score(answer: str, ground_truth: Any, config: CodeRewardConfig, *, seconds: 
 
 
 def extract(answer: str) -> str:
-    """The last block fenced as Python; without one the last fenced block; without any, all of it. Its last fence may be missing."""
+    """The last block fenced as Python; without one the last fenced; without any, all. A last fence may be missing."""
     start = max(answer.rfind("```python"), answer.rfind("```py\n"))
     if start >= 0:
         return answer[start + 3 :].partition("\n")[2].partition("```")[0]

@@ -324,7 +324,7 @@ ADVERSARIAL = {
 
 
 def test_adversarial_answers_take_no_process_down() -> None:
-    """They are wrong, not failed; and the answers between them keep their scores. No process dies: the pool is the same afterwards."""
+    """They are wrong, not failed; the answers between them keep their scores; no process of the pool dies."""
     truths = {"openai/gsm8k": "7", "lighteval/MATH": "x+7", "math_dapo": "7", "apps": {"inputs": ["7"], "outputs": ["7"]}}
     right = {"openai/gsm8k": "#### 7", "lighteval/MATH": "\\boxed{7+x}", "math_dapo": "Answer: 7", "apps": "print(input())"}
     hostile = [(source, text) for source, texts in ADVERSARIAL.items() for text in texts]
