@@ -83,6 +83,7 @@ class ForkServer:
         self.closed = False
         refusal = self._ask(None, _START_LIMIT)
         if refusal is not None:
+            self.close()
             raise RuntimeError(refusal)
 
     def run(self, job: Any, limits: Limits, stdin: str = "") -> Outcome:

@@ -41,9 +41,7 @@ class Value:
 
     def equals(self, other: "Value") -> bool:
         """Exactly. Where one has a per cent sign and the other has none, 50% is 50 as well as 1/2."""
-        if self.number == other.number:
-            return True
-        return self.percent != other.percent and self._plain() == other._plain()
+        return self.number == other.number or self._plain() == other._plain()
 
     def _plain(self) -> Fraction:
         return self.number / 100 if self.percent else self.number

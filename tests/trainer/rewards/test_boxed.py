@@ -15,6 +15,8 @@ from trainer.rewards.boxed import last_boxed
         (r"\boxed{1} then \boxed 2", "2"),
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
         (r"\boxed{\left\{x \mid x>0\right\}}", r"\left\{x \mid x>0\right\}"),
+        (r"\boxed{\left\{1, 2\right.}", r"\left\{1, 2\right."),  # an escaped brace has no partner to wait for
+        (r"\boxed{\}} }", r"\}"),
         (r"\boxed {3}", "3"),
         (r"\boxed{}", ""),
         (r"\boxed{1} and \boxed{2", None),  # the last one counts, and it stays open

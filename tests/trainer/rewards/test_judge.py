@@ -2,6 +2,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -43,12 +44,20 @@ class Handler(BaseHTTPRequestHandler):
         time.sleep(seconds)
         with self.server.lock:
             self.server.at_once -= 1
+        if isinstance(reply, list):  # it drips
+            reply, drops = b"", reply
+        else:
+            drops = []
         data = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
         self.send_response(status)
         self.send_header("Location", "/elsewhere")
-        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Content-Length", str(len(data) + sum(map(len, drops))))
         self.end_headers()
         self.wfile.write(data)
+        with suppress(ConnectionError):
+            for drop in drops:
+                time.sleep(0.05)
+                self.wfile.write(drop)
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -149,7 +158,7 @@ def test_a_failure_that_may_pass_is_asked_again(judge: Judge, status: int) -> No
         (302, b"", "HTTP 302"),  # a redirect would carry the key away
         (200, {"choices": []}, "no chat completion"),
         (200, {"error": "x"}, "no chat completion"),
-        (200, [], "no chat completion"),
+        (200, "[]", "no chat completion"),
         (200, completion(None), "has no text"),
         (200, completion("fine"), "no `Score: X`"),
     ],
@@ -169,6 +178,14 @@ def test_a_late_judge_and_none_at_all(judge: Judge) -> None:
     assert time.monotonic() - start < 1.0
     with pytest.raises(JudgeError, match="Connection refused"):
         score("two", "2", INFO, config(judge, url="http://127.0.0.1:1/v1"))
+
+
+def test_a_reply_that_drips_is_late_too(judge: Judge) -> None:
+    judge.reply = lambda n: (200, [b" "] * 100, 0.0)
+    start = time.monotonic()
+    with pytest.raises(JudgeError, match=r"not whole in reward\.judge\.timeout"):
+        score("two", "2", INFO, config(judge, timeout=0.3, retries=0))
+    assert time.monotonic() - start < 2.0
 
 
 def test_broken_json_may_pass(judge: Judge) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from configs.schema.ppo import RewardConfig
 from tests.trainer.rewards.config import reward_config
+from trainer.rewards.forkserver import fork_server
 from trainer.rewards.runner import Answer, RewardRunner, Score
 
 REWARDS = """
@@ -355,3 +356,11 @@ def test_further_arguments_of_the_users_function(rewards: Path) -> None:
     function = {"path": str(rewards), "reward_kwargs": {"scale": 0.5}}
     with RewardRunner(reward_config(num_workers=1, custom_reward_function=function)) as runner:
         assert runner.score(answers("four"))[0].value == 2.0
+
+
+def test_without_workers_closing_ends_the_servers_of_the_scorers() -> None:
+    with RewardRunner(reward_config(num_workers=0)) as runner:
+        assert runner.score([Answer("lighteval/MATH", "\\boxed{x+1}", "1+x", {}, finished=True)])[0].value == 1.0
+        pid = fork_server("trainer.rewards.equivalence").pid
+        assert is_alive(pid)
+    assert not is_alive(pid)
