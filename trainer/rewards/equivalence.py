@@ -3,18 +3,24 @@
 import json
 import logging
 import re
+from functools import lru_cache
 
 from trainer.rewards.forkserver import Limits, fork_server, serve
 
 LIMITS = Limits(cpu_seconds=0.8, memory_bytes=4 << 30, output_bytes=1 << 10)
 MAX_LENGTH = 500  # characters of an expression; the longest answer of MATH has 159
 _MAX_DEPTH = 20
-_LONG_NUMBER = re.compile(r"[0-9]{40}")
 _POWER = re.compile(r"\^|\*\*")
-_LARGE_POWER = re.compile(r"(?:\^|\*\*)\s*\{?\s*\(?\s*-?[0-9]{4}|!\s*!|[0-9]{4}\s*!")
+_COSTLY = [
+    re.compile(r"[0-9]{40}"),
+    re.compile(r"(?:\^|\*\*)[\s{(]*-?[0-9]{4}"),
+    re.compile(r"(?:(?:\^|\*\*)[\s{(]*-?(?:[0-9]+|[a-zA-Z])[\s)}]*){3}"),  # 9^9^9^9, bracketed in any way
+    re.compile(r"!\s*!|[0-9]{4}\s*!"),
+]
 _MAX_POWERS = 12
 
 
+@lru_cache(maxsize=4096)  # answers to one prompt are often the same
 def equivalent(answer: str, ground_truth: str) -> bool:
     """False also where the comparison does not end within ``LIMITS``. Raises RuntimeError where nothing can be confined."""
     if not (is_tame(answer) and is_tame(ground_truth)):
@@ -27,14 +33,14 @@ def is_tame(expression: str) -> bool:
     """No tower of powers, no number of 40 digits, no deep nesting: what is nobody's answer and costs time is not tried."""
     if len(expression) > MAX_LENGTH or "\0" in expression:
         return False
-    if _LONG_NUMBER.search(expression) or _LARGE_POWER.search(expression) or len(_POWER.findall(expression)) > _MAX_POWERS:
+    if any(pattern.search(expression) for pattern in _COSTLY) or len(_POWER.findall(expression)) > _MAX_POWERS:
         return False
     depth = 0
     for letter in expression:
         depth += (letter in "{([") - (letter in "})]")
         if depth > _MAX_DEPTH:
             return False
-    return not re.search(r"(?:\^|\*\*)[^+\-=,]{0,20}(?:\^|\*\*)[^+\-=,]{0,20}(?:\^|\*\*)", expression)
+    return True
 
 
 def main(fd: int) -> None:
