@@ -28,13 +28,16 @@ def score(answer: str, ground_truth: Any, extra_info: dict[str, Any], config: Ju
     Raises JudgeError if no reply comes, or one without such a score, or the score lies outside; ValueError if the prompt wants a
     question and extra_info has none.
     """
+    if config.url is None or config.model is None:  # a row may name the judge where the configuration does not
+        raise JudgeError(f"there is no judge: reward.judge.url={config.url} reward.judge.model={config.model}")
     body = {
         "model": config.model,
         "messages": [{"role": "user", "content": prompt(config.prompt, answer, ground_truth, extra_info)}],
         "temperature": config.temperature,
         "max_tokens": config.max_tokens,
     }
-    return parse(_ask(body, config), config.max_score)
+    url = f"{config.url.rstrip('/')}/chat/completions"
+    return parse(_ask(url, body, config), config.max_score)
 
 
 def prompt(template: str, answer: str, ground_truth: Any, extra_info: dict[str, Any]) -> str:
@@ -72,11 +75,11 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 _OPENER = urllib.request.build_opener(_NoRedirect)
 
 
-def _ask(body: dict[str, Any], config: JudgeRewardConfig) -> str:
+def _ask(url: str, body: dict[str, Any], config: JudgeRewardConfig) -> str:
     """The text of the reply; after a failure that may pass it asks again, ``retries`` times."""
     for attempt in range(config.retries + 1):
         try:
-            return _request(body, config)
+            return _request(url, body, config)
         except _Passing as error:
             if attempt == config.retries:
                 raise JudgeError(f"no reply from the judge in {attempt + 1} requests; the last: {error}") from error
@@ -84,11 +87,10 @@ def _ask(body: dict[str, Any], config: JudgeRewardConfig) -> str:
     raise AssertionError("unreachable")
 
 
-def _request(body: dict[str, Any], config: JudgeRewardConfig) -> str:
+def _request(url: str, body: dict[str, Any], config: JudgeRewardConfig) -> str:
     headers = {"Content-Type": "application/json"}
     if key := os.environ.get(config.api_key_env):
         headers["Authorization"] = f"Bearer {key}"
-    url = f"{(config.url or '').rstrip('/')}/chat/completions"
     deadline = time.monotonic() + config.timeout
     try:
         request = urllib.request.Request(url, json.dumps(body).encode(), headers)

@@ -188,6 +188,12 @@ def test_a_reply_that_drips_is_late_too(judge: Judge) -> None:
     assert time.monotonic() - start < 2.0
 
 
+@pytest.mark.parametrize("missing", ["url", "model"])
+def test_without_a_judge_there_is_no_score(missing: str) -> None:
+    with pytest.raises(JudgeError, match=rf"there is no judge: .*reward\.judge\.{missing}=None"):
+        score("two", "2", INFO, reward_config(judge={"url": "http://127.0.0.1:1/v1", "model": "large"} | {missing: None}).judge)
+
+
 def test_broken_json_may_pass(judge: Judge) -> None:
     judge.reply = lambda n: (200, b"<html>", 0.0) if n == 1 else (200, completion("Score: 0.5"), 0.0)
     assert score("two", "2", INFO, config(judge)) == 0.5
