@@ -32,6 +32,7 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
         *_algorithm_problems(config, has_critic),
         *_filter_problems(config),
         *_shaping_problems(config.reward),
+        *_reward_problems(config.reward),
     ]
     if needs_values and config.critic.enable is False:
         problems.append(
@@ -236,6 +237,24 @@ def _shaping_problems(reward: RewardConfig) -> Iterator[str]:
         yield f"reward.shaping.clip=[{clip[0]:g}, {clip[1]:g}]: the first must be less than the second"
 
 
+def _reward_problems(reward: RewardConfig) -> Iterator[str]:
+    judge = reward.judge
+    if reward.scorer == "judge":
+        yield from (
+            f"reward.scorer=judge: reward.judge.{name} is null; the judge is a server with OpenAI's chat completions"
+            for name, value in (("url", judge.url), ("model", judge.model))
+            if value is None
+        )
+    if judge.url is not None:
+        requests, pauses = judge.retries + 1, judge.backoff * (2**judge.retries - 1)
+        longest = requests * judge.timeout + pauses
+        if longest > reward.timeout:
+            yield (
+                f"reward.timeout={reward.timeout:g}: less than the judge may take, (retries + 1) * timeout + pauses = "
+                f"{requests} * {judge.timeout:g} + {pauses:g} = {longest:g} s (reward.judge.retries, timeout, backoff)"
+            )
+
+
 def _run_problems(trainer: RunConfig) -> Iterator[str]:
     if trainer.backend == "local" and world_size(trainer) > 1:
         yield f"trainer.backend=local: runs one worker, in this process, not {_workers(trainer)}"
@@ -272,3 +291,5 @@ def _ppo_notes(config: PPOConfig, typed: Collection[str]) -> Iterator[str]:
         yield f"algorithm.filter_groups.enable has no effect: {ROLLOUT}.n=1, and a group of one is always kept"
     if config.actor_rollout_ref.rollout.n == 1 and config.reward.shaping.normalize == "group":
         yield f"reward.shaping.normalize=group: {ROLLOUT}.n=1, so every reward becomes 0; running compares with earlier steps"
+    if config.reward.scorer is not None and config.reward.custom_reward_function.path is not None:
+        yield f"reward.scorer={config.reward.scorer} has no effect: reward.custom_reward_function gives the scores"

@@ -3,6 +3,7 @@
 import importlib.util
 import inspect
 import sys
+import traceback
 import zlib
 from collections.abc import Callable
 from functools import cache
@@ -22,7 +23,7 @@ def load_function(path: str, name: str, key: str) -> Callable[..., Any]:
     try:
         module = _load(file)
     except (Exception, SystemExit) as error:  # the user's file may raise anything
-        raise ValueError(f"{key}: {file.name} does not load: {type(error).__name__}: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{key}: {file.name} does not load: {describe(error)}") from error
     function = vars(module).get(name)
     if not callable(function):
         functions = [
@@ -54,3 +55,11 @@ def _load(file: Path) -> ModuleType:
     spec.loader.exec_module(module)
     cloudpickle.register_pickle_by_value(module)
     return module
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one line: type, message, and the file and line that raised it."""
+    if isinstance(error, SyntaxError):  # its message says where
+        return f"SyntaxError: {error}"
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {' '.join(str(error).split())} ({Path(where.filename).name}:{where.lineno})"

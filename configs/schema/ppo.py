@@ -207,6 +207,39 @@ class AlgorithmConfig:
 class CustomRewardConfig:
     path: str | None
     name: str
+    reward_kwargs: dict[str, Any]
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class GSM8KRewardConfig:
+    method: Literal["strict", "flexible", "math"]
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class MathDapoRewardConfig:
+    strict_box_verify: bool
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class CodeRewardConfig:
+    time_limit: PositiveFloat
+    memory_limit_mb: Positive
+    partial: bool
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class JudgeRewardConfig:
+    url: str | None
+    model: str | None
+    api_key_env: str
+    prompt: str
+    max_score: PositiveFloat
+    temperature: NonNegativeFloat
+    max_tokens: Positive
+    concurrency: Positive
+    timeout: PositiveFloat
+    retries: NonNegative
+    backoff: NonNegativeFloat
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -233,9 +266,15 @@ class ShapingConfig:
 class RewardConfig:
     num_workers: NonNegative
     timeout: PositiveFloat
+    memory_limit_mb: Positive | None
+    scorer: Literal["gsm8k", "math", "math_dapo", "exact_match", "code", "judge"] | None
     custom_reward_function: CustomRewardConfig
     reward_kwargs: RewardKwargsConfig
     shaping: ShapingConfig
+    gsm8k: GSM8KRewardConfig
+    math_dapo: MathDapoRewardConfig
+    code: CodeRewardConfig
+    judge: JudgeRewardConfig
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

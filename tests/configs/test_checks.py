@@ -32,6 +32,24 @@ def sft_lines(*overrides: str) -> list[str]:
         return [f"error: {line}" for line in str(error).splitlines()]
 
 
+def test_a_judge_needs_an_address_and_less_time_than_the_reward_has() -> None:
+    assert ppo_lines("reward.scorer=judge") == [
+        f"error: reward.scorer=judge: reward.judge.{name} is null; the judge is a server with OpenAI's chat completions"
+        for name in ("url", "model")
+    ]
+    there = ("reward.scorer=judge", "reward.judge.url=http://judge/v1", "reward.judge.model=large")
+    assert ppo_lines(*there) == []
+    assert ppo_lines(*there, "reward.judge.timeout=9", "reward.judge.retries=3") == [
+        "error: reward.timeout=30: less than the judge may take, (retries + 1) * timeout + pauses = 4 * 9 + 7 = 43 s "
+        "(reward.judge.retries, timeout, backoff)"
+    ]
+
+
+def test_a_scorer_beside_a_function_of_the_users_is_told() -> None:
+    lines = ppo_lines("reward.scorer=math", "reward.custom_reward_function.path=rewards.py")
+    assert lines == ["reward.scorer=math has no effect: reward.custom_reward_function gives the scores"]
+
+
 def test_defaults_and_the_quick_start_work() -> None:
     assert ppo_lines() == []
     assert ppo_lines("recipe=quickstart", needs_values=False) == []

@@ -7,6 +7,7 @@ import pytest
 from data_preprocess import sort_digits
 from data_preprocess.tiny_model import character_tokenizer
 from tests.trainer.data.tokenizers import data_config
+from tests.trainer.rewards.config import reward_config
 from trainer.data.dataset import PromptDataset
 from trainer.rewards.registry import compute_score
 
@@ -28,7 +29,7 @@ def test_rows_are_problems_and_their_answers(tmp_path: Path) -> None:
             truth = row["reward_model"]["ground_truth"]
             assert truth == "".join(sorted(question[:6]))
             assert row["data_source"] == "sort_digits" and row["extra_info"] == {"split": split, "index": i}
-            assert compute_score(row["data_source"], truth, truth, {"finished": True}) == 1.0
+            assert compute_score(row["data_source"], truth, truth, {"finished": True}, reward_config()) == 1.0
     for row in files["sft"]:
         assert row["response"] == "".join(sorted(row["prompt"][0]["content"][:6]))
 

@@ -25,7 +25,12 @@ def test_a_function_of_a_file(tmp_path: Path) -> None:
     [
         (FILE, "not_there.py", "mine", r"some\.key: no such file; .* has my\.py"),
         (FILE, "my.py", "mien", r"some\.key: my\.py has no function mien; it has mine, other"),
-        ("import nothing_like_it", "my.py", "mine", r"some\.key: my\.py does not load: ModuleNotFoundError: No module named"),
+        (
+            "import nothing_like_it",
+            "my.py",
+            "mine",
+            r"some\.key: my\.py does not load: ModuleNotFoundError: No module named .* \(my\.py:1\)",
+        ),
         ("raise SystemExit(3)", "my.py", "mine", r"some\.key: my\.py does not load: SystemExit: 3"),
         ("def mine(:", "my.py", "mine", r"some\.key: my\.py does not load: SyntaxError"),
     ],

@@ -28,7 +28,7 @@ from trainer.ppo.update import UpdateSpec
 from trainer.ppo.validation import Validation
 from trainer.remote import RemoteModel, RemoteRollout
 from trainer.report import write_report
-from trainer.rewards.registry import check_data_sources
+from trainer.rewards.registry import check_data_sources, scores_by_source
 from trainer.rewards.runner import RewardRunner
 from trainer.rewards.shaping import Shaping
 from trainer.tracking import Tracker
@@ -76,7 +76,7 @@ class Assembly:
         self.data, self.held_out = self.prompts()
         seed = config.trainer.seed if config.data.seed is None else config.data.seed
         self.order = DataOrder(len(self.data), config.data.train_batch_size, seed, config.data.shuffle)
-        if config.reward.custom_reward_function.path is None:
+        if scores_by_source(config.reward):
             check_data_sources(self.data.data_sources | self.held_out.data_sources)
         for notice in (*self.data.notices, *self.held_out.notices, self.stream().order.notice):
             if notice is not None:

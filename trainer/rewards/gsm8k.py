@@ -1,29 +1,60 @@
 """GSM8K: is the final number right? Cobbe et al. 2021, arXiv:2110.14168; the answer format is the data set's own."""
 
 import re
-from decimal import Decimal
 from typing import Literal
 
-_NUMBER = r"(?:-\$?|\$-?)?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
-_ANY_NUMBER = re.compile(_NUMBER)
-_MARKED_NUMBER = re.compile(rf"####\s*({_NUMBER})")
+from trainer.rewards.boxed import last_boxed
+from trainer.rewards.values import Value, values
 
-Method = Literal["strict", "flexible"]
+Method = Literal["strict", "flexible", "math"]
+
+_LOOKED_AT = 300  # characters at the end: strict and flexible see no more, as in verl
+_SEGMENT = 300  # characters after #### that may hold the number
+_ANY_NUMBER = re.compile(r"-?[0-9.,]+")
+_MARKED_NUMBER = re.compile(r"#### (-?[0-9.,]+)")
 
 
-def extract(text: str, method: Method) -> str | None:
-    """The final number of ``text``, without commas and dollar signs.
+def extract(text: str, method: Literal["strict", "flexible"]) -> str | None:
+    """The final number of the last 300 characters of ``text``, without commas.
 
-    strict: the last number that follows ``####``. flexible: the last number of all.
+    strict: the last that follows ``#### ``, with all its full stops: verl's rule. flexible: the last of all, without the full
+    stop that ends a sentence.
     """
-    found = (_MARKED_NUMBER if method == "strict" else _ANY_NUMBER).findall(text)
-    return re.sub(r"[,$]", "", found[-1]) if found else None
+    text = text[-_LOOKED_AT:]
+    if method == "strict":
+        marked = _MARKED_NUMBER.findall(text)
+        return marked[-1].replace(",", "") if marked else None
+    numbers = (found.replace(",", "").rstrip(".") for found in reversed(_ANY_NUMBER.findall(text)))
+    return next((number for number in numbers if number.strip("-.")), None)
 
 
 def score(answer: str, ground_truth: str, method: Method = "strict") -> float:
-    """1 if the final number equals the ground truth (18, 18.00 and $18 are equal), else 0."""
-    truth = extract(ground_truth, "flexible")
-    if truth is None:
+    """1 if the final number is the ground truth, else 0.
+
+    strict and flexible compare what ``extract`` finds to the letter: 18.00 is not 18. math compares values (18.00, $18, 1,800,
+    50%, 1/2 and \\frac{1}{2}), which stand after the last ``####`` or in the last \\boxed, whichever is later, else at the end.
+    Raises ValueError if the ground truth holds no number.
+    """
+    if method == "math":
+        truth, found = final_value(ground_truth), final_value(answer)
+        if truth is None:
+            raise ValueError(f"the ground truth {ground_truth!r:.60} holds no number")
+        return float(found is not None and found.equals(truth))
+    number = re.sub(r"[,$\s]", "", ground_truth)
+    if not _ANY_NUMBER.search(number):
         raise ValueError(f"the ground truth {ground_truth!r:.60} holds no number")
-    number = extract(answer, method)
-    return float(number is not None and Decimal(number) == Decimal(truth))
+    return float(extract(answer, method) == number)
+
+
+def final_value(text: str) -> Value | None:
+    """The value of the final number, see ``score``. What stands after the mark may be an equation, and bear a unit."""
+    marked, boxed = text.rfind("####"), last_boxed(text)
+    if boxed is not None and boxed.start > marked:
+        return _first(boxed.content)
+    if marked >= 0:
+        return _first(text[marked + 4 : marked + 4 + _SEGMENT].strip().partition("\n")[0])
+    return max(enumerate(values(text[-_LOOKED_AT:])), default=(0, None), key=lambda pair: pair[0])[1]
+
+
+def _first(segment: str) -> Value | None:
+    return next(values(segment[:_SEGMENT].rpartition("=")[2]), None)

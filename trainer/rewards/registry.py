@@ -2,37 +2,102 @@
 
 import difflib
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
-from trainer.rewards import exact_match, gsm8k
+from configs.schema.ppo import RewardConfig
+from trainer.rewards import code, exact_match, gsm8k, judge, math, math_dapo
+from trainer.rewards.scoring import ScoreFunction
 
-Scorer = Callable[[str, Any, dict[str, Any]], float]
-"""(solution_str, ground_truth, extra_info) -> score"""
-
-
-def _gsm8k(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
-    return gsm8k.score(solution_str, str(ground_truth))
+Scorer = Callable[[str, Any, dict[str, Any], RewardConfig], float | dict[str, Any]]
+"""(solution_str, ground_truth, extra_info, config) -> score, or dict with "score" """
 
 
-def _exact_match(solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+def _gsm8k(solution_str: str, ground_truth: Any, extra_info: dict[str, Any], config: RewardConfig) -> float:
+    return gsm8k.score(solution_str, str(ground_truth), config.gsm8k.method)
+
+
+def _math(solution_str: str, ground_truth: Any, extra_info: dict[str, Any], config: RewardConfig) -> float:
+    return math.score(solution_str, str(ground_truth))
+
+
+def _math_dapo(solution_str: str, ground_truth: Any, extra_info: dict[str, Any], config: RewardConfig) -> dict[str, Any]:
+    return math_dapo.score(solution_str, str(ground_truth), strict_box_verify=config.math_dapo.strict_box_verify)
+
+
+def _exact_match(solution_str: str, ground_truth: Any, extra_info: dict[str, Any], config: RewardConfig) -> float:
     return exact_match.score(solution_str, str(ground_truth), finished=extra_info["finished"])
 
 
-SCORERS: dict[str, Scorer] = {"openai/gsm8k": _gsm8k, "sort_digits": _exact_match, "exact_match": _exact_match}
+def _code(solution_str: str, ground_truth: Any, extra_info: dict[str, Any], config: RewardConfig) -> dict[str, float]:
+    return code.score(solution_str, ground_truth, config.code, seconds=config.timeout)
+
+
+def _judge(solution_str: str, ground_truth: Any, extra_info: dict[str, Any], config: RewardConfig) -> float:
+    return judge.score(solution_str, ground_truth, extra_info, config.judge)
+
+
+SCORERS: dict[str, Scorer] = {
+    "gsm8k": _gsm8k,
+    "math": _math,
+    "math_dapo": _math_dapo,
+    "exact_match": _exact_match,
+    "code": _code,
+    "judge": _judge,
+}
+"""The names that ``reward.scorer`` takes."""
+
+DATA_SOURCES: dict[str, str] = {
+    "openai/gsm8k": "gsm8k",
+    **dict.fromkeys(("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"), "math"),
+    **dict.fromkeys(("numina_aops_forum", "numina_synthetic_math", "numina_amc_aime"), "math"),
+    **dict.fromkeys(("numina_synthetic_amc", "numina_cn_k12", "numina_olympiads"), "math"),
+    **dict.fromkeys(("math_dapo", "math", "math_dapo_reasoning"), "math_dapo"),  # «math» too: verl's name for data in this format
+    **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), "code"),
+    **dict.fromkeys(("sort_digits", "exact_match"), "exact_match"),
+    "judge": "judge",
+}
+"""Data source: the name of its scorer. Those that begin with aime are math_dapo's too."""
 
 
 def check_data_sources(names: Iterable[str]) -> None:
     """Raises ValueError, naming what is known, if one of the data sources has no scorer."""
-    for name in sorted(set(names) - SCORERS.keys()):
-        near = difflib.get_close_matches(name, SCORERS, n=1)
+    for name in sorted(name for name in set(names) if _scorer_of(name) is None):
+        near = difflib.get_close_matches(name, DATA_SOURCES, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ValueError(
-            f"data_source {name!r} has no scorer{hint}; known: {', '.join(sorted(SCORERS))}. "
-            "Give a function of your own: reward.custom_reward_function.path=FILE.py reward.custom_reward_function.name=FUNCTION"
+            f"data_source {name!r} has no scorer{hint}; known: {', '.join(sorted(DATA_SOURCES))}, aime*. "
+            f"Name one for all answers, reward.scorer={'|'.join(SCORERS)}, or "
+            "give a function of your own: reward.custom_reward_function.path=FILE.py "
+            "reward.custom_reward_function.name=FUNCTION"
         )
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
-    """The score by the data source's own scorer: what runs where the user gives no function."""
-    check_data_sources([data_source])
-    return SCORERS[data_source](solution_str, ground_truth, extra_info)
+def scores_by_source(config: RewardConfig) -> bool:
+    """Whether the data sources choose the scorers: neither a function nor one scorer for all is configured."""
+    return config.custom_reward_function.path is None and config.scorer is None
+
+
+def may_ask_judge(config: RewardConfig) -> bool:
+    """Whether some answers wait for a judge, so that it is worth while to have several on their way."""
+    return config.custom_reward_function.path is None and (config.scorer == "judge" or config.judge.url is not None)
+
+
+def built_in(config: RewardConfig) -> ScoreFunction:
+    """What runs where the user gives no function."""
+    return partial(compute_score, config=config)
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], config: RewardConfig
+) -> float | dict[str, Any]:
+    """The score by ``reward.scorer``, or where that is null by the data source's own. Raises ValueError if it has none."""
+    name = config.scorer or _scorer_of(data_source)
+    if name is None:
+        check_data_sources([data_source])
+        raise AssertionError(data_source)
+    return SCORERS[name](solution_str, ground_truth, extra_info, config)
+
+
+def _scorer_of(data_source: str) -> str | None:
+    return "math_dapo" if data_source.startswith("aime") else DATA_SOURCES.get(data_source)

@@ -14,13 +14,15 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from math import inf
 from types import TracebackType
 
 from configs.schema.ppo import RewardConfig
 from trainer.rewards.custom import check_file
-from trainer.rewards.registry import check_data_sources
-from trainer.rewards.scoring import Answer, Score, ScoreFunction, judge
+from trainer.rewards.forkserver import close_fork_servers
+from trainer.rewards.registry import check_data_sources, may_ask_judge, scores_by_source
+from trainer.rewards.scoring import Answer, Score, ScoreFunction, judge_all
 from trainer.rewards.worker import resolve
 
 _START_LIMIT = 120.0  # seconds until a process must be ready: the user's module may import a lot
@@ -39,8 +41,11 @@ class RewardRunner:
     def __init__(self, config: RewardConfig) -> None:
         """Raises ValueError if the user's file is not there. Starts nothing."""
         custom = config.custom_reward_function
-        self._source = (None if custom.path is None else str(check_file(custom.path)), custom.name)
+        if custom.path is not None:
+            config = replace(config, custom_reward_function=replace(custom, path=check_file(custom.path)))
+        self._config = config
         self._size = min(config.num_workers, len(os.sched_getaffinity(0)))
+        self._threads = -(-config.judge.concurrency // max(1, self._size)) if may_ask_judge(config) else 1
         self._timeout = config.timeout
         self._function: ScoreFunction | None = None
         self._processes: list[_Process] = []
@@ -50,7 +55,7 @@ class RewardRunner:
     def start(self) -> None:
         """Start the processes and return at once; they get ready meanwhile."""
         if self._size == 0 and self._function is None:
-            self._function = resolve(*self._source)
+            self._function = resolve(self._config)
         while len(self._processes) < self._size:
             self._add()
 
@@ -66,13 +71,16 @@ class RewardRunner:
 
     def score(self, answers: Sequence[Answer]) -> list[Score]:
         """One score an answer, in order. Raises ValueError for a data source without scorer, and as wait_ready does."""
-        if self._source[0] is None:
+        if scores_by_source(self._config):
             check_data_sources(answer.data_source for answer in answers)
         self.start()
         if self._function is not None:
-            return [judge(self._function, answer) for answer in answers]
+            return list(judge_all(self._function, answers, self._threads))
         scores: dict[int, Score] = {}
-        self._chunks = deque(_cut(len(answers), self._size * _CHUNKS_PER_PROCESS))
+        if self._threads == 1:
+            self._chunks = deque(_cut(len(answers), self._size * _CHUNKS_PER_PROCESS, _MAX_CHUNK))
+        else:  # those that wait for a judge wait together
+            self._chunks = deque(_cut(len(answers), self._size, _CHUNKS_PER_PROCESS * self._threads))
         try:
             while len(scores) < len(answers):
                 for process in self._processes:
@@ -90,6 +98,8 @@ class RewardRunner:
             self._selector.unregister(process.connection)
             process.kill()
         self._processes.clear()
+        if self._function is not None:
+            close_fork_servers()
 
     def __enter__(self) -> RewardRunner:
         return self
@@ -98,7 +108,7 @@ class RewardRunner:
         self.close()
 
     def _add(self) -> None:
-        process = _Process(self._source)
+        process = _Process(self._config, self._threads)
         self._processes.append(process)
         self._selector.register(process.connection, selectors.EVENT_READ, process)
 
@@ -145,7 +155,7 @@ class RewardRunner:
 class _Process:
     """given: the answers it has not scored yet, the first of them in hand. deadline: when the next word from it is due."""
 
-    def __init__(self, source: tuple[str | None, str]) -> None:
+    def __init__(self, config: RewardConfig, threads: int) -> None:
         self.connection, theirs = socket.socketpair()
         command = _CHILD.format(path=sys.path, fd=theirs.fileno(), parent=os.getpid())
         self._popen = subprocess.Popen(
@@ -158,7 +168,7 @@ class _Process:
         self.ended = False
         self.given: deque[int] = deque()
         self.deadline = time.monotonic() + _START_LIMIT
-        self.connection.sendall(pickle.dumps(source))
+        self.connection.sendall(pickle.dumps((config, threads)))
 
     @property
     def idle(self) -> bool:
@@ -202,7 +212,7 @@ class _Process:
         return f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
-def _cut(n: int, parts: int) -> list[list[int]]:
-    """0 .. n - 1 in runs: about ``parts`` of them, none longer than ``_MAX_CHUNK``."""
-    size = min(_MAX_CHUNK, -(-n // parts))
+def _cut(n: int, parts: int, longest: int) -> list[list[int]]:
+    """0 .. n - 1 in runs: about ``parts`` of them, none longer than ``longest``."""
+    size = min(longest, -(-n // parts))
     return [list(range(start, min(start + size, n))) for start in range(0, n, size)] if n else []

@@ -1,12 +1,15 @@
 """What is scored, what comes back, and how one answer gets its score. Loads no torch: scoring processes start with it."""
 
 import math
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
+from trainer.user_code import describe
+
+ARGUMENTS = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
 ScoreFunction = Callable[..., Any]
 """verl's signature, called by keyword: (data_source, solution_str, ground_truth, extra_info) -> number, or dict with "score"."""
 
@@ -48,12 +51,13 @@ def judge(function: ScoreFunction, answer: Answer) -> Score:
         return Score(None, {}, describe(error))
 
 
-def describe(error: BaseException) -> str:
-    """An exception in one line: type, message, and the file and line that raised it."""
-    if isinstance(error, SyntaxError):  # its message says where
-        return f"SyntaxError: {error}"
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {' '.join(str(error).split())} ({Path(where.filename).name}:{where.lineno})"
+def judge_all(function: ScoreFunction, answers: Sequence[Answer], threads: int) -> Iterator[Score]:
+    """The scores in order, each as soon as it and those before it are known. threads: answers judged at a time."""
+    if threads == 1:
+        yield from (judge(function, answer) for answer in answers)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        yield from pool.map(partial(judge, function), answers)
 
 
 def _to_score(result: Any) -> Score:

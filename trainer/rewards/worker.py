@@ -3,22 +3,25 @@
 import json
 import os
 import pickle
+import resource
 import socket
 from contextlib import suppress
 
+from configs.schema.ppo import RewardConfig
 from trainer.rewards.custom import load_function
-from trainer.rewards.registry import compute_score
-from trainer.rewards.scoring import ScoreFunction, judge
+from trainer.rewards.registry import built_in
+from trainer.rewards.scoring import ScoreFunction, judge_all
 from workers.controller.stop import die_with_parent
 
 
-def resolve(path: str | None, name: str) -> ScoreFunction:
-    """The user's function if a file is given, else the scorers by data source."""
-    return compute_score if path is None else load_function(path, name)
+def resolve(config: RewardConfig) -> ScoreFunction:
+    """The user's function if a file is given, else the scorers that come with the package."""
+    custom = config.custom_reward_function
+    return built_in(config) if custom.path is None else load_function(custom.path, custom.name, custom.reward_kwargs)
 
 
 def main(fd: int, parent: int) -> None:
-    """In: a pickled (path, name) of the function, then pickled lists of Answer. Out, as lines of JSON: ``null`` once
+    """In: a pickled (RewardConfig, threads), then pickled lists of Answer. Out, as lines of JSON: ``null`` once
     ready, or the text of what went wrong; then [value, extra, error] for each answer as soon as it is known, so that
     the other side sees which answer is late or fatal. Ends when the socket does.
     """
@@ -32,12 +35,21 @@ def main(fd: int, parent: int) -> None:
 
     with suppress(EOFError, ConnectionError):  # the other side is gone: nobody is left to tell
         try:
-            function = resolve(*pickle.load(stream))
+            config, threads = pickle.load(stream)
+            if config.memory_limit_mb is not None:
+                _limit_memory(config.memory_limit_mb << 20)
+            function = resolve(config)
         except ValueError as error:
             say(str(error))
             return
         say(None)
         while True:
-            for answer in pickle.load(stream):
-                score = judge(function, answer)
+            for score in judge_all(function, pickle.load(stream), threads):
                 say((score.value, score.extra, score.error))
+
+
+def _limit_memory(size: int) -> None:
+    """An answer that makes a scorer take more fails with a MemoryError, before the machine runs out. size: bytes of data."""
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    bound = size if hard == resource.RLIM_INFINITY else min(size, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (bound, hard))

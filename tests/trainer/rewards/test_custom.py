@@ -18,7 +18,7 @@ def test_loads_a_function_by_path_and_name(tmp_path: Path) -> None:
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
         "    return Result(math.sqrt(len(solution_str))).value\n",
     )
-    assert load_function(path, "compute_score")("s", "four", "", {}) == 2.0
+    assert load_function(path, "compute_score", {})("s", "four", "", {}) == 2.0
 
 
 def test_missing_file_names_what_is_there(tmp_path: Path) -> None:
@@ -29,10 +29,10 @@ def test_missing_file_names_what_is_there(tmp_path: Path) -> None:
 
 def test_missing_name_names_what_is_there(tmp_path: Path) -> None:
     path = write(tmp_path / "rewards.py", "limit = 3\ndef score(**kwargs): ...\ndef other(): ...\n")
-    with pytest.raises(ValueError, match=r"name=compute_score: .*rewards\.py has no such function; it has score, other$"):
-        load_function(path, "compute_score")
-    with pytest.raises(ValueError, match=r"name=limit: .* no such function"):
-        load_function(path, "limit")
+    with pytest.raises(ValueError, match=r"rewards\.py: rewards\.py has no function compute_score; it has score, other$"):
+        load_function(path, "compute_score", {})
+    with pytest.raises(ValueError, match=r"has no function limit"):
+        load_function(path, "limit", {})
 
 
 @pytest.mark.parametrize(
@@ -45,10 +45,21 @@ def test_missing_name_names_what_is_there(tmp_path: Path) -> None:
 )
 def test_a_file_that_does_not_load_says_where(tmp_path: Path, text: str, told: str) -> None:
     with pytest.raises(ValueError) as error:
-        load_function(write(tmp_path / "rewards.py", text), "compute_score")
+        load_function(write(tmp_path / "rewards.py", text), "compute_score", {})
     assert str(error.value).endswith(f"does not load: {told}") and "\n" not in str(error.value)
 
 
 def test_a_file_that_is_no_python_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"must end in \.py"):
-        load_function(write(tmp_path / "rewards.txt", ""), "compute_score")
+        load_function(write(tmp_path / "rewards.txt", ""), "compute_score", {})
+
+
+def test_further_arguments_of_the_configuration_reach_the_function(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "rewards.py",
+        "def f(data_source, solution_str, ground_truth, extra_info, scale): return scale * len(solution_str)",
+    )
+    given = {"data_source": "s", "solution_str": "four", "ground_truth": "", "extra_info": {}}
+    assert load_function(path, "f", {"scale": 0.5})(**given) == 2.0
+    with pytest.raises(ValueError, match="reward_kwargs: extra_info, solution_str comes with every answer"):
+        load_function(path, "f", {"scale": 1.0, "solution_str": "", "extra_info": {}})

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from configs.compose import compose
-from configs.schema.ppo import CustomRewardConfig, PPOConfig, RewardConfig
+from configs.schema.ppo import RewardConfig
+from tests.trainer.rewards.config import reward_config
+from trainer.rewards.forkserver import fork_server
 from trainer.rewards.runner import Answer, RewardRunner, Score
 
 REWARDS = """
@@ -53,9 +54,8 @@ def rewards(tmp_path: Path) -> Path:
 
 
 def config(path: Path | None = None, *, name: str = "compute_score", num_workers: int = 2, timeout: float = 30.0) -> RewardConfig:
-    function = CustomRewardConfig(path=None if path is None else str(path), name=name)
-    defaults = compose("ppo_trainer", PPOConfig).reward
-    return replace(defaults, num_workers=num_workers, timeout=timeout, custom_reward_function=function)
+    function = {"path": None if path is None else str(path), "name": name}
+    return reward_config(num_workers=num_workers, timeout=timeout, custom_reward_function=function)
 
 
 def answers(*texts: str) -> list[Answer]:
@@ -204,10 +204,10 @@ def test_an_interrupted_call_leaves_nothing_for_the_next(rewards: Path) -> None:
 def test_processes_die_with_a_killed_parent(rewards: Path, tmp_path: Path) -> None:
     script = f"""
 import os, signal
-from pathlib import Path
-from tests.trainer.rewards.test_runner import config
+from tests.trainer.rewards.config import reward_config
 from trainer.rewards.runner import Answer, RewardRunner
-runner = RewardRunner(config(Path({str(rewards)!r}), timeout=60.0))
+function = {{"path": {str(rewards)!r}, "name": "compute_score"}}
+runner = RewardRunner(reward_config(num_workers=2, timeout=60.0, custom_reward_function=function))
 scores = runner.score([Answer("any", "sleep 0.1", "", {{"index": i}}, True) for i in range(8)])
 print(*{{int(score.extra["pid"]) for score in scores}}, flush=True)
 signal.setitimer(signal.ITIMER_REAL, 0.3)  # kills this process in the midst of scoring
@@ -237,7 +237,7 @@ def test_without_workers_the_controller_scores(rewards: Path) -> None:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_function_that_is_not_there_is_an_error_of_the_start(rewards: Path, num_workers: int) -> None:
     with RewardRunner(config(rewards, name="score", num_workers=num_workers)) as runner:
-        with pytest.raises(ValueError, match=r"name=score: .* it has compute_score$"):
+        with pytest.raises(ValueError, match=r"has no function score; it has compute_score$"):
             runner.wait_ready()
         with pytest.raises(ValueError, match="name=score"):
             runner.score(answers("fine"))
@@ -286,3 +286,81 @@ def test_a_warm_pool_is_quick() -> None:
             assert sum(score.value or 0.0 for score in runner.score(few)) == 256
             times.append(time.monotonic() - start)
         assert min(times) < 0.05
+
+
+ADVERSARIAL = {
+    "openai/gsm8k": [
+        "#### 9**9**9**9",
+        "{" * 2_000_000,
+        "#### " + "1,111" * 50_000,
+        "#### \0",
+        "#### " + "9" * 100_000,
+        "(a+)+$" * 100_000,
+    ],
+    "lighteval/MATH": [
+        "\\boxed{9^{9^9}}",
+        "\\boxed{" * 200_000,
+        "\\boxed{x^{999}-y^{998}+(x+y)^{997}}",
+        "\\boxed{" + "9" * 100_000 + "}",
+        "\\boxed{" + "\\frac{" * 19 + "1" + "}{2}" * 19 + "}",
+        "\\boxed{x\0}",
+    ],
+    "math_dapo": [
+        "Answer:" * 200_000,
+        "Answer: " + "$" * 1_000_000,
+        "Answer: " + "\\boxed{" * 40,
+        "Answer: " + "9" * 100_000,
+        "\0",
+        "\ud800",
+    ],
+    "apps": [
+        "while True: pass",
+        "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)",
+        "import os\nwhile True: os.fork()",
+        "x = []\nwhile True: x.append(bytearray(1 << 24))",
+        "import ctypes\nctypes.string_at(0)",
+        "while True: print('x' * 1000)",
+    ],
+}
+
+
+def test_adversarial_answers_take_no_process_down() -> None:
+    """They are wrong, not failed; the answers between them keep their scores; no process of the pool dies."""
+    truths = {"openai/gsm8k": "7", "lighteval/MATH": "x+7", "math_dapo": "7", "apps": {"inputs": ["7"], "outputs": ["7"]}}
+    right = {"openai/gsm8k": "#### 7", "lighteval/MATH": "\\boxed{7+x}", "math_dapo": "Answer: 7", "apps": "print(input())"}
+    hostile = [(source, text) for source, texts in ADVERSARIAL.items() for text in texts]
+    mixed = [pair for source, text in hostile for pair in ((source, text), (source, right[source]))]
+    with RewardRunner(reward_config(num_workers=2, timeout=30.0, code={"time_limit": 0.5, "memory_limit_mb": 256})) as runner:
+        runner.wait_ready()
+        before = [process._popen.pid for process in runner._processes]
+        scores = runner.score([Answer(source, text, truths[source], {}, finished=True) for source, text in mixed])
+        assert [process._popen.pid for process in runner._processes] == before
+    assert [score.error for score in scores] == [None] * len(mixed)
+    assert all(score.value in (0.0, -1.0) for score in scores[::2]) and all(score.value == 1.0 for score in scores[1::2])
+
+
+def test_a_scorer_that_takes_too_much_memory_fails_that_answer_alone(rewards: Path) -> None:
+    rewards.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return len(bytearray(int(solution_str)))"
+    )
+    changed = replace(config(rewards), memory_limit_mb=256)
+    with RewardRunner(changed) as runner:
+        scores = runner.score([Answer("any", str(size), "", {}, finished=True) for size in (1, 1 << 30, 2)])
+    assert [score.value for score in scores] == [1.0, None, 2.0] and "MemoryError" in (scores[1].error or "")
+
+
+def test_further_arguments_of_the_users_function(rewards: Path) -> None:
+    rewards.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info, *, scale):\n    return scale * len(solution_str)"
+    )
+    function = {"path": str(rewards), "reward_kwargs": {"scale": 0.5}}
+    with RewardRunner(reward_config(num_workers=1, custom_reward_function=function)) as runner:
+        assert runner.score(answers("four"))[0].value == 2.0
+
+
+def test_without_workers_closing_ends_the_servers_of_the_scorers() -> None:
+    with RewardRunner(reward_config(num_workers=0)) as runner:
+        assert runner.score([Answer("lighteval/MATH", "\\boxed{x+1}", "1+x", {}, finished=True)])[0].value == 1.0
+        pid = fork_server("trainer.rewards.equivalence").pid
+        assert is_alive(pid)
+    assert not is_alive(pid)

@@ -1,0 +1,27 @@
+"""The reward section as configs/ppo_trainer.yaml has it, with changes."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from configs.compose import compose
+from configs.schema.ppo import PPOConfig, RewardConfig
+
+
+@cache
+def _defaults() -> RewardConfig:
+    return compose("ppo_trainer", PPOConfig).reward
+
+
+def reward_config(**changes: Any) -> RewardConfig:
+    """A dict stands for changes inside the section of that name."""
+    defaults = _defaults()
+    sections = {"custom_reward_function", "gsm8k", "math_dapo", "code", "judge"} & changes.keys()
+    inner = {
+        "custom_reward_function": defaults.custom_reward_function,
+        "gsm8k": defaults.gsm8k,
+        "math_dapo": defaults.math_dapo,
+        "code": defaults.code,
+        "judge": defaults.judge,
+    }
+    return replace(defaults, **changes | {name: replace(inner[name], **changes[name]) for name in sections})  # type: ignore[type-var]

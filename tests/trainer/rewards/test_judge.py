@@ -1,0 +1,216 @@
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from configs.schema.ppo import JudgeRewardConfig
+from tests.trainer.rewards.config import reward_config
+from trainer.rewards.judge import JudgeError, parse, prompt, score
+from trainer.rewards.runner import RewardRunner
+from trainer.rewards.scoring import Answer
+
+INFO = {"question": "1 + 1?"}
+
+
+class Judge(ThreadingHTTPServer):
+    """Says what ``reply`` says: (HTTP status, body, seconds until then)."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked: list[tuple[str, str | None, Any]] = []
+        self.at_once = self.most_at_once = 0
+        self.lock = threading.Lock()
+        self.reply: Callable[[int], tuple[int, Any, float]] = lambda n: (200, completion("Score: 1"), 0.0)
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Judge
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.asked.append((self.path, self.headers["Authorization"], body))
+            status, reply, seconds = self.server.reply(len(self.server.asked))
+            self.server.at_once += 1
+            self.server.most_at_once = max(self.server.most_at_once, self.server.at_once)
+        time.sleep(seconds)
+        with self.server.lock:
+            self.server.at_once -= 1
+        if isinstance(reply, list):  # it drips
+            reply, drops = b"", reply
+        else:
+            drops = []
+        data = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
+        self.send_response(status)
+        self.send_header("Location", "/elsewhere")
+        self.send_header("Content-Length", str(len(data) + sum(map(len, drops))))
+        self.end_headers()
+        self.wfile.write(data)
+        with suppress(ConnectionError):
+            for drop in drops:
+                time.sleep(0.05)
+                self.wfile.write(drop)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def completion(text: Any) -> dict[str, Any]:
+    return {"choices": [{"message": {"role": "assistant", "content": text}}]}
+
+
+@pytest.fixture
+def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", "OPENAI_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    with Judge() as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def config(judge: Judge, **changes: Any) -> JudgeRewardConfig:
+    url = f"http://127.0.0.1:{judge.server_port}/v1"
+    return reward_config(judge={"url": url, "model": "large", "backoff": 0.01} | changes).judge
+
+
+def test_a_request_is_a_chat_completion(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert score("two", "2", INFO, config(judge)) == 1.0
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    score(
+        "two",
+        "2",
+        INFO,
+        config(judge, api_key_env="JUDGE_KEY", prompt="Is {answer} {ground_truth}?", temperature=0.5, max_tokens=7),
+    )
+    (path, no_key, first), (_, key, second) = judge.asked
+    assert (path, no_key, key) == ("/v1/chat/completions", None, "Bearer secret")
+    text = first["messages"][0]["content"]
+    assert "1 + 1?" in text and "two" in text and "Score: X" in text
+    assert second == {
+        "model": "large",
+        "messages": [{"role": "user", "content": "Is two 2?"}],
+        "temperature": 0.5,
+        "max_tokens": 7,
+    }
+
+
+def test_what_is_filled_in_is_not_looked_at_again() -> None:
+    assert prompt("{answer}|{ground_truth}|{other}|{}", "{ground_truth}", "2", {}) == "{ground_truth}|2|{other}|{}"
+    with pytest.raises(ValueError, match="the row's extra_info has no question"):
+        prompt("{question}", "", "", {})
+
+
+@pytest.mark.parametrize(
+    ("reply", "value"),
+    [
+        ("Score: 1", 1.0),
+        ("Fine.\n**Score:** 0.5", 0.5),
+        ("score = .25", 0.25),
+        ("Score: 0\nNo, wait.\nScore: 1.", 1.0),
+        ("**Score: 1**", 1.0),
+        ("`Score: 0`", 0.0),
+    ],
+)
+def test_the_last_score_of_the_reply_counts(reply: str, value: float) -> None:
+    assert parse(reply, 1.0) == value
+    assert parse(reply, 2.0) == value / 2
+
+
+@pytest.mark.parametrize("reply", ["", "It is right.", "Score: high", "Score: 1/2", "Score: 10", "Score: -1", "Score: 1.5"])
+def test_a_reply_without_a_score_is_a_failure(reply: str) -> None:
+    with pytest.raises(JudgeError):
+        parse(reply, 1.0)
+
+
+def test_a_long_reply_is_read_soon() -> None:
+    start = time.monotonic()
+    for part in ("score", "score:", "9", "*", " ", "score*"):
+        with pytest.raises(JudgeError):
+            parse(part * 100_000, 1.0)
+    assert time.monotonic() - start < 1.0
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_failure_that_may_pass_is_asked_again(judge: Judge, status: int) -> None:
+    judge.reply = lambda n: (status, b"busy", 0.0) if n < 3 else (200, completion("Score: 1"), 0.0)
+    start = time.monotonic()
+    assert score("two", "2", INFO, config(judge, retries=2, backoff=0.05)) == 1.0
+    assert len(judge.asked) == 3 and time.monotonic() - start >= 0.15  # 0.05 s, then twice as long
+    with pytest.raises(JudgeError, match=f"in 1 requests; the last: HTTP {status}"):
+        judge.asked.clear()
+        score("two", "2", INFO, config(judge, retries=0))
+
+
+@pytest.mark.parametrize(
+    ("status", "reply", "told"),
+    [
+        (401, b"who are you?", "HTTP 401 from .*: who are you"),
+        (404, b"", "HTTP 404"),
+        (302, b"", "HTTP 302"),  # a redirect would carry the key away
+        (200, {"choices": []}, "no chat completion"),
+        (200, {"error": "x"}, "no chat completion"),
+        (200, "[]", "no chat completion"),
+        (200, completion(None), "has no text"),
+        (200, completion("fine"), "no `Score: X`"),
+    ],
+)
+def test_a_failure_that_stays_is_not(judge: Judge, status: int, reply: Any, told: str) -> None:
+    judge.reply = lambda n: (status, reply, 0.0)
+    with pytest.raises(JudgeError, match=told):
+        score("two", "2", INFO, config(judge))
+    assert len(judge.asked) == 1
+
+
+def test_a_late_judge_and_none_at_all(judge: Judge) -> None:
+    judge.reply = lambda n: (200, completion("Score: 1"), 1.0)
+    start = time.monotonic()
+    with pytest.raises(JudgeError, match=r"in 2 requests; the last: .*time"):
+        score("two", "2", INFO, config(judge, timeout=0.2, retries=1))
+    assert time.monotonic() - start < 1.0
+    with pytest.raises(JudgeError, match="Connection refused"):
+        score("two", "2", INFO, config(judge, url="http://127.0.0.1:1/v1"))
+
+
+def test_a_reply_that_drips_is_late_too(judge: Judge) -> None:
+    judge.reply = lambda n: (200, [b" "] * 100, 0.0)
+    start = time.monotonic()
+    with pytest.raises(JudgeError, match=r"not whole in reward\.judge\.timeout"):
+        score("two", "2", INFO, config(judge, timeout=0.3, retries=0))
+    assert time.monotonic() - start < 2.0
+
+
+@pytest.mark.parametrize("missing", ["url", "model"])
+def test_without_a_judge_there_is_no_score(missing: str) -> None:
+    with pytest.raises(JudgeError, match=rf"there is no judge: .*reward\.judge\.{missing}=None"):
+        score("two", "2", INFO, reward_config(judge={"url": "http://127.0.0.1:1/v1", "model": "large"} | {missing: None}).judge)
+
+
+def test_broken_json_may_pass(judge: Judge) -> None:
+    judge.reply = lambda n: (200, b"<html>", 0.0) if n == 1 else (200, completion("Score: 0.5"), 0.0)
+    assert score("two", "2", INFO, config(judge)) == 0.5
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_many_requests_are_in_flight_and_a_failed_judge_is_a_failed_reward(judge: Judge, num_workers: int) -> None:
+    """32 answers at 0.2 s each: one after the other they would take 6.4 s."""
+    judge.reply = lambda n: (200, completion("Score: 1") if n != 5 else completion("?"), 0.2)
+    changes = {"url": f"http://127.0.0.1:{judge.server_port}/v1", "model": "large", "concurrency": 16}
+    answers = [Answer("of my own", f"answer {i}", "2", INFO, finished=True) for i in range(32)]
+    with RewardRunner(reward_config(num_workers=num_workers, scorer="judge", judge=changes)) as runner:
+        runner.wait_ready()
+        start = time.monotonic()
+        scores = runner.score(answers)
+        took = time.monotonic() - start
+    assert took < 3.0 and 8 <= judge.most_at_once <= 16
+    failed = [score for score in scores if score.value is None]
+    assert len(failed) == 1 and "no `Score: X`" in (failed[0].error or "")
+    assert all(score.value == 1.0 for score in scores if score.error is None)

@@ -1,0 +1,140 @@
+"""A program, judged by unit tests: each runs in a confined process (trainer/rewards/confine.py)."""
+
+import json
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from math import isclose
+from typing import Any
+
+from configs.schema.ppo import CodeRewardConfig
+from trainer.rewards.forkserver import Limits, Outcome, fork_server
+
+_LEAST_OUTPUT = 1 << 20  # bytes that a test may print; twice the expected output if that is more
+_MARGIN = 1.0  # seconds that an answer needs besides its tests
+_RELATIVE, _ABSOLUTE = 1e-5, 1e-8  # how near two numbers that are not whole must be
+
+
+@dataclass(frozen=True, slots=True)
+class Test:
+    """job, stdin: see sandbox.run. expected: what must come back, by the job's kind."""
+
+    job: dict[str, Any]
+    stdin: str
+    expected: Any
+
+    def passed_by(self, outcome: Outcome) -> bool:
+        if outcome.ending is not None:
+            return False
+        if "asserts" in self.job:
+            return outcome.result == self.job["token"]
+        if "fn_name" in self.job:
+            with suppress(ValueError, RecursionError):  # what came back is the program's, and may be no JSON
+                return _same_value(json.loads(outcome.result), self.expected)
+            return False
+        return same_output(outcome.output, self.expected)
+
+
+def score(answer: str, ground_truth: Any, config: CodeRewardConfig, *, seconds: float) -> dict[str, float]:
+    """score: the fraction of the tests that pass, or with ``partial=false`` 1 if all do, else 0. acc: all do.
+
+    ground_truth, JSON or what JSON holds: verl's ``{"inputs": [...], "outputs": [...], "fn_name": optional}``; a list of
+    assertions, or ``{"assert_case": [...]}``; HumanEval's ``{"test": "def check(candidate): ...", "entry_point": name}``.
+    A test that runs into its time limit ends the run: it and what is left have failed. So has what could not be started in time
+    to end in ``seconds``.
+    Raises ValueError for other ground truths, RuntimeError where nothing can be confined.
+    """
+    tests = list(_tests(extract(answer), ground_truth))
+    if not tests:
+        raise ValueError("the ground truth holds no test")
+    server = fork_server("trainer.rewards.sandbox")
+    start, passed = time.monotonic(), 0
+    for test in tests:
+        output_bytes = max(_LEAST_OUTPUT, 2 * len(test.expected) if isinstance(test.expected, str) else 0)
+        limits = Limits(config.time_limit, config.memory_limit_mb << 20, output_bytes)
+        outcome = server.run(test.job, limits, test.stdin)
+        good = test.passed_by(outcome)
+        passed += good
+        if not good and (not config.partial or _ran_out_of_time(outcome)):
+            break
+        if time.monotonic() - start + limits.clock_seconds + _MARGIN > seconds:
+            break
+    everything = passed == len(tests)
+    return {"score": passed / len(tests) if config.partial else float(everything), "acc": float(everything)}
+
+
+def extract(answer: str) -> str:
+    """The last block fenced as Python; without one the last fenced; without any, all. A last fence may be missing."""
+    start = max(answer.rfind("```python"), answer.rfind("```py\n"))
+    if start >= 0:
+        return answer[start + 3 :].partition("\n")[2].partition("```")[0]
+    blocks = answer.split("```")[1::2]
+    return blocks[-1].partition("\n")[2] if blocks else answer
+
+
+def same_output(output: str, expected: str) -> bool:
+    """Word by word, however they are spaced; numbers that are not whole may differ a little."""
+    ours, theirs = output.split(), expected.split()
+    return ours == theirs or (len(ours) == len(theirs) and all(map(_same_word, ours, theirs)))
+
+
+def _same_word(ours: str, theirs: str) -> bool:
+    if ours == theirs or _is_whole(ours, theirs):
+        return ours == theirs
+    try:
+        return isclose(float(ours), float(theirs), rel_tol=_RELATIVE, abs_tol=_ABSOLUTE)
+    except ValueError:
+        return False
+
+
+def _is_whole(*words: str) -> bool:
+    return all(word.lstrip("+-").isdigit() for word in words)
+
+
+def _same_value(ours: Any, theirs: Any) -> bool:
+    """A list of one value may stand for the value, as verl's data have it."""
+    return ours == theirs or (isinstance(theirs, list) and len(theirs) > 0 and ours == theirs[0])
+
+
+def _ran_out_of_time(outcome: Outcome) -> bool:
+    return outcome.ending is not None and any(sign in outcome.ending for sign in ("SIGPROF", "SIGKILL", "timed out"))
+
+
+def _tests(code: str, ground_truth: Any) -> Iterator[Test]:
+    truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+    if isinstance(truth, list):
+        truth = {"assert_case": truth}
+    if "assert_case" in truth:
+        for asserts in truth["assert_case"]:
+            yield _assertions(code, asserts)
+    elif "test" in truth:
+        yield _assertions(code, f"{truth['test']}\ncheck({truth['entry_point']})")
+    elif "inputs" in truth and "outputs" in truth:
+        for given, expected in zip(truth["inputs"], truth["outputs"], strict=True):
+            if truth.get("fn_name") is None:
+                yield Test({"code": code}, _lines(given), _lines(expected))
+            else:
+                yield Test({"code": code, "fn_name": truth["fn_name"], "arguments": _arguments(given)}, "", _value(expected))
+    else:
+        raise ValueError(
+            f"tests need inputs and outputs, assert_case, or test and entry_point; the ground truth has {', '.join(truth)}"
+        )
+
+
+def _assertions(code: str, asserts: str) -> Test:
+    return Test({"code": code, "asserts": asserts, "token": secrets.token_hex(16)}, "", None)
+
+
+def _lines(text: Any) -> str:
+    return "\n".join(map(str, text)) if isinstance(text, list) else str(text)
+
+
+def _arguments(given: Any) -> list[Any]:
+    """Each line of the text is an argument in JSON; a list holds them as they are."""
+    return [json.loads(line) for line in given.split("\n")] if isinstance(given, str) else list(given)
+
+
+def _value(expected: Any) -> Any:
+    return json.loads(expected) if isinstance(expected, str) else expected
