@@ -239,7 +239,7 @@ def test_a_function_that_is_not_there_is_an_error_of_the_start(rewards: Path, nu
     with RewardRunner(config(rewards, name="score", num_workers=num_workers)) as runner:
         with pytest.raises(ValueError, match=r"has no function score; it has compute_score$"):
             runner.wait_ready()
-        with pytest.raises(ValueError, match="name=score"):
+        with pytest.raises(ValueError, match="no function score"):
             runner.score(answers("fine"))
 
 
