@@ -267,7 +267,7 @@ class RewardConfig:
     num_workers: NonNegative
     timeout: PositiveFloat
     memory_limit_mb: Positive | None
-    scorer: Literal["gsm8k", "math", "math_dapo", "exact_match", "code", "judge"] | None
+    scorer: str | None
     custom_reward_function: CustomRewardConfig
     reward_kwargs: RewardKwargsConfig
     shaping: ShapingConfig

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -58,6 +59,22 @@ DATA_SOURCES: dict[str, str] = {
     "judge": "judge",
 }
 """Data source: the name of its scorer. Those that begin with aime are math_dapo's too."""
+
+
+def with_own_function(config: RewardConfig) -> RewardConfig:
+    """``reward.scorer=my.py:fn`` as the function that it names. Raises ValueError for a scorer that nobody knows."""
+    path, colon, name = (config.scorer or "").rpartition(":")
+    if colon and path.endswith(".py"):
+        function = replace(config.custom_reward_function, path=path, name=name)
+        return replace(config, scorer=None, custom_reward_function=function)
+    if config.scorer is not None and config.scorer not in SCORERS:
+        near = difflib.get_close_matches(config.scorer, SCORERS, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise ValueError(
+            f"reward.scorer={config.scorer} is not known{hint}; known: {', '.join(sorted(SCORERS))}, "
+            "or FILE.py:FUNCTION of your own"
+        )
+    return config
 
 
 def check_data_sources(names: Iterable[str]) -> None:

@@ -21,7 +21,7 @@ from types import TracebackType
 from configs.schema.ppo import RewardConfig
 from trainer.rewards.custom import check_file
 from trainer.rewards.forkserver import close_fork_servers
-from trainer.rewards.registry import check_data_sources, may_ask_judge, scores_by_source
+from trainer.rewards.registry import check_data_sources, may_ask_judge, scores_by_source, with_own_function
 from trainer.rewards.scoring import Answer, Score, ScoreFunction, judge_all
 from trainer.rewards.worker import resolve
 
@@ -39,7 +39,8 @@ class RewardRunner:
     """
 
     def __init__(self, config: RewardConfig) -> None:
-        """Raises ValueError if the user's file is not there. Starts nothing."""
+        """Raises ValueError if the user's file is not there, or a scorer not known. Starts nothing."""
+        config = with_own_function(config)
         custom = config.custom_reward_function
         if custom.path is not None:
             config = replace(config, custom_reward_function=replace(custom, path=check_file(custom.path)))

@@ -1,10 +1,13 @@
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.trainer.rewards.config import reward_config
 from trainer.rewards import exact_match
-from trainer.rewards.registry import check_data_sources, compute_score, may_ask_judge, scores_by_source
+from trainer.rewards.registry import check_data_sources, compute_score, may_ask_judge, scores_by_source, with_own_function
+from trainer.rewards.runner import Answer, RewardRunner, Score
+from trainer.rewards.worker import resolve
 
 
 def test_exact_match_wants_the_letter_and_an_end() -> None:
@@ -75,3 +78,14 @@ def test_unknown_data_source_names_the_known_and_the_way_out() -> None:
     text = str(error.value)
     assert "'openai/gsm8'" in text and "did you mean 'openai/gsm8k'" in text and "sort_digits" in text and "aime*" in text
     assert "reward.scorer=gsm8k|math" in text and "reward.custom_reward_function.path" in text and "\n" not in text
+
+
+def test_a_function_of_a_file_is_a_scorer_too(tmp_path: Path) -> None:
+    (tmp_path / "my.py").write_text("def f(data_source, solution_str, ground_truth, extra_info): return 0.25 * len(solution_str)")
+    with RewardRunner(reward_config(num_workers=0, scorer=f"{tmp_path}/my.py:f")) as runner:
+        assert runner.score([Answer("any", "four", "", {}, True)]) == [Score(1.0, {}, None)]
+    with pytest.raises(ValueError, match=r"my\.py: my\.py has no function g; it has f"):
+        resolve(with_own_function(reward_config(scorer=f"{tmp_path}/my.py:g")))
+    with pytest.raises(ValueError, match=r"reward\.scorer=gsm9k is not known \(did you mean gsm8k\?\); known: code, exact_"):
+        with_own_function(reward_config(scorer="gsm9k"))
+    assert with_own_function(reward_config(scorer="math")).scorer == "math"
