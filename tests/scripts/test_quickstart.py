@@ -2,38 +2,21 @@
 
 import json
 import statistics
-import subprocess
-import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
 
+from scripts.bench.learning import run, warm_up
+
 SEEDS = (11, 12, 13)
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
-
-
-def run(module: str, *arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", module, *arguments], check=True, stdout=subprocess.DEVNULL)
 
 
 @pytest.fixture(scope="module")
 def warm_models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """The quick start's data, and for each seed a model of its own, warmed up as scripts/quickstart.sh does it."""
     task = tmp_path_factory.mktemp("sort_digits")
-    run("data_preprocess.sort_digits", f"--local_save_dir={task}")
-
-    @cache
-    def warm(seed: int) -> Path:
-        run("data_preprocess.tiny_model", f"--save_dir={task}/base-{seed}", f"--seed={seed}")
-        run(
-            "trainer.main_sft", "sft_recipe=sort_digits", f"trainer.seed={seed}", f"data.train_files={task}/sft.parquet",
-            f"model.path={task}/base-{seed}", f"trainer.export_dir={task}/warm-{seed}",
-            f"trainer.default_local_dir={task}/sft-{seed}",
-        )  # fmt: skip
-        return task / f"warm-{seed}"
-
-    return {seed: warm(seed) for seed in SEEDS}
+    return {seed: warm_up(task, seed) for seed in SEEDS}
 
 
 def accuracies(warm: Path, run_dir: Path, seed: int, *overrides: str) -> tuple[float, float, float]:

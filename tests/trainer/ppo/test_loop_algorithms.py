@@ -130,3 +130,27 @@ def test_normalised_targets_resume_to_the_bit(task: Path, tmp_path: Path) -> Non
     assert whole[2]["critic/vf_loss"] != raw[2]["critic/vf_loss"]
     # The values that advantages are made from are in the rewards' units again: at the mean of the returns, for a new head.
     assert abs(whole[1]["critic/values/mean"] - whole[0]["critic/returns/mean"]) < 0.5 * abs(whole[0]["critic/returns/mean"])
+
+
+@pytest.mark.parametrize("mode", [(), ("bypass_mode=true", "loss_type=reinforce")], ids=["before", "bypass"])
+def test_weights_and_rejections_reach_the_loss(
+    task: Path, tmp_path: Path, plain: dict[str, float], mode: tuple[str, ...]
+) -> None:
+    """The ratio is 1: cut at a half it halves the gradient, and outside the bounds nothing is left."""
+    halved = (*mode, "rollout_is=token", "rollout_is_threshold=0.5")
+    step = run_ppo(task, tmp_path / "halved", *ONE_STEP, *(f"{CORRECTION}.{change}" for change in halved))[0]
+    assert step["actor/grad_norm"] == pytest.approx(plain["actor/grad_norm"] / 2, rel=1e-4)
+    rejected = (*mode, "rollout_rs=token_k1", "rollout_rs_threshold=1.5_2.0")
+    step = run_ppo(task, tmp_path / "rejected", *ONE_STEP, *(f"{CORRECTION}.{change}" for change in rejected))[0]
+    assert step["rollout_corr/rollout_rs_masked_fraction"] == 1.0 and step["actor/grad_norm"] == 0.0
+
+
+def test_clip_cov_draws_anew_in_every_update(task: Path, tmp_path: Path) -> None:
+    """Every third token is left out: the gradient is not the plain one, and the same seed gives the same run."""
+    loss = f"{ACTOR}.policy_loss"
+    overrides = (f"{loss}.loss_mode=clip_cov", f"{loss}.clip_cov_ratio=0.3", f"{loss}.clip_cov_lb=-9", f"{loss}.clip_cov_ub=9")
+    one, again = (run_ppo(task, tmp_path / name, *overrides, *EVERY_UPDATE, *ONE_STEP)[0] for name in ("one", "again"))
+    assert repeatable([one]) == repeatable([again])
+    assert one["actor/pg_clipfrac"] == pytest.approx(0.3, abs=0.02)
+    other = run_ppo(task, tmp_path / "other", *overrides, *EVERY_UPDATE, *ONE_STEP, f"{loss}.clip_cov_ratio=1.0")[0]
+    assert other["actor/grad_norm"] < one["actor/grad_norm"]
