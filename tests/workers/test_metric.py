@@ -1,9 +1,10 @@
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.metric import Metric, join_metrics, masked_extreme
+from workers.metric import Metric, Sample, join_metrics, masked_extreme, plain_numbers
 
 
 @given(st.lists(st.lists(st.tuples(st.floats(-9, 9), st.booleans()), max_size=8), min_size=1, max_size=6))
@@ -28,3 +29,18 @@ def test_joined_parts_equal_the_whole(parts: list[list[tuple[float, bool]]]) -> 
 def test_unlike_kinds_do_not_join() -> None:
     with pytest.raises(AssertionError, match="cannot join sum with max"):
         Metric.sum(1.0).join(Metric.max(1.0))
+
+
+@given(st.lists(st.lists(st.floats(-9, 9, width=32), max_size=8), min_size=1, max_size=6))
+def test_quantiles_of_joined_samples_are_those_of_the_whole(parts: list[list[float]]) -> None:
+    """As a percentile of all values; nothing of none."""
+    samples = [Sample.where(torch.tensor([*part, 99.0]), torch.tensor([1.0] * len(part) + [0.0])) for part in parts]
+    found = plain_numbers(join_metrics([{"ratio": sample, "n": Metric.sum(len(sample.values))} for sample in samples]))
+    whole = [value for part in parts for value in part]
+    expected = {f"ratio_p{p:02d}": np.percentile(np.float32(whole), p) for p in (1, 50, 99)} if whole else {}
+    assert found == pytest.approx(expected | {"n": len(whole)}, rel=1e-6, abs=1e-6)
+
+
+def test_a_number_and_a_sample_do_not_join() -> None:
+    with pytest.raises(AssertionError, match="cannot join"):
+        join_metrics([{"ratio": Metric.sum(1.0)}, {"ratio": Sample.where(torch.ones(2), torch.ones(2))}])

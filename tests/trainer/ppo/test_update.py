@@ -69,5 +69,32 @@ def test_weights_are_those_of_the_whole_mini_batch(mode: str) -> None:
         assert torch.equal(mini.tokens["loss_weight"], expected)
 
 
+def test_weights_follow_what_the_preparation_left() -> None:
+    """It sees fresh log-probs of the whole mini-batch, may narrow the mask, draws differently each time, and tells metrics."""
+    draws: list[float] = []
+
+    def prepare(mini: Batch, generator: torch.Generator) -> tuple[Batch, dict[str, float]]:
+        draws.append(float(torch.rand((), generator=generator)))
+        mask = mini.tokens["response_mask"] * (mini.tokens["log_probs"] > 0.5)
+        return mini.with_tokens(response_mask=mask), {"told": 3.0}
+
+    class Fresh(Recorder):
+        def forward(self, batch: Batch, outputs: list[str]) -> Batch:
+            assert outputs == ["log_probs"]
+            return Batch(batch.lengths, tokens={"log_probs": (torch.arange(batch.total_tokens) % 2).float()})
+
+    model = Fresh()
+    metrics = update(cast(Any, model), step_batch(), spec(prepare=prepare), step=5)
+    assert metrics["told"] == 3.0 and len(set(draws)) == 6
+    for mini in model.given:
+        narrowed = mini.tokens["response_mask"]
+        assert 0 < narrowed.sum() < len(narrowed) / 2
+        assert torch.equal(mini.tokens["loss_weight"], token_weights("token-mean", narrowed, mini.lengths, 8))
+    again: list[float] = list(draws)
+    draws.clear()
+    update(cast(Any, Fresh()), step_batch(), spec(prepare=prepare), step=5)
+    assert draws == again
+
+
 def test_updates_a_step_counts_optimizer_steps() -> None:
     assert spec(epochs=3, groups=2).updates_a_step(6) == 9 and spec(epochs=1, groups=6).updates_a_step(6) == 1
