@@ -78,11 +78,11 @@ def importance_weights(
             "rollout_is_ratio_fraction_low": tokens.mean(raw < low),
         }
     mean = tokens.mean(weights)
-    relative = weights.clamp(max=upper) / (mean + 1e-8)
+    spread = tokens.mean((weights.clamp(max=upper) / (mean + 1e-8)).square())
     metrics |= {
         "rollout_is_mean": mean,
         "rollout_is_std": tokens.std(weights.clamp(max=upper)),
-        "rollout_is_eff_sample_size": 1.0 / max(tokens.mean(relative.square()), 1e-300),
+        "rollout_is_eff_sample_size": 1.0 / spread if spread else 0.0,
         **_row_statistics("rollout_is", row_means, centre=1.0),
         "rollout_is_seq_fraction_high": _share(raw_row_means > upper),
         "rollout_is_seq_fraction_low": _share(raw_row_means < low),

@@ -40,6 +40,11 @@ def test_two_bounds_zero_what_lies_outside() -> None:
     assert found.metrics["rollout_corr/rollout_is_oob_ratio"] == pytest.approx(2 / 5)
 
 
+def test_weights_that_are_all_zero_are_no_sample_at_all() -> None:
+    found = correct(rollout_is="token", rollout_is_threshold="5.0_6.0")
+    assert not found.weights.any() and found.metrics["rollout_corr/rollout_is_eff_sample_size"] == 0.0
+
+
 def test_sequence_weights_are_products() -> None:
     found = correct(rollout_is="sequence", rollout_is_threshold="10")
     assert found.weights.tolist() == pytest.approx([0, 0.75, 0.75, 0, 0.6, 0.6, 0.6, 0])
