@@ -44,7 +44,9 @@ def test_pass_at_k_of_many_answers() -> None:
     assert pass_at_k(200, 3, 100) == pytest.approx(1 - comb(197, 100) / comb(200, 100), rel=1e-9)
 
 
-Answers = st.lists(st.tuples(st.sampled_from(["a", "b", "c", "d", None]), st.sampled_from([0.0, 0.5, 1.0])), min_size=1, max_size=8)
+Answers = st.lists(
+    st.tuples(st.sampled_from(["a", "b", "c", "d", None]), st.sampled_from([0.0, 0.5, 1.0])), min_size=1, max_size=8
+)
 
 
 @given(Answers, st.data())
