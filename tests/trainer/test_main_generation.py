@@ -20,6 +20,7 @@ from trainer import main_generation
 from trainer.data.sft import SFTDataset
 
 N, ROWS, SHARDS = 4, 32, 4
+THERE, ANOTHER = "data.output_path={whole}/answers", "{whole}/answers has answers of another run"
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +79,8 @@ def test_log_probs_and_lengths_are_those_of_the_model(task: Path, whole: Path) -
     model, tokenizer = AutoModelForCausalLM.from_pretrained(task / "base"), AutoTokenizer.from_pretrained(task / "base")
     reasons = set()
     for row in answers(whole)[:8]:
-        prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=True, return_dict=True)[
-            "input_ids"
-        ]
+        chat = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
+        prompt = tokenizer(chat, add_special_tokens=False)["input_ids"]
         assert row["prompt_length"] == len(prompt)
         for text, length, reason, log_prob in zip(
             row["responses"], row["lengths"], row["finish_reasons"], row["log_probs"], strict=True
@@ -176,12 +176,10 @@ def test_plain_prompts_in_json_lines_without_scores(task: Path, tmp_path: Path, 
         (["data.n_samples=4"], "data.n_samples: there is no such key; did you mean"),
         (["reward.scorer=gsm"], "reward.scorer=gsm is not known (did you mean gsm8k?)"),
         (["selection.sft=sft.csv"], "selection.sft=sft.csv: the name of the file must end in .parquet or .jsonl"),
-        (["actor_rollout_ref.model.path=nowhere"], "no tokenizer at nowhere"),
-        (
-            ["trainer.seed=2", "data.output_path={whole}/answers", "selection.score=true"],
-            "{whole}/answers has answers of another",
-        ),
-        (["data.output_path={whole}/answers"], "{whole}/answers has answers of another run: "),
+        (["trainer.seed=2", "selection.score=true", THERE], f"{ANOTHER}: trainer.seed was 1 and is 2; put it back, or give"),
+        (["selection.score=true", "reward.timeout=1", THERE], f"{ANOTHER}: reward.timeout was 30.0 and is 1.0"),
+        (["selection.score=true", "data.max_samples=31", THERE], f"{ANOTHER}: data.max_samples was -1 and is 31"),
+        ([THERE], f"{ANOTHER}: scored was true and is false"),
     ],
 )
 def test_what_is_wrong_is_one_line(

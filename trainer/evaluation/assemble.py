@@ -24,6 +24,7 @@ from trainer.run_dir import write_atomic
 from workers.seeding import seed_of
 
 ALL = "all"
+WIDTH = 160  # characters of the table where there is no terminal, so that no figure is cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,8 @@ def run(config: EvaluationConfig, notices: Sequence[str]) -> None:
     path = Path(config.data.output_path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    Console().print(table(found))
+    console = Console()
+    (console if console.is_terminal else Console(width=WIDTH)).print(table(found))
     print(f"evaluation: {path}")
 
 
@@ -166,7 +168,7 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> Table:
     """A row for each data source and k: value and 95 % interval of each metric."""
     drawn = Table(title="mean over prompts, 95 % interval", title_justify="left", expand=False)
     for header in ("data source", "prompts", "k", "mean@k", "pass@k", "maj@k"):
-        drawn.add_column(header, justify="left" if header == "data source" else "right")
+        drawn.add_column(header, justify="left" if header == "data source" else "right", no_wrap=True)
     for source, metrics in found.items():
         for k in [int(name.partition("@")[2]) for name in metrics if name.startswith("prompts@")]:
             cells = [cell(Interval(**metrics[f"{name}@{k}"])) for name in ("mean", "pass", "maj")]

@@ -84,9 +84,9 @@ def run(config: GenerationConfig, notices: Sequence[str]) -> None:
 def generate(generator: Generator, shards: Shards, missing: Sequence[int], batch_size: int) -> None:
     """Each missing shard, with a line about it, under a progress bar where there is a terminal."""
     console = Console()
-    done = (TextColumn("shards"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("shards"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(
-        *done, TextColumn("left"), TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+        *columns, TextColumn("left"), TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
     ) as progress:
         bar = progress.add_task("", total=shards.total, completed=shards.total - len(missing))
         for index in missing:
@@ -123,9 +123,8 @@ def select(config: GenerationConfig, shards: Shards) -> None:
         kept = [accepted(row, selection.min_score, selection.max_per_prompt) for row in shards.rows()]
         learned = [row for rows in kept for row in rows]
         if not learned:
-            raise ValueError(
-                f"selection.sft={selection.sft}: no answer ended with a score of selection.min_score={selection.min_score}"
-            )
+            bound = f"selection.min_score={selection.min_score}"
+            raise ValueError(f"selection.sft={selection.sft}: no answer that ended by itself has a score of {bound}")
         write_rows(Path(selection.sft), learned)
         print(f"accepted: {selection.sft} ({len(learned)} answers to {sum(map(bool, kept))} of {len(kept)} prompts)")
 
