@@ -120,7 +120,7 @@ class Program(Generic[Config]):
             name=self.name,
             about=self.about,
             root=self.root,
-            groups="\n".join(groups),
+            groups="\n".join(groups) or "  none",
             keys="\n".join(f"  {f'{key}={said[key].value}':<66} {said[key].comment}".rstrip() for key in self.often_used),
             examples="\n".join(f"  python -m {self.name} {example}" for example in self.examples),
         )

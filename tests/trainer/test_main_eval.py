@@ -60,9 +60,7 @@ def test_scores_of_the_file_and_of_a_function_are_the_same(tmp_path: Path) -> No
     write_rows(file, ROWS)
     given = tmp_path / "scored/shard_00000.jsonl"
     write_rows(given, [row | {"scores": passed} for row, passed in zip(ROWS, PASSED, strict=True)])
-    function = "def compute_score(solution_str, ground_truth, **_):
-    return solution_str == ground_truth
-"
+    function = "def compute_score(solution_str, ground_truth, **_):\n    return solution_str == ground_truth\n"
     (tmp_path / "mine.py").write_text(function)
     scored = evaluate(tmp_path, f"data.path={file}", "trainer.seed=3")
     assert evaluate(tmp_path, f"data.path={given.parent}", "data.score_key=scores", "trainer.seed=3") == scored

@@ -16,9 +16,8 @@ def row(*answers: tuple[str, float | None, str]) -> dict[str, Any]:
     }
 
 
-MANY = row(
-    ("c", 0.5, "stop"), ("x", None, "stop"), ("a", 1.0, "stop"), ("b", 2.0, "length"), ("a", 1.0, "stop"), ("d", 1.0, "stop")
-)
+FIRST, LAST = [("c", 0.5, "stop"), ("x", None, "stop"), ("a", 1.0, "stop")], [("a", 1.0, "stop"), ("d", 1.0, "stop")]
+MANY = row(*FIRST, ("b", 2.0, "length"), *LAST)
 
 
 def test_the_best_is_the_highest_score_and_of_several_the_first() -> None:
