@@ -95,6 +95,13 @@ def test_log_probs_and_lengths_are_those_of_the_model(task: Path, whole: Path) -
     assert reasons == {"stop", "length"}
 
 
+def test_a_draw_depends_on_seed_row_and_sample_alone(task: Path, whole: Path, tmp_path: Path) -> None:
+    rows = generate(task, tmp_path / "a", "data.batch_size=5", "actor_rollout_ref.rollout.n=2", "data.max_samples=12")
+    assert [row["responses"] for row in rows] == [row["responses"][:2] for row in answers(whole)[:12]]
+    other = generate(task, tmp_path / "b", "trainer.seed=2", "data.max_samples=12")
+    assert all(row["responses"] != first["responses"] for row, first in zip(other, answers(whole), strict=False))
+
+
 def test_the_best_of_n(whole: Path) -> None:
     best = pq.read_table(whole / "best.parquet").to_pylist()
     for row, kept in zip(answers(whole), best, strict=True):
