@@ -64,7 +64,7 @@ def test_scores_of_the_file_and_of_a_function_are_the_same(tmp_path: Path) -> No
     (tmp_path / "mine.py").write_text(function)
     scored = evaluate(tmp_path, f"data.path={file}", "trainer.seed=3")
     assert evaluate(tmp_path, f"data.path={given.parent}", "data.score_key=scores", "trainer.seed=3") == scored
-    by_function = f"reward.custom_reward_function.path={tmp_path}/mine.py"
+    by_function = f"custom_reward_function.path={tmp_path}/mine.py"  # as verl's main_eval has it
     assert evaluate(tmp_path, f"data.path={file}", by_function, "trainer.seed=3") == scored
 
 
@@ -85,6 +85,12 @@ def test_one_answer_a_row_and_how_it_ended(tmp_path: Path) -> None:
     assert evaluate(tmp_path, *arguments)["sort_digits"]["pass@1"]["value"] == 1.0
     write_rows(tmp_path / "a.jsonl", [rows[0] | {"finish_reasons": ["length"]}])
     assert evaluate(tmp_path, *arguments)["sort_digits"]["pass@1"]["value"] == 0.0, "exact_match wants an end"
+
+
+def test_as_many_scores_as_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(tmp_path / "a.jsonl", [ROWS[0] | {"scores": [1.0, 0.0, 1.0]}])
+    assert main_eval.PROGRAM([f"data.path={tmp_path}/a.jsonl", "data.score_key=scores"]) == 2
+    assert f"error: {tmp_path}/a.jsonl, row 0: 4 answers and 3 scores" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
