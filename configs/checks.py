@@ -4,8 +4,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from configs.keys import ConfigError
-from configs.schema.common import RunConfig
-from configs.schema.ppo import PPOConfig, RewardConfig
+from configs.schema.common import RunConfig, WorkersConfig
+from configs.schema.evaluation import EvaluationConfig
+from configs.schema.generation import GenerationConfig
+from configs.schema.ppo import PPOConfig, RewardConfig, ScoringConfig
 from configs.schema.sft import SFTConfig
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -57,7 +59,36 @@ def check_sft(config: SFTConfig, typed: Collection[str]) -> list[str]:
     return list(_run_notes(config.trainer))
 
 
-def world_size(trainer: RunConfig) -> int:
+def check_generation(config: GenerationConfig, typed: Collection[str]) -> list[str]:
+    """See check_ppo."""
+    data, rollout, selection = config.data, config.actor_rollout_ref.rollout, config.selection
+    problems = [
+        *_worker_problems(config.trainer),
+        *_model_length_problems(data.max_prompt_length, data.max_response_length, rollout.max_model_len),
+        *_reward_problems(config.reward),
+        *_selection_problems(config),
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    notes = list(_engine_notes(typed))
+    if rollout.n > 1 and not rollout.do_sample:
+        notes.append(f"{ROLLOUT}.do_sample=false: the {rollout.n} answers to a prompt are the same greedy one; n=1 is enough")
+    if rollout.n == 1 and selection.best_of_n is not None:
+        notes.append(f"selection.best_of_n has no choice: {ROLLOUT}.n=1")
+    return notes
+
+
+def check_evaluation(config: EvaluationConfig, typed: Collection[str]) -> list[str]:
+    """See check_ppo."""
+    if problems := list(_reward_problems(config.reward)):
+        raise ConfigError("\n".join(problems))
+    if config.data.score_key is None:
+        return []
+    ignored = sorted(key for key in typed if key.startswith("reward."))
+    return [f"{key} has no effect: data.score_key={config.data.score_key} has the scores" for key in ignored]
+
+
+def world_size(trainer: WorkersConfig) -> int:
     """Workers of the run, one a GPU."""
     return trainer.nnodes * trainer.n_gpus_per_node
 
@@ -152,7 +183,7 @@ def _cuts(config: PPOConfig, *, has_critic: bool) -> Iterator[Cut]:
         )
 
 
-def _workers(trainer: RunConfig) -> str:
+def _workers(trainer: WorkersConfig) -> str:
     product = f"trainer.nnodes * trainer.n_gpus_per_node = {trainer.nnodes} * {trainer.n_gpus_per_node}"
     return f"{world_size(trainer)} workers ({product})"
 
@@ -176,12 +207,33 @@ def _batch_problems(config: PPOConfig, has_critic: bool) -> Iterator[str]:
 def _length_problems(config: PPOConfig, has_critic: bool) -> Iterator[str]:
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
     longest = prompt + response
-    in_words = f"data.max_prompt_length + data.max_response_length = {prompt} + {response} = {longest}"
-    max_model_len = config.actor_rollout_ref.rollout.max_model_len
-    if max_model_len is not None and max_model_len < longest:
-        yield f"{ROLLOUT}.max_model_len={max_model_len}: less than {in_words}"
+    in_words = _longest_in_words(prompt, response)
+    yield from _model_length_problems(prompt, response, config.actor_rollout_ref.rollout.max_model_len)
     for cut in _cuts(config, has_critic=has_critic):
         yield from cut.problems(world_size(config.trainer), longest, in_words)
+
+
+def _longest_in_words(prompt: int, response: int) -> str:
+    return f"data.max_prompt_length + data.max_response_length = {prompt} + {response} = {prompt + response}"
+
+
+def _model_length_problems(prompt: int, response: int, max_model_len: int | None) -> Iterator[str]:
+    if max_model_len is not None and max_model_len < prompt + response:
+        yield f"{ROLLOUT}.max_model_len={max_model_len}: less than {_longest_in_words(prompt, response)}"
+
+
+def _selection_problems(config: GenerationConfig) -> Iterator[str]:
+    selection, places = config.selection, {"data.output_path": config.data.output_path}
+    for name, path in (("best_of_n", selection.best_of_n), ("sft", selection.sft)):
+        key = f"selection.{name}"
+        if path is None:
+            continue
+        if not path.endswith((".parquet", ".jsonl")):
+            yield f"{key}={path}: the name of the file must end in .parquet or .jsonl"
+        for other, taken in places.items():
+            if path == taken:
+                yield f"{key}={path}: {other} is the same file"
+        places[key] = path
 
 
 def _algorithm_problems(config: PPOConfig, has_critic: bool) -> Iterator[str]:
@@ -237,7 +289,7 @@ def _shaping_problems(reward: RewardConfig) -> Iterator[str]:
         yield f"reward.shaping.clip=[{clip[0]:g}, {clip[1]:g}]: the first must be less than the second"
 
 
-def _reward_problems(reward: RewardConfig) -> Iterator[str]:
+def _reward_problems(reward: ScoringConfig) -> Iterator[str]:
     judge = reward.judge
     if reward.scorer == "judge":
         yield from (
@@ -255,9 +307,13 @@ def _reward_problems(reward: RewardConfig) -> Iterator[str]:
             )
 
 
-def _run_problems(trainer: RunConfig) -> Iterator[str]:
+def _worker_problems(trainer: WorkersConfig) -> Iterator[str]:
     if trainer.backend == "local" and world_size(trainer) > 1:
         yield f"trainer.backend=local: runs one worker, in this process, not {_workers(trainer)}"
+
+
+def _run_problems(trainer: RunConfig) -> Iterator[str]:
+    yield from _worker_problems(trainer)
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
         yield "trainer.resume_mode=resume_path: trainer.resume_from_path is null; give it a global_step_N directory"
 
@@ -267,10 +323,14 @@ def _run_notes(trainer: RunConfig) -> Iterator[str]:
         yield f"trainer.resume_from_path has no effect with trainer.resume_mode={trainer.resume_mode}; resume_path reads it"
 
 
-def _ppo_notes(config: PPOConfig, typed: Collection[str]) -> Iterator[str]:
+def _engine_notes(typed: Collection[str]) -> Iterator[str]:
     for key, why in UNUSED_BY_EMBEDDED.items():
         if key in typed:
             yield f"{key} has no effect: {why}"
+
+
+def _ppo_notes(config: PPOConfig, typed: Collection[str]) -> Iterator[str]:
+    yield from _engine_notes(typed)
     estimator, correction = config.algorithm.adv_estimator, config.algorithm.rollout_correction
     if estimator in GROUP_ESTIMATORS and config.actor_rollout_ref.rollout.n == 1:
         yield f"{ROLLOUT}.n=1: {estimator} has nothing to compare an answer with; set n=8, say"

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
-from configs.schema.common import RayConfig, RunConfig
+from configs.schema.common import RayConfig, WorkersConfig
 from workers.controller.group import Backend, WorkerGroup
 from workers.controller.resource_pool import ResourcePool
 
 
-def open_backend(trainer: RunConfig, ray_kwargs: RayConfig, run_dir: Path) -> Backend:
+def open_backend(trainer: WorkersConfig, ray_kwargs: RayConfig, run_dir: Path) -> Backend:
     """The backend that trainer.backend names; a context manager that leaves no process behind.
 
     Raises ValueError if the device is not there.
@@ -34,7 +34,7 @@ def open_backend(trainer: RunConfig, ray_kwargs: RayConfig, run_dir: Path) -> Ba
     )
 
 
-def check_device(trainer: RunConfig) -> None:
+def check_device(trainer: WorkersConfig) -> None:
     if trainer.device == "cuda" and torch.cuda.device_count() < trainer.n_gpus_per_node:
         raise ValueError(
             f"trainer.device=cuda trainer.n_gpus_per_node={trainer.n_gpus_per_node}: this machine has "
@@ -42,7 +42,7 @@ def check_device(trainer: RunConfig) -> None:
         )
 
 
-def start_hosts(backend: Backend, trainer: RunConfig) -> WorkerGroup:
+def start_hosts(backend: Backend, trainer: WorkersConfig) -> WorkerGroup:
     """One host a GPU slot. Returns before they are ready, so that the controller can read its data meanwhile."""
     pool = ResourcePool(n_per_node=(trainer.n_gpus_per_node,) * trainer.nnodes, device=trainer.device, name="workers")
     return backend.start_group("workers", pool, "workers.host:Host", trainer.device, env={})

@@ -14,12 +14,12 @@ from configs.checks import world_size
 from configs.compose import Tree, run_jobs
 from configs.keys import CONFIG_DIR, ConfigError, described
 from configs.load import load
-from configs.schema.common import RunConfig
+from configs.schema.common import ProgramConfig, WorkersConfig
 
 
 class RunnableConfig(Protocol):
     @property
-    def trainer(self) -> RunConfig: ...
+    def trainer(self) -> ProgramConfig: ...
 
 
 Config = TypeVar("Config", bound=RunnableConfig)
@@ -94,8 +94,10 @@ class Program(Generic[Config]):
             print(f"note: {note}", file=sys.stderr)
         trainer = loaded.config.trainer
         if trainer.dry_run == "config":
-            workers = f"{world_size(trainer)} worker{'s' if world_size(trainer) > 1 else ''}"
-            print(f"configuration is fine: {workers} on {trainer.device}, run directory {trainer.default_local_dir}")
+            workers = ""
+            if isinstance(trainer, WorkersConfig):
+                workers = f"{world_size(trainer)} worker{'s' if world_size(trainer) > 1 else ''} on {trainer.device}, "
+            print(f"configuration is fine: {workers}run directory {trainer.default_local_dir}")
             return 0
         try:
             self.run(loaded.config, told)
@@ -118,7 +120,7 @@ class Program(Generic[Config]):
             name=self.name,
             about=self.about,
             root=self.root,
-            groups="\n".join(groups),
+            groups="\n".join(groups) or "  none",
             keys="\n".join(f"  {f'{key}={said[key].value}':<66} {said[key].comment}".rstrip() for key in self.often_used),
             examples="\n".join(f"  python -m {self.name} {example}" for example in self.examples),
         )

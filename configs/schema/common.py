@@ -50,26 +50,38 @@ class FSDPConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class RunConfig:
+class ProgramConfig:
     """What `trainer` is in every program."""
 
-    project_name: str
-    experiment_name: str
     default_local_dir: str
-    logger: list[str]
+    seed: int
+    dry_run: Literal["config"] | None
+    full_traceback: bool
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class WorkersConfig(ProgramConfig):
+    """In every program that starts workers."""
+
     device: Literal["cuda", "cpu"]
     backend: Literal["ray", "local"]
     nnodes: Positive
     n_gpus_per_node: Positive
-    seed: int
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class RunConfig(WorkersConfig):
+    """In every program that trains."""
+
+    project_name: str
+    experiment_name: str
+    logger: list[str]
     total_epochs: Positive
     total_training_steps: Positive | None
     test_freq: int
     save_freq: int
     resume_mode: Literal["auto", "disable", "resume_path"]
     resume_from_path: str | None
-    dry_run: Literal["config"] | None
-    full_traceback: bool
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

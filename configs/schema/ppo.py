@@ -27,24 +27,30 @@ KLKind = Literal[
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class DataConfig:
-    train_files: list[str]
-    val_files: list[str]
-    train_max_samples: Annotated[int, Ge(-1)]
-    val_max_samples: Annotated[int, Ge(-1)]
+class PromptConfig:
+    """How prompts are read, whatever becomes of them."""
+
     prompt_key: str
     reward_fn_key: str
-    train_batch_size: Positive
-    gen_batch_size: Positive | None
-    val_batch_size: Positive | None
     max_prompt_length: Positive
     max_response_length: Positive
     truncation: Literal["error", "left", "right", "middle"]
     filter_overlong_prompts: bool
     filter_overlong_prompts_workers: Positive
     shuffle: bool
-    seed: int | None
     apply_chat_template_kwargs: dict[str, Any]
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class DataConfig(PromptConfig):
+    train_files: list[str]
+    val_files: list[str]
+    train_max_samples: Annotated[int, Ge(-1)]
+    val_max_samples: Annotated[int, Ge(-1)]
+    train_batch_size: Positive
+    gen_batch_size: Positive | None
+    val_batch_size: Positive | None
+    seed: int | None
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -106,7 +112,9 @@ class SamplingConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class RolloutConfig:
+class RolloutEngineConfig:
+    """What an engine is built from, and how it draws."""
+
     name: Literal["embedded"]
     n: Positive
     do_sample: bool
@@ -120,6 +128,12 @@ class RolloutConfig:
     tensor_model_parallel_size: Positive
     gpu_memory_utilization: Fraction
     free_cache_engine: bool
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class RolloutConfig(RolloutEngineConfig):
+    """And what training wants besides."""
+
     log_prob_micro_batch_size: Positive | None
     log_prob_micro_batch_size_per_gpu: Positive | None
     log_prob_use_dynamic_bsz: bool
@@ -263,18 +277,26 @@ class ShapingConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class RewardConfig:
+class ScoringConfig:
+    """How an answer gets its score."""
+
     num_workers: NonNegative
     timeout: PositiveFloat
     memory_limit_mb: Positive | None
     scorer: str | None
     custom_reward_function: CustomRewardConfig
-    reward_kwargs: RewardKwargsConfig
-    shaping: ShapingConfig
     gsm8k: GSM8KRewardConfig
     math_dapo: MathDapoRewardConfig
     code: CodeRewardConfig
     judge: JudgeRewardConfig
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class RewardConfig(ScoringConfig):
+    """And how the score becomes the reward that training sees."""
+
+    reward_kwargs: RewardKwargsConfig
+    shaping: ShapingConfig
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -2,9 +2,10 @@
 
 import pytest
 
-from configs.checks import check_ppo, check_sft, micro_batch_limits
+from configs.checks import check_generation, check_ppo, check_sft, micro_batch_limits
 from configs.compose import compose
 from configs.keys import ConfigError
+from configs.schema.generation import GenerationConfig
 from configs.schema.ppo import PPOConfig
 from configs.schema.sft import SFTConfig
 
@@ -229,3 +230,41 @@ def test_micro_batch_limits(
 def test_a_count_over_all_divides_by_the_workers() -> None:
     with pytest.raises(ValueError, match=r"5 / 2 = 2\.5"):
         micro_batch_limits(None, 5, False, 100, 2)
+
+
+def generation_lines(*overrides: str) -> list[str]:
+    config = compose("generation", GenerationConfig, overrides)
+    try:
+        return check_generation(config, {override.partition("=")[0] for override in overrides})
+    except ConfigError as error:
+        return [f"error: {line}" for line in str(error).splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lines"),
+    [
+        ([], []),
+        (
+            [f"{ROLLOUT}.max_model_len=1000", "trainer.backend=local"],
+            [
+                f"error: trainer.backend=local: runs one worker, in this process, not {WORKERS}",
+                f"error: {ROLLOUT}.max_model_len=1000: less than {LONGEST}",
+            ],
+        ),
+        (
+            ["selection.sft=a.parquet", "selection.best_of_n=a.parquet", f"{ROLLOUT}.n=2"],
+            ["error: selection.sft=a.parquet: selection.best_of_n is the same file"],
+        ),
+        (
+            ["selection.best_of_n=a.csv"],
+            ["error: selection.best_of_n=a.csv: the name of the file must end in .parquet or .jsonl"],
+        ),
+        (["selection.best_of_n=a.parquet"], [f"selection.best_of_n has no choice: {ROLLOUT}.n=1"]),
+        (
+            [f"{ROLLOUT}.tensor_model_parallel_size=1"],
+            [f"{ROLLOUT}.tensor_model_parallel_size has no effect: the embedded engine is not split over GPUs"],
+        ),
+    ],
+)
+def test_generation(overrides: list[str], lines: list[str]) -> None:
+    assert generation_lines(*overrides) == lines

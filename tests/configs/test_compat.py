@@ -10,6 +10,8 @@ from omegaconf import OmegaConf
 from configs.argv import compat
 from configs.compose import compose
 from configs.keys import CONFIG_DIR, keys_of
+from configs.schema.evaluation import EvaluationConfig
+from configs.schema.generation import GenerationConfig
 from configs.schema.ppo import PPOConfig
 from configs.schema.sft import SFTConfig
 
@@ -53,8 +55,11 @@ def test_listed_differences_are_differences() -> None:
     assert all(OmegaConf.select(ours, key) != entry["verl"] for key, entry in DIFFERENCES.items())
 
 
+SCHEMAS = (PPOConfig, SFTConfig, GenerationConfig, EvaluationConfig)
+
+
 def test_aliases_lead_to_keys_of_some_program_and_hide_none() -> None:
-    programs = [keys_of(PPOConfig), keys_of(SFTConfig)]
+    programs = [keys_of(schema) for schema in SCHEMAS]
     for other, ours in compat().alias.items():
         assert any(keys.knows(ours.removesuffix(".*")) for keys in programs), ours
         assert not any(keys.knows(other.removesuffix(".*")) and keys.knows(ours.removesuffix(".*")) for keys in programs), other
@@ -62,7 +67,7 @@ def test_aliases_lead_to_keys_of_some_program_and_hide_none() -> None:
 
 def test_what_is_left_out_or_refused_is_no_key_of_ours() -> None:
     for name in (*compat().accepted, *compat().refused):
-        assert "*" in name or not any(keys_of(schema).knows(name) for schema in (PPOConfig, SFTConfig)), name
+        assert "*" in name or not any(keys_of(schema).knows(name) for schema in SCHEMAS), name
     limited = [entry for entry in compat().accepted.values() if entry.values is not None]
     assert limited and all(entry.otherwise for entry in limited)
 

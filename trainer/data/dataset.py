@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from configs.schema.ppo import DataConfig
+from configs.schema.ppo import PromptConfig
 from trainer.data.encoding import encode_in_processes, truncate
 from trainer.data.files import Rows
 from trainer.data.order import draw
@@ -30,15 +30,26 @@ class PromptDataset:
     """Prompts of one or several files, of ``data.max_prompt_length`` tokens at most."""
 
     def __init__(
-        self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, max_samples: int, seed: int
+        self,
+        files: Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        config: PromptConfig,
+        *,
+        max_samples: int,
+        seed: int,
+        scored: bool = True,
     ) -> None:
         """max_samples: read so many rows, drawn by ``seed`` if data.shuffle, else the first; -1: all.
+
+        scored: the rows must have what a scorer needs, a data source and a ground truth; else they may, and "" and None stand
+        for what a file has not.
 
         Raises ValueError, one line, for missing files, columns or rows, for an empty prompt, for a prompt that is too long under
         data.truncation=error, and where the filter leaves nothing.
         """
         self._source_key = config.reward_fn_key
-        self._rows = Rows(files, [config.prompt_key, config.reward_fn_key, "reward_model.ground_truth"], ["extra_info"])
+        needed = [config.reward_fn_key, "reward_model.ground_truth"] if scored else []
+        self._rows = Rows(files, [config.prompt_key, *needed], [config.reward_fn_key, "reward_model", "extra_info"])
         sources = self._rows.column(config.reward_fn_key)
         notices = []
         uids = draw(len(self._rows), max_samples, seed, config.shuffle)
@@ -72,19 +83,23 @@ class PromptDataset:
         self._uids = uids
         self._texts = [text for text, _ in encoded]
         self._ids = [ids for _, ids in encoded]
-        self.data_sources = frozenset(sources[uid] for uid in uids)
+        self.data_sources = frozenset(sources[uid] or "" for uid in uids)
         self.notices = tuple(notices)
 
     def __len__(self) -> int:
         return len(self._uids)
 
+    def row(self, index: int) -> dict[str, Any]:
+        """The prompt's row, as the file has it."""
+        return self._rows[self._uids[index]]
+
     def __getitem__(self, index: int) -> Prompt:
-        row = self._rows[self._uids[index]]
+        row = self.row(index)
         return Prompt(
             uid=self._uids[index],
             prompt_ids=tuple(self._ids[index].tolist()),
             text=self._texts[index],
-            data_source=row[self._source_key],
-            ground_truth=row["reward_model"]["ground_truth"],
+            data_source=row.get(self._source_key) or "",
+            ground_truth=(row.get("reward_model") or {}).get("ground_truth"),
             extra_info=row.get("extra_info") or {},
         )

@@ -152,19 +152,11 @@ class Source:
         samples = list(range(each)) * len(prompts)
         seeds = [seed_of(self.seed, purpose, step, prompt.uid, sample) for prompt, sample in zip(asked, samples, strict=True)]
         with phases("gen"):
-            questions = Batch(
-                lengths=torch.tensor([len(prompt.prompt_ids) for prompt in asked], dtype=torch.int64),
-                tokens={"input_ids": torch.tensor([token for prompt in asked for token in prompt.prompt_ids])},
-                rows={"seed": torch.tensor(seeds), "greedy": torch.tensor(samples) == n},
-            )
+            questions = ask(asked, seeds, greedy=torch.tensor(samples) == n)
             answers = self.rollout.generate(questions, sampling, each)
         with phases("reward"):
             finished = answers.rows["finished"].bool().tolist()
-            # What ends an answer is no part of its text; any other special token is, or "4<pad>2" would count as 42.
-            written = [
-                ids[: len(ids) - done].tolist() for ids, done in zip(answers.split_rows("input_ids"), finished, strict=True)
-            ]
-            texts = self.tokenizer.batch_decode(written, skip_special_tokens=False)
+            texts = texts_of(answers, self.tokenizer)
             scores = self.rewards.score(
                 [
                     Answer(prompt.data_source, text, prompt.ground_truth, prompt.extra_info, finished=done)
@@ -182,6 +174,22 @@ class Source:
         batch.objects = describe(asked, texts, scores)
         batch.meta = {"temperature": sampling.temperature}
         return batch
+
+
+def ask(prompts: Sequence[Prompt], seeds: Sequence[int], greedy: torch.Tensor) -> Batch:
+    """What a rollout is asked: one row a prompt, with its seed and whether the answer is greedy (bool (B,))."""
+    return Batch(
+        lengths=torch.tensor([len(prompt.prompt_ids) for prompt in prompts], dtype=torch.int64),
+        tokens={"input_ids": torch.tensor([token for prompt in prompts for token in prompt.prompt_ids])},
+        rows={"seed": torch.tensor(seeds), "greedy": greedy},
+    )
+
+
+def texts_of(answers: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """What the answers say. What ends one is no part of its text; any other special token is, or "4<pad>2" would count as 42."""
+    finished = answers.rows["finished"].tolist()
+    written = [ids[: len(ids) - done].tolist() for ids, done in zip(answers.split_rows("input_ids"), finished, strict=True)]
+    return tokenizer.batch_decode(written, skip_special_tokens=False)
 
 
 def join(questions: Batch, answers: Batch) -> Batch:

@@ -10,7 +10,7 @@ from typing import Literal
 from torch import Tensor
 
 from configs.schema.common import ModelConfig
-from configs.schema.ppo import RolloutConfig
+from configs.schema.ppo import RolloutEngineConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class RolloutSpec:
     """All a rollout engine is built from. max_model_len: prompt and response together, tokens."""
 
     model: ModelConfig
-    rollout: RolloutConfig
+    rollout: RolloutEngineConfig
     max_model_len: int
     device: Literal["cpu", "cuda"]
 

@@ -1,0 +1,43 @@
+"""The typed tree of `trainer.main_generation`. The YAML twin is configs/generation.yaml; a test holds the two equal."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge
+
+from configs.schema.common import ModelConfig, Positive, RayConfig, WorkersConfig
+from configs.schema.ppo import PromptConfig, RolloutEngineConfig, ScoringConfig
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class GenerationDataConfig(PromptConfig):
+    path: list[str]
+    max_samples: Annotated[int, Ge(-1)]
+    batch_size: Positive
+    output_path: str
+    output_format: Literal["parquet", "jsonl"]
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class GeneratorConfig:
+    model: ModelConfig
+    rollout: RolloutEngineConfig
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class SelectionConfig:
+    score: bool
+    best_of_n: str | None
+    sft: str | None
+    min_score: float | None
+    max_per_prompt: Positive
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class GenerationConfig:
+    data: GenerationDataConfig
+    actor_rollout_ref: GeneratorConfig
+    selection: SelectionConfig
+    reward: ScoringConfig
+    trainer: WorkersConfig
+    ray_kwargs: RayConfig

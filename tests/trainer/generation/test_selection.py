@@ -1,0 +1,41 @@
+from typing import Any
+
+from trainer.generation.selection import accepted, best_of_n
+
+
+def row(*answers: tuple[str, float | None, str]) -> dict[str, Any]:
+    return {
+        "uid": 7,
+        "prompt": "p",
+        "responses": [text for text, _, _ in answers],
+        "scores": [score for _, score, _ in answers],
+        "finish_reasons": [reason for _, _, reason in answers],
+        "lengths": list(range(len(answers))),
+        "log_probs": [-float(i) for i in range(len(answers))],
+        "reward_errors": [None if score is not None else "broken" for _, score, _ in answers],
+    }
+
+
+FIRST, LAST = [("c", 0.5, "stop"), ("x", None, "stop"), ("a", 1.0, "stop")], [("a", 1.0, "stop"), ("d", 1.0, "stop")]
+MANY = row(*FIRST, ("b", 2.0, "length"), *LAST)
+
+
+def test_the_best_is_the_highest_score_and_of_several_the_first() -> None:
+    best = best_of_n(MANY)
+    assert best is not None and best["responses"] == ["b"] and best["lengths"] == [3] and best["uid"] == 7
+    tied = best_of_n(row(("a", 1.0, "stop"), ("b", 1.0, "stop")))
+    assert tied is not None and tied["responses"] == ["a"] and tied["log_probs"] == [0.0]
+    assert best_of_n(row(("x", None, "stop"))) is None
+
+
+def texts(min_score: float | None, most: int) -> list[str]:
+    rows = accepted(MANY, min_score, most)
+    assert all(set(one) == {"prompt", "response"} and one["prompt"] == "p" for one in rows)
+    return [one["response"] for one in rows]
+
+
+def test_accepted_answers_end_by_themselves_differ_and_are_good_enough() -> None:
+    assert texts(1.0, 9) == ["a", "d"]
+    assert texts(None, 9) == ["a", "d", "c"] and texts(0.5, 9) == ["a", "d", "c"]
+    assert texts(1.0, 1) == ["a"] and texts(None, 2) == ["a", "d"]
+    assert texts(1.5, 9) == []

@@ -1,0 +1,67 @@
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from trainer.generation.shards import Shards, check_same, shard_files, write_rows
+
+ROW: dict[str, Any] = {
+    "uid": 3,
+    "prompt": [{"role": "user", "content": "1+1="}],
+    "prompt_length": 4,
+    "responses": ["2", "ü"],
+    "log_probs": [-0.1, -1e-17],
+    "scores": [1.0, None],
+}
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_rows_come_back_as_they_were(form: Any, tmp_path: Path) -> None:
+    shards = Shards(tmp_path / "new/answers", form, 3, {"n": 2})
+    assert shards.missing() == [0, 1, 2]
+    write_rows(shards.path(2), [ROW])
+    write_rows(shards.path(0), [ROW, ROW | {"uid": 4}])
+    assert shards.missing() == [1]
+    write_rows(shards.path(1), [ROW | {"uid": 5, "scores": [None, None]}])
+    assert [row["uid"] for row in shards.rows()] == [3, 4, 5, 3] and next(shards.rows()) == ROW
+    assert sorted(path.name for path in shards.directory.iterdir()) == [
+        "manifest.json", *(f"shard_0000{i}.{form}" for i in range(3))
+    ]  # fmt: skip
+
+
+def test_shards_have_the_same_columns_whatever_is_null_in_one(tmp_path: Path) -> None:
+    for name, scores in (("a", [None, None]), ("b", [0.5, 1.0])):
+        write_rows(tmp_path / f"{name}.parquet", [ROW | {"scores": scores}])
+    assert pq.read_schema(tmp_path / "a.parquet") == pq.read_schema(tmp_path / "b.parquet")
+
+
+def test_torn_shards_are_removed_and_others_kept(tmp_path: Path) -> None:
+    first = Shards(tmp_path, "jsonl", 2, {"n": 2})
+    write_rows(first.path(0), [ROW])
+    (tmp_path / "shard_00001.jsonl.partial").write_text("{")
+    again = Shards(tmp_path, "jsonl", 2, {"n": 2})
+    assert again.missing() == [1] and shard_files(tmp_path) == [first.path(0)]
+    assert not (tmp_path / "shard_00001.jsonl.partial").exists()
+
+
+def test_a_write_that_fails_leaves_no_shard(tmp_path: Path) -> None:
+    path = tmp_path / "shard_00000.parquet"
+    with pytest.raises(ValueError, match=r"column 'extra' cannot be parquet: .*; data.output_format=jsonl takes it"):
+        write_rows(path, [ROW | {"extra": {"a": 1}}, ROW | {"extra": "text"}])
+    assert not path.exists()
+
+
+def test_answers_of_something_else_are_refused(tmp_path: Path) -> None:
+    write_rows(tmp_path / "shard_00000.jsonl", [ROW])
+    with pytest.raises(ValueError, match=r"has shard_00000.jsonl and no manifest.json: not from here"):
+        Shards(tmp_path, "jsonl", 1, {"n": 2})
+
+
+@pytest.mark.parametrize(
+    ("new", "said"), [({"n": 3}, "n was 2 and is 3"), ({}, "n was 2 and is null"), ({"n": 2, "m": 1}, "m was")]
+)
+def test_the_first_difference_is_named(new: dict[str, Any], said: str) -> None:
+    check_same(Path("x"), {"n": 2}, {"n": 2})
+    with pytest.raises(ValueError, match=f"x has answers of another run: {said}"):
+        check_same(Path("x"), {"n": 2}, new)

@@ -1,0 +1,121 @@
+"""mean@k, pass@k and maj@k of answers in files, whole runs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer import main_eval
+from trainer.evaluation.estimators import clopper_pearson
+from trainer.generation.shards import write_rows
+
+# Four prompts of two sources; exact_match compares to the letter.
+ROWS: list[dict[str, Any]] = [
+    {"data_source": "sort_digits", "responses": ["12", "12", "12", "21"], "reward_model": {"ground_truth": "12"}},
+    {"data_source": "sort_digits", "responses": ["1", "3", "3", "4"], "reward_model": {"ground_truth": "1"}},
+    {"data_source": "sort_digits", "responses": ["5", "6", "7", "8"], "reward_model": {"ground_truth": "9"}},
+    {"data_source": "exact_match", "responses": ["a", "a", "b", "b"], "reward_model": {"ground_truth": "b"}},
+]
+PASSED = [[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0], [0, 0, 1, 1]]
+
+
+def evaluate(tmp_path: Path, *overrides: str) -> dict[str, Any]:
+    arguments = ["reward.num_workers=0", f"trainer.default_local_dir={tmp_path}/out", *overrides]
+    assert main_eval.PROGRAM(arguments) == 0
+    return json.loads((tmp_path / "out/evaluation.json").read_text())
+
+
+@pytest.fixture(params=["parquet", "jsonl"])
+def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    path = tmp_path / f"answers.{request.param}"
+    write_rows(path, ROWS)
+    return path
+
+
+def test_metrics_of_scored_answers(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = evaluate(tmp_path, f"data.path={file}")
+    assert list(found) == ["exact_match", "sort_digits", "all"]
+    everything = found["all"]
+    assert (everything["prompts"], everything["answers"], everything["failed"], everything["prompts@2"]) == (4, 16, 0, 4)
+    values = {name: metric["value"] for name, metric in everything.items() if isinstance(metric, dict)}
+    assert values == pytest.approx(
+        {
+            **{f"mean@{k}": 6 / 16 for k in (1, 2, 4)},
+            "pass@1": 6 / 16, "pass@2": (1 + 1 / 2 + 0 + 5 / 6) / 4, "pass@4": 3 / 4,
+            "maj@1": 6 / 16, "maj@2": 6 / 16,  # of two that differ, either
+            "maj@4": (1 + 0 + 0 + 1 / 2) / 4,
+        }
+    )  # fmt: skip
+    low, high = clopper_pearson(3, 4)
+    assert everything["pass@4"] == {"value": 0.75, "low": low, "high": high, "kind": "exact"}
+    assert everything["pass@2"]["kind"] == "bootstrap" and everything["pass@2"]["low"] < values["pass@2"]
+    assert found["exact_match"]["maj@4"]["value"] == 0.5 and found["sort_digits"]["pass@4"]["value"] == pytest.approx(2 / 3)
+    out = capsys.readouterr().out
+    assert "pass@k" in out and "0.7500 [0.1941," in out and f"evaluation: {tmp_path}/out/evaluation.json" in out
+
+
+def test_scores_of_the_file_and_of_a_function_are_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    write_rows(file, ROWS)
+    given = tmp_path / "scored/shard_00000.jsonl"
+    write_rows(given, [row | {"scores": passed} for row, passed in zip(ROWS, PASSED, strict=True)])
+    function = "def compute_score(solution_str, ground_truth, **_):\n    return solution_str == ground_truth\n"
+    (tmp_path / "mine.py").write_text(function)
+    scored = evaluate(tmp_path, f"data.path={file}", "trainer.seed=3")
+    assert evaluate(tmp_path, f"data.path={given.parent}", "data.score_key=scores", "trainer.seed=3") == scored
+    by_function = f"custom_reward_function.path={tmp_path}/mine.py"  # as verl's main_eval has it
+    assert evaluate(tmp_path, f"data.path={file}", by_function, "trainer.seed=3") == scored
+
+
+def test_answers_without_a_score_are_left_out_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [row | {"scores": list(passed)} for row, passed in zip(ROWS[:2], PASSED, strict=False)]
+    rows[0]["scores"][3] = None
+    write_rows(tmp_path / "a.jsonl", rows)
+    found = evaluate(tmp_path, f"data.path={tmp_path}/a.jsonl", "data.score_key=scores", "metrics.k=[1,4]")["sort_digits"]
+    assert (found["answers"], found["failed"], found["prompts@1"], found["prompts@4"]) == (7, 1, 2, 1)
+    assert found["mean@1"]["value"] == (1 + 1 / 4) / 2 and found["pass@4"]["value"] == 1.0
+    assert "note: 1 answers have no score, their rewards failed; they are left out" in capsys.readouterr().err
+
+
+def test_one_answer_a_row_and_how_it_ended(tmp_path: Path) -> None:
+    rows = [{"data_source": "sort_digits", "answer": "12", "reward_model": {"ground_truth": "12"}}]
+    write_rows(tmp_path / "a.jsonl", rows)
+    arguments = [f"data.path={tmp_path}/a.jsonl", "data.response_key=answer"]
+    assert evaluate(tmp_path, *arguments)["sort_digits"]["pass@1"]["value"] == 1.0
+    write_rows(tmp_path / "a.jsonl", [rows[0] | {"finish_reasons": ["length"]}])
+    assert evaluate(tmp_path, *arguments)["sort_digits"]["pass@1"]["value"] == 0.0, "exact_match wants an end"
+
+
+def test_as_many_scores_as_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(tmp_path / "a.jsonl", [ROWS[0] | {"scores": [1.0, 0.0, 1.0]}])
+    assert main_eval.PROGRAM([f"data.path={tmp_path}/a.jsonl", "data.score_key=scores"]) == 2
+    assert f"error: {tmp_path}/a.jsonl, row 0: 4 answers and 3 scores" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["data.path=nowhere.parquet"], "nowhere.parquet: no such file"),
+        (["data.path={tmp}"], "data.path={tmp}: the directory has no shard_*.parquet or shard_*.jsonl"),
+        (["data.response_key=answer"], "{tmp}/a.jsonl: no column 'answer'; it has data_source, responses, reward_model"),
+        (["data.score_key=reward_model"], "{tmp}/a.jsonl, row 0: column 'reward_model' is {{'ground_truth': '12'}}, not a list"),
+        (["metrics.k=[8]"], "metrics.k=8: no prompt has so many scored answers, the most are 4"),
+        (["metrics.k=[0]"], "metrics.k.0=0: must be greater than 0"),
+        (["metrics.vote=box"], "metrics.vote=box is not known"),
+        (["metrics.threshold=1"], "metrics.threshold: there is no such key"),
+    ],
+)
+def test_what_is_wrong_is_one_line(overrides: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(tmp_path / "a.jsonl", ROWS)
+    typed = [f"data.path={tmp_path}/a.jsonl", *(override.format(tmp=tmp_path) for override in overrides)]
+    assert main_eval.PROGRAM(["reward.num_workers=0", *typed]) == 2
+    lines = [text for text in capsys.readouterr().err.splitlines() if not text.startswith("note: reward.num_workers has no")]
+    assert len(lines) == 1 and lines[0].startswith(f"error: {line.format(tmp=tmp_path)}")
+
+
+def test_a_dry_run_needs_no_workers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main_eval.PROGRAM(["trainer.dry_run=config", "data.score_key=scores", "reward.scorer=math"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "configuration is fine: run directory evaluated\n"
+    assert err == "note: reward.scorer has no effect: data.score_key=scores has the scores\n"

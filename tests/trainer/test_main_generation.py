@@ -1,0 +1,206 @@
+"""Batch inference on the quick start's task, whole runs: answers, resuming, selection."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from configs.keys import CONFIG_DIR
+from tests.runs import make_task
+from trainer import main_generation
+from trainer.data.sft import SFTDataset
+
+N, ROWS, SHARDS = 4, 32, 4
+THERE, ANOTHER = "data.output_path={whole}/answers", "{whole}/answers has answers of another run"
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_task(tmp_path_factory.mktemp("task"), train_size=16, test_size=ROWS, sft_size=16)
+
+
+def arguments(task: Path, run_dir: Path, *overrides: str) -> list[str]:
+    return [
+        f"data.path={task}/test.parquet", f"actor_rollout_ref.model.path={task}/base", "actor_rollout_ref.rollout.dtype=float32",
+        "data.max_prompt_length=8", "data.max_response_length=8", f"data.batch_size={ROWS // SHARDS}",
+        f"actor_rollout_ref.rollout.n={N}", f"reward.custom_reward_function.path={task}/reward.py", "reward.num_workers=0",
+        "trainer.device=cpu", "trainer.backend=local", "trainer.n_gpus_per_node=1", f"trainer.default_local_dir={run_dir}",
+        *overrides,
+    ]  # fmt: skip
+
+
+def generate(task: Path, run_dir: Path, *overrides: str) -> list[dict[str, Any]]:
+    """Run to the end and read the shards."""
+    assert main_generation.PROGRAM(arguments(task, run_dir, *overrides)) == 0
+    return [row for path in sorted((run_dir / "answers").glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
+
+
+@pytest.fixture(scope="module")
+def whole(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody interrupts; its directory."""
+    run_dir = tmp_path_factory.mktemp("whole")
+    selected = [f"selection.best_of_n={run_dir}/best.parquet", f"selection.sft={run_dir}/sft.parquet", "selection.min_score=null"]
+    generate(task, run_dir, *selected, "selection.max_per_prompt=2")
+    return run_dir
+
+
+def answers(run_dir: Path) -> list[dict[str, Any]]:
+    return [row for path in sorted((run_dir / "answers").glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
+
+
+def shard_bytes(run_dir: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted((run_dir / "answers").iterdir()) if path.name != "manifest.json"}
+
+
+def test_every_prompt_has_its_answers(task: Path, whole: Path) -> None:
+    data, rows = pq.read_table(task / "test.parquet").to_pylist(), answers(whole)
+    assert [row["uid"] for row in rows] == list(range(ROWS)) and len(shard_bytes(whole)) == SHARDS
+    for row, source in zip(rows, data, strict=True):
+        assert {name: row[name] for name in ("prompt", "data_source", "reward_model", "extra_info")} == {
+            name: source[name] for name in ("prompt", "data_source", "reward_model", "extra_info")
+        }
+        truth = source["reward_model"]["ground_truth"]
+        wanted = [sum(a == b for a, b in zip(text, truth)) + text.count("7") / 8 for text in row["responses"]]  # noqa: B905
+        assert row["scores"] == wanted and row["reward_errors"] == [None] * N
+    assert len({tuple(row["responses"]) for row in rows}) > ROWS / 2, "samples differ from prompt to prompt"
+    assert sum(len(set(row["responses"])) == N for row in rows) > ROWS / 2, "and within one"
+
+
+def test_log_probs_and_lengths_are_those_of_the_model(task: Path, whole: Path) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(task / "base"), AutoTokenizer.from_pretrained(task / "base")
+    reasons = set()
+    for row in answers(whole)[:8]:
+        chat = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
+        prompt = tokenizer(chat, add_special_tokens=False)["input_ids"]
+        assert row["prompt_length"] == len(prompt)
+        for text, length, reason, log_prob in zip(
+            row["responses"], row["lengths"], row["finish_reasons"], row["log_probs"], strict=True
+        ):
+            reasons.add(reason)
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] * (reason == "stop")
+            assert length == len(ids) and (reason == "stop" or length == 8)
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+            each = logits.log_softmax(-1)[torch.arange(len(ids)), torch.tensor(ids)]
+            assert log_prob == pytest.approx(each.sum().item(), abs=1e-4)
+    assert reasons == {"stop", "length"}
+
+
+def test_a_draw_depends_on_seed_row_and_sample_alone(task: Path, whole: Path, tmp_path: Path) -> None:
+    rows = generate(task, tmp_path / "a", "data.batch_size=5", "actor_rollout_ref.rollout.n=2", "data.max_samples=12")
+    assert [row["responses"] for row in rows] == [row["responses"][:2] for row in answers(whole)[:12]]
+    other = generate(task, tmp_path / "b", "trainer.seed=2", "data.max_samples=12")
+    assert all(row["responses"] != first["responses"] for row, first in zip(other, answers(whole), strict=False))
+
+
+def test_the_best_of_n(whole: Path) -> None:
+    best = pq.read_table(whole / "best.parquet").to_pylist()
+    for row, kept in zip(answers(whole), best, strict=True):
+        first = row["scores"].index(max(row["scores"]))
+        assert kept["scores"] == [max(row["scores"])] and kept["responses"] == [row["responses"][first]]
+        assert kept["uid"] == row["uid"] and kept["lengths"] == [row["lengths"][first]]
+
+
+def test_accepted_answers_are_read_by_supervised_training(task: Path, whole: Path) -> None:
+    rows = pq.read_table(whole / "sft.parquet").to_pylist()
+    ended = {
+        (row["prompt"][0]["content"], text)
+        for row in answers(whole)
+        for text, reason in zip(row["responses"], row["finish_reasons"], strict=True)
+        if reason == "stop"
+    }
+    pairs = [(row["prompt"][0]["content"], row["response"]) for row in rows]
+    assert pairs and set(pairs) <= ended and len(set(pairs)) == len(pairs)
+    assert max(sum(other == prompt for other, _ in pairs) for prompt, _ in pairs) == 2
+    tokenizer = AutoTokenizer.from_pretrained(task / "base")
+    data = SFTDataset(
+        [str(whole / "sft.parquet")], tokenizer, prompt_key="prompt", response_key="response", max_length=32,
+        truncation="error", apply_chat_template_kwargs={},
+    )  # fmt: skip
+    assert len(data) == len(rows)
+
+
+def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(task: Path, whole: Path, tmp_path: Path) -> None:
+    same = ["selection.score=true"]
+    command = [sys.executable, "-m", "trainer.main_generation", *arguments(task, tmp_path, *same)]
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(CONFIG_DIR.parent)}, stdout=subprocess.DEVNULL)
+    first = tmp_path / "answers/shard_00000.parquet"
+    while not first.exists():
+        assert process.poll() is None, "it ended before its first shard"
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    there = shard_bytes(tmp_path)
+    assert 1 <= len([name for name in there if name.endswith(".parquet")]) < SHARDS, "it was killed between shards"
+    (tmp_path / "answers/shard_00002.parquet.partial").write_bytes(b"torn")
+    written = first.stat().st_mtime_ns
+    assert generate(task, tmp_path, *same) == answers(whole)
+    assert shard_bytes(tmp_path) == shard_bytes(whole)
+    assert first.stat().st_mtime_ns == written, "what is there is not made again"
+
+
+def test_a_finished_run_selects_anew_without_an_engine(
+    task: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.generation.assemble.open_backend", None)
+    other = [f"data.output_path={whole}/answers", f"selection.sft={tmp_path}/sft.jsonl", "selection.min_score=0.5"]
+    generate(task, tmp_path, *other)
+    kept = [json.loads(line) for line in (tmp_path / "sft.jsonl").read_text().splitlines()]
+    assert len(kept) > 0 and f"accepted: {tmp_path}/sft.jsonl ({len(kept)} answers to {len(kept)} of {ROWS} prompts)" in (
+        capsys.readouterr().out
+    )
+
+
+def test_plain_prompts_in_json_lines_without_scores(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = ["31=", "204="]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"question": prompt}) + "\n" for prompt in prompts))
+    overrides = [
+        f"data.path={tmp_path}/prompts.jsonl", "data.prompt_key=question", "data.output_format=jsonl",
+        "actor_rollout_ref.rollout.do_sample=false", "actor_rollout_ref.rollout.n=2",
+    ]  # fmt: skip
+    generate(task, tmp_path, *overrides)
+    rows = [json.loads(line) for line in (tmp_path / "answers/shard_00000.jsonl").read_text().splitlines()]
+    assert [row["prompt"] for row in rows] == prompts and [row["prompt_length"] for row in rows] == [3, 4]
+    assert "scores" not in rows[0] and "data_source" not in rows[0]
+    assert all(row["responses"][0] == row["responses"][1] for row in rows), "greedy"
+    out, err = capsys.readouterr()
+    assert "the 2 answers to a prompt are the same greedy one" in err and "shard 1/1  answers 4  length " in out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["data.path=nowhere/test.parquet"], "nowhere/test.parquet: no such file"),
+        (["data.n_samples=4"], "data.n_samples: there is no such key; did you mean"),
+        (["reward.scorer=gsm"], "reward.scorer=gsm is not known (did you mean gsm8k?)"),
+        (["selection.sft=sft.csv"], "selection.sft=sft.csv: the name of the file must end in .parquet or .jsonl"),
+        (["trainer.seed=2", "selection.score=true", THERE], f"{ANOTHER}: trainer.seed was 1 and is 2; put it back, or give"),
+        (["selection.score=true", "reward.timeout=1", THERE], f"{ANOTHER}: reward.timeout was 30.0 and is 1.0"),
+        (["selection.score=true", "data.max_samples=31", THERE], f"{ANOTHER}: data.max_samples was -1 and is 31"),
+        ([THERE], f"{ANOTHER}: scored was true and is false"),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    overrides: list[str], line: str, task: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = [override.format(whole=whole) for override in overrides]
+    assert main_generation.PROGRAM(arguments(task, tmp_path, *typed)) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {line.format(whole=whole)}") and err.count("\n") == 1
+
+
+def test_a_reward_that_always_fails_writes_no_shard(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "broken.py").write_text("def compute_score(**_):\n    return 'x'\n")
+    broken = [f"reward.custom_reward_function.path={tmp_path}/broken.py", "selection.score=true"]
+    assert main_generation.PROGRAM(arguments(task, tmp_path, *broken)) == 2
+    assert "all 32 rewards of a shard failed; the first: the reward is 'x'" in capsys.readouterr().err
+    assert list(shard_bytes(tmp_path)) == []

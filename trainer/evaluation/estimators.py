@@ -1,0 +1,134 @@
+"""What n answers to a prompt say about k of them, and how sure a mean over prompts is. Pure functions, no draw but by seed.
+
+k of the n answers are drawn without replacement, all subsets alike, and every estimator is the exact mean over them: it has
+no sampling error of its own, and is unbiased for k fresh answers (a mean over subsets is a U-statistic, Hoeffding 1948).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from math import comb, isclose
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+MAX_VOTERS = 1000  # answers a prompt: numbers of subsets are floats, and C(1000, 500) is near the largest
+
+
+class Interval(NamedTuple):
+    """A mean over prompts with its 95 % confidence interval. kind: how the interval was found."""
+
+    value: float
+    low: float
+    high: float
+    kind: Literal["exact", "bootstrap"]
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """The probability that one of k answers passes, where c of n do: 1 - C(n - c, k) / C(n, k).
+
+    Chen et al. 2021, arXiv:2107.03374, eq. 1, as the product that does not overflow.
+    """
+    assert 0 <= c <= n and 1 <= k <= n, (n, c, k)
+    if n - c < k:
+        return 1.0
+    return float(1.0 - np.prod(1.0 - k / np.arange(n - c + 1, n + 1)))
+
+
+def maj_at_k(votes: Sequence[Hashable | None], scores: Sequence[float], k: int) -> float:
+    """The expected score of the majority among k of the n answers (self-consistency: Wang et al. 2022, arXiv:2203.11171).
+
+    votes: what each answer says; None does not vote. The winner is what most of the k say, of several with the most votes each
+    is as likely; its score is the mean score of the answers that say it, among all n. Where none of the k votes, it is 0.
+    Raises ValueError for more than MAX_VOTERS answers.
+    """
+    n = len(votes)
+    assert len(scores) == n and 1 <= k <= n, (n, len(scores), k)
+    if n > MAX_VOTERS:
+        raise ValueError(f"maj@k of {n} answers to a prompt: at most {MAX_VOTERS} can be counted")
+    said: defaultdict[Hashable, list[float]] = defaultdict(list)
+    for vote, score in zip(votes, scores, strict=True):
+        if vote is not None:
+            said[vote].append(score)
+    sizes = sorted(len(members) for members in said.values())
+    wins = winning(sizes, n - sum(sizes), k)
+    return sum(wins[len(members)] * sum(members) / len(members) for members in said.values())
+
+
+def winning(sizes: Sequence[int], silent: int, k: int) -> dict[int, float]:
+    """{size: probability that one given candidate with so many voters wins} when k of all voters are drawn.
+
+    sizes: voters of each candidate; silent: those who vote for none. A tie of t candidates is a win of 1/t for each.
+    """
+    subsets = float(comb(sum(sizes) + silent, k))
+    counts = Counter(sizes)
+    found = {}
+    for size in counts:
+        others = list((counts - Counter([size])).elements())
+        found[size] = sum(_won_with(most, size, others, silent, k) for most in range(1, min(size, k) + 1)) / subsets
+    return found
+
+
+def _won_with(most: int, size: int, others: Sequence[int], silent: int, k: int) -> float:
+    """Subsets of k in which the candidate has exactly ``most`` votes and nobody more, a tie of t counted as 1/t.
+
+    ways[t, v]: subsets of v voters of the others seen so far in which t of them have ``most`` votes, and none more.
+    """
+    left = k - most
+    ways = np.zeros((left // most + 1, left + 1))
+    ways[0, 0] = 1.0
+    for other in others:
+        grown = np.zeros_like(ways)
+        for v in range(min(other, most - 1, left) + 1):
+            grown[:, v:] += comb(other, v) * ways[:, : left + 1 - v]
+        if most <= min(other, left):
+            grown[1:, most:] += comb(other, most) * ways[:-1, : left + 1 - most]
+        ways = grown
+    rest = np.array([float(comb(silent, left - v)) for v in range(left + 1)])
+    return comb(size, most) * float((ways @ rest / np.arange(1, len(ways) + 1)).sum())
+
+
+def mean_with_interval(values: Sequence[float], resamples: int, seed: int) -> Interval:
+    """The mean of one value a prompt. values: at least one.
+
+    Where all are 0 or 1 the interval is exact for a binomial (Clopper and Pearson 1934), which also holds where all are the
+    same; else it is from the 2.5 % to the 97.5 % quantile of the means of ``resamples`` bootstrap samples (Efron 1979).
+    """
+    array = np.asarray(values, dtype=np.float64)
+    if np.isin(array, (0.0, 1.0)).all():
+        return Interval(float(array.mean()), *clopper_pearson(int(array.sum()), len(array)), "exact")
+    n = len(array)
+    raw = np.random.PCG64(seed)  # its raw stream is the same in every version of NumPy
+    means = np.sort([array[(raw.random_raw(n) % n).astype(np.int64)].mean() for _ in range(resamples)])
+    low, high = np.quantile(means, (0.025, 0.975))
+    return Interval(float(array.mean()), float(low), float(high), "bootstrap")
+
+
+def clopper_pearson(c: int, n: int, level: float = 0.95) -> tuple[float, float]:
+    """The exact interval of a proportion of which c of n were seen."""
+    tail = (1.0 - level) / 2.0
+    low = 0.0 if c == 0 else _root(lambda p: 1.0 - binomial_cdf(c - 1, n, p) - tail)
+    high = 1.0 if c == n else _root(lambda p: tail - binomial_cdf(c, n, p))
+    return low, high
+
+
+def binomial_cdf(c: int, n: int, p: float) -> float:
+    """P(X <= c) for X ~ B(n, p), 0 < p < 1."""
+    x = np.arange(c + 1)
+    logs = _log_factorials(n)
+    terms = logs[n] - logs[x] - logs[n - x] + x * np.log(p) + (n - x) * np.log1p(-p)
+    return float(np.exp(terms).sum())
+
+
+def _log_factorials(n: int) -> np.ndarray:
+    """log(0!) ... log(n!)."""
+    return np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, n + 1)))])
+
+
+def _root(rising: Callable[[float], float], low: float = 0.0, high: float = 1.0) -> float:
+    """Where a function that rises from below 0 to above 0 passes it."""
+    while not isclose(low, high, rel_tol=1e-12, abs_tol=1e-15):
+        middle = (low + high) / 2.0
+        low, high = (middle, high) if rising(middle) < 0.0 else (low, middle)
+    return (low + high) / 2.0

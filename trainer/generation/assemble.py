@@ -1,0 +1,185 @@
+"""From a configuration to shards of answers, and what is selected from them."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import PreTrainedTokenizerBase
+
+from configs.schema.common import FSDPConfig
+from configs.schema.generation import GenerationConfig
+from trainer.backend import open_backend, start_hosts
+from trainer.data.chat import load_tokenizer, stop_token_ids
+from trainer.data.dataset import PromptDataset
+from trainer.evaluation.scoring import as_reward
+from trainer.generation.generator import Generator
+from trainer.generation.selection import accepted, best_of_n
+from trainer.generation.shards import Row, Shards, write_rows
+from trainer.models import start_model
+from trainer.remote import RemoteRollout
+from trainer.rewards.registry import check_data_sources, scores_by_source
+from trainer.rewards.runner import RewardRunner
+from workers.controller.group import WorkerGroup
+from workers.plan import Limits
+from workers.rollout.base import RolloutSpec, Sampling
+from workers.seeding import seed_of
+
+# Keys that cannot change an answer. All others must be as they were for a run to go on.
+MAY_CHANGE = (
+    "data.path",  # what the files say counts
+    "data.output_path",
+    "data.filter_overlong_prompts_workers",
+    "actor_rollout_ref.rollout.gpu_memory_utilization",
+    "reward.num_workers",
+)
+
+
+def run(config: GenerationConfig, notices: Sequence[str]) -> None:
+    """Make the shards that are missing, then select. notices: what the user was told about the configuration."""
+    data, selection = config.data, config.selection
+    scored = selection.score or selection.best_of_n is not None or selection.sft is not None
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+    prompts = PromptDataset(data.path, tokenizer, data, max_samples=data.max_samples, seed=config.trainer.seed, scored=scored)
+    if scored and scores_by_source(as_reward(config.reward)):
+        check_data_sources(prompts.data_sources)
+    for notice in prompts.notices:
+        print(f"note: {notice}", file=sys.stderr)
+    total = -(-len(prompts) // data.batch_size)
+    shards = Shards(Path(data.output_path), data.output_format, total, manifest(config, prompts, scored=scored))
+    if missing := shards.missing():
+        if len(missing) < total:
+            print(f"resumed: {total - len(missing)} of {total} shards are there")
+        with ExitStack() as stack:
+            rewards = stack.enter_context(RewardRunner(as_reward(config.reward))) if scored else None
+            if rewards is not None:
+                rewards.start()
+            backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, Path(config.trainer.default_local_dir)))
+            rollout = start_rollout(config, start_hosts(backend, config.trainer))
+            generator = Generator(
+                prompts,
+                rollout,
+                tokenizer,
+                rewards,
+                prompt_key=data.prompt_key,
+                n=config.actor_rollout_ref.rollout.n,
+                sampling=sampling(config, tokenizer),
+                seed=config.trainer.seed,
+            )
+            if rewards is not None:
+                rewards.wait_ready()
+            generate(generator, shards, missing, data.batch_size)
+    print(f"answers: {shards.directory} ({len(prompts)} prompts, {config.actor_rollout_ref.rollout.n} answers each)")
+    select(config, shards)
+
+
+def generate(generator: Generator, shards: Shards, missing: Sequence[int], batch_size: int) -> None:
+    """Each missing shard, with a line about it, under a progress bar where there is a terminal."""
+    console = Console()
+    columns = (TextColumn("shards"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(
+        *columns, TextColumn("left"), TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        bar = progress.add_task("", total=shards.total, completed=shards.total - len(missing))
+        for index in missing:
+            started = time.perf_counter()
+            first = index * batch_size
+            rows = generator.rows(range(first, min(first + batch_size, len(generator.data))))
+            write_rows(shards.path(index), rows)
+            seconds = time.perf_counter() - started
+            console.print(shard_line(rows, index, shards.total, seconds), highlight=False, soft_wrap=True)
+            progress.advance(bar)
+
+
+def shard_line(rows: Sequence[Row], index: int, total: int, seconds: float) -> str:
+    """``shard  3/10  answers 1,024  length 7.0  cut 0.02  score 0.531  tok/s 812``"""
+    lengths = [length for row in rows for length in row["lengths"]]
+    cut = sum(reason != "stop" for row in rows for reason in row["finish_reasons"]) / len(lengths)
+    scores = [score for row in rows for score in row.get("scores", ()) if score is not None]
+    score = f"  score {sum(scores) / len(scores):.3f}" if scores else ""
+    return (
+        f"shard {index + 1:>{len(str(total))}}/{total}  answers {len(lengths):,}  length {sum(lengths) / len(lengths):.1f}  "
+        f"cut {cut:.2f}{score}  tok/s {sum(lengths) / seconds:,.0f}"
+    )
+
+
+def select(config: GenerationConfig, shards: Shards) -> None:
+    """The files of selection.*, from all shards. Raises ValueError where nothing is left to write."""
+    selection = config.selection
+    if selection.best_of_n is not None:
+        best = [row for row in map(best_of_n, shards.rows()) if row is not None]
+        write_rows(Path(selection.best_of_n), best)
+        mean = sum(row["scores"][0] for row in best) / len(best)
+        print(f"best of {config.actor_rollout_ref.rollout.n}: {selection.best_of_n} ({len(best)} prompts, mean score {mean:.3f})")
+    if selection.sft is not None:
+        kept = [accepted(row, selection.min_score, selection.max_per_prompt) for row in shards.rows()]
+        learned = [row for rows in kept for row in rows]
+        if not learned:
+            bound = f"selection.min_score={selection.min_score}"
+            raise ValueError(f"selection.sft={selection.sft}: no answer that ended by itself has a score of {bound}")
+        write_rows(Path(selection.sft), learned)
+        print(f"accepted: {selection.sft} ({len(learned)} answers to {sum(map(bool, kept))} of {len(kept)} prompts)")
+
+
+def manifest(config: GenerationConfig, prompts: PromptDataset, *, scored: bool) -> dict[str, Any]:
+    """{dotted key: value} of what decides the answers, and a hash of the prompts that are read."""
+    parts: dict[str, Any] = {"data": asdict(config.data), "actor_rollout_ref": asdict(config.actor_rollout_ref)}
+    parts |= {"reward": asdict(config.reward)} if scored else {}
+    digest = hashlib.blake2b(digest_size=16)
+    for index in range(len(prompts)):
+        prompt = prompts[index]
+        judged = (prompt.ground_truth, prompt.extra_info) if scored else ()
+        digest.update(repr((prompt.uid, prompt.prompt_ids, *judged)).encode())
+    decided = {key: value for key, value in leaves(parts).items() if key not in MAY_CHANGE}
+    return decided | {"trainer.seed": config.trainer.seed, "scored": scored, "prompts": digest.hexdigest()}
+
+
+def leaves(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in node.items():
+        found |= leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return found
+
+
+def start_rollout(config: GenerationConfig, hosts: WorkerGroup) -> RemoteRollout:
+    """The engine on every worker, with the model's weights: they come from a role beside it that is never trained."""
+    models, data, dtype = config.actor_rollout_ref, config.data, config.actor_rollout_ref.rollout.dtype
+    max_model_len = models.rollout.max_model_len or data.max_prompt_length + data.max_response_length
+    start_model(
+        hosts,
+        "actor",
+        strategy="fsdp",
+        model=models.model,
+        head="lm",
+        fsdp=FSDPConfig(  # as the engine wants them, and off the device once it has them
+            model_dtype=dtype, dtype=dtype, reshard_after_forward=True, param_offload=True, optimizer_offload=False
+        ),
+        device=config.trainer.device,
+        seed=seed_of(config.trainer.seed, "actor"),
+        forward_limits=Limits(max_tokens=max_model_len, max_rows=None),
+        training=None,
+    )
+    spec = RolloutSpec(model=models.model, rollout=models.rollout, max_model_len=max_model_len, device=config.trainer.device)
+    rollout = RemoteRollout(hosts, spec, source="actor")
+    rollout.sync_weights(0)
+    return rollout
+
+
+def sampling(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> Sampling:
+    rollout = config.actor_rollout_ref.rollout
+    return Sampling(
+        temperature=rollout.temperature if rollout.do_sample else 0.0,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        max_tokens=config.data.max_response_length,
+        stop_token_ids=stop_token_ids(tokenizer, config.actor_rollout_ref.model),
+        ignore_eos=rollout.ignore_eos,
+    )

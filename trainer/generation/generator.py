@@ -1,0 +1,84 @@
+"""Prompts to rows of answers, whatever the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from trainer.data.dataset import Prompt, PromptDataset
+from trainer.evaluation.scoring import check_some_scored
+from trainer.generation.shards import Row
+from trainer.ppo.source import ask, texts_of
+from trainer.remote import RemoteRollout
+from trainer.rewards.runner import Answer, RewardRunner
+from workers.rollout.base import Sampling
+from workers.seeding import seed_of
+
+
+class Generator:
+    def __init__(
+        self,
+        data: PromptDataset,
+        rollout: RemoteRollout,
+        tokenizer: PreTrainedTokenizerBase,
+        rewards: RewardRunner | None,
+        *,
+        prompt_key: str,
+        n: int,
+        sampling: Sampling,
+        seed: int,
+    ) -> None:
+        """n: answers a prompt. rewards: None for no scores."""
+        self.data = data
+        self.rollout = rollout
+        self.tokenizer = tokenizer
+        self.rewards = rewards
+        self.prompt_key = prompt_key
+        self.n = n
+        self.sampling = sampling
+        self.seed = seed
+
+    def rows(self, indices: Sequence[int]) -> list[Row]:
+        """The answers to these prompts of the data. Every draw is seeded by (seed, uid, sample) alone.
+
+        Raises ValueError if all rewards failed.
+        """
+        prompts = [self.data[index] for index in indices]
+        asked = [prompt for prompt in prompts for _ in range(self.n)]
+        seeds = [seed_of(self.seed, "generation", prompt.uid, sample) for prompt in prompts for sample in range(self.n)]
+        questions = ask(asked, seeds, greedy=torch.zeros(len(asked), dtype=torch.bool))
+        answers = self.rollout.generate(questions, self.sampling, self.n)
+        finished = answers.rows["finished"].bool().tolist()
+        texts = texts_of(answers, self.tokenizer)
+        columns: dict[str, list] = {
+            "responses": texts,
+            "log_probs": [values.double().sum().item() for values in answers.split_rows("rollout_log_probs")],
+            "lengths": answers.lengths.tolist(),
+            "finish_reasons": ["stop" if done else "length" for done in finished],
+        }
+        columns |= self._scores(asked, texts, finished)
+        rows = []
+        for place, (index, prompt) in enumerate(zip(indices, prompts, strict=True)):
+            own = slice(place * self.n, (place + 1) * self.n)
+            rows.append(self._of_data(index, prompt) | {name: values[own] for name, values in columns.items()})
+        return rows
+
+    def _scores(self, asked: Sequence[Prompt], texts: Sequence[str], finished: Sequence[bool]) -> dict[str, list]:
+        if self.rewards is None:
+            return {}
+        scores = self.rewards.score(
+            [
+                Answer(prompt.data_source, text, prompt.ground_truth, prompt.extra_info, finished=done)
+                for prompt, text, done in zip(asked, texts, finished, strict=True)
+            ]
+        )
+        check_some_scored(scores, "a shard")
+        return {"scores": [score.value for score in scores], "reward_errors": [score.error for score in scores]}
+
+    def _of_data(self, index: int, prompt: Prompt) -> Row:
+        source = self.data.row(index)
+        kept = {name: source[name] for name in ("reward_model", "extra_info") if source.get(name)}  # parquet has no empty struct
+        named = {"data_source": prompt.data_source} if prompt.data_source else {}
+        return {"uid": prompt.uid, "prompt": source[self.prompt_key], **named, **kept, "prompt_length": len(prompt.prompt_ids)}

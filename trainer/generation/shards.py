@@ -1,0 +1,113 @@
+"""Answers on disk: shards that are whole or absent, and a manifest of what they came from."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from trainer.data.files import read_lines
+from trainer.run_dir import fsync_directory, write_atomic
+
+MANIFEST = "manifest.json"
+Format = Literal["parquet", "jsonl"]
+Row = dict[str, Any]
+"""A prompt and its answers. uid: its row in the data, files end to end. prompt: messages or text, as in the data. The data's
+data_source, reward_model and extra_info, where it has them. prompt_length: tokens. And a list each, one entry an answer:
+responses, log_probs (sums over the answer's tokens, as the engine drew them), lengths (tokens), finish_reasons (stop | length);
+if they were asked for scores (None where the reward failed) and reward_errors."""
+TYPES = {
+    "uid": pa.int64(),
+    "data_source": pa.string(),
+    "prompt_length": pa.int64(),
+    "responses": pa.list_(pa.string()),
+    "log_probs": pa.list_(pa.float64()),
+    "lengths": pa.list_(pa.int64()),
+    "finish_reasons": pa.list_(pa.string()),
+    "scores": pa.list_(pa.float64()),
+    "reward_errors": pa.list_(pa.string()),
+}
+
+
+class Shards:
+    """``total`` shards in a directory."""
+
+    def __init__(self, directory: Path, form: Format, total: int, manifest: Mapping[str, Any]) -> None:
+        """manifest: {key: value}, JSON, of all that decides what the answers are.
+
+        Raises ValueError, one line, if the directory has answers that came from anything else. Torn shards are removed.
+        """
+        self.directory, self.form, self.total = directory, form, total
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / MANIFEST
+        if path.exists():
+            check_same(directory, json.loads(path.read_text(encoding="utf-8")), manifest)
+        elif answers := shard_files(directory):
+            raise ValueError(f"{directory} has {answers[0].name} and no {MANIFEST}: not from here; give another data.output_path")
+        else:
+            write_atomic(path, json.dumps(manifest, indent=1))
+        for torn in directory.glob("shard_*.partial"):
+            torn.unlink()
+
+    def path(self, index: int) -> Path:
+        return self.directory / f"shard_{index:05d}.{self.form}"
+
+    def missing(self) -> list[int]:
+        return [index for index in range(self.total) if not self.path(index).exists()]
+
+    def rows(self) -> Iterator[Row]:
+        """Of all shards, in order."""
+        for index in range(self.total):
+            path = self.path(index)
+            yield from pq.read_table(path).to_pylist() if self.form == "parquet" else read_lines(path)
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """A .parquet or .jsonl file, whole or not at all; the same rows are the same bytes.
+
+    Raises ValueError, one line, for values that parquet cannot hold in one column.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        if path.suffix == ".parquet":
+            pq.write_table(_table(rows), file)
+        else:
+            file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    fsync_directory(path.parent)
+
+
+def _table(rows: Sequence[Row]) -> pa.Table:
+    columns = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        try:
+            columns[name] = pa.array([row.get(name) for row in rows], TYPES.get(name))
+        except pa.ArrowException as error:
+            problem = str(error).splitlines()[0]
+            raise ValueError(f"column {name!r} cannot be parquet: {problem}; data.output_format=jsonl takes it") from error
+    return pa.table(columns)
+
+
+def shard_files(directory: Path) -> list[Path]:
+    """The shards in a directory, in order."""
+    return sorted(path for path in directory.iterdir() if re.fullmatch(r"shard_\d+\.(parquet|jsonl)", path.name))
+
+
+def check_same(directory: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """Raises ValueError if the manifests differ, with the first difference."""
+    for key in dict.fromkeys([*new, *old]):
+        if old.get(key) != new.get(key):
+            was, now = (json.dumps(manifest.get(key), ensure_ascii=False) for manifest in (old, new))
+            raise ValueError(
+                f"{directory} has answers of another run: {key} was {was:.200} and is {now:.200}; put it back, or give another "
+                "data.output_path"
+            )

@@ -1,0 +1,59 @@
+"""python -m trainer.main_eval: what the answers in a file are worth."""
+
+from collections.abc import Collection
+
+from configs.checks import check_evaluation
+from configs.schema.evaluation import EvaluationConfig
+from trainer.entry import Program
+
+
+def check(config: EvaluationConfig, typed: Collection[str]) -> list[str]:
+    from trainer.evaluation.scoring import as_reward
+    from trainer.evaluation.votes import vote_function
+    from trainer.rewards.registry import with_own_function
+
+    vote_function(config.metrics.vote)
+    with_own_function(as_reward(config.reward))
+    return check_evaluation(config, typed)
+
+
+def run(config: EvaluationConfig, notices: list[str]) -> None:
+    from trainer.evaluation.assemble import run
+
+    run(config, notices)
+
+
+PROGRAM = Program(
+    name="trainer.main_eval",
+    about=(
+        "Scores answers, n to a prompt, as trainer.main_generation or anyone else wrote them, and tells mean@k, pass@k and\n"
+        "maj@k with 95 % intervals, for each data source: a table on the console, and JSON."
+    ),
+    root="evaluation",
+    schema=EvaluationConfig,
+    often_used=(
+        "data.path",
+        "data.response_key",
+        "data.score_key",
+        "data.output_path",
+        "metrics.k",
+        "metrics.pass_score",
+        "metrics.vote",
+        "reward.scorer",
+        "reward.custom_reward_function.path",
+    ),
+    examples=(
+        "data.path=generated/answers data.score_key=scores metrics.k=[1,8]",
+        "data.path=answers.parquet reward.scorer=math metrics.vote=boxed",
+    ),
+    check=check,
+    run=run,
+)
+
+
+def main() -> None:
+    PROGRAM.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""python -m trainer.main_generation: answers to a file of prompts, and the best of them."""
+
+from collections.abc import Collection
+
+from configs.checks import check_generation
+from configs.schema.generation import GenerationConfig
+from trainer.entry import Program
+
+
+def check(config: GenerationConfig, typed: Collection[str]) -> list[str]:
+    from trainer.evaluation.scoring import as_reward
+    from trainer.rewards.registry import with_own_function
+
+    with_own_function(as_reward(config.reward))
+    return check_generation(config, typed)
+
+
+def run(config: GenerationConfig, notices: list[str]) -> None:
+    from trainer.generation.assemble import run
+
+    run(config, notices)
+
+
+PROGRAM = Program(
+    name="trainer.main_generation",
+    about=(
+        "Answers prompts with a model, n times each, into shards. A run that was killed goes on with the shards that are\n"
+        "missing, and ends with the same bytes. The answers can be scored, and the best or the accepted ones written beside them."
+    ),
+    root="generation",
+    schema=GenerationConfig,
+    often_used=(
+        "data.path",
+        "data.output_path",
+        "data.output_format",
+        "data.batch_size",
+        "data.max_prompt_length",
+        "data.max_response_length",
+        "actor_rollout_ref.model.path",
+        "actor_rollout_ref.rollout.name",
+        "actor_rollout_ref.rollout.n",
+        "actor_rollout_ref.rollout.temperature",
+        "selection.score",
+        "selection.best_of_n",
+        "selection.sft",
+        "selection.min_score",
+        "reward.scorer",
+        "trainer.device",
+        "trainer.n_gpus_per_node",
+    ),
+    examples=(
+        "data.path=prompts.jsonl actor_rollout_ref.model.path=Qwen/Qwen3-0.6B actor_rollout_ref.rollout.n=4",
+        "data.path=gsm8k/train.parquet actor_rollout_ref.rollout.n=8 selection.sft=accepted.parquet selection.max_per_prompt=2",
+    ),
+    check=check,
+    run=run,
+)
+
+
+def main() -> None:
+    PROGRAM.main()
+
+
+if __name__ == "__main__":
+    main()
