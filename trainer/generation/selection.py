@@ -15,7 +15,7 @@ def best_of_n(row: Row) -> Row | None:
 
 def accepted(row: Row, min_score: float | None, most: int) -> list[Row]:
     """At most ``most`` rows for supervised training, prompt and response: rejection sampling (Yuan et al. 2023,
-    arXiv:2308.01825, section 3.3: the right answers that differ).
+    arXiv:2308.01825: the right answers that differ).
 
     Answers that ended by themselves with at least ``min_score`` (None: any), the best first, each text once. One that was cut at
     the length limit would teach the model to stop anywhere.
