@@ -16,7 +16,25 @@ GROUP_ESTIMATORS = (
 UNUSED_BY_EMBEDDED = {
     f"{ROLLOUT}.tensor_model_parallel_size": "the embedded engine is not split over GPUs",
     f"{ROLLOUT}.gpu_memory_utilization": "the embedded engine takes the memory that max_num_seqs answers need",
+    f"{ROLLOUT}.max_num_batched_tokens": "the embedded engine is bounded by max_num_seqs alone",
+    f"{ROLLOUT}.enforce_eager": "the embedded engine captures no graphs",
+    f"{ROLLOUT}.cudagraph_capture_sizes": "the embedded engine captures no graphs",
+    f"{ROLLOUT}.enable_chunked_prefill": "the embedded engine computes a prompt in one step",
+    f"{ROLLOUT}.enable_prefix_caching": "the embedded engine computes like prompts once",
+    f"{ROLLOUT}.load_format": "the embedded engine's weights come from the trainer",
+    f"{ROLLOUT}.seed": "the embedded engine draws from each answer's own seed",
+    f"{ROLLOUT}.engine_kwargs.vllm": "the engine is another",
 }
+# Arguments of vLLM that keys of ours say, or that the engine cannot work here without.
+TAKEN_VLLM_ARGUMENTS = frozenset(
+    (
+        "model", "trust_remote_code", "hf_overrides", "dtype", "seed", "load_format", "tensor_parallel_size", "max_model_len",
+        "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "enforce_eager", "cudagraph_capture_sizes",
+        "enable_chunked_prefill", "enable_prefix_caching", "distributed_executor_backend", "data_parallel_size", "worker_cls",
+        "logprobs_mode", "enable_sleep_mode", "skip_tokenizer_init", "generation_config",
+    )
+)  # fmt: skip
+VLLM_LOWEST_TEMPERATURE = 0.01  # vLLM takes a lower one for this, and log-probs would be of another distribution
 
 
 def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) -> list[str]:
@@ -29,6 +47,7 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
         *_run_problems(config.trainer),
         *_batch_problems(config, has_critic),
         *_length_problems(config, has_critic),
+        *_vllm_problems(config),
         *_algorithm_problems(config, has_critic),
         *_filter_problems(config),
         *_shaping_problems(config.reward),
@@ -184,6 +203,23 @@ def _length_problems(config: PPOConfig, has_critic: bool) -> Iterator[str]:
         yield from cut.problems(world_size(config.trainer), longest, in_words)
 
 
+def _vllm_problems(config: PPOConfig) -> Iterator[str]:
+    rollout, workers = config.actor_rollout_ref.rollout, world_size(config.trainer)
+    if rollout.name != "vllm":
+        return
+    size = rollout.tensor_model_parallel_size
+    if workers % size:
+        division = f"{workers} = {workers // size} * {size} + {workers % size}"
+        yield f"{ROLLOUT}.tensor_model_parallel_size={size}: does not divide {_workers(config.trainer)} ({division})"
+    if rollout.dtype == "float64":
+        yield f"{ROLLOUT}.dtype=float64: vLLM computes in float32, bfloat16 or float16"
+    for key, temperature in (("temperature", rollout.temperature), ("val_kwargs.temperature", rollout.val_kwargs.temperature)):
+        if 0 < temperature < VLLM_LOWEST_TEMPERATURE:
+            yield f"{ROLLOUT}.{key}={temperature:g}: vLLM samples at {VLLM_LOWEST_TEMPERATURE:g} or above; do_sample=false is greedy"
+    for name in sorted(TAKEN_VLLM_ARGUMENTS & rollout.engine_kwargs.vllm.keys()):
+        yield f"{ROLLOUT}.engine_kwargs.vllm.{name}: another key says it, or it has to be as it is; leave it out"
+
+
 def _algorithm_problems(config: PPOConfig, has_critic: bool) -> Iterator[str]:
     algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
     keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
@@ -269,7 +305,7 @@ def _run_notes(trainer: RunConfig) -> Iterator[str]:
 
 def _ppo_notes(config: PPOConfig, typed: Collection[str]) -> Iterator[str]:
     for key, why in UNUSED_BY_EMBEDDED.items():
-        if key in typed:
+        if config.actor_rollout_ref.rollout.name == "embedded" and any(name == key or name.startswith(f"{key}.") for name in typed):
             yield f"{key} has no effect: {why}"
     estimator, correction = config.algorithm.adv_estimator, config.algorithm.rollout_correction
     if estimator in GROUP_ESTIMATORS and config.actor_rollout_ref.rollout.n == 1:

@@ -106,8 +106,13 @@ class SamplingConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class EngineKwargsConfig:
+    vllm: dict[str, Any]
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class RolloutConfig:
-    name: Literal["embedded"]
+    name: Literal["embedded", "vllm"]
     n: Positive
     do_sample: bool
     temperature: PositiveFloat
@@ -119,6 +124,14 @@ class RolloutConfig:
     max_model_len: Positive | None
     tensor_model_parallel_size: Positive
     gpu_memory_utilization: Fraction
+    max_num_batched_tokens: Positive
+    enforce_eager: bool
+    cudagraph_capture_sizes: list[int] | None
+    enable_chunked_prefill: bool
+    enable_prefix_caching: bool
+    load_format: str
+    seed: NonNegative
+    engine_kwargs: EngineKwargsConfig
     free_cache_engine: bool
     log_prob_micro_batch_size: Positive | None
     log_prob_micro_batch_size_per_gpu: Positive | None
