@@ -215,7 +215,7 @@ def _vllm_problems(config: PPOConfig) -> Iterator[str]:
         yield f"{ROLLOUT}.dtype=float64: vLLM computes in float32, bfloat16 or float16"
     for key, temperature in (("temperature", rollout.temperature), ("val_kwargs.temperature", rollout.val_kwargs.temperature)):
         if 0 < temperature < VLLM_LOWEST_TEMPERATURE:
-            yield f"{ROLLOUT}.{key}={temperature:g}: vLLM samples at {VLLM_LOWEST_TEMPERATURE:g} or above; do_sample=false is greedy"
+            yield f"{ROLLOUT}.{key}={temperature:g}: vLLM samples at {VLLM_LOWEST_TEMPERATURE:g} or above; do_sample=false: greedy"
     for name in sorted(TAKEN_VLLM_ARGUMENTS & rollout.engine_kwargs.vllm.keys()):
         yield f"{ROLLOUT}.engine_kwargs.vllm.{name}: another key says it, or it has to be as it is; leave it out"
 
@@ -305,7 +305,9 @@ def _run_notes(trainer: RunConfig) -> Iterator[str]:
 
 def _ppo_notes(config: PPOConfig, typed: Collection[str]) -> Iterator[str]:
     for key, why in UNUSED_BY_EMBEDDED.items():
-        if config.actor_rollout_ref.rollout.name == "embedded" and any(name == key or name.startswith(f"{key}.") for name in typed):
+        if config.actor_rollout_ref.rollout.name == "embedded" and any(
+            name == key or name.startswith(f"{key}.") for name in typed
+        ):
             yield f"{key} has no effect: {why}"
     estimator, correction = config.algorithm.adv_estimator, config.algorithm.rollout_correction
     if estimator in GROUP_ESTIMATORS and config.actor_rollout_ref.rollout.n == 1:

@@ -28,6 +28,7 @@ from transformers.utils import logging
 from configs.compose import compose
 from configs.schema.ppo import PPOConfig
 from workers.rollout.base import Request, Rollout, RolloutSpec, Sampling
+from workers.rollout.embedded import EmbeddedRollout
 
 SMALL: dict[str, Any] = {
     "hidden_size": 256,

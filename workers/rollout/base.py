@@ -133,6 +133,7 @@ class Rollout(ABC):
     def wake(self, *, weights: bool, kv_cache: bool) -> None:
         """Take memory back. After waking weights, load_weights or share_weights must follow."""
 
+    @abstractmethod
     def close(self) -> None:
         """Let go of what the engine holds of this process, so that it can hold another engine."""
 

@@ -234,6 +234,9 @@ class EmbeddedRollout(Rollout):
         self._weights_awake |= weights
         self._cache_awake |= kv_cache
 
+    def close(self) -> None:
+        self.sleep()
+
     def stats(self) -> dict[str, float]:
         """cache_bytes is the largest since the last call; a prompt counts for each request that has it."""
         counters = dict(self._counters)

@@ -68,7 +68,8 @@ class SleepingWorker(CPUWorker):
         """vLLM makes names of shared memory from what follows the last colon of the address: our port keeps jobs apart."""
         address = f"env://:{os.environ['MASTER_PORT']}"
         super().__init__(vllm_config, local_rank, rank, address, is_driver_worker=is_driver_worker)
-        self._asleep: dict[nn.Parameter, int] = {}
+        self._asleep: dict[nn.Parameter, torch.Tensor] = {}
+        """Parameters without their numbers: what they are like, on the meta device."""
 
     def sleep(self, level: int = 1) -> None:
         assert level == 2, f"level {level}: weights are dropped, not kept"
@@ -77,17 +78,17 @@ class SleepingWorker(CPUWorker):
         runner.kv_caches.clear()
         for module in packed_layers(runner.model):
             module.cpu_linear = asleep
-        for parameter in set(runner.model.parameters()):
-            storage = parameter.untyped_storage()
-            self._asleep[parameter] = storage.nbytes()
-            storage.resize_(0)
+        if not self._asleep:
+            for parameter in runner.model.parameters():
+                self._asleep[parameter] = torch.empty_like(parameter, device="meta")
+                parameter.data = torch.empty(0, dtype=parameter.dtype)  # whoever reads it gets an error
         give_back_free_memory()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         assert tags is not None
         if "weights" in tags:
-            for parameter, size in self._asleep.items():
-                parameter.untyped_storage().resize_(size)
+            for parameter, like in self._asleep.items():
+                parameter.data = torch.empty_like(like, device="cpu")
             self._asleep.clear()
         if "kv_cache" in tags:
             runner = self.model_runner

@@ -30,7 +30,9 @@ class ExpectedWeights:
 
     def check(self, came: Mapping[str, torch.Size]) -> None:
         """Raises ValueError, naming weights that are missing, unexpected or of another shape."""
-        missing = [f"{names[0]} {tuple(self._shapes[names[0]])}" for names in self._tied if not any(name in came for name in names)]
+        missing = [
+            f"{names[0]} {tuple(self._shapes[names[0]])}" for names in self._tied if not any(name in came for name in names)
+        ]
         unexpected = [f"{name} {tuple(shape)}" for name, shape in came.items() if not self.fits(name, shape)]
         if missing or unexpected:
             raise ValueError(

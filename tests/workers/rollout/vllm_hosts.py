@@ -2,20 +2,25 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from configs.schema.common import FSDPConfig, ModelConfig
-from tests.workers.rollout.engines import make_model
+from tests.workers.rollout.engines import log_prob_error, make_model, request, spec_of
 from workers.controller.group import WorkerInfo
 from workers.controller.shell import free_port
 from workers.engine.base import EngineSpec, OptimizerSpec
 from workers.host import Host
-from workers.rollout.base import Completion, Request, RolloutSpec
+from workers.rollout import make_rollout
+from workers.rollout.base import Completion, Request, Rollout
+from workers.rollout.vllm import VLLMRollout
 
 # vLLM's attention on CPU wants heads of 32 at least.
-SIZES: dict[str, object] = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 96}
+SIZES: dict[str, object] = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32,
+                            "intermediate_size": 96}  # fmt: skip
+LENGTH = 256
 
 
 def place() -> WorkerInfo:
@@ -41,3 +46,26 @@ def actor_spec(model: ModelConfig) -> EngineSpec:
         device="cpu",
         seed=0,
     )  # fmt: skip
+
+
+def greedy_errors(model: PreTrainedModel, engine: Rollout, prompts: Sequence[tuple[int, ...]]) -> list[float]:
+    """Greedy answers must be those of transformers' generate, token by token. The largest log-prob difference of each."""
+    requests = [request(i, prompt, temperature=0.0) for i, prompt in enumerate(prompts)]
+    return [greedy_error(model, *pair) for pair in zip(requests, engine.generate(requests), strict=True)]
+
+
+def greedy_error(model: PreTrainedModel, asked: Request, completion: Completion) -> float:
+    ids = torch.tensor([asked.prompt_ids])
+    theirs = model.generate(
+        ids, do_sample=False, max_new_tokens=asked.sampling.max_tokens, attention_mask=torch.ones_like(ids), eos_token_id=1
+    )
+    assert list(completion.token_ids) == theirs[0, ids.shape[1] :].tolist()
+    return log_prob_error(model, asked, completion)
+
+
+def start(host: Host, model: PreTrainedModel, **settings: Any) -> VLLMRollout:
+    """An engine without weights."""
+    spec = spec_of(model.config._name_or_path, name="vllm", **({"max_model_len": LENGTH, "slots": 16} | settings))
+    engine = make_rollout(spec, host.info)
+    assert isinstance(engine, VLLMRollout)
+    return engine
