@@ -215,7 +215,7 @@ def _vllm_problems(config: PPOConfig) -> Iterator[str]:
         yield f"{ROLLOUT}.dtype=float64: vLLM computes in float32, bfloat16 or float16"
     for key, temperature in (("temperature", rollout.temperature), ("val_kwargs.temperature", rollout.val_kwargs.temperature)):
         if 0 < temperature < VLLM_LOWEST_TEMPERATURE:
-            yield f"{ROLLOUT}.{key}={temperature:g}: vLLM samples at {VLLM_LOWEST_TEMPERATURE:g} or above; do_sample=false: greedy"
+            yield f"{ROLLOUT}.{key}={temperature:g}: vLLM takes {VLLM_LOWEST_TEMPERATURE:g} at least; do_sample=false: greedy"
     for name in sorted(TAKEN_VLLM_ARGUMENTS & rollout.engine_kwargs.vllm.keys()):
         yield f"{ROLLOUT}.engine_kwargs.vllm.{name}: another key says it, or it has to be as it is; leave it out"
 

@@ -33,7 +33,9 @@ class VLLMRollout(Rollout):
         self.max_length = spec.max_model_len
         model = empty_model(spec.model, model_config(spec.model, "lm"), "lm", DTYPES[spec.rollout.dtype]).hf
         self.expected = ExpectedWeights(model)
-        self.vocab_size: int = model.get_input_embeddings().num_embeddings
+        embeddings = model.get_input_embeddings()
+        assert isinstance(embeddings, nn.Embedding)
+        self.vocab_size = embeddings.num_embeddings
         arguments = engine_arguments(spec)
         set_environment(place)
         self._fenced = fenced
