@@ -15,11 +15,13 @@ from transformers import PreTrainedModel
 
 from tests.tiny import ARCHITECTURES
 from tests.workers.rollout.engines import ragged_prompts, request, spec_of
-from tests.workers.rollout.vllm_hosts import LENGTH, greedy_errors, make_small, place, start
+from tests.workers.rollout.vllm_hosts import CPU_BUILD, LENGTH, greedy_errors, make_small, place, start
 from workers import rollout as engines
 from workers.host import Host
 from workers.rollout.base import RolloutSpec, Sampling
 from workers.rollout.vllm import engine_arguments, sampling_arguments
+
+pytestmark = CPU_BUILD
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tests.workers.rollout.engines import VOCAB, log_prob_error, ragged_prompts, request
-from tests.workers.rollout.vllm_hosts import LENGTH, make_small, place, start
+from tests.workers.rollout.vllm_hosts import CPU_BUILD, LENGTH, make_small, place, start
 from workers.host import Host
 from workers.rollout.base import Completion, EngineAsleep, Request
 from workers.rollout.vllm import VLLMRollout
+
+pytestmark = CPU_BUILD
 
 
 @pytest.fixture(scope="module")

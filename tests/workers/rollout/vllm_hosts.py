@@ -4,14 +4,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import PreTrainedModel
 
 from configs.schema.common import FSDPConfig, ModelConfig
+from tests.workers.engine.toy import ToyLoss
 from tests.workers.rollout.engines import log_prob_error, make_model, request, spec_of
 from workers.controller.group import WorkerInfo
 from workers.controller.shell import free_port
-from workers.engine.base import EngineSpec, OptimizerSpec
+from workers.engine.base import EngineSpec, LossSpec, OptimizerSpec
 from workers.host import Host
 from workers.rollout import make_rollout
 from workers.rollout.base import Completion, Request, Rollout
@@ -21,6 +23,16 @@ from workers.rollout.vllm import VLLMRollout
 SIZES: dict[str, object] = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32,
                             "intermediate_size": 96}  # fmt: skip
 LENGTH = 256
+CPU_BUILD = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="scripts/setup_env.sh dev installs vLLM's CPU build without a GPU only"
+)
+
+
+ACTOR_LOSS = LossSpec("tests.workers.rollout.vllm_hosts:toy_loss", None)
+
+
+def toy_loss(config: None) -> ToyLoss:
+    return ToyLoss()
 
 
 def place() -> WorkerInfo:
