@@ -23,7 +23,6 @@ UNUSED_BY_EMBEDDED = {
     f"{ROLLOUT}.enable_prefix_caching": "the embedded engine computes like prompts once",
     f"{ROLLOUT}.load_format": "the embedded engine's weights come from the trainer",
     f"{ROLLOUT}.seed": "the embedded engine draws from each answer's own seed",
-    f"{ROLLOUT}.engine_kwargs.vllm": "the engine is another",
 }
 # Arguments of vLLM that keys of ours say, or that the engine cannot work here without.
 TAKEN_VLLM_ARGUMENTS = frozenset(

@@ -17,6 +17,9 @@ def install(folder: Path, *words: str, python: str = PYTHON) -> tuple[subprocess
     program = folder / "python"
     program.write_text(python)
     program.chmod(0o755)
+    no_gpu = folder / "nvidia-smi"
+    no_gpu.write_text("#!/usr/bin/env bash\nexit 1\n")
+    no_gpu.chmod(0o755)
     script = [ROOT / "scripts/install_engine.sh", *words]
     done = subprocess.run(
         script, env={"PYTHON": str(program), "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, timeout=60

@@ -23,9 +23,7 @@ from workers.rollout.vllm import VLLMRollout
 SIZES: dict[str, object] = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32,
                             "intermediate_size": 96}  # fmt: skip
 LENGTH = 256
-CPU_BUILD = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="scripts/setup_env.sh dev installs vLLM's CPU build without a GPU only"
-)
+CPU_BUILD = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU scripts/setup_env.sh installs no CPU build of vLLM")
 
 
 ACTOR_LOSS = LossSpec("tests.workers.rollout.vllm_hosts:toy_loss", None)
