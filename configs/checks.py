@@ -1,13 +1,13 @@
 """Numbers that cannot work fail here, before any process starts, with the arithmetic in the message."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from configs.keys import ConfigError
 from configs.schema.common import RunConfig, WorkersConfig
 from configs.schema.evaluation import EvaluationConfig
 from configs.schema.generation import GenerationConfig
-from configs.schema.ppo import PPOConfig, RewardConfig, ScoringConfig
+from configs.schema.ppo import PPOConfig, RewardConfig, RolloutEngineConfig, ScoringConfig
 from configs.schema.sft import SFTConfig
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -18,7 +18,24 @@ GROUP_ESTIMATORS = (
 UNUSED_BY_EMBEDDED = {
     f"{ROLLOUT}.tensor_model_parallel_size": "the embedded engine is not split over GPUs",
     f"{ROLLOUT}.gpu_memory_utilization": "the embedded engine takes the memory that max_num_seqs answers need",
+    f"{ROLLOUT}.max_num_batched_tokens": "the embedded engine is bounded by max_num_seqs alone",
+    f"{ROLLOUT}.enforce_eager": "the embedded engine captures no graphs",
+    f"{ROLLOUT}.cudagraph_capture_sizes": "the embedded engine captures no graphs",
+    f"{ROLLOUT}.enable_chunked_prefill": "the embedded engine computes a prompt in one step",
+    f"{ROLLOUT}.enable_prefix_caching": "the embedded engine computes like prompts once",
+    f"{ROLLOUT}.load_format": "the embedded engine's weights come from the trainer",
+    f"{ROLLOUT}.seed": "the embedded engine draws from each answer's own seed",
 }
+# Arguments of vLLM that keys of ours say, or that the engine cannot work here without.
+TAKEN_VLLM_ARGUMENTS = frozenset(
+    (
+        "model", "trust_remote_code", "hf_overrides", "dtype", "seed", "load_format", "tensor_parallel_size", "max_model_len",
+        "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "enforce_eager", "cudagraph_capture_sizes",
+        "enable_chunked_prefill", "enable_prefix_caching", "distributed_executor_backend", "data_parallel_size", "worker_cls",
+        "logprobs_mode", "enable_sleep_mode", "skip_tokenizer_init", "generation_config",
+    )
+)  # fmt: skip
+VLLM_LOWEST_TEMPERATURE = 0.01  # vLLM takes a lower one for this, and log-probs would be of another distribution
 
 
 def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) -> list[str]:
@@ -26,11 +43,17 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
 
     typed: keys given on the command line. needs_values: the advantage estimator reads values, and so wants a critic.
     """
+    rollout = config.actor_rollout_ref.rollout
     has_critic = needs_values or config.critic.enable is True
     problems = [
         *_run_problems(config.trainer),
         *_batch_problems(config, has_critic),
         *_length_problems(config, has_critic),
+        *_engine_problems(
+            rollout,
+            config.trainer,
+            {"temperature": rollout.temperature, "val_kwargs.temperature": rollout.val_kwargs.temperature},
+        ),
         *_algorithm_problems(config, has_critic),
         *_filter_problems(config),
         *_shaping_problems(config.reward),
@@ -65,12 +88,13 @@ def check_generation(config: GenerationConfig, typed: Collection[str]) -> list[s
     problems = [
         *_worker_problems(config.trainer),
         *_model_length_problems(data.max_prompt_length, data.max_response_length, rollout.max_model_len),
+        *_engine_problems(rollout, config.trainer, {"temperature": rollout.temperature}),
         *_reward_problems(config.reward),
         *_selection_problems(config),
     ]
     if problems:
         raise ConfigError("\n".join(problems))
-    notes = list(_engine_notes(typed))
+    notes = list(_engine_notes(rollout, typed))
     if rollout.n > 1 and not rollout.do_sample:
         notes.append(f"{ROLLOUT}.do_sample=false: the {rollout.n} answers to a prompt are the same greedy one; n=1 is enough")
     if rollout.n == 1 and selection.best_of_n is not None:
@@ -236,6 +260,23 @@ def _selection_problems(config: GenerationConfig) -> Iterator[str]:
         places[key] = path
 
 
+def _engine_problems(rollout: RolloutEngineConfig, trainer: WorkersConfig, temperatures: Mapping[str, float]) -> Iterator[str]:
+    """temperatures: by key, of all sampling that the engine is asked for."""
+    if rollout.name != "vllm":
+        return
+    workers, size = world_size(trainer), rollout.tensor_model_parallel_size
+    if workers % size:
+        division = f"{workers} = {workers // size} * {size} + {workers % size}"
+        yield f"{ROLLOUT}.tensor_model_parallel_size={size}: does not divide {_workers(trainer)} ({division})"
+    if rollout.dtype == "float64":
+        yield f"{ROLLOUT}.dtype=float64: vLLM computes in float32, bfloat16 or float16"
+    for key, temperature in temperatures.items():
+        if 0 < temperature < VLLM_LOWEST_TEMPERATURE:
+            yield f"{ROLLOUT}.{key}={temperature:g}: vLLM takes {VLLM_LOWEST_TEMPERATURE:g} at least; do_sample=false: greedy"
+    for name in sorted(TAKEN_VLLM_ARGUMENTS & rollout.engine_kwargs.vllm.keys()):
+        yield f"{ROLLOUT}.engine_kwargs.vllm.{name}: another key says it, or it has to be as it is; leave it out"
+
+
 def _algorithm_problems(config: PPOConfig, has_critic: bool) -> Iterator[str]:
     algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
     keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
@@ -323,14 +364,14 @@ def _run_notes(trainer: RunConfig) -> Iterator[str]:
         yield f"trainer.resume_from_path has no effect with trainer.resume_mode={trainer.resume_mode}; resume_path reads it"
 
 
-def _engine_notes(typed: Collection[str]) -> Iterator[str]:
+def _engine_notes(rollout: RolloutEngineConfig, typed: Collection[str]) -> Iterator[str]:
     for key, why in UNUSED_BY_EMBEDDED.items():
-        if key in typed:
+        if rollout.name == "embedded" and any(name == key or name.startswith(f"{key}.") for name in typed):
             yield f"{key} has no effect: {why}"
 
 
 def _ppo_notes(config: PPOConfig, typed: Collection[str]) -> Iterator[str]:
-    yield from _engine_notes(typed)
+    yield from _engine_notes(config.actor_rollout_ref.rollout, typed)
     estimator, correction = config.algorithm.adv_estimator, config.algorithm.rollout_correction
     if estimator in GROUP_ESTIMATORS and config.actor_rollout_ref.rollout.n == 1:
         yield f"{ROLLOUT}.n=1: {estimator} has nothing to compare an answer with; set n=8, say"

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes .venv and installs Tandem into it, editable, with the core's dependencies and those of the extras that are named:
 #     scripts/setup_env.sh [dev|hub|wandb ...]
-# Run again, it returns at once unless pyproject.toml or the constraints changed. After adding a GPU: rm -rf .venv.
+# dev without a GPU has the CPU builds of the rollout engines too, which the tests run.
+# Run again, it returns at once unless pyproject.toml or the requirements changed. After adding a GPU: rm -rf .venv.
 # PYTHON=/path/to/python3 chooses the interpreter.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -10,7 +11,7 @@ constraints=requirements/constraints-cpu.txt
 torch_cpu_index=https://download.pytorch.org/whl/cpu
 
 # One empty file in .venv says that a part is installed; its name holds a hash of what the installation depends on.
-key=$({ pwd; cat pyproject.toml "$constraints"; } | sha256sum | cut -c1-16)
+key=$({ pwd; cat pyproject.toml requirements/*.txt; } | sha256sum | cut -c1-16)
 missing=()
 for part in core "$@"; do
   [ -e ".venv/installed-$key-$part" ] || missing+=("$part")
@@ -56,9 +57,11 @@ find .venv -maxdepth 1 -name 'installed-*' ! -name "installed-$key-*" -delete
 torch_index=()
 if nvidia-smi >/dev/null 2>&1; then
   build="for this machine's NVIDIA GPU"
+  engines=()
   grep -v '^torch==' "$constraints" >.venv/constraints.txt # any torch in the range of pyproject.toml, in the build that pip has
 else
   build="CPU build"
+  engines=(vllm)
   cp "$constraints" .venv/constraints.txt
   if timeout 5 .venv/bin/python -c \
     "import urllib.request as r; r.urlopen(r.Request('$torch_cpu_index/torch/', method='HEAD'), timeout=4)" 2>/dev/null; then
@@ -69,6 +72,11 @@ install=(.venv/bin/python -m pip install --disable-pip-version-check --no-input 
 stage "PyTorch, $build" "${install[@]}" "${torch_index[@]}" torch
 extras=$(IFS=,; echo "$*")
 stage "Tandem and what it imports${extras:+ [$extras]}" "${install[@]}" --editable ".${extras:+[$extras]}"
+if [[ " $* " == *" dev "* ]]; then
+  for engine in "${engines[@]}"; do
+    stage "Engine $engine, CPU build" env PYTHON=.venv/bin/python scripts/install_engine.sh "$engine" cpu
+  done
+fi
 for part in core "$@"; do
   : >".venv/installed-$key-$part"
 done

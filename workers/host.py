@@ -51,13 +51,16 @@ class Host:
         return engine.mesh.dp_rank, engine.mesh.is_output_rank
 
     def build_rollout(self, role: str, spec: RolloutSpec, source: str) -> tuple[int, bool]:
-        """The rollout role; ``source`` is the model role that gives it weights. Returns as build_model does."""
+        """The rollout role; ``source`` is the model role that gives it weights. Returns as build_model does: consecutive ranks
+        are one engine, however the model is sharded, and the first of them answers.
+        """
         model = self.roles[source]
         assert isinstance(model, ModelRole)
-        rollout = make_rollout(spec)
+        rollout = make_rollout(spec, self.info)
         self.residency.add_rollout(rollout, free_cache_engine=spec.rollout.free_cache_engine)
         self.roles[role] = RolloutRole(rollout, model, self.residency)
-        return self.info.rank, True
+        replica, rank_in_it = divmod(self.info.rank, rollout.tensor_parallel_size)
+        return replica, rank_in_it == 0
 
     def run(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of a role."""
@@ -65,6 +68,9 @@ class Host:
 
     def close(self) -> None:
         """Leave the process group, so that the next group in this process can have one."""
+        for role in self.roles.values():
+            if isinstance(role, RolloutRole):
+                role.rollout.close()
         self.roles.clear()
         self.residency = Residency()
         gc.collect()

@@ -112,10 +112,15 @@ class SamplingConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class EngineKwargsConfig:
+    vllm: dict[str, Any]
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class RolloutEngineConfig:
     """What an engine is built from, and how it draws."""
 
-    name: Literal["embedded"]
+    name: Literal["embedded", "vllm"]
     n: Positive
     do_sample: bool
     temperature: PositiveFloat
@@ -127,6 +132,14 @@ class RolloutEngineConfig:
     max_model_len: Positive | None
     tensor_model_parallel_size: Positive
     gpu_memory_utilization: Fraction
+    max_num_batched_tokens: Positive
+    enforce_eager: bool
+    cudagraph_capture_sizes: list[int] | None
+    enable_chunked_prefill: bool
+    enable_prefix_caching: bool
+    load_format: str
+    seed: NonNegative
+    engine_kwargs: EngineKwargsConfig
     free_cache_engine: bool
 
 

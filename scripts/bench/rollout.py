@@ -27,8 +27,8 @@ from transformers.utils import logging
 
 from configs.compose import compose
 from configs.schema.ppo import PPOConfig
-from workers.rollout import make_rollout
 from workers.rollout.base import Request, Rollout, RolloutSpec, Sampling
+from workers.rollout.embedded import EmbeddedRollout
 
 SMALL: dict[str, Any] = {
     "hidden_size": 256,
@@ -124,7 +124,7 @@ def embedded_engine(model: PreTrainedModel, requests: list[Request], max_num_seq
         config = compose("ppo_trainer", PPOConfig, [*overrides, f"actor_rollout_ref.rollout.max_num_seqs={max_num_seqs}"])
         longest = max(len(request.prompt_ids) + request.sampling.max_tokens for request in requests)
         spec = RolloutSpec(config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, longest, "cpu")
-        engine = make_rollout(spec)
+        engine = EmbeddedRollout(spec)
     assert engine.share_weights(dict(model.named_parameters()), version=0)
     return engine
 

@@ -182,6 +182,29 @@ def test_the_critic_counts_only_where_there_is_one() -> None:
     assert len(ppo_lines(*wrong, "critic.enable=true", needs_values=False)) == 2
 
 
+def test_what_vllm_cannot_do() -> None:
+    vllm = ["rollout=vllm", "trainer.n_gpus_per_node=3", f"{ROLLOUT}.tensor_model_parallel_size=2"]
+    (line,) = ppo_lines(*vllm)
+    assert line.startswith(f"error: {ROLLOUT}.tensor_model_parallel_size=2: does not divide 3 workers")
+    assert line.endswith("(3 = 1 * 2 + 1)")
+    assert ppo_lines(*vllm[1:], "rollout=embedded") != [line], "the embedded engine is not split"
+    one = ["rollout=vllm", f"{ROLLOUT}.tensor_model_parallel_size=1", "trainer.n_gpus_per_node=1"]
+    assert ppo_lines(*one, f"{ROLLOUT}.enforce_eager=true", f"{ROLLOUT}.val_kwargs.temperature=0") == []
+    for words, said in (
+        (f"{ROLLOUT}.dtype=float64", "dtype=float64: vLLM computes in"),
+        (f"{ROLLOUT}.temperature=0.005", "temperature=0.005: vLLM takes 0.01 at least"),
+        (f"{ROLLOUT}.val_kwargs.temperature=0.005", "val_kwargs.temperature=0.005: vLLM takes"),
+        (f"+{ROLLOUT}.engine_kwargs.vllm.seed=3", "engine_kwargs.vllm.seed: another key says it"),
+    ):
+        (line,) = ppo_lines(*one, words)
+        assert line.startswith(f"error: {ROLLOUT}.{said}"), line
+
+
+def test_the_embedded_engine_has_no_use_for_vllms_keys() -> None:
+    (note,) = ppo_lines(f"{ROLLOUT}.enforce_eager=true")
+    assert note.startswith(f"{ROLLOUT}.enforce_eager has no effect")
+
+
 def test_notes() -> None:
     assert ppo_lines(f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.gpu_memory_utilization=0.4") == [
         f"{ROLLOUT}.tensor_model_parallel_size has no effect: the embedded engine is not split over GPUs",

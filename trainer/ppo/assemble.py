@@ -34,12 +34,14 @@ from trainer.rewards.shaping import Shaping
 from trainer.tracking import Tracker
 from workers.controller.group import WorkerGroup
 from workers.engine.base import LossSpec
+from workers.rollout import check_installed
 from workers.rollout.base import RolloutSpec, Sampling
 from workers.seeding import seed_of
 
 
 def run(config: PPOConfig, notices: Sequence[str]) -> None:
     """Train as ``config`` says, and leave a report. notices: what the user was told about the configuration."""
+    check_installed(config.actor_rollout_ref.rollout.name)
     run_dir = Path(config.trainer.default_local_dir)
     resume = resolve_resume(config.trainer.resume_mode, config.trainer.resume_from_path, run_dir)
     if resume is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -65,7 +65,33 @@ class EngineAsleep(RuntimeError):
     """The engine was asked to work while its weights or its cache were away."""
 
 
+def check_requests(requests: Sequence[Request], unfinished: Collection[int], *, max_length: int, vocab_size: int) -> set[int]:
+    """Refuses what no engine can answer, before one is asked. max_length: prompt and response together, tokens.
+
+    Returns the ids that are unfinished with these. Raises ValueError.
+    """
+    ids = set(unfinished)
+    for request in requests:
+        length = len(request.prompt_ids)
+        if request.id in ids:
+            raise ValueError(f"request {request.id}: this id is unfinished")
+        if not length:
+            raise ValueError(f"request {request.id}: empty prompt")
+        if length + 1 > max_length:
+            raise ValueError(f"request {request.id}: prompt of {length} tokens + 1 > max_model_len {max_length}")
+        for token in (min(request.prompt_ids), max(request.prompt_ids)):
+            if not 0 <= token < vocab_size:
+                raise ValueError(f"request {request.id}: token {token} is outside the vocabulary of {vocab_size}")
+        if request.sampling.max_tokens < 1:
+            raise ValueError(f"request {request.id}: max_tokens {request.sampling.max_tokens} < 1")
+        ids.add(request.id)
+    return ids
+
+
 class Rollout(ABC):
+    tensor_parallel_size = 1
+    """Consecutive ranks that are one engine: they get the same calls with the same arguments, and answer alike."""
+
     @abstractmethod
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests. Raises ValueError, naming the request, for an empty or too long prompt or a foreign token."""
@@ -106,6 +132,10 @@ class Rollout(ABC):
     @abstractmethod
     def wake(self, *, weights: bool, kv_cache: bool) -> None:
         """Take memory back. After waking weights, load_weights or share_weights must follow."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of what the engine holds of this process, so that it can hold another engine."""
 
     @abstractmethod
     def stats(self) -> dict[str, float]:

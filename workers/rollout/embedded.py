@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from workers.rollout.attention import StepAttention
-from workers.rollout.base import Completion, EngineAsleep, Request, Rollout, RolloutSpec
+from workers.rollout.base import Completion, EngineAsleep, Request, Rollout, RolloutSpec, check_requests
 from workers.rollout.kv_cache import KVCache
 from workers.rollout.rows import FinishReason, RowSequence, RunningRows
 from workers.rollout.sampling import sample, uniforms
@@ -43,28 +43,11 @@ class EmbeddedRollout(Rollout):
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Also raises ValueError for an id that is unfinished. On any error none of the requests is queued."""
-        ids = set(self._ids)
-        for request in requests:
-            self._check(request, ids)
-            ids.add(request.id)
+        ids = check_requests(requests, self._ids, max_length=self.max_length, vocab_size=self.model.vocab_size)
         for request in requests:
             self._waiting.append(RowSequence(request, self._submitted))
             self._submitted += 1
         self._ids = ids
-
-    def _check(self, request: Request, ids: set[int]) -> None:
-        length, vocabulary = len(request.prompt_ids), self.model.vocab_size
-        if request.id in ids:
-            raise ValueError(f"request {request.id}: this id is unfinished")
-        if not length:
-            raise ValueError(f"request {request.id}: empty prompt")
-        if length + 1 > self.max_length:
-            raise ValueError(f"request {request.id}: prompt of {length} tokens + 1 > max_model_len {self.max_length}")
-        for token in (min(request.prompt_ids), max(request.prompt_ids)):
-            if not 0 <= token < vocabulary:
-                raise ValueError(f"request {request.id}: token {token} is outside the vocabulary of {vocabulary}")
-        if request.sampling.max_tokens < 1:
-            raise ValueError(f"request {request.id}: max_tokens {request.sampling.max_tokens} < 1")
 
     @property
     def unfinished(self) -> int:
@@ -250,6 +233,9 @@ class EmbeddedRollout(Rollout):
         """The cache takes memory as requests need it, weights as they are loaded."""
         self._weights_awake |= weights
         self._cache_awake |= kv_cache
+
+    def close(self) -> None:
+        self.sleep()
 
     def stats(self) -> dict[str, float]:
         """cache_bytes is the largest since the last call; a prompt counts for each request that has it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,33 @@ from transformers import PreTrainedModel
 from configs.schema.common import ModelConfig
 from workers.engine.hf_model import empty_model, model_config
 from workers.rollout.attention import CACHED_ATTENTION, probe_cache_shape
+
+
+class ExpectedWeights:
+    """Names and shapes that a model's weights come with. Tied ones may come under any of their names, or all."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._shapes: dict[str, torch.Size] = {}
+        tied: dict[int, list[str]] = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            self._shapes[name] = tensor.shape
+            tied.setdefault(id(tensor), []).append(name)
+        self._tied = list(tied.values())
+
+    def fits(self, name: str, shape: torch.Size) -> bool:
+        return self._shapes.get(name) == shape
+
+    def check(self, came: Mapping[str, torch.Size]) -> None:
+        """Raises ValueError, naming weights that are missing, unexpected or of another shape."""
+        missing = [
+            f"{names[0]} {tuple(self._shapes[names[0]])}" for names in self._tied if not any(name in came for name in names)
+        ]
+        unexpected = [f"{name} {tuple(shape)}" for name, shape in came.items() if not self.fits(name, shape)]
+        if missing or unexpected:
+            raise ValueError(
+                f"weights for the rollout do not fit the model: {len(missing)} missing {missing[:5]}, "
+                f"{len(unexpected)} unexpected or of another shape {unexpected[:5]}"
+            )
 
 
 @dataclass(slots=True)
@@ -50,11 +77,12 @@ class BorrowedModel:
             weight.places.append((self.module.get_submodule(path), leaf))
         self._weights = list(weights.values())
         self._by_name = {name: weight for weight in self._weights for name in weight.names}
+        self.expected = ExpectedWeights(self.module)
         self._fill_buffers()
 
     def share(self, tensors: dict[str, Tensor]) -> bool:
         """Use these very tensors. False if one has another dtype or device. Raises ValueError as load does."""
-        self._check(tensors, [])
+        self.expected.check({name: tensor.shape for name, tensor in tensors.items()})
         matching = all(
             tensor.dtype == self._by_name[name].empty.dtype and tensor.device.type == self.device.type
             for name, tensor in tensors.items()
@@ -68,40 +96,23 @@ class BorrowedModel:
     @torch.no_grad()
     def load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Copy. Raises ValueError, once all have come, naming those that are missing, unexpected or of another shape."""
-        came: dict[str, Tensor] = {}
-        unexpected = []
+        came: dict[str, torch.Size] = {}
         for name, tensor in tensors:
-            weight = self._by_name.get(name)
-            if weight is None or weight.empty.shape != tensor.shape:
-                unexpected.append(f"{name} {tuple(tensor.shape)}")
+            came[name] = tensor.shape
+            if not self.expected.fits(name, tensor.shape):
                 continue
+            weight = self._by_name[name]
             if weight.owned is None:
                 weight.owned = torch.empty_like(weight.empty, device=self.device)
                 weight.bind(weight.owned)
             weight.owned.copy_(tensor)
-            came[name] = weight.empty
-        self._check(came, unexpected)
+        self.expected.check(came)
 
     def drop(self) -> None:
         """Let go of all weights; the memory of owned ones is free."""
         for weight in self._weights:
             weight.owned = None
             weight.bind(weight.empty)
-
-    def _check(self, tensors: dict[str, Tensor], unexpected: list[str]) -> None:
-        for name, tensor in tensors.items():
-            if name not in self._by_name or tensor.shape != self._by_name[name].empty.shape:
-                unexpected.append(f"{name} {tuple(tensor.shape)}")
-        missing = [
-            f"{weight.names[0]} {tuple(weight.empty.shape)}"
-            for weight in self._weights
-            if not any(name in tensors for name in weight.names)
-        ]
-        if missing or unexpected:
-            raise ValueError(
-                f"weights for the rollout do not fit the model: {len(missing)} missing {missing[:5]}, "
-                f"{len(unexpected)} unexpected or of another shape {unexpected[:5]}"
-            )
 
     def _fill_buffers(self) -> None:
         """Buffers that no checkpoint has, such as rotary frequencies: made on meta, so computed anew, by transformers' own rule.

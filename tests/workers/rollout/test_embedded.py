@@ -19,6 +19,7 @@ from tests.workers.rollout.engines import (
     request,
     spec_of,
 )
+from workers.controller.group import WorkerInfo
 from workers.rollout import embedded, make_rollout
 from workers.rollout.base import Request
 from workers.rollout.embedded import EmbeddedRollout
@@ -201,10 +202,11 @@ def test_built_from_the_config_alone(model: PreTrainedModel, tmp_path: Path) -> 
 
 def test_engine_by_name(model: PreTrainedModel) -> None:
     spec = spec_of(model.config._name_or_path)
-    assert isinstance(make_rollout(spec), EmbeddedRollout)
+    place = WorkerInfo(0, 1, 0, 0, "127.0.0.1", 0)
+    assert isinstance(make_rollout(spec, place), EmbeddedRollout)
     object.__setattr__(spec.rollout, "name", "vlm")
     with pytest.raises(ValueError, match=r"vlm.*embedded"):
-        make_rollout(spec)
+        make_rollout(spec, place)
 
 
 def test_logits_that_are_not_finite_name_the_request(model: PreTrainedModel) -> None:

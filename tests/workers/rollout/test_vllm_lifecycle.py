@@ -1,0 +1,200 @@
+"""One vLLM engine over its life: requests that come and go, weights, sleep."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tests.workers.rollout.engines import VOCAB, log_prob_error, ragged_prompts, request
+from tests.workers.rollout.vllm_hosts import CPU_BUILD, LENGTH, make_small, place, start
+from workers.host import Host
+from workers.rollout.base import Completion, EngineAsleep, Request
+from workers.rollout.vllm import VLLMRollout
+
+pytestmark = CPU_BUILD
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[Host]:
+    host = Host(place(), "cpu")
+    yield host
+    host.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+    return make_small(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def shared(host: Host, model: PreTrainedModel) -> Iterator[VLLMRollout]:
+    engine = start(host, model)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(shared: VLLMRollout, model: PreTrainedModel) -> VLLMRollout:
+    """Awake, with the weights of ``model``, version 1, and nothing to do."""
+    shared.wake(weights=True, kv_cache=True)
+    shared.abort()
+    shared.load_weights(model.named_parameters(), 1)
+    shared.stats()
+    return shared
+
+
+def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    return {name: weight.detach().clone() for name, weight in model.named_parameters()}
+
+
+def test_log_probs_are_of_the_whole_vocabulary_at_the_temperature(engine: VLLMRollout, model: PreTrainedModel) -> None:
+    settings = [{}, {"temperature": 0.7}, {"temperature": 1.5, "top_k": 5}, {"top_p": 0.8}, {"temperature": 0.0}]
+    requests = [request(i, prompt, **settings[i % 5]) for i, prompt in enumerate(ragged_prompts(15))]
+    for batch in (requests, requests[:1], requests[4:5]):
+        for asked, completion in zip(batch, engine.generate(batch), strict=True):
+            assert log_prob_error(model, asked, completion) < 1e-5
+
+
+def test_a_seed_fixes_an_answer_whatever_is_beside_it(engine: VLLMRollout) -> None:
+    requests = [request(i, prompt, seed=2**62 + i) for i, prompt in enumerate(ragged_prompts(6))]
+    together = engine.generate(requests)
+    torch.manual_seed(5)
+    alone = [engine.generate([asked])[0] for asked in reversed(requests)]
+    assert [c.token_ids for c in together] == [c.token_ids for c in reversed(alone)]
+    others = engine.generate([replace(asked, seed=asked.seed + 100) for asked in requests])
+    assert [c.token_ids for c in together] != [c.token_ids for c in others]
+
+
+def test_draws_follow_top_k(engine: VLLMRollout, model: PreTrainedModel) -> None:
+    greedy = engine.generate([request(0, (2, 3, 4), temperature=0.0)])[0]
+    narrow = engine.generate([request(0, (2, 3, 4), temperature=2.0, top_k=1)])[0]
+    assert narrow.token_ids == greedy.token_ids
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (request(5, ()), "request 5: empty prompt"),
+        (request(5, [2] * LENGTH), rf"request 5: prompt of {LENGTH} tokens \+ 1 > max_model_len {LENGTH}"),
+        (request(5, (2, VOCAB)), f"request 5: token {VOCAB} is outside the vocabulary of {VOCAB}"),
+        (request(1, (2, 3)), "request 1: this id is unfinished"),
+    ],
+)
+def test_what_submit_refuses(engine: VLLMRollout, bad: Request, message: str) -> None:
+    engine.submit([request(1, (2, 3))])
+    with pytest.raises(ValueError, match=message):
+        engine.submit([request(3, range(2, 21)), bad])
+    assert engine.unfinished == 1, "a refused submission queues nothing"
+
+
+def test_why_an_answer_ends(engine: VLLMRollout) -> None:
+    free = engine.generate([request(0, (2, 3, 4), temperature=0.0, stop_token_ids=(), max_tokens=1000)])[0]
+    assert (len(free.token_ids), free.finish_reason) == (LENGTH - 3, "length")
+    stop = free.token_ids[4]
+    first = free.token_ids.index(stop)
+    asked = [
+        request(1, (2, 3, 4), temperature=0.0, stop_token_ids=(1, stop), max_tokens=50),
+        request(2, (2, 3, 4), temperature=0.0, stop_token_ids=(1, stop), max_tokens=50, ignore_eos=True),
+        request(3, (2, 3, 4), temperature=0.0, stop_token_ids=(), max_tokens=1),
+    ]
+    stopped, ignoring, one = engine.generate(asked)
+    assert (stopped.token_ids, stopped.finish_reason) == (free.token_ids[: first + 1], "stop")
+    assert (ignoring.token_ids, ignoring.finish_reason) == (free.token_ids[:50], "length")
+    assert (one.token_ids, one.finish_reason) == (free.token_ids[:1], "length")
+
+
+def test_abort_gives_what_there_is(engine: VLLMRollout) -> None:
+    requests = [request(i, (2 + i, 3, 4), ignore_eos=True, max_tokens=20) for i in range(6)]
+    expected = engine.generate(requests)
+    engine.submit(requests)
+    for _ in range(4):
+        assert engine.step() == []
+    (one,) = engine.abort([4, 99])
+    assert (one.id, one.finish_reason) == (4, "abort")
+    n = len(one.token_ids)
+    assert 1 <= n <= 4
+    assert (one.token_ids, one.log_probs) == (expected[4].token_ids[:n], expected[4].log_probs[:n])
+    assert engine.unfinished == 5
+    assert [completion.id for completion in engine.abort()] == [0, 1, 2, 3, 5]
+    assert engine.unfinished == 0 and engine.step() == []
+    assert [c.token_ids for c in engine.generate(requests)] == [c.token_ids for c in expected], "ids are free again"
+
+
+def test_running_answers_go_on_with_new_weights(engine: VLLMRollout, model: PreTrainedModel) -> None:
+    requests = [request(i, prompt, ignore_eos=True, max_tokens=12) for i, prompt in enumerate(ragged_prompts(5))]
+    expected = engine.generate(requests)
+    engine.submit(requests)
+    done: dict[int, Completion] = {}
+    for step in range(40):
+        if step == 5:
+            engine.load_weights(model.named_parameters(), version=2)
+        if step == 8:
+            engine.sleep()
+            engine.wake(weights=True, kv_cache=True)
+            engine.load_weights(model.named_parameters(), version=3)
+        done.update((completion.id, completion) for completion in engine.step())
+    assert engine.unfinished == 0
+    for wanted in expected:
+        got = done[wanted.id]
+        assert (got.token_ids, got.finish_reason, got.weight_version) == (wanted.token_ids, "length", 3)
+        assert torch.allclose(torch.tensor(got.log_probs), torch.tensor(wanted.log_probs), atol=1e-5)
+
+
+def test_stats_count_and_start_again(engine: VLLMRollout) -> None:
+    engine.generate([request(i, (2, 3, 4), ignore_eos=True, max_tokens=5) for i in range(2)])
+    first, second = engine.stats(), engine.stats()
+    assert (first["prompt_tokens"], first["response_tokens"], first["decode_steps"]) == (6, 10, 5)
+    assert first["cache_bytes"] > 0 and second["response_tokens"] == second["decode_steps"] == 0
+
+
+def test_weights_that_do_not_fit_are_named(engine: VLLMRollout, model: PreTrainedModel) -> None:
+    weights = weights_of(model)
+    weights["model.extra"] = weights.pop("model.norm.weight")
+    weights["lm_head.weight"] = weights["lm_head.weight"][:7]
+    with pytest.raises(ValueError) as error:
+        engine.load_weights(iter(weights.items()), 2)
+    assert "model.norm.weight" in str(error.value).split("unexpected")[0]
+    assert "model.extra" in str(error.value).split("unexpected")[1]
+    assert "lm_head.weight (7, 64)" in str(error.value).split("unexpected")[1]
+    with pytest.raises(EngineAsleep, match="no weights"):
+        engine.step()
+    asked = request(0, (2, 3))
+    engine.load_weights(model.named_parameters(), 3)
+    completion = engine.generate([asked])[0]
+    assert completion.weight_version == 3 and log_prob_error(model, asked, completion) < 1e-5
+
+
+def test_loading_leaves_the_trainers_tensors_alone(engine: VLLMRollout, model: PreTrainedModel) -> None:
+    originals = weights_of(model)
+    engine.load_weights(((name, weight * 2) for name, weight in originals.items()), 2)
+    engine.sleep()
+    assert all(torch.equal(weight, originals[name]) for name, weight in model.named_parameters())
+    assert all(weight.requires_grad for weight in model.parameters())
+
+
+def test_step_says_what_sleeps(engine: VLLMRollout, model: PreTrainedModel) -> None:
+    engine.submit([request(0, (2, 3))])
+    engine.step()
+    engine.sleep()
+    engine.sleep()
+    with pytest.raises(EngineAsleep, match="weights are asleep"):
+        engine.step()
+    with pytest.raises(EngineAsleep, match="load_weights: the weights are asleep"):
+        engine.load_weights(model.named_parameters(), 1)
+    engine.wake(weights=False, kv_cache=True)
+    with pytest.raises(EngineAsleep, match="weights are asleep"):
+        engine.step()
+    engine.sleep()
+    engine.wake(weights=True, kv_cache=False)
+    with pytest.raises(EngineAsleep, match="no weights since"):
+        engine.step()
+    engine.load_weights(model.named_parameters(), 2)
+    with pytest.raises(EngineAsleep, match="KV cache is asleep"):
+        engine.step()
+    engine.wake(weights=False, kv_cache=True)
+    engine.step()
+    engine.wake(weights=True, kv_cache=True)  # awake already: nothing is lost
+    engine.step()

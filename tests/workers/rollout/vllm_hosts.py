@@ -1,0 +1,81 @@
+"""Hosts with a trained actor and vLLM beside it: what a worker of a run has."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from configs.schema.common import FSDPConfig, ModelConfig
+from tests.workers.engine.toy import ToyLoss
+from tests.workers.rollout.engines import log_prob_error, make_model, request, spec_of
+from workers.controller.group import WorkerInfo
+from workers.controller.shell import free_port
+from workers.engine.base import EngineSpec, LossSpec, OptimizerSpec
+from workers.host import Host
+from workers.rollout import make_rollout
+from workers.rollout.base import Completion, Request, Rollout
+from workers.rollout.vllm import VLLMRollout
+
+# vLLM's attention on CPU wants heads of 32 at least.
+SIZES: dict[str, object] = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32,
+                            "intermediate_size": 96}  # fmt: skip
+LENGTH = 256
+CPU_BUILD = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU scripts/setup_env.sh installs no CPU build of vLLM")
+
+
+ACTOR_LOSS = LossSpec("tests.workers.rollout.vllm_hosts:toy_loss", None)
+
+
+def toy_loss(config: None) -> ToyLoss:
+    return ToyLoss()
+
+
+def place() -> WorkerInfo:
+    return WorkerInfo(rank=0, world_size=1, local_rank=0, node_rank=0, master_addr="127.0.0.1", master_port=free_port())
+
+
+def make_small(path: Path, architecture: str = "qwen2", **changes: object) -> PreTrainedModel:
+    return make_model(path, architecture, **(SIZES | changes))
+
+
+def actor_spec(model: ModelConfig) -> EngineSpec:
+    return EngineSpec(
+        strategy="fsdp",
+        model=model,
+        head="lm",
+        fsdp=FSDPConfig(
+            model_dtype="float32", dtype="float32", reshard_after_forward=True, param_offload=False, optimizer_offload=False
+        ),
+        optimizer=OptimizerSpec(
+            lr=1e-2, betas=(0.9, 0.999), weight_decay=0.0, schedule="constant", warmup_steps=0, total_steps=10,
+            min_lr_ratio=0.0, num_cycles=0.5, clip_grad=1.0,
+        ),
+        device="cpu",
+        seed=0,
+    )  # fmt: skip
+
+
+def greedy_errors(model: PreTrainedModel, engine: Rollout, prompts: Sequence[tuple[int, ...]]) -> list[float]:
+    """Greedy answers must be those of transformers' generate, token by token. The largest log-prob difference of each."""
+    requests = [request(i, prompt, temperature=0.0) for i, prompt in enumerate(prompts)]
+    return [greedy_error(model, *pair) for pair in zip(requests, engine.generate(requests), strict=True)]
+
+
+def greedy_error(model: PreTrainedModel, asked: Request, completion: Completion) -> float:
+    ids = torch.tensor([asked.prompt_ids])
+    theirs = model.generate(
+        ids, do_sample=False, max_new_tokens=asked.sampling.max_tokens, attention_mask=torch.ones_like(ids), eos_token_id=1
+    )
+    assert list(completion.token_ids) == theirs[0, ids.shape[1] :].tolist()
+    return log_prob_error(model, asked, completion)
+
+
+def start(host: Host, model: PreTrainedModel, **settings: Any) -> VLLMRollout:
+    """An engine without weights."""
+    spec = spec_of(model.config._name_or_path, name="vllm", **({"max_model_len": LENGTH, "slots": 16} | settings))
+    engine = make_rollout(spec, host.info)
+    assert isinstance(engine, VLLMRollout)
+    return engine

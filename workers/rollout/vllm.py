@@ -1,0 +1,301 @@
+"""The vLLM engine in the worker's own process, beside the trainer's shards; the same code on CUDA and on CPU.
+
+Every rank makes an engine («external launcher»). The ranks of a replica get the same requests in the same order, so they
+schedule alike and need not talk about it. What CPU alone needs is in workers/rollout/vllm_cpu.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from workers.controller.group import WorkerInfo
+from workers.engine.hf_model import DTYPES, empty_model, model_config
+from workers.rollout.base import Completion, EngineAsleep, Request, Rollout, RolloutSpec, check_requests
+from workers.rollout.weights import ExpectedWeights
+
+
+class VLLMRollout(Rollout):
+    _fenced: Callable[[], AbstractContextManager[None]]
+
+    def __init__(self, spec: RolloutSpec, place: WorkerInfo) -> None:
+        """Collective over all ranks: the process group of the trainer is there, and vLLM's groups are made of its ranks."""
+        self.tensor_parallel_size = spec.rollout.tensor_model_parallel_size
+        self.max_length = spec.max_model_len
+        model = empty_model(spec.model, model_config(spec.model, "lm"), "lm", DTYPES[spec.rollout.dtype]).hf
+        self.expected = ExpectedWeights(model)
+        embeddings = model.get_input_embeddings()
+        assert isinstance(embeddings, nn.Embedding)
+        self.vocab_size = embeddings.num_embeddings
+        arguments = engine_arguments(spec)
+        set_environment(place)
+        self._fenced = fenced
+        if spec.device == "cpu":
+            from workers.rollout import vllm_cpu
+
+            vllm_cpu.set_environment()
+            arguments = vllm_cpu.completed(arguments, spec, model, place)
+            self._fenced = vllm_cpu.fenced_uncompiled
+        with self._fenced():
+            self.engine = make_engine(arguments)
+            self._cache_bytes = float(self._on_worker(prepare_worker))
+        gc.unfreeze()  # vLLM takes all objects of the process, the trainer's too, from the garbage collector
+        self._requests: dict[int, tuple[Request, str]] = {}
+        self._weights_awake, self._cache_awake, self._weights_there = True, True, False
+        self._version = -1
+        self._counters = self._zeros()
+
+    # Requests
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Also raises ValueError for an id that is unfinished. On any error none of the requests is queued."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        check_requests(requests, self._requests, max_length=self.max_length, vocab_size=self.vocab_size)
+        for request in requests:
+            params = SamplingParams(**sampling_arguments(request, self.max_length), output_kind=RequestOutputKind.FINAL_ONLY)
+            prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
+            self._requests[request.id] = request, self.engine.add_request(str(request.id), prompt, params)
+            self._counters["prompt_tokens"] += len(request.prompt_ids)
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._requests)
+
+    def step(self) -> list[Completion]:
+        """Raises FloatingPointError, naming a request, where the model's logits are not finite."""
+        self._check_awake()
+        if not self._requests:
+            return []
+        with self._fenced():
+            outputs = self.engine.step()
+        self._counters["decode_steps"] += 1
+        return [self._finished(int(output.request_id), output.outputs[0]) for output in outputs if output.finished]
+
+    def _finished(self, id: int, answer: Any) -> Completion:
+        request, _ = self._requests.pop(id)
+        return self._completion(request, answer.token_ids, answer.logprobs, answer.finish_reason)
+
+    def _completion(self, request: Request, token_ids: Sequence[int], log_probs: Sequence[Any], reason: Any) -> Completion:
+        values = tuple(of_tokens[token].logprob for token, of_tokens in zip(token_ids, log_probs, strict=True))
+        if not all(map(math.isfinite, values)):
+            raise FloatingPointError(
+                f"request {request.id}: the model's logits are not finite (weights of version {self._version})"
+            )
+        self._counters["response_tokens"] += len(values)
+        return Completion(request.id, tuple(token_ids), values, reason, self._version)
+
+    def abort(self, ids: Sequence[int] | None = None) -> list[Completion]:
+        """In order of submission. An id that is not unfinished is passed over: it may have ended meanwhile."""
+        chosen = [id for id in self._requests if ids is None or id in ids]
+        states = self.engine.output_processor.request_states
+        parts = []
+        for id in chosen:
+            request, internal = self._requests[id]
+            state = states[internal]
+            parts.append((request, list(state.detokenizer.output_token_ids), list(state.logprobs_processor.logprobs)))
+        self.engine.abort_request([str(id) for id in chosen])
+        for id in chosen:
+            del self._requests[id]
+        return [self._completion(*part, "abort") for part in parts]
+
+    def _check_awake(self) -> None:
+        if not self._weights_awake:
+            raise EngineAsleep("step: the weights are asleep; call wake(weights=True), then load_weights")
+        if not self._weights_there:
+            raise EngineAsleep("step: the engine has no weights since it was made or woke; call load_weights")
+        if not self._cache_awake:
+            raise EngineAsleep("step: the KV cache is asleep; call wake(kv_cache=True)")
+
+    # Weights and memory
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """Raises ValueError, naming weights that are missing, unexpected or of another shape; the engine then has none.
+
+        vLLM takes them one after the other, cuts out this rank's part and casts it. Running answers wait for the new weights:
+        what they have is kept, and computed anew.
+        """
+        if not self._weights_awake:
+            raise EngineAsleep("load_weights: the weights are asleep; call wake(weights=True)")
+        self._weights_there = False
+        self._drop_cached()
+        came: dict[str, torch.Size] = {}
+
+        def fitting() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                came[name] = tensor.shape
+                if self.expected.fits(name, tensor.shape):
+                    yield name, tensor.detach()
+
+        with self._fenced(), torch.no_grad():
+            self._on_worker("reload_weights", weights_iterator=fitting())
+        self.expected.check(came)
+        self._weights_there, self._version = True, version
+
+    def sleep(self) -> None:
+        """Unfinished requests stay, and go on where they are once the engine works again."""
+        self._drop_cached()
+        if self._weights_awake or self._cache_awake:
+            self._on_worker("sleep", level=2)
+        self._weights_awake = self._weights_there = self._cache_awake = False
+
+    def wake(self, *, weights: bool, kv_cache: bool) -> None:
+        if weights and not self._weights_awake:
+            self._on_worker("wake_up", tags=["weights"])
+            self._weights_awake = True
+        if kv_cache and not self._cache_awake:
+            self._on_worker("wake_up", tags=["kv_cache"])
+            self._cache_awake = True
+
+    def _drop_cached(self) -> None:
+        """Nothing in the cache counts any more: prefixes are forgotten, running answers go back to the queue."""
+        if not self.engine.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError("vLLM did not drop its prefix cache: answers would go on from keys and values of old weights")
+
+    def _on_worker(self, method: str | Callable[[Any], Any], **kwargs: Any) -> Any:
+        (result,) = self.engine.collective_rpc(method, kwargs=kwargs)
+        return result
+
+    def close(self) -> None:
+        self.engine.engine_core.shutdown()
+
+    def stats(self) -> dict[str, float]:
+        """cache_bytes: what the KV cache takes while it is awake; a prompt counts for each request that has it."""
+        counters, self._counters = self._counters, self._zeros()
+        return counters
+
+    def _zeros(self) -> dict[str, float]:
+        return {"prompt_tokens": 0.0, "response_tokens": 0.0, "decode_steps": 0.0, "cache_bytes": self._cache_bytes}
+
+
+def engine_arguments(spec: RolloutSpec) -> dict[str, Any]:
+    """Our keys as arguments of vLLM's EngineArgs."""
+    rollout = spec.rollout
+    return {
+        "model": spec.model.path,
+        "trust_remote_code": spec.model.trust_remote_code,
+        "hf_overrides": spec.model.override_config,
+        "max_model_len": spec.max_model_len,
+        "tensor_parallel_size": rollout.tensor_model_parallel_size,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
+        "enforce_eager": rollout.enforce_eager,
+        "cudagraph_capture_sizes": rollout.cudagraph_capture_sizes,
+        "enable_chunked_prefill": rollout.enable_chunked_prefill,
+        "enable_prefix_caching": rollout.enable_prefix_caching,
+        "dtype": rollout.dtype,
+        "load_format": rollout.load_format,
+        "seed": rollout.seed,
+        "distributed_executor_backend": "external_launcher",
+        "logprobs_mode": "processed_logprobs",
+        "enable_sleep_mode": spec.device == "cuda",
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # sampling is what a request says, nothing from the model's directory
+        "disable_log_stats": True,
+        **rollout.engine_kwargs.vllm,
+    }
+
+
+def sampling_arguments(request: Request, max_length: int) -> dict[str, Any]:
+    """A request's sampling as arguments of vLLM's SamplingParams. max_length: prompt and response together, tokens.
+
+    stop_token_ids alone end an answer: ignore_eos stands for the end token that vLLM would find in the model's directory.
+    """
+    sampling = request.sampling
+    return {
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "max_tokens": min(sampling.max_tokens, max_length - len(request.prompt_ids)),
+        "stop_token_ids": [] if sampling.ignore_eos else list(sampling.stop_token_ids),
+        "ignore_eos": True,
+        "seed": request.seed,
+        "logprobs": 0,  # of the drawn token alone
+        "detokenize": False,
+    }
+
+
+class FullLogProbs(nn.Module):
+    """Stands before vLLM's top-k and top-p: draws as they do, with log-probs over the whole vocabulary, at the temperature."""
+
+    def __init__(self, cut: nn.Module) -> None:
+        super().__init__()
+        self.cut = cut
+
+    def forward(self, logits: Tensor, generators: Any, top_k: Tensor | None, top_p: Tensor | None) -> tuple[Tensor, Tensor]:
+        """logits (n, V), divided by the temperature already. Tokens (n,) and log-probs (n, V)."""
+        log_probs = logits.log_softmax(-1, dtype=torch.float32)
+        tokens, _ = self.cut(logits, generators, top_k, top_p)
+        return tokens, log_probs
+
+
+def prepare_worker(worker: Any) -> int:
+    """Put FullLogProbs into the worker's sampler. The bytes of its KV cache."""
+    sampler = worker.model_runner.sampler
+    sampler.topk_topp_sampler = FullLogProbs(sampler.topk_topp_sampler)
+    return sum(cache.nbytes for cache in worker.model_runner.kv_caches)
+
+
+def set_environment(place: WorkerInfo) -> None:
+    """What vLLM reads from the environment."""
+    os.environ.update(
+        RANK=str(place.rank),
+        LOCAL_RANK=str(place.local_rank),
+        WORLD_SIZE=str(place.world_size),
+        MASTER_ADDR=place.master_addr,
+        MASTER_PORT=str(place.master_port),
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_USE_V2_MODEL_RUNNER="0",  # the other runner has another sampler than FullLogProbs fits
+        VLLM_NO_USAGE_STATS="1",
+    )
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+
+def make_engine(arguments: dict[str, Any]) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine import core
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    core.cleanup_dist_env_and_memory = leave_groups
+    return LLMEngine.from_engine_args(EngineArgs(**arguments))
+
+
+def leave_groups() -> None:
+    """What vLLM does when an engine ends, but for destroying the process group, which is the trainer's."""
+    from vllm import envs
+    from vllm.distributed import parallel_state
+
+    envs.disable_envs_cache()
+    parallel_state.destroy_model_parallel()
+    if parallel_state._WORLD is not None:
+        parallel_state._WORLD.destroy()
+        parallel_state._WORLD = None
+    gc.collect()
+
+
+@contextmanager
+def fenced() -> Iterator[None]:
+    """vLLM seeds and draws from the global generators, and on CPU replaces torch.set_num_threads: the trainer sees none of it."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    python, numpy = random.getstate(), np.random.get_state()
+    threads, set_threads = torch.get_num_threads(), torch.set_num_threads
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_num_threads = set_threads
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)

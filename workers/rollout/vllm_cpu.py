@@ -1,0 +1,119 @@
+"""What vLLM needs on CPU alone: arguments, environment, and a worker that can sleep. Not loaded on CUDA."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import torch
+import torch.compiler
+from torch import nn
+from transformers import PreTrainedModel
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.utils import clear_layer_kv_caches
+
+from workers.controller.group import WorkerInfo
+from workers.engine.hf_model import DTYPES
+from workers.rollout.attention import CACHED_ATTENTION, probe_cache_shape
+from workers.rollout.base import EngineAsleep, RolloutSpec
+from workers.rollout.kv_cache import round_up
+from workers.rollout.vllm import fenced
+
+BLOCK = 128  # tokens of a block of vLLM's cache on CPU
+
+
+def set_environment() -> None:
+    """vLLM binds no thread to a core, and the size of its cache is an argument."""
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+
+
+@contextmanager
+def fenced_uncompiled() -> Iterator[None]:
+    """As fenced. And nothing is compiled: the one function that vLLM's sampler has compiled takes 40 s, for no gain on CPU."""
+    with fenced(), torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def completed(arguments: dict[str, Any], spec: RolloutSpec, model: PreTrainedModel, place: WorkerInfo) -> dict[str, Any]:
+    """Arguments of EngineArgs with the worker below, and a cache for all sequences at once, within gpu_memory_utilization."""
+    share = int(psutil.virtual_memory().total * spec.rollout.gpu_memory_utilization) // place.world_size
+    cache = {"kv_cache_memory_bytes": min(share, cache_bytes(spec, model)), "block_size": BLOCK}
+    worker = f"{SleepingWorker.__module__}.{SleepingWorker.__qualname__}"
+    return cache | arguments | {"worker_cls": worker, "enforce_eager": True}  # compiling the model takes minutes
+
+
+def cache_bytes(spec: RolloutSpec, model: PreTrainedModel) -> int:
+    """Of keys and values on one rank, with max_num_seqs sequences of full length. model: on the meta device."""
+    model.set_attn_implementation(CACHED_ATTENTION)
+    shape, size = probe_cache_shape(model), spec.rollout.tensor_model_parallel_size
+    numbers = shape.layers * max(1, shape.kv_heads // size) * (shape.key_dim + shape.value_dim)
+    tokens = spec.rollout.max_num_seqs * round_up(spec.max_model_len, BLOCK) + BLOCK  # vLLM keeps a block for itself
+    return tokens * numbers * DTYPES[spec.rollout.dtype].itemsize
+
+
+class SleepingWorker(CPUWorker):
+    """vLLM's worker, which drops its tensors when it sleeps and makes them anew when it wakes.
+
+    Linear layers keep their weights in packed copies, behind a function ``cpu_linear``; loading weights packs them.
+    """
+
+    def __init__(
+        self, vllm_config: Any, local_rank: int, rank: int, distributed_init_method: str, is_driver_worker: bool = False
+    ) -> None:
+        """vLLM makes names of shared memory from what follows the last colon of the address: our port keeps jobs apart."""
+        address = f"env://:{os.environ['MASTER_PORT']}"
+        super().__init__(vllm_config, local_rank, rank, address, is_driver_worker=is_driver_worker)
+        self._asleep: dict[nn.Parameter, torch.Tensor] = {}
+        """Parameters without their numbers: what they are like, on the meta device."""
+
+    def sleep(self, level: int = 1) -> None:
+        assert level == 2, f"level {level}: weights are dropped, not kept"
+        runner = self.model_runner
+        clear_layer_kv_caches(self.compilation_config.static_forward_context.values())
+        runner.kv_caches.clear()
+        for module in packed_layers(runner.model):
+            module.cpu_linear = asleep
+        if not self._asleep:
+            for parameter in runner.model.parameters():
+                self._asleep[parameter] = torch.empty_like(parameter, device="meta")
+                parameter.data = torch.empty(0, dtype=parameter.dtype)  # whoever reads it gets an error
+        give_back_free_memory()
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        assert tags is not None
+        if "weights" in tags:
+            for parameter, like in self._asleep.items():
+                parameter.data = torch.empty_like(like, device="cpu")
+            self._asleep.clear()
+        if "kv_cache" in tags:
+            runner = self.model_runner
+            runner.initialize_kv_cache_tensors(runner.kv_cache_config, runner._kernel_block_sizes)
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM packs a layer once its own weights have come; those of a tied head come under another name."""
+        super().reload_weights(*args, **kwargs)
+        names: dict[nn.Parameter, int] = {}
+        layers = packed_layers(self.model_runner.model)
+        for layer in layers:
+            names[layer.weight] = names.get(layer.weight, 0) + 1
+        for layer in layers:
+            if names[layer.weight] > 1:
+                layer.quant_method.process_weights_after_loading(layer)
+
+
+def packed_layers(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if "cpu_linear" in vars(module)]
+
+
+def asleep(*args: Any) -> torch.Tensor:
+    raise EngineAsleep("vLLM's weights are asleep")
+
+
+def give_back_free_memory() -> None:
+    """The C library keeps freed memory for later: the system gets it back."""
+    ctypes.CDLL(None).malloc_trim(0)
