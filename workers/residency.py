@@ -44,8 +44,11 @@ class Residency:
         self._place(active=None, training=False)
 
     def add_rollout(self, rollout: Rollout, *, free_cache_engine: bool) -> None:
+        """Until its first weights come, it sleeps."""
         assert self._rollout is None, "one rollout engine a process"
         self._rollout, self._rollout_sleeps = rollout, free_cache_engine
+        if free_cache_engine:
+            rollout.sleep()
 
     def enter(self, phase: Phase, role: str | None = None) -> None:
         """Move everything to where ``phase`` of ``role`` wants it. Memory is given back before any is taken.

@@ -59,6 +59,13 @@ def test_offloaded_roles_are_on_the_device_only_while_they_work() -> None:
     assert all(told[role].places == {"params": "cpu", "grads": "cpu", "optimizer": "cpu"} for role in ("actor", "critic"))
 
 
+def test_the_rollout_engine_sleeps_until_its_first_weights_come() -> None:
+    _, _, book = household()
+    assert book[-1] == ("rollout", "sleep")
+    _, _, book = household(free_cache_engine=False)
+    assert ("rollout", "sleep") not in book
+
+
 def test_memory_is_given_back_before_any_is_taken() -> None:
     """Sync: optimizer leaves, weights wake; generate: the actor's parameters leave, then the cache wakes; train: sleep first."""
     residency, _, book = household()

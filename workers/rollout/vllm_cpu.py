@@ -13,6 +13,7 @@ import torch
 import torch.compiler
 from torch import nn
 from transformers import PreTrainedModel
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.utils import clear_layer_kv_caches
 
@@ -48,9 +49,19 @@ def completed(arguments: dict[str, Any], spec: RolloutSpec, model: PreTrainedMod
 
 
 def cache_bytes(spec: RolloutSpec, model: PreTrainedModel) -> int:
-    """Of keys and values on one rank, with max_num_seqs sequences of full length. model: on the meta device."""
+    """Of keys and values on one rank, with max_num_seqs sequences of full length. model: on the meta device.
+
+    Raises ValueError for heads of a size that vLLM's attention on CPU has not.
+    """
     model.set_attn_implementation(CACHED_ATTENTION)
-    shape, size = probe_cache_shape(model), spec.rollout.tensor_model_parallel_size
+    shape = probe_cache_shape(model)
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if shape.key_dim not in sizes:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.name=vllm: on CPU vLLM has attention for heads of {', '.join(map(str, sizes))} numbers; "
+            f"{spec.model.path} has {shape.key_dim}"
+        )
+    size = spec.rollout.tensor_model_parallel_size
     numbers = shape.layers * max(1, shape.kv_heads // size) * (shape.key_dim + shape.value_dim)
     tokens = spec.rollout.max_num_seqs * round_up(spec.max_model_len, BLOCK) + BLOCK  # vLLM keeps a block for itself
     return tokens * numbers * DTYPES[spec.rollout.dtype].itemsize

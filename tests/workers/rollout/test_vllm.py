@@ -156,6 +156,12 @@ def on_cuda(spec: RolloutSpec) -> RolloutSpec:
     return replace(spec, device="cuda")
 
 
+def test_heads_that_vllm_has_no_attention_for_on_cpu_are_named(host: Host, tmp_path: Path) -> None:
+    model = make_small(tmp_path, head_dim=24)
+    with pytest.raises(ValueError, match=r"heads of 32, 64, .* has 24"):
+        start(host, model)
+
+
 def test_a_missing_engine_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"vLLM is not installed here; run scripts/install_engine.sh vllm cpu") as error:
