@@ -1,5 +1,6 @@
 """vLLM in this process, beside the trainer: parity with plain transformers, memory, what leaves no trace, and arguments."""
 
+import os
 import random
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -70,7 +71,7 @@ def test_greedy_is_generate_before_and_after_weights_change(architecture: str, t
 
 
 def test_the_trainers_generators_and_threads_are_untouched(host: Host, model: PreTrainedModel) -> None:
-    before, set_threads = states(), torch.set_num_threads
+    before, set_threads, environment = states(), torch.set_num_threads, os.environ.get("MASTER_PORT")
     engine = start(host, model)
     assert states() == before
     engine.load_weights(model.named_parameters(), 1)
@@ -80,6 +81,7 @@ def test_the_trainers_generators_and_threads_are_untouched(host: Host, model: Pr
     assert states() == before and torch.set_num_threads is set_threads
     engine.close()
     assert dist.is_initialized() and dist.get_world_size() == 1
+    assert os.environ.get("MASTER_PORT") == environment
 
 
 def test_sleep_shows_in_the_memory_of_the_process(host: Host, tmp_path: Path) -> None:
