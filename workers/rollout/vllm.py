@@ -11,7 +11,7 @@ import math
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from workers.controller.group import WorkerInfo
+from workers.controller.session import set_environment
 from workers.engine.hf_model import DTYPES, empty_model, model_config
 from workers.rollout.base import Completion, EngineAsleep, Request, Rollout, RolloutSpec, check_requests
 from workers.rollout.weights import ExpectedWeights
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other runner has another sampler than FullLogProbs fits
+    "VLLM_NO_USAGE_STATS": "1",
+}
 
 
 class VLLMRollout(Rollout):
@@ -37,17 +44,20 @@ class VLLMRollout(Rollout):
         assert isinstance(embeddings, nn.Embedding)
         self.vocab_size = embeddings.num_embeddings
         arguments = engine_arguments(spec)
-        set_environment(place)
-        self._fenced = fenced
-        if spec.device == "cpu":
-            from workers.rollout import vllm_cpu
+        with ExitStack() as opening:
+            opening.enter_context(set_environment(ENVIRONMENT | addresses(place)))
+            os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+            self._fenced = fenced
+            if spec.device == "cpu":
+                from workers.rollout import vllm_cpu
 
-            vllm_cpu.set_environment()
-            arguments = vllm_cpu.completed(arguments, spec, model, place)
-            self._fenced = vllm_cpu.fenced_uncompiled
-        with self._fenced():
-            self.engine = make_engine(arguments)
-            self._cache_bytes = float(self._on_worker(prepare_worker))
+                vllm_cpu.set_environment()
+                arguments = vllm_cpu.completed(arguments, spec, model, place)
+                self._fenced = vllm_cpu.fenced_uncompiled
+            with self._fenced():
+                self.engine = make_engine(arguments)
+                self._cache_bytes = float(self._on_worker(prepare_worker))
+            self._opened = opening.pop_all()
         gc.unfreeze()  # vLLM takes all objects of the process, the trainer's too, from the garbage collector
         self._requests: dict[int, tuple[Request, str]] = {}
         self._weights_awake, self._cache_awake, self._weights_there = True, True, False
@@ -168,6 +178,7 @@ class VLLMRollout(Rollout):
 
     def close(self) -> None:
         self.engine.engine_core.shutdown()
+        self._opened.close()
 
     def stats(self) -> dict[str, float]:
         """cache_bytes: what the KV cache takes while it is awake; a prompt counts for each request that has it."""
@@ -247,19 +258,15 @@ def prepare_worker(worker: Any) -> int:
     return sum(cache.nbytes for cache in worker.model_runner.kv_caches)
 
 
-def set_environment(place: WorkerInfo) -> None:
-    """What vLLM reads from the environment."""
-    os.environ.update(
-        RANK=str(place.rank),
-        LOCAL_RANK=str(place.local_rank),
-        WORLD_SIZE=str(place.world_size),
-        MASTER_ADDR=place.master_addr,
-        MASTER_PORT=str(place.master_port),
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_USE_V2_MODEL_RUNNER="0",  # the other runner has another sampler than FullLogProbs fits
-        VLLM_NO_USAGE_STATS="1",
-    )
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+def addresses(place: WorkerInfo) -> dict[str, str]:
+    """What an external launcher would have said in the environment."""
+    return {
+        "RANK": str(place.rank),
+        "LOCAL_RANK": str(place.local_rank),
+        "WORLD_SIZE": str(place.world_size),
+        "MASTER_ADDR": place.master_addr,
+        "MASTER_PORT": str(place.master_port),
+    }
 
 
 def make_engine(arguments: dict[str, Any]) -> Any:
