@@ -30,6 +30,7 @@ from trainer.rewards.registry import check_data_sources, scores_by_source
 from trainer.rewards.runner import RewardRunner
 from workers.controller.group import WorkerGroup
 from workers.plan import Limits
+from workers.rollout import check_installed
 from workers.rollout.base import RolloutSpec, Sampling
 from workers.seeding import seed_of
 
@@ -45,6 +46,7 @@ MAY_CHANGE = (
 
 def run(config: GenerationConfig, notices: Sequence[str]) -> None:
     """Make the shards that are missing, then select. notices: what the user was told about the configuration."""
+    check_installed(config.actor_rollout_ref.rollout.name)
     data, selection = config.data, config.selection
     scored = selection.score or selection.best_of_n is not None or selection.sft is not None
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
