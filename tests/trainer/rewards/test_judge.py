@@ -171,11 +171,11 @@ def test_a_failure_that_stays_is_not(judge: Judge, status: int, reply: Any, told
 
 
 def test_a_late_judge_and_none_at_all(judge: Judge) -> None:
-    judge.reply = lambda n: (200, completion("Score: 1"), 1.0)
+    judge.reply = lambda n: (200, completion("Score: 1"), 5.0)
     start = time.monotonic()
     with pytest.raises(JudgeError, match=r"in 2 requests; the last: .*time"):
         score("two", "2", INFO, config(judge, timeout=0.2, retries=1))
-    assert time.monotonic() - start < 1.0
+    assert time.monotonic() - start < 4.0
     with pytest.raises(JudgeError, match="Connection refused"):
         score("two", "2", INFO, config(judge, url="http://127.0.0.1:1/v1"))
 
