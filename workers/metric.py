@@ -98,10 +98,13 @@ def join_metrics(parts: Iterable[Mapping[str, Metric | Sample]]) -> Metrics:
 
 
 def plain_numbers(metrics: Mapping[str, Metric | Sample]) -> dict[str, float]:
-    """The value of each metric, and the quantiles of each sample."""
+    """The value of each metric, and the quantiles of each sample; nothing for the extreme or the quantiles of nothing."""
     numbers: dict[str, float] = {}
     for name, metric in metrics.items():
-        numbers |= {name: metric.value} if isinstance(metric, Metric) else metric.quantiles(name)
+        if isinstance(metric, Sample):
+            numbers |= metric.quantiles(name)
+        elif (metric.reduce, metric.value) not in (("max", float("-inf")), ("min", float("inf"))):
+            numbers[name] = metric.value
     return numbers
 
 

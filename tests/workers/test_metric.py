@@ -44,3 +44,10 @@ def test_quantiles_of_joined_samples_are_those_of_the_whole(parts: list[list[flo
 def test_a_number_and_a_sample_do_not_join() -> None:
     with pytest.raises(AssertionError, match="cannot join"):
         join_metrics([{"ratio": Metric.sum(1.0)}, {"ratio": Sample.where(torch.ones(2), torch.ones(2))}])
+
+
+def test_an_extreme_of_nothing_is_no_number() -> None:
+    nothing, something = torch.zeros(2), torch.ones(2)
+    found = {name: masked_extreme(torch.tensor([3.0, 5.0]), mask, "max") for name, mask in (("a", nothing), ("b", something))}
+    assert plain_numbers(found) == {"b": 5.0}
+    assert plain_numbers({"a": masked_extreme(torch.ones(2), nothing, "min")}) == {}

@@ -38,8 +38,14 @@ def is_enabled(config: RolloutCorrectionConfig) -> bool:
 def rollout_correction(
     old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, lengths: Tensor, config: RolloutCorrectionConfig
 ) -> Correction:
-    """Weights, rejections and metrics of a batch; all tensors (T,), lengths (B,). Both are measured on the same, whole mask."""
+    """Weights, rejections and metrics of a batch; all tensors (T,), lengths (B,). Both are measured on the same, whole mask.
+
+    A batch of which nothing is trained has weights of 0, and no metrics.
+    """
     tokens = _Tokens(response_mask, lengths)
+    if not tokens.mask.any():
+        none = torch.zeros_like(old_log_probs) if config.rollout_is is not None else None
+        return Correction(none, response_mask, {})
     log_ratio = torch.where(tokens.mask, (old_log_probs.double() - rollout_log_probs.double()), 0.0)
     weights, mask = None, response_mask
     metrics: dict[str, float] = {}
@@ -250,8 +256,6 @@ class _Tokens:
 
     def __init__(self, response_mask: Tensor, lengths: Tensor) -> None:
         self.mask = response_mask.bool()
-        if not self.mask.any():
-            raise ValueError("rollout correction: no token of the batch is trained")
         self.total = float(response_mask.sum() + 1e-8)
         self.rows = row_ids(lengths)
         self.n = len(lengths)

@@ -46,7 +46,8 @@ class Registry(Generic[Function]):
         return self._prepare.get(self._known(name))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._entries))
+        """The registered names; a function that was only found in a file has none."""
+        return iter(sorted(name for name in self._entries if ".py:" not in name))
 
     def _known(self, name: str) -> str:
         """The name it is registered under. Raises ValueError."""

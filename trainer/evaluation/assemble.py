@@ -154,7 +154,7 @@ def of_group(group: Sequence[Scored], metrics: MetricsConfig, seed: int) -> dict
         }
         found[f"prompts@{k}"] = len(having)
         for name, of_prompts in values.items():
-            drawn = seed_of(seed, "bootstrap", name, k)
+            drawn = seed_of(seed, "bootstrap")  # the same prompts for every metric and k: equal values, equal intervals
             found[f"{name}@{k}"] = mean_with_interval(of_prompts, metrics.bootstrap_samples, drawn)._asdict()
     return found
 

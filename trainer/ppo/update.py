@@ -40,7 +40,10 @@ class UpdateSpec:
 
 
 def update(model: RemoteModel, batch: Batch, spec: UpdateSpec, step: int) -> dict[str, float]:
-    """``epochs`` passes over the step's batch, one optimizer step a mini-batch. Metrics: their means over the mini-batches."""
+    """``epochs`` passes over the step's batch, one optimizer step a mini-batch.
+
+    Metrics: their means over the mini-batches that have them; one of which nothing is trained has no extremes or quantiles.
+    """
     history: list[dict[str, float]] = []
     uids = batch.rows["uid"].tolist()
     for epoch in range(spec.epochs):
@@ -57,4 +60,8 @@ def update(model: RemoteModel, batch: Batch, spec: UpdateSpec, step: int) -> dic
 
 
 def _means(history: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {name: sum(metrics[name] for metrics in history) / len(history) for name in history[0]}
+    values: dict[str, list[float]] = {}
+    for metrics in history:
+        for name, value in metrics.items():
+            values.setdefault(name, []).append(value)
+    return {name: sum(column) / len(column) for name, column in values.items()}

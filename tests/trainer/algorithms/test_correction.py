@@ -45,6 +45,12 @@ def test_weights_that_are_all_zero_are_no_sample_at_all() -> None:
     assert not found.weights.any() and found.metrics["rollout_corr/rollout_is_eff_sample_size"] == 0.0
 
 
+def test_where_nothing_is_trained_nothing_is_wrong() -> None:
+    rules = config(rollout_is="token", rollout_rs="seq_max_k2", rollout_rs_threshold="1", rollout_token_veto_threshold=0.1)
+    found = rollout_correction(OLD, ROLLOUT, torch.zeros_like(MASK), LENGTHS, rules)
+    assert not found.weights.any() and not found.mask.any() and found.metrics == {}
+
+
 def test_sequence_weights_are_products() -> None:
     found = correct(rollout_is="sequence", rollout_is_threshold="10")
     assert found.weights.tolist() == pytest.approx([0, 0.75, 0.75, 0, 0.6, 0.6, 0.6, 0])

@@ -28,6 +28,7 @@ def test_a_users_function_is_found_and_keeps_what_it_registered(tmp_path: Path) 
     assert REGISTRY[f"{file}:registered"] is REGISTRY["wants"]
     assert REGISTRY.needs(f"{file}:registered") == {"values"} and REGISTRY.prepare(f"{file}:registered")(2) == 4
     assert REGISTRY.prepare(f"{file}:plain") is None
+    assert "wants" in list(REGISTRY) and f"{file}:plain" not in list(REGISTRY)
 
 
 def test_a_users_function_travels_by_value(tmp_path: Path) -> None:

@@ -154,3 +154,14 @@ def test_clip_cov_draws_anew_in_every_update(task: Path, tmp_path: Path) -> None
     assert one["actor/pg_clipfrac"] == pytest.approx(0.3, abs=0.02)
     other = run_ppo(task, tmp_path / "other", *overrides, *EVERY_UPDATE, *ONE_STEP, f"{loss}.clip_cov_ratio=1.0")[0]
     assert other["actor/grad_norm"] < one["actor/grad_norm"]
+
+
+@pytest.mark.parametrize("mode", ["before", "bypass"])
+def test_mini_batches_of_which_nothing_is_left_do_not_end_the_run(task: Path, tmp_path: Path, mode: str) -> None:
+    """Every answer is cut, and masked; the log has numbers of what there is, and no infinities of what there is not."""
+    emptied = ("actor_rollout_ref.rollout.ignore_eos=true", "algorithm.truncated_answers=mask")
+    rules = ["rollout_is=token", "rollout_rs=seq_mean_k1", "rollout_rs_threshold=0.5_2.0"]
+    rules += ["bypass_mode=true", "loss_type=reinforce"] if mode == "bypass" else []
+    steps = run_ppo(task, tmp_path, *emptied, *EVERY_UPDATE, *(f"{CORRECTION}.{rule}" for rule in rules))
+    assert [step["actor/grad_norm"] for step in steps] == [0.0, 0.0]
+    assert all(isinstance(value, int | float) and math.isfinite(value) for step in steps for value in step.values())

@@ -96,5 +96,15 @@ def test_weights_follow_what_the_preparation_left() -> None:
     assert draws == again
 
 
+def test_a_metric_that_a_mini_batch_lacks_is_the_mean_of_the_others() -> None:
+    class Sparse(Recorder):
+        def train_step(self, mini_batch: Batch, columns: tuple[str, ...]) -> dict[str, Metric]:
+            metrics = super().train_step(mini_batch, columns)
+            return metrics | ({"seldom": Metric.max(7.0)} if len(self.given) == 2 else {})
+
+    found = update(cast(Any, Sparse()), step_batch(), spec(epochs=1), step=5)
+    assert found == {"loss": 2.0, "seldom": 7.0}
+
+
 def test_updates_a_step_counts_optimizer_steps() -> None:
     assert spec(epochs=3, groups=2).updates_a_step(6) == 9 and spec(epochs=1, groups=6).updates_a_step(6) == 1
