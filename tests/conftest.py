@@ -41,9 +41,13 @@ def is_ours_to_end(process: psutil.Process) -> bool:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_process_left_behind() -> Iterator[None]:
-    """A module that leaves a process running fails, and names it. (Python's resource tracker ends with its parent.)"""
+    """A module that leaves a process running fails, and names it. (Python's resource tracker ends with its parent.)
+
+    Ray kills a raylet that needs more than a second to end, and the raylet's agents look five times, at two seconds' distance,
+    before they believe it.
+    """
     yield
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while (left := descendants()) and time.monotonic() < deadline:
         time.sleep(0.05)
     named = [(process.pid, process.name()) for process in left]
