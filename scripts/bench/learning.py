@@ -1,7 +1,8 @@
-"""Does every method learn? Held-out accuracy of each on the quick-start task, seeds by seeds, as JSON and as a picture.
+"""Does every method learn, and on every engine? Held-out accuracy on the quick-start task, seeds by seeds, as JSON and as a picture.
 
     python scripts/bench/learning.py                              # every method, seeds 21 22 23, 60 steps: 15 minutes
     python scripts/bench/learning.py --methods grpo rloo --picture docs/learning.png
+    python scripts/bench/learning.py --engines embedded vllm sglang      # GRPO on each of them
 
 Each seed has a model of its own, warmed up as scripts/quickstart.sh does it. Methods run one after the other.
 """
@@ -32,14 +33,20 @@ METHODS: dict[str, tuple[str, ...]] = {
     "cispo": (f"{LOSS}=cispo", *TWO_UPDATES),
     "ppo": ("algorithm=ppo",),
 }
+ENGINES: dict[str, tuple[str, ...]] = {
+    "embedded": (),
+    "vllm": ("rollout=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"),
+    "sglang": ("rollout=sglang", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"),
+}
+HEADS = ("--num_attention_heads=3", "--num_key_value_heads=1")  # of 32 numbers: on CPU vLLM has attention for no smaller ones
 Curve = list[tuple[int, float]]
 
 
-def warm_up(folder: Path, seed: int) -> Path:
-    """Data, if there is none yet, and this seed's model."""
+def warm_up(folder: Path, seed: int, *shape: str) -> Path:
+    """Data, if there is none yet, and this seed's model. shape: arguments of data_preprocess.tiny_model."""
     if not (folder / "train.parquet").exists():
         run("data_preprocess.sort_digits", f"--local_save_dir={folder}")
-    run("data_preprocess.tiny_model", f"--save_dir={folder}/base-{seed}", f"--seed={seed}")
+    run("data_preprocess.tiny_model", f"--save_dir={folder}/base-{seed}", f"--seed={seed}", *shape)
     run(
         "trainer.main_sft", "sft_recipe=sort_digits", f"trainer.seed={seed}", f"data.train_files={folder}/sft.parquet",
         f"model.path={folder}/base-{seed}", f"trainer.export_dir={folder}/warm-{seed}",
@@ -92,19 +99,20 @@ def draw(curves: dict[str, list[Curve]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), help="each on the embedded engine")
+    choice.add_argument("--engines", nargs="+", choices=list(ENGINES), help="GRPO on each")
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--picture", type=Path)
     arguments = parser.parse_args()
+    ways, shape = (ENGINES, HEADS) if arguments.engines else (METHODS, ())
     with tempfile.TemporaryDirectory() as folder:
-        warm = {seed: warm_up(Path(folder), seed) for seed in arguments.seeds}
+        warm = {seed: warm_up(Path(folder), seed, *shape) for seed in arguments.seeds}
         curves: dict[str, list[Curve]] = {}
-        for method in arguments.methods:
-            curves[method] = [
-                learn(model, Path(folder) / f"{method}-{seed}", seed, METHODS[method]) for seed, model in warm.items()
-            ]
-            first_last = [f"{curve[0][1]:.2f} -> {curve[-1][1]:.2f}" for curve in curves[method]]
-            print(f"{method}: {', '.join(first_last)}; median rise {rise(curves[method]):.2f}", file=sys.stderr, flush=True)
+        for way in arguments.engines or arguments.methods:
+            curves[way] = [learn(model, Path(folder) / f"{way}-{seed}", seed, ways[way]) for seed, model in warm.items()]
+            first_last = [f"{curve[0][1]:.2f} -> {curve[-1][1]:.2f}" for curve in curves[way]]
+            print(f"{way}: {', '.join(first_last)}; median rise {rise(curves[way]):.2f}", file=sys.stderr, flush=True)
     print(json.dumps(curves))
     if arguments.picture is not None:
         draw(curves, arguments.picture)

@@ -15,6 +15,7 @@ from torch import Tensor
 from workers.rollout.attention import StepAttention
 from workers.rollout.base import Completion, EngineAsleep, Request, Rollout, RolloutSpec, check_requests
 from workers.rollout.kv_cache import KVCache
+from workers.rollout.memory import give_back_free_memory
 from workers.rollout.rows import FinishReason, RowSequence, RunningRows
 from workers.rollout.sampling import sample, uniforms
 from workers.rollout.weights import BorrowedModel
@@ -227,6 +228,8 @@ class EmbeddedRollout(Rollout):
         self._requeue()
         self.cache.drop()
         self.model.drop()
+        if self.device.type == "cpu":
+            give_back_free_memory()
         self._weights_awake = self._weights_there = self._cache_awake = False
 
     def wake(self, *, weights: bool, kv_cache: bool) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 import torch.compiler
@@ -22,6 +22,7 @@ from workers.engine.hf_model import DTYPES
 from workers.rollout.attention import CACHED_ATTENTION, probe_cache_shape
 from workers.rollout.base import EngineAsleep, RolloutSpec
 from workers.rollout.kv_cache import round_up
+from workers.rollout.memory import give_back_free_memory
 from workers.rollout.vllm import fenced
 
 BLOCK = 128  # tokens of a block of vLLM's cache on CPU
@@ -105,6 +106,19 @@ class SleepingWorker(CPUWorker):
             runner = self.model_runner
             runner.initialize_kv_cache_tensors(runner.kv_cache_config, runner._kernel_block_sizes)
 
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """At each step but the last in which a prompt enters a token is drawn that nobody gets: its generator must not move.
+
+        vLLM turns it back, which only generators on CUDA can do.
+        """
+        runner = self.model_runner
+        generators = runner.input_batch.generators
+        for_nobody = np.flatnonzero(runner.discard_request_mask.np[: runner.input_batch.num_reqs]).tolist()
+        waiting = {row: generators.pop(row) for row in for_nobody if row in generators}
+        result = super().sample_tokens(*args, **kwargs)
+        generators.update(waiting)
+        return result
+
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """vLLM packs a layer once its own weights have come; those of a tied head come under another name."""
         super().reload_weights(*args, **kwargs)
@@ -123,8 +137,3 @@ def packed_layers(model: nn.Module) -> list[Any]:
 
 def asleep(*args: Any) -> torch.Tensor:
     raise EngineAsleep("vLLM's weights are asleep")
-
-
-def give_back_free_memory() -> None:
-    """The C library keeps freed memory for later: the system gets it back."""
-    ctypes.CDLL(None).malloc_trim(0)

@@ -1,10 +1,11 @@
-"""Every method learns within 60 steps. Long: scripts/test.sh soak."""
+"""Every method learns within 60 steps, and GRPO on every engine. Long: scripts/test.sh soak."""
 
 from pathlib import Path
 
 import pytest
 
-from scripts.bench.learning import METHODS, SEEDS, Curve, draw, learn, rise, warm_up
+from scripts.bench.learning import ENGINES, HEADS, METHODS, SEEDS, Curve, draw, learn, rise, warm_up
+from tests.workers.rollout.vllm_hosts import CPU_BUILD
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -20,6 +21,22 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 def test_every_method_rises_within_60_steps(warm: dict[int, Path], tmp_path: Path, method: str) -> None:
     curves = [learn(model, tmp_path / str(seed), seed, METHODS[method]) for seed, model in warm.items()]
     print(f"{method}:", *(f"{curve[0][1]:.2f} -> {curve[-1][1]:.2f}" for curve in curves))
+    assert all(curve[0][0] == 0 and curve[-1][0] == 60 for curve in curves)
+    assert rise(curves) >= 0.15
+
+
+@pytest.fixture(scope="module")
+def warm_for_engines(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    folder = tmp_path_factory.mktemp("heads_of_32")
+    return {seed: warm_up(folder, seed, *HEADS) for seed in SEEDS}
+
+
+@CPU_BUILD
+@pytest.mark.soak
+@pytest.mark.parametrize("engine", list(ENGINES))
+def test_grpo_rises_on_every_engine(warm_for_engines: dict[int, Path], tmp_path: Path, engine: str) -> None:
+    curves = [learn(model, tmp_path / str(seed), seed, ENGINES[engine]) for seed, model in warm_for_engines.items()]
+    print(f"{engine}:", *(f"{curve[0][1]:.2f} -> {curve[-1][1]:.2f}" for curve in curves))
     assert all(curve[0][0] == 0 and curve[-1][0] == 60 for curve in curves)
     assert rise(curves) >= 0.15
 

@@ -68,6 +68,14 @@ def test_a_seed_fixes_an_answer_whatever_is_beside_it(engine: VLLMRollout) -> No
     assert [c.token_ids for c in together] != [c.token_ids for c in others]
 
 
+def test_prompts_that_enter_over_several_steps_change_no_draw(engine: VLLMRollout) -> None:
+    prompts = [[2 + (i * j) % 50 for j in range(200)] for i in range(1, 17)]  # together more than max_num_batched_tokens
+    requests = [request(i, prompt, max_tokens=6, ignore_eos=True) for i, prompt in enumerate(prompts)]
+    together = engine.generate(requests)
+    alone = [engine.generate([asked])[0] for asked in requests]
+    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+
+
 def test_draws_follow_top_k(engine: VLLMRollout, model: PreTrainedModel) -> None:
     greedy = engine.generate([request(0, (2, 3, 4), temperature=0.0)])[0]
     narrow = engine.generate([request(0, (2, 3, 4), temperature=2.0, top_k=1)])[0]
