@@ -1,4 +1,4 @@
-"""Does every method learn, and on every engine? Held-out accuracy on the quick-start task, seeds by seeds, as JSON and as a picture.
+"""Does every method learn, and on every engine? Held-out accuracy on the quick-start task, by seed, as JSON and as a picture.
 
     python scripts/bench/learning.py                              # every method, seeds 21 22 23, 60 steps: 15 minutes
     python scripts/bench/learning.py --methods grpo rloo --picture docs/learning.png
