@@ -2,7 +2,7 @@
 
     python scripts/bench/learning.py                              # every method, seeds 21 22 23, 60 steps: 15 minutes
     python scripts/bench/learning.py --methods grpo rloo --picture docs/learning.png
-    python scripts/bench/learning.py --engines embedded vllm sglang      # GRPO on each of them
+    python scripts/bench/learning.py --engines embedded vllm sglang      # GRPO on each of them, 120 steps
 
 Each seed has a model of its own, warmed up as scripts/quickstart.sh does it. Methods run one after the other.
 """
@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-STEPS, TEST_FREQ = 60, 10
+STEPS, ENGINE_STEPS, TEST_FREQ = 60, 120, 10
 SEEDS = (21, 22, 23)
 ACTOR = "actor_rollout_ref.actor"
 LOSS = f"{ACTOR}.policy_loss.loss_mode"
@@ -55,16 +55,16 @@ def warm_up(folder: Path, seed: int, *shape: str) -> Path:
     return folder / f"warm-{seed}"
 
 
-def learn(warm: Path, run_dir: Path, seed: int, overrides: Sequence[str]) -> Curve:
+def learn(warm: Path, run_dir: Path, seed: int, overrides: Sequence[str], steps: int = STEPS) -> Curve:
     """(step, held-out greedy accuracy) of a run."""
     run(
         "trainer.main_ppo", "recipe=quickstart", f"trainer.seed={seed}", f"data.train_files={warm.parent}/train.parquet",
         f"data.val_files={warm.parent}/test.parquet", f"actor_rollout_ref.model.path={warm}", f"critic.model.path={warm}",
-        f"trainer.default_local_dir={run_dir}", "trainer.logger=[]", f"trainer.total_training_steps={STEPS}",
+        f"trainer.default_local_dir={run_dir}", "trainer.logger=[]", f"trainer.total_training_steps={steps}",
         f"trainer.test_freq={TEST_FREQ}", "reward.num_workers=1", *overrides,
     )  # fmt: skip
-    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [(int(step["training/global_step"]), step["val/accuracy"]) for step in steps if "val/accuracy" in step]
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [(int(line["training/global_step"]), line["val/accuracy"]) for line in lines if "val/accuracy" in line]
 
 
 def run(module: str, *arguments: str) -> None:
@@ -105,12 +105,12 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--picture", type=Path)
     arguments = parser.parse_args()
-    ways, shape = (ENGINES, HEADS) if arguments.engines else (METHODS, ())
+    ways, shape, steps = (ENGINES, HEADS, ENGINE_STEPS) if arguments.engines else (METHODS, (), STEPS)
     with tempfile.TemporaryDirectory() as folder:
         warm = {seed: warm_up(Path(folder), seed, *shape) for seed in arguments.seeds}
         curves: dict[str, list[Curve]] = {}
         for way in arguments.engines or arguments.methods:
-            curves[way] = [learn(model, Path(folder) / f"{way}-{seed}", seed, ways[way]) for seed, model in warm.items()]
+            curves[way] = [learn(model, Path(folder) / f"{way}-{seed}", seed, ways[way], steps) for seed, model in warm.items()]
             first_last = [f"{curve[0][1]:.2f} -> {curve[-1][1]:.2f}" for curve in curves[way]]
             print(f"{way}: {', '.join(first_last)}; median rise {rise(curves[way]):.2f}", file=sys.stderr, flush=True)
     print(json.dumps(curves))
