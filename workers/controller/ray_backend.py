@@ -9,7 +9,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from workers.controller.dispatch import Call
 from workers.controller.group import Backend, Replies, Transport, WorkerError, WorkerGroup, WorkerInfo
+from workers.controller.guard import Guard
 from workers.controller.resource_pool import ResourcePool
 from workers.controller.session import MARK, SessionDir, end_processes, family, import_path, set_environment
 from workers.controller.shell import Failure, Shell, free_port, pack_call
@@ -89,7 +90,8 @@ class RayBackend(Backend):
         # Ray's memory monitor ends workers when the machine, all its users together, is 95 % full.
         options["_system_config"] = {"memory_monitor_refresh_ms": 0} | (ray_init.get("_system_config") or {})
         logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # it announces its token at every start
-        self._opened.callback(end_ray, session.mark)
+        self._opened.callback(Guard(session.places).dismiss)
+        self._opened.callback(end_ray, session.places)
         with set_environment({**environment, MARK: session.mark}), loopback_only():
             ray.init(**options)
 
@@ -152,11 +154,11 @@ class RayBackend(Backend):
             self._opened.close()
 
 
-def end_ray(mark: str) -> None:
-    """Our own Ray, with everything that it or its workers started."""
-    known = family(mark)
+def end_ray(places: Collection[str]) -> None:
+    """Our own Ray, with everything that it or its workers started. places: the session's."""
+    known = family(places)
     ray.shutdown()
-    end_processes(mark, known)
+    end_processes(places, known)
 
 
 class RayShell(Shell):

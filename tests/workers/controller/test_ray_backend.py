@@ -50,17 +50,19 @@ class Ended:
     def end(self) -> None:
         assert self.process.stdout is not None
         self.ready = self.process.stdout.readline()
+        self.started = psutil.Process(self.process.pid).children(recursive=True)  # Ray's agents write over their environment
         if self.way.startswith("SIG"):
             self.process.send_signal(signal.Signals[self.way])
         _, self.errors = self.process.communicate(timeout=60)
         self.left_at_exit = self.left()
 
     def left(self) -> list[str]:
-        """Command lines of living processes that descend from the driver: they inherit its environment."""
+        """Command lines of living processes that descend from the driver: what was there, and what inherited its environment."""
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get("ENDING") == self.tag and process.status() != psutil.STATUS_ZOMBIE:
+                ours = process in self.started or process.environ().get("ENDING") == self.tag
+                if ours and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(" ".join(process.cmdline())[:80])
             except psutil.Error:
                 continue
@@ -128,6 +130,19 @@ def pair(backend: RayBackend) -> WorkerGroup:
     return backend.start_group("pair", ResourcePool((2,), "cpu", "pair"), TOY)
 
 
+def test_a_dead_raylet_leaves_no_agents(tmp_path: Path) -> None:
+    with RayBackend(run_dir=tmp_path, nnodes=1, n_gpus_per_node=1, device="cpu", ray_init={}):
+        started = psutil.Process().children(recursive=True)
+        (raylet,) = (
+            process for process in started if process.name() == "raylet" and process.environ()[MARK].startswith(str(tmp_path))
+        )
+        agents = raylet.children()
+        assert {"ray::DashboardAgent", "ray::RuntimeEnvAgent"} <= {agent.name() for agent in agents}
+        raylet.kill()
+        psutil.wait_procs([raylet], timeout=10)
+    assert [agent for agent in agents if agent.is_running()] == []
+
+
 @contextmanager
 def started(backend: RayBackend, name: str, n: int = 2) -> Iterator[WorkerGroup]:
     group = backend.start_group(name, ResourcePool((n,), "cpu", name), TOY)
@@ -139,7 +154,7 @@ def started(backend: RayBackend, name: str, n: int = 2) -> Iterator[WorkerGroup]
 
 def test_ray_listens_on_the_loopback_alone(pair: WorkerGroup) -> None:
     mark = pair.call("environment", MARK).result()[0][0]
-    ours = [process for process in psutil.process_iter() if process.pid == os.getpid() or bears(process, mark)]
+    ours = [process for process in psutil.process_iter() if process.pid == os.getpid() or bears(process, [mark])]
     assert len(ours) > 5
     listening = {
         (process.name(), connection.laddr.ip)
