@@ -225,6 +225,29 @@ def test_no_call_waits_for_ever(backend: RayBackend) -> None:
     assert second.value.missing == [0, 2], "rank 1 was done and has answered; the others are busy"
 
 
+def test_who_is_late_says_where_it_is(backend: RayBackend) -> None:
+    """Also where a C extension holds the interpreter's lock, or the process is stopped: then its last lines are all there is."""
+    with started(backend, "stuck") as group:
+        pids = group.call("pid").result()
+        os.kill(pids[1], signal.SIGSTOP)
+        with pytest.raises(PhaseTimeout) as raised:
+            group.call("hang_with_lock", "on my way", timeout=1.0).result()
+    first, second = str(raised.value).split("last lines of ")[1:]
+    assert raised.value.missing == [0, 1]
+    assert "rank_0_stuck.log:\non my way\nwhere it is:\n" in first and "in hang_with_lock" in first.splitlines()[3]
+    assert "rank_1_stuck.log:\n(none)" in second and "where it is" not in second
+
+
+def test_who_is_in_time_writes_no_stacks(backend: RayBackend) -> None:
+    with started(backend, "quick") as group:
+        group.call("stands").result()
+        group.call("note", "x", timeout=5.0).result()
+        group.call("note", "x", pause=5.5).result()
+        with pytest.raises(PhaseTimeout) as raised:
+            group.call("hang").result(timeout=0.1)
+    assert "where it is" not in str(raised.value)
+
+
 def test_more_than_there_is_is_refused_with_the_arithmetic(backend: RayBackend) -> None:
     said = r"pool 'big' needs 6 slots \(tandem_slot\), \[6\] on 1 node\(s\); the nodes of this Ray have \[5\], 5 together"
     with pytest.raises(ValueError, match=said):
