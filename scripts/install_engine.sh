@@ -2,7 +2,7 @@
 # Installs engines into .venv, which scripts/setup_env.sh made:
 #     scripts/install_engine.sh vllm|sglang|megatron|all [cpu|cuda]
 # Without the second word: cuda if there is an NVIDIA GPU, else cpu. PYTHON=/path/to/python chooses another environment.
-# docs/install.md says which versions go together.
+# docs/install.md says which versions go together; all of them on CUDA do not.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -30,5 +30,8 @@ case "$device" in
   cuda) what=(--editable ".[$(IFS=,; echo "${engines[*]}")]") ;;
   *) fail "usage: scripts/install_engine.sh vllm|sglang|megatron|all [cpu|cuda]; no device: $device" ;;
 esac
+if [ "$engine $device" = "all cuda" ]; then
+  fail "on CUDA vllm and sglang ask for versions that exclude each other (docs/install.md): install each into an environment of its own (PYTHON=...)"
+fi
 "$python" -m pip --version >/dev/null 2>&1 || fail "no pip in $python: run scripts/setup_env.sh first, or set PYTHON"
 exec "${pip[@]}" "${what[@]}"

@@ -58,6 +58,12 @@ def test_another_engine_or_device_is_one_line(words: tuple[str, ...], tmp_path: 
     )
 
 
+def test_on_cuda_all_together_are_refused(tmp_path: Path) -> None:
+    done, calls = install(tmp_path, "all", "cuda")
+    assert done.returncode == 2 and calls == []
+    assert len(done.stderr.splitlines()) == 1 and "docs/install.md" in done.stderr
+
+
 def test_without_an_environment_it_says_what_to_run(tmp_path: Path) -> None:
     done, calls = install(tmp_path, "vllm", "cpu", python="#!/usr/bin/env bash\nexit 1\n")
     assert done.returncode == 2 and calls == []
