@@ -41,13 +41,9 @@ def is_ours_to_end(process: psutil.Process) -> bool:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_process_left_behind() -> Iterator[None]:
-    """A module that leaves a process running fails, and names it. (Python's resource tracker ends with its parent.)
-
-    Ray kills a raylet that needs more than a second to end, and the raylet's agents look five times, at two seconds' distance,
-    before they believe it.
-    """
+    """A module that leaves a process running fails, and names it. (Python's resource tracker ends with its parent.)"""
     yield
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 10
     while (left := descendants()) and time.monotonic() < deadline:
         time.sleep(0.05)
     named = [(process.pid, process.name()) for process in left]

@@ -1,6 +1,7 @@
 """From a command line to a checked configuration and a run: what every main_*.py shares.
 
-Exit codes: 0; 2 for what the user can mend, one line a problem; 1 for anything else, with the traceback; 130 for Ctrl-C.
+Exit codes: 0; 2 for what the user can mend, one line a problem; 1 for anything else, with the traceback (of a worker that failed,
+or was late, its own); 130 for Ctrl-C.
 """
 
 import sys
@@ -15,6 +16,7 @@ from configs.compose import Tree, run_jobs
 from configs.keys import CONFIG_DIR, ConfigError, described
 from configs.load import load
 from configs.schema.common import ProgramConfig, WorkersConfig
+from workers.controller.group import PhaseTimeout, WorkerError
 
 
 class RunnableConfig(Protocol):
@@ -105,6 +107,11 @@ class Program(Generic[Config]):
             if trainer.full_traceback:
                 traceback.print_exc()
             return complain(f"{' '.join(str(error).split())} (trainer.full_traceback=true shows where)")
+        except (WorkerError, PhaseTimeout) as error:  # they say where
+            if trainer.full_traceback:
+                traceback.print_exc()
+            print(f"error: {error}", file=sys.stderr)
+            return 1
         except Exception:
             traceback.print_exc()
             return 1

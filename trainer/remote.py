@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from workers.batch import Batch
 from workers.controller.dispatch import Mesh, Sharded
-from workers.controller.group import WorkerGroup
+from workers.controller.group import PhaseTimeout, WorkerError, WorkerGroup
 from workers.engine.base import EngineSpec, LossSpec
 from workers.metric import Metric, Metrics, join_metrics
 from workers.plan import Limits, Plan, make_plan
 from workers.rollout.base import RolloutSpec, Sampling
+
+PHASES = {"start": "engine start", "generate": "generation", "sync": "weight sync"}
 
 
 class RemoteModel:
@@ -81,14 +83,16 @@ class RemoteRollout:
     """The rollout role on every worker of a group."""
 
     def __init__(self, group: WorkerGroup, spec: RolloutSpec, source: str) -> None:
-        """source: the model role whose weights the engines generate with."""
+        """source: the model role whose weights the engines generate with. Limits are spec.rollout.timeouts."""
         self.group = group
-        self.mesh = mesh_of(group.call("build_rollout", "rollout", spec, source).result())
+        self.engine = spec.rollout.name
+        self.timeouts = spec.rollout.timeouts
+        self.mesh = mesh_of(self._call("start", self.timeouts.start, "build_rollout", "rollout", spec, source))
         group.register_mesh("rollout", self.mesh)
 
     def sync_weights(self, version: int) -> None:
         """Every engine has the source's weights when this returns; completions bear ``version`` from now on."""
-        self.group.call("run", "rollout", "sync_weights", version).result()
+        self._call("sync", self.timeouts.sync, "run", "rollout", "sync_weights", version)
 
     def generate(self, prompts: Batch, sampling: Sampling, group_size: int) -> Batch:
         """An answer to each row of ``prompts``, in order; see RolloutRole.generate.
@@ -100,8 +104,25 @@ class RemoteRollout:
             tuple(row for row in range(len(prompts)) if row // group_size % n_engines == engine) for engine in range(n_engines)
         )
         plan = Plan(shares=shares, micro_batches=tuple(() for _ in shares))
-        parts = self.group.call("run", "rollout", "generate", Sharded(plan.split(prompts)), sampling, mesh="rollout").result()
-        return plan.collect(parts)
+        what = ("run", "rollout", "generate", Sharded(plan.split(prompts)), sampling)
+        return plan.collect(self._call("generate", self.timeouts.generate, *what, mesh="rollout"))
+
+    def _call(
+        self, phase: Literal["start", "generate", "sync"], seconds: float, method: str, *args: Any, mesh: str | None = None
+    ) -> list[Any]:
+        """The result of a call. Raises WorkerError and PhaseTimeout, with the phase and the engine in the user's words.
+
+        The group has no other call under way: the phase's time is its own.
+        """
+        words = f"{PHASES[phase]} (rollout engine {self.engine})"
+        try:
+            return self.group.call(method, *args, mesh=mesh, timeout=seconds).result()
+        except WorkerError as error:
+            error.method = words
+            raise
+        except PhaseTimeout as error:
+            error.method = f"{words}, limited by actor_rollout_ref.rollout.timeouts.{phase},"
+            raise
 
 
 def mesh_of(places: Sequence[tuple[int, bool]]) -> Mesh:

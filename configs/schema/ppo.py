@@ -117,6 +117,13 @@ class EngineKwargsConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class TimeoutsConfig:
+    start: PositiveFloat
+    generate: PositiveFloat
+    sync: PositiveFloat
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class RolloutEngineConfig:
     """What an engine is built from, and how it draws."""
 
@@ -141,6 +148,7 @@ class RolloutEngineConfig:
     seed: NonNegative
     engine_kwargs: EngineKwargsConfig
     free_cache_engine: bool
+    timeouts: TimeoutsConfig
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

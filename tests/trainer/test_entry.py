@@ -11,6 +11,7 @@ import trainer
 from configs.keys import CONFIG_DIR
 from configs.schema.sft import SFTConfig
 from trainer.entry import Program
+from workers.controller.group import PhaseTimeout, WorkerError
 
 ROOT = CONFIG_DIR.parent
 
@@ -74,6 +75,20 @@ def test_what_the_user_can_mend_is_one_line_and_exit_code_2(error: Exception, ca
 def test_anything_else_is_a_traceback_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert raising(RuntimeError("broken"))([]) == 1
     assert "Traceback" in (err := capsys.readouterr().err) and "RuntimeError: broken" in err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        WorkerError(1, "generation (rollout engine vllm)", "process 7 died", "last lines of x.log:\nlast words"),
+        PhaseTimeout("generation", [0, 1], 3.0, "last lines of x.log:\nlast words"),
+    ],
+)
+def test_a_worker_that_failed_tells_it_itself(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    assert raising(error)([]) == 1
+    assert capsys.readouterr().err == f"error: {error}\n"
+    assert raising(error)(["trainer.full_traceback=true"]) == 1
+    assert "Traceback" in (err := capsys.readouterr().err) and err.endswith(f"error: {error}\n")
 
 
 def test_ctrl_c_has_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:

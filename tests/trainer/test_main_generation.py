@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -129,6 +130,30 @@ def test_accepted_answers_are_read_by_supervised_training(task: Path, whole: Pat
     assert len(data) == len(rows)
 
 
+def test_a_prompt_that_the_engine_could_not_read_is_refused_by_row(
+    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before a worker is started."""
+    good, bad = json.dumps({"prompt": "1 2"}), json.dumps({"prompt": ""})
+    long = json.dumps({"prompt": "1 2 3 4 5 6 7 8 9"})
+    base = json.loads((task / "base/config.json").read_text())
+    small = tmp_path / "small"
+    shutil.copytree(task / "base", small)
+    (small / "config.json").write_text(json.dumps(base | {"vocab_size": 4}))
+    for line, model, said in [
+        (bad, task / "base", "row 1: the prompt is empty"),
+        (long, task / "base", "the first in {path}, row 1"),
+        (good, small, "row 0: the tokenizer makes token"),
+    ]:
+        path = tmp_path / "prompts.jsonl"
+        path.write_text(f"{good}\n{line}\n")
+        wrong = [f"data.path={path}", f"actor_rollout_ref.model.path={model}"]
+        assert main_generation.PROGRAM([*arguments(task, tmp_path, *wrong), "trainer.backend=ray"]) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert lines[-1].startswith("error: ") and said.format(path=path) in lines[-1]
+    assert not (tmp_path / "answers").exists() and not (tmp_path / "logs").exists()
+
+
 def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(task: Path, whole: Path, tmp_path: Path) -> None:
     same = ["selection.score=true"]
     command = [sys.executable, "-m", "trainer.main_generation", *arguments(task, tmp_path, *same)]
@@ -153,6 +178,7 @@ def test_a_finished_run_selects_anew_without_an_engine(
 ) -> None:
     monkeypatch.setattr("trainer.generation.assemble.open_backend", None)
     other = [f"data.output_path={whole}/answers", f"selection.sft={tmp_path}/sft.jsonl", "selection.min_score=0.5"]
+    other += [f"actor_rollout_ref.rollout.timeouts.{phase}=77" for phase in ("start", "generate", "sync")]  # change no answer
     generate(task, tmp_path, *other)
     kept = [json.loads(line) for line in (tmp_path / "sft.jsonl").read_text().splitlines()]
     assert len(kept) > 0 and f"accepted: {tmp_path}/sft.jsonl ({len(kept)} answers to {len(kept)} of {ROWS} prompts)" in (

@@ -1,14 +1,18 @@
 """What the controller sends and how it joins the answers, on workers that only look at what they get."""
 
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
+from configs.schema.ppo import TimeoutsConfig
+from tests.workers.rollout.engines import spec_of
 from tests.workers.test_batch import numbered
 from trainer.remote import RemoteModel, RemoteRollout, mesh_of
 from workers.batch import Batch
-from workers.controller.group import WorkerInfo
+from workers.controller.group import PhaseTimeout, WorkerError, WorkerInfo
 from workers.controller.local_backend import LocalBackend
 from workers.controller.resource_pool import ResourcePool
 from workers.metric import Metric
@@ -77,7 +81,7 @@ def test_train_step_joins_over_ranks_and_keeps_flops_apart(model: Any) -> None:
 
 
 def test_a_prompts_answers_come_from_one_engine_and_in_order(model: Any) -> None:
-    rollout = RemoteRollout(model, cast(Any, None), source="actor")
+    rollout = RemoteRollout(model, spec_of("somewhere"), source="actor")
     prompts = numbered(SIZES).only(tokens=["input_ids"], rows=["uid"])
     answers = rollout.generate(prompts, cast(Any, None), group_size=4)
     assert as_lists_of(answers) == as_lists_of(prompts)
@@ -93,3 +97,47 @@ def test_the_first_rank_that_answers_speaks_for_its_share() -> None:
     assert mesh.shard_of_rank == (0, 0, 1, 1) and mesh.answers == (1, 2)
     with pytest.raises(ValueError):
         mesh_of([(0, False), (1, True)])
+
+
+class Unhappy:
+    """A group on which a call ends in ``error``; the others do what they should."""
+
+    def __init__(self, method: str, error: Exception) -> None:
+        self.method, self.error = method, error
+        self.limits: dict[str, float] = {}
+
+    def register_mesh(self, name: str, mesh: object) -> None:
+        """It has one engine, and needs none."""
+
+    def call(self, *words: Any, mesh: str | None, timeout: float) -> Any:
+        method = words[2] if words[0] == "run" else words[0]
+        self.limits[method] = timeout
+        return SimpleNamespace(result=partial(self._result, method))
+
+    def _result(self, method: str) -> list[Any]:
+        if method == self.method:
+            raise self.error
+        return [(0, True)]
+
+
+@pytest.mark.parametrize(
+    ("method", "phase", "key"),
+    [("build_rollout", "engine start", "start"), ("generate", "generation", "generate"), ("sync_weights", "weight sync", "sync")],
+)
+@pytest.mark.parametrize("kind", ["late", "dead"])
+def test_an_engine_that_is_late_or_dead_is_named_with_its_phase(kind: str, method: str, phase: str, key: str) -> None:
+    spec = spec_of("somewhere", name="vllm", timeouts=TimeoutsConfig(start=1.0, generate=2.0, sync=3.0))
+    raised = PhaseTimeout("run", [1], 9.0, "last words") if kind == "late" else WorkerError(1, "run", "it died", "last words")
+    group = Unhappy(method, raised)
+    with pytest.raises((PhaseTimeout, WorkerError)) as told:
+        rollout = RemoteRollout(cast(Any, group), spec, source="actor")
+        rollout.sync_weights(1)
+        rollout.generate(Batch(torch.tensor([1]), tokens={"input_ids": torch.tensor([5])}), cast(Any, None), group_size=1)
+    assert group.limits[method] == {"start": 1.0, "generate": 2.0, "sync": 3.0}[key]
+    limit = f"limited by actor_rollout_ref.rollout.timeouts.{key}, took more than 9 s: no answer from ranks [1]"
+    said = (
+        f"{phase} (rollout engine vllm), {limit}"
+        if kind == "late"
+        else f"rank 1 failed in {phase} (rollout engine vllm): it died"
+    )
+    assert str(told.value) == f"{said}\nlast words"

@@ -89,6 +89,15 @@ class PromptDataset:
     def __len__(self) -> int:
         return len(self._uids)
 
+    def check_tokens(self, vocab_size: int) -> None:
+        """Raises ValueError, naming the row, if a prompt has a token that the model's vocabulary has not."""
+        for uid, ids in zip(self._uids, self._ids, strict=True):
+            if ids.max() >= vocab_size:
+                raise ValueError(
+                    f"{self._rows.where(uid)}: the tokenizer makes token {ids.max()} of the prompt, and the model's vocabulary "
+                    f"has {vocab_size}; is actor_rollout_ref.model.tokenizer_path the model's?"
+                )
+
     def row(self, index: int) -> dict[str, Any]:
         """The prompt's row, as the file has it."""
         return self._rows[self._uids[index]]

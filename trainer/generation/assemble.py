@@ -24,7 +24,7 @@ from trainer.evaluation.scoring import as_reward
 from trainer.generation.generator import Generator
 from trainer.generation.selection import accepted, best_of_n
 from trainer.generation.shards import Row, Shards, write_rows
-from trainer.models import start_model
+from trainer.models import start_model, vocab_size
 from trainer.remote import RemoteRollout
 from trainer.rewards.registry import check_data_sources, scores_by_source
 from trainer.rewards.runner import RewardRunner
@@ -40,6 +40,9 @@ MAY_CHANGE = (
     "data.output_path",
     "data.filter_overlong_prompts_workers",
     "actor_rollout_ref.rollout.gpu_memory_utilization",
+    "actor_rollout_ref.rollout.timeouts.start",
+    "actor_rollout_ref.rollout.timeouts.generate",
+    "actor_rollout_ref.rollout.timeouts.sync",
     "reward.num_workers",
 )
 
@@ -51,6 +54,7 @@ def run(config: GenerationConfig, notices: Sequence[str]) -> None:
     scored = selection.score or selection.best_of_n is not None or selection.sft is not None
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     prompts = PromptDataset(data.path, tokenizer, data, max_samples=data.max_samples, seed=config.trainer.seed, scored=scored)
+    prompts.check_tokens(vocab_size(config.actor_rollout_ref.model))
     if scored and scores_by_source(as_reward(config.reward)):
         check_data_sources(prompts.data_sources)
     for notice in prompts.notices:

@@ -21,7 +21,7 @@ from trainer.data.dataset import PromptDataset
 from trainer.data.order import DataOrder
 from trainer.data.stream import PromptStream
 from trainer.metrics import Phases, peak_flops
-from trainer.models import Training, limits, start_model
+from trainer.models import Training, limits, start_model, vocab_size
 from trainer.ppo.loop import Loop, old_log_probs_come_from_update
 from trainer.ppo.source import Source
 from trainer.ppo.update import UpdateSpec
@@ -78,6 +78,8 @@ class Assembly:
         self.data, self.held_out = self.prompts()
         seed = config.trainer.seed if config.data.seed is None else config.data.seed
         self.order = DataOrder(len(self.data), config.data.train_batch_size, seed, config.data.shuffle)
+        for prompts in (self.data, self.held_out):
+            prompts.check_tokens(vocab_size(config.actor_rollout_ref.model))
         if scores_by_source(config.reward):
             check_data_sources(self.data.data_sources | self.held_out.data_sources)
         for notice in (*self.data.notices, *self.held_out.notices, self.stream().order.notice):

@@ -40,16 +40,18 @@ class WorkerError(RuntimeError):
 
 
 class PhaseTimeout(TimeoutError):
-    """Time ran out for ``method``. missing: the ranks that had not answered."""
+    """Time ran out for ``method``. missing: the ranks that had not answered. last_words: of their logs, stacks among them."""
 
-    def __init__(self, method: str, missing: Sequence[int], seconds: float) -> None:
-        super().__init__(method, missing, seconds)
+    def __init__(self, method: str, missing: Sequence[int], seconds: float, last_words: str = "") -> None:
+        super().__init__(method, missing, seconds, last_words)
         self.method = method
         self.missing = list(missing)
         self.seconds = seconds
+        self.last_words = last_words
 
     def __str__(self) -> str:
-        return f"{self.method} took more than {self.seconds:g} s: no answer from ranks {self.missing}"
+        said = f"{self.method} took more than {self.seconds:g} s: no answer from ranks {self.missing}"
+        return "\n".join(filter(None, (said, self.last_words)))
 
 
 @dataclass
@@ -68,12 +70,17 @@ class Replies(ABC):
     def receive(self, timeout: float | None) -> None:
         """Take in what has arrived; wait for one answer at least, at most ``timeout`` seconds. Raises WorkerError."""
 
+    def last_words(self) -> str:
+        """What the missing ranks last wrote, where somebody can read it."""
+        return ""
+
 
 class Transport(Protocol):
     """What a backend lends a group: its way to the workers."""
 
-    def send(self, method: str, calls: Sequence[Call], wanted: Sequence[bool]) -> Replies:
-        """Start a call on every rank. Ranks that are not wanted answer None."""
+    def send(self, method: str, calls: Sequence[Call], wanted: Sequence[bool], timeout: float | None) -> Replies:
+        """Start a call on every rank. Ranks that are not wanted answer None. timeout: seconds after which a rank that is still at
+        it writes its stacks."""
 
     def close(self) -> None:
         """End the workers."""
@@ -108,7 +115,7 @@ class Future:
             remaining = None if deadline is None else deadline - time.monotonic()
             self._receive(None if remaining is None else max(remaining, 0.0))
             if self._replies.missing and self._error is None and remaining is not None and remaining <= 0:
-                raise PhaseTimeout(self._method, sorted(self._replies.missing), seconds)
+                raise PhaseTimeout(self._method, sorted(self._replies.missing), seconds, self._replies.last_words())
         if self._error is not None:
             raise self._error
         return collect(self._mesh, self._replies.values) if self._mesh else list(self._replies.values)
@@ -155,7 +162,7 @@ class WorkerGroup:
             sharded = [name for name, value in (*enumerate(args), *kwargs.items()) if isinstance(value, Sharded)]
             if sharded:
                 raise ValueError(f"{method}: arguments {sharded} are Sharded, but the call names no mesh")
-            replies = self._transport.send(method, [(args, kwargs)] * self.world_size, [True] * self.world_size)
+            replies = self._transport.send(method, [(args, kwargs)] * self.world_size, [True] * self.world_size, timeout)
             return Future(method, replies, None, timeout)
         if mesh not in self._meshes:
             raise ValueError(f"{method}: group {self.name!r} has no mesh {mesh!r}, only {sorted(self._meshes)}")
@@ -165,7 +172,7 @@ class WorkerGroup:
         except ValueError as error:
             raise ValueError(f"{method} on mesh {mesh!r}: {error}") from None
         wanted = [rank in chosen.answers for rank in range(self.world_size)]
-        return Future(method, self._transport.send(method, calls, wanted), chosen, timeout)
+        return Future(method, self._transport.send(method, calls, wanted, timeout), chosen, timeout)
 
     def shutdown(self) -> None:
         """End the workers, whatever they do just now, and give their slots back."""

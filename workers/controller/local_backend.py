@@ -15,7 +15,8 @@ from workers.controller.wire import Parcel, pack, unpack
 
 
 class LocalBackend(Backend):
-    """A call has ended when it returns: futures are done, timeouts have nothing to interrupt.
+    """A call has ended when it returns: futures are done. A timeout interrupts nothing, for one may sit in a debugger; when it is
+    over, this process's stacks go to stderr.
 
     Arguments and results are packed and unpacked as on Ray, so nothing is shared that would not be shared there, and what
     cannot travel fails here too. Several workers cannot meet in a collective: they run one after the other. ``env`` is set in
@@ -56,11 +57,11 @@ class _LocalTransport(Transport):
     def __init__(self, shells: list[Shell]) -> None:
         self._shells = shells
 
-    def send(self, method: str, calls: Sequence[Call], wanted: Sequence[bool]) -> Replies:
+    def send(self, method: str, calls: Sequence[Call], wanted: Sequence[bool], timeout: float | None) -> Replies:
         replies = _LocalReplies(len(self._shells))
         for rank, (shell, call) in enumerate(zip(self._shells, calls, strict=True)):
             names, parcels = pack_call(call, pack)
-            if not replies.take(rank, shell.call(method, wanted[rank], names, *parcels)):
+            if not replies.take(rank, shell.call(method, wanted[rank], timeout, names, *parcels)):
                 break
         return replies
 

@@ -9,7 +9,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +23,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from workers.controller.dispatch import Call
 from workers.controller.group import Backend, Replies, Transport, WorkerError, WorkerGroup, WorkerInfo
+from workers.controller.guard import Guard
 from workers.controller.resource_pool import ResourcePool
 from workers.controller.session import MARK, SessionDir, end_processes, family, import_path, set_environment
-from workers.controller.shell import Failure, Shell, free_port, pack_call
+from workers.controller.shell import STACKS, Failure, Shell, free_port, pack_call
 from workers.controller.stop import die_with_parent, handlers_kept, shielded
 from workers.controller.wire import Parcel, pack, unpack
 
@@ -34,6 +35,8 @@ INLINE_BYTES = 64 * 1024  # larger parcels go through the object store; Ray send
 STORE_BYTES = 8 * 2**30
 PLACE_SECONDS = 30.0
 LOG_TAIL = 30  # lines: a crash prints the stack of its thread
+TOLD_RANKS = 4  # of those that are late, so many are told of
+STACKS_SECONDS = 2.0  # how long to wait for their stacks
 
 
 class RayBackend(Backend):
@@ -89,7 +92,8 @@ class RayBackend(Backend):
         # Ray's memory monitor ends workers when the machine, all its users together, is 95 % full.
         options["_system_config"] = {"memory_monitor_refresh_ms": 0} | (ray_init.get("_system_config") or {})
         logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # it announces its token at every start
-        self._opened.callback(end_ray, session.mark)
+        self._opened.callback(Guard(session.places).dismiss)
+        self._opened.callback(end_ray, session.places)
         with set_environment({**environment, MARK: session.mark}), loopback_only():
             ray.init(**options)
 
@@ -152,11 +156,11 @@ class RayBackend(Backend):
             self._opened.close()
 
 
-def end_ray(mark: str) -> None:
-    """Our own Ray, with everything that it or its workers started."""
-    known = family(mark)
+def end_ray(places: Collection[str]) -> None:
+    """Our own Ray, with everything that it or its workers started. places: the session's."""
+    known = family(places)
     ray.shutdown()
-    end_processes(mark, known)
+    end_processes(places, known)
 
 
 class RayShell(Shell):
@@ -183,8 +187,10 @@ class RayShell(Shell):
         os.environ.update(env)
         return without_exception(self.start(WorkerInfo(*standing, *address), worker, names, *parcels))
 
-    def call(self, method: str, wanted: bool, names: tuple[str, ...], *parcels: Parcel) -> Parcel | Failure:
-        return without_exception(super().call(method, wanted, names, *parcels))
+    def call(
+        self, method: str, wanted: bool, timeout: float | None, names: tuple[str, ...], *parcels: Parcel
+    ) -> Parcel | Failure:
+        return without_exception(super().call(method, wanted, timeout, names, *parcels))
 
 
 class Shipper:
@@ -209,13 +215,13 @@ class RayTransport(Transport):
         self._logs = logs
         self._place = place
 
-    def send(self, method: str, calls: Sequence[Call], wanted: Sequence[bool]) -> Replies:
+    def send(self, method: str, calls: Sequence[Call], wanted: Sequence[bool], timeout: float | None) -> Replies:
         ship = Shipper()
         refs = []
         for actor, call, wants in zip(self._actors, calls, wanted, strict=True):
             names, parcels = pack_call(call, ship)
-            refs.append(actor.call.remote(method, wants, names, *parcels))
-        return RayReplies(method, refs, self._logs)
+            refs.append(actor.call.remote(method, wants, timeout, names, *parcels))
+        return RayReplies(method, refs, self._logs, timed=timeout is not None)
 
     def close(self) -> None:
         for actor in self._actors:
@@ -224,11 +230,13 @@ class RayTransport(Transport):
 
 
 class RayReplies(Replies):
-    def __init__(self, method: str, refs: Sequence[ray.ObjectRef], logs: Sequence[Path | None]) -> None:
+    def __init__(self, method: str, refs: Sequence[ray.ObjectRef], logs: Sequence[Path | None], *, timed: bool) -> None:
+        """timed: ranks that are late write their stacks."""
         super().__init__(len(refs))
         self._method = method
         self._refs = dict(enumerate(refs))
         self._logs = logs
+        self._timed = timed
 
     def receive(self, timeout: float | None) -> None:
         pending = list(self._refs.values())
@@ -239,6 +247,15 @@ class RayReplies(Replies):
         for rank in [rank for rank, ref in self._refs.items() if ref in here]:
             self.values[rank] = self._unpacked(rank, self._refs.pop(rank))
             self.missing.remove(rank)
+
+    def last_words(self) -> str:
+        logs = [self._logs[rank] for rank in sorted(self.missing)[:TOLD_RANKS]]
+        if self._timed:  # their watches began a little later than ours; one that is stopped writes nothing
+            deadline = time.monotonic() + STACKS_SECONDS
+            while not all(map(stacks_of, logs)) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            time.sleep(0.1)  # to the end
+        return "\n".join(filter(None, (part for log in logs for part in (tail(log), stacks_of(log)))))
 
     def _unpacked(self, rank: int, ref: ray.ObjectRef) -> Any:
         try:
@@ -267,11 +284,27 @@ def write_to(path: Path) -> None:
 
 
 def tail(path: Path | None) -> str:
-    """The last lines that a dead worker wrote, if its file is within reach."""
+    """The last lines that a dead or late worker wrote, less the stacks of a late one, if its file is within reach."""
     if path is None or not path.is_file():
         return ""
-    lines = path.read_text(errors="replace").rpartition("--- process ")[2].splitlines()[1:]
-    return "\n".join([f"last lines of {path}:", *(lines[-LOG_TAIL:] or ["(none)"])])
+    said, _ = words_and_stacks(path)
+    return "\n".join([f"last lines of {path}:", *(said.splitlines()[1:][-LOG_TAIL:] or ["(none)"])])
+
+
+def stacks_of(path: Path | None) -> str:
+    """Where a late worker's main thread is, the innermost call first."""
+    if path is None or not path.is_file():
+        return ""
+    _, stacks = words_and_stacks(path)
+    lines = stacks.rpartition("Thread ")[2].splitlines()[1:]
+    return "\n".join(["where it is:", *lines[:LOG_TAIL]]) if lines else ""
+
+
+def words_and_stacks(path: Path) -> tuple[str, str]:
+    """What the last process wrote into a log: its words, and the stacks of a call that was late, if there was one."""
+    said = path.read_text(errors="replace").rpartition("--- process ")[2]
+    words, _, stacks = said.partition(STACKS)
+    return words, stacks
 
 
 def cause_of_death(said: str) -> str:

@@ -10,7 +10,7 @@ import socket
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -29,7 +29,7 @@ class SessionDir:
     directory of this user. spill: for what may be large; always in the run directory. ``<run_dir>/ray`` links to path.
 
     Both are locked while this process lives: what a killed run left is known by its free lock, and goes when the next run starts,
-    directories and processes. mark: of this session's processes.
+    directories and processes. mark: of this session's processes. places: its directories.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -43,6 +43,10 @@ class SessionDir:
         self._link = run_dir / "ray"
         self._link.unlink(missing_ok=True)
         self._link.symlink_to(self.path)
+
+    @property
+    def places(self) -> list[str]:
+        return [self.mark, *map(os.path.realpath, self._locks)]
 
     def remove(self) -> None:
         for path, lock in self._locks.items():
@@ -96,7 +100,7 @@ def _remove_if_dead(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        end_processes(str(path))
+        end_processes([str(path), os.path.realpath(path)])
         shutil.rmtree(path)
     except BlockingIOError:  # its run is alive
         return
@@ -133,20 +137,30 @@ def set_environment(environment: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def family(mark: str) -> set[psutil.Process]:
-    """All that bear the mark, and their descendants: some of Ray's write their title over their environment."""
-    found = {process for process in psutil.process_iter() if bears(process, mark)}
-    for process in list(found):
-        with suppress(psutil.NoSuchProcess):
-            found.update(process.children(recursive=True))
+def family(places: Collection[str]) -> set[psutil.Process]:
+    """All that belong to a session, and their descendants. places: its directories, the first of which is its mark.
+
+    Ray's processes write their title over a part of their environment, the mark perhaps in it; they have log files open.
+    """
+    everyone = list(psutil.process_iter())
+    found = {process for process in everyone if bears(process, places) or logs_to(process, places)}
+    by_parent: dict[int, list[psutil.Process]] = {}
+    for process in everyone:
+        with suppress(psutil.NoSuchProcess):  # not psutil's children(): it compares times by a clock that may be set
+            by_parent.setdefault(process.ppid(), []).append(process)
+    unseen = list(found)
+    while unseen:
+        children = by_parent.get(unseen.pop().pid, [])
+        unseen += [child for child in children if child not in found]
+        found.update(children)
     return found
 
 
-def end_processes(mark: str, known: Iterable[psutil.Process] = ()) -> None:
-    """Ends the mark's family, wherever it went, and what was known of it before its parents were gone."""
+def end_processes(places: Collection[str], known: Iterable[psutil.Process] = ()) -> None:
+    """Ends the session's family, wherever it went, and what was known of it before its parents were gone."""
     left = list(known)
     for _ in range(3):  # one may have been starting another
-        left = list(family(mark).union(left))
+        left = list(family(places).union(left))
         for process in left:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -155,8 +169,19 @@ def end_processes(mark: str, known: Iterable[psutil.Process] = ()) -> None:
         log.warning("processes that do not die: %s", left)
 
 
-def bears(process: psutil.Process, mark: str) -> bool:
+def bears(process: psutil.Process, marks: Collection[str]) -> bool:
     try:
-        return process.environ().get(MARK) == mark
+        return process.environ().get(MARK) in marks
     except psutil.Error:  # another user's, or gone
         return False
+
+
+def logs_to(process: psutil.Process, places: Collection[str]) -> bool:
+    """Whether it has the title of a process of Ray's, and a file open below one of the places (it may be removed by now)."""
+    try:
+        if not "".join(process.cmdline()[:1]).startswith("ray::"):
+            return False
+        opened = [os.readlink(entry.path) for entry in os.scandir(f"/proc/{process.pid}/fd")]
+    except (psutil.Error, OSError):  # another user's, or gone
+        return False
+    return any(path.startswith(f"{place}/") for path in opened for place in places)

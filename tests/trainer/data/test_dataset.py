@@ -120,6 +120,15 @@ def test_empty_prompts_and_missing_columns_are_named(make: Any, tmp_path: Path) 
         PromptDataset([str(file)], TOKENIZER, data_config(), max_samples=-1, seed=0)
 
 
+def test_a_token_that_the_model_has_not_is_named_by_row(make: Any) -> None:
+    data = make(rows([3, 5, 4]))
+    largest = [max(prompt.prompt_ids) for prompt in iter_prompts(data)]
+    data.check_tokens(max(largest) + 1)
+    first = next(uid for uid, token in enumerate(largest) if token == max(largest))
+    with pytest.raises(ValueError, match=rf"row {first}: the tokenizer makes token {max(largest)} .* has {max(largest)}; is"):
+        data.check_tokens(max(largest))
+
+
 def test_tokenising_in_processes_gives_the_same(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [20 + i % 3 for i in range(PART + 100)]
     settings: dict[str, Any] = {"max_prompt_length": 21, "filter_overlong_prompts": True}

@@ -1,5 +1,8 @@
 """Whole runs, on the quick start's task, whose batches are filled in rounds and whose rewards are shaped."""
 
+import json
+import re
+import shutil
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -61,3 +64,15 @@ def test_the_cap_ends_the_run_in_one_line(task: Path, tmp_path: Path, capfd: pyt
     assert code == 2
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert line.startswith("error: step 1: algorithm.filter_groups kept 0 of the 8 groups") and "of 16 groups 16 were all" in line
+
+
+def test_a_prompt_that_the_engine_could_not_read_is_refused_by_row(
+    task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    base = json.loads((task / "base/config.json").read_text())
+    small = tmp_path / "small"
+    shutil.copytree(task / "base", small)
+    (small / "config.json").write_text(json.dumps(base | {"vocab_size": 4}))
+    assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", f"actor_rollout_ref.model.path={small}")) == 2
+    said = capfd.readouterr().err.splitlines()[-1]
+    assert re.search(r"train\.parquet, row \d+: the tokenizer makes token", said) and "vocabulary has 4" in said

@@ -10,8 +10,7 @@ from workers.controller.stop import graceful_stop
 def main(run_dir: str, way: str) -> None:
     with graceful_stop(), RayBackend(run_dir=run_dir, nnodes=1, n_gpus_per_node=2, device="cpu", ray_init={}) as backend:
         group = backend.start_group("toy", ResourcePool((2,), "cpu", "p"), "tests.workers.controller.toy:Toy")
-        if way != "SIGKILL":
-            group.call("orphan").result()
+        group.call("orphan").result()
         group.call("stands").result()
         print("ready", flush=True)
         if way == "returns":

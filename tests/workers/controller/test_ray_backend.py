@@ -50,17 +50,19 @@ class Ended:
     def end(self) -> None:
         assert self.process.stdout is not None
         self.ready = self.process.stdout.readline()
+        self.started = psutil.Process(self.process.pid).children(recursive=True)  # Ray's agents write over their environment
         if self.way.startswith("SIG"):
             self.process.send_signal(signal.Signals[self.way])
         _, self.errors = self.process.communicate(timeout=60)
         self.left_at_exit = self.left()
 
     def left(self) -> list[str]:
-        """Command lines of living processes that descend from the driver: they inherit its environment."""
+        """Command lines of living processes that descend from the driver: what was there, and what inherited its environment."""
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get("ENDING") == self.tag and process.status() != psutil.STATUS_ZOMBIE:
+                ours = process in self.started or process.environ().get("ENDING") == self.tag
+                if ours and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(" ".join(process.cmdline())[:80])
             except psutil.Error:
                 continue
@@ -128,6 +130,19 @@ def pair(backend: RayBackend) -> WorkerGroup:
     return backend.start_group("pair", ResourcePool((2,), "cpu", "pair"), TOY)
 
 
+def test_a_dead_raylet_leaves_no_agents(tmp_path: Path) -> None:
+    with RayBackend(run_dir=tmp_path, nnodes=1, n_gpus_per_node=1, device="cpu", ray_init={}):
+        started = psutil.Process().children(recursive=True)
+        (raylet,) = (
+            process for process in started if process.name() == "raylet" and process.environ()[MARK].startswith(str(tmp_path))
+        )
+        agents = raylet.children()
+        assert {"ray::DashboardAgent", "ray::RuntimeEnvAgent"} <= {agent.name() for agent in agents}
+        raylet.kill()
+        psutil.wait_procs([raylet], timeout=10)
+    assert [agent for agent in agents if agent.is_running()] == []
+
+
 @contextmanager
 def started(backend: RayBackend, name: str, n: int = 2) -> Iterator[WorkerGroup]:
     group = backend.start_group(name, ResourcePool((n,), "cpu", name), TOY)
@@ -139,7 +154,7 @@ def started(backend: RayBackend, name: str, n: int = 2) -> Iterator[WorkerGroup]
 
 def test_ray_listens_on_the_loopback_alone(pair: WorkerGroup) -> None:
     mark = pair.call("environment", MARK).result()[0][0]
-    ours = [process for process in psutil.process_iter() if process.pid == os.getpid() or bears(process, mark)]
+    ours = [process for process in psutil.process_iter() if process.pid == os.getpid() or bears(process, [mark])]
     assert len(ours) > 5
     listening = {
         (process.name(), connection.laddr.ip)
@@ -208,6 +223,29 @@ def test_no_call_waits_for_ever(backend: RayBackend) -> None:
     assert (first.value.method, first.value.missing, first.value.seconds) == ("hang", [0, 2], 0.5)
     assert "hang took more than 0.5 s: no answer from ranks [0, 2]" in str(first.value)
     assert second.value.missing == [0, 2], "rank 1 was done and has answered; the others are busy"
+
+
+def test_who_is_late_says_where_it_is(backend: RayBackend) -> None:
+    """Also where a C extension holds the interpreter's lock, or the process is stopped: then its last lines are all there is."""
+    with started(backend, "stuck") as group:
+        pids = group.call("pid").result()
+        os.kill(pids[1], signal.SIGSTOP)
+        with pytest.raises(PhaseTimeout) as raised:
+            group.call("hang_with_lock", "on my way", timeout=1.0).result()
+    first, second = str(raised.value).split("last lines of ")[1:]
+    assert raised.value.missing == [0, 1]
+    assert "rank_0_stuck.log:\non my way\nwhere it is:\n" in first and "in hang_with_lock" in first.splitlines()[3]
+    assert "rank_1_stuck.log:\n(none)" in second and "where it is" not in second
+
+
+def test_who_is_in_time_writes_no_stacks(backend: RayBackend) -> None:
+    with started(backend, "quick") as group:
+        group.call("stands").result()
+        group.call("note", "x", timeout=5.0).result()
+        group.call("note", "x", pause=5.5).result()
+        with pytest.raises(PhaseTimeout) as raised:
+            group.call("hang").result(timeout=0.1)
+    assert "where it is" not in str(raised.value)
 
 
 def test_more_than_there_is_is_refused_with_the_arithmetic(backend: RayBackend) -> None:

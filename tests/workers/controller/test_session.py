@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.controller.session import MARK, SOCKET_BELOW, SessionDir, end_processes, import_path, set_environment
+from workers.controller.session import MARK, SOCKET_BELOW, SessionDir, end_processes, family, import_path, set_environment
 
 KILLED = """
 import os, subprocess, sys
@@ -89,11 +89,46 @@ def test_only_marked_processes_are_ended() -> None:
         ours = subprocess.Popen(["sleep", "600"])
     with set_environment({MARK: "another run's"}):
         other = subprocess.Popen(["sleep", "600"])
-    end_processes("one of ours")
+    end_processes(["one of ours"])
     assert ours.poll() is not None
     assert other.poll() is None
     other.kill()
     other.wait()
+
+
+def test_rays_processes_are_known_by_their_log_files_too(tmp_path: Path) -> None:
+    """Their title covers a part of their environment. The file may be gone, and another's process is left alone."""
+    own, other = tmp_path / "own", tmp_path / "other"
+    started = {}
+    for title, folder in (("ray::Agent", own), ("ray::Agent", other), ("tail", own)):
+        folder.mkdir(exist_ok=True)
+        with (folder / "agent.log").open("a") as file:
+            started[title, folder] = subprocess.Popen([title, "600"], executable="/usr/bin/sleep", stdout=file)
+    (own / "agent.log").unlink()
+    end_processes([str(own)])
+    assert {key: process.poll() is None for key, process in started.items()} == {
+        ("ray::Agent", own): False, ("ray::Agent", other): True, ("tail", own): True
+    }  # fmt: skip
+    for process in started.values():
+        process.kill()
+        process.wait()
+
+
+def test_children_are_found_whatever_the_clock_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """psutil takes a child for a stranger if it is older than its parent, and the clock that it asks may be set back."""
+    with set_environment({MARK: "of a parent"}):
+        parent = subprocess.Popen(
+            ["sh", "-c", "env -u TANDEM_SESSION sleep 600 & echo $!; wait"], stdout=subprocess.PIPE, text=True
+        )
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    boot = iter(range(10**9, 0, -1))
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: next(boot))
+    assert {parent.pid, child} <= {process.pid for process in family(["of a parent"])}
+    end_processes(["of a parent"])
+    parent.wait(timeout=10)
+    assert not is_alive(child)
+    parent.stdout.close()
 
 
 def test_the_environment_is_put_back() -> None:

@@ -86,8 +86,9 @@ class Toy:
             time.sleep(600)
         return "done"
 
-    def hang_with_lock(self) -> None:
+    def hang_with_lock(self, says: str = "") -> None:
         """As a C extension that never lets go of the interpreter."""
+        print(says, flush=True)
         ctypes.PyDLL(None).sleep(600)
 
     def orphan(self) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from configs.schema.common import Dtype, ModelConfig
-from configs.schema.ppo import EngineKwargsConfig, RolloutConfig, SamplingConfig
+from configs.schema.ppo import EngineKwargsConfig, RolloutConfig, SamplingConfig, TimeoutsConfig
 from tests.tiny import save_tiny_model
 from workers.rollout.base import Completion, Request, RolloutSpec, Sampling
 from workers.rollout.embedded import EmbeddedRollout
@@ -26,6 +26,7 @@ def spec_of(
     override_config: dict[str, object] | None = None,
     name: Literal["embedded", "vllm"] = "embedded",
     tensor_model_parallel_size: int = 1,
+    timeouts: TimeoutsConfig = TimeoutsConfig(start=300.0, generate=300.0, sync=300.0),  # noqa: B008
     **vllm: object,
 ) -> RolloutSpec:
     """vllm: arguments of vLLM's own."""
@@ -39,6 +40,7 @@ def spec_of(
         gpu_memory_utilization=0.5, max_num_batched_tokens=2048, enforce_eager=False, cudagraph_capture_sizes=None,
         enable_chunked_prefill=True, enable_prefix_caching=True, load_format="dummy", seed=42,
         engine_kwargs=EngineKwargsConfig(vllm=vllm), free_cache_engine=True,
+        timeouts=timeouts,
         log_prob_micro_batch_size=None, log_prob_micro_batch_size_per_gpu=None,
         log_prob_use_dynamic_bsz=False, log_prob_max_token_len_per_gpu=1024,
         val_kwargs=SamplingConfig(n=1, do_sample=False, temperature=0.0, top_k=-1, top_p=1.0),

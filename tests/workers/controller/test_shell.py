@@ -1,0 +1,32 @@
+"""A call that is late says where it is, and goes on."""
+
+import time
+
+import pytest
+
+from tests.workers.controller.toy import Toy
+from workers.controller.local_backend import LocalBackend
+from workers.controller.resource_pool import ResourcePool
+from workers.controller.shell import STACKS, stacks_after
+
+
+def test_stacks_of_who_is_late(capfd: pytest.CaptureFixture[str]) -> None:
+    with stacks_after(0.05):
+        time.sleep(0.2)
+    said = capfd.readouterr().err
+    assert said.startswith(STACKS) and "in test_stacks_of_who_is_late" in said
+
+
+@pytest.mark.parametrize("seconds", [0.1, None])
+def test_who_is_in_time_says_nothing(seconds: float | None, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyError), stacks_after(seconds):
+        raise KeyError
+    time.sleep(0.2)
+    assert capfd.readouterr().err == ""
+
+
+def test_in_this_process_a_late_call_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
+    with LocalBackend() as backend:
+        group = backend.start_group("toy", ResourcePool((1,), "cpu", "p"), Toy)
+        assert group.call("note", "x", pause=0.2, timeout=0.05).result() == [1]
+    assert "in note" in capfd.readouterr().err
