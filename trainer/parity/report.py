@@ -19,7 +19,7 @@ from trainer.parity.measure import Measured
 
 WIDTH = 160  # characters of the table where there is no terminal, so that no figure is cut
 MOST_DIVERGENCES = 20  # of an engine, on the page
-SMALLEST = 1e-12  # difference that a logarithmic chart shows
+SMALLEST = 1e-9  # difference that a logarithmic chart shows
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,16 +151,16 @@ def charts(measured: Mapping[str, Measured]) -> list[Chart]:
     for kind, answers in (("greedy", greedy), ("sampled", sampled)):
         if answers:
             shares = [Curve(name, *by_share(own), exact=True) for name, own in answers.items()]
-            found.append(draw(f"Log-probs, {kind}", "log10 |engine - trainer|, by share of the tokens, %", shares))
+            found.append(draw(f"Log-probs, {kind}", "log10 |engine - trainer|, by % of tokens", shares))
             along = [Curve(name, *by_position(own), exact=True) for name, own in answers.items()]
-            found.append(draw(f"Along the answer, {kind}", "log10 of the mean |engine - trainer|, by token", along))
+            found.append(draw(f"Along the answer, {kind}", "log10 mean |engine - trainer|", along))
     reference, *others = greedy
     if others:
         equal = [Curve(name, *survival(greedy[reference], greedy[name]), exact=True) for name in others]
-        note = f"share of greedy answers as {reference}, by token"
+        note = f"greedy answers as {reference}, up to a token"
         found.append(draw("Still the same", note, equal, at_least=(0.0, 1.0)))
     lengths = [Curve(name, *cumulative(own.lengths), exact=True) for name, own in (sampled or greedy).items()]
-    note = f"share of {'sampled' if sampled else 'greedy'} answers, by tokens at most"
+    note = f"{'sampled' if sampled else 'greedy'} answers, up to so long"
     found.append(draw("Lengths", note, lengths, at_least=(0.0, 1.0)))
     return found
 
