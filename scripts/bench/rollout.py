@@ -157,8 +157,9 @@ def ratios(seconds: dict[str, list[float]], reference: str) -> dict[str, float]:
 
 
 def workload(name: str, args: argparse.Namespace) -> tuple[dict[str, Any], int, list[int]]:
-    """The model's sizes, tokens of a prompt, and tokens of each answer. ragged: geometric with mean max_tokens / 4, cut at max_tokens. even: all as
-    long as that mean. quickstart: the quick start's model and lengths."""
+    """The model's sizes, tokens of a prompt, and tokens of each answer. ragged: geometric with mean max_tokens / 4, cut at
+    max_tokens. even: all as long as that mean. quickstart: the quick start's model and lengths.
+    """
     rng = np.random.default_rng(0)
     count, mean = args.prompts * args.n, args.max_tokens / 4
     if name == "quickstart":
