@@ -51,7 +51,8 @@ def figures(run_dir: Path) -> dict[str, Any]:
 
 @CPU_BUILD
 def test_embedded_and_vllm_side_by_side(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(task, tmp_path, "engines=[embedded,vllm]") == 0
+    """Each in a worker process of its own."""
+    assert run(task, tmp_path, "engines=[embedded,vllm]", "trainer.backend=ray") == 0
     found = figures(tmp_path)
     assert found["broken"] == [] and list(found["engines"]) == ["embedded", "vllm"] and found["dtype"] == "float32"
     for engine in found["engines"].values():
