@@ -16,14 +16,14 @@ LENGTH_QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
 class Answers:
     """A answers, T tokens in all, and what the trainer makes of the same tokens at the same temperature.
 
-    uids, lengths, limits int64 (A,): row in the data, tokens, tokens at most. finished bool (A,): it stopped, says the engine.
+    limit: tokens at most. uids, lengths int64 (A,): row in the data, tokens. finished bool (A,): it stopped, says the engine.
     token_ids int64 (T,). log_probs (T,): the engine's. trainer_log_probs, entropy (T,) and top_log_probs (T, 2), the two largest,
     are the trainer's; float64.
     """
 
+    limit: int
     uids: np.ndarray
     lengths: np.ndarray
-    limits: np.ndarray
     finished: np.ndarray
     token_ids: np.ndarray
     log_probs: np.ndarray
@@ -59,10 +59,10 @@ class Differences:
 
 
 def differences(answers: Answers) -> Differences:
-    """A difference that is no number counts as the largest."""
+    """A difference that is no number counts as the largest, as numpy has it."""
     signed = answers.log_probs - answers.trainer_log_probs
     absolute = np.abs(signed)
-    worst = int(np.argmax(np.where(np.isnan(absolute), np.inf, absolute)))
+    worst = int(np.argmax(absolute))
     return Differences(
         mean=float(signed.mean()),
         mean_abs=float(absolute.mean()),
@@ -89,7 +89,7 @@ class Choices:
 def choices(greedy: Answers, margin: float) -> Choices:
     """Every token is judged after the engine's own prefix: one early difference is one difference."""
     gaps = greedy.gaps
-    worst = int(np.argmax(np.where(np.isnan(gaps), np.inf, gaps)))
+    worst = int(np.argmax(gaps))
     return Choices(
         first=float((gaps <= 0).mean()),
         within=float((gaps <= margin).mean()),
@@ -182,16 +182,15 @@ def ends(answers: Answers, stop_token_ids: Collection[int], special_token_ids: C
     """stop_token_ids: none with ignore_eos. A stop token ends an answer, and is its last token."""
     wrong: Counter[str] = Counter()
     ended_by: Counter[int] = Counter()
-    rows = zip(answers.split(answers.token_ids), answers.finished.tolist(), answers.limits.tolist(), strict=True)
-    for ids, finished, limit in rows:
+    for ids, finished in zip(answers.split(answers.token_ids), answers.finished.tolist(), strict=True):
         is_stop = np.isin(ids, list(stop_token_ids))
         ended_by.update(ids[-1:][is_stop[-1:]].tolist())
         for what, is_so in {
             "it stopped, and not with a stop token": finished and not is_stop[-1],
             "it ends with a stop token, and did not stop": not finished and is_stop[-1],
             "it goes on after a stop token": is_stop[:-1].any(),
-            "it is shorter than it may be, and did not stop": not finished and len(ids) < limit,
-            "it is longer than it may be": len(ids) > limit,
+            "it is shorter than it may be, and did not stop": not finished and len(ids) < answers.limit,
+            "it is longer than it may be": len(ids) > answers.limit,
         }.items():
             wrong[what] += int(is_so)
     others = set(special_token_ids) - set(stop_token_ids)

@@ -66,7 +66,7 @@ def measure(hosts: WorkerGroup, spec: RolloutSpec, task: Task) -> Measured:
     rollout.sync_weights(0)
     synced = time.perf_counter()
     asked = [(replace(task.sampling, temperature=0.0), 1)] + ([(task.sampling, task.n)] if task.n else [])
-    made_of = [generate(rollout, task, sampling, n, spec.max_model_len) for sampling, n in asked]
+    made_of = [generate(rollout, task, sampling, n) for sampling, n in asked]
     taken = memory(hosts)  # the last moment in which the engine is awake
     timed = [judged(actor, generated) for generated in made_of]
     return Measured(
@@ -86,15 +86,18 @@ def memory(hosts: WorkerGroup) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """Prompts and answers as sequences, with what they cost. meta temperature: at which the trainer shall judge them."""
+    """Prompts and answers as sequences, with what they cost. meta temperature: at which the trainer shall judge them.
+
+    limit: tokens of an answer at most; prompt and answer always fit max_model_len, which configs/checks.py sees to.
+    """
 
     batch: Batch
-    limits: np.ndarray
+    limit: int
     seconds: float
     cached: float | None
 
 
-def generate(rollout: RemoteRollout, task: Task, sampling: Sampling, n: int, max_model_len: int) -> Generated:
+def generate(rollout: RemoteRollout, task: Task, sampling: Sampling, n: int) -> Generated:
     """``n`` answers to each prompt. A draw depends on (seed, row, sample) alone."""
     prompts = [prompt for prompt in task.prompts for _ in range(n)]
     seeds = [seed_of(task.seed, "parity", prompt.uid, sample) for prompt in task.prompts for sample in range(n)]
@@ -108,7 +111,7 @@ def generate(rollout: RemoteRollout, task: Task, sampling: Sampling, n: int, max
     batch = join(questions, answers).with_rows(uid=torch.tensor([prompt.uid for prompt in prompts]))
     return Generated(
         batch=batch.with_meta({"temperature": temperature}),
-        limits=np.minimum(sampling.max_tokens, max_model_len - questions.lengths.numpy()),
+        limit=sampling.max_tokens,
         seconds=seconds,
         cached=stats["cached_tokens"] / stats["prompt_tokens"] if "cached_tokens" in stats else None,
     )
@@ -127,7 +130,7 @@ def judged(actor: RemoteModel, generated: Generated) -> Timed:
     answers = Answers(
         uids=batch.rows["uid"].numpy(),
         lengths=(batch.lengths - batch.rows["prompt_length"]).numpy(),
-        limits=generated.limits,
+        limit=generated.limit,
         finished=batch.rows["finished"].bool().numpy(),
         token_ids=column(batch.tokens["input_ids"]),
         log_probs=column(batch.tokens["rollout_log_probs"].double()),

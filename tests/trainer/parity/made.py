@@ -25,9 +25,9 @@ def made(
     best = np.full(len(tokens), -0.25)
     own = best - gap
     return Answers(
+        limit=limit,
         uids=np.arange(10, 10 + len(rows)),
         lengths=np.array([len(row) for row in rows]),
-        limits=np.full(len(rows), limit),
         finished=np.array([row[-1] == EOS for row in rows] if finished is None else finished),
         token_ids=tokens,
         log_probs=own + offset,
@@ -46,9 +46,9 @@ def drawn(count: int, *, from_temperature: float, at_temperature: float, seed: i
     log_p = scaled - np.log(np.exp(scaled).sum(1, keepdims=True))
     own = np.take_along_axis(log_p, tokens[:, None], 1)[:, 0]
     return Answers(
+        limit=20,
         uids=np.arange(count),
         lengths=np.full(count, 20),
-        limits=np.full(count, 20),
         finished=np.zeros(count, dtype=bool),
         token_ids=tokens,
         log_probs=own,
