@@ -175,3 +175,9 @@ def test_an_engine_that_is_not_installed_ends_the_run_before_it_starts(
     assert run(task, tmp_path / "run", "engines=[embedded,vllm]") == 2
     said = capsys.readouterr()
     assert "scripts/install_engine.sh vllm cpu" in said.err and said.out == "" and not (tmp_path / "run").exists()
+
+
+def test_with_ignore_eos_nothing_ends_an_answer(task: Path, tmp_path: Path) -> None:
+    assert run(task, tmp_path, "actor_rollout_ref.rollout.ignore_eos=true") == 0
+    sampled = figures(tmp_path)["engines"]["embedded"]["sampled"]
+    assert sampled["ends"]["stopped"] == 0 and sampled["lengths"]["quantiles"]["0"] == 12 and sampled["ends"]["special"] > 0

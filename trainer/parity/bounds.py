@@ -73,7 +73,7 @@ def broken(engines: Mapping[str, Engine], heads: Heads, bounds: BoundsConfig, dt
 
 def _of_engine(engine: Engine, bounds: BoundsConfig, dtype: Dtype) -> Iterator[str]:
     choices = engine.choices
-    if not choices.within >= bounds.token_agreement:
+    if choices.within < bounds.token_agreement:
         yield (
             f"greedy: {choices.within:.6g} of the tokens are the trainer's choice, or at most {margin(bounds, dtype):g} nats "
             f"below it: < bounds.token_agreement={bounds.token_agreement:g} (the furthest by {choices.largest_gap:.3g}, "

@@ -37,10 +37,13 @@ def made(
     )
 
 
-def drawn(count: int, *, from_temperature: float, at_temperature: float, seed: int = 0) -> Answers:
-    """``count`` answers of 20 tokens, each drawn from a distribution of its own, which the trainer has at another temperature."""
+def drawn(count: int, *, from_temperature: float, at_temperature: float, spread: float = 1.5, seed: int = 0) -> Answers:
+    """``count`` answers of 20 tokens, each drawn from a distribution of its own, which the trainer has at another temperature.
+
+    spread: of the logits, a standard deviation.
+    """
     rng = np.random.default_rng(seed)
-    logits = rng.normal(0, 1.5, (count * 20, VOCAB))
+    logits = rng.normal(0, spread, (count * 20, VOCAB))
     tokens = np.argmax(logits / from_temperature + rng.gumbel(size=logits.shape), axis=1)
     scaled = logits / at_temperature
     log_p = scaled - np.log(np.exp(scaled).sum(1, keepdims=True))

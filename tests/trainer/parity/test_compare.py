@@ -94,8 +94,10 @@ def test_the_common_prefix_is_the_longest(first: list[int], second: list[int]) -
     assert (first[:n] == second[:n] and first[n : n + 1] != second[n : n + 1]) or n == len(first) == len(second)
 
 
-def test_draws_from_the_trainers_distribution_are_a_few_standard_errors_off_at_most() -> None:
-    values = [draw_z(drawn(20, from_temperature=0.8, at_temperature=0.8, seed=seed)) for seed in range(200)]
+@pytest.mark.parametrize("spread", [0.3, 1.5, 5.0])
+def test_draws_from_the_trainers_distribution_are_a_few_standard_errors_off_at_most(spread: float) -> None:
+    made_of = {"from_temperature": 0.8, "at_temperature": 0.8, "spread": spread}
+    values = [draw_z(drawn(20, **made_of, seed=seed)) for seed in range(200)]
     assert max(map(abs, values)) < 4.5
     assert 0.8 < float(np.std(values)) < 1.2 and abs(float(np.mean(values))) < 0.3
 
