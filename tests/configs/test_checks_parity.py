@@ -20,7 +20,7 @@ def told(*overrides: str) -> list[str]:
 
 
 def test_the_short_keys() -> None:
-    config = compose("parity", ParityConfig, ["model='~/m'", "engines=vllm"])
+    config = compose("parity", ParityConfig, ["model='~/other'", "engines=vllm"])
     assert config.engines == ["vllm"] and config.actor_rollout_ref.model.path == config.model and "~" not in config.model
     assert compose("parity", ParityConfig, ["actor_rollout_ref.model.path=m"]).actor_rollout_ref.model.path == "m"
     assert compose("parity", ParityConfig).actor_rollout_ref.rollout_of("vllm").name == "vllm"

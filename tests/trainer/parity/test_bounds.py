@@ -95,6 +95,10 @@ def test_answers_that_end_wrongly(bounds: BoundsConfig) -> None:
         "1 x it is shorter than it may be, and did not stop: 3 > bounds.wrong_ends=0"
     )
     assert lines(replace(bounds, wrong_ends=3), engine) == []
+    alike = engine_of(made([[5, 6], [5, 7]], finished=[True, True]))
+    assert lines(replace(bounds, wrong_ends=1), alike) == [
+        "vllm: greedy: answers end wrongly: 2 x it stopped, and not with a stop token: 2 > bounds.wrong_ends=1"
+    ]
 
 
 def test_prompts_that_begin_wrongly(bounds: BoundsConfig) -> None:

@@ -17,7 +17,18 @@ from tests.trainer.test_report import HOSTILE, Page
 from trainer.parity.bounds import Engine
 from trainer.parity.compare import Answers, Heads, agreement
 from trainer.parity.measure import Measured, Timed
-from trainer.parity.report import WIDTH, Parity, by_position, by_share, cumulative, page, plainest, survival, table
+from trainer.parity.report import (
+    WIDTH,
+    Parity,
+    by_position,
+    by_share,
+    cumulative,
+    page,
+    plainest,
+    plainest_first,
+    survival,
+    table,
+)
 
 FIRST = made([[5, 6, EOS], [7, EOS], [5, 5, 5, EOS]], offset=1e-6)
 SECOND = made([[5, 6, EOS], [8, EOS], [5, 5, 6, EOS]], offset=1e-3, margin=0.5)
@@ -84,7 +95,16 @@ def test_the_table_is_not_cut() -> None:
     console.print(table(parity(model="m")))
     text = console.export_text()
     assert "m: 3 prompts, float32" in text and "sampled at 0.8" in text and "…" not in text
+
+
+def test_the_plainest_difference_is_the_one_with_the_widest_margin() -> None:
     assert plainest(agreement(FIRST, FIRST)) == "none"
+    top = FIRST.top_log_probs.copy()
+    top[5, 1] = -9.25  # of row 12, before the answers part there
+    top[7, 1] = -3.25
+    wide = agreement(replace(FIRST, top_log_probs=top), SECOND)
+    assert plainest(wide) == "margin 3 (row 12, token 2)"
+    assert [found.uid for found in plainest_first(wide)] == [12, 11]
 
 
 def test_greedy_alone_has_no_sampled_part() -> None:
