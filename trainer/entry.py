@@ -1,7 +1,7 @@
 """From a command line to a checked configuration and a run: what every main_*.py shares.
 
-Exit codes: 0; 2 for what the user can mend, one line a problem; 1 for anything else, with the traceback (of a worker that failed,
-or was late, its own); 130 for Ctrl-C.
+Exit codes: 0; 2 for what the user can mend, one line a problem; 3 for what a run found to be wrong, one line each; 1 for anything
+else, with the traceback (of a worker that failed, or was late, its own); 130 for Ctrl-C.
 """
 
 import sys
@@ -22,6 +22,10 @@ from workers.controller.group import PhaseTimeout, WorkerError
 class RunnableConfig(Protocol):
     @property
     def trainer(self) -> ProgramConfig: ...
+
+
+class Found(Exception):
+    """The run did what it was asked to do, and found something wrong: a line for each."""
 
 
 Config = TypeVar("Config", bound=RunnableConfig)
@@ -54,7 +58,7 @@ class Program(Generic[Config]):
 
     name: its module. about: a paragraph for --help. root: its YAML in configs/. often_used: keys for --help. examples: command
     lines, less the program. check: config and typed keys to lines for the user. run: the work, given these lines; it imports
-    what is heavy. Both raise ValueError or FileNotFoundError for what the user can mend.
+    what is heavy. Both raise ValueError or FileNotFoundError for what the user can mend; run raises Found.
     """
 
     name: str
@@ -107,6 +111,9 @@ class Program(Generic[Config]):
             if trainer.full_traceback:
                 traceback.print_exc()
             return complain(f"{' '.join(str(error).split())} (trainer.full_traceback=true shows where)")
+        except Found as error:
+            complain(*str(error).splitlines())
+            return 3
         except (WorkerError, PhaseTimeout) as error:  # they say where
             if trainer.full_traceback:
                 traceback.print_exc()

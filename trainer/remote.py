@@ -124,6 +124,11 @@ class RemoteRollout:
             error.method = f"{words}, limited by actor_rollout_ref.rollout.timeouts.{phase},"
             raise
 
+    def stats(self) -> dict[str, float]:
+        """The engines' counters since the last call, added up; see Rollout.stats."""
+        parts = self.group.call("run", "rollout", "stats", mesh="rollout").result()
+        return {name: sum(part[name] for part in parts) for name in parts[0]}
+
 
 def mesh_of(places: Sequence[tuple[int, bool]]) -> Mesh:
     """places: for every rank, which share of the data it works on, and whether it answers for that share."""

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from trainer.charts import Chart, Curve, Stack, draw, duration, number, smooth, stack
 from trainer.dumps import Sample
 from trainer.metrics import AFTER_STEP, WHOLE_STEP
+from trainer.page import render
 from trainer.run_dir import CONFIG, ENVIRONMENT, GLOBAL_STEP, METRICS, REPORT, SAMPLES, read_lines, read_metrics, write_atomic
 
 ACCURACY = "val/accuracy"
@@ -102,11 +102,8 @@ def write_report(run_dir: Path) -> Path:
     scores = [sample["score"] for answer in answers for sample in (answer.first, answer.last) if sample is not None]
     config = yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))
     shares, columns = timing_of(steps)
-    environment = Environment(
-        loader=PackageLoader("trainer", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"number": number, "duration": duration}
-    page = environment.get_template("report.html.j2").render(
+    page = render(
+        "report.html.j2",
         project=config["trainer"]["project_name"],
         experiment=config["trainer"]["experiment_name"],
         accuracy=[series[ACCURACY][1][0], series[ACCURACY][1][-1]] if ACCURACY in series else None,

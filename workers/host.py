@@ -8,6 +8,7 @@ import socket
 from datetime import timedelta
 from typing import Any, Literal
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -27,6 +28,7 @@ class Host:
     def __init__(self, info: WorkerInfo, device: Literal["cpu", "cuda"]) -> None:
         """Joins the process group of all workers: gloo on CPU, and nccl beside it on CUDA."""
         self.info = info
+        self.device = device
         self.residency = Residency()
         self.roles: dict[str, ModelRole | RolloutRole] = {}
         if device == "cuda":
@@ -65,6 +67,14 @@ class Host:
     def run(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of a role."""
         return getattr(self.roles[role], method)(*args, **kwargs)
+
+    def memory(self) -> int:
+        """Bytes. CPU: resident, of this process and those that it started. CUDA: taken of this rank's device, by whomever."""
+        if self.device == "cuda":
+            free, total = torch.cuda.mem_get_info()
+            return total - free
+        process = psutil.Process()
+        return sum(one.memory_info().rss for one in (process, *process.children(recursive=True)))
 
     def close(self) -> None:
         """Leave the process group, so that the next group in this process can have one."""

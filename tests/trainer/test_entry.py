@@ -10,7 +10,7 @@ import pytest
 import trainer
 from configs.keys import CONFIG_DIR
 from configs.schema.sft import SFTConfig
-from trainer.entry import Program
+from trainer.entry import Found, Program
 from workers.controller.group import PhaseTimeout, WorkerError
 
 ROOT = CONFIG_DIR.parent
@@ -44,6 +44,11 @@ def test_a_run_gets_the_configuration_and_what_the_user_was_told(capsys: pytest.
     assert isinstance(config, SFTConfig) and config.optim.lr == 1.0
     assert told == ["use_remove_padding is left out: no batch is ever padded", "typed ['optim.lr']"]
     assert capsys.readouterr().err.splitlines() == [f"note: {line}" for line in told]
+
+
+def test_what_a_run_finds_to_be_wrong_is_a_line_each_and_exit_code_3(capsys: pytest.CaptureFixture[str]) -> None:
+    assert raising(Found("one\ntwo"))([]) == 3
+    assert capsys.readouterr().err.splitlines() == ["error: one", "error: two"]
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,9 @@ class Mirror:
         assert batch.tokens.keys() == {"input_ids", "response_mask", "loss_weight", "advantages"} and not batch.objects
         return {"flops": Metric.sum(10.0), "rows": Metric.sum(len(batch)), "rank": Metric.max(self.rank)}
 
+    def stats(self) -> dict[str, float]:
+        return {"prompt_tokens": 10.0 + self.rank}
+
     def generate(self, prompts: Batch, sampling: object) -> Batch:
         return prompts.with_rows(engine=torch.full((len(prompts),), self.rank))
 
@@ -78,6 +81,10 @@ def test_train_step_joins_over_ranks_and_keeps_flops_apart(model: Any) -> None:
     metrics = actor.train_step(batch, ("advantages",))
     assert metrics["rows"].value == len(SIZES) and metrics["rank"].value == 2.0 and "flops" not in metrics
     assert actor.take_flops() == 30.0 and actor.take_flops() == 0.0
+
+
+def test_stats_are_added_up_over_the_engines(model: Any) -> None:
+    assert RemoteRollout(model, cast(Any, None), source="actor").stats() == {"prompt_tokens": 33.0}
 
 
 def test_a_prompts_answers_come_from_one_engine_and_in_order(model: Any) -> None:

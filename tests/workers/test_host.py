@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import psutil
 import pytest
 import torch.distributed as dist
@@ -32,3 +35,17 @@ def test_a_role_that_is_not_here_is_named() -> None:
             host.run("critic", "forward")
     finally:
         host.close()
+
+
+def test_a_hosts_memory_is_that_of_its_process_and_of_those_it_started() -> None:
+    host = Host(info(), "cpu")
+    with subprocess.Popen(
+        [sys.executable, "-c", "x = bytearray(300 * 2**20)\nprint(flush=True)\ninput()"], stdin=-1, stdout=-1
+    ) as child:
+        assert child.stdout is not None and child.stdout.readline()
+        with_child = host.memory()
+        child.kill()
+    alone = host.memory()
+    host.close()
+    own = psutil.Process().memory_info().rss
+    assert abs(alone - own) < 64 * 2**20 and with_child - alone > 300 * 2**20

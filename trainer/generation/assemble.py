@@ -13,26 +13,23 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from transformers import PreTrainedTokenizerBase
 
 from configs.schema.common import FSDPConfig
 from configs.schema.generation import GenerationConfig
 from trainer.backend import open_backend, start_hosts
-from trainer.data.chat import load_tokenizer, stop_token_ids
+from trainer.data.chat import load_tokenizer
 from trainer.data.dataset import PromptDataset
 from trainer.evaluation.scoring import as_reward
 from trainer.generation.generator import Generator
+from trainer.generation.rollout import rollout_spec, sampling, start_source
 from trainer.generation.selection import accepted, best_of_n
 from trainer.generation.shards import Row, Shards, write_rows
-from trainer.models import start_model, vocab_size
+from trainer.models import vocab_size
 from trainer.remote import RemoteRollout
 from trainer.rewards.registry import check_data_sources, scores_by_source
 from trainer.rewards.runner import RewardRunner
 from workers.controller.group import WorkerGroup
-from workers.plan import Limits
 from workers.rollout import check_installed
-from workers.rollout.base import RolloutSpec, Sampling
-from workers.seeding import seed_of
 
 # Keys that cannot change an answer. All others must be as they were for a run to go on.
 MAY_CHANGE = (
@@ -77,7 +74,7 @@ def run(config: GenerationConfig, notices: Sequence[str]) -> None:
                 rewards,
                 prompt_key=data.prompt_key,
                 n=config.actor_rollout_ref.rollout.n,
-                sampling=sampling(config, tokenizer),
+                sampling=sampling(config.actor_rollout_ref.rollout, tokenizer, config.actor_rollout_ref.model, data),
                 seed=config.trainer.seed,
             )
             if rewards is not None:
@@ -157,35 +154,11 @@ def leaves(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def start_rollout(config: GenerationConfig, hosts: WorkerGroup) -> RemoteRollout:
     """The engine on every worker, with the model's weights: they come from a role beside it that is never trained."""
-    models, data, dtype = config.actor_rollout_ref, config.data, config.actor_rollout_ref.rollout.dtype
-    max_model_len = models.rollout.max_model_len or data.max_prompt_length + data.max_response_length
-    start_model(
-        hosts,
-        "actor",
-        strategy="fsdp",
-        model=models.model,
-        head="lm",
-        fsdp=FSDPConfig(  # as the engine wants them, and off the device once it has them
-            model_dtype=dtype, dtype=dtype, reshard_after_forward=True, param_offload=True, optimizer_offload=False
-        ),
-        device=config.trainer.device,
-        seed=seed_of(config.trainer.seed, "actor"),
-        forward_limits=Limits(max_tokens=max_model_len, max_rows=None),
-        training=None,
-    )
-    spec = RolloutSpec(model=models.model, rollout=models.rollout, max_model_len=max_model_len, device=config.trainer.device)
+    models, dtype = config.actor_rollout_ref, config.actor_rollout_ref.rollout.dtype
+    spec = rollout_spec(models.model, models.rollout, config.data, config.trainer.device)
+    # As the engine wants them, and off the device once it has them.
+    fsdp = FSDPConfig(model_dtype=dtype, dtype=dtype, reshard_after_forward=True, param_offload=True, optimizer_offload=False)
+    start_source(hosts, spec, strategy="fsdp", fsdp=fsdp, seed=config.trainer.seed)
     rollout = RemoteRollout(hosts, spec, source="actor")
     rollout.sync_weights(0)
     return rollout
-
-
-def sampling(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> Sampling:
-    rollout = config.actor_rollout_ref.rollout
-    return Sampling(
-        temperature=rollout.temperature if rollout.do_sample else 0.0,
-        top_k=rollout.top_k,
-        top_p=rollout.top_p,
-        max_tokens=config.data.max_response_length,
-        stop_token_ids=stop_token_ids(tokenizer, config.actor_rollout_ref.model),
-        ignore_eos=rollout.ignore_eos,
-    )

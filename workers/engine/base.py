@@ -101,8 +101,8 @@ class TrainEngine(ABC):
         """Without gradient. ``batch`` is this rank's share: input_ids, response_mask, meta["temperature"].
 
         outputs of a language head, where response_mask is set, 0 elsewhere: "log_probs", "entropy", "sum_pi_squared" (sum over
-        the vocabulary of pi^2, never with a gradient), "all_log_probs" ((T, V), the one that costs such memory); of a value
-        head "values", which adds rows["last_value"] too.
+        the vocabulary of pi^2), "top_log_probs" ((T, 2), the two largest), neither ever with a gradient, "all_log_probs" ((T, V),
+        the one that costs such memory); of a value head "values", which adds rows["last_value"] too.
 
         Returns a Batch of the same rows in the same order with these columns (float32, CPU),
         None on ranks that do not answer. Collective: every rank runs the same number of micro-batches.

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from configs.schema.common import Dtype, ModelConfig
 from workers.engine.attention import PACKED_ATTENTION, PackedRows
 from workers.engine.base import Head
-from workers.engine.logprob import head_all_log_probs, head_log_probs, head_sum_pi_squared
+from workers.engine.logprob import head_all_log_probs, head_log_probs, head_sum_pi_squared, head_top_log_probs
 
 DTYPES: dict[Dtype, torch.dtype] = {
     "float16": torch.float16,
@@ -80,6 +80,8 @@ class PackedModel(nn.Module):
         found = {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
         if "sum_pi_squared" in outputs:
             found["sum_pi_squared"] = head_sum_pi_squared(before, weight, bias, temperature=temperature)
+        if "top_log_probs" in outputs:
+            found["top_log_probs"] = head_top_log_probs(before, weight, bias, temperature=temperature)
         if "all_log_probs" in outputs:
             found["all_log_probs"] = head_all_log_probs(before, weight, bias, temperature=temperature)
         return {name: out.new_zeros(len(input_ids), *out.shape[1:]).index_copy(0, predicted, out) for name, out in found.items()}

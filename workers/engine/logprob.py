@@ -54,6 +54,17 @@ def head_all_log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, t
     return (logits / temperature).log_softmax(-1)
 
 
+@torch.no_grad()
+def head_top_log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, temperature: float) -> Tensor:
+    """The two largest log-probs of each distribution, the larger first: (N, H) -> (N, 2), without gradient, chunk by chunk."""
+    size = chunk_size(weight.shape[0])
+    parts = []
+    for part in hidden.split(size):
+        logits = _logits(part, weight, bias, temperature)
+        parts.append(logits.topk(2).values - logits.logsumexp(-1, keepdim=True))
+    return torch.cat(parts)
+
+
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
     """(C, H) -> (C, V), divided by the temperature, at least float32."""
     logits = linear(hidden, weight, bias).to(_accurate(hidden.dtype))

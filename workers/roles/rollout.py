@@ -46,6 +46,10 @@ class RolloutRole:
         ]
         return answers(self.rollout.generate(requests))
 
+    def stats(self) -> dict[str, float]:
+        """The engine's counters since the last call; see Rollout.stats."""
+        return self.rollout.stats()
+
 
 def answers(completions: list[Completion]) -> Batch:
     """Completions as a flat batch."""

@@ -139,4 +139,6 @@ class Rollout(ABC):
 
     @abstractmethod
     def stats(self) -> dict[str, float]:
-        """Counters since the last call: prompt_tokens, response_tokens, decode_steps, cache_bytes."""
+        """Counters since the last call: prompt_tokens, response_tokens, decode_steps, cache_bytes; and cached_tokens, of prompts,
+        which the cache had and nothing computed, where the engine tells.
+        """

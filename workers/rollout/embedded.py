@@ -21,6 +21,7 @@ from workers.rollout.sampling import sample, uniforms
 from workers.rollout.weights import BorrowedModel
 
 PROMPT_TOKENS_AT_ONCE = 8192  # a step's prompts, not counting repeated ones; bounds the memory of activations
+COUNTERS = ("prompt_tokens", "response_tokens", "decode_steps", "cache_bytes", "cached_tokens")
 MOVE_COST = 3  # of a chunk, in reads of a chunk by attention: what putting rows in order must earn back
 
 
@@ -38,7 +39,7 @@ class EmbeddedRollout(Rollout):
         self._excess = 0
         self._weights_awake, self._cache_awake, self._weights_there = True, True, False
         self._version = -1
-        self._counters = dict.fromkeys(("prompt_tokens", "response_tokens", "decode_steps", "cache_bytes"), 0.0)
+        self._counters = dict.fromkeys(COUNTERS, 0.0)
 
     # Requests
 
@@ -146,6 +147,8 @@ class EmbeddedRollout(Rollout):
         entered = forks + [groups[prompt][0] for prompt in prompts] + [sequence for _, sequence in repeats]
         rows.add(entered)
         self._counters["prompt_tokens"] += sum(len(s.request.prompt_ids) for s in entered if not s.token_ids)
+        found = [(fork, 1) for fork in forks] + [(sequence, 0) for _, sequence in repeats]  # a fork computes its last token
+        self._counters["cached_tokens"] += sum(len(s.request.prompt_ids) - anew for s, anew in found if not s.token_ids)
         holders = np.array([running[fork.known] for fork in forks], dtype=np.int64)
         return holders, [np.array(prompt) for prompt in prompts], np.array([i for i, _ in repeats], dtype=np.int64)
 

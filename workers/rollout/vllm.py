@@ -90,10 +90,12 @@ class VLLMRollout(Rollout):
         with self._fenced():
             outputs = self.engine.step()
         self._counters["decode_steps"] += 1
-        return [self._finished(int(output.request_id), output.outputs[0]) for output in outputs if output.finished]
+        return [self._finished(output) for output in outputs if output.finished]
 
-    def _finished(self, id: int, answer: Any) -> Completion:
-        request, _ = self._requests.pop(id)
+    def _finished(self, output: Any) -> Completion:
+        request, _ = self._requests.pop(int(output.request_id))
+        self._counters["cached_tokens"] += output.num_cached_tokens
+        answer = output.outputs[0]
         return self._completion(request, answer.token_ids, answer.logprobs, answer.finish_reason)
 
     def _completion(self, request: Request, token_ids: Sequence[int], log_probs: Sequence[Any], reason: Any) -> Completion:
@@ -186,7 +188,8 @@ class VLLMRollout(Rollout):
         return counters
 
     def _zeros(self) -> dict[str, float]:
-        return {"prompt_tokens": 0.0, "response_tokens": 0.0, "decode_steps": 0.0, "cache_bytes": self._cache_bytes}
+        counted = ("prompt_tokens", "cached_tokens", "response_tokens", "decode_steps")
+        return dict.fromkeys(counted, 0.0) | {"cache_bytes": self._cache_bytes}
 
 
 def engine_arguments(spec: RolloutSpec) -> dict[str, Any]:

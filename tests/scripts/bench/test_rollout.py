@@ -2,17 +2,43 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.bench.rollout import ratios
+from tests.workers.rollout.vllm_hosts import CPU_BUILD
 
 ROOT = Path(__file__).parents[3]
 
 
+def bench(*arguments: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "scripts.bench.rollout", "--quick", *arguments]
+    return json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)["workloads"]
+
+
 def test_a_quick_run_compares_equal_numbers_of_tokens() -> None:
     """scripts/bench/rollout.py itself refuses a contender that makes more or fewer."""
-    command = [sys.executable, "-m", "scripts.bench.rollout", "--quick"]
-    report = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
-    assert set(report["workloads"]) == {"ragged", "even", "quickstart"}
-    for name, result in report["workloads"].items():
+    report = bench("--engines", "embedded")
+    assert set(report) == {"ragged", "even", "quickstart"}
+    for name, result in report.items():
         assert result["requests"] == 16 and result["response_tokens"] >= 16, name
-        assert set(result["tokens_per_s"]) == {"embedded", "generate, batch 16"}
-        assert result["ratio"] > 0.5, name
-    assert report["workloads"]["ragged"]["model"]["parameters"] == 3385600
+        assert set(result["tokens_per_cpu_second"]) == set(result["tokens_per_second"]) == {"embedded", "generate, batch 16"}
+        assert result["best_generate"] == "generate, batch 16" and result["missing"] == {}
+        assert result["cpu_ratios"]["embedded"] == 1.0 and 0 < result["cpu_ratios"]["generate, batch 16"] < 2, name
+    assert report["ragged"]["model"]["parameters"] == 3385600
+
+
+@CPU_BUILD
+def test_engines_beside_each_other_and_one_that_does_not_take_the_model() -> None:
+    report = bench("--engines", "embedded", "vllm", "--workload", "ragged", "--workload", "quickstart", "--reference", "vllm")
+    ragged, quickstart = report["ragged"], report["quickstart"]
+    assert ragged["wall_ratios"].keys() == {"embedded", "vllm", "generate, batch 16"} and ragged["wall_ratios"]["vllm"] == 1.0
+    assert "vllm" not in quickstart["cpu_seconds"] and quickstart["cpu_ratios"] == {}
+    assert "on CPU vLLM has attention for heads of 32" in quickstart["missing"]["vllm"]
+
+
+def test_a_ratio_is_of_speed_and_of_one_round() -> None:
+    """A round in which the machine was busy slows both."""
+    found = ratios({"a": [1.0, 10.0, 2.0], "b": [0.5, 5.0, 4.0]}, "a")
+    assert found == {"a": 1.0, "b": pytest.approx(2.0)}

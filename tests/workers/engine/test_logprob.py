@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from workers.engine.logprob import chunk_size, head_all_log_probs, head_log_probs, head_sum_pi_squared
+from workers.engine.logprob import chunk_size, head_all_log_probs, head_log_probs, head_sum_pi_squared, head_top_log_probs
 
 
 def inputs(n: int, vocabulary: int, hidden: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -63,7 +63,9 @@ def test_whole_distributions_and_the_sum_of_their_squares(with_bias: bool) -> No
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     squares = head_sum_pi_squared(hidden, weight, bias, temperature=0.6)
     torch.testing.assert_close(squares, expected.detach().exp().square().sum(-1), rtol=1e-12, atol=1e-12)
-    assert found.requires_grad and not squares.requires_grad
+    top = head_top_log_probs(hidden, weight, bias, temperature=0.6)
+    torch.testing.assert_close(top, expected.detach().sort(descending=True).values[:, :2], rtol=1e-12, atol=1e-12)
+    assert found.requires_grad and not squares.requires_grad and not top.requires_grad
     assert head_sum_pi_squared(hidden[:0], weight, bias, temperature=0.6).shape == (0,)
 
 

@@ -224,8 +224,19 @@ def test_stats_count_since_the_last_call(model: PreTrainedModel) -> None:
     engine.generate([request(i, (2, 3, 4), max_tokens=5, ignore_eos=True) for i in range(4)])
     stats = engine.stats()
     assert stats["cache_bytes"] > 0
-    assert {**stats, "cache_bytes": 0} == {"prompt_tokens": 12, "response_tokens": 20, "decode_steps": 5, "cache_bytes": 0}
+    counted = {"prompt_tokens": 12, "cached_tokens": 9, "response_tokens": 20, "decode_steps": 5}
+    assert {**stats, "cache_bytes": 0} == counted | {"cache_bytes": 0}
     assert set(engine.stats().values()) == {0.0}
+
+
+def test_a_prompt_that_comes_while_a_like_one_runs_is_cached_but_for_its_last_token(model: PreTrainedModel) -> None:
+    engine = make_engine(model)
+    engine.submit([request(0, (2, 3, 4), ignore_eos=True), request(1, (5, 6), ignore_eos=True)])
+    engine.step()
+    engine.submit([request(2, (2, 3, 4))])
+    engine.step()
+    assert engine.stats()["cached_tokens"] == 2
+    engine.abort()
 
 
 def test_vocabulary_of_the_helpers(model: PreTrainedModel) -> None:

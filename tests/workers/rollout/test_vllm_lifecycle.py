@@ -156,6 +156,15 @@ def test_stats_count_and_start_again(engine: VLLMRollout) -> None:
     first, second = engine.stats(), engine.stats()
     assert (first["prompt_tokens"], first["response_tokens"], first["decode_steps"]) == (6, 10, 5)
     assert first["cache_bytes"] > 0 and second["response_tokens"] == second["decode_steps"] == 0
+    assert first["cached_tokens"] == second["cached_tokens"] == 0  # shorter than a block
+
+
+def test_stats_tell_what_the_prefix_cache_had(engine: VLLMRollout) -> None:
+    prompt = tuple(2 + i % 50 for i in range(150))
+    engine.generate([request(0, prompt, max_tokens=2)])
+    engine.stats()
+    engine.generate([request(1, prompt, max_tokens=2)])
+    assert engine.stats()["cached_tokens"] == 128  # a whole block of vLLM's on CPU
 
 
 def test_weights_that_do_not_fit_are_named(engine: VLLMRollout, model: PreTrainedModel) -> None:

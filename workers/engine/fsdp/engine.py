@@ -24,7 +24,7 @@ from workers.engine.hf_model import DTYPES, PackedModel, empty_model, load_model
 from workers.metric import Metric, Metrics, join_metrics
 from workers.plan import MicroBatches
 
-OUTPUTS = {"lm": {"log_probs", "entropy", "sum_pi_squared", "all_log_probs"}, "value": {"values"}}
+OUTPUTS = {"lm": {"log_probs", "entropy", "sum_pi_squared", "top_log_probs", "all_log_probs"}, "value": {"values"}}
 
 
 class FSDPEngine(TrainEngine):
@@ -73,7 +73,7 @@ class FSDPEngine(TrainEngine):
         self._assert_here("params")
         assert outputs and outputs <= OUTPUTS[self.spec.head], f"a {self.spec.head} head answers {OUTPUTS[self.spec.head]}"
         vocabulary = self._model.hf.config.get_text_config().vocab_size
-        wide = {"all_log_probs": (batch.total_tokens, vocabulary)}
+        wide = {"top_log_probs": (batch.total_tokens, 2), "all_log_probs": (batch.total_tokens, vocabulary)}
         tokens = {name: torch.zeros(wide.get(name, (batch.total_tokens,))) for name in sorted(outputs)}
         rows = {"last_value": torch.zeros(len(batch))} if self.spec.head == "value" else {}
         placed = batch.with_tokens(_place=torch.arange(batch.total_tokens)).with_rows(_place=torch.arange(len(batch)))

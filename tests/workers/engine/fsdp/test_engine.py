@@ -73,6 +73,17 @@ def test_forward_computes_what_is_asked_alone(group: None, models: dict[str, str
         engine.forward(share, plan, {"values"})
 
 
+def test_the_two_best_log_probs_are_those_of_the_whole_distribution(group: None, models: dict[str, str]) -> None:
+    engine, batch = toy_engine(models["qwen2"], optimizer=None), toy_batch(LENGTHS)
+    (share,), (plan,) = cut(batch, 1, max_rows=2)
+    found = engine.forward(share, plan, {"log_probs", "top_log_probs", "all_log_probs"})
+    assert found is not None
+    answered = found.tokens["log_probs"] != 0
+    best = found.tokens["all_log_probs"].topk(2).values
+    assert answered.sum() > 20 and not found.tokens["top_log_probs"][~answered].any()
+    torch.testing.assert_close(found.tokens["top_log_probs"][answered], best[answered], rtol=0, atol=1e-6)
+
+
 def test_forward_of_nothing(group: None, models: dict[str, str]) -> None:
     """A rank without rows runs its dummy slots and answers with nothing."""
     engine = toy_engine(models["qwen2"], optimizer=None)

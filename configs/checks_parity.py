@@ -1,0 +1,40 @@
+"""What trainer.main_parity cannot do, said before any process starts; see configs/checks.py."""
+
+from collections.abc import Collection
+from typing import get_args, get_type_hints
+
+from configs.checks import ROLLOUT, _engine_notes, _engine_problems, _model_length_problems, _worker_problems
+from configs.keys import ConfigError, did_you_mean
+from configs.schema.parity import ParityConfig
+from configs.schema.ppo import RolloutEngineConfig
+
+
+def check_parity(config: ParityConfig, typed: Collection[str]) -> list[str]:
+    """See check_ppo."""
+    data, rollout = config.data, config.actor_rollout_ref.rollout
+    known = get_args(get_type_hints(RolloutEngineConfig)["name"])
+    problems = [
+        *_worker_problems(config.trainer),
+        *_model_length_problems(data.max_prompt_length, data.max_response_length, rollout.max_model_len),
+    ]
+    if f"{ROLLOUT}.name" in typed:
+        problems.append(f"{ROLLOUT}.name={rollout.name}: engines=[{rollout.name}] says which engines are compared")
+    if "model" in typed and "actor_rollout_ref.model.path" in typed:
+        problems.append("model and actor_rollout_ref.model.path are the same key: give one of them")
+    if not config.engines or len(set(config.engines)) < len(config.engines):
+        problems.append(f"engines=[{','.join(config.engines)}]: one engine at least, and none twice")
+    unknown = [name for name in config.engines if name not in known]
+    problems += [f"engines: {name}: no such engine; known: {', '.join(known)}{did_you_mean(name, known)}" for name in unknown]
+    notes: list[str] = []
+    for name in config.engines:
+        if name in known:
+            own = config.actor_rollout_ref.rollout_of(name)
+            problems += _engine_problems(own, config.trainer, {"temperature": rollout.temperature})
+            notes += _engine_notes(own, typed) if len(config.engines) == 1 else []
+    if problems:
+        raise ConfigError("\n".join(problems))
+    if rollout.do_sample and rollout.temperature == 1.0:
+        notes.append(f"{ROLLOUT}.temperature=1: an engine that ignores the temperature is not found out; 0.8 would show it")
+    if rollout.do_sample and (rollout.top_k != -1 or rollout.top_p != 1.0):
+        notes.append(f"bounds.draw_z has no effect: {ROLLOUT}.top_k or top_p cut the distribution")
+    return notes

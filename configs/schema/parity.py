@@ -1,0 +1,74 @@
+"""The typed tree of `trainer.main_parity`. The YAML twin is configs/parity.yaml; a test holds the two equal."""
+
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from annotated_types import Ge
+
+from configs.schema.common import (
+    Dtype,
+    Fraction,
+    FSDPConfig,
+    ModelConfig,
+    NonNegative,
+    NonNegativeFloat,
+    RayConfig,
+    Strategy,
+    WorkersConfig,
+)
+from configs.schema.ppo import PromptConfig, RolloutEngineConfig
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ParityDataConfig(PromptConfig):
+    files: list[str]
+    max_samples: Annotated[int, Ge(-1)]
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class TrainerSideConfig:
+    strategy: Strategy
+    fsdp_config: FSDPConfig
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ParityModelsConfig:
+    model: ModelConfig
+    actor: TrainerSideConfig
+    rollout: RolloutEngineConfig
+
+    def rollout_of(self, engine: str) -> RolloutEngineConfig:
+        """engine: a name that configs/checks_parity.py knows."""
+        return replace(self.rollout, name=engine)  # type: ignore[arg-type]
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ByDtypeConfig:
+    float64: NonNegativeFloat
+    float32: NonNegativeFloat
+    float16: NonNegativeFloat
+    bfloat16: NonNegativeFloat
+
+    def of(self, dtype: Dtype) -> float:
+        return {"float64": self.float64, "float32": self.float32, "float16": self.float16, "bfloat16": self.bfloat16}[dtype]
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class BoundsConfig:
+    token_agreement: Fraction
+    log_prob_max: ByDtypeConfig
+    log_prob_mean: ByDtypeConfig
+    draw_z: NonNegativeFloat
+    wrong_ends: NonNegative
+    wrong_prompts: NonNegative
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ParityConfig:
+    model: str
+    engines: list[str]
+    data: ParityDataConfig
+    actor_rollout_ref: ParityModelsConfig
+    bounds: BoundsConfig
+    trainer: WorkersConfig
+    ray_kwargs: RayConfig

@@ -1,0 +1,55 @@
+"""An engine that generates and nothing else: what it is built from, where its weights come from, what it is asked."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from configs.schema.common import FSDPConfig, ModelConfig, Strategy
+from configs.schema.ppo import PromptConfig, RolloutEngineConfig
+from trainer.data.chat import stop_token_ids
+from trainer.models import start_model
+from trainer.remote import RemoteModel
+from workers.controller.group import WorkerGroup
+from workers.plan import Limits
+from workers.rollout.base import RolloutSpec, Sampling
+from workers.seeding import seed_of
+
+FORWARD_TOKENS = 8192  # of a micro-batch; bounds the memory of activations
+
+
+def rollout_spec(
+    model: ModelConfig, rollout: RolloutEngineConfig, data: PromptConfig, device: Literal["cpu", "cuda"]
+) -> RolloutSpec:
+    max_model_len = rollout.max_model_len or data.max_prompt_length + data.max_response_length
+    return RolloutSpec(model=model, rollout=rollout, max_model_len=max_model_len, device=device)
+
+
+def start_source(hosts: WorkerGroup, spec: RolloutSpec, *, strategy: Strategy, fsdp: FSDPConfig, seed: int) -> RemoteModel:
+    """The role «actor», which is never trained: the engine of ``spec`` gets its weights."""
+    return start_model(
+        hosts,
+        "actor",
+        strategy=strategy,
+        model=spec.model,
+        head="lm",
+        fsdp=fsdp,
+        device=spec.device,
+        seed=seed_of(seed, "actor"),
+        forward_limits=Limits(max_tokens=max(spec.max_model_len, FORWARD_TOKENS)),
+        training=None,
+    )
+
+
+def sampling(
+    rollout: RolloutEngineConfig, tokenizer: PreTrainedTokenizerBase, model: ModelConfig, data: PromptConfig
+) -> Sampling:
+    return Sampling(
+        temperature=rollout.temperature if rollout.do_sample else 0.0,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        max_tokens=data.max_response_length,
+        stop_token_ids=stop_token_ids(tokenizer, model),
+        ignore_eos=rollout.ignore_eos,
+    )

@@ -1,0 +1,61 @@
+"""python -m trainer.main_parity: engines side by side, and beside the trainer."""
+
+from collections.abc import Collection
+
+from configs.checks_parity import check_parity
+from configs.schema.parity import ParityConfig
+from trainer.entry import Program
+
+
+def check(config: ParityConfig, typed: Collection[str]) -> list[str]:
+    return check_parity(config, typed)
+
+
+def run(config: ParityConfig, notices: list[str]) -> None:
+    from trainer.parity.assemble import run
+
+    run(config, notices)
+
+
+PROGRAM = Program(
+    name="trainer.main_parity",
+    about=(
+        "Answers the same prompts with each engine, greedily and sampled, and gives every answer to the trainer: tokens,\n"
+        "log-probs, how answers end, lengths, speed, cache hits and memory, in a table, as JSON and as a page with plots.\n"
+        "Exit status 3 if one of bounds.* is passed."
+    ),
+    root="parity",
+    schema=ParityConfig,
+    often_used=(
+        "model",
+        "engines",
+        "data.files",
+        "data.max_samples",
+        "data.max_prompt_length",
+        "data.max_response_length",
+        "actor_rollout_ref.rollout.n",
+        "actor_rollout_ref.rollout.temperature",
+        "actor_rollout_ref.rollout.dtype",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size",
+        "actor_rollout_ref.actor.fsdp_config.dtype",
+        "bounds.token_agreement",
+        "bounds.log_prob_max.float32",
+        "bounds.log_prob_max.bfloat16",
+        "trainer.device",
+        "trainer.n_gpus_per_node",
+    ),
+    examples=(
+        "model=Qwen/Qwen3-0.6B engines=[embedded,vllm] data.files=gsm8k/test.parquet",
+        "model=checkpoint engines=[vllm] data.files=prompts.jsonl trainer.n_gpus_per_node=2 actor_rollout_ref.rollout.n=4",
+    ),
+    check=check,
+    run=run,
+)
+
+
+def main() -> None:
+    PROGRAM.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Engines side by side: the same prompts through each, and through the trainer."""

@@ -1,0 +1,141 @@
+"""One engine in workers of its own: what it answers, what the trainer makes of it, and what it costs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from configs.schema.common import FSDPConfig, Strategy
+from trainer.data.dataset import Prompt
+from trainer.generation.rollout import start_source
+from trainer.parity.compare import Answers
+from trainer.ppo.source import ask, join
+from trainer.remote import RemoteModel, RemoteRollout
+from workers.batch import Batch
+from workers.controller.group import WorkerGroup
+from workers.rollout.base import RolloutSpec, Sampling
+from workers.seeding import seed_of
+
+OUTPUTS = ("log_probs", "entropy", "top_log_probs")
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """The same for every engine. n: sampled answers a prompt; 0: greedy ones alone."""
+
+    prompts: Sequence[Prompt]
+    sampling: Sampling
+    n: int
+    strategy: Strategy
+    fsdp: FSDPConfig
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Answers, the seconds that they took, and the share of the prompts' tokens that a cache had (None: not told)."""
+
+    answers: Answers
+    seconds: float
+    cached: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """See trainer.parity.bounds.Engine."""
+
+    greedy: Timed
+    sampled: Timed | None
+    start_seconds: float
+    sync_seconds: float
+    memory_without_bytes: int
+    memory_with_bytes: int
+
+
+def measure(hosts: WorkerGroup, spec: RolloutSpec, task: Task) -> Measured:
+    """Start the engine of ``spec`` beside the trainer's model, and ask it everything."""
+    actor = start_source(hosts, spec, strategy=task.strategy, fsdp=task.fsdp, seed=task.seed)
+    without = memory(hosts)
+    started = time.perf_counter()
+    rollout = RemoteRollout(hosts, spec, source="actor")
+    made = time.perf_counter()
+    rollout.sync_weights(0)
+    synced = time.perf_counter()
+    asked = [(replace(task.sampling, temperature=0.0), 1)] + ([(task.sampling, task.n)] if task.n else [])
+    made_of = [generate(rollout, task, sampling, n) for sampling, n in asked]
+    taken = memory(hosts)  # the last moment in which the engine is awake
+    timed = [judged(actor, generated) for generated in made_of]
+    return Measured(
+        greedy=timed[0],
+        sampled=timed[1] if task.n else None,
+        start_seconds=made - started,
+        sync_seconds=synced - made,
+        memory_without_bytes=without,
+        memory_with_bytes=taken,
+    )
+
+
+def memory(hosts: WorkerGroup) -> int:
+    """Bytes, of all workers; see Host.memory."""
+    return sum(hosts.call("memory").result())
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """Prompts and answers as sequences, with what they cost. meta temperature: at which the trainer shall judge them.
+
+    limit: tokens of an answer at most; prompt and answer always fit max_model_len, which configs/checks.py sees to.
+    """
+
+    batch: Batch
+    limit: int
+    seconds: float
+    cached: float | None
+
+
+def generate(rollout: RemoteRollout, task: Task, sampling: Sampling, n: int) -> Generated:
+    """``n`` answers to each prompt. A draw depends on (seed, row, sample) alone."""
+    prompts = [prompt for prompt in task.prompts for _ in range(n)]
+    seeds = [seed_of(task.seed, "parity", prompt.uid, sample) for prompt in task.prompts for sample in range(n)]
+    questions = ask(prompts, seeds, greedy=torch.zeros(len(prompts), dtype=torch.bool))
+    rollout.stats()
+    started = time.perf_counter()
+    answers = rollout.generate(questions, sampling, n)
+    seconds = time.perf_counter() - started
+    stats = rollout.stats()
+    temperature = sampling.temperature or 1.0
+    batch = join(questions, answers).with_rows(uid=torch.tensor([prompt.uid for prompt in prompts]))
+    return Generated(
+        batch=batch.with_meta({"temperature": temperature}),
+        limit=sampling.max_tokens,
+        seconds=seconds,
+        cached=stats["cached_tokens"] / stats["prompt_tokens"] if "cached_tokens" in stats else None,
+    )
+
+
+def judged(actor: RemoteModel, generated: Generated) -> Timed:
+    """With the trainer's log-probs, entropy and best tokens where the engine wrote."""
+    batch = generated.batch
+    own = actor.forward(batch, OUTPUTS)
+    written = batch.tokens["response_mask"].bool()
+
+    def column(values: torch.Tensor) -> np.ndarray:
+        return values[written].numpy()
+
+    found = {name: column(own.tokens[name].double()) for name in OUTPUTS}
+    answers = Answers(
+        uids=batch.rows["uid"].numpy(),
+        lengths=(batch.lengths - batch.rows["prompt_length"]).numpy(),
+        limit=generated.limit,
+        finished=batch.rows["finished"].bool().numpy(),
+        token_ids=column(batch.tokens["input_ids"]),
+        log_probs=column(batch.tokens["rollout_log_probs"].double()),
+        trainer_log_probs=found["log_probs"],
+        entropy=found["entropy"],
+        top_log_probs=found["top_log_probs"],
+    )
+    return Timed(answers, generated.seconds, generated.cached)
