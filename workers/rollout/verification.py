@@ -87,6 +87,10 @@ class Lines:
     start: int
     stop: int
 
+    @property
+    def nbytes(self) -> int:
+        return (self.stop - self.start) * self.held.line_bytes
+
 
 Read = Callable[[Sequence[Lines]], Iterable[list[Tensor]]]
 
@@ -115,7 +119,7 @@ def everything(held: HeldWeight) -> Iterator[Lines]:
 
 
 class Findings:
-    """What comparing has found so far. nbytes: read of the engine."""
+    """What comparing has found so far. nbytes: of the engine's weights, compared."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -123,7 +127,6 @@ class Findings:
         """{trainer's name: (numbers that are off, numbers read, by how much at most)}"""
 
     def compare(self, name: str, got: Tensor, want: Tensor, slack: Tensor | float) -> None:
-        self.nbytes += got.nbytes
         if torch.equal(got, want):
             return
         difference = (got.double() - want.double()).abs()
@@ -137,7 +140,7 @@ class Findings:
         if not self.wrong:
             return
         name, (count, read, by) = next(iter(self.wrong.items()))
-        others = f", and so are {len(self.wrong) - 1} more tensors" if len(self.wrong) > 1 else ""
+        others = f"; {len(self.wrong)} tensors are off in all" if len(self.wrong) > 1 else ""
         raise WeightMismatch(
             f"{name} in {engine} on rank {rank} is not the trainer's, weights of version {version}: {count} of {read} numbers "
             f"read are off, by {by:.3g} at most{others}"
@@ -159,6 +162,7 @@ class Sample:
 
     def compare(self, found: Findings, read: Read) -> None:
         for i, (chosen, got) in enumerate(zip(self._lines, read(self._lines), strict=True)):
+            found.nbytes += chosen.nbytes
             for part, name in enumerate(chosen.held.names):
                 found.compare(name, got[part], *self._wanted.pop((i, part)))
 
@@ -175,6 +179,7 @@ def compare_all(weights: Sequence[HeldWeight], stream: Iterator[tuple[str, Tenso
                 continue
             for lines in everything(held):
                 (values,) = read([lines])
+                found.nbytes += lines.nbytes
                 for k, got in enumerate(values):
                     found.compare(held.names[k], got, *held.expected(k, parts[k], lines.start, lines.stop))
             parts.clear()
@@ -201,8 +206,8 @@ def places_of(weights: Sequence[HeldWeight]) -> dict[str, list[tuple[int, int]]]
 
 
 def check_places(weights: Sequence[HeldWeight], came: Collection[str]) -> None:
-    """Every tensor of the trainer has its place in the engine, and the other way round. Raises ValueError."""
-    if unknown := sorted(places_of(weights).keys() ^ set(came)):
+    """Every tensor of the trainer has its place in the engine, and the other way round, on ranks that hold any. Raises ValueError."""
+    if weights and (unknown := sorted(places_of(weights).keys() ^ set(came))):
         raise ValueError(
             f"actor_rollout_ref.rollout.verify_weights: it is not known where the engine keeps {', '.join(unknown[:3])} "
             f"({len(unknown)} in all); verify_weights=off leaves all unproven"
