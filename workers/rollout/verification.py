@@ -206,7 +206,7 @@ def places_of(weights: Sequence[HeldWeight]) -> dict[str, list[tuple[int, int]]]
 
 
 def check_places(weights: Sequence[HeldWeight], came: Collection[str]) -> None:
-    """Every tensor of the trainer has its place in the engine, and the other way round, on ranks that hold any. Raises ValueError."""
+    """On a rank that holds any, every tensor of the trainer has its place, and the other way round. Raises ValueError."""
     if weights and (unknown := sorted(places_of(weights).keys() ^ set(came))):
         raise ValueError(
             f"actor_rollout_ref.rollout.verify_weights: it is not known where the engine keeps {', '.join(unknown[:3])} "
