@@ -7,7 +7,7 @@
 Weights go from a trainer's engine into a rollout engine beside it that stays awake. bare: the engine's own call on tensors that
 are whole and cast already (vLLM: reload_weights). sync: all of it with verify_weights=sample. Rounds alternate; medians of
 seconds. verify: the mean share of a sync. peak: the most memory the process had in a sync, as the system counts it, above what
-it had before. With one rank embedded would use the trainer's own tensors and copy nothing: here it is made to copy.
+it had before or afterwards. With one rank embedded would use the trainer's own tensors and copy nothing: here it is made to copy.
 """
 
 import argparse
@@ -161,12 +161,12 @@ def seconds(run: Callable[[], Any]) -> float:
 
 
 def extra_memory(run: Callable[[], Any]) -> int:
-    """Bytes of memory at most, over what there was before, as Linux has it (VmHWM), of one that has run before."""
+    """Bytes of memory at most, over what there was before or is afterwards, as Linux has it (VmHWM). Of what has run before."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the most from now on
     before = status("VmRSS")
     run()
-    return status("VmHWM") - before
+    return status("VmHWM") - max(before, status("VmRSS"))
 
 
 def status(name: str) -> int:

@@ -91,8 +91,7 @@ class SleepingWorker(CPUWorker):
         runner = self.model_runner
         clear_layer_kv_caches(self.compilation_config.static_forward_context.values())
         runner.kv_caches.clear()
-        for module in packed_layers(runner.model):
-            module.cpu_linear = asleep
+        self._drop_packed()
         if not self._asleep:
             for parameter in runner.model.parameters():
                 self._asleep[parameter] = torch.empty_like(parameter, device="meta")
@@ -109,8 +108,16 @@ class SleepingWorker(CPUWorker):
             runner = self.model_runner
             runner.initialize_kv_cache_tensors(runner.kv_cache_config, runner._kernel_block_sizes)
 
+    def _drop_packed(self) -> None:
+        for module in packed_layers(self.model_runner.model):
+            module.cpu_linear = asleep
+
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """vLLM packs a layer once its own weights have come; those of a tied head come under another name."""
+        """vLLM packs a layer once its own weights have come; those of a tied head come under another name.
+
+        The old packed copies go first, so that no layer is there twice.
+        """
+        self._drop_packed()
         super().reload_weights(*args, **kwargs)
         names: dict[nn.Parameter, int] = {}
         layers = packed_layers(self.model_runner.model)
