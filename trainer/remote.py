@@ -90,9 +90,9 @@ class RemoteRollout:
         self.mesh = mesh_of(self._call("start", self.timeouts.start, "build_rollout", "rollout", spec, source))
         group.register_mesh("rollout", self.mesh)
 
-    def sync_weights(self, version: int) -> None:
+    def sync_weights(self, version: int) -> Metrics:
         """Every engine has the source's weights when this returns; completions bear ``version`` from now on."""
-        self._call("sync", self.timeouts.sync, "run", "rollout", "sync_weights", version)
+        return join_metrics(self._call("sync", self.timeouts.sync, "run", "rollout", "sync_weights", version))
 
     def generate(self, prompts: Batch, sampling: Sampling, group_size: int) -> Batch:
         """An answer to each row of ``prompts``, in order; see RolloutRole.generate.

@@ -1,8 +1,9 @@
 """Embedded engines and requests for tests, and what plain transformers makes of the same."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -11,8 +12,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from configs.schema.common import Dtype, ModelConfig
 from configs.schema.ppo import EngineKwargsConfig, RolloutConfig, SamplingConfig, TimeoutsConfig
 from tests.tiny import save_tiny_model
-from workers.rollout.base import Completion, Request, RolloutSpec, Sampling
+from workers.rollout.base import Completion, Request, Rollout, RolloutSpec, Sampling
 from workers.rollout.embedded import EmbeddedRollout
+from workers.rollout.weight_sync import WeightSync
 
 VOCAB = 61
 
@@ -26,6 +28,8 @@ def spec_of(
     override_config: dict[str, object] | None = None,
     name: Literal["embedded", "vllm"] = "embedded",
     tensor_model_parallel_size: int = 1,
+    update_weights_bucket_megabytes: int = 64,
+    verify_weights: Literal["off", "sample", "full"] = "sample",
     timeouts: TimeoutsConfig = TimeoutsConfig(start=300.0, generate=300.0, sync=300.0),  # noqa: B008
     **vllm: object,
 ) -> RolloutSpec:
@@ -40,6 +44,7 @@ def spec_of(
         gpu_memory_utilization=0.5, max_num_batched_tokens=2048, enforce_eager=False, cudagraph_capture_sizes=None,
         enable_chunked_prefill=True, enable_prefix_caching=True, load_format="dummy", seed=42,
         engine_kwargs=EngineKwargsConfig(vllm=vllm), free_cache_engine=True,
+        update_weights_bucket_megabytes=update_weights_bucket_megabytes, verify_weights=verify_weights,
         timeouts=timeouts,
         log_prob_micro_batch_size=None, log_prob_micro_batch_size_per_gpu=None,
         log_prob_use_dynamic_bsz=False, log_prob_max_token_len_per_gpu=1024,
@@ -83,3 +88,48 @@ def log_prob_error(model: PreTrainedModel, request: Request, completion: Complet
     logits = hf_logits(model, request, completion) / (request.sampling.temperature or 1.0)
     theirs = logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
     return float((theirs - torch.tensor(completion.log_probs)).abs().max())
+
+
+class ModelSource:
+    """A trainer with the weights of ``model``; they are lent where ``lends``. streams: (dtype, at_once) of each one asked for."""
+
+    def __init__(self, model: PreTrainedModel, *, lends: bool = False) -> None:
+        self.model, self.lends = model, lends
+        self.streams: list[tuple[torch.dtype, int]] = []
+        self.given = 0
+
+    def live_weights(self) -> dict[str, Tensor] | None:
+        return dict(self.model.named_parameters()) if self.lends else None
+
+    def export_weights(self, *, dtype: torch.dtype, at_once: int) -> Iterator[tuple[str, Tensor]]:
+        self.streams.append((dtype, at_once))
+        for name, weight in self.model.named_parameters():
+            self.given += 1
+            yield name, weight.detach()
+
+
+def weight_sync(engine: Rollout, source: ModelSource, spec: RolloutSpec, mode: Literal["off", "sample", "full"]) -> WeightSync:
+    return WeightSync(engine, cast(Any, source), replace(spec.rollout, verify_weights=mode), rank=0)
+
+
+def spoil_loading(engine: Rollout, change: Callable[[str, Tensor], Tensor]) -> None:
+    """What this engine loads from now on is changed on the way, when the trainer's side has let go of it."""
+    load = type(engine).load_weights
+
+    def changed(weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        load(engine, ((name, change(name, tensor)) for name, tensor in weights), version)
+
+    engine.load_weights = changed  # type: ignore[method-assign]
+
+
+def one_off(wanted: str, place: int, by: float = 0.1) -> Callable[[str, Tensor], Tensor]:
+    """Changes one number of one tensor."""
+
+    def change(name: str, tensor: Tensor) -> Tensor:
+        if name != wanted:
+            return tensor
+        changed = tensor.clone()
+        changed.view(-1)[place] += by
+        return changed
+
+    return change

@@ -1,6 +1,7 @@
 """Hosts with a trained actor and vLLM beside it: what a worker of a run has."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,17 @@ from transformers import PreTrainedModel
 
 from configs.schema.common import FSDPConfig, ModelConfig
 from tests.workers.engine.toy import ToyLoss
-from tests.workers.rollout.engines import log_prob_error, make_model, request, spec_of
+from tests.workers.rollout.engines import log_prob_error, make_model, one_off, request, spec_of, spoil_loading
 from workers.controller.group import WorkerInfo
 from workers.controller.shell import free_port
 from workers.engine.base import EngineSpec, LossSpec, OptimizerSpec
 from workers.host import Host
+from workers.roles.rollout import RolloutRole
 from workers.rollout import make_rollout
 from workers.rollout.base import Completion, Request, Rollout
+from workers.rollout.verification import WeightMismatch
 from workers.rollout.vllm import VLLMRollout
+from workers.rollout.weight_sync import WeightSync
 
 # vLLM's attention on CPU wants heads of 32 at least.
 SIZES: dict[str, object] = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32,
@@ -71,6 +75,25 @@ def greedy_error(model: PreTrainedModel, asked: Request, completion: Completion)
     )
     assert list(completion.token_ids) == theirs[0, ids.shape[1] :].tolist()
     return log_prob_error(model, asked, completion)
+
+
+class SpoilingHost(Host):
+    """A worker whose engine can lose a number on the way."""
+
+    def sync_spoiled(self, name: str, place: int) -> str:
+        """One sync in which ``place`` of the tensor ``name`` arrives as another number: what the run would have ended with."""
+        role = self.roles["rollout"]
+        assert isinstance(role, RolloutRole)
+        spoil_loading(role.rollout, one_off(name, place))
+        config = replace(role.sync.config, verify_weights="full")
+        self.residency.enter("sync", role.source.name)
+        try:
+            WeightSync(role.rollout, role.source.engine, config, self.info.rank)(7)
+        except WeightMismatch as error:
+            return str(error)
+        finally:
+            vars(role.rollout).pop("load_weights")
+        return ""
 
 
 def start(host: Host, model: PreTrainedModel, **settings: Any) -> VLLMRollout:

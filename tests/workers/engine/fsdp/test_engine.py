@@ -354,3 +354,25 @@ def test_values_of_two_ranks(two_ranks: tuple[Path, list[dict[str, Any]]]) -> No
     """Also on the rank that holds no row of the head."""
     for rank in two_ranks[1]:
         assert rank["value_head"]["last_value"].all()
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_weights_gathered_in_buckets_are_the_weights(two_ranks: tuple[Path, list[dict[str, Any]]], head: str) -> None:
+    """Cast before they cross only where that is narrower."""
+    for rank in two_ranks[1]:
+        found = rank["export"][head]
+        plain = found.pop("plain")
+        assert any(len(weight) % 2 for weight in plain.values())
+        for way, weights in found.items():
+            assert weights.keys() == plain.keys(), way
+            for name, weight in weights.items():
+                assert weight.dtype == (torch.bfloat16 if way == "cast" else torch.float32)
+                assert torch.equal(weight, plain[name].to(weight.dtype)), (way, name)
+
+
+def test_what_needs_no_gathering_is_no_copy(group: None, models: dict[str, str]) -> None:
+    engine = toy_engine(models["qwen2"])
+    live = engine.live_weights()
+    assert live is not None
+    for name, weight in engine.export_weights(dtype=torch.bfloat16, at_once=2**30):
+        assert weight.data_ptr() == live[name].data_ptr() and not weight.requires_grad

@@ -14,7 +14,7 @@ def main(rank: int, directory: str, models: dict[str, str]) -> None:
     torch.set_num_threads(1)
     path = Path(directory)
     dist.init_process_group("gloo", init_method=f"file://{path / 'rendezvous_of_two'}", rank=rank, world_size=2)
-    checks = (invariance, parity, checkpoint, from_one_rank, value_head, options)
+    checks = (invariance, parity, checkpoint, from_one_rank, value_head, options, export)
     found: dict[str, Any] = {check.__name__: check(rank, path, models) for check in checks}
     torch.save(found, path / f"rank_{rank}.pt")
     dist.destroy_process_group()
@@ -110,4 +110,20 @@ def options(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
             after = engine.forward(*arguments)
             assert before is not None and after is not None
             found["forward before and after a load"] = [before.tokens["log_probs"], after.tokens["log_probs"]]
+    return found
+
+
+def export(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
+    """The vocabulary is odd, and a value head has one row: shards of unlike size, and none."""
+    found: dict[str, Any] = {}
+    for head in ("lm", "value"):
+        engine = toy_engine(models["qwen2"], head)
+        found[head] = {
+            "plain": {name: weight.detach().full_tensor() for name, weight in engine._params.items()},
+            "one by one": dict(engine.export_weights()),
+            "in buckets": dict(engine.export_weights(at_once=10_000)),
+            "all at once": dict(engine.export_weights(at_once=2**30)),
+            "cast": dict(engine.export_weights(dtype=torch.bfloat16, at_once=10_000)),
+            "not cast": dict(engine.export_weights(dtype=torch.float64)),
+        }
     return found

@@ -1,0 +1,178 @@
+"""Bytes per second of a whole weight sync, beside memcpy of the same bytes and the engine's bare update call, as one table.
+
+    python scripts/bench/weight_sync.py                                # embedded and vLLM, 84M parameters, one rank
+    python scripts/bench/weight_sync.py --ranks 2 --engines vllm       # from FSDP2 shards of two ranks into an engine on each
+    python scripts/bench/weight_sync.py --quick                        # a smoke version
+
+Weights go from a trainer's engine into a rollout engine beside it that stays awake. bare: the engine's own call on tensors that
+are whole and cast already (vLLM: reload_weights). sync: all of it with verify_weights=sample. Rounds alternate; medians of
+seconds. verify: the mean share of a sync. peak: the most memory the process had in a sync, as the system counts it, above what
+it had before or afterwards. With one rank embedded would use the trainer's own tensors and copy nothing: here it is made to copy.
+"""
+
+import argparse
+import gc
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing import spawn
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from configs.compose import compose
+from configs.schema.common import FSDPConfig
+from configs.schema.ppo import PPOConfig
+from workers.controller.group import WorkerInfo
+from workers.controller.shell import free_port
+from workers.engine.base import EngineSpec, TrainEngine
+from workers.engine.hf_model import DTYPES
+from workers.host import Host
+from workers.metric import Metric
+from workers.roles.model import ModelRole
+from workers.roles.rollout import RolloutRole
+from workers.rollout.base import Rollout, RolloutSpec
+from workers.rollout.vllm import VLLMRollout
+from workers.rollout.weight_sync import WeightSync
+
+SIZES: dict[str, Any] = {"hidden_size": 512, "num_hidden_layers": 12, "intermediate_size": 2048, "vocab_size": 32768,
+                         "num_attention_heads": 8, "num_key_value_heads": 8}  # fmt: skip
+QUICK: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 256, "vocab_size": 500,
+                         "num_attention_heads": 4, "num_key_value_heads": 4}  # fmt: skip
+COLUMNS = ("engine", "dtype", "ranks", "MB", "memcpy GB/s", "bare GB/s", "sync GB/s", "sync/bare", "sync/memcpy", "verify %",
+           "full s", "bucket MB", "peak MB")  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", nargs="+", default=["embedded", "vllm"], help="(default: %(default)s)")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=DTYPES, help="of the engine")
+    parser.add_argument("--ranks", type=int, default=1, help="(default: %(default)s)")
+    parser.add_argument("--tensor_model_parallel_size", type=int, default=1, help="(default: %(default)s)")
+    parser.add_argument("--bucket", type=int, default=64, help="update_weights_bucket_megabytes (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=16, help="(default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, two rounds")
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds = 2
+    print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS))
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        Qwen2ForCausalLM(Qwen2Config(**(QUICK if args.quick else SIZES), tie_word_embeddings=False)).save_pretrained(folder)
+        for engine in args.engines:
+            for dtype in args.dtypes:
+                spawn(measure, args=(args, folder, engine, dtype, free_port()), nprocs=args.ranks)
+
+
+class Unlent:
+    """A trainer whose tensors nobody else may use."""
+
+    def __init__(self, engine: TrainEngine) -> None:
+        self.export_weights = engine.export_weights
+
+    def live_weights(self) -> None:
+        return None
+
+
+def measure(rank: int, args: argparse.Namespace, folder: str, engine: str, dtype: str, port: int) -> None:
+    """One line of the table, from rank 0."""
+    host = Host(WorkerInfo(rank, args.ranks, rank, 0, "127.0.0.1", port), "cpu")
+    spec = rollout_spec(args, folder, engine, dtype)
+    host.build_model("actor", trainer_spec(spec), None)
+    host.build_rollout("rollout", spec, "actor")
+    actor, role = host.roles["actor"], host.roles["rollout"]
+    assert isinstance(actor, ModelRole) and isinstance(role, RolloutRole)
+    host.residency.enter("sync", "actor")
+    source: Any = Unlent(actor.engine)
+    sampling = WeightSync(role.rollout, source, replace(spec.rollout, verify_weights="sample"), rank)
+    reading_all = WeightSync(role.rollout, source, replace(spec.rollout, verify_weights="full"), rank)
+    ready = [(name, weight.to(DTYPES[spec.rollout.dtype], copy=True)) for name, weight in actor.engine.export_weights()]
+    copies = [torch.empty_like(weight) for _, weight in ready]
+    nbytes = sum(weight.nbytes for weight in copies)
+    verified: list[float] = []
+
+    def memcpy() -> None:
+        for copy, (_, weight) in zip(copies, ready, strict=True):
+            copy.copy_(weight)
+
+    def sync() -> None:
+        found = sampling(0)[1]["timing_s/verify_weights"]
+        assert isinstance(found, Metric)
+        verified.append(found.value)
+
+    contenders: dict[str, Callable[[], None]] = {"memcpy": memcpy, "bare": lambda: bare(role.rollout, iter(ready)), "sync": sync}
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(args.rounds + 1):
+        for name, run in contenders.items():
+            times[name].append(seconds(run))
+    full = seconds(lambda: reading_all(0))
+    ready, copies = [], []
+    peak = extra_memory(lambda: sampling(0))
+    host.close()
+    if rank == 0:
+        middle = {name: statistics.median(of[1:]) for name, of in times.items()}  # the first round warms up
+        row = (
+            engine, dtype, args.ranks, f"{nbytes / 1e6:.0f}", *(f"{nbytes / 1e9 / middle[name]:.2f}" for name in contenders),
+            f"{middle['bare'] / middle['sync']:.2f}", f"{middle['memcpy'] / middle['sync']:.2f}",
+            f"{100 * sum(verified[1:]) / sum(times['sync'][1:]):.1f}", f"{full:.2f}", args.bucket, f"{peak / 2**20:.0f}",
+        )  # fmt: skip
+        print("| " + " | ".join(map(str, row)) + " |", flush=True)
+
+
+def rollout_spec(args: argparse.Namespace, folder: str, engine: str, dtype: str) -> RolloutSpec:
+    overrides = [
+        f"rollout={engine}", f"actor_rollout_ref.model.path={folder}", f"actor_rollout_ref.rollout.dtype={dtype}",
+        "actor_rollout_ref.rollout.max_num_seqs=16", "actor_rollout_ref.rollout.free_cache_engine=false",
+        f"actor_rollout_ref.rollout.tensor_model_parallel_size={args.tensor_model_parallel_size}",
+        f"actor_rollout_ref.rollout.update_weights_bucket_megabytes={args.bucket}",
+    ]  # fmt: skip
+    models = compose("ppo_trainer", PPOConfig, overrides).actor_rollout_ref
+    return RolloutSpec(models.model, models.rollout, max_model_len=256, device="cpu")
+
+
+def trainer_spec(spec: RolloutSpec) -> EngineSpec:
+    """In float32, never trained: sharded over all ranks."""
+    fsdp = FSDPConfig(
+        model_dtype="float32", dtype="float32", reshard_after_forward=True, param_offload=False, optimizer_offload=False
+    )
+    return EngineSpec(strategy="fsdp", model=spec.model, head="lm", fsdp=fsdp, optimizer=None, device="cpu", seed=0)
+
+
+def bare(rollout: Rollout, ready: Iterator[tuple[str, Tensor]]) -> None:
+    if isinstance(rollout, VLLMRollout):
+        rollout._on_worker("reload_weights", weights_iterator=ready)
+    else:
+        rollout.load_weights(ready, 0)
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    """All ranks start together, and end when the last has ended."""
+    dist.barrier()
+    start = time.perf_counter()
+    run()
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def extra_memory(run: Callable[[], Any]) -> int:
+    """Bytes of memory at most, over what there was before or is afterwards, as Linux has it (VmHWM). Of what has run before."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the most from now on
+    before = status("VmRSS")
+    run()
+    return status("VmHWM") - max(before, status("VmRSS"))
+
+
+def status(name: str) -> int:
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[name].split()[0]) * 1024
+
+
+if __name__ == "__main__":
+    main()
