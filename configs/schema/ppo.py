@@ -114,13 +114,14 @@ class SamplingConfig:
 @dataclass(slots=True, kw_only=True, frozen=True)
 class EngineKwargsConfig:
     vllm: dict[str, Any]
+    sglang: dict[str, Any]
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class RolloutEngineConfig:
     """What an engine is built from, and how it draws."""
 
-    name: Literal["embedded", "vllm"]
+    name: Literal["embedded", "vllm", "sglang"]
     n: Positive
     do_sample: bool
     temperature: PositiveFloat
