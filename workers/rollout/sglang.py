@@ -1,7 +1,7 @@
 """SGLang beside the trainer: the first rank of a replica drives one engine for all its ranks; the same code on CUDA and on CPU.
 
-The engine lives in processes of its own (workers/rollout/sglang_server.py), children of that rank's worker. It generates on its own
-time, not step by step. What CPU alone needs is in workers/rollout/sglang_cpu.py.
+The engine lives in processes of its own (workers/rollout/sglang_server.py), children of that rank's worker. It generates on its
+own time, not step by step. What CPU alone needs is in workers/rollout/sglang_cpu.py.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from workers.controller.group import WorkerInfo
 from workers.controller.shell import free_port
 from workers.engine.hf_model import DTYPES, empty_model, model_config
+from workers.rollout.attention import CACHED_ATTENTION, probe_cache_shape
 from workers.rollout.base import Completion, EngineAsleep, Request, Rollout, RolloutSpec, check_requests
 from workers.rollout.sglang_client import Client, SharedBucket
 from workers.rollout.weights import ExpectedWeights
@@ -47,7 +49,9 @@ class Asked:
     def ended(self, reason: str, max_length: int) -> Literal["stop", "length", "abort"]:
         """Why, when SGLang said ``reason``: one that is aborted at its last token has ended by itself."""
         sampling = self.request.sampling
-        if reason == "stop" or (self.token_ids[-1:] and self.token_ids[-1] in sampling.stop_token_ids and not sampling.ignore_eos):
+        if reason == "stop" or (
+            self.token_ids[-1:] and self.token_ids[-1] in sampling.stop_token_ids and not sampling.ignore_eos
+        ):
             return "stop"
         return "length" if len(self.token_ids) == new_tokens(self.request, max_length) else "abort"
 
@@ -72,9 +76,11 @@ class SGLangRollout(Rollout):
             if spec.device == "cpu":
                 from workers.rollout import sglang_cpu
 
-                arguments = sglang_cpu.completed(arguments, spec, model, place.world_size // self.tensor_parallel_size)
+                engines = place.world_size // self.tensor_parallel_size
+                arguments = sglang_cpu.completed(arguments, spec, token_bytes(spec, model), engines)
                 environment = ENVIRONMENT | sglang_cpu.environment(self.tensor_parallel_size)
             self.engine = Client(arguments, environment)
+            self._cache_bytes = float(self.engine.facts["max_total_num_tokens"] * token_bytes(spec, model))
         self._asked: dict[int, Asked] = {}
         self._ended: list[Completion] = []
         self._weights_awake, self._cache_awake, self._weights_there = True, True, False
@@ -144,7 +150,9 @@ class SGLangRollout(Rollout):
         self._recall(ids)
         had_ended = {completion.id: completion for completion in self._ended if ids is None or completion.id in ids}
         self._ended = [completion for completion in self._ended if completion.id not in had_ended]
-        parts = [self._completion(asked, "abort") for asked in list(self._asked.values()) if ids is None or asked.request.id in ids]
+        parts = [
+            self._completion(asked, "abort") for asked in list(self._asked.values()) if ids is None or asked.request.id in ids
+        ]
         return [*had_ended.values(), *parts]
 
     def _recall(self, ids: Sequence[int] | None = None) -> None:
@@ -251,6 +259,14 @@ def engine_arguments(spec: RolloutSpec, first_gpu: int) -> dict[str, Any]:
         "log_level": "error",
         **rollout.engine_kwargs.sglang,
     }
+
+
+def token_bytes(spec: RolloutSpec, model: PreTrainedModel) -> int:
+    """Of a token's keys and values, over all ranks of an engine. model: on the meta device."""
+    model.set_attn_implementation(CACHED_ATTENTION)
+    shape = probe_cache_shape(model)
+    heads = max(shape.kv_heads, spec.rollout.tensor_model_parallel_size)  # fewer heads than ranks: each rank has one
+    return shape.layers * heads * (shape.key_dim + shape.value_dim) * DTYPES[spec.rollout.dtype].itemsize
 
 
 def sampling_arguments(asked: Asked, max_length: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The worker's side of SGLang's own processes: start, call, weights through shared memory, and what becomes of it when they die."""
+"""The worker's side of SGLang's own processes: start, call, weights through shared memory, and what is said when they die."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What SGLang needs on CPU alone: arguments, environment, and stand-ins for packages that are made for CUDA. Not loaded on CUDA."""
+"""What SGLang needs on CPU alone: arguments, environment, and stand-ins for packages made for CUDA. Not loaded on CUDA."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import psutil
-from transformers import PreTrainedModel
 
-from workers.engine.hf_model import DTYPES
-from workers.rollout.attention import CACHED_ATTENTION, probe_cache_shape
 from workers.rollout.base import RolloutSpec
 
 CUDA_ONLY = ("sgl_kernel", "torchvision", "triton")
@@ -32,14 +29,14 @@ def environment(tensor_parallel_size: int) -> dict[str, str]:
     }
 
 
-def completed(arguments: dict[str, Any], spec: RolloutSpec, model: PreTrainedModel, engines: int) -> dict[str, Any]:
+def completed(arguments: dict[str, Any], spec: RolloutSpec, token_bytes: int, engines: int) -> dict[str, Any]:
     """Arguments with what there is on CPU, and a cache for all sequences at once, within gpu_memory_utilization.
 
-    engines: on this machine; they share the memory. model: on the meta device.
+    token_bytes: a token's keys and values. engines: on this machine; they share the memory.
     """
     share = int(psutil.virtual_memory().total * spec.rollout.gpu_memory_utilization) // engines
     wanted = spec.rollout.max_num_seqs * spec.max_model_len
-    plain = {"max_total_tokens": min(wanted, share // token_bytes(spec, model)), "attention_backend": "torch_native"}
+    plain = {"max_total_tokens": min(wanted, share // token_bytes), "attention_backend": "torch_native"}
     return plain | arguments | {
         "device": "cpu",
         "base_gpu_id": 0,
@@ -47,14 +44,6 @@ def completed(arguments: dict[str, Any], spec: RolloutSpec, model: PreTrainedMod
         "disable_cuda_graph": True,
         "disable_overlap_schedule": True,
     }  # fmt: skip
-
-
-def token_bytes(spec: RolloutSpec, model: PreTrainedModel) -> int:
-    """Of a token's keys and values, over all ranks of an engine."""
-    model.set_attn_implementation(CACHED_ATTENTION)
-    shape = probe_cache_shape(model)
-    heads = max(shape.kv_heads, spec.rollout.tensor_model_parallel_size)  # fewer heads than ranks: each rank has one
-    return shape.layers * heads * (shape.key_dim + shape.value_dim) * DTYPES[spec.rollout.dtype].itemsize
 
 
 def install_stand_ins() -> None:

@@ -134,9 +134,7 @@ class Server:
         """payloads: for each rank a list of (name, tensor), as torch pickles tensors for other processes."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
-        request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=payloads, load_format=load_format, flush_cache=False
-        )
+        request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=payloads, load_format=load_format, flush_cache=False)
         check(self.loop.run_until_complete(self.manager.update_weights_from_tensor(request, None)))
 
     def end_update(self) -> None:

@@ -1,4 +1,4 @@
-"""One SGLang engine over its life, driven from this process: parity with plain transformers, requests that come and go, weights."""
+"""One SGLang engine over its life, driven from this process: parity with transformers, requests that come and go, weights."""
 
 import os
 import random
