@@ -19,6 +19,7 @@ from tests.workers.rollout.vllm_hosts import CPU_BUILD, LENGTH, greedy_errors, m
 from workers.rollout import make_rollout
 from workers.rollout.base import Completion, EngineAsleep, Request
 from workers.rollout.sglang import SGLangRollout
+from workers.rollout.sglang_client import EngineDied
 
 pytestmark = CPU_BUILD
 
@@ -305,3 +306,19 @@ def test_other_ranks_of_a_replica_take_part_and_answer_nothing(model: PreTrained
     assert other.generate([request(0, (2, 3))]) == [] and other.unfinished == 0 and other.abort() == []
     with pytest.raises(ValueError, match="empty prompt"):
         other.generate([request(0, ())])
+
+
+def test_an_engine_that_dies_at_work_is_named(engine: SGLangRollout) -> None:
+    """Ends the engine: the last test."""
+    assert engine.engine is not None
+    engine.submit([request(i, (2, 3), ignore_eos=True, max_tokens=2 + 250 * i) for i in range(2)])
+    engine.step()
+    server = psutil.Process(engine.engine._process.pid)
+    (victim,) = (child for child in server.children() if "scheduler" in child.name())
+    victim.suspend()
+    engine.engine._connection.send(("step", ([],)))
+    victim.kill()
+    with pytest.raises(EngineDied, match=rf"SGLang died in step: process {server.pid} ended with 1\n"):
+        engine.engine._answer("step")
+    with pytest.raises(EngineDied):
+        engine.step()
