@@ -41,6 +41,7 @@ SAFE_TO_CHANGE = (
     "data.micro_batch_size_per_gpu", "data.max_token_len_per_gpu", "*.enable_gradient_checkpointing",
     "*.reshard_after_forward", "*.param_offload", "*.optimizer_offload", "actor_rollout_ref.rollout.max_num_seqs",
     "actor_rollout_ref.rollout.gpu_memory_utilization", "actor_rollout_ref.rollout.free_cache_engine",
+    "actor_rollout_ref.rollout.update_weights_bucket_megabytes", "actor_rollout_ref.rollout.verify_weights",
 )  # fmt: skip
 
 

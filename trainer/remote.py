@@ -86,9 +86,9 @@ class RemoteRollout:
         self.mesh = mesh_of(group.call("build_rollout", "rollout", spec, source).result())
         group.register_mesh("rollout", self.mesh)
 
-    def sync_weights(self, version: int) -> None:
+    def sync_weights(self, version: int) -> Metrics:
         """Every engine has the source's weights when this returns; completions bear ``version`` from now on."""
-        self.group.call("run", "rollout", "sync_weights", version).result()
+        return join_metrics(self.group.call("run", "rollout", "sync_weights", version).result())
 
     def generate(self, prompts: Batch, sampling: Sampling, group_size: int) -> Batch:
         """An answer to each row of ``prompts``, in order; see RolloutRole.generate.

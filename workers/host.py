@@ -19,6 +19,7 @@ from workers.roles.model import ModelRole
 from workers.roles.rollout import RolloutRole
 from workers.rollout import make_rollout
 from workers.rollout.base import RolloutSpec
+from workers.rollout.weight_sync import WeightSync
 
 COLLECTIVE_LIMIT = timedelta(minutes=30)
 
@@ -58,7 +59,8 @@ class Host:
         assert isinstance(model, ModelRole)
         rollout = make_rollout(spec, self.info)
         self.residency.add_rollout(rollout, free_cache_engine=spec.rollout.free_cache_engine)
-        self.roles[role] = RolloutRole(rollout, model, self.residency)
+        sync = WeightSync(rollout, model.engine, spec.rollout, self.info.rank)
+        self.roles[role] = RolloutRole(rollout, model, self.residency, sync)
         replica, rank_in_it = divmod(self.info.rank, rollout.tensor_parallel_size)
         return replica, rank_in_it == 0
 

@@ -142,6 +142,8 @@ class RolloutEngineConfig:
     seed: NonNegative
     engine_kwargs: EngineKwargsConfig
     free_cache_engine: bool
+    update_weights_bucket_megabytes: Positive
+    verify_weights: Literal["off", "sample", "full"]
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

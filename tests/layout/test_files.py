@@ -16,6 +16,7 @@ PROBING: dict[tuple[str, str], str] = {
     ("workers/batch.py", "concat"): "tokens, rows and objects are checked in the same way",
     ("workers/engine/base.py", "resolve"): "a loss is named by its import path",
     ("workers/host.py", "run"): "a remote call names its method",
+    ("workers/rollout/vllm_weights.py", "held_weights"): "vLLM's models without fused layers do not say so",
 }
 
 

@@ -40,6 +40,8 @@ MAY_CHANGE = (
     "data.output_path",
     "data.filter_overlong_prompts_workers",
     "actor_rollout_ref.rollout.gpu_memory_utilization",
+    "actor_rollout_ref.rollout.update_weights_bucket_megabytes",
+    "actor_rollout_ref.rollout.verify_weights",
     "reward.num_workers",
 )
 

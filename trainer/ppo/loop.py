@@ -184,7 +184,7 @@ class Loop:
 
     def sync_weights(self, step: int) -> None:
         with self.phases("sync"):
-            self.rollout.sync_weights(step)
+            self.metrics |= plain_numbers(self.rollout.sync_weights(step))
 
     def after(self, step: int, batch: Batch) -> None:
         """Validate, log, and save: a checkpoint's step is always in the log already."""

@@ -7,27 +7,32 @@ from dataclasses import replace
 import torch
 
 from workers.batch import Batch
+from workers.metric import Metrics
 from workers.residency import Residency
 from workers.roles.model import ModelRole
 from workers.rollout.base import Completion, Request, Rollout, Sampling
+from workers.rollout.weight_sync import WeightSync
 
 
 class RolloutRole:
-    def __init__(self, rollout: Rollout, source: ModelRole, residency: Residency) -> None:
-        """source: the role whose weights this engine generates with."""
+    def __init__(self, rollout: Rollout, source: ModelRole, residency: Residency, sync: WeightSync) -> None:
+        """source: the role whose weights this engine generates with. sync: from it to the engine."""
         self.rollout = rollout
         self.source = source
         self.residency = residency
+        self.sync = sync
 
-    def sync_weights(self, version: int) -> None:
-        """Bring the engine's weights up to the source's, and let the source leave the device. Collective."""
+    def sync_weights(self, version: int) -> Metrics:
+        """Bring the engine's weights up to the source's, and let the source leave the device. Collective.
+
+        Metrics: what of the engine's weights was verified. Raises WeightMismatch.
+        """
         self.residency.share_weights_of(None)
         self.residency.enter("sync", self.source.name)
-        live = self.source.engine.live_weights()
-        if live is not None and self.rollout.share_weights(live, version):
+        shared, metrics = self.sync(version)
+        if shared:
             self.residency.share_weights_of(self.source.name)
-        else:
-            self.rollout.load_weights(self.source.engine.export_weights(), version)
+        return metrics
 
     def generate(self, prompts: Batch, sampling: Sampling) -> Batch:
         """prompts: B rows of input_ids, rows["seed"], rows["greedy"] (whatever the sampling). Returns B rows in the same order:

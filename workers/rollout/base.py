@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from configs.schema.common import ModelConfig
 from configs.schema.ppo import RolloutEngineConfig
+from workers.rollout.verification import HeldWeight, Lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,17 @@ class Rollout(ABC):
     def share_weights(self, weights: dict[str, Tensor], version: int) -> bool:
         """Use the trainer's own tensors, no copy. False: this engine, or these tensors, cannot; call load_weights."""
         return False
+
+    @abstractmethod
+    def held_weights(self, *, exact: bool) -> Sequence[HeldWeight]:
+        """What this rank computes with, all of it, for verification: read when its weights have been loaded, or are shared.
+
+        Of the trainer's tied names, the first. exact: each number by itself is wanted, even where that is dear.
+        """
+
+    def read_held(self, lines: Sequence[Lines]) -> Iterable[list[Tensor]]:
+        """``HeldWeight.read`` for each; an engine that is asked over a wire answers all at once."""
+        return (chosen.held.read(chosen.start, chosen.stop) for chosen in lines)
 
     @abstractmethod
     def sleep(self) -> None:

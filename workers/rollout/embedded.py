@@ -17,6 +17,7 @@ from workers.rollout.base import Completion, EngineAsleep, Request, Rollout, Rol
 from workers.rollout.kv_cache import KVCache
 from workers.rollout.rows import FinishReason, RowSequence, RunningRows
 from workers.rollout.sampling import sample, uniforms
+from workers.rollout.verification import HeldWeight
 from workers.rollout.weights import BorrowedModel
 
 PROMPT_TOKENS_AT_ONCE = 8192  # a step's prompts, not counting repeated ones; bounds the memory of activations
@@ -209,6 +210,9 @@ class EmbeddedRollout(Rollout):
         if self._weights_there:
             self._version = version
         return self._weights_there
+
+    def held_weights(self, *, exact: bool) -> Sequence[HeldWeight]:
+        return self.model.held()
 
     def _begin_weights(self, call: str) -> None:
         """Running answers wait for the new weights: what they have is kept, and computed anew."""

@@ -12,6 +12,7 @@ import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from workers.controller.group import WorkerInfo
 from workers.controller.session import set_environment
 from workers.engine.hf_model import DTYPES, empty_model, model_config
 from workers.rollout.base import Completion, EngineAsleep, Request, Rollout, RolloutSpec, check_requests
+from workers.rollout.verification import HeldWeight
 from workers.rollout.weights import ExpectedWeights
 
 ENVIRONMENT = {
@@ -33,12 +35,14 @@ ENVIRONMENT = {
 
 class VLLMRollout(Rollout):
     _fenced: Callable[[], AbstractContextManager[None]]
+    _packed: Callable[..., HeldWeight | None]
 
     def __init__(self, spec: RolloutSpec, place: WorkerInfo) -> None:
         """Collective over all ranks: the process group of the trainer is there, and vLLM's groups are made of its ranks."""
         self.tensor_parallel_size = spec.rollout.tensor_model_parallel_size
         self.max_length = spec.max_model_len
-        model = empty_model(spec.model, model_config(spec.model, "lm"), "lm", DTYPES[spec.rollout.dtype]).hf
+        self._dtype = DTYPES[spec.rollout.dtype]
+        model = empty_model(spec.model, model_config(spec.model, "lm"), "lm", self._dtype).hf
         self.expected = ExpectedWeights(model)
         embeddings = model.get_input_embeddings()
         assert isinstance(embeddings, nn.Embedding)
@@ -47,13 +51,13 @@ class VLLMRollout(Rollout):
         with ExitStack() as opening:
             opening.enter_context(set_environment(ENVIRONMENT | addresses(place)))
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-            self._fenced = fenced
+            self._fenced, self._packed = fenced, nothing_packed
             if spec.device == "cpu":
                 from workers.rollout import vllm_cpu
 
                 vllm_cpu.set_environment()
                 arguments = vllm_cpu.completed(arguments, spec, model, place)
-                self._fenced = vllm_cpu.fenced_uncompiled
+                self._fenced, self._packed = vllm_cpu.fenced_uncompiled, vllm_cpu.packed_weight
             with self._fenced():
                 self.engine = make_engine(arguments)
                 self._cache_bytes = float(self._on_worker(prepare_worker))
@@ -151,6 +155,14 @@ class VLLMRollout(Rollout):
             self._on_worker("reload_weights", weights_iterator=fitting())
         self.expected.check(came)
         self._weights_there, self._version = True, version
+
+    def held_weights(self, *, exact: bool) -> Sequence[HeldWeight]:
+        from workers.rollout.vllm_weights import held_weights
+
+        packed = partial(self._packed, exact=exact)
+        return self._on_worker(
+            lambda worker: held_weights(worker.model_runner.model, self.expected.first_name, self._dtype, packed)
+        )
 
     def sleep(self) -> None:
         """Unfinished requests stay, and go on where they are once the engine works again."""
@@ -256,6 +268,10 @@ def prepare_worker(worker: Any) -> int:
     sampler = worker.model_runner.sampler
     sampler.topk_topp_sampler = FullLogProbs(sampler.topk_topp_sampler)
     return sum(cache.nbytes for cache in worker.model_runner.kv_caches)
+
+
+def nothing_packed(module: nn.Module, parts: Sequence[Any], *, exact: bool) -> None:
+    """Parameters are what vLLM computes with."""
 
 
 def addresses(place: WorkerInfo) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,8 @@ import torch
 import torch.compiler
 from torch import nn
 from transformers import PreTrainedModel
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.utils import clear_layer_kv_caches
@@ -22,7 +24,9 @@ from workers.engine.hf_model import DTYPES
 from workers.rollout.attention import CACHED_ATTENTION, probe_cache_shape
 from workers.rollout.base import EngineAsleep, RolloutSpec
 from workers.rollout.kv_cache import round_up
+from workers.rollout.verification import HeldWeight
 from workers.rollout.vllm import fenced
+from workers.rollout.vllm_weights import Part
 
 BLOCK = 128  # tokens of a block of vLLM's cache on CPU
 
@@ -115,6 +119,58 @@ class SleepingWorker(CPUWorker):
         for layer in layers:
             if names[layer.weight] > 1:
                 layer.quant_method.process_weights_after_loading(layer)
+
+
+MULTIPLIERS = (1.0, -1.0, 2.0, -2.0)  # each another, so that inputs that are exchanged show
+
+
+class PackedWeight(HeldWeight):
+    """A linear layer whose weight is a packed copy: nobody can read it, but what comes out for a probe is known.
+
+    A line is one probe, an input of zeros but for ``fold`` neighbours, which are ``MULTIPLIERS``: out come sums of as many
+    weights, for all rows of the layer at once. With fold 1 each weight comes out by itself, exactly.
+    """
+
+    in_turn = True
+
+    def __init__(self, layer: Any, parts: Sequence[Part], *, exact: bool) -> None:
+        self.names = tuple(part.name for part in parts)
+        self._layer, self._parts = layer, parts
+        self._fold = 1 if exact else len(MULTIPLIERS)
+        self._inputs: int = layer.input_size_per_partition
+        self._dtype: torch.dtype = layer.params_dtype
+        self.lines = -(-self._inputs // self._fold)
+        self.line_bytes = self._fold * sum(part.rows for part in parts) * self._dtype.itemsize
+        self.cost = self._inputs * sum(part.rows for part in parts)
+
+    def expected(self, part: int, tensor: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(stop - start, rows of the part), in float64, and the bound of rounding: that of the result, and of float32 sums."""
+        inputs = self._parts[part].of(tensor.detach())[:, start * self._fold : stop * self._fold].to(self._dtype).T
+        missing = (stop - start) * self._fold - len(inputs)
+        groups = nn.functional.pad(inputs.double(), (0, 0, 0, missing)).view(stop - start, self._fold, -1)
+        if self._fold == 1:
+            return groups[:, 0], torch.tensor(torch.finfo(torch.float32).tiny)
+        groups *= torch.tensor(MULTIPLIERS)[:, None]
+        want, size = groups.sum(1), groups.abs().sum(1)
+        eps, eps32 = torch.finfo(self._dtype).eps, torch.finfo(torch.float32).eps
+        return want, want.abs() * (eps / 2) + size * (eps32 * self._fold / 2)
+
+    def read(self, start: int, stop: int) -> list[torch.Tensor]:
+        out = self._layer.quant_method.apply(self._layer, self._probes(start, stop), None)
+        return [out[:, part.row : part.row + part.rows] for part in self._parts]
+
+    def _probes(self, start: int, stop: int) -> torch.Tensor:
+        """(stop - start, inputs)"""
+        probes = torch.zeros(stop - start, self.lines * self._fold, dtype=self._dtype)
+        for i in range(self._fold):
+            probes[:, start * self._fold + i :: self._fold].fill_diagonal_(MULTIPLIERS[i])
+        return probes[:, : self._inputs]
+
+
+def packed_weight(layer: nn.Module, parts: Sequence[Part], *, exact: bool) -> PackedWeight | None:
+    """An embedding has a packed copy too, for a head that is tied to it, but looks up its parameter."""
+    is_linear = isinstance(layer, LinearBase | ParallelLMHead)
+    return PackedWeight(layer, parts, exact=exact) if is_linear and "cpu_linear" in vars(layer) else None
 
 
 def packed_layers(model: nn.Module) -> list[Any]:

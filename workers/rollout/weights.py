@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 from configs.schema.common import ModelConfig
 from workers.engine.hf_model import empty_model, model_config
 from workers.rollout.attention import CACHED_ATTENTION, probe_cache_shape
+from workers.rollout.verification import HeldWeight, PlainWeight
 
 
 class ExpectedWeights:
@@ -24,6 +26,7 @@ class ExpectedWeights:
             self._shapes[name] = tensor.shape
             tied.setdefault(id(tensor), []).append(name)
         self._tied = list(tied.values())
+        self.first_name = {name: names[0] for names in self._tied for name in names}
 
     def fits(self, name: str, shape: torch.Size) -> bool:
         return self._shapes.get(name) == shape
@@ -56,6 +59,10 @@ class _Weight:
                 module._parameters[leaf] = nn.Parameter(tensor.detach(), requires_grad=False)
             else:
                 module._buffers[leaf] = tensor
+
+
+def bound(module: nn.Module, leaf: str) -> Tensor:
+    return module.get_parameter(leaf) if leaf in module._parameters else module.get_buffer(leaf)
 
 
 class BorrowedModel:
@@ -107,6 +114,14 @@ class BorrowedModel:
                 weight.bind(weight.owned)
             weight.owned.copy_(tensor)
         self.expected.check(came)
+
+    def held(self) -> list[HeldWeight]:
+        """Every place of every weight, also of one that is tied."""
+        return [
+            PlainWeight(weight.names[0], partial(bound, module, leaf))
+            for weight in self._weights
+            for module, leaf in weight.places
+        ]
 
     def drop(self) -> None:
         """Let go of all weights; the memory of owned ones is free."""

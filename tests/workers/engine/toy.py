@@ -16,7 +16,7 @@ from workers.batch import Batch
 from workers.engine import make_engine
 from workers.engine.base import EngineSpec, OptimizerSpec
 from workers.engine.fsdp.engine import FSDPEngine
-from workers.engine.fsdp.sharding import full
+from workers.engine.fsdp.sharding import gathered
 from workers.metric import Metric
 from workers.plan import Limits, MicroBatches, make_plan
 
@@ -127,7 +127,8 @@ def cut(batch: Batch, n_ranks: int = 1, **limits: int) -> tuple[list[Batch], lis
 def gradients(engine: FSDPEngine, batch: Batch, plan: MicroBatches, loss: Any) -> dict[str, Tensor]:
     """The gradient of every parameter, in full, and gone from the engine."""
     engine.accumulate(batch, plan, loss)
-    found = {name: full(param.grad).cpu().clone() for name, param in engine._params.items()}
+    grads = [(name, param.grad) for name, param in engine._params.items()]
+    found = {name: grad.cpu().clone() for name, grad in gathered(grads, None, at_once=0)}
     engine.move(grads="cpu")
     return found
 

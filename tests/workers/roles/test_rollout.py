@@ -32,7 +32,7 @@ def test_greedy_rows_are_greedy_whatever_the_sampling() -> None:
         tokens={"input_ids": torch.tensor([5, 6, 7, 8, 9])},
         rows={"seed": torch.tensor([10, 11, 0]), "greedy": torch.tensor([False, True, False])},
     )
-    answers = RolloutRole(cast(Any, engine), cast(Any, None), cast(Any, Awake())).generate(prompts, SAMPLING)
+    answers = RolloutRole(cast(Any, engine), cast(Any, None), cast(Any, Awake()), cast(Any, None)).generate(prompts, SAMPLING)
     assert [request.sampling.temperature for request in engine.requests] == [0.7, 0.0, 0.7]
     assert engine.requests[0].sampling is SAMPLING and engine.requests[1].sampling.max_tokens == 3
     assert [(request.prompt_ids, request.seed) for request in engine.requests] == [((5, 6), 10), ((7,), 11), ((8, 9), 0)]

@@ -39,6 +39,7 @@ def spec_of(
         gpu_memory_utilization=0.5, max_num_batched_tokens=2048, enforce_eager=False, cudagraph_capture_sizes=None,
         enable_chunked_prefill=True, enable_prefix_caching=True, load_format="dummy", seed=42,
         engine_kwargs=EngineKwargsConfig(vllm=own, sglang=own), free_cache_engine=True,
+        update_weights_bucket_megabytes=64, verify_weights="sample",
         log_prob_micro_batch_size=None, log_prob_micro_batch_size_per_gpu=None,
         log_prob_use_dynamic_bsz=False, log_prob_max_token_len_per_gpu=1024,
         val_kwargs=SamplingConfig(n=1, do_sample=False, temperature=0.0, top_k=-1, top_p=1.0),

@@ -1,0 +1,209 @@
+"""Proof, read on the engine's side, that it computes with the trainer's weights; see docs/rollout.md.
+
+What an engine holds is cut into lines. In a sample, a sync reads some lines of it, others each time, and all of them within
+TURNS syncs. What they must be is taken from the stream while it goes by, so there is no second copy of the model.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TURNS = 64
+AT_ONCE = 2**24  # bytes of a weight, when all are read
+
+
+class WeightMismatch(RuntimeError):
+    """The engine does not hold what the trainer has."""
+
+
+class HeldWeight(ABC):
+    """A tensor of an engine as the engine computes with it, cut into ``lines`` that can be read.
+
+    names: the trainer's tensors it is made of, one for each part. line_bytes: of a line of all parts. cost: of reading a line.
+    in_turn: too dear to read some of it each time; it takes turns with its like.
+    """
+
+    names: tuple[str, ...]
+    lines: int
+    line_bytes: int
+    cost = 1
+    in_turn = False
+
+    @abstractmethod
+    def expected(self, part: int, tensor: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor | float]:
+        """What lines [start, stop) of this part must be if the trainer's tensor ``names[part]`` is ``tensor``, and how far
+        off rounding may put each number. Copies."""
+
+    @abstractmethod
+    def read(self, start: int, stop: int) -> list[Tensor]:
+        """Lines [start, stop) of each part, as the engine holds them now."""
+
+
+class PlainWeight(HeldWeight):
+    """A parameter, or some rows of it, that equals the trainer's tensor, or a part of it, in the engine's dtype."""
+
+    def __init__(
+        self,
+        name: str,
+        held: Callable[[], Tensor],
+        part: Callable[[Tensor], Tensor] = torch.atleast_1d,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """held: the engine's numbers, now; part: where in the trainer's tensor they are. Both give views, of one shape.
+
+        dtype: which the engine takes weights in, if some parameters are wider.
+        """
+        self.names = (name,)
+        self._held, self._part = held, part
+        now = self.read(0, 2**62)[0]
+        self.lines = len(now)
+        self._dtype, self._taken_in = now.dtype, dtype or now.dtype
+        self.line_bytes = now.nbytes // max(1, self.lines)
+
+    def expected(self, part: int, tensor: Tensor, start: int, stop: int) -> tuple[Tensor, float]:
+        rows = self._part(tensor.detach())
+        if len(rows) != self.lines:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.verify_weights: the engine keeps {self.lines} rows of {self.names[0]}, and not "
+                f"{len(rows)}; which is not known here. verify_weights=off leaves weights unproven"
+            )
+        return rows[start:stop].to(self._taken_in).to(self._dtype, copy=True), 0.0
+
+    def read(self, start: int, stop: int) -> list[Tensor]:
+        return [torch.atleast_1d(self._held().detach())[start:stop]]
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """[start, stop) of a held weight."""
+
+    held: HeldWeight
+    start: int
+    stop: int
+
+
+Read = Callable[[Sequence[Lines]], Iterable[list[Tensor]]]
+
+
+def due(weights: Sequence[HeldWeight], turn: int) -> Iterator[Lines]:
+    """What is read in this turn. Any TURNS turns in a row read every line of every weight, and cost much the same each.
+
+    Every weight gives its share each time, but for those that take turns: these do so as if they were one.
+    """
+    for group in [[held] for held in weights if not held.in_turn] + [[held for held in weights if held.in_turn]]:
+        whole = sum(held.lines * held.cost for held in group)
+        low, high = (whole * (turn % TURNS + i) // TURNS for i in range(2))
+        before = 0
+        for held in group:
+            # A line is read in the turn that its beginning falls into.
+            start, stop = (min(max(0, -((before - bound) // held.cost)), held.lines) for bound in (low, high))
+            if start < stop:
+                yield Lines(held, start, stop)
+            before += held.lines * held.cost
+
+
+def everything(held: HeldWeight) -> Iterator[Lines]:
+    step = max(1, AT_ONCE // max(1, held.line_bytes))
+    for start in range(0, held.lines, step):
+        yield Lines(held, start, min(start + step, held.lines))
+
+
+class Findings:
+    """What comparing has found so far. nbytes: read of the engine."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.wrong: dict[str, tuple[int, int, float]] = {}
+        """{trainer's name: (numbers that are off, numbers read, by how much at most)}"""
+
+    def compare(self, name: str, got: Tensor, want: Tensor, slack: Tensor | float) -> None:
+        self.nbytes += got.nbytes
+        if torch.equal(got, want):
+            return
+        difference = (got.double() - want.double()).abs()
+        off = ~(difference <= slack) & ~(got.isnan() & want.isnan())
+        if off.any():
+            count, read, by = self.wrong.get(name, (0, 0, 0.0))
+            worst = float(difference[off].nan_to_num(torch.inf).max())
+            self.wrong[name] = count + int(off.sum()), read + off.numel(), max(by, worst)
+
+    def raise_if_wrong(self, version: int, engine: str, rank: int) -> None:
+        if not self.wrong:
+            return
+        name, (count, read, by) = next(iter(self.wrong.items()))
+        others = f", and so are {len(self.wrong) - 1} more tensors" if len(self.wrong) > 1 else ""
+        raise WeightMismatch(
+            f"{name} in {engine} on rank {rank} is not the trainer's, weights of version {version}: {count} of {read} numbers "
+            f"read are off, by {by:.3g} at most{others}"
+        )
+
+
+class Sample:
+    """One turn's lines, taken from the stream on the way, and read from the engine when it has loaded."""
+
+    def __init__(self, lines: Sequence[Lines]) -> None:
+        self._lines = lines
+        self._wanted: dict[tuple[int, int], tuple[Tensor, Tensor | float]] = {}
+        self._places = places_of([chosen.held for chosen in lines])
+
+    def take(self, name: str, tensor: Tensor) -> None:
+        for i, part in self._places.get(name, ()):
+            chosen = self._lines[i]
+            self._wanted[i, part] = chosen.held.expected(part, tensor, chosen.start, chosen.stop)
+
+    def compare(self, found: Findings, read: Read) -> None:
+        for i, (chosen, got) in enumerate(zip(self._lines, read(self._lines), strict=True)):
+            for part, name in enumerate(chosen.held.names):
+                found.compare(name, got[part], *self._wanted.pop((i, part)))
+
+
+def compare_all(weights: Sequence[HeldWeight], stream: Iterator[tuple[str, Tensor]], found: Findings, read: Read) -> None:
+    """Every line, with a second stream of the trainer's tensors. A weight of several parts waits until all have come."""
+    places = places_of(weights)
+    came: list[dict[int, Tensor]] = [{} for _ in weights]
+    for name, tensor in stream:
+        for i, part in places.get(name, ()):
+            held, parts = weights[i], came[i]
+            parts[part] = tensor
+            if len(parts) < len(held.names):
+                continue
+            for lines in everything(held):
+                (values,) = read([lines])
+                for k, got in enumerate(values):
+                    found.compare(held.names[k], got, *held.expected(k, parts[k], lines.start, lines.stop))
+            parts.clear()
+
+
+def compare_identity(weights: Sequence[HeldWeight], shared: Mapping[str, Tensor], found: Findings) -> None:
+    """Where the engine works with the trainer's own tensors, they are equal because they are the same."""
+    for held in weights:
+        for name, got in zip(held.names, held.read(0, held.lines), strict=True):
+            theirs = shared[name]
+            if (got.data_ptr(), got.shape, got.dtype) == (theirs.data_ptr(), torch.atleast_1d(theirs).shape, theirs.dtype):
+                found.nbytes += got.nbytes
+            else:
+                found.wrong[name] = got.numel(), got.numel(), math.inf
+
+
+def places_of(weights: Sequence[HeldWeight]) -> dict[str, list[tuple[int, int]]]:
+    """{trainer's name: (which weight, which part of it), for all it is in}."""
+    places: dict[str, list[tuple[int, int]]] = {}
+    for i, held in enumerate(weights):
+        for part, name in enumerate(held.names):
+            places.setdefault(name, []).append((i, part))
+    return places
+
+
+def check_places(weights: Sequence[HeldWeight], came: Collection[str]) -> None:
+    """Every tensor of the trainer has its place in the engine, and the other way round. Raises ValueError."""
+    if unknown := sorted(places_of(weights).keys() ^ set(came)):
+        raise ValueError(
+            f"actor_rollout_ref.rollout.verify_weights: it is not known where the engine keeps {', '.join(unknown[:3])} "
+            f"({len(unknown)} in all); verify_weights=off leaves all unproven"
+        )

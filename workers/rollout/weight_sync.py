@@ -1,0 +1,93 @@
+"""The trainer's weights go to the rollout engine a bucket at a time, and are proven to be there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from configs.schema.ppo import RolloutEngineConfig
+from workers.engine.base import TrainEngine
+from workers.engine.hf_model import DTYPES
+from workers.metric import Metric, Metrics
+from workers.rollout.base import Rollout
+from workers.rollout.verification import Findings, HeldWeight, Sample, check_places, compare_all, compare_identity, due
+
+
+class Stopwatch:
+    """Adds up the seconds spent in it."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *exception: Any) -> None:
+        self.seconds += time.perf_counter() - self._start
+
+
+class WeightSync:
+    """From one trainer to one engine, again and again."""
+
+    def __init__(self, rollout: Rollout, source: TrainEngine, config: RolloutEngineConfig, rank: int) -> None:
+        self.rollout, self.source, self.config, self.rank = rollout, source, config, rank
+        self._places: Sequence[HeldWeight] | None = None
+        self._turn: int | None = None
+
+    def __call__(self, version: int) -> tuple[bool, Metrics]:
+        """Whether the engine now works with the trainer's own tensors; and what was verified, unless nothing is. Collective.
+
+        Raises WeightMismatch once all ranks have their weights, ValueError for weights that do not fit.
+        """
+        found, watch = Findings(), Stopwatch()
+        live = self.source.live_weights()
+        shared = live is not None and self.rollout.share_weights(live, version)
+        if not shared:
+            self._load(version, found, watch)
+        elif live is not None and self.config.verify_weights != "off":
+            with watch:
+                compare_identity(self._held_weights(), live, found)
+        found.raise_if_wrong(version, self.config.name, self.rank)
+        if self.config.verify_weights == "off":
+            return shared, {}
+        return shared, {
+            "timing_s/verify_weights": Metric.max(watch.seconds),
+            "rollout/verified_bytes": Metric.sum(found.nbytes),
+        }
+
+    def _load(self, version: int, found: Findings, watch: Stopwatch) -> None:
+        with watch:
+            self._turn = version if self._turn is None else self._turn + 1
+            sampled = self.config.verify_weights == "sample"
+            sample = Sample(list(due(self._held_weights(), self._turn)) if sampled else [])
+        came: dict[str, None] = {}
+
+        def sampled_stream() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in self._stream():
+                with watch:
+                    came[name] = None
+                    sample.take(name, tensor)
+                yield name, tensor
+
+        self.rollout.load_weights(sampled_stream(), version)
+        if self.config.verify_weights == "off":
+            return
+        with watch:
+            check_places(self._held_weights(), came)
+            if sampled:
+                sample.compare(found, self.rollout.read_held)
+            else:
+                compare_all(self._held_weights(), self._stream(), found, self.rollout.read_held)
+
+    def _stream(self) -> Iterator[tuple[str, Tensor]]:
+        """Half a bucket is gathered at a time: with what an engine keeps of a layer until it is whole, two are not passed."""
+        half = self.config.update_weights_bucket_megabytes * 2**20 // 2
+        return self.source.export_weights(dtype=DTYPES[self.config.dtype], at_once=half)
+
+    def _held_weights(self) -> Sequence[HeldWeight]:
+        if self._places is None:
+            self._places = self.rollout.held_weights(exact=self.config.verify_weights == "full")
+        return self._places
