@@ -16,15 +16,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from workers.buckets import buckets
 from workers.controller.group import WorkerInfo
 from workers.controller.shell import free_port
 from workers.engine.hf_model import DTYPES, empty_model, model_config
 from workers.rollout.attention import CACHED_ATTENTION, probe_cache_shape
 from workers.rollout.base import Completion, EngineAsleep, Request, Rollout, RolloutSpec, check_requests
-from workers.rollout.sglang_client import Client, SharedBucket
+from workers.rollout.sglang_client import Client, SharedBucket, shared_payload
+from workers.rollout.sglang_scheduler import ERROR
+from workers.rollout.verification import HeldWeight, Lines
 from workers.rollout.weights import ExpectedWeights
 
-BUCKET_BYTES = 512 * 2**20
+READ = "workers.rollout.sglang_scheduler.read_weights"
+ERROR_BYTES = 4000
 RESERVED = 8  # tokens of its context that SGLang keeps from prompts and answers (6 of them at 0.5.23)
 ENVIRONMENT = {
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by RESERVED; what requests may have is checked here
@@ -63,6 +67,7 @@ class SGLangRollout(Rollout):
         self.tensor_parallel_size = spec.rollout.tensor_model_parallel_size
         self.max_length = spec.max_model_len
         self.dtype = DTYPES[spec.rollout.dtype]
+        self.bucket_bytes = spec.rollout.update_weights_bucket_megabytes * 2**20 // 2  # as many are gathered meanwhile
         self.device = torch.device("cpu") if spec.device == "cpu" else torch.device("cuda", place.local_rank)
         model = empty_model(spec.model, model_config(spec.model, "lm"), "lm", self.dtype).hf
         self.expected = ExpectedWeights(model)
@@ -196,12 +201,48 @@ class SGLangRollout(Rollout):
         else:
             self.engine.call("begin_update")
             bucket = SharedBucket(self.device, self.dtype)
-            for named in buckets(fitting(), BUCKET_BYTES, self.dtype.itemsize):
+            for named in buckets(fitting(), lambda item: item[1].numel() * self.dtype.itemsize, self.bucket_bytes):
                 self.engine.call("update", bucket.filled(named, copies=self.tensor_parallel_size))
+                named.clear()
             self.engine.call("end_update")
             self.engine.call("flush")
         self.expected.check(came)
         self._weights_there, self._version = True, version
+
+    def held_weights(self, *, exact: bool) -> Sequence[HeldWeight]:
+        """On ranks that have no engine nothing can be read."""
+        shapes = self.expected.shapes
+        return [WeightInSGLang(name, () if self.engine is None else shape, self.dtype) for name, shape in shapes.items()]
+
+    def read_held(self, lines: Sequence[Lines]) -> list[list[Tensor]]:
+        wanted = [(chosen.held, chosen.start, chosen.stop) for chosen in lines]
+        return [[values] for values in self.read_weights(wanted)]
+
+    def read_weights(self, wanted: Sequence[tuple[Any, int, int]]) -> list[Tensor]:
+        """wanted: (WeightInSGLang, start, stop). Numbers [start, stop) of the trainer's flattened tensor, as SGLang computes with
+        them, in the engine's dtype.
+
+        Every rank of the engine says what it has. NaN: none has it, or ranks have not the same. Raises RuntimeError with
+        the traceback from SGLang's process.
+        """
+        if self.engine is None or not wanted:
+            return []
+        sizes = [stop - start for _, start, stop in wanted]
+        copies = torch.full((self.tensor_parallel_size, sum(sizes)), torch.nan, dtype=self.dtype, device=self.device)
+        copies = copies.share_memory_()
+        said = torch.zeros((self.tensor_parallel_size, ERROR_BYTES), dtype=torch.uint8).share_memory_()
+        keys = [held.key(start) for held, start, _ in wanted]
+        payloads = [
+            shared_payload([*zip(keys, copy.split(sizes), strict=True), (ERROR, text)])
+            for copy, text in zip(copies, said, strict=True)
+        ]
+        self.engine.call("begin_update")
+        self.engine.call("update", payloads, READ)
+        self.engine.call("end_update")
+        if said.any():
+            text = bytes(said[(said != 0).any(1)][0].tolist()).rstrip(b"\0").decode(errors="replace")
+            raise RuntimeError(f"SGLang's weights cannot be read; verify_weights=off leaves them unproven:\n{text}")
+        return list(agreed(copies).split(sizes))
 
     def sleep(self) -> None:
         """Unfinished requests stay, and go on where they are once the engine works again. On CPU SGLang gives nothing back."""
@@ -232,6 +273,29 @@ class SGLangRollout(Rollout):
         return {"prompt_tokens": 0.0, "response_tokens": 0.0, "decode_steps": 0.0, "cache_bytes": self._cache_bytes}
 
 
+class WeightInSGLang(HeldWeight):
+    """A tensor under the trainer's name, wherever SGLang has its numbers. A line is a number. Read by read_weights."""
+
+    def __init__(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self.names, self.lines, self.line_bytes = (name,), math.prod(shape) if shape else 0, dtype.itemsize
+        self._shape, self._dtype = shape, dtype
+
+    def key(self, start: int) -> str:
+        return f"{self.names[0]}|{','.join(map(str, self._shape))}|{start}"
+
+    def expected(self, part: int, tensor: Tensor, start: int, stop: int) -> tuple[Tensor, float]:
+        return tensor.detach().flatten()[start:stop].to(self._dtype, copy=True), 0.0
+
+    def read(self, start: int, stop: int) -> list[Tensor]:
+        raise AssertionError("SGLang is asked for all weights at once: read_held")
+
+
+def agreed(copies: Tensor) -> Tensor:
+    """copies (ranks, n), NaN where a rank has none. What those say that have one, (n,); NaN where none has, or they differ."""
+    low = copies.nan_to_num(torch.inf, torch.inf, -torch.inf).amin(0)
+    return torch.where(low == copies.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(0), low, torch.nan)
+
+
 def engine_arguments(spec: RolloutSpec, first_gpu: int) -> dict[str, Any]:
     """Our keys as arguments of SGLang's ServerArgs."""
     rollout = spec.rollout
@@ -257,6 +321,7 @@ def engine_arguments(spec: RolloutSpec, first_gpu: int) -> dict[str, Any]:
         "base_gpu_id": first_gpu,
         "nccl_port": free_port(),
         "log_level": "error",
+        "custom_weight_loader": [READ],
         **rollout.engine_kwargs.sglang,
     }
 
@@ -291,18 +356,3 @@ def new_tokens(request: Request, max_length: int) -> int:
 def prompt_of(asked: Asked) -> list[int]:
     """What an answer goes on from."""
     return [*asked.request.prompt_ids, *asked.token_ids]
-
-
-def buckets(weights: Iterator[tuple[str, Tensor]], limit: int, itemsize: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Weights in lists of at most ``limit`` bytes of the engine's dtype; a larger one is alone. One list at a time is held."""
-    bucket: list[tuple[str, Tensor]] = []
-    taken = 0
-    for name, tensor in weights:
-        size = tensor.numel() * itemsize
-        if bucket and taken + size > limit:
-            yield bucket
-            bucket, taken = [], 0
-        bucket.append((name, tensor))
-        taken += size
-    if bucket:
-        yield bucket

@@ -94,7 +94,12 @@ class SharedBucket:
             start += size
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return [bytes(ForkingPickler.dumps(views)) for _ in range(copies)]
+        return [shared_payload(views) for _ in range(copies)]
+
+
+def shared_payload(named: Sequence[tuple[str, Tensor]]) -> bytes:
+    """Tensors in shared memory, or on a GPU, for one process that opens them once."""
+    return bytes(ForkingPickler.dumps(list(named)))
 
 
 def last_written() -> str:

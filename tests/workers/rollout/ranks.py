@@ -1,5 +1,6 @@
 """An actor with FSDP2 shards and a rollout engine beside it on two ranks, on Ray."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -29,6 +30,7 @@ class Run:
         rollout = spec_of(
             str(path), name=engine, max_model_len=LENGTH, slots=16, tensor_model_parallel_size=tensor_model_parallel_size
         )
+        rollout = replace(rollout, rollout=replace(rollout.rollout, verify_weights="full"))
         limits = Limits(max_tokens=LENGTH)
         self.actor = RemoteModel(
             group, "actor", actor_spec(rollout.model), ACTOR_LOSS, forward_limits=limits, train_limits=limits, attention_cost=0.0

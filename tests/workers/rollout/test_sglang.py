@@ -18,8 +18,9 @@ from tests.workers.rollout.engines import VOCAB, log_prob_error, ragged_prompts,
 from tests.workers.rollout.vllm_hosts import CPU_BUILD, LENGTH, greedy_errors, make_small, place
 from workers.rollout import make_rollout
 from workers.rollout.base import Completion, EngineAsleep, Request
-from workers.rollout.sglang import SGLangRollout
-from workers.rollout.sglang_client import EngineDied
+from workers.rollout.sglang import SGLangRollout, WeightInSGLang, agreed
+from workers.rollout.sglang_client import EngineDied, SharedBucket
+from workers.rollout.verification import Lines
 
 pytestmark = CPU_BUILD
 
@@ -231,9 +232,35 @@ def test_buckets_of_any_size_load_the_same(
         with torch.no_grad():
             for weight in model.parameters():
                 weight.mul_(1.01)
-        monkeypatch.setattr("workers.rollout.sglang.BUCKET_BYTES", size)
+        monkeypatch.setattr(engine, "bucket_bytes", size)
         engine.load_weights(((name, weight.double()) for name, weight in model.named_parameters()), 2)
         assert max(greedy_errors(model, engine, ragged_prompts(3))) < 1e-5
+
+
+def test_what_is_read_is_what_sglang_computes_with(engine: SGLangRollout, model: PreTrainedModel) -> None:
+    """Fused, tied, or alone; whole, and any part of it. A single number that is another one shows."""
+    weights = {held.names[0]: held for held in engine.held_weights(exact=True)}
+    assert weights.keys() == {name for name, _ in model.named_parameters()}
+    for name, weight in model.named_parameters():
+        flat = weight.detach().flatten()
+        ranges = [(0, len(flat)), (len(flat) // 3, len(flat) // 2), (len(flat) - 1, len(flat))]
+        for (start, stop), got in zip(ranges, engine.read_weights([(weights[name], *ends) for ends in ranges]), strict=True):
+            assert torch.equal(got, flat[start:stop]), name
+    name = "model.layers.1.self_attn.k_proj.weight"
+    other = model.get_parameter(name).detach().clone()
+    other[3, 5] += 1
+    assert engine.engine is not None
+    engine.engine.call("begin_update")
+    engine.engine.call("update", SharedBucket(engine.device, engine.dtype).filled([(name, other)], copies=1))
+    engine.engine.call("end_update")
+    ((got,),) = engine.read_held([Lines(weights[name], 0, other.numel())])
+    assert torch.equal(got, other.flatten()) and int((got != model.get_parameter(name).flatten()).sum()) == 1
+
+
+def test_weights_that_sglang_has_no_place_for_are_said(engine: SGLangRollout) -> None:
+    with pytest.raises(RuntimeError, match=r"cannot be read; verify_weights=off(.|\n)*copies nothing of model\.extra"):
+        engine.read_weights([(WeightInSGLang("model.extra", (3,), torch.float32), 0, 3)])
+    assert engine.generate([request(0, (2, 3))]), "it lives on"
 
 
 def test_what_sglang_refuses_is_raised(engine: SGLangRollout) -> None:
@@ -289,6 +316,12 @@ def test_idle_it_burns_no_core(engine: SGLangRollout) -> None:
     before = seconds()
     time.sleep(2)
     assert seconds() - before < 0.4
+
+
+def test_ranks_have_to_agree() -> None:
+    none = torch.nan
+    copies = torch.tensor([[1.0, none, 3.0, none, 5.0], [1.0, 2.0, 4.0, none, none], [1.0, none, 3.0, none, none]])
+    assert agreed(copies).nan_to_num(-1.0).tolist() == [1.0, 2.0, -1.0, -1.0, 5.0]
 
 
 def test_other_ranks_of_a_replica_take_part_and_answer_nothing(model: PreTrainedModel) -> None:
