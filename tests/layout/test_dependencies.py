@@ -23,7 +23,6 @@ NOT_IMPORTED: dict[str, str] = {
     "pytest-xdist": "a plugin: pytest -n",
     "ruff": "a tool of scripts/test.sh",
     "safetensors": "torch.distributed.checkpoint writes through it",
-    "sglang": "installed by scripts/install_engine.sh, beside the others",
     "tensorboard": "torch.utils.tensorboard writes through it",
     "types-pyyaml": "types, for mypy",
 }

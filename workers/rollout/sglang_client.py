@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -82,19 +83,21 @@ class SharedBucket:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
 
     def filled(self, named: Sequence[tuple[str, Tensor]], copies: int) -> list[bytes]:
-        """These weights, cast, as torch pickles tensors for other processes, ``copies`` times: a copy can be opened once."""
-        sizes = [-(-tensor.numel() * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT for _, tensor in named]
-        if sum(sizes) > len(self._memory):
-            self._memory = torch.empty(0, dtype=torch.uint8, device=self.device)
-            self._memory = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device).share_memory_()
-        views, start = [], 0
-        for (name, tensor), size in zip(named, sizes, strict=True):
-            room = self._memory[start : start + tensor.numel() * self.dtype.itemsize]
-            views.append((name, room.view(self.dtype).view(tensor.shape).copy_(tensor)))
-            start += size
+        """These weights, ``copies`` times: a copy can be opened once."""
+        views = self.views(named)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return [shared_payload(views) for _ in range(copies)]
+
+    def views(self, named: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """The weights, cast, in the shared memory. What was there before is lost."""
+        sizes = [tensor.numel() * self.dtype.itemsize for _, tensor in named]
+        starts = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
+        if starts[-1] > len(self._memory):
+            self._memory = torch.empty(0, dtype=torch.uint8, device=self.device)  # let go of the old before taking the new
+            self._memory = torch.empty(starts[-1], dtype=torch.uint8, device=self.device).share_memory_()
+        rooms = [self._memory[start : start + size].view(self.dtype) for start, size in zip(starts, sizes, strict=False)]
+        return [(name, room.view(tensor.shape).copy_(tensor)) for (name, tensor), room in zip(named, rooms, strict=True)]
 
 
 def shared_payload(named: Sequence[tuple[str, Tensor]]) -> bytes:
