@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import socket
 import stat
 import subprocess
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from workers.controller.session import import_path
 
+SHARED = "/dev/shm"
 ALIGNMENT = 64  # bytes, of each tensor in a bucket
 CLOSE_SECONDS = 10.0
 TAIL_LINES, TAIL_BYTES = 20, 8192
@@ -90,11 +92,16 @@ class SharedBucket:
         return [shared_payload(views) for _ in range(copies)]
 
     def views(self, named: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """The weights, cast, in the shared memory. What was there before is lost."""
+        """The weights, cast, in the shared memory. What was there before is lost. Raises RuntimeError if there is too little."""
         sizes = [tensor.numel() * self.dtype.itemsize for _, tensor in named]
         starts = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
         if starts[-1] > len(self._memory):
             self._memory = torch.empty(0, dtype=torch.uint8, device=self.device)  # let go of the old before taking the new
+            if self.device.type == "cpu" and (free := shutil.disk_usage(SHARED).free) < starts[-1]:  # else: killed by SIGBUS
+                raise RuntimeError(
+                    f"{SHARED} has {free} bytes free, and {starts[-1]} bytes of weights go to SGLang at once: make it larger, or "
+                    "actor_rollout_ref.rollout.update_weights_bucket_megabytes smaller"
+                )
             self._memory = torch.empty(starts[-1], dtype=torch.uint8, device=self.device).share_memory_()
         rooms = [self._memory[start : start + size].view(self.dtype) for start, size in zip(starts, sizes, strict=False)]
         return [(name, room.view(tensor.shape).copy_(tensor)) for (name, tensor), room in zip(named, rooms, strict=True)]

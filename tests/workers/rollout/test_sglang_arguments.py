@@ -1,8 +1,10 @@
 """What SGLang is asked for, and what stands in for packages that it imports and does not use; no engine is started."""
 
+import shutil
 import subprocess
 import sys
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from workers.rollout.base import Sampling
 from workers.rollout.sglang import RESERVED, Asked, engine_arguments, prompt_of, sampling_arguments
 from workers.rollout.sglang_client import Client, EngineDied, SharedBucket
 from workers.rollout.sglang_cpu import completed, install_stand_ins
+from workers.rollout.sglang_server import Server
 
 
 def test_every_field_of_sampling_arrives() -> None:
@@ -110,6 +113,21 @@ def test_a_bucket_is_cast_and_its_memory_used_again() -> None:
         memory = {view.untyped_storage().data_ptr() for _, view in views}
         assert len(memory) == 1 and all(view.is_shared() and view.data_ptr() % 64 == 0 for _, view in views)
     assert {view.untyped_storage().data_ptr() for _, view in bucket.views(weights[:1])} == memory
+
+
+def test_too_little_shared_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
+    bucket = SharedBucket(torch.device("cpu"), torch.float32)
+    bucket.views([("a", torch.zeros(16))])
+    with pytest.raises(RuntimeError, match=r"/dev/shm has 100 bytes free, and 128 bytes .* update_weights_bucket_megabytes"):
+        bucket.views([("a", torch.zeros(32))])
+
+
+def test_before_there_were_brackets_none_are_asked_for() -> None:
+    old = Server.__new__(Server)  # without an engine
+    old.bracketed = False
+    old.begin_update()
+    old.end_update()
 
 
 def test_an_engine_that_does_not_start_is_named_with_what_it_wrote(capfd: pytest.CaptureFixture[str]) -> None:
