@@ -22,12 +22,12 @@ from typing import Any, NoReturn
 
 from workers.controller.stop import die_with_parent
 
-if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+if __name__ in ("__main__", "__mp_main__") and os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     from workers.rollout.sglang_cpu import install_stand_ins
 
     install_stand_ins()  # in the processes of the ranks too: they load this module first
-if (parent := multiprocessing.parent_process()) is not None and parent.pid is not None:
-    die_with_parent(parent.pid)
+if __name__ == "__mp_main__":
+    die_with_parent(multiprocessing.parent_process().pid)  # type: ignore[union-attr, arg-type]
 
 Asked = tuple[str, list[int], dict[str, Any]]
 """Name, prompt, sampling. No name begins as another one does: SGLang aborts what begins with a name."""

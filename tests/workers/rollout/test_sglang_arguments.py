@@ -119,7 +119,7 @@ def test_too_little_shared_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
     bucket = SharedBucket(torch.device("cpu"), torch.float32)
     bucket.views([("a", torch.zeros(16))])
-    with pytest.raises(RuntimeError, match=r"/dev/shm has 100 bytes free, and 128 bytes .* update_weights_bucket_megabytes"):
+    with pytest.raises(RuntimeError, match=r"/dev/shm has 100 bytes free, and 128 bytes .*update_weights_bucket_megabytes"):
         bucket.views([("a", torch.zeros(32))])
 
 
