@@ -27,7 +27,7 @@ if __name__ in ("__main__", "__mp_main__") and os.environ.get("SGLANG_USE_CPU_EN
 
     install_stand_ins()  # in the processes of the ranks too: they load this module first
 if __name__ == "__mp_main__":
-    die_with_parent(multiprocessing.parent_process().pid)  # type: ignore[union-attr, arg-type]
+    die_with_parent(os.getppid())  # SGLang sees to it too, once it has been imported
 
 Asked = tuple[str, list[int], dict[str, Any]]
 """Name, prompt, sampling. No name begins as another one does: SGLang aborts what begins with a name."""
