@@ -96,7 +96,8 @@ class SGLangRollout(Rollout):
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Also raises ValueError for an id that is unfinished. On any error none of the requests is queued."""
-        check_requests(requests, self._unfinished(), max_length=self.max_length, vocab_size=self.vocab_size)
+        unfinished = {*self._asked, *(completion.id for completion in self._ended)}
+        check_requests(requests, unfinished, max_length=self.max_length, vocab_size=self.vocab_size)
         if self.engine is not None:
             for request in requests:
                 self._asked[request.id] = Asked(request)
@@ -104,10 +105,7 @@ class SGLangRollout(Rollout):
 
     @property
     def unfinished(self) -> int:
-        return len(self._unfinished())
-
-    def _unfinished(self) -> set[int]:
-        return self._asked.keys() | {completion.id for completion in self._ended}
+        return len(self._asked) + len(self._ended)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """All completions, in the order of the requests; none on ranks that have no engine."""
@@ -339,7 +337,7 @@ def sampling_arguments(asked: Asked, max_length: int) -> dict[str, Any]:
     sampling = asked.request.sampling
     return {
         "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
+        "top_k": sampling.top_k or -1,
         "top_p": sampling.top_p,
         "max_new_tokens": new_tokens(asked.request, max_length) - len(asked.token_ids),
         "stop_token_ids": list(sampling.stop_token_ids),

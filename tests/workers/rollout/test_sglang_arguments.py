@@ -26,6 +26,8 @@ def test_every_field_of_sampling_arrives() -> None:
     for field in fields(Sampling):
         changed = replace(plain, sampling=replace(plain.sampling, **{field.name: getattr(other, field.name)}))
         assert sampling_arguments(Asked(changed), LENGTH) != sampling_arguments(Asked(plain), LENGTH), field.name
+    everything = replace(plain, sampling=replace(plain.sampling, top_k=0))
+    assert sampling_arguments(Asked(everything), LENGTH) == sampling_arguments(Asked(plain), LENGTH), "0 is -1: all tokens"
     assert sampling_arguments(Asked(replace(plain, seed=8)), LENGTH)["sampling_seed"] == 8
     assert sampling_arguments(Asked(replace(plain, sampling=other)), 4)["max_new_tokens"] == 2, "prompt and answer fit together"
 
