@@ -1,41 +1,19 @@
 """Numbers that cannot work fail here, before any process starts, with the arithmetic in the message."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from configs.checks_rollout import ROLLOUT, engine_notes, engine_problems, workers_in_words, world_size
 from configs.keys import ConfigError
 from configs.schema.common import RunConfig, WorkersConfig
 from configs.schema.evaluation import EvaluationConfig
 from configs.schema.generation import GenerationConfig
-from configs.schema.ppo import PPOConfig, RewardConfig, RolloutEngineConfig, ScoringConfig
+from configs.schema.ppo import PPOConfig, RewardConfig, ScoringConfig
 from configs.schema.sft import SFTConfig
 
-ROLLOUT = "actor_rollout_ref.rollout"
 GROUP_ESTIMATORS = (
     "grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "gdpo", "optimal_token_baseline"
 )  # fmt: skip
-# Keys that the embedded engine has no use for.
-UNUSED_BY_EMBEDDED = {
-    f"{ROLLOUT}.tensor_model_parallel_size": "the embedded engine is not split over GPUs",
-    f"{ROLLOUT}.gpu_memory_utilization": "the embedded engine takes the memory that max_num_seqs answers need",
-    f"{ROLLOUT}.max_num_batched_tokens": "the embedded engine is bounded by max_num_seqs alone",
-    f"{ROLLOUT}.enforce_eager": "the embedded engine captures no graphs",
-    f"{ROLLOUT}.cudagraph_capture_sizes": "the embedded engine captures no graphs",
-    f"{ROLLOUT}.enable_chunked_prefill": "the embedded engine computes a prompt in one step",
-    f"{ROLLOUT}.enable_prefix_caching": "the embedded engine computes like prompts once",
-    f"{ROLLOUT}.load_format": "the embedded engine's weights come from the trainer",
-    f"{ROLLOUT}.seed": "the embedded engine draws from each answer's own seed",
-}
-# Arguments of vLLM that keys of ours say, or that the engine cannot work here without.
-TAKEN_VLLM_ARGUMENTS = frozenset(
-    (
-        "model", "trust_remote_code", "hf_overrides", "dtype", "seed", "load_format", "tensor_parallel_size", "max_model_len",
-        "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "enforce_eager", "cudagraph_capture_sizes",
-        "enable_chunked_prefill", "enable_prefix_caching", "distributed_executor_backend", "data_parallel_size", "worker_cls",
-        "logprobs_mode", "enable_sleep_mode", "skip_tokenizer_init", "generation_config",
-    )
-)  # fmt: skip
-VLLM_LOWEST_TEMPERATURE = 0.01  # vLLM takes a lower one for this, and log-probs would be of another distribution
 
 
 def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) -> list[str]:
@@ -49,7 +27,7 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
         *_run_problems(config.trainer),
         *_batch_problems(config, has_critic),
         *_length_problems(config, has_critic),
-        *_engine_problems(
+        *engine_problems(
             rollout,
             config.trainer,
             {"temperature": rollout.temperature, "val_kwargs.temperature": rollout.val_kwargs.temperature},
@@ -74,7 +52,7 @@ def check_sft(config: SFTConfig, typed: Collection[str]) -> list[str]:
     data, workers = config.data, world_size(config.trainer)
     problems = list(_run_problems(config.trainer))
     if data.train_batch_size < workers:
-        problems.append(f"data.train_batch_size={data.train_batch_size}: fewer rows than {_workers(config.trainer)}")
+        problems.append(f"data.train_batch_size={data.train_batch_size}: fewer rows than {workers_in_words(config.trainer)}")
     cut = Cut("data", "", data.micro_batch_size_per_gpu, None, data.use_dynamic_bsz, data.max_token_len_per_gpu)
     problems += cut.problems(workers, data.max_length, f"data.max_length = {data.max_length}")
     if problems:
@@ -88,13 +66,13 @@ def check_generation(config: GenerationConfig, typed: Collection[str]) -> list[s
     problems = [
         *_worker_problems(config.trainer),
         *_model_length_problems(data.max_prompt_length, data.max_response_length, rollout.max_model_len),
-        *_engine_problems(rollout, config.trainer, {"temperature": rollout.temperature}),
+        *engine_problems(rollout, config.trainer, {"temperature": rollout.temperature}),
         *_reward_problems(config.reward),
         *_selection_problems(config),
     ]
     if problems:
         raise ConfigError("\n".join(problems))
-    notes = list(_engine_notes(rollout, typed))
+    notes = list(engine_notes(rollout, typed))
     if rollout.n > 1 and not rollout.do_sample:
         notes.append(f"{ROLLOUT}.do_sample=false: the {rollout.n} answers to a prompt are the same greedy one; n=1 is enough")
     if rollout.n == 1 and selection.best_of_n is not None:
@@ -110,11 +88,6 @@ def check_evaluation(config: EvaluationConfig, typed: Collection[str]) -> list[s
         return []
     ignored = sorted(key for key in typed if key.startswith("reward."))
     return [f"{key} has no effect: data.score_key={config.data.score_key} has the scores" for key in ignored]
-
-
-def world_size(trainer: WorkersConfig) -> int:
-    """Workers of the run, one a GPU."""
-    return trainer.nnodes * trainer.n_gpus_per_node
 
 
 def micro_batch_limits(
@@ -207,11 +180,6 @@ def _cuts(config: PPOConfig, *, has_critic: bool) -> Iterator[Cut]:
         )
 
 
-def _workers(trainer: WorkersConfig) -> str:
-    product = f"trainer.nnodes * trainer.n_gpus_per_node = {trainer.nnodes} * {trainer.n_gpus_per_node}"
-    return f"{world_size(trainer)} workers ({product})"
-
-
 def _batch_problems(config: PPOConfig, has_critic: bool) -> Iterator[str]:
     n, batch, most = config.actor_rollout_ref.rollout.n, config.data.train_batch_size, config.data.train_max_samples
     mini_batches = {config.actor_rollout_ref.actor.ppo_mini_batch_size: "actor_rollout_ref.actor"}
@@ -223,7 +191,7 @@ def _batch_problems(config: PPOConfig, has_critic: bool) -> Iterator[str]:
             yield f"{role}.ppo_mini_batch_size={size}: data.train_batch_size={batch} is not a multiple of it ({division})"
     if batch * n < world_size(config.trainer):
         product = f"data.train_batch_size * {ROLLOUT}.n = {batch} * {n} = {batch * n}"
-        yield f"data.train_batch_size={batch}: {product} sequences a step are fewer than {_workers(config.trainer)}"
+        yield f"data.train_batch_size={batch}: {product} sequences a step are fewer than {workers_in_words(config.trainer)}"
     if 0 <= most < batch:
         yield f"data.train_max_samples={most}: that is less than one batch, data.train_batch_size={batch}"
 
@@ -258,23 +226,6 @@ def _selection_problems(config: GenerationConfig) -> Iterator[str]:
             if path == taken:
                 yield f"{key}={path}: {other} is the same file"
         places[key] = path
-
-
-def _engine_problems(rollout: RolloutEngineConfig, trainer: WorkersConfig, temperatures: Mapping[str, float]) -> Iterator[str]:
-    """temperatures: by key, of all sampling that the engine is asked for."""
-    if rollout.name != "vllm":
-        return
-    workers, size = world_size(trainer), rollout.tensor_model_parallel_size
-    if workers % size:
-        division = f"{workers} = {workers // size} * {size} + {workers % size}"
-        yield f"{ROLLOUT}.tensor_model_parallel_size={size}: does not divide {_workers(trainer)} ({division})"
-    if rollout.dtype == "float64":
-        yield f"{ROLLOUT}.dtype=float64: vLLM computes in float32, bfloat16 or float16"
-    for key, temperature in temperatures.items():
-        if 0 < temperature < VLLM_LOWEST_TEMPERATURE:
-            yield f"{ROLLOUT}.{key}={temperature:g}: vLLM takes {VLLM_LOWEST_TEMPERATURE:g} at least; do_sample=false: greedy"
-    for name in sorted(TAKEN_VLLM_ARGUMENTS & rollout.engine_kwargs.vllm.keys()):
-        yield f"{ROLLOUT}.engine_kwargs.vllm.{name}: another key says it, or it has to be as it is; leave it out"
 
 
 def _algorithm_problems(config: PPOConfig, has_critic: bool) -> Iterator[str]:
@@ -350,7 +301,7 @@ def _reward_problems(reward: ScoringConfig) -> Iterator[str]:
 
 def _worker_problems(trainer: WorkersConfig) -> Iterator[str]:
     if trainer.backend == "local" and world_size(trainer) > 1:
-        yield f"trainer.backend=local: runs one worker, in this process, not {_workers(trainer)}"
+        yield f"trainer.backend=local: runs one worker, in this process, not {workers_in_words(trainer)}"
 
 
 def _run_problems(trainer: RunConfig) -> Iterator[str]:
@@ -364,14 +315,8 @@ def _run_notes(trainer: RunConfig) -> Iterator[str]:
         yield f"trainer.resume_from_path has no effect with trainer.resume_mode={trainer.resume_mode}; resume_path reads it"
 
 
-def _engine_notes(rollout: RolloutEngineConfig, typed: Collection[str]) -> Iterator[str]:
-    for key, why in UNUSED_BY_EMBEDDED.items():
-        if rollout.name == "embedded" and any(name == key or name.startswith(f"{key}.") for name in typed):
-            yield f"{key} has no effect: {why}"
-
-
 def _ppo_notes(config: PPOConfig, typed: Collection[str]) -> Iterator[str]:
-    yield from _engine_notes(config.actor_rollout_ref.rollout, typed)
+    yield from engine_notes(config.actor_rollout_ref.rollout, typed)
     estimator, correction = config.algorithm.adv_estimator, config.algorithm.rollout_correction
     if estimator in GROUP_ESTIMATORS and config.actor_rollout_ref.rollout.n == 1:
         yield f"{ROLLOUT}.n=1: {estimator} has nothing to compare an answer with; set n=8, say"

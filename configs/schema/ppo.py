@@ -114,6 +114,7 @@ class SamplingConfig:
 @dataclass(slots=True, kw_only=True, frozen=True)
 class EngineKwargsConfig:
     vllm: dict[str, Any]
+    sglang: dict[str, Any]
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -127,7 +128,7 @@ class TimeoutsConfig:
 class RolloutEngineConfig:
     """What an engine is built from, and how it draws."""
 
-    name: Literal["embedded", "vllm"]
+    name: Literal["embedded", "vllm", "sglang"]
     n: Positive
     do_sample: bool
     temperature: PositiveFloat

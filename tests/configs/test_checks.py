@@ -200,6 +200,21 @@ def test_what_vllm_cannot_do() -> None:
         assert line.startswith(f"error: {ROLLOUT}.{said}"), line
 
 
+def test_what_sglang_cannot_do() -> None:
+    two = ["rollout=sglang", f"{ROLLOUT}.tensor_model_parallel_size=2"]
+    (line,) = ppo_lines(*two, "trainer.n_gpus_per_node=3")
+    assert line.startswith(f"error: {ROLLOUT}.tensor_model_parallel_size=2: does not divide 3 workers")
+    (line,) = ppo_lines(*two, "trainer.n_gpus_per_node=3", "trainer.nnodes=2")
+    assert line.endswith("is on one node here, and 2 does not divide trainer.n_gpus_per_node=3 (3 = 1 * 2 + 1)")
+    for words, said in (
+        (f"{ROLLOUT}.dtype=float64", "dtype=float64: SGLang computes in"),
+        (f"{ROLLOUT}.temperature=1e-7", "temperature=1e-07: SGLang takes 1e-06 at least"),
+        (f"+{ROLLOUT}.engine_kwargs.sglang.tp_size=3", "engine_kwargs.sglang.tp_size: another key says it"),
+    ):
+        (line,) = ppo_lines(*two, "trainer.n_gpus_per_node=2", words)
+        assert line.startswith(f"error: {ROLLOUT}.{said}"), line
+
+
 def test_the_embedded_engine_has_no_use_for_vllms_keys() -> None:
     (note,) = ppo_lines(f"{ROLLOUT}.enforce_eager=true")
     assert note.startswith(f"{ROLLOUT}.enforce_eager has no effect")

@@ -41,6 +41,7 @@ def jobs(*argv: str) -> list[PPOConfig]:
         ),
         ("rollout=embedded", ["actor_rollout_ref.rollout.name=embedded"]),
         ("rollout=vllm", ["actor_rollout_ref.rollout.name=vllm"]),
+        ("rollout=sglang", ["actor_rollout_ref.rollout.name=sglang"]),
         (
             "recipe=quickstart",
             [
@@ -103,7 +104,7 @@ def test_free_form_keys() -> None:
         (["~trainer.seed"], "trainer.seed: is missing"),
         (
             ["actor_rollout_ref.rollout.name=vlm"],
-            'actor_rollout_ref.rollout.name="vlm": must be one of embedded, vllm; did you mean vllm?',
+            'actor_rollout_ref.rollout.name="vlm": must be one of embedded, vllm, sglang; did you mean vllm?',
         ),
     ],
 )

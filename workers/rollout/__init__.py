@@ -5,15 +5,16 @@ from importlib.util import find_spec
 from workers.controller.group import WorkerInfo
 from workers.rollout.base import Rollout, RolloutSpec
 
-ENGINES = ("embedded", "vllm")
+ENGINES = ("embedded", "vllm", "sglang")
 
 
 def check_installed(engine: str) -> None:
     """Raises ValueError, which says what to run, if the engine's package is not there."""
-    if engine == "vllm" and find_spec("vllm") is None:
+    title = {"vllm": "vLLM", "sglang": "SGLang"}.get(engine)
+    if title is not None and find_spec(engine) is None:
         raise ValueError(
-            "actor_rollout_ref.rollout.name=vllm: vLLM is not installed here; "
-            "run scripts/install_engine.sh vllm cpu, or on a machine with a GPU scripts/install_engine.sh vllm cuda"
+            f"actor_rollout_ref.rollout.name={engine}: {title} is not installed here; "
+            f"run scripts/install_engine.sh {engine} cpu, or on a machine with a GPU scripts/install_engine.sh {engine} cuda"
         )
 
 
@@ -29,4 +30,8 @@ def make_rollout(spec: RolloutSpec, place: WorkerInfo) -> Rollout:
             from workers.rollout.vllm import VLLMRollout
 
             return VLLMRollout(spec, place)
+        case "sglang":
+            from workers.rollout.sglang import SGLangRollout
+
+            return SGLangRollout(spec, place)
     raise ValueError(f"actor_rollout_ref.rollout.name={spec.rollout.name}: no such engine; known: {', '.join(ENGINES)}")

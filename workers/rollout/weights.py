@@ -27,6 +27,7 @@ class ExpectedWeights:
             tied.setdefault(id(tensor), []).append(name)
         self._tied = list(tied.values())
         self.first_name = {name: names[0] for names in self._tied for name in names}
+        self.shapes = {names[0]: self._shapes[names[0]] for names in self._tied}
 
     def fits(self, name: str, shape: torch.Size) -> bool:
         return self._shapes.get(name) == shape

@@ -26,14 +26,14 @@ def spec_of(
     max_model_len: int = 128,
     dtype: Dtype = "float32",
     override_config: dict[str, object] | None = None,
-    name: Literal["embedded", "vllm"] = "embedded",
+    name: Literal["embedded", "vllm", "sglang"] = "embedded",
     tensor_model_parallel_size: int = 1,
     update_weights_bucket_megabytes: int = 64,
     verify_weights: Literal["off", "sample", "full"] = "sample",
     timeouts: TimeoutsConfig = TimeoutsConfig(start=300.0, generate=300.0, sync=300.0),  # noqa: B008
-    **vllm: object,
+    **own: object,
 ) -> RolloutSpec:
-    """vllm: arguments of vLLM's own."""
+    """own: arguments of the engine's own."""
     model = ModelConfig(
         path=path, tokenizer_path=None, trust_remote_code=False, enable_gradient_checkpointing=False,
         override_config=override_config or {},
@@ -43,7 +43,7 @@ def spec_of(
         max_num_seqs=slots, max_model_len=max_model_len, tensor_model_parallel_size=tensor_model_parallel_size,
         gpu_memory_utilization=0.5, max_num_batched_tokens=2048, enforce_eager=False, cudagraph_capture_sizes=None,
         enable_chunked_prefill=True, enable_prefix_caching=True, load_format="dummy", seed=42,
-        engine_kwargs=EngineKwargsConfig(vllm=vllm), free_cache_engine=True,
+        engine_kwargs=EngineKwargsConfig(vllm=own, sglang=own), free_cache_engine=True,
         update_weights_bucket_megabytes=update_weights_bucket_megabytes, verify_weights=verify_weights,
         timeouts=timeouts,
         log_prob_micro_batch_size=None, log_prob_micro_batch_size_per_gpu=None,

@@ -7,102 +7,31 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.workers.engine.toy import VOCABULARY, toy_batch
-from tests.workers.rollout.engines import ragged_prompts, request, spec_of
-from tests.workers.rollout.vllm_hosts import ACTOR_LOSS, CPU_BUILD, LENGTH, actor_spec, greedy_error, make_small
-from trainer.remote import RemoteModel, RemoteRollout
-from workers.batch import Batch
+from tests.workers.engine.toy import VOCABULARY
+from tests.workers.rollout.ranks import Run
+from tests.workers.rollout.vllm_hosts import CPU_BUILD
 from workers.controller.ray_backend import RayBackend
-from workers.controller.resource_pool import ResourcePool
 from workers.metric import plain_numbers
-from workers.plan import Limits
-from workers.rollout.base import Completion, Sampling
 from workers.rollout.verification import TURNS
 
 pytestmark = CPU_BUILD
-
-TEMPERATURE, GROUP = 0.7, 2
-
-
-class Run:
-    """An actor and a rollout on two ranks."""
-
-    def __init__(self, backend: RayBackend, path: Path, tensor_model_parallel_size: int) -> None:
-        self.size, self.path = tensor_model_parallel_size, path
-        make_small(path)
-        group = backend.start_group(
-            "hosts", ResourcePool((2,), "cpu", "pool"), "tests.workers.rollout.vllm_hosts:SpoilingHost", "cpu"
-        )
-        rollout = spec_of(
-            str(path), name="vllm", max_model_len=LENGTH, slots=16, tensor_model_parallel_size=tensor_model_parallel_size
-        )
-        limits = Limits(max_tokens=LENGTH)
-        self.sync_spoiled = lambda name, place: group.call("sync_spoiled", name, place).result()
-        self.actor = RemoteModel(
-            group, "actor", actor_spec(rollout.model), ACTOR_LOSS, forward_limits=limits, train_limits=limits, attention_cost=0.0
-        )
-        self.rollout = RemoteRollout(group, rollout, source="actor")
-        self.close = lambda: group.call("close").result()
-
-    def answers(self, *, greedy: bool) -> tuple[Batch, Batch]:
-        """Prompts, each twice in a row, and what came."""
-        rows = [torch.tensor(prompt) for prompt in ragged_prompts(5, longest=150) for _ in range(GROUP)]
-        prompts = Batch(
-            torch.tensor([len(row) for row in rows]),
-            tokens={"input_ids": torch.cat(rows)},
-            rows={"seed": torch.arange(len(rows)) + 40, "greedy": torch.full((len(rows),), greedy)},
-        )
-        sampling = Sampling(TEMPERATURE, -1, 1.0, 24, stop_token_ids=(1,))
-        return prompts, self.rollout.generate(prompts, sampling, GROUP)
-
-    def trainers_log_probs(self, prompts: Batch, answers: Batch) -> torch.Tensor:
-        pairs = list(zip(prompts.split_rows("input_ids"), answers.split_rows("input_ids"), strict=True))
-        whole = Batch(
-            prompts.lengths + answers.lengths,
-            tokens={
-                "input_ids": torch.cat([torch.cat(pair) for pair in pairs]),
-                "response_mask": torch.cat([torch.cat([torch.zeros_like(p), torch.ones_like(a)]) for p, a in pairs]).bool(),
-            },
-            meta={"temperature": TEMPERATURE},
-        )
-        log_probs = self.actor.forward(whole, ["log_probs"]).tokens["log_probs"]
-        return log_probs[whole.tokens["response_mask"]]
 
 
 @pytest.fixture(scope="module", params=[2, 1], ids=["one engine over two ranks", "two engines"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("run")
     with RayBackend(run_dir=folder, nnodes=1, n_gpus_per_node=2, device="cpu", ray_init={}) as backend:
-        run = Run(backend, folder / "model", request.param)
+        run = Run(backend, folder / "model", "vllm", request.param, verify_weights="sample")
         yield run
         run.close()
 
 
 def test_three_rounds_of_training_sleep_and_sync(run: Run, tmp_path: Path) -> None:
-    """Greedy answers are those of the model that the trainer exports; sampled log-probs are the trainer's."""
-    for version in range(3):
-        if version:
-            run.actor.train_step(toy_batch([9, 5, 12, 7], seed=version), ["advantages", "old_log_probs"])
-        run.rollout.sync_weights(version)
-        prompts, answers = run.answers(greedy=True)
-        sampled_prompts, sampled = run.answers(greedy=False)
-        theirs = run.trainers_log_probs(sampled_prompts, sampled)
-        assert (theirs - sampled.tokens["rollout_log_probs"]).abs().max() < 1e-4
-        assert len({tuple(row.tolist()) for row in sampled.split_rows("input_ids")}) > len(sampled) / 2
-        assert set(answers.rows["weight_version"].tolist()) == {version}
-        run.actor.export_hf(str(tmp_path / str(version)))
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / str(version)).eval()
-        columns = [batch.split_rows(name) for batch, name in
-                   ((prompts, "input_ids"), (answers, "input_ids"), (answers, "rollout_log_probs"))]  # fmt: skip
-        for i, (prompt, answer, log_probs) in enumerate(zip(*columns, strict=True)):
-            completion = Completion(i, tuple(answer.tolist()), tuple(log_probs.tolist()), "stop", version)
-            assert greedy_error(model, request(i, prompt.tolist(), temperature=0.0), completion) < 1e-4
+    run.check_rounds(tmp_path)
 
 
 def test_the_mesh_is_the_rollouts_own(run: Run) -> None:
-    wanted = {1: ((0, 1), (0, 1)), 2: ((0, 0), (0,))}[run.size]
-    assert (run.rollout.mesh.shard_of_rank, run.rollout.mesh.answers) == wanted
-    assert run.actor.mesh.shard_of_rank == (0, 1), "the trainer's is another"
+    run.check_mesh()
 
 
 def test_a_seed_gives_the_same_answers_again(run: Run) -> None:

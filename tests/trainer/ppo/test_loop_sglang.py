@@ -1,0 +1,19 @@
+"""The whole loop, in one process, on SGLang."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.runs import make_task, run_ppo
+from tests.workers.rollout.vllm_hosts import CPU_BUILD
+
+pytestmark = CPU_BUILD
+
+
+def test_the_quick_starts_model_trains_and_its_first_update_is_on_policy(tmp_path: Path) -> None:
+    task = make_task(tmp_path / "task")
+    first, second = run_ppo(task, tmp_path / "run", "rollout=sglang", "actor_rollout_ref.rollout.tensor_model_parallel_size=1")
+    assert first["actor/pg_clipfrac"] == 0.0 and first["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-7)
+    for step in (first, second):
+        assert step["training/rollout_log_probs_diff_max"] < 1e-5
+        assert step["actor/grad_norm"] > 0.0

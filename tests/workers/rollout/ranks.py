@@ -1,0 +1,98 @@
+"""An actor with FSDP2 shards and a rollout engine beside it on two ranks, on Ray."""
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.workers.engine.toy import toy_batch
+from tests.workers.rollout.engines import ragged_prompts, request, spec_of
+from tests.workers.rollout.vllm_hosts import ACTOR_LOSS, LENGTH, actor_spec, greedy_error, make_small
+from trainer.remote import RemoteModel, RemoteRollout
+from workers.batch import Batch
+from workers.controller.ray_backend import RayBackend
+from workers.controller.resource_pool import ResourcePool
+from workers.plan import Limits
+from workers.rollout.base import Completion, Sampling
+
+TEMPERATURE, GROUP = 0.7, 2
+
+
+class Run:
+    def __init__(
+        self,
+        backend: RayBackend,
+        path: Path,
+        engine: Literal["vllm", "sglang"],
+        tensor_model_parallel_size: int,
+        *,
+        verify_weights: Literal["sample", "full"],
+    ) -> None:
+        self.size, self.path = tensor_model_parallel_size, path
+        make_small(path)
+        group = backend.start_group(
+            "hosts", ResourcePool((2,), "cpu", "pool"), "tests.workers.rollout.vllm_hosts:SpoilingHost", "cpu"
+        )
+        rollout = spec_of(
+            str(path), name=engine, max_model_len=LENGTH, slots=16, tensor_model_parallel_size=tensor_model_parallel_size,
+            verify_weights=verify_weights,
+        )  # fmt: skip
+        self.sync_spoiled = lambda name, place: group.call("sync_spoiled", name, place).result()
+        limits = Limits(max_tokens=LENGTH)
+        self.actor = RemoteModel(
+            group, "actor", actor_spec(rollout.model), ACTOR_LOSS, forward_limits=limits, train_limits=limits, attention_cost=0.0
+        )
+        self.rollout = RemoteRollout(group, rollout, source="actor")
+        self.close = lambda: group.call("close").result()
+
+    def answers(self, *, greedy: bool) -> tuple[Batch, Batch]:
+        """Prompts, each twice in a row, and what came."""
+        rows = [torch.tensor(prompt) for prompt in ragged_prompts(5, longest=150) for _ in range(GROUP)]
+        prompts = Batch(
+            torch.tensor([len(row) for row in rows]),
+            tokens={"input_ids": torch.cat(rows)},
+            rows={"seed": torch.arange(len(rows)) + 40, "greedy": torch.full((len(rows),), greedy)},
+        )
+        sampling = Sampling(TEMPERATURE, -1, 1.0, 24, stop_token_ids=(1,))
+        return prompts, self.rollout.generate(prompts, sampling, GROUP)
+
+    def trainers_log_probs(self, prompts: Batch, answers: Batch) -> torch.Tensor:
+        pairs = list(zip(prompts.split_rows("input_ids"), answers.split_rows("input_ids"), strict=True))
+        whole = Batch(
+            prompts.lengths + answers.lengths,
+            tokens={
+                "input_ids": torch.cat([torch.cat(pair) for pair in pairs]),
+                "response_mask": torch.cat([torch.cat([torch.zeros_like(p), torch.ones_like(a)]) for p, a in pairs]).bool(),
+            },
+            meta={"temperature": TEMPERATURE},
+        )
+        log_probs = self.actor.forward(whole, ["log_probs"]).tokens["log_probs"]
+        return log_probs[whole.tokens["response_mask"]]
+
+    def check_rounds(self, exports: Path) -> None:
+        """Three rounds of training, sleep and sync. Greedy answers are those of the model that the trainer exports; sampled
+        log-probs are the trainer's."""
+        for version in range(3):
+            if version:
+                self.actor.train_step(toy_batch([9, 5, 12, 7], seed=version), ["advantages", "old_log_probs"])
+            self.rollout.sync_weights(version)
+            prompts, answers = self.answers(greedy=True)
+            sampled_prompts, sampled = self.answers(greedy=False)
+            theirs = self.trainers_log_probs(sampled_prompts, sampled)
+            assert (theirs - sampled.tokens["rollout_log_probs"]).abs().max() < 1e-4
+            assert len({tuple(row.tolist()) for row in sampled.split_rows("input_ids")}) > len(sampled) / 2
+            assert set(answers.rows["weight_version"].tolist()) == {version}
+            self.actor.export_hf(str(exports / str(version)))
+            model = AutoModelForCausalLM.from_pretrained(exports / str(version)).eval()
+            columns = [batch.split_rows(name) for batch, name in
+                       ((prompts, "input_ids"), (answers, "input_ids"), (answers, "rollout_log_probs"))]  # fmt: skip
+            for i, (prompt, answer, log_probs) in enumerate(zip(*columns, strict=True)):
+                completion = Completion(i, tuple(answer.tolist()), tuple(log_probs.tolist()), "stop", version)
+                assert greedy_error(model, request(i, prompt.tolist(), temperature=0.0), completion) < 1e-4
+
+    def check_mesh(self) -> None:
+        """The rollout's mesh is its own."""
+        wanted = {1: ((0, 1), (0, 1)), 2: ((0, 0), (0,))}[self.size]
+        assert (self.rollout.mesh.shard_of_rank, self.rollout.mesh.answers) == wanted
+        assert self.actor.mesh.shard_of_rank == (0, 1), "the trainer's is another"

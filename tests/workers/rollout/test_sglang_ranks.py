@@ -1,0 +1,60 @@
+"""SGLang beside FSDP2 shards on two ranks, on Ray: one engine over both, and an engine on each. And what dies with what."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import descendants
+from tests.workers.rollout.ranks import Run
+from tests.workers.rollout.vllm_hosts import CPU_BUILD
+from workers.controller.group import WorkerError
+from workers.controller.ray_backend import RayBackend
+
+pytestmark = CPU_BUILD
+
+
+@pytest.fixture(scope="module", params=[2, 1], ids=["one engine over two ranks", "two engines"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    folder = tmp_path_factory.mktemp("run")
+    with RayBackend(run_dir=folder, nnodes=1, n_gpus_per_node=2, device="cpu", ray_init={}) as backend:
+        yield Run(backend, folder / "model", "sglang", request.param, verify_weights="full")
+
+
+def processes(what: str) -> list[psutil.Process]:
+    return sorted((process for process in descendants() if what in " ".join(process.cmdline())), key=lambda process: process.pid)
+
+
+def test_three_rounds_of_training_sleep_and_sync(run: Run, tmp_path: Path) -> None:
+    run.check_rounds(tmp_path)
+
+
+def test_the_mesh_is_the_rollouts_own(run: Run) -> None:
+    run.check_mesh()
+
+
+def test_processes_of_a_replica(run: Run) -> None:
+    """One engine, and one process for each of its ranks."""
+    assert len(processes("workers.rollout.sglang_server")) == 2 // run.size
+    assert len(processes("sglang::scheduler")) == 2
+
+
+def test_an_engine_that_dies_is_named_and_a_worker_takes_its_engine_along(run: Run) -> None:
+    """Ends the run: the last test."""
+    run.rollout.sync_weights(9)
+    victim = processes("sglang::scheduler")[-1]
+    victim.kill()
+    with pytest.raises(WorkerError, match=rf"SGLang died in \w+: (.|\n)*it wrote last:(.|\n)*process {victim.pid} ended with -9"):
+        run.answers(greedy=True)
+    left = processes("sglang")
+    assert len(left) == {1: 2, 2: 0}[run.size], "the processes of that engine have ended, those of another have not"
+    for process in left:
+        if "sglang_server" in " ".join(process.cmdline()):
+            process.suspend()  # as one that is busy: it does not see that nobody is there any more
+            psutil.Process(process.ppid()).kill()
+    deadline = time.monotonic() + 10
+    while processes("sglang") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert processes("sglang") == []

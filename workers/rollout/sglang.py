@@ -1,0 +1,356 @@
+"""SGLang beside the trainer: the first rank of a replica drives one engine for all its ranks; the same code on CUDA and on CPU.
+
+The engine lives in processes of its own (workers/rollout/sglang_server.py), children of that rank's worker. It generates on its
+own time, not step by step. What CPU alone needs is in workers/rollout/sglang_cpu.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from workers.buckets import buckets
+from workers.controller.group import WorkerInfo
+from workers.controller.shell import free_port
+from workers.engine.hf_model import DTYPES, empty_model, model_config
+from workers.rollout.attention import CACHED_ATTENTION, probe_cache_shape
+from workers.rollout.base import Completion, EngineAsleep, Request, Rollout, RolloutSpec, check_requests
+from workers.rollout.sglang_client import Client, SharedBucket, shared_payload
+from workers.rollout.sglang_scheduler import ERROR
+from workers.rollout.verification import HeldWeight, Lines
+from workers.rollout.weights import ExpectedWeights
+
+READ = "workers.rollout.sglang_scheduler.read_weights"
+ERROR_BYTES = 4000
+RESERVED = 8  # tokens of its context that SGLang keeps from prompts and answers (6 of them at 0.5.23)
+ENVIRONMENT = {
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by RESERVED; what requests may have is checked here
+    "SYNC_TOKEN_IDS_ACROSS_TP": "1",  # ranks of an engine go on with the same token, whatever they drew
+    "SGLANG_SANITIZE_NAN_LOGITS": "0",  # answers are not drawn from what stands for NaN
+}
+
+
+@dataclass(slots=True)
+class Asked:
+    """A request that has not ended, and what has come of its answer. begun: SGLang is at it."""
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    begun: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.request.id}/"
+
+    def ended(self, reason: str, max_length: int) -> Literal["stop", "length", "abort"]:
+        """Why, when SGLang said ``reason``: one that is aborted at its last token has ended by itself."""
+        sampling = self.request.sampling
+        if reason == "stop" or (
+            self.token_ids[-1:] and self.token_ids[-1] in sampling.stop_token_ids and not sampling.ignore_eos
+        ):
+            return "stop"
+        return "length" if len(self.token_ids) == new_tokens(self.request, max_length) else "abort"
+
+
+class SGLangRollout(Rollout):
+    """On the other ranks of a replica there is no engine: they are told the same, answer nothing, and give their weights."""
+
+    def __init__(self, spec: RolloutSpec, place: WorkerInfo) -> None:
+        self.tensor_parallel_size = spec.rollout.tensor_model_parallel_size
+        self.max_length = spec.max_model_len
+        self.dtype = DTYPES[spec.rollout.dtype]
+        self.bucket_bytes = spec.rollout.update_weights_bucket_megabytes * 2**20 // 2  # as many are gathered meanwhile
+        self.device = torch.device("cpu") if spec.device == "cpu" else torch.device("cuda", place.local_rank)
+        model = empty_model(spec.model, model_config(spec.model, "lm"), "lm", self.dtype).hf
+        self.expected = ExpectedWeights(model)
+        embeddings = model.get_input_embeddings()
+        assert isinstance(embeddings, nn.Embedding)
+        self.vocab_size = embeddings.num_embeddings
+        self.engine: Client | None = None
+        self._cache_bytes = 0.0
+        if place.rank % self.tensor_parallel_size == 0:
+            arguments, environment = engine_arguments(spec, place.local_rank), ENVIRONMENT
+            if spec.device == "cpu":
+                from workers.rollout import sglang_cpu
+
+                engines = place.world_size // self.tensor_parallel_size
+                arguments = sglang_cpu.completed(arguments, spec, token_bytes(spec, model), engines)
+                environment = ENVIRONMENT | sglang_cpu.environment(self.tensor_parallel_size)
+            self.engine = Client(arguments, environment)
+            self._cache_bytes = float(self.engine.facts["max_total_num_tokens"] * token_bytes(spec, model))
+        self._asked: dict[int, Asked] = {}
+        self._ended: list[Completion] = []
+        self._weights_awake, self._cache_awake, self._weights_there = True, True, False
+        self._version = -1
+        self._counters = self._zeros()
+
+    # Requests
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Also raises ValueError for an id that is unfinished. On any error none of the requests is queued."""
+        unfinished = {*self._asked, *(completion.id for completion in self._ended)}
+        check_requests(requests, unfinished, max_length=self.max_length, vocab_size=self.vocab_size)
+        if self.engine is not None:
+            for request in requests:
+                self._asked[request.id] = Asked(request)
+                self._counters["prompt_tokens"] += len(request.prompt_ids)
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._asked) + len(self._ended)
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """All completions, in the order of the requests; none on ranks that have no engine."""
+        if self.engine is None:
+            self._check_awake()
+            self.submit(requests)
+            return []
+        return super().generate(requests)
+
+    def step(self) -> list[Completion]:
+        """What has ended since the last step; waits until something has. Raises FloatingPointError, naming a request, where
+        the model's logits are not finite."""
+        self._check_awake()
+        waiting = [asked for asked in self._asked.values() if not asked.begun]
+        if self.engine is not None and not self._ended and self._asked:
+            for asked in waiting:
+                asked.begun = True
+            begun = [(asked.name, prompt_of(asked), sampling_arguments(asked, self.max_length)) for asked in waiting]
+            self._take(self.engine.call("step", begun))
+            self._counters["decode_steps"] += 1
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _take(self, answers: list[tuple[str, list[int], list[float], str]]) -> None:
+        """Answers, or parts of them, that have come."""
+        for name, token_ids, log_probs, reason in answers:
+            asked = self._asked[int(name.removesuffix("/"))]
+            if not all(map(math.isfinite, log_probs)):
+                raise FloatingPointError(
+                    f"request {asked.request.id}: the model's logits are not finite (weights of version {self._version})"
+                )
+            asked.token_ids += token_ids
+            asked.log_probs += log_probs
+            asked.begun = False
+            if (why := asked.ended(reason, self.max_length)) != "abort":
+                self._ended.append(self._completion(asked, why))
+
+    def _completion(self, asked: Asked, why: Literal["stop", "length", "abort"]) -> Completion:
+        del self._asked[asked.request.id]
+        self._counters["response_tokens"] += len(asked.token_ids)
+        return Completion(asked.request.id, tuple(asked.token_ids), tuple(asked.log_probs), why, self._version)
+
+    def abort(self, ids: Sequence[int] | None = None) -> list[Completion]:
+        """In order of submission. An id that is not unfinished is passed over; an answer that had ended says how."""
+        self._recall(ids)
+        had_ended = {completion.id: completion for completion in self._ended if ids is None or completion.id in ids}
+        self._ended = [completion for completion in self._ended if completion.id not in had_ended]
+        parts = [
+            self._completion(asked, "abort") for asked in list(self._asked.values()) if ids is None or asked.request.id in ids
+        ]
+        return [*had_ended.values(), *parts]
+
+    def _recall(self, ids: Sequence[int] | None = None) -> None:
+        """SGLang is no longer at these (all, if None). What came of their answers is kept: they go on from there."""
+        begun = [asked.name for asked in self._asked.values() if asked.begun and (ids is None or asked.request.id in ids)]
+        if self.engine is not None and begun:
+            self._take(self.engine.call("abort", begun))
+
+    def _check_awake(self) -> None:
+        if not self._weights_awake:
+            raise EngineAsleep("step: the weights are asleep; call wake(weights=True), then load_weights")
+        if not self._weights_there:
+            raise EngineAsleep("step: the engine has no weights since it was made or woke; call load_weights")
+        if not self._cache_awake:
+            raise EngineAsleep("step: the KV cache is asleep; call wake(kv_cache=True)")
+
+    # Weights and memory
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """Raises ValueError, naming weights that are missing, unexpected or of another shape; the engine then has none. Raises
+        RuntimeError with SGLang's words where it does not take them.
+
+        They go over a bucket at a time, cast to the engine's dtype; SGLang cuts out each rank's part. Running answers wait for
+        the new weights: what they have is kept, and computed anew.
+        """
+        if not self._weights_awake:
+            raise EngineAsleep("load_weights: the weights are asleep; call wake(weights=True)")
+        self._recall()
+        self._weights_there = False
+        came: dict[str, torch.Size] = {}
+
+        def fitting() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                came[name] = tensor.shape
+                if self.expected.fits(name, tensor.shape):
+                    yield name, tensor.detach()
+
+        if self.engine is None:
+            for _ in fitting():
+                pass
+        else:
+            self.engine.call("begin_update")
+            bucket = SharedBucket(self.device, self.dtype)
+            for named in buckets(fitting(), lambda item: item[1].numel() * self.dtype.itemsize, self.bucket_bytes):
+                self.engine.call("update", bucket.filled(named, copies=self.tensor_parallel_size))
+                named.clear()
+            self.engine.call("end_update")
+            self.engine.call("flush")
+        self.expected.check(came)
+        self._weights_there, self._version = True, version
+
+    def held_weights(self, *, exact: bool) -> Sequence[HeldWeight]:
+        """On ranks that have no engine nothing can be read."""
+        shapes = self.expected.shapes
+        return [WeightInSGLang(name, () if self.engine is None else shape, self.dtype) for name, shape in shapes.items()]
+
+    def read_held(self, lines: Sequence[Lines]) -> list[list[Tensor]]:
+        wanted = [(chosen.held, chosen.start, chosen.stop) for chosen in lines]
+        return [[values] for values in self.read_weights(wanted)]
+
+    def read_weights(self, wanted: Sequence[tuple[Any, int, int]]) -> list[Tensor]:
+        """wanted: (WeightInSGLang, start, stop). Numbers [start, stop) of the trainer's flattened tensor, as SGLang computes with
+        them, in the engine's dtype.
+
+        Every rank of the engine says what it has. NaN: none has it, or ranks have not the same. Raises RuntimeError with
+        the traceback from SGLang's process.
+        """
+        if self.engine is None or not wanted:
+            return []
+        sizes = [stop - start for _, start, stop in wanted]
+        copies = torch.full((self.tensor_parallel_size, sum(sizes)), torch.nan, dtype=self.dtype, device=self.device)
+        copies = copies.share_memory_()
+        said = torch.zeros((self.tensor_parallel_size, ERROR_BYTES), dtype=torch.uint8).share_memory_()
+        keys = [held.key(start) for held, start, _ in wanted]
+        payloads = [
+            shared_payload([*zip(keys, copy.split(sizes), strict=True), (ERROR, text)])
+            for copy, text in zip(copies, said, strict=True)
+        ]
+        self.engine.call("begin_update")
+        self.engine.call("update", payloads, READ)
+        self.engine.call("end_update")
+        if said.any():
+            text = bytes(said[(said != 0).any(1)][0].tolist()).rstrip(b"\0").decode(errors="replace")
+            raise RuntimeError(f"SGLang's weights cannot be read; verify_weights=off leaves them unproven:\n{text}")
+        return list(agreed(copies).split(sizes))
+
+    def sleep(self) -> None:
+        """Unfinished requests stay, and go on where they are once the engine works again. On CPU SGLang gives nothing back."""
+        self._recall()
+        awake = {"weights": self._weights_awake, "kv_cache": self._cache_awake}
+        if self.engine is not None and any(awake.values()):
+            self.engine.call("release", [tag for tag, is_awake in awake.items() if is_awake])
+        self._weights_awake = self._weights_there = self._cache_awake = False
+
+    def wake(self, *, weights: bool, kv_cache: bool) -> None:
+        wanted = {"weights": weights and not self._weights_awake, "kv_cache": kv_cache and not self._cache_awake}
+        if self.engine is not None and any(wanted.values()):
+            self.engine.call("resume", [tag for tag, is_wanted in wanted.items() if is_wanted])
+        self._weights_awake |= weights
+        self._cache_awake |= kv_cache
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+
+    def stats(self) -> dict[str, float]:
+        """decode_steps: how often answers were waited for; SGLang's own steps it does not tell. cache_bytes: what the KV cache
+        takes while it is awake; a prompt counts for each request that has it."""
+        counters, self._counters = self._counters, self._zeros()
+        return counters
+
+    def _zeros(self) -> dict[str, float]:
+        return {"prompt_tokens": 0.0, "response_tokens": 0.0, "decode_steps": 0.0, "cache_bytes": self._cache_bytes}
+
+
+class WeightInSGLang(HeldWeight):
+    """A tensor under the trainer's name, wherever SGLang has its numbers. A line is a number. Read by read_weights."""
+
+    def __init__(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self.names, self.lines, self.line_bytes = (name,), math.prod(shape) if shape else 0, dtype.itemsize
+        self._shape, self._dtype = shape, dtype
+
+    def key(self, start: int) -> str:
+        return f"{self.names[0]}|{','.join(map(str, self._shape))}|{start}"
+
+    def expected(self, part: int, tensor: Tensor, start: int, stop: int) -> tuple[Tensor, float]:
+        return tensor.detach().flatten()[start:stop].to(self._dtype, copy=True), 0.0
+
+    def read(self, start: int, stop: int) -> list[Tensor]:
+        raise AssertionError("SGLang is asked for all weights at once: read_held")
+
+
+def agreed(copies: Tensor) -> Tensor:
+    """copies (ranks, n), NaN where a rank has none. What those say that have one, (n,); NaN where none has, or they differ."""
+    low = copies.nan_to_num(torch.inf, torch.inf, -torch.inf).amin(0)
+    return torch.where(low == copies.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(0), low, torch.nan)
+
+
+def engine_arguments(spec: RolloutSpec, first_gpu: int) -> dict[str, Any]:
+    """Our keys as arguments of SGLang's ServerArgs."""
+    rollout = spec.rollout
+    return {
+        "model_path": spec.model.path,
+        "trust_remote_code": spec.model.trust_remote_code,
+        "json_model_override_args": json.dumps(spec.model.override_config),
+        "context_length": spec.max_model_len + RESERVED,
+        "tp_size": rollout.tensor_model_parallel_size,
+        "mem_fraction_static": rollout.gpu_memory_utilization,
+        "max_running_requests": rollout.max_num_seqs,
+        "max_prefill_tokens": rollout.max_num_batched_tokens,
+        "chunked_prefill_size": rollout.max_num_batched_tokens if rollout.enable_chunked_prefill else -1,
+        "disable_cuda_graph": rollout.enforce_eager,
+        "cuda_graph_bs_decode": rollout.cudagraph_capture_sizes,
+        "disable_radix_cache": not rollout.enable_prefix_caching,
+        "dtype": rollout.dtype,
+        "load_format": rollout.load_format,
+        "random_seed": rollout.seed,
+        "enable_memory_saver": spec.device == "cuda",
+        "skip_tokenizer_init": True,
+        "sleep_on_idle": True,
+        "base_gpu_id": first_gpu,
+        "nccl_port": free_port(),
+        "log_level": "error",
+        "custom_weight_loader": [READ],
+        **rollout.engine_kwargs.sglang,
+    }
+
+
+def token_bytes(spec: RolloutSpec, model: PreTrainedModel) -> int:
+    """Of a token's keys and values, over all ranks of an engine. model: on the meta device."""
+    model.set_attn_implementation(CACHED_ATTENTION)
+    shape = probe_cache_shape(model)
+    heads = max(shape.kv_heads, spec.rollout.tensor_model_parallel_size)  # fewer heads than ranks: each rank has one
+    return shape.layers * heads * (shape.key_dim + shape.value_dim) * DTYPES[spec.rollout.dtype].itemsize
+
+
+def sampling_arguments(asked: Asked, max_length: int) -> dict[str, Any]:
+    """The sampling of what is left of an answer, as SGLang's SamplingParams. max_length: prompt and response together, tokens."""
+    sampling = asked.request.sampling
+    return {
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k or -1,
+        "top_p": sampling.top_p,
+        "max_new_tokens": new_tokens(asked.request, max_length) - len(asked.token_ids),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": sampling.ignore_eos,
+        "sampling_seed": asked.request.seed,
+    }
+
+
+def new_tokens(request: Request, max_length: int) -> int:
+    """How many an answer may have."""
+    return min(request.sampling.max_tokens, max_length - len(request.prompt_ids))
+
+
+def prompt_of(asked: Asked) -> list[int]:
+    """What an answer goes on from."""
+    return [*asked.request.prompt_ids, *asked.token_ids]

@@ -1,0 +1,123 @@
+"""The worker's side of SGLang's own processes: start, call, weights through shared memory, and what is said when they die."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import accumulate
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workers.controller.session import import_path
+
+SHARED = "/dev/shm"
+ALIGNMENT = 64  # bytes, of each tensor in a bucket
+CLOSE_SECONDS = 10.0
+TAIL_LINES, TAIL_BYTES = 20, 8192
+
+
+class EngineDied(RuntimeError):
+    """The engine's own processes ended. Says which, how, and what was written last to where they write."""
+
+
+class Client:
+    """An engine in a process of its own, which ends with this one."""
+
+    def __init__(self, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+        """Returns when the engine has started. arguments: of SGLang's ServerArgs. Raises EngineDied."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "workers.rollout.sglang_server", str(os.getpid()), str(theirs.fileno())],
+                env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(import_path())},
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # a terminal's Ctrl-C is for the controller
+            )
+        self._connection = Connection(ours.detach())
+        self._connection.send((bytes(multiprocessing.current_process().authkey), dict(arguments)))
+        self.facts: dict[str, Any] = self._answer("start")
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Raises RuntimeError with the engine's traceback, and EngineDied."""
+        with suppress(BrokenPipeError, ConnectionResetError):  # it died: the answer says so
+            self._connection.send((method, args))
+        return self._answer(method)
+
+    def _answer(self, method: str) -> Any:
+        try:
+            done, value = self._connection.recv()
+        except (EOFError, ConnectionResetError):
+            status = self._process.wait()
+            raise EngineDied(
+                f"SGLang died in {method}: process {self._process.pid} ended with {status}\n{last_written()}"
+            ) from None
+        if not done:
+            raise RuntimeError(f"SGLang failed in {method}:\n{value}")
+        return value
+
+    def close(self) -> None:
+        """Its processes have ended when this returns."""
+        self._connection.close()
+        try:
+            self._process.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:  # at work; its children go with it
+            self._process.kill()
+            self._process.wait()
+
+
+class SharedBucket:
+    """Memory that other processes see, for one bucket of weights after the other."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def filled(self, named: Sequence[tuple[str, Tensor]], copies: int) -> list[bytes]:
+        """These weights, ``copies`` times: a copy can be opened once."""
+        views = self.views(named)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return [shared_payload(views) for _ in range(copies)]
+
+    def views(self, named: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """The weights, cast, in the shared memory. What was there before is lost. Raises RuntimeError if there is too little."""
+        sizes = [tensor.numel() * self.dtype.itemsize for _, tensor in named]
+        starts = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
+        if starts[-1] > len(self._memory):
+            self._memory = torch.empty(0, dtype=torch.uint8, device=self.device)  # let go of the old before taking the new
+            if self.device.type == "cpu" and (free := shutil.disk_usage(SHARED).free) < starts[-1]:  # else: killed by SIGBUS
+                raise RuntimeError(
+                    f"{SHARED} has {free} bytes free, and {starts[-1]} bytes of weights go to SGLang at once: make it larger, or "
+                    "actor_rollout_ref.rollout.update_weights_bucket_megabytes smaller"
+                )
+            self._memory = torch.empty(starts[-1], dtype=torch.uint8, device=self.device).share_memory_()
+        rooms = [self._memory[start : start + size].view(self.dtype) for start, size in zip(starts, sizes, strict=False)]
+        return [(name, room.view(tensor.shape).copy_(tensor)) for (name, tensor), room in zip(named, rooms, strict=True)]
+
+
+def shared_payload(named: Sequence[tuple[str, Tensor]]) -> bytes:
+    """Tensors in shared memory, or on a GPU, for one process that opens them once."""
+    return bytes(ForkingPickler.dumps(list(named)))
+
+
+def last_written() -> str:
+    """The last lines of the file that this process and its children write to, if it is one."""
+    written = os.fstat(sys.stderr.fileno())
+    if not stat.S_ISREG(written.st_mode):
+        return ""
+    with open(f"/proc/self/fd/{sys.stderr.fileno()}", "rb") as log:
+        log.seek(max(0, written.st_size - TAIL_BYTES))
+        lines = log.read().decode(errors="replace").splitlines()
+    return "\n".join(["it wrote last:", *lines[-TAIL_LINES:]])

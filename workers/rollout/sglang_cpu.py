@@ -1,0 +1,112 @@
+"""What SGLang needs on CPU alone: arguments, environment, and stand-ins for packages made for CUDA. Not loaded on CUDA."""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import psutil
+
+from workers.rollout.base import RolloutSpec
+
+CUDA_ONLY = ("sgl_kernel", "torchvision", "triton")
+"""SGLang imports them on CPU too, and calls none of them there."""
+
+
+def environment(tensor_parallel_size: int) -> dict[str, str]:
+    """SGLang wants a set of cores for each of its ranks; without its own kernels it does nothing with them."""
+    return {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * tensor_parallel_size),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+def completed(arguments: dict[str, Any], spec: RolloutSpec, token_bytes: int, engines: int) -> dict[str, Any]:
+    """Arguments with what there is on CPU, and a cache for all sequences at once, within gpu_memory_utilization.
+
+    token_bytes: a token's keys and values. engines: on this machine; they share the memory.
+    """
+    share = int(psutil.virtual_memory().total * spec.rollout.gpu_memory_utilization) // engines
+    wanted = spec.rollout.max_num_seqs * spec.max_model_len
+    plain = {"max_total_tokens": min(wanted, share // token_bytes), "attention_backend": "torch_native"}
+    return plain | arguments | {
+        "device": "cpu",
+        "base_gpu_id": 0,
+        "sampling_backend": "pytorch",
+        "disable_cuda_graph": True,
+        "disable_overlap_schedule": True,
+    }  # fmt: skip
+
+
+def install_stand_ins() -> None:
+    """For this process: those of CUDA_ONLY that are not installed can be imported, and every name in them, to no effect."""
+    missing = frozenset(name for name in CUDA_ONLY if find_spec(name) is None)
+    sys.meta_path.append(_Finder(missing))
+    if "torchvision" in missing:
+        for name in ("torchvision.transforms", "torchvision.transforms.v2"):  # the only value that SGLang takes from there
+            vars(importlib.import_module(name))["InterpolationMode"] = Interpolation
+
+
+class Interpolation(enum.Enum):
+    NEAREST = "nearest"
+    NEAREST_EXACT = "nearest-exact"
+    BILINEAR = "bilinear"
+    BICUBIC = "bicubic"
+    BOX = "box"
+    HAMMING = "hamming"
+    LANCZOS = "lanczos"
+
+
+class _Finder(MetaPathFinder, Loader):
+    def __init__(self, roots: frozenset[str]) -> None:
+        self.roots = roots
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in self.roots else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return StandIn(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__file__ = __file__
+        module.__version__ = "3.0.0"  # type: ignore[attr-defined]
+
+
+class StandIn(ModuleType):
+    """A module in which every name is there: a class if it is spelt like one, else another of these. As a decorator it does
+    nothing; called for a result, it has none."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = type(name, (), {"__init__": _ignore}) if name[0].isupper() else StandIn(f"{self.__name__}.{name}")
+        setattr(self, name, value)
+        return value
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and callable(args[0]):
+            return args[0]
+        return lambda function: function
+
+    def __getitem__(self, item: Any) -> StandIn:
+        return self
+
+    def __or__(self, other: Any) -> StandIn:
+        return self
+
+    __ror__ = __or__
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+def _ignore(self: Any, *args: Any, **kwargs: Any) -> None:
+    pass
