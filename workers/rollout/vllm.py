@@ -48,7 +48,9 @@ class VLLMRollout(Rollout):
             opening.enter_context(set_environment(ENVIRONMENT | addresses(place)))
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
             self._fenced = fenced
-            if spec.device == "cpu":
+            if spec.device == "cuda":
+                arguments = {"worker_cls": "workers.rollout.vllm_cuda.StagedWorker"} | arguments
+            else:
                 from workers.rollout import vllm_cpu
 
                 vllm_cpu.set_environment()
