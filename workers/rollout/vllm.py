@@ -1,7 +1,8 @@
 """The vLLM engine in the worker's own process, beside the trainer's shards; the same code on CUDA and on CPU.
 
 Every rank makes an engine («external launcher»). The ranks of a replica get the same requests in the same order, so they
-schedule alike and need not talk about it. What CPU alone needs is in workers/rollout/vllm_cpu.py.
+schedule alike and need not talk about it. What CPU alone needs is in workers/rollout/vllm_cpu.py, what CUDA
+alone in vllm_cuda.py.
 """
 
 from __future__ import annotations
@@ -52,7 +53,11 @@ class VLLMRollout(Rollout):
             opening.enter_context(set_environment(ENVIRONMENT | addresses(place)))
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
             self._fenced, self._packed = fenced, nothing_packed
-            if spec.device == "cpu":
+            if spec.device == "cuda":
+                from workers.rollout import vllm_cuda
+
+                arguments = vllm_cuda.completed(arguments)
+            else:
                 from workers.rollout import vllm_cpu
 
                 vllm_cpu.set_environment()

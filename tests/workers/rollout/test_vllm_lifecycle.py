@@ -9,17 +9,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tests.workers.rollout.engines import VOCAB, log_prob_error, ragged_prompts, request
-from tests.workers.rollout.vllm_hosts import CPU_BUILD, LENGTH, make_small, place, start
+from tests.workers.rollout.vllm_hosts import DEVICE, LENGTH, VLLM, make_small, place, start
 from workers.host import Host
 from workers.rollout.base import Completion, EngineAsleep, Request
 from workers.rollout.vllm import VLLMRollout
 
-pytestmark = CPU_BUILD
+pytestmark = VLLM
 
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[Host]:
-    host = Host(place(), "cpu")
+    host = Host(place(), DEVICE)
     yield host
     host.close()
 

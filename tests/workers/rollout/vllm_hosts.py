@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -27,8 +28,9 @@ from workers.rollout.weight_sync import WeightSync
 SIZES: dict[str, object] = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32,
                             "intermediate_size": 96}  # fmt: skip
 LENGTH = 256
-CPU_BUILD = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU scripts/setup_env.sh installs no CPU build of vLLM")
-
+DEVICE: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
+CPU_BUILD = pytest.mark.skipif(DEVICE == "cuda", reason="of vLLM's CPU build alone")
+VLLM = pytest.mark.skipif(DEVICE == "cuda" and find_spec("vllm") is None, reason="scripts/setup_env.sh installs no vLLM on a GPU")
 
 ACTOR_LOSS = LossSpec("tests.workers.rollout.vllm_hosts:toy_loss", None)
 
@@ -97,8 +99,10 @@ class SpoilingHost(Host):
 
 
 def start(host: Host, model: PreTrainedModel, **settings: Any) -> VLLMRollout:
-    """An engine without weights."""
-    spec = spec_of(model.config._name_or_path, name="vllm", **({"max_model_len": LENGTH, "slots": 16} | settings))
+    """An engine without weights. On CUDA without graphs, which take a minute to make: scripts/bench/rollout_gpu.py has them."""
+    quick = {"gpu_memory_utilization": 0.05, "enforce_eager": True, "async_scheduling": False} if DEVICE == "cuda" else {}
+    spec = spec_of(model.config._name_or_path, name="vllm", **({"max_model_len": LENGTH, "slots": 16} | quick | settings))
+    spec = replace(spec, device=DEVICE)
     engine = make_rollout(spec, host.info)
     assert isinstance(engine, VLLMRollout)
     return engine
