@@ -64,8 +64,8 @@ def check_generation(config: GenerationConfig, typed: Collection[str]) -> list[s
     """See check_ppo."""
     data, rollout, selection = config.data, config.actor_rollout_ref.rollout, config.selection
     problems = [
-        *_worker_problems(config.trainer),
-        *_model_length_problems(data.max_prompt_length, data.max_response_length, rollout.max_model_len),
+        *worker_problems(config.trainer),
+        *model_length_problems(data.max_prompt_length, data.max_response_length, rollout.max_model_len),
         *engine_problems(rollout, config.trainer, {"temperature": rollout.temperature}),
         *_reward_problems(config.reward),
         *_selection_problems(config),
@@ -200,7 +200,7 @@ def _length_problems(config: PPOConfig, has_critic: bool) -> Iterator[str]:
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
     longest = prompt + response
     in_words = _longest_in_words(prompt, response)
-    yield from _model_length_problems(prompt, response, config.actor_rollout_ref.rollout.max_model_len)
+    yield from model_length_problems(prompt, response, config.actor_rollout_ref.rollout.max_model_len)
     for cut in _cuts(config, has_critic=has_critic):
         yield from cut.problems(world_size(config.trainer), longest, in_words)
 
@@ -209,7 +209,7 @@ def _longest_in_words(prompt: int, response: int) -> str:
     return f"data.max_prompt_length + data.max_response_length = {prompt} + {response} = {prompt + response}"
 
 
-def _model_length_problems(prompt: int, response: int, max_model_len: int | None) -> Iterator[str]:
+def model_length_problems(prompt: int, response: int, max_model_len: int | None) -> Iterator[str]:
     if max_model_len is not None and max_model_len < prompt + response:
         yield f"{ROLLOUT}.max_model_len={max_model_len}: less than {_longest_in_words(prompt, response)}"
 
@@ -299,13 +299,13 @@ def _reward_problems(reward: ScoringConfig) -> Iterator[str]:
             )
 
 
-def _worker_problems(trainer: WorkersConfig) -> Iterator[str]:
+def worker_problems(trainer: WorkersConfig) -> Iterator[str]:
     if trainer.backend == "local" and world_size(trainer) > 1:
         yield f"trainer.backend=local: runs one worker, in this process, not {workers_in_words(trainer)}"
 
 
 def _run_problems(trainer: RunConfig) -> Iterator[str]:
-    yield from _worker_problems(trainer)
+    yield from worker_problems(trainer)
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
         yield "trainer.resume_mode=resume_path: trainer.resume_from_path is null; give it a global_step_N directory"
 

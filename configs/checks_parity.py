@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import get_args, get_type_hints
 
-from configs.checks import ROLLOUT, _engine_notes, _engine_problems, _model_length_problems, _worker_problems
+from configs.checks import ROLLOUT, engine_notes, engine_problems, model_length_problems, worker_problems
 from configs.keys import ConfigError, did_you_mean
 from configs.schema.parity import ParityConfig
 from configs.schema.ppo import RolloutEngineConfig
@@ -14,8 +14,8 @@ def check_parity(config: ParityConfig, typed: Collection[str]) -> list[str]:
     data, rollout = config.data, config.actor_rollout_ref.rollout
     known = get_args(get_type_hints(RolloutEngineConfig)["name"])
     problems = [
-        *_worker_problems(config.trainer),
-        *_model_length_problems(data.max_prompt_length, data.max_response_length, rollout.max_model_len),
+        *worker_problems(config.trainer),
+        *model_length_problems(data.max_prompt_length, data.max_response_length, rollout.max_model_len),
     ]
     if f"{ROLLOUT}.name" in typed:
         problems.append(f"{ROLLOUT}.name={rollout.name}: engines=[{rollout.name}] says which engines are compared")
@@ -29,8 +29,8 @@ def check_parity(config: ParityConfig, typed: Collection[str]) -> list[str]:
     for name in config.engines:
         if name in known:
             own = config.actor_rollout_ref.rollout_of(name)
-            problems += _engine_problems(own, config.trainer, {"temperature": rollout.temperature})
-            notes += _engine_notes(own, typed) if len(config.engines) == 1 else []
+            problems += engine_problems(own, config.trainer, {"temperature": rollout.temperature})
+            notes += engine_notes(own, typed) if len(config.engines) == 1 else []
     if problems:
         raise ConfigError("\n".join(problems))
     if rollout.do_sample and rollout.temperature == 1.0:

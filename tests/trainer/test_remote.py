@@ -84,7 +84,7 @@ def test_train_step_joins_over_ranks_and_keeps_flops_apart(model: Any) -> None:
 
 
 def test_stats_are_added_up_over_the_engines(model: Any) -> None:
-    assert RemoteRollout(model, cast(Any, None), source="actor").stats() == {"prompt_tokens": 33.0}
+    assert RemoteRollout(model, spec_of("somewhere"), source="actor").stats() == {"prompt_tokens": 33.0}
 
 
 def test_a_prompts_answers_come_from_one_engine_and_in_order(model: Any) -> None:
@@ -124,7 +124,7 @@ class Unhappy:
     def _result(self, method: str) -> list[Any]:
         if method == self.method:
             raise self.error
-        return [(0, True)]
+        return [{}] if method == "sync_weights" else [(0, True)]
 
 
 @pytest.mark.parametrize(
