@@ -151,13 +151,13 @@ def charts(measured: Mapping[str, Measured]) -> list[Chart]:
     for kind, answers in (("greedy", greedy), ("sampled", sampled)):
         if answers:
             shares = [Curve(name, *by_share(own), exact=True) for name, own in answers.items()]
-            found.append(draw(f"Log-probs, {kind}", "log10 |engine - trainer|, by % of tokens", shares))
+            found.append(draw(f"|engine - trainer|, {kind}", "log10, by % of tokens", shares))
             along = [Curve(name, *by_position(own), exact=True) for name, own in answers.items()]
-            found.append(draw(f"Along the answer, {kind}", "log10 mean |engine - trainer|", along))
+            found.append(draw(f"Along the answer, {kind}", "log10 of the mean", along))
     reference, *others = greedy
     if others:
         equal = [Curve(name, *survival(greedy[reference], greedy[name]), exact=True) for name in others]
-        note = f"greedy answers as {reference}, up to a token"
+        note = f"greedy answers as {reference}"
         found.append(draw("Still the same", note, equal, at_least=(0.0, 1.0)))
     lengths = [Curve(name, *cumulative(own.lengths), exact=True) for name, own in (sampled or greedy).items()]
     note = f"{'sampled' if sampled else 'greedy'} answers, up to so long"

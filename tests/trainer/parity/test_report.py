@@ -83,10 +83,11 @@ def test_each_chart_has_a_line_for_each_engine() -> None:
     charts = re.findall(r'<h3>([^<]*)</h3>.*?application/json">(.*?)</script>', html, re.DOTALL)
     lines = {title: json.loads(points) for title, points in charts}
     assert {title: len(found) for title, found in lines.items()} == {
-        "Log-probs, greedy": 2, "Along the answer, greedy": 2, "Log-probs, sampled": 2, "Along the answer, sampled": 2,
+        "|engine - trainer|, greedy": 2, "Along the answer, greedy": 2, "|engine - trainer|, sampled": 2,
+        "Along the answer, sampled": 2,
         "Still the same": 1, "Lengths": 2,
     }  # fmt: skip
-    assert [point[3] for point in lines["Log-probs, greedy"][1]] == ["-3"] * 101
+    assert [point[3] for point in lines["|engine - trainer|, greedy"][1]] == ["-3"] * 101
     assert html.count('data-x="at"') == 6
 
 
