@@ -46,14 +46,17 @@ class Client:
                 start_new_session=True,  # a terminal's Ctrl-C is for the controller
             )
         self._connection = Connection(ours.detach())
-        self._connection.send((bytes(multiprocessing.current_process().authkey), dict(arguments)))
+        self._send(bytes(multiprocessing.current_process().authkey), dict(arguments))
         self.facts: dict[str, Any] = self._answer("start")
 
     def call(self, method: str, *args: Any) -> Any:
         """Raises RuntimeError with the engine's traceback, and EngineDied."""
-        with suppress(BrokenPipeError, ConnectionResetError):  # it died: the answer says so
-            self._connection.send((method, args))
+        self._send(method, args)
         return self._answer(method)
+
+    def _send(self, *message: Any) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # it died: the answer says so
+            self._connection.send(message)
 
     def _answer(self, method: str) -> Any:
         try:
