@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
+import psutil
 import pytest
 import torch
 
@@ -141,6 +142,17 @@ def test_before_there_were_brackets_none_are_asked_for() -> None:
 def test_an_engine_that_does_not_start_is_named_with_what_it_wrote(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(EngineDied, match=r"SGLang died in start: process \d+ ended with 1\nit wrote last:\n(.|\n)*Python"):
         Client({}, {"PYTHONHOME": "/nowhere"})
+
+
+def test_a_start_that_is_broken_off_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(client: Client, method: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Client, "_answer", interrupted)
+    before = set(psutil.Process().children())
+    with pytest.raises(KeyboardInterrupt):
+        Client({}, {})
+    assert set(psutil.Process().children()) == before
 
 
 def test_stand_ins_are_there_for_sglang_alone() -> None:
