@@ -46,14 +46,21 @@ class Client:
                 start_new_session=True,  # a terminal's Ctrl-C is for the controller
             )
         self._connection = Connection(ours.detach())
-        self._connection.send((bytes(multiprocessing.current_process().authkey), dict(arguments)))
-        self.facts: dict[str, Any] = self._answer("start")
+        self._send(bytes(multiprocessing.current_process().authkey), dict(arguments))
+        try:
+            self.facts: dict[str, Any] = self._answer("start")
+        except BaseException:  # Ctrl-C among them: nobody has it yet who could close it
+            self._end()
+            raise
 
     def call(self, method: str, *args: Any) -> Any:
         """Raises RuntimeError with the engine's traceback, and EngineDied."""
-        with suppress(BrokenPipeError, ConnectionResetError):  # it died: the answer says so
-            self._connection.send((method, args))
+        self._send(method, args)
         return self._answer(method)
+
+    def _send(self, *message: Any) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # it died: the answer says so
+            self._connection.send(message)
 
     def _answer(self, method: str) -> Any:
         try:
@@ -72,9 +79,13 @@ class Client:
         self._connection.close()
         try:
             self._process.wait(CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:  # at work; its children go with it
-            self._process.kill()
-            self._process.wait()
+        except subprocess.TimeoutExpired:
+            self._end()
+
+    def _end(self) -> None:
+        """Now, whatever it does; its children go with it."""
+        self._process.kill()
+        self._process.wait()
 
 
 class SharedBucket:

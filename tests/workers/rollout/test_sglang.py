@@ -349,7 +349,7 @@ def test_an_engine_that_dies_at_work_is_named(engine: SGLangRollout) -> None:
     server = psutil.Process(engine.engine._process.pid)
     (victim,) = (child for child in server.children() if "scheduler" in child.name())
     victim.suspend()
-    engine.engine._connection.send(("step", ([],)))
+    engine.engine._send("step", ([],))
     victim.kill()
     with pytest.raises(EngineDied, match=rf"SGLang died in step: process {server.pid} ended with 1\n"):
         engine.engine._answer("step")

@@ -3,18 +3,23 @@
 import shutil
 import subprocess
 import sys
+import weakref
+from collections.abc import Iterator
 from dataclasses import fields, replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
+import psutil
 import pytest
 import torch
 
 from configs.checks_rollout import TAKEN_SGLANG_ARGUMENTS
 from tests.workers.rollout.engines import request, spec_of
-from tests.workers.rollout.vllm_hosts import LENGTH, place
+from tests.workers.rollout.vllm_hosts import LENGTH, make_small, place
 from workers import rollout as engines
 from workers.rollout.base import Sampling
-from workers.rollout.sglang import RESERVED, Asked, engine_arguments, prompt_of, sampling_arguments
+from workers.rollout.sglang import RESERVED, Asked, SGLangRollout, engine_arguments, prompt_of, sampling_arguments
 from workers.rollout.sglang_client import Client, EngineDied, SharedBucket
 from workers.rollout.sglang_cpu import completed, install_stand_ins
 from workers.rollout.sglang_server import Server
@@ -100,8 +105,10 @@ def test_on_cpu_the_cache_holds_all_sequences_within_the_memory_that_engines_sha
     spec = spec_of("somewhere", name="sglang", max_model_len=100, slots=4)
     arguments = completed(engine_arguments(spec, 1), spec, token_bytes=10, engines=2)
     assert (arguments["max_total_tokens"], arguments["base_gpu_id"], arguments["device"]) == (400, 0, "cpu")
-    small = completed(engine_arguments(spec, 1), spec, token_bytes=2**40, engines=2)["max_total_tokens"]
-    assert small < 400
+    alone, both = (
+        completed(engine_arguments(spec, 1), spec, token_bytes=2**26, engines=engines)["max_total_tokens"] for engines in (1, 2)
+    )
+    assert both == alone // 2 < 200
     chosen = spec_of("somewhere", name="sglang", max_total_tokens=7)
     assert completed(engine_arguments(chosen, 0), chosen, token_bytes=10, engines=1)["max_total_tokens"] == 7
 
@@ -137,6 +144,17 @@ def test_an_engine_that_does_not_start_is_named_with_what_it_wrote(capfd: pytest
         Client({}, {"PYTHONHOME": "/nowhere"})
 
 
+def test_a_start_that_is_broken_off_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(client: Client, method: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Client, "_answer", interrupted)
+    before = set(psutil.Process().children())
+    with pytest.raises(KeyboardInterrupt):
+        Client({}, {})
+    assert set(psutil.Process().children()) == before
+
+
 def test_stand_ins_are_there_for_sglang_alone() -> None:
     """Names are there and do nothing; this process has none of them."""
     program = """
@@ -146,8 +164,8 @@ import json, torchvision.transforms.functional, triton.language as tl
 from torchvision.transforms import InterpolationMode
 from sgl_kernel import anything
 @__import__("triton").jit
-def kernel(a: tl.constexpr): return a
-assert kernel(3) == 3 and InterpolationMode("bicubic") is InterpolationMode.BICUBIC and json.__file__ != triton.__file__
+def kernel(a: tl.constexpr): return a + 1
+assert kernel(3) == 4 and InterpolationMode("bicubic") is InterpolationMode.BICUBIC and json.__file__ != triton.__file__
 class Sub(tl.Tensor): pass
 """
     subprocess.run([sys.executable, "-c", program.replace("triton.__file__", "'triton'")], check=True)
@@ -159,3 +177,41 @@ def test_a_missing_engine_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"SGLang is not installed here; run scripts/install_engine.sh sglang cpu") as error:
         engines.make_rollout(spec_of("somewhere", name="sglang"), place())
     assert "\n" not in str(error.value)
+
+
+class Recorder:
+    """In SGLang's place. Notes what is asked."""
+
+    facts: ClassVar[dict[str, int]] = {"max_total_num_tokens": 1}
+
+    def __init__(self, arguments: object, environment: object) -> None:
+        self.calls: list[str] = []
+
+    def call(self, method: str, *args: object) -> None:
+        self.calls.append(method)
+
+
+def test_no_bucket_outlives_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one is gathered, the tensors of the one before are gone: beside the shared memory there is one at a time."""
+    monkeypatch.setattr("workers.rollout.sglang.Client", Recorder)
+    model = make_small(tmp_path)
+    engine = engines.make_rollout(spec_of(str(tmp_path), name="sglang"), place())
+    assert isinstance(engine, SGLangRollout)
+    largest = max(weight.nbytes for weight in model.parameters())
+    engine.bucket_bytes = 4 * largest
+    alive: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+    peak = 0
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal peak
+        for name, weight in model.named_parameters():
+            tensor = weight.detach().clone()
+            alive.add(tensor.untyped_storage())
+            peak = max(peak, sum(storage.nbytes() for storage in alive))
+            yield name, tensor
+
+    engine.load_weights(gathered(), 1)
+    assert isinstance(engine.engine, Recorder)
+    first, *updates, end, flush = engine.engine.calls
+    assert (first, end, flush) == ("begin_update", "end_update", "flush") and set(updates) == {"update"} and len(updates) > 2
+    assert peak <= engine.bucket_bytes + 2 * largest, "and the two that are on their way"
