@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 TURNS = 64
+EVERY = 4  # turns; a call for each weight in each of them would cost more than reading
 AT_ONCE = 2**24  # bytes of a weight, when all are read
 
 
@@ -73,7 +74,10 @@ class PlainWeight(HeldWeight):
                 f"actor_rollout_ref.rollout.verify_weights: the engine keeps {self.lines} rows of {self.names[0]}, and not "
                 f"{len(rows)}; which is not known here. verify_weights=off leaves weights unproven"
             )
-        return rows[start:stop].to(self._taken_in).to(self._dtype, copy=True), 0.0
+        rows = rows[start:stop]
+        if self._taken_in != self._dtype:
+            rows = rows.to(self._taken_in)
+        return rows.to(self._dtype, copy=True), 0.0
 
     def read(self, start: int, stop: int) -> list[Tensor]:
         return [torch.atleast_1d(self._held().detach())[start:stop]]
@@ -98,18 +102,24 @@ Read = Callable[[Sequence[Lines]], Iterable[list[Tensor]]]
 def due(weights: Sequence[HeldWeight], turn: int) -> Iterator[Lines]:
     """What is read in this turn. Any TURNS turns in a row read every line of every weight, and cost much the same each.
 
-    Every weight gives its share each time, but for those that take turns: these do so as if they were one.
+    Of every weight a share is read every EVERY turns, but for those that take turns: these do so as if they were one.
     """
-    for group in [[held] for held in weights if not held.in_turn] + [[held for held in weights if held.in_turn]]:
-        whole = sum(held.lines * held.cost for held in group)
-        low, high = (whole * (turn % TURNS + i) // TURNS for i in range(2))
-        before = 0
-        for held in group:
-            # A line is read in the turn that its beginning falls into.
-            start, stop = (min(max(0, -((before - bound) // held.cost)), held.lines) for bound in (low, high))
-            if start < stop:
-                yield Lines(held, start, stop)
-            before += held.lines * held.cost
+    plain = [held for held in weights if not held.in_turn][turn % EVERY :: EVERY]
+    for held in plain:
+        yield from _share([held], turn // EVERY, TURNS // EVERY)
+    yield from _share([held for held in weights if held.in_turn], turn, TURNS)
+
+
+def _share(weights: Sequence[HeldWeight], turn: int, turns: int) -> Iterator[Lines]:
+    """A line is read in the turn that its beginning falls into, where each turn has as much of the cost."""
+    whole = sum(held.lines * held.cost for held in weights)
+    low, high = (whole * (turn % turns + i) // turns for i in range(2))
+    before = 0
+    for held in weights:
+        start, stop = (min(max(0, -((before - bound) // held.cost)), held.lines) for bound in (low, high))
+        if start < stop:
+            yield Lines(held, start, stop)
+        before += held.lines * held.cost
 
 
 def everything(held: HeldWeight) -> Iterator[Lines]:

@@ -63,7 +63,9 @@ class _Weight:
 
 
 def bound(module: nn.Module, leaf: str) -> Tensor:
-    return module.get_parameter(leaf) if leaf in module._parameters else module.get_buffer(leaf)
+    tensor = module._parameters[leaf] if leaf in module._parameters else module._buffers[leaf]
+    assert tensor is not None, "it is in the model's state"
+    return tensor
 
 
 class BorrowedModel:
