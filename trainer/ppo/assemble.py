@@ -16,10 +16,11 @@ from trainer.algorithms.kl import KLController
 from trainer.algorithms.moments import RunningMoments
 from trainer.backend import open_backend, start_hosts
 from trainer.checkpoint import Checkpoint, check_config, resolve_resume
-from trainer.data.chat import load_tokenizer, stop_token_ids
+from trainer.data.chat import load_tokenizer
 from trainer.data.dataset import PromptDataset
 from trainer.data.order import DataOrder
 from trainer.data.stream import PromptStream
+from trainer.generation.rollout import rollout_spec, sampling
 from trainer.metrics import Phases, peak_flops
 from trainer.models import Training, limits, start_model, vocab_size
 from trainer.ppo.loop import Loop, old_log_probs_come_from_update
@@ -290,29 +291,14 @@ class Assembly:
         )
 
     def rollout_spec(self) -> RolloutSpec:
-        models, data = self.config.actor_rollout_ref, self.config.data
-        return RolloutSpec(
-            model=models.model,
-            rollout=models.rollout,
-            max_model_len=models.rollout.max_model_len or data.max_prompt_length + data.max_response_length,
-            device=self.config.trainer.device,
-        )
+        models = self.config.actor_rollout_ref
+        return rollout_spec(models.model, models.rollout, self.config.data, self.config.trainer.device)
 
     def sampling(self) -> Sampling:
-        rollout = self.config.actor_rollout_ref.rollout
-        return self._sampling(rollout.temperature if rollout.do_sample else 0.0, rollout.top_k, rollout.top_p)
+        models = self.config.actor_rollout_ref
+        return sampling(models.rollout, self.tokenizer, models.model, self.config.data)
 
     def validation_sampling(self) -> Sampling:
-        validation = self.config.actor_rollout_ref.rollout.val_kwargs
-        return self._sampling(validation.temperature if validation.do_sample else 0.0, validation.top_k, validation.top_p)
-
-    def _sampling(self, temperature: float, top_k: int, top_p: float) -> Sampling:
-        model = self.config.actor_rollout_ref.model
-        return Sampling(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            max_tokens=self.config.data.max_response_length,
-            stop_token_ids=stop_token_ids(self.tokenizer, model),
-            ignore_eos=self.config.actor_rollout_ref.rollout.ignore_eos,
-        )
+        chosen = self.config.actor_rollout_ref.rollout.val_kwargs
+        temperature = chosen.temperature if chosen.do_sample else 0.0
+        return replace(self.sampling(), temperature=temperature, top_k=chosen.top_k, top_p=chosen.top_p)
