@@ -33,7 +33,6 @@ RESERVED = 8  # tokens of its context that SGLang keeps from prompts and answers
 ENVIRONMENT = {
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by RESERVED; what requests may have is checked here
     "SYNC_TOKEN_IDS_ACROSS_TP": "1",  # ranks of an engine go on with the same token, whatever they drew
-    "SGLANG_SANITIZE_NAN_LOGITS": "0",  # answers are not drawn from what stands for NaN
 }
 
 

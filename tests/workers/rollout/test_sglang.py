@@ -199,6 +199,7 @@ def test_an_answer_that_ended_as_it_was_recalled_is_not_gone_on_with(engine: SGL
             done += engine.step()
             engine._recall()
         assert {c.id: c.token_ids for c in done} == {c.id: c.token_ids for c in expected}
+        assert all(len(c.log_probs) == len(c.token_ids) for c in done)
 
 
 def test_stats_count_and_start_again(engine: SGLangRollout) -> None:
