@@ -74,6 +74,7 @@ def test_ppo_logs_what_the_field_logs(task: Path, tmp_path: Path) -> None:
         "critic/score/mean", "critic/rewards/mean", "critic/advantages/mean", "critic/returns/mean", "critic/values/mean",
         "critic/vf_loss", "critic/vf_clipfrac", "critic/vf_explained_var", "critic/grad_norm", "critic/lr",
         "response_length/mean", "response_length/clip_ratio", "prompt_length/max", "training/rollout_probs_diff_mean",
+        "timing_s/verify_weights", "rollout/verified_bytes",
         "timing_s/gen", "timing_s/reward", "timing_s/ref", "timing_s/values", "timing_s/update_critic", "timing_s/step",
         "perf/throughput", "perf/total_num_tokens", "perf/mfu", "perf/mfu/critic", "actor/reward_kl_penalty", "reward/failed",
     }  # fmt: skip

@@ -24,6 +24,7 @@ from workers.rollout.verification import (
     compare_identity,
     due,
     everything,
+    same_bits,
 )
 
 
@@ -124,6 +125,16 @@ def test_numbers_that_are_none_are_off_unless_the_trainer_has_them() -> None:
     assert not found.wrong
     found.compare("one", torch.tensor([math.nan, 1.0]), torch.tensor([0.0, 1.0]), 0.0)
     assert found.wrong == {"one": (1, 2, math.inf)}
+
+
+@given(st.integers(0, 9), st.integers(1, 9), st.integers(0, 8), st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
+def test_bits_are_compared_wherever_they_lie(start: int, size: int, place: int, dtype: torch.dtype) -> None:
+    one = torch.randn(20).to(dtype)
+    other = torch.cat([torch.zeros(3, dtype=dtype), one])[3:]
+    assert same_bits(one[start : start + size], other[start : start + size])
+    other[start + place % size] += 1
+    assert not same_bits(one[start : start + size], other[start : start + size])
+    assert not same_bits(one[:size], one[: size + 1])
 
 
 def test_rounding_is_no_error_and_anything_beyond_it_is() -> None:
