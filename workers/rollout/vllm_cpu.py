@@ -165,16 +165,17 @@ class PackedWeight(HeldWeight):
         self.cost = self._inputs * sum(part.rows for part in parts)
 
     def expected(self, part: int, tensor: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(stop - start, rows of the part), in float64, and the bound of rounding: that of the result, and of float32 sums."""
+        """(stop - start, rows of the part), and the bound of rounding: that of the result, and of sums in float32."""
         inputs = self._parts[part].of(tensor.detach())[:, start * self._fold : stop * self._fold].to(self._dtype).T
         missing = (stop - start) * self._fold - len(inputs)
-        groups = nn.functional.pad(inputs.double(), (0, 0, 0, missing)).view(stop - start, self._fold, -1)
+        wide = torch.float64 if self._dtype.itemsize > 2 else torch.float32
+        groups = nn.functional.pad(inputs.to(wide), (0, 0, 0, missing)).view(stop - start, self._fold, -1)
         if self._fold == 1:
             return groups[:, 0], torch.tensor(torch.finfo(torch.float32).tiny)
-        groups *= torch.tensor(MULTIPLIERS)[:, None]
+        groups = groups * torch.tensor(MULTIPLIERS)[:, None]
         want, size = groups.sum(1), groups.abs().sum(1)
         eps, eps32 = torch.finfo(self._dtype).eps, torch.finfo(torch.float32).eps
-        return want, want.abs() * (eps / 2) + size * (eps32 * self._fold / 2)
+        return want, want.abs() * (eps / 2) + size * (eps32 * self._fold)
 
     def read(self, start: int, stop: int) -> list[torch.Tensor]:
         out = self._layer.quant_method.apply(self._layer, self._probes(start, stop), None)
