@@ -2,8 +2,8 @@
 
     python scripts/bench/rollout_gpu.py parity --shape 0.5b --dtype float32  # tokens and log-probs, over train, sleep, wake, sync
     python scripts/bench/rollout_gpu.py memory --shape 7b                    # what sleep frees, the peak of a sync, its seconds
-    python scripts/bench/rollout_gpu.py speed --shape 7b                     # tokens/s beside vLLM's own LLM.generate, alone
 
+Tokens per second are in rollout_gpu_speed.py.
 Memory is the driver's count of the whole device, so that nothing hides in an allocator. `--device cpu --shape tiny` is the smoke
 version. Further arguments are overrides of the configuration.
 """
@@ -12,8 +12,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -40,7 +38,7 @@ from workers.plan import Limits, make_plan
 from workers.roles.model import ModelRole
 from workers.roles.rollout import RolloutRole
 from workers.rollout.base import Completion, Request, RolloutSpec, Sampling
-from workers.rollout.vllm import VLLMRollout, engine_arguments, sampling_arguments
+from workers.rollout.vllm import VLLMRollout
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
@@ -53,23 +51,30 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("parity", "memory", "speed", "plain"), help="plain: vLLM alone, the other side of speed")
+    parser = command_line(__doc__)
+    parser.add_argument("what", choices=("parity", "memory"))
+    run(parser, {"parity": parity, "memory": memory})
+
+
+def command_line(description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="0.5b", help="Qwen2.5's of that size (default: %(default)s)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the engine")
     parser.add_argument("--trainer_dtype", choices=("float32", "bfloat16"), default=None, help="(default: the engine's)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--rounds", type=int, default=3, help="train steps, or repetitions (default: %(default)s)")
-    parser.add_argument("--requests", type=int, default=256, help="of speed (default: %(default)s)")
-    parser.add_argument("--prompt_tokens", type=int, default=128, help="of speed (default: %(default)s)")
-    parser.add_argument("--max_tokens", type=int, default=256, help="of speed; of parity a quarter (default: %(default)s)")
+    parser.add_argument("--prompt_tokens", type=int, default=128, help="(default: %(default)s)")
+    parser.add_argument("--max_tokens", type=int, default=256, help="of an answer; in parity a quarter (default: %(default)s)")
     parser.add_argument("--model", type=Path, default=None, help="where the model is kept, and made if it is not there")
-    parser.add_argument("--unseeded", action="store_true", help="plain: no seed for each request")
+    return parser
+
+
+def run(parser: argparse.ArgumentParser, measurements: dict[str, Callable[[argparse.Namespace], dict[str, Any]]]) -> None:
     args, args.overrides = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
         args.model = args.model or Path(folder)
         save_model(args)
-        measured = {"parity": parity, "memory": memory, "speed": speed, "plain": plain}[args.what](args)
+        measured = measurements[args.what](args)
     device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     settings = {name: str(value) for name, value in vars(args).items()} | {"torch": torch.__version__, "device": device}
     print(json.dumps({"settings": settings, **measured}, indent=1))
@@ -381,64 +386,6 @@ def peak(device: str) -> Iterator[list[int]]:
     yield highest
     over.set()
     thread.join()
-
-
-# Speed
-
-
-def speed(args: argparse.Namespace) -> dict[str, Any]:
-    """Ours, vLLM alone while ours sleeps, ours again. Alone: vLLM's LLM as it comes, and within one process as ours is."""
-    bench = Bench(args, trained=False)
-    requests = make_requests(args, args.requests, ragged=False, temperature=1.0, max_tokens=args.max_tokens)
-    bench.host.run("rollout", "sync_weights", 1)
-    first = rates(args, lambda: bench.generate(requests))
-    bench.sleep()
-    alone = {
-        "LLM, in one process": plain_run(args, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}),
-        "LLM": plain_run(args, {}),
-        "LLM, no seeds": plain_run(args, {}, "--unseeded"),
-    }
-    bench.host.run("rollout", "sync_weights", 2)
-    ours = first + rates(args, lambda: bench.generate(requests))
-    median = statistics.median(ours)
-    return {
-        "tokens/s": {"ours": median} | {name: statistics.median(found) for name, found in alone.items()},
-        "ours beside": {name: median / statistics.median(found) for name, found in alone.items()},
-        "all": {"ours": ours} | alone,
-    }
-
-
-def rates(args: argparse.Namespace, generate: Callable[[], Any]) -> list[float]:
-    """Tokens per second of each repetition, after one that warms up."""
-    tokens = args.requests * args.max_tokens
-    return [tokens / timed(args.device, generate) for _ in range(args.rounds + 1)][1:]
-
-
-def plain_run(args: argparse.Namespace, environment: dict[str, str], *more: str) -> list[float]:
-    same = [f"--{name}={getattr(args, name)}" for name in ("shape", "dtype", "device", "rounds", "requests", "prompt_tokens",
-                                                           "max_tokens", "model")]  # fmt: skip
-    command = [sys.executable, __file__, "plain", *same, *more, *args.overrides]
-    run = subprocess.run(command, env=os.environ | environment, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(run.stdout[run.stdout.index("{\n") :])["tokens/s"]
-
-
-def plain(args: argparse.Namespace) -> dict[str, Any]:
-    """vLLM alone, with the same arguments but for those that put it beside a trainer."""
-    from vllm import LLM, SamplingParams
-
-    arguments = engine_arguments(rollout_spec(args)) | {"load_format": "auto"}
-    for ours in ("distributed_executor_backend", "enable_sleep_mode"):
-        del arguments[ours]
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    engine = LLM(**arguments)
-    requests = make_requests(args, args.requests, ragged=False, temperature=1.0, max_tokens=args.max_tokens)
-    length = args.prompt_tokens + args.max_tokens
-    params = [SamplingParams(**sampling_arguments(request, length)) for request in requests]
-    if args.unseeded:
-        for each in params:
-            each.seed = None
-    prompts: Any = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests]
-    return {"tokens/s": rates(args, lambda: engine.generate(prompts, params, use_tqdm=False))}
 
 
 if __name__ == "__main__":

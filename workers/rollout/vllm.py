@@ -197,6 +197,9 @@ class VLLMRollout(Rollout):
 
     def close(self) -> None:
         self.engine.engine_core.shutdown()
+        del self.engine
+        gc.collect()
+        torch.cuda.empty_cache()  # so that vLLM's pools, of which a process can have one engine's, are empty
         self._opened.close()
 
     def stats(self) -> dict[str, float]:

@@ -16,18 +16,18 @@ from transformers import PreTrainedModel
 
 from tests.tiny import ARCHITECTURES
 from tests.workers.rollout.engines import ragged_prompts, request, spec_of
-from tests.workers.rollout.vllm_hosts import CPU_BUILD, DEVICE, LENGTH, VLLM, greedy_errors, make_small, place, start
+from tests.workers.rollout.vllm_hosts import CPU_BUILD, LENGTH, greedy_errors, make_small, place, start
 from workers import rollout as engines
 from workers.host import Host
 from workers.rollout.base import RolloutSpec, Sampling
 from workers.rollout.vllm import engine_arguments, sampling_arguments
 
-pytestmark = VLLM
+pytestmark = CPU_BUILD
 
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[Host]:
-    host = Host(place(), DEVICE)
+    host = Host(place(), "cpu")
     yield host
     host.close()
 
@@ -44,14 +44,7 @@ def change(model: PreTrainedModel) -> None:
 
 
 def states() -> list[Any]:
-    devices = [torch.cuda.get_rng_state().tolist()] if DEVICE == "cuda" else []
-    return [
-        devices,
-        torch.get_rng_state().tolist(),
-        random.getstate(),
-        np.random.get_state()[1].tolist(),
-        torch.get_num_threads(),
-    ]
+    return [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist(), torch.get_num_threads()]
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -91,7 +84,6 @@ def test_the_trainers_generators_and_threads_are_untouched(host: Host, model: Pr
     assert os.environ.get("MASTER_PORT") == environment
 
 
-@CPU_BUILD
 def test_sleep_shows_in_the_memory_of_the_process(host: Host, tmp_path: Path) -> None:
     model = make_small(tmp_path, hidden_size=256, num_attention_heads=8, num_key_value_heads=8, num_hidden_layers=8,
                        intermediate_size=1024)  # fmt: skip
@@ -169,7 +161,6 @@ def on_cuda(spec: RolloutSpec) -> RolloutSpec:
     return replace(spec, device="cuda")
 
 
-@CPU_BUILD
 def test_heads_that_vllm_has_no_attention_for_on_cpu_are_named(host: Host, tmp_path: Path) -> None:
     model = make_small(tmp_path, head_dim=24)
     with pytest.raises(ValueError, match=r"heads of 32, 64, .* has 24"):

@@ -31,6 +31,7 @@ LENGTH = 256
 DEVICE: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
 CPU_BUILD = pytest.mark.skipif(DEVICE == "cuda", reason="of vLLM's CPU build alone")
 VLLM = pytest.mark.skipif(DEVICE == "cuda" and find_spec("vllm") is None, reason="scripts/setup_env.sh installs no vLLM on a GPU")
+"""For one module alone: on CUDA a process can have one engine with vLLM's sleep mode, and no other after it."""
 
 ACTOR_LOSS = LossSpec("tests.workers.rollout.vllm_hosts:toy_loss", None)
 
@@ -99,7 +100,8 @@ class SpoilingHost(Host):
 
 
 def start(host: Host, model: PreTrainedModel, **settings: Any) -> VLLMRollout:
-    """An engine without weights. On CUDA without graphs, which take a minute to make: scripts/bench/rollout_gpu.py has them."""
+    """An engine without weights. On CUDA without graphs, which take a minute to make, and one step at a time: with steps under
+    way an interrupted answer goes on with other draws. scripts/bench/rollout_gpu.py has both."""
     quick = {"gpu_memory_utilization": 0.05, "enforce_eager": True, "async_scheduling": False} if DEVICE == "cuda" else {}
     spec = spec_of(model.config._name_or_path, name="vllm", **({"max_model_len": LENGTH, "slots": 16} | quick | settings))
     spec = replace(spec, device=DEVICE)
