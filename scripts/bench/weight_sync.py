@@ -1,11 +1,12 @@
 """Bytes per second of a whole weight sync, beside memcpy of the same bytes and the engine's bare update call, as one table.
 
-    python scripts/bench/weight_sync.py                                # embedded and vLLM, 84M parameters, one rank
+    python scripts/bench/weight_sync.py                                # every engine, 84M parameters, one rank
     python scripts/bench/weight_sync.py --ranks 2 --engines vllm       # from FSDP2 shards of two ranks into an engine on each
     python scripts/bench/weight_sync.py --quick                        # a smoke version
 
 Weights go from a trainer's engine into a rollout engine beside it that stays awake. bare: the engine's own call on tensors that
-are whole and cast already (vLLM: reload_weights). sync: all of it with verify_weights=sample. Rounds alternate; medians of
+are whole, cast, and where it wants them (vLLM: reload_weights; SGLang: update_weights_from_tensor in shared memory, and
+the flush of its cache). sync: all of it with verify_weights=sample. Rounds alternate; medians of
 seconds. verify: the mean share of a sync. peak: the most memory the process had in a sync, as the system counts it, above what
 it had before or afterwards. With one rank embedded would use the trainer's own tensors and copy nothing: here it is made to copy.
 """
@@ -15,7 +16,7 @@ import gc
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ from workers.metric import Metric
 from workers.roles.model import ModelRole
 from workers.roles.rollout import RolloutRole
 from workers.rollout.base import Rollout, RolloutSpec
+from workers.rollout.sglang import SGLangRollout
+from workers.rollout.sglang_client import SharedBucket, shared_payload
 from workers.rollout.vllm import VLLMRollout
 from workers.rollout.weight_sync import WeightSync
 
@@ -51,7 +54,7 @@ COLUMNS = ("engine", "dtype", "ranks", "MB", "memcpy GB/s", "bare GB/s", "sync G
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", nargs="+", default=["embedded", "vllm"], help="(default: %(default)s)")
+    parser.add_argument("--engines", nargs="+", default=["embedded", "vllm", "sglang"], help="(default: %(default)s)")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=DTYPES, help="of the engine")
     parser.add_argument("--ranks", type=int, default=1, help="(default: %(default)s)")
     parser.add_argument("--tensor_model_parallel_size", type=int, default=1, help="(default: %(default)s)")
@@ -106,13 +109,15 @@ def measure(rank: int, args: argparse.Namespace, folder: str, engine: str, dtype
         assert isinstance(found, Metric)
         verified.append(found.value)
 
-    contenders: dict[str, Callable[[], None]] = {"memcpy": memcpy, "bare": lambda: bare(role.rollout, iter(ready)), "sync": sync}
+    bare = bare_call(role.rollout, ready, DTYPES[spec.rollout.dtype])
+    contenders: dict[str, Callable[[], None]] = {"memcpy": memcpy, "bare": bare, "sync": sync}
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(args.rounds + 1):
         for name, run in contenders.items():
             times[name].append(seconds(run))
     full = seconds(lambda: reading_all(0))
     ready, copies = [], []
+    contenders["bare"] = bare = sync  # lets go of what it holds
     peak = extra_memory(lambda: sampling(0))
     host.close()
     if rank == 0:
@@ -144,11 +149,21 @@ def trainer_spec(spec: RolloutSpec) -> EngineSpec:
     return EngineSpec(strategy="fsdp", model=spec.model, head="lm", fsdp=fsdp, optimizer=None, device="cpu", seed=0)
 
 
-def bare(rollout: Rollout, ready: Iterator[tuple[str, Tensor]]) -> None:
+def bare_call(rollout: Rollout, ready: Sequence[tuple[str, Tensor]], dtype: torch.dtype) -> Callable[[], None]:
+    """The engine's own update, of tensors that are as it wants them."""
     if isinstance(rollout, VLLMRollout):
-        rollout._on_worker("reload_weights", weights_iterator=ready)
-    else:
-        rollout.load_weights(ready, 0)
+        return lambda: rollout._on_worker("reload_weights", weights_iterator=iter(ready))
+    if isinstance(rollout, SGLangRollout) and rollout.engine is not None:
+        client, there = rollout.engine, SharedBucket(rollout.device, dtype).views(ready)
+
+        def update() -> None:
+            client.call("begin_update")
+            client.call("update", [shared_payload(there) for _ in range(rollout.tensor_parallel_size)])
+            client.call("end_update")
+            client.call("flush")
+
+        return update
+    return lambda: rollout.load_weights(iter(ready), 0)
 
 
 def seconds(run: Callable[[], Any]) -> float:
