@@ -77,19 +77,21 @@ def test_tokens_come_as_often_as_transformers_would_draw_them(temperature: float
 
 @pytest.mark.parametrize("vocabulary", [1, BLOCK - 1, BLOCK, 7 * BLOCK + 3])
 def test_a_draw_is_where_the_whole_running_sum_passes_it(vocabulary: int) -> None:
+    """Draws beside the ends of tokens, nearer than float32 can tell."""
     n = 2000
     weights = torch.randn(n, vocabulary, generator=torch.Generator().manual_seed(5)).mul(3).exp()
     weights[:, BLOCK : 2 * BLOCK] = 0.0  # a block that holds nothing
-    uniform = torch.from_numpy(spread(n))[:, None]
     sums = weights.cumsum(-1, dtype=torch.float64)
-    tokens = draw(weights, uniform)
-    assert torch.equal(tokens, torch.searchsorted(sums, uniform * sums[:, -1:], right=True))
+    ends = sums.gather(1, torch.arange(n)[:, None] % vocabulary) / sums[:, -1:]
+    for uniform in (ends * (1 - 1e-11), (ends * (1 + 1e-11)).clamp(max=1 - 2.0**-52)):
+        tokens = draw(weights, uniform)
+        assert torch.equal(tokens, torch.searchsorted(sums, uniform * sums[:, -1:], right=True))
 
 
 def test_no_rounding_draws_what_has_no_weight() -> None:
     """Draws at the very end of a block, with the next one's beginning and this one's end cut away."""
     n, blocks = 4000, 8
-    weights = torch.rand(n, blocks, BLOCK, generator=torch.Generator().manual_seed(6))
+    weights = torch.randn(n, blocks, BLOCK, generator=torch.Generator().manual_seed(6)).mul(5).exp()
     weights[:, :, [0, 1, -2, -1]] = 0.0
     sums = weights.sum(-1, dtype=torch.float64).cumsum(-1)
     weights = weights.view(n, -1)
