@@ -15,7 +15,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from tests.tiny import ARCHITECTURES
-from tests.workers.rollout.engines import ragged_prompts, request, spec_of
+from tests.workers.rollout.engines import make_engine, ragged_prompts, request, spec_of
 from tests.workers.rollout.vllm_hosts import CPU_BUILD, LENGTH, greedy_errors, make_small, place, start
 from workers import rollout as engines
 from workers.host import Host
@@ -114,6 +114,34 @@ def fill_cache(worker: Any) -> int:
     for cache in worker.model_runner.kv_caches:
         cache.fill_(1.0)
     return sum(cache.nbytes for cache in worker.model_runner.kv_caches)
+
+
+def test_steps_under_way_change_no_draw(host: Host, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA: a step begins before the last one's tokens are known, and new weights find one token of an answer in flight."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def check_and_overlap(config: Any) -> None:
+        check(config)
+        config.scheduler_config.async_scheduling = True  # vLLM has it off on CPU
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(check_and_overlap))
+    requests = [request(i, prompt, ignore_eos=True) for i, prompt in enumerate(ragged_prompts(20, longest=200))]
+    expected = {completion.id: completion.token_ids for completion in make_engine(model, max_model_len=LENGTH).generate(requests)}
+    engine = start(host, model)
+    try:
+        assert engine.engine.engine_core.engine_core.batch_queue_size == 2
+        engine.load_weights(model.named_parameters(), 1)
+        engine.submit(requests)
+        answers: dict[int, tuple[int, ...]] = {}
+        for step in range(100):
+            if step % 7 == 5:
+                engine.load_weights(model.named_parameters(), step)
+            answers.update((completion.id, completion.token_ids) for completion in engine.step())
+        assert answers == expected
+    finally:
+        engine.close()
 
 
 def test_every_field_of_sampling_arrives() -> None:
