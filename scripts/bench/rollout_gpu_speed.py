@@ -73,10 +73,10 @@ def alone(args: argparse.Namespace) -> dict[str, Any]:
     engine = LLM(**arguments)
     requests = make_requests(args, args.requests, ragged=False, temperature=1.0, max_tokens=args.max_tokens)
     length = args.prompt_tokens + args.max_tokens
-    params = [SamplingParams(**sampling_arguments(request, length)) for request in requests]
-    if args.unseeded:
-        for each in params:
-            each.seed = None
+    seeds = [None if args.unseeded else request.seed for request in requests]
+    params = [
+        SamplingParams(**sampling_arguments(request, length), seed=seed) for request, seed in zip(requests, seeds, strict=True)
+    ]
     prompts: Any = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests]
     return {"tokens/s": rates(args, lambda: engine.generate(prompts, params, use_tqdm=False))}
 

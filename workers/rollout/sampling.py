@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 ELEMENTS_AT_ONCE = 1 << 24  # of (rows, V): bounds the memory of a large vocabulary's float64 sums
+BLOCK = (
+    128  # tokens whose probabilities are summed before any is looked at: a GPU sums blocks at once, a row only from end to end
+)
 
 
 def mix64(x: np.ndarray) -> np.ndarray:
@@ -41,11 +44,7 @@ def sample(
     logit, of equal ones the lowest id. The log-prob is log_softmax(logits / temperature), of the logits as they are at
     temperature 0, over the whole vocabulary. Where logits are not finite, so is the log-prob, and the token means nothing.
     """
-    rows = max(1, ELEMENTS_AT_ONCE // logits.shape[1])
-    parts = [
-        _sample(logits[i : i + rows], *(column[i : i + rows] for column in (temperature, top_k, top_p, uniform)))
-        for i in range(0, len(logits), rows)
-    ]
+    parts = [_sample(logits[rows], temperature[rows], top_k[rows], top_p[rows], uniform[rows]) for rows in rows_at_once(logits)]
     tokens, log_probs = zip(*parts, strict=True)
     return torch.cat(tokens), torch.cat(log_probs)
 
@@ -70,12 +69,34 @@ def _sample(
         if len(cut):
             chosen = torch.from_numpy(cut).to(logits.device)
             probs[chosen] = _most_likely(probs[chosen], column(top_k[cut]), column(top_p[cut]))
-        cumulative = probs.cumsum(-1, dtype=torch.float64)
-        tokens = torch.searchsorted(cumulative, column(uniform) * cumulative[:, -1:], right=True)
-        tokens.clamp_(max=logits.shape[1] - 1)  # past the end only where the logits are not finite
+        tokens = draw(probs, column(uniform))
         if greedy.any():
             tokens = torch.where(column(greedy), logits.argmax(-1, keepdim=True), tokens)
     return tokens[:, 0], log_probs.gather(1, tokens)[:, 0]
+
+
+def rows_at_once(logits: Tensor) -> list[slice]:
+    """logits (n, V): all rows, ELEMENTS_AT_ONCE at a time."""
+    rows = max(1, ELEMENTS_AT_ONCE // logits.shape[1])
+    return [slice(i, i + rows) for i in range(0, len(logits), rows)]
+
+
+def draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Tokens int64 (n, 1): where the running sum of a row's weights, in float64, passes the share ``uniform`` of it all.
+
+    weights float32 (n, V), not negative, 0 for what is never drawn. uniform float64 (n, 1). The sums of blocks are passed
+    first, then the weights of one block. Nothing waits for the device. Where weights are not finite the token means nothing.
+    """
+    n, vocabulary = weights.shape
+    blocks = nn.functional.pad(weights, (0, -vocabulary % BLOCK)).view(n, -1, BLOCK)
+    sums = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    target = uniform * sums[:, -1:]
+    block = torch.searchsorted(sums, target, right=True).clamp_(max=blocks.shape[1] - 1)
+    before = nn.functional.pad(sums, (1, 0)).gather(1, block)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].cumsum(-1, dtype=torch.float64)
+    below_all = inside[:, -1:] * (1 - 2.0**-52)  # the block was summed in another order: its end must not be passed
+    token = torch.searchsorted(inside, torch.minimum(target - before, below_all), right=True)
+    return (block * BLOCK + token).clamp_(max=vocabulary - 1)
 
 
 def _most_likely(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

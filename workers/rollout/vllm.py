@@ -24,14 +24,16 @@ from workers.controller.group import WorkerInfo
 from workers.controller.session import set_environment
 from workers.engine.hf_model import DTYPES, empty_model, model_config
 from workers.rollout.base import Completion, EngineAsleep, Request, Rollout, RolloutSpec, check_requests
+from workers.rollout.sampling import draw, rows_at_once, stream_keys, uniforms
 from workers.rollout.verification import HeldWeight
 from workers.rollout.weights import ExpectedWeights
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other runner has another sampler than FullLogProbs fits
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other runner has another sampler than SeededDraws fits
     "VLLM_NO_USAGE_STATS": "1",
 }
+KEY = "tandem_key"  # among a request's extra_args: where its draws start
 
 
 class VLLMRollout(Rollout):
@@ -254,31 +256,55 @@ def sampling_arguments(request: Request, max_length: int) -> dict[str, Any]:
         "max_tokens": min(sampling.max_tokens, max_length - len(request.prompt_ids)),
         "stop_token_ids": [] if sampling.ignore_eos else list(sampling.stop_token_ids),
         "ignore_eos": True,
-        "seed": request.seed,
+        "extra_args": {KEY: int(stream_keys([request.seed])[0])},  # with a seed vLLM would keep a generator for it
         "logprobs": 0,  # of the drawn token alone
         "detokenize": False,
     }
 
 
-class FullLogProbs(nn.Module):
-    """Stands before vLLM's top-k and top-p: draws as they do, with log-probs over the whole vocabulary, at the temperature."""
+class SeededDraws(nn.Module):
+    """Stands for vLLM's top-k and top-p sampler: all rows at once, by seed and position, whose draws are the embedded engine's.
 
-    def __init__(self, cut: nn.Module) -> None:
+    vLLM's own take a generator for each request, and a call for each generator. Log-probs are of the whole vocabulary.
+    """
+
+    def __init__(self, runner: Any) -> None:
         super().__init__()
-        self.cut = cut
+        self._runner = runner
 
     def forward(self, logits: Tensor, generators: Any, top_k: Tensor | None, top_p: Tensor | None) -> tuple[Tensor, Tensor]:
-        """logits (n, V), divided by the temperature already. Tokens (n,) and log-probs (n, V)."""
+        """logits (n, V), divided by the temperature already, overwritten. Tokens (n,) and log-probs (n, V)."""
+        from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
         log_probs = logits.log_softmax(-1, dtype=torch.float32)
-        tokens, _ = self.cut(logits, generators, top_k, top_p)
-        return tokens, log_probs
+        logits = apply_top_k_top_p(logits, top_k, top_p)
+        uniform = to_device(self._uniforms(), logits.device)
+        tokens = [draw(logits[rows].softmax(-1), uniform[rows]) for rows in rows_at_once(logits)]
+        return torch.cat(tokens)[:, 0], log_probs
+
+    def _uniforms(self) -> Tensor:
+        """float64 (n, 1), on CPU. Where a prompt goes on entering, the token is drawn for nobody, and its position below 0.
+
+        A row's position is what its cache holds after the step, less its prompt: as long as no token is guessed ahead, vLLM
+        knows that without a look at the device, also with the last step's tokens still under way.
+        """
+        batch = self._runner.input_batch
+        n = batch.num_reqs
+        keys = [self._runner.requests[id].sampling_params.extra_args[KEY] for id in batch.req_ids]
+        counts = self._runner.optimistic_seq_lens_cpu[:n].numpy() - batch.num_prompt_tokens[:n]
+        return torch.from_numpy(uniforms(np.array(keys, dtype=np.uint64), counts))[:, None]
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """From CPU, without waiting for what the device has under way."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 
 def prepare_worker(worker: Any) -> int:
-    """Put FullLogProbs into the worker's sampler. The bytes of its KV cache."""
-    sampler = worker.model_runner.sampler
-    sampler.topk_topp_sampler = FullLogProbs(sampler.topk_topp_sampler)
-    return sum(cache.nbytes for cache in worker.model_runner.kv_caches)
+    """Put SeededDraws into the worker's sampler. The bytes of its KV cache."""
+    runner = worker.model_runner
+    runner.sampler.topk_topp_sampler = SeededDraws(runner)
+    return sum(cache.nbytes for cache in runner.kv_caches)
 
 
 def nothing_packed(module: nn.Module, parts: Sequence[Any], *, exact: bool) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
 import torch.compiler
@@ -108,19 +107,6 @@ class SleepingWorker(CPUWorker):
         if "kv_cache" in tags:
             runner = self.model_runner
             runner.initialize_kv_cache_tensors(runner.kv_cache_config, runner._kernel_block_sizes)
-
-    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """At each step but the last in which a prompt enters a token is drawn that nobody gets: its generator must not move.
-
-        vLLM turns it back, which only generators on CUDA can do.
-        """
-        runner = self.model_runner
-        generators = runner.input_batch.generators
-        for_nobody = np.flatnonzero(runner.discard_request_mask.np[: runner.input_batch.num_reqs]).tolist()
-        waiting = {row: generators.pop(row) for row in for_nobody if row in generators}
-        result = super().sample_tokens(*args, **kwargs)
-        generators.update(waiting)
-        return result
 
     def _drop_packed(self) -> None:
         for module in packed_layers(self.model_runner.model):

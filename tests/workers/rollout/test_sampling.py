@@ -4,7 +4,7 @@ import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from workers.rollout import sampling
-from workers.rollout.sampling import sample, stream_keys, uniforms
+from workers.rollout.sampling import BLOCK, draw, sample, stream_keys, uniforms
 
 MASK = (1 << 64) - 1
 
@@ -73,6 +73,32 @@ def test_tokens_come_as_often_as_transformers_would_draw_them(temperature: float
     assert bool((share[expected == 0] == 0).all())
     # Log-probs are of the whole vocabulary, whatever is cut.
     assert torch.allclose(log_probs, (logits[0] / temperature).log_softmax(-1)[tokens], atol=1e-6)
+
+
+@pytest.mark.parametrize("vocabulary", [1, BLOCK - 1, BLOCK, 7 * BLOCK + 3])
+def test_a_draw_is_where_the_whole_running_sum_passes_it(vocabulary: int) -> None:
+    """Draws beside the ends of tokens, nearer than float32 can tell."""
+    n = 2000
+    weights = torch.randn(n, vocabulary, generator=torch.Generator().manual_seed(5)).mul(3).exp()
+    weights[:, BLOCK : 2 * BLOCK] = 0.0  # a block that holds nothing
+    sums = weights.cumsum(-1, dtype=torch.float64)
+    ends = sums.gather(1, torch.arange(n)[:, None] % vocabulary) / sums[:, -1:]
+    for uniform in (ends * (1 - 1e-11), (ends * (1 + 1e-11)).clamp(max=1 - 2.0**-52)):
+        tokens = draw(weights, uniform)
+        assert torch.equal(tokens, torch.searchsorted(sums, uniform * sums[:, -1:], right=True))
+
+
+def test_no_rounding_draws_what_has_no_weight() -> None:
+    """Draws at the very end of a block, with the next one's beginning and this one's end cut away."""
+    n, blocks = 4000, 8
+    weights = torch.randn(n, blocks, BLOCK, generator=torch.Generator().manual_seed(6)).mul(5).exp()
+    weights[:, :, [0, 1, -2, -1]] = 0.0
+    sums = weights.sum(-1, dtype=torch.float64).cumsum(-1)
+    weights = weights.view(n, -1)
+    for block in range(blocks - 1):
+        for nudge in (-2, -1, 0, 1, 2):
+            uniform = sums[:, block : block + 1] / sums[:, -1:] * (1 + nudge * 2.0**-52)
+            assert bool((weights.gather(1, draw(weights, uniform)) > 0).all())
 
 
 def test_greedy_takes_the_lowest_of_equal_logits() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.workers.rollout.engines import VOCAB, log_prob_error, ragged_prompts, request
+from tests.workers.rollout.engines import VOCAB, log_prob_error, make_engine, ragged_prompts, request
 from tests.workers.rollout.vllm_hosts import DEVICE, LENGTH, VLLM, make_small, place, start
 from workers.host import Host
 from workers.rollout.base import Completion, EngineAsleep, Request
@@ -74,6 +74,31 @@ def test_prompts_that_enter_over_several_steps_change_no_draw(engine: VLLMRollou
     together = engine.generate(requests)
     alone = [engine.generate([asked])[0] for asked in requests]
     assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+
+
+SAMPLINGS: list[dict[str, object]] = [
+    {},
+    {"temperature": 0.7, "top_k": 7},
+    {"top_p": 0.6},
+    {"temperature": 0.0},
+    {"temperature": 1.6, "top_k": 20, "top_p": 0.8},
+]
+
+
+def test_draws_are_the_embedded_engines(engine: VLLMRollout, model: PreTrainedModel) -> None:
+    """Also of prompts that enter over several steps, of answers that new weights interrupt, and with no row cut or every one."""
+    prompts = [*ragged_prompts(30), *ragged_prompts(15, longest=200, seed=3)]
+    asked = [request(i, prompt, **SAMPLINGS[i % 5], ignore_eos=True, seed=7 - i) for i, prompt in enumerate(prompts)]
+    expected = {completion.id: completion.token_ids for completion in make_engine(model, max_model_len=LENGTH).generate(asked)}
+    for some in (asked, asked[::5], asked[1::5]):
+        assert [c.token_ids for c in engine.generate(some)] == [expected[request.id] for request in some]
+    engine.submit(asked[:16])
+    for _ in range(10):
+        assert engine.step() == []
+    engine.load_weights(model.named_parameters(), 2)
+    ended = [completion for _ in range(15) for completion in engine.step()]
+    assert engine.unfinished == 0
+    assert {completion.id: completion.token_ids for completion in ended} == {i: expected[i] for i in range(16)}
 
 
 def test_draws_follow_top_k(engine: VLLMRollout, model: PreTrainedModel) -> None:
