@@ -10,6 +10,7 @@ import socket
 import sys
 import sysconfig
 import tempfile
+import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -86,7 +87,7 @@ def _home_of_sockets(run_dir: Path) -> Path:
 
 def _socket_problem(parent: Path) -> str | None:
     """Why a socket as deep as Ray's cannot be bound below ``parent``: its path is too long, or the file system has no sockets."""
-    path = parent / ("s" * (len(_PREFIX) + 8 + len(SOCKET_BELOW)))
+    path = parent / uuid.uuid4().hex.ljust(len(_PREFIX) + 8 + len(SOCKET_BELOW), "s")  # another run may try at the same time
     with socket.socket(socket.AF_UNIX) as trial:
         try:
             trial.bind(str(path))

@@ -117,11 +117,10 @@ class TrainEngine(ABC):
         """
 
     @abstractmethod
-    def export_weights(self, *, dtype: torch.dtype | None = None, at_once: int = 0) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face names, full tensors, of tied ones the first. Collective: every rank iterates to the end.
+    def export_weights(self, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names, one full tensor at a time, of tied ones the first. Collective: every rank iterates to the end.
 
-        at_once: gather so many bytes together; one tensor at least. dtype: what they are copied into afterwards: those that have
-        to be gathered may come in it already, if it is narrower.
+        dtype: what they are copied into afterwards: those that have to be gathered may come in it already, if it is narrower.
         """
 
     @abstractmethod

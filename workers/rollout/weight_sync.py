@@ -34,7 +34,6 @@ class WeightSync:
 
     def __init__(self, rollout: Rollout, source: TrainEngine, config: RolloutEngineConfig, rank: int) -> None:
         self.rollout, self.source, self.config, self.rank = rollout, source, config, rank
-        self.bucket_bytes = config.update_weights_bucket_megabytes * 2**20
         self._places: Sequence[HeldWeight] | None = None
         self._turn: int | None = None
 
@@ -84,8 +83,8 @@ class WeightSync:
                 compare_all(self._held_weights(), self._stream(), found, self.rollout.read_held)
 
     def _stream(self) -> Iterator[tuple[str, Tensor]]:
-        """Half a bucket is gathered at a time: with what an engine keeps of a layer until it is whole, two are not passed."""
-        return self.source.export_weights(dtype=DTYPES[self.config.dtype], at_once=self.bucket_bytes // 2)
+        """A tensor at a time: with what an engine keeps until a layer or a bucket is whole, two buckets are not passed."""
+        return self.source.export_weights(dtype=DTYPES[self.config.dtype])
 
     def _held_weights(self) -> Sequence[HeldWeight]:
         if self._places is None:

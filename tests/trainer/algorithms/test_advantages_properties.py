@@ -149,8 +149,9 @@ def test_scores_times_a_number_give_advantages_times_that_number(name: str, opti
 @given(seeds, st.floats(0.1, 30))
 def test_what_is_divided_by_its_deviation_keeps_its_size(name: str, options: dict, seed: int, factor: float) -> None:
     answers = draw(seed)
-    spread = torch.arange(len(answers.scores), dtype=torch.float64)  # so that no deviation comes near the epsilons
-    answers = replace(answers, scores=answers.scores + 3 * spread, baselines=answers.baselines + 2 * spread)
+    # So far apart that no deviation comes near the epsilons, and that gdpo's two rewards do not cancel.
+    spread = 20 * torch.arange(len(answers.scores), dtype=torch.float64)
+    answers = replace(answers, scores=answers.scores + spread, baselines=answers.baselines + spread)
     scaled = replace(
         answers, scores=answers.scores * factor, baselines=answers.baselines * factor, values=answers.values * factor
     )  # fmt: skip

@@ -5,10 +5,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from workers.controller import session
 from workers.controller.session import MARK, SOCKET_BELOW, SessionDir, end_processes, family, import_path, set_environment
 
 KILLED = """
@@ -142,3 +145,8 @@ def test_workers_look_where_this_interpreter_looks(tmp_path: Path, monkeypatch: 
     monkeypatch.syspath_prepend(str(tmp_path))
     assert import_path()[0] == str(tmp_path)
     assert not [path for path in import_path() if "site-packages" in path]
+
+
+def test_runs_that_start_together_do_not_disturb_each_other() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder, ThreadPoolExecutor(8) as runs:
+        assert set(runs.map(session._socket_problem, [Path(folder)] * 400)) == {None}

@@ -16,7 +16,7 @@ from workers.batch import Batch
 from workers.engine import make_engine
 from workers.engine.base import EngineSpec, OptimizerSpec
 from workers.engine.fsdp.engine import FSDPEngine
-from workers.engine.fsdp.sharding import gathered
+from workers.engine.fsdp.sharding import full
 from workers.metric import Metric
 from workers.plan import Limits, MicroBatches, make_plan
 
@@ -128,7 +128,7 @@ def gradients(engine: FSDPEngine, batch: Batch, plan: MicroBatches, loss: Any) -
     """The gradient of every parameter, in full, and gone from the engine."""
     engine.accumulate(batch, plan, loss)
     grads = [(name, param.grad) for name, param in engine._params.items()]
-    found = {name: grad.cpu().clone() for name, grad in gathered(grads, None, at_once=0)}
+    found = {name: full(grad).cpu().clone() for name, grad in grads}
     engine.move(grads="cpu")
     return found
 

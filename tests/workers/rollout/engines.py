@@ -91,18 +91,18 @@ def log_prob_error(model: PreTrainedModel, request: Request, completion: Complet
 
 
 class ModelSource:
-    """A trainer with the weights of ``model``; they are lent where ``lends``. streams: (dtype, at_once) of each one asked for."""
+    """A trainer with the weights of ``model``; they are lent where ``lends``. streams: the dtype of each one asked for."""
 
     def __init__(self, model: PreTrainedModel, *, lends: bool = False) -> None:
         self.model, self.lends = model, lends
-        self.streams: list[tuple[torch.dtype, int]] = []
+        self.streams: list[torch.dtype] = []
         self.given = 0
 
     def live_weights(self) -> dict[str, Tensor] | None:
         return dict(self.model.named_parameters()) if self.lends else None
 
-    def export_weights(self, *, dtype: torch.dtype, at_once: int) -> Iterator[tuple[str, Tensor]]:
-        self.streams.append((dtype, at_once))
+    def export_weights(self, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        self.streams.append(dtype)
         for name, weight in self.model.named_parameters():
             self.given += 1
             yield name, weight.detach()

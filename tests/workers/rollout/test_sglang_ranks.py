@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -23,8 +24,15 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         yield Run(backend, folder / "model", "sglang", request.param, verify_weights="full")
 
 
+def words(process: psutil.Process) -> str:
+    """Of its command; none if it has ended."""
+    with suppress(psutil.NoSuchProcess):  # a zombie is one too
+        return " ".join(process.cmdline())
+    return ""
+
+
 def processes(what: str) -> list[psutil.Process]:
-    return sorted((process for process in descendants() if what in " ".join(process.cmdline())), key=lambda process: process.pid)
+    return sorted((process for process in descendants() if what in words(process)), key=lambda process: process.pid)
 
 
 def test_three_rounds_of_training_sleep_and_sync(run: Run, tmp_path: Path) -> None:
@@ -51,7 +59,7 @@ def test_an_engine_that_dies_is_named_and_a_worker_takes_its_engine_along(run: R
     left = processes("sglang")
     assert len(left) == {1: 2, 2: 0}[run.size], "the processes of that engine have ended, those of another have not"
     for process in left:
-        if "sglang_server" in " ".join(process.cmdline()):
+        if "sglang_server" in words(process):
             process.suspend()  # as one that is busy: it does not see that nobody is there any more
             psutil.Process(process.ppid()).kill()
     deadline = time.monotonic() + 10

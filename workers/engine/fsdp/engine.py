@@ -19,7 +19,7 @@ from workers.engine.base import EngineMesh, EngineSpec, Loss, TrainEngine
 from workers.engine.fsdp.checkpoint import load_sharded, save_sharded
 from workers.engine.fsdp.offload import Offloadable, Place
 from workers.engine.fsdp.optimizer import ShardedAdamW, global_norm
-from workers.engine.fsdp.sharding import fill, gathered, like, local, recompute_layers, shard
+from workers.engine.fsdp.sharding import fill, full, like, local, recompute_layers, shard
 from workers.engine.hf_model import DTYPES, PackedModel, empty_model, load_model, model_config
 from workers.metric import Metric, Metrics, join_metrics
 from workers.plan import MicroBatches
@@ -161,10 +161,13 @@ class FSDPEngine(TrainEngine):
         temperature = micro_batch.meta["temperature"]
         return self._model(input_ids, positions, rows, predicted, temperature=temperature, outputs=outputs)
 
-    def export_weights(self, *, dtype: torch.dtype | None = None, at_once: int = 0) -> Iterator[tuple[str, Tensor]]:
+    def export_weights(self, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         self._assert_here("params")
-        untied = {id(weight): (name, weight) for name, weight in reversed(self._weights.items())}
-        return gathered(list(reversed(untied.values())), dtype, at_once)
+        seen: set[int] = set()
+        for name, weight in self._weights.items():
+            if id(weight) not in seen:
+                seen.add(id(weight))
+                yield name, full(weight, dtype)
 
     def live_weights(self) -> dict[str, Tensor] | None:
         self._assert_here("params")

@@ -357,7 +357,7 @@ def test_values_of_two_ranks(two_ranks: tuple[Path, list[dict[str, Any]]]) -> No
 
 
 @pytest.mark.parametrize("head", ["lm", "value"])
-def test_weights_gathered_in_buckets_are_the_weights(two_ranks: tuple[Path, list[dict[str, Any]]], head: str) -> None:
+def test_gathered_weights_are_the_weights(two_ranks: tuple[Path, list[dict[str, Any]]], head: str) -> None:
     """Cast before they cross only where that is narrower."""
     for rank in two_ranks[1]:
         found = rank["export"][head]
@@ -374,5 +374,5 @@ def test_what_needs_no_gathering_is_no_copy(group: None, models: dict[str, str])
     engine = toy_engine(models["qwen2"])
     live = engine.live_weights()
     assert live is not None
-    for name, weight in engine.export_weights(dtype=torch.bfloat16, at_once=2**30):
+    for name, weight in engine.export_weights(dtype=torch.bfloat16):
         assert weight.data_ptr() == live[name].data_ptr() and not weight.requires_grad
