@@ -264,7 +264,7 @@ def test_an_argument_for_all_is_put_once(backend: RayBackend) -> None:
 
 def test_a_large_batch_travels_at_the_speed_of_numpy(backend: RayBackend) -> None:
     """100 MB to a worker and back: at most 4 x Ray's own round trip of the same bytes as numpy arrays, which is zero-copy (ours
-    copies once at each end; torch tensors take 8 x). The best of several, for the machine is shared."""
+    copies once at each end; torch tensors take 8 x). The best of several, of more if the machine is busy with something else."""
     tokens = 100 * 2**20 // 32
     columns = {name: torch.arange(tokens) for name in ("input_ids", "response_mask")}
     columns |= {name: torch.rand(tokens) for name in ("log_probs", "values", "advantages", "returns")}
@@ -274,7 +274,9 @@ def test_a_large_batch_travels_at_the_speed_of_numpy(backend: RayBackend) -> Non
     plain = ray.remote(lambda value: value).options(num_cpus=0)
     ours, numpys = [], []
     with started(backend, "mirror", 1) as mirror:
-        for _ in range(10):
+        for _ in range(50):
+            if len(ours) >= 5 and min(ours) < 4 * min(numpys):
+                break
             begun = time.perf_counter()
             ray.get(plain.remote(arrays))
             middle = time.perf_counter()
