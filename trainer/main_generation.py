@@ -56,10 +56,7 @@ PROGRAM = Program(
     run=run,
 )
 
-
-def main() -> None:
-    PROGRAM.main()
-
+main = PROGRAM.main
 
 if __name__ == "__main__":
     main()

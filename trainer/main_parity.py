@@ -1,14 +1,8 @@
 """python -m trainer.main_parity: engines side by side, and beside the trainer."""
 
-from collections.abc import Collection
-
 from configs.checks_parity import check_parity
 from configs.schema.parity import ParityConfig
 from trainer.entry import Program
-
-
-def check(config: ParityConfig, typed: Collection[str]) -> list[str]:
-    return check_parity(config, typed)
 
 
 def run(config: ParityConfig, notices: list[str]) -> None:
@@ -48,14 +42,11 @@ PROGRAM = Program(
         "model=Qwen/Qwen3-0.6B engines=[embedded,vllm] data.files=gsm8k/test.parquet",
         "model=checkpoint engines=[vllm] data.files=prompts.jsonl trainer.n_gpus_per_node=2 actor_rollout_ref.rollout.n=4",
     ),
-    check=check,
+    check=check_parity,
     run=run,
 )
 
-
-def main() -> None:
-    PROGRAM.main()
-
+main = PROGRAM.main
 
 if __name__ == "__main__":
     main()

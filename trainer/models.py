@@ -12,7 +12,6 @@ from configs.schema.common import FSDPConfig, ModelConfig, OptimConfig, Strategy
 from trainer.remote import RemoteModel
 from workers.controller.group import WorkerGroup
 from workers.engine.base import EngineSpec, Head, LossSpec, OptimizerSpec
-from workers.engine.hf_model import model_config
 from workers.plan import Limits
 
 
@@ -84,11 +83,6 @@ def hidden_size(model: ModelConfig) -> int:
     """H of the language model."""
     config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     return int(config.get_text_config().hidden_size)
-
-
-def vocab_size(model: ModelConfig) -> int:
-    """V of the language model: rows of its embedding."""
-    return int(model_config(model, "lm").get_text_config().vocab_size)
 
 
 def limits(*, per_gpu: int | None, over_all: int | None, dynamic: bool, max_tokens: int, world_size: int) -> Limits:

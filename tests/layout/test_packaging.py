@@ -1,6 +1,6 @@
 """What a user installs: one version, every package, every data file, every command."""
 
-import importlib.util
+import pkgutil
 import subprocess
 import sys
 import tomllib
@@ -50,8 +50,5 @@ def test_a_users_folder_does_not_hide_ours(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", PYPROJECT["project"]["scripts"].values())
-def test_console_scripts_name_a_function(target: str) -> None:
-    module, _, function = target.partition(":")
-    spec = importlib.util.find_spec(module)
-    assert spec is not None and spec.origin is not None
-    assert f"\ndef {function}(" in Path(spec.origin).read_text()
+def test_console_scripts_name_what_can_be_called(target: str) -> None:
+    assert callable(pkgutil.resolve_name(target))

@@ -24,11 +24,11 @@ from trainer.generation.generator import Generator
 from trainer.generation.rollout import rollout_spec, sampling, start_source
 from trainer.generation.selection import accepted, best_of_n
 from trainer.generation.shards import Row, Shards, write_rows
-from trainer.models import vocab_size
 from trainer.remote import RemoteRollout
 from trainer.rewards.registry import check_data_sources, scores_by_source
 from trainer.rewards.runner import RewardRunner
 from workers.controller.group import WorkerGroup
+from workers.engine.hf_model import vocab_size
 from workers.rollout import check_installed
 
 # Keys that cannot change an answer. All others must be as they were for a run to go on.

@@ -22,7 +22,7 @@ from trainer.data.order import DataOrder
 from trainer.data.stream import PromptStream
 from trainer.generation.rollout import rollout_spec, sampling
 from trainer.metrics import Phases, peak_flops
-from trainer.models import Training, limits, start_model, vocab_size
+from trainer.models import Training, limits, start_model
 from trainer.ppo.loop import Loop, old_log_probs_come_from_update
 from trainer.ppo.source import Source
 from trainer.ppo.update import UpdateSpec
@@ -35,6 +35,7 @@ from trainer.rewards.shaping import Shaping
 from trainer.tracking import Tracker
 from workers.controller.group import WorkerGroup
 from workers.engine.base import LossSpec
+from workers.engine.hf_model import vocab_size
 from workers.rollout import check_installed
 from workers.rollout.base import RolloutSpec, Sampling
 from workers.seeding import seed_of

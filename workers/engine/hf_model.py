@@ -124,6 +124,11 @@ def model_config(model: ModelConfig, head: Head) -> PretrainedConfig:
     return config
 
 
+def vocab_size(model: ModelConfig) -> int:
+    """V of the language model: rows of its embedding."""
+    return int(model_config(model, "lm").get_text_config().vocab_size)
+
+
 def empty_model(model: ModelConfig, config: PretrainedConfig, head: Head, dtype: torch.dtype) -> PackedModel:
     """The model on the meta device: names and shapes, no memory."""
     with torch.device("meta"):

@@ -92,6 +92,11 @@ def check_requests(requests: Sequence[Request], unfinished: Collection[int], *, 
 class Rollout(ABC):
     tensor_parallel_size = 1
     """Consecutive ranks that are one engine: they get the same calls with the same arguments, and answer alike."""
+    _weights_awake = _cache_awake = True
+    _weights_there = False
+    """Loaded or shared, since the engine was made or its weights woke."""
+    _version = -1
+    """Of these weights."""
 
     @abstractmethod
     def submit(self, requests: Sequence[Request]) -> None:
@@ -154,3 +159,15 @@ class Rollout(ABC):
         """Counters since the last call: prompt_tokens, response_tokens, decode_steps, cache_bytes; and cached_tokens, of prompts,
         which the cache had and nothing computed, where the engine tells.
         """
+
+    def _check_awake(self) -> None:
+        if not self._weights_awake:
+            raise EngineAsleep("step: the weights are asleep; call wake(weights=True), then load_weights or share_weights")
+        if not self._weights_there:
+            raise EngineAsleep("step: the engine has no weights since it was made or woke; call load_weights or share_weights")
+        if not self._cache_awake:
+            raise EngineAsleep("step: the KV cache is asleep; call wake(kv_cache=True)")
+
+    def _check_takes_weights(self, call: str) -> None:
+        if not self._weights_awake:
+            raise EngineAsleep(f"{call}: the weights are asleep; call wake(weights=True)")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from workers.rollout.attention import StepAttention
-from workers.rollout.base import Completion, EngineAsleep, Request, Rollout, RolloutSpec, check_requests
+from workers.rollout.base import Completion, Request, Rollout, RolloutSpec, check_requests
 from workers.rollout.kv_cache import KVCache
 from workers.rollout.memory import give_back_free_memory
 from workers.rollout.rows import FinishReason, RowSequence, RunningRows
@@ -38,8 +38,6 @@ class EmbeddedRollout(Rollout):
         self._ids: set[int] = set()
         self._submitted = 0
         self._excess = 0
-        self._weights_awake, self._cache_awake, self._weights_there = True, True, False
-        self._version = -1
         self._counters = dict.fromkeys(COUNTERS, 0.0)
 
     # Requests
@@ -100,14 +98,6 @@ class EmbeddedRollout(Rollout):
         token_ids, log_probs = sample(logits, rows["temperature"], rows["top_k"], rows["top_p"], draws)
         answer = torch.stack([token_ids.double(), log_probs.double()]).cpu().numpy()  # one transfer; exact below 2^53
         return self._append(answer[0].astype(np.int64), answer[1].astype(np.float32))
-
-    def _check_awake(self) -> None:
-        if not self._weights_awake:
-            raise EngineAsleep("step: the weights are asleep; call wake(weights=True), then load_weights or share_weights")
-        if not self._weights_there:
-            raise EngineAsleep("step: the engine has no weights since it was made or woke; call load_weights or share_weights")
-        if not self._cache_awake:
-            raise EngineAsleep("step: the KV cache is asleep; call wake(kv_cache=True)")
 
     def _put_in_order(self) -> None:
         """The rows that reach furthest first, once rows out of place have cost attention as much as moving them will."""
@@ -220,8 +210,7 @@ class EmbeddedRollout(Rollout):
 
     def _begin_weights(self, call: str) -> None:
         """Running answers wait for the new weights: what they have is kept, and computed anew."""
-        if not self._weights_awake:
-            raise EngineAsleep(f"{call}: the weights are asleep; call wake(weights=True)")
+        self._check_takes_weights(call)
         self._weights_there = False
         self._requeue()
 

@@ -13,16 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from workers.buckets import buckets
 from workers.controller.group import WorkerInfo
 from workers.controller.shell import free_port
-from workers.engine.hf_model import DTYPES, empty_model, model_config
+from workers.engine.hf_model import DTYPES, empty_model, model_config, vocab_size
 from workers.rollout.attention import CACHED_ATTENTION, probe_cache_shape
-from workers.rollout.base import Completion, EngineAsleep, Request, Rollout, RolloutSpec, check_requests
-from workers.rollout.sglang_client import Client, SharedBucket, shared_payload
+from workers.rollout.base import Completion, Request, Rollout, RolloutSpec, check_requests
+from workers.rollout.sglang_client import Client, SharedBucket, buckets, shared_payload
 from workers.rollout.sglang_scheduler import ERROR
 from workers.rollout.verification import HeldWeight, Lines
 from workers.rollout.weights import ExpectedWeights
@@ -70,9 +69,7 @@ class SGLangRollout(Rollout):
         self.device = torch.device("cpu") if spec.device == "cpu" else torch.device("cuda", place.local_rank)
         model = empty_model(spec.model, model_config(spec.model, "lm"), "lm", self.dtype).hf
         self.expected = ExpectedWeights(model)
-        embeddings = model.get_input_embeddings()
-        assert isinstance(embeddings, nn.Embedding)
-        self.vocab_size = embeddings.num_embeddings
+        self.vocab_size = vocab_size(spec.model)
         self.engine: Client | None = None
         self._cache_bytes = 0.0
         if place.rank % self.tensor_parallel_size == 0:
@@ -87,8 +84,6 @@ class SGLangRollout(Rollout):
             self._cache_bytes = float(self.engine.facts["max_total_num_tokens"] * token_bytes(spec, model))
         self._asked: dict[int, Asked] = {}
         self._ended: list[Completion] = []
-        self._weights_awake, self._cache_awake, self._weights_there = True, True, False
-        self._version = -1
         self._counters = self._zeros()
 
     # Requests
@@ -163,14 +158,6 @@ class SGLangRollout(Rollout):
         if self.engine is not None and begun:
             self._take(self.engine.call("abort", begun))
 
-    def _check_awake(self) -> None:
-        if not self._weights_awake:
-            raise EngineAsleep("step: the weights are asleep; call wake(weights=True), then load_weights")
-        if not self._weights_there:
-            raise EngineAsleep("step: the engine has no weights since it was made or woke; call load_weights")
-        if not self._cache_awake:
-            raise EngineAsleep("step: the KV cache is asleep; call wake(kv_cache=True)")
-
     # Weights and memory
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
@@ -180,25 +167,18 @@ class SGLangRollout(Rollout):
         They go over a bucket at a time, cast to the engine's dtype; SGLang cuts out each rank's part. Running answers wait for
         the new weights: what they have is kept, and computed anew.
         """
-        if not self._weights_awake:
-            raise EngineAsleep("load_weights: the weights are asleep; call wake(weights=True)")
+        self._check_takes_weights("load_weights")
         self._recall()
         self._weights_there = False
         came: dict[str, torch.Size] = {}
-
-        def fitting() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in weights:
-                came[name] = tensor.shape
-                if self.expected.fits(name, tensor.shape):
-                    yield name, tensor.detach()
-
         if self.engine is None:
-            for _ in fitting():
+            for _ in self.expected.fitting(weights, came):
                 pass
         else:
             self.engine.call("begin_update")
             bucket = SharedBucket(self.device, self.dtype)
-            for named in buckets(fitting(), lambda item: item[1].numel() * self.dtype.itemsize, self.bucket_bytes):
+            fitting = self.expected.fitting(weights, came)
+            for named in buckets(fitting, lambda item: item[1].numel() * self.dtype.itemsize, self.bucket_bytes):
                 self.engine.call("update", bucket.filled(named, copies=self.tensor_parallel_size))
                 named.clear()
             self.engine.call("end_update")

@@ -9,18 +9,19 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from workers.controller.session import import_path
 
+T = TypeVar("T")
 SHARED = "/dev/shm"
 ALIGNMENT = 64  # bytes, of each tensor in a bucket
 CLOSE_SECONDS = 10.0
@@ -86,6 +87,20 @@ class Client:
         """Now, whatever it does; its children go with it."""
         self._process.kill()
         self._process.wait()
+
+
+def buckets(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Runs of items of at most ``limit`` bytes together; a larger item is a bucket of its own. Reads one item ahead."""
+    bucket: list[T] = []
+    size = 0
+    for item in items:
+        if bucket and size + nbytes(item) > limit:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(item)
+        size += nbytes(item)
+    if bucket:
+        yield bucket
 
 
 class SharedBucket:

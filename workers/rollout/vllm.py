@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from workers.controller.group import WorkerInfo
 from workers.controller.session import set_environment
-from workers.engine.hf_model import DTYPES, empty_model, model_config
-from workers.rollout.base import Completion, EngineAsleep, Request, Rollout, RolloutSpec, check_requests
+from workers.engine.hf_model import DTYPES, empty_model, model_config, vocab_size
+from workers.rollout.base import Completion, Request, Rollout, RolloutSpec, check_requests
 from workers.rollout.sampling import draw, rows_at_once, stream_keys, uniforms
 from workers.rollout.verification import HeldWeight
 from workers.rollout.weights import ExpectedWeights
@@ -47,9 +47,7 @@ class VLLMRollout(Rollout):
         self._dtype = DTYPES[spec.rollout.dtype]
         model = empty_model(spec.model, model_config(spec.model, "lm"), "lm", self._dtype).hf
         self.expected = ExpectedWeights(model)
-        embeddings = model.get_input_embeddings()
-        assert isinstance(embeddings, nn.Embedding)
-        self.vocab_size = embeddings.num_embeddings
+        self.vocab_size = vocab_size(spec.model)
         arguments = engine_arguments(spec)
         with ExitStack() as opening:
             opening.enter_context(set_environment(ENVIRONMENT | addresses(place)))
@@ -71,8 +69,6 @@ class VLLMRollout(Rollout):
             self._opened = opening.pop_all()
         gc.unfreeze()  # vLLM takes all objects of the process, the trainer's too, from the garbage collector
         self._requests: dict[int, tuple[Request, str]] = {}
-        self._weights_awake, self._cache_awake, self._weights_there = True, True, False
-        self._version = -1
         self._counters = self._zeros()
 
     # Requests
@@ -132,14 +128,6 @@ class VLLMRollout(Rollout):
             del self._requests[id]
         return [self._completion(*part, "abort") for part in parts]
 
-    def _check_awake(self) -> None:
-        if not self._weights_awake:
-            raise EngineAsleep("step: the weights are asleep; call wake(weights=True), then load_weights")
-        if not self._weights_there:
-            raise EngineAsleep("step: the engine has no weights since it was made or woke; call load_weights")
-        if not self._cache_awake:
-            raise EngineAsleep("step: the KV cache is asleep; call wake(kv_cache=True)")
-
     # Weights and memory
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
@@ -148,20 +136,12 @@ class VLLMRollout(Rollout):
         vLLM takes them one after the other, cuts out this rank's part and casts it. Running answers wait for the new weights:
         what they have is kept, and computed anew.
         """
-        if not self._weights_awake:
-            raise EngineAsleep("load_weights: the weights are asleep; call wake(weights=True)")
+        self._check_takes_weights("load_weights")
         self._weights_there = False
         self._drop_cached()
         came: dict[str, torch.Size] = {}
-
-        def fitting() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in weights:
-                came[name] = tensor.shape
-                if self.expected.fits(name, tensor.shape):
-                    yield name, tensor.detach()
-
         with self._fenced(), torch.no_grad():
-            self._on_worker("reload_weights", weights_iterator=fitting())
+            self._on_worker("reload_weights", weights_iterator=self.expected.fitting(weights, came))
         self.expected.check(came)
         self._weights_there, self._version = True, version
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from configs.schema.common import ModelConfig
-from workers.engine.hf_model import empty_model, model_config
+from workers.engine.hf_model import empty_model, model_config, vocab_size
 from workers.rollout.attention import CACHED_ATTENTION, probe_cache_shape
 from workers.rollout.verification import HeldWeight, PlainWeight
 
@@ -29,15 +29,19 @@ class ExpectedWeights:
         self.first_name = {name: names[0] for names in self._tied for name in names}
         self.shapes = {names[0]: self._shapes[names[0]] for names in self._tied}
 
-    def fits(self, name: str, shape: torch.Size) -> bool:
-        return self._shapes.get(name) == shape
+    def fitting(self, weights: Iterator[tuple[str, Tensor]], came: dict[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
+        """Those that fit. What came is noted, for ``check``."""
+        for name, tensor in weights:
+            came[name] = tensor.shape
+            if self._shapes.get(name) == tensor.shape:
+                yield name, tensor.detach()
 
     def check(self, came: Mapping[str, torch.Size]) -> None:
         """Raises ValueError, naming weights that are missing, unexpected or of another shape."""
         missing = [
             f"{names[0]} {tuple(self._shapes[names[0]])}" for names in self._tied if not any(name in came for name in names)
         ]
-        unexpected = [f"{name} {tuple(shape)}" for name, shape in came.items() if not self.fits(name, shape)]
+        unexpected = [f"{name} {tuple(shape)}" for name, shape in came.items() if self._shapes.get(name) != shape]
         if missing or unexpected:
             raise ValueError(
                 f"weights for the rollout do not fit the model: {len(missing)} missing {missing[:5]}, "
@@ -75,9 +79,7 @@ class BorrowedModel:
         self.device = device
         self.module: PreTrainedModel = empty_model(model, model_config(model, "lm"), "lm", dtype).hf
         self.module.set_attn_implementation(CACHED_ATTENTION)
-        embeddings = self.module.get_input_embeddings()
-        assert isinstance(embeddings, nn.Embedding)
-        self.vocab_size = embeddings.num_embeddings
+        self.vocab_size = vocab_size(model)
         self.cache_shape = probe_cache_shape(self.module)
         weights: dict[int, _Weight] = {}
         for name, tensor in self.module.state_dict(keep_vars=True).items():
@@ -107,10 +109,7 @@ class BorrowedModel:
     def load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Copy. Raises ValueError, once all have come, naming those that are missing, unexpected or of another shape."""
         came: dict[str, torch.Size] = {}
-        for name, tensor in tensors:
-            came[name] = tensor.shape
-            if not self.expected.fits(name, tensor.shape):
-                continue
+        for name, tensor in self.expected.fitting(tensors, came):
             weight = self._by_name[name]
             if weight.owned is None:
                 weight.owned = torch.empty_like(weight.empty, device=self.device)

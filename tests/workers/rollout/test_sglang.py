@@ -11,10 +11,17 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.workers.rollout.engines import VOCAB, log_prob_error, ragged_prompts, request, spec_of
+from tests.workers.rollout.contract import (
+    REFUSED,
+    check_endings,
+    check_refusal,
+    check_weights_that_do_not_fit,
+    check_what_sleeps,
+    weights_of,
+)
+from tests.workers.rollout.engines import log_prob_error, ragged_prompts, request, spec_of
 from tests.workers.rollout.vllm_hosts import CPU_BUILD, LENGTH, greedy_errors, make_small, place
 from workers.rollout import make_rollout
 from workers.rollout.base import Completion, EngineAsleep, Request
@@ -55,10 +62,6 @@ def engine(shared: SGLangRollout, model: PreTrainedModel) -> SGLangRollout:
     return shared
 
 
-def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
-    return {name: weight.detach().clone() for name, weight in model.named_parameters()}
-
-
 def test_greedy_is_generate_before_and_after_weights_change(engine: SGLangRollout, model: PreTrainedModel) -> None:
     """A prefix that outlived its weights would show: the same prompts come again."""
     prompts = [*ragged_prompts(5), *ragged_prompts(2, longest=200, seed=3)]
@@ -97,39 +100,13 @@ def test_draws_follow_temperature_top_k_and_top_p(engine: SGLangRollout) -> None
     assert len({completion.token_ids for completion in hot}) > 4
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (request(5, ()), "request 5: empty prompt"),
-        (request(5, [2] * LENGTH), rf"request 5: prompt of {LENGTH} tokens \+ 1 > max_model_len {LENGTH}"),
-        (request(5, (2, VOCAB)), f"request 5: token {VOCAB} is outside the vocabulary of {VOCAB}"),
-        (request(1, (2, 3)), "request 1: this id is unfinished"),
-    ],
-)
+@pytest.mark.parametrize(("bad", "message"), REFUSED)
 def test_what_submit_refuses(engine: SGLangRollout, bad: Request, message: str) -> None:
-    engine.submit([request(1, (2, 3))])
-    with pytest.raises(ValueError, match=message):
-        engine.submit([request(3, range(2, 21)), bad])
-    assert engine.unfinished == 1, "a refused submission queues nothing"
+    check_refusal(engine, bad, message)
 
 
 def test_why_an_answer_ends(engine: SGLangRollout) -> None:
-    """The model's directory names token 1 as its end; a request that does not is not ended by it."""
-    free = engine.generate([request(0, (2, 3, 4), temperature=0.0, stop_token_ids=(), max_tokens=1000)])[0]
-    assert (len(free.token_ids), free.finish_reason) == (LENGTH - 3, "length")
-    stop = free.token_ids[4]
-    first = free.token_ids.index(stop)
-    asked = [
-        request(1, (2, 3, 4), temperature=0.0, stop_token_ids=(1, stop), max_tokens=50),
-        request(2, (2, 3, 4), temperature=0.0, stop_token_ids=(1, stop), max_tokens=50, ignore_eos=True),
-        request(3, (2, 3, 4), temperature=0.0, stop_token_ids=(), max_tokens=1),
-        request(4, [2] * (LENGTH - 1), temperature=0.0, stop_token_ids=()),
-    ]
-    stopped, ignoring, one, longest = engine.generate(asked)
-    assert (stopped.token_ids, stopped.finish_reason) == (free.token_ids[: first + 1], "stop")
-    assert (ignoring.token_ids, ignoring.finish_reason) == (free.token_ids[:50], "length")
-    assert (one.token_ids, one.finish_reason) == (free.token_ids[:1], "length")
-    assert (len(longest.token_ids), longest.finish_reason) == (1, "length")
+    check_endings(engine)
 
 
 def test_the_models_own_end_token_ends_nothing_unasked(engine: SGLangRollout, model: PreTrainedModel) -> None:
@@ -210,20 +187,7 @@ def test_stats_count_and_start_again(engine: SGLangRollout) -> None:
 
 
 def test_weights_that_do_not_fit_are_named(engine: SGLangRollout, model: PreTrainedModel) -> None:
-    weights = weights_of(model)
-    weights["model.extra"] = weights.pop("model.norm.weight")
-    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:7]
-    with pytest.raises(ValueError) as error:
-        engine.load_weights(iter(weights.items()), 2)
-    assert "model.norm.weight" in str(error.value).split("unexpected")[0]
-    assert "model.extra" in str(error.value).split("unexpected")[1]
-    assert "model.embed_tokens.weight (7, 64)" in str(error.value).split("unexpected")[1]
-    with pytest.raises(EngineAsleep, match="no weights"):
-        engine.step()
-    asked = request(0, (2, 3))
-    engine.load_weights(model.named_parameters(), 3)
-    completion = engine.generate([asked])[0]
-    assert completion.weight_version == 3 and log_prob_error(model, asked, completion) < 1e-5
+    check_weights_that_do_not_fit(engine, model)
 
 
 def test_buckets_of_any_size_load_the_same(
@@ -282,28 +246,7 @@ def test_logits_that_are_not_finite_are_an_error(engine: SGLangRollout, model: P
 
 
 def test_step_says_what_sleeps(engine: SGLangRollout, model: PreTrainedModel) -> None:
-    engine.submit([request(i, (2, 3), ignore_eos=True, max_tokens=2 + 60 * i) for i in range(3)])
-    engine.step()
-    engine.sleep()
-    engine.sleep()
-    with pytest.raises(EngineAsleep, match="weights are asleep"):
-        engine.step()
-    with pytest.raises(EngineAsleep, match="load_weights: the weights are asleep"):
-        engine.load_weights(model.named_parameters(), 1)
-    engine.wake(weights=False, kv_cache=True)
-    with pytest.raises(EngineAsleep, match="weights are asleep"):
-        engine.step()
-    engine.sleep()
-    engine.wake(weights=True, kv_cache=False)
-    with pytest.raises(EngineAsleep, match="no weights since"):
-        engine.step()
-    engine.load_weights(model.named_parameters(), 2)
-    with pytest.raises(EngineAsleep, match="KV cache is asleep"):
-        engine.step()
-    engine.wake(weights=False, kv_cache=True)
-    engine.step()
-    engine.wake(weights=True, kv_cache=True)  # awake already: nothing is lost
-    engine.step()
+    check_what_sleeps(engine, model, [request(i, (2, 3), ignore_eos=True, max_tokens=2 + 60 * i) for i in range(3)])
     assert engine.unfinished == 0
 
 

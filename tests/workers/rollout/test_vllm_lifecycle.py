@@ -5,13 +5,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.workers.rollout.engines import VOCAB, log_prob_error, make_engine, ragged_prompts, request
+from tests.workers.rollout.contract import (
+    REFUSED,
+    check_endings,
+    check_refusal,
+    check_weights_that_do_not_fit,
+    check_what_sleeps,
+    weights_of,
+)
+from tests.workers.rollout.engines import log_prob_error, make_engine, ragged_prompts, request
 from tests.workers.rollout.vllm_hosts import DEVICE, LENGTH, VLLM, make_small, place, start
 from workers.host import Host
-from workers.rollout.base import Completion, EngineAsleep, Request
+from workers.rollout.base import Completion, Request
 from workers.rollout.vllm import VLLMRollout
 
 pytestmark = VLLM
@@ -44,10 +51,6 @@ def engine(shared: VLLMRollout, model: PreTrainedModel) -> VLLMRollout:
     shared.load_weights(model.named_parameters(), 1)
     shared.stats()
     return shared
-
-
-def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
-    return {name: weight.detach().clone() for name, weight in model.named_parameters()}
 
 
 def test_log_probs_are_of_the_whole_vocabulary_at_the_temperature(engine: VLLMRollout, model: PreTrainedModel) -> None:
@@ -107,36 +110,13 @@ def test_draws_follow_top_k(engine: VLLMRollout, model: PreTrainedModel) -> None
     assert narrow.token_ids == greedy.token_ids
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (request(5, ()), "request 5: empty prompt"),
-        (request(5, [2] * LENGTH), rf"request 5: prompt of {LENGTH} tokens \+ 1 > max_model_len {LENGTH}"),
-        (request(5, (2, VOCAB)), f"request 5: token {VOCAB} is outside the vocabulary of {VOCAB}"),
-        (request(1, (2, 3)), "request 1: this id is unfinished"),
-    ],
-)
+@pytest.mark.parametrize(("bad", "message"), REFUSED)
 def test_what_submit_refuses(engine: VLLMRollout, bad: Request, message: str) -> None:
-    engine.submit([request(1, (2, 3))])
-    with pytest.raises(ValueError, match=message):
-        engine.submit([request(3, range(2, 21)), bad])
-    assert engine.unfinished == 1, "a refused submission queues nothing"
+    check_refusal(engine, bad, message)
 
 
 def test_why_an_answer_ends(engine: VLLMRollout) -> None:
-    free = engine.generate([request(0, (2, 3, 4), temperature=0.0, stop_token_ids=(), max_tokens=1000)])[0]
-    assert (len(free.token_ids), free.finish_reason) == (LENGTH - 3, "length")
-    stop = free.token_ids[4]
-    first = free.token_ids.index(stop)
-    asked = [
-        request(1, (2, 3, 4), temperature=0.0, stop_token_ids=(1, stop), max_tokens=50),
-        request(2, (2, 3, 4), temperature=0.0, stop_token_ids=(1, stop), max_tokens=50, ignore_eos=True),
-        request(3, (2, 3, 4), temperature=0.0, stop_token_ids=(), max_tokens=1),
-    ]
-    stopped, ignoring, one = engine.generate(asked)
-    assert (stopped.token_ids, stopped.finish_reason) == (free.token_ids[: first + 1], "stop")
-    assert (ignoring.token_ids, ignoring.finish_reason) == (free.token_ids[:50], "length")
-    assert (one.token_ids, one.finish_reason) == (free.token_ids[:1], "length")
+    check_endings(engine)
 
 
 def test_abort_gives_what_there_is(engine: VLLMRollout) -> None:
@@ -193,20 +173,7 @@ def test_stats_tell_what_the_prefix_cache_had(engine: VLLMRollout) -> None:
 
 
 def test_weights_that_do_not_fit_are_named(engine: VLLMRollout, model: PreTrainedModel) -> None:
-    weights = weights_of(model)
-    weights["model.extra"] = weights.pop("model.norm.weight")
-    weights["lm_head.weight"] = weights["lm_head.weight"][:7]
-    with pytest.raises(ValueError) as error:
-        engine.load_weights(iter(weights.items()), 2)
-    assert "model.norm.weight" in str(error.value).split("unexpected")[0]
-    assert "model.extra" in str(error.value).split("unexpected")[1]
-    assert "lm_head.weight (7, 64)" in str(error.value).split("unexpected")[1]
-    with pytest.raises(EngineAsleep, match="no weights"):
-        engine.step()
-    asked = request(0, (2, 3))
-    engine.load_weights(model.named_parameters(), 3)
-    completion = engine.generate([asked])[0]
-    assert completion.weight_version == 3 and log_prob_error(model, asked, completion) < 1e-5
+    check_weights_that_do_not_fit(engine, model)
 
 
 def test_loading_leaves_the_trainers_tensors_alone(engine: VLLMRollout, model: PreTrainedModel) -> None:
@@ -218,25 +185,4 @@ def test_loading_leaves_the_trainers_tensors_alone(engine: VLLMRollout, model: P
 
 
 def test_step_says_what_sleeps(engine: VLLMRollout, model: PreTrainedModel) -> None:
-    engine.submit([request(0, (2, 3))])
-    engine.step()
-    engine.sleep()
-    engine.sleep()
-    with pytest.raises(EngineAsleep, match="weights are asleep"):
-        engine.step()
-    with pytest.raises(EngineAsleep, match="load_weights: the weights are asleep"):
-        engine.load_weights(model.named_parameters(), 1)
-    engine.wake(weights=False, kv_cache=True)
-    with pytest.raises(EngineAsleep, match="weights are asleep"):
-        engine.step()
-    engine.sleep()
-    engine.wake(weights=True, kv_cache=False)
-    with pytest.raises(EngineAsleep, match="no weights since"):
-        engine.step()
-    engine.load_weights(model.named_parameters(), 2)
-    with pytest.raises(EngineAsleep, match="KV cache is asleep"):
-        engine.step()
-    engine.wake(weights=False, kv_cache=True)
-    engine.step()
-    engine.wake(weights=True, kv_cache=True)  # awake already: nothing is lost
-    engine.step()
+    check_what_sleeps(engine, model, [request(0, (2, 3))])

@@ -1,11 +1,11 @@
-"""Things in buckets."""
+"""Weights in buckets."""
 
 from collections.abc import Iterator
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.buckets import buckets
+from workers.rollout.sglang_client import buckets
 
 
 @given(st.lists(st.integers(0, 9)), st.integers(0, 20))

@@ -1,0 +1,91 @@
+"""What every engine must do that has weights of its own, in requests of LENGTH tokens: checks for the tests of each."""
+
+from collections.abc import Sequence
+
+import pytest
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tests.workers.rollout.engines import VOCAB, log_prob_error, request
+from tests.workers.rollout.vllm_hosts import LENGTH
+from workers.rollout.base import EngineAsleep, Request, Rollout
+
+REFUSED = [
+    (request(5, ()), "request 5: empty prompt"),
+    (request(5, [2] * LENGTH), rf"request 5: prompt of {LENGTH} tokens \+ 1 > max_model_len {LENGTH}"),
+    (request(5, (2, VOCAB)), f"request 5: token {VOCAB} is outside the vocabulary of {VOCAB}"),
+    (request(1, (2, 3)), "request 1: this id is unfinished"),
+]
+
+
+def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    return {name: weight.detach().clone() for name, weight in model.named_parameters()}
+
+
+def check_refusal(engine: Rollout, bad: Request, message: str) -> None:
+    engine.submit([request(1, (2, 3))])
+    with pytest.raises(ValueError, match=message):
+        engine.submit([request(3, range(2, 21)), bad])
+    assert engine.unfinished == 1, "a refused submission queues nothing"
+
+
+def check_endings(engine: Rollout) -> None:
+    """The model's directory names token 1 as its end; a request that does not is not ended by it."""
+    free = engine.generate([request(0, (2, 3, 4), temperature=0.0, stop_token_ids=(), max_tokens=1000)])[0]
+    assert (len(free.token_ids), free.finish_reason) == (LENGTH - 3, "length")
+    stop = free.token_ids[4]
+    first = free.token_ids.index(stop)
+    asked = [
+        request(1, (2, 3, 4), temperature=0.0, stop_token_ids=(1, stop), max_tokens=50),
+        request(2, (2, 3, 4), temperature=0.0, stop_token_ids=(1, stop), max_tokens=50, ignore_eos=True),
+        request(3, (2, 3, 4), temperature=0.0, stop_token_ids=(), max_tokens=1),
+        request(4, [2] * (LENGTH - 1), temperature=0.0, stop_token_ids=()),
+    ]
+    stopped, ignoring, one, longest = engine.generate(asked)
+    assert (stopped.token_ids, stopped.finish_reason) == (free.token_ids[: first + 1], "stop")
+    assert (ignoring.token_ids, ignoring.finish_reason) == (free.token_ids[:50], "length")
+    assert (one.token_ids, one.finish_reason) == (free.token_ids[:1], "length")
+    assert (len(longest.token_ids), longest.finish_reason) == (1, "length")
+
+
+def check_weights_that_do_not_fit(engine: Rollout, model: PreTrainedModel) -> None:
+    weights = weights_of(model)
+    weights["model.extra"] = weights.pop("model.norm.weight")
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:7]
+    with pytest.raises(ValueError) as error:
+        engine.load_weights(iter(weights.items()), 2)
+    assert "model.norm.weight" in str(error.value).split("unexpected")[0]
+    assert "model.extra" in str(error.value).split("unexpected")[1]
+    assert "model.embed_tokens.weight (7, 64)" in str(error.value).split("unexpected")[1]
+    with pytest.raises(EngineAsleep, match="no weights"):
+        engine.step()
+    asked = request(0, (2, 3))
+    engine.load_weights(model.named_parameters(), 3)
+    completion = engine.generate([asked])[0]
+    assert completion.weight_version == 3 and log_prob_error(model, asked, completion) < 1e-5
+
+
+def check_what_sleeps(engine: Rollout, model: PreTrainedModel, requests: Sequence[Request]) -> None:
+    """requests: more than three steps of work."""
+    engine.submit(requests)
+    engine.step()
+    engine.sleep()
+    engine.sleep()
+    with pytest.raises(EngineAsleep, match="weights are asleep"):
+        engine.step()
+    with pytest.raises(EngineAsleep, match="load_weights: the weights are asleep"):
+        engine.load_weights(model.named_parameters(), 1)
+    engine.wake(weights=False, kv_cache=True)
+    with pytest.raises(EngineAsleep, match="weights are asleep"):
+        engine.step()
+    engine.sleep()
+    engine.wake(weights=True, kv_cache=False)
+    with pytest.raises(EngineAsleep, match="no weights since"):
+        engine.step()
+    engine.load_weights(model.named_parameters(), 2)
+    with pytest.raises(EngineAsleep, match="KV cache is asleep"):
+        engine.step()
+    engine.wake(weights=False, kv_cache=True)
+    engine.step()
+    engine.wake(weights=True, kv_cache=True)  # awake already: nothing is lost
+    engine.step()
