@@ -23,7 +23,7 @@ from workers.rollout.attention import CACHED_ATTENTION, probe_cache_shape
 from workers.rollout.base import Completion, Request, Rollout, RolloutSpec, check_requests
 from workers.rollout.sglang_client import Client, SharedBucket, buckets, shared_payload
 from workers.rollout.sglang_scheduler import ERROR
-from workers.rollout.verification import HeldWeight, Lines
+from workers.rollout.verification import HeldWeight, Lines, cost_of_reading
 from workers.rollout.weights import ExpectedWeights
 
 READ = "workers.rollout.sglang_scheduler.read_weights"
@@ -70,6 +70,7 @@ class SGLangRollout(Rollout):
         model = empty_model(spec.model, model_config(spec.model, "lm"), "lm", self.dtype).hf
         self.expected = ExpectedWeights(model)
         self.vocab_size = vocab_size(spec.model)
+        self._shared = SharedBucket(self.device, self.dtype)
         self.engine: Client | None = None
         self._cache_bytes = 0.0
         if place.rank % self.tensor_parallel_size == 0:
@@ -176,11 +177,11 @@ class SGLangRollout(Rollout):
                 pass
         else:
             self.engine.call("begin_update")
-            bucket = SharedBucket(self.device, self.dtype)
             fitting = self.expected.fitting(weights, came)
             for named in buckets(fitting, lambda item: item[1].numel() * self.dtype.itemsize, self.bucket_bytes):
-                self.engine.call("update", bucket.filled(named, copies=self.tensor_parallel_size))
+                self.engine.call("update", self._shared.filled(named, copies=self.tensor_parallel_size))
                 named.clear()
+            self._shared.let_go()
             self.engine.call("end_update")
             self.engine.call("flush")
         self.expected.check(came)
@@ -205,20 +206,19 @@ class SGLangRollout(Rollout):
         if self.engine is None or not wanted:
             return []
         sizes = [stop - start for _, start, stop in wanted]
-        copies = torch.full((self.tensor_parallel_size, sum(sizes)), torch.nan, dtype=self.dtype, device=self.device)
-        copies = copies.share_memory_()
+        shape = self.tensor_parallel_size, sum(sizes)
+        copies = self._shared.room(math.prod(shape) * self.dtype.itemsize).view(self.dtype).view(shape).fill_(torch.nan)
         said = torch.zeros((self.tensor_parallel_size, ERROR_BYTES), dtype=torch.uint8).share_memory_()
         keys = [held.key(start) for held, start, _ in wanted]
         payloads = [
             shared_payload([*zip(keys, copy.split(sizes), strict=True), (ERROR, text)])
             for copy, text in zip(copies, said, strict=True)
         ]
-        self.engine.call("begin_update")
-        self.engine.call("update", payloads, READ)
-        self.engine.call("end_update")
+        self.engine.call("read", payloads, READ)
         if said.any():
             text = bytes(said[(said != 0).any(1)][0].tolist()).rstrip(b"\0").decode(errors="replace")
             raise RuntimeError(f"SGLang's weights cannot be read; verify_weights=off leaves them unproven:\n{text}")
+        self._shared.let_go()
         return list(agreed(copies).split(sizes))
 
     def sleep(self) -> None:
@@ -255,6 +255,7 @@ class WeightInSGLang(HeldWeight):
 
     def __init__(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
         self.names, self.lines, self.line_bytes = (name,), math.prod(shape) if shape else 0, dtype.itemsize
+        self.cost = cost_of_reading(self.line_bytes, self.lines)
         self._shape, self._dtype = shape, dtype
 
     def key(self, start: int) -> str:
@@ -268,7 +269,12 @@ class WeightInSGLang(HeldWeight):
 
 
 def agreed(copies: Tensor) -> Tensor:
-    """copies (ranks, n), NaN where a rank has none. What those say that have one, (n,); NaN where none has, or they differ."""
+    """copies (ranks, n), NaN where a rank has none. What those say that have one, (n,); NaN where none has, or they differ.
+
+    Of one rank, a view.
+    """
+    if len(copies) == 1:
+        return copies[0]
     low = copies.nan_to_num(torch.inf, torch.inf, -torch.inf).amin(0)
     return torch.where(low == copies.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(0), low, torch.nan)
 
