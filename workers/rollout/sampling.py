@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -87,16 +89,67 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     weights float32 (n, V), not negative, 0 for what is never drawn. uniform float64 (n, 1). The sums of blocks are passed
     first, then the weights of one block. Nothing waits for the device. Where weights are not finite the token means nothing.
     """
+    blocks = in_blocks(weights)
+    block, rest = _block_of(blocks.sum(-1, dtype=torch.float64).cumsum(-1), uniform)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0]
+    return (block * BLOCK + _place_of(inside, rest)).clamp_(max=weights.shape[1] - 1)
+
+
+def in_blocks(weights: Tensor) -> Tensor:
+    """(n, V) -> (n, blocks, BLOCK), the last block filled up with zeros."""
     n, vocabulary = weights.shape
-    blocks = nn.functional.pad(weights, (0, -vocabulary % BLOCK)).view(n, -1, BLOCK)
-    sums = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    return nn.functional.pad(weights, (0, -vocabulary % BLOCK)).view(n, -1, BLOCK)
+
+
+def _block_of(sums: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """sums (n, blocks), running. int64 (n, 1): the block that holds the share; float64 (n, 1): how far into it."""
     target = uniform * sums[:, -1:]
-    block = torch.searchsorted(sums, target, right=True).clamp_(max=blocks.shape[1] - 1)
-    before = nn.functional.pad(sums, (1, 0)).gather(1, block)
-    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].cumsum(-1, dtype=torch.float64)
+    block = torch.searchsorted(sums, target, right=True).clamp_(max=sums.shape[1] - 1)
+    return block, target - nn.functional.pad(sums, (1, 0)).gather(1, block)
+
+
+def _place_of(weights: Tensor, rest: Tensor) -> Tensor:
+    """weights (n, BLOCK), rest float64 (n, 1). int64 (n, 1): within the block."""
+    inside = weights.cumsum(-1, dtype=torch.float64)
     below_all = inside[:, -1:] * (1 - 2.0**-52)  # the block was summed in another order: its end must not be passed
-    token = torch.searchsorted(inside, torch.minimum(target - before, below_all), right=True)
-    return (block * BLOCK + token).clamp_(max=vocabulary - 1)
+    return torch.searchsorted(inside, torch.minimum(rest, below_all), right=True)
+
+
+def block_sums(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    """logits (n, V), temperature float32 (n, 1). The largest of logits / temperature, float32 (n, 1), and the sums of
+    exp(logits / temperature - largest) over each block, float64 (n, blocks).
+
+    Compiled, this writes nothing of the size of the logits.
+    """
+    scaled = logits.float() / temperature
+    largest = scaled.amax(-1, keepdim=True)
+    return largest, in_blocks((scaled - largest).exp()).sum(-1, dtype=torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Softmax:
+    """softmax(logits / temperature), never written out. largest, sums: ``block_sums``, the sums running."""
+
+    logits: Tensor
+    temperature: Tensor
+    largest: Tensor
+    sums: Tensor
+
+    def draw(self, uniform: Tensor) -> Tensor:
+        """As ``draw`` from its probabilities. uniform float64 (n, 1). Tokens int64 (n, 1)."""
+        vocabulary = self.logits.shape[1]
+        block, rest = _block_of(self.sums, uniform)
+        ids = block * BLOCK + torch.arange(BLOCK, device=block.device)
+        scaled = self.scaled(self.logits.gather(1, ids.clamp(max=vocabulary - 1)))
+        weights = (scaled - self.largest).exp() * (ids < vocabulary)
+        return (block * BLOCK + _place_of(weights, rest)).clamp_(max=vocabulary - 1)
+
+    def log_prob(self, tokens: Tensor) -> Tensor:
+        """tokens int64 (n, 1). float32 (n, 1)."""
+        return self.scaled(self.logits.gather(1, tokens)) - self.largest - self.sums[:, -1:].log().float()
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        return logits.float() / self.temperature
 
 
 def _most_likely(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
