@@ -73,6 +73,7 @@ def alone(args: argparse.Namespace, environment: dict[str, str]) -> Iterator[Cal
             print(mode, file=process.stdin, flush=True)
             return next(float(line.removeprefix(MARK)) for line in process.stdout if line.startswith(MARK))
 
+        next(line for line in process.stdout if line.startswith(MARK))  # it is there: the next one finds its memory taken
         yield answer
         process.stdin.close()
         process.stdout.read()
@@ -87,6 +88,7 @@ def serve(args: argparse.Namespace) -> dict[str, Any]:
         del arguments[ours]
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     engine = LLM(**arguments)
+    print(f"{MARK}0", flush=True)
     requests = make_requests(args, args.requests, ragged=False, temperature=1.0, max_tokens=args.max_tokens)
     length = args.prompt_tokens + args.max_tokens
     prompts: Any = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests]
