@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -115,41 +113,24 @@ def _place_of(weights: Tensor, rest: Tensor) -> Tensor:
     return torch.searchsorted(inside, torch.minimum(rest, below_all), right=True)
 
 
-def block_sums(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    """logits (n, V), temperature float32 (n, 1). The largest of logits / temperature, float32 (n, 1), and the sums of
-    exp(logits / temperature - largest) over each block, float64 (n, blocks).
+def draw_from_logits(logits: Tensor, temperature: Tensor, uniform: Tensor, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """As ``draw`` from softmax(logits / temperature), but where a token is given. Tokens int64 (n, 1), log-probs float32 (n, 1).
 
-    Compiled, this writes nothing of the size of the logits.
+    logits (n, V), temperature float32 (n, 1), uniform float64 (n, 1); given int64 (n, 1), negative where a token is to be drawn.
+    Compiled, it writes nothing of the size of the logits.
     """
+    vocabulary = logits.shape[1]
     scaled = logits.float() / temperature
     largest = scaled.amax(-1, keepdim=True)
-    return largest, in_blocks((scaled - largest).exp()).sum(-1, dtype=torch.float64)
-
-
-@dataclass(frozen=True, slots=True)
-class Softmax:
-    """softmax(logits / temperature), never written out. largest, sums: ``block_sums``, the sums running."""
-
-    logits: Tensor
-    temperature: Tensor
-    largest: Tensor
-    sums: Tensor
-
-    def draw(self, uniform: Tensor) -> Tensor:
-        """As ``draw`` from its probabilities. uniform float64 (n, 1). Tokens int64 (n, 1)."""
-        vocabulary = self.logits.shape[1]
-        block, rest = _block_of(self.sums, uniform)
-        ids = block * BLOCK + torch.arange(BLOCK, device=block.device)
-        scaled = self.scaled(self.logits.gather(1, ids.clamp(max=vocabulary - 1)))
-        weights = (scaled - self.largest).exp() * (ids < vocabulary)
-        return (block * BLOCK + _place_of(weights, rest)).clamp_(max=vocabulary - 1)
-
-    def log_prob(self, tokens: Tensor) -> Tensor:
-        """tokens int64 (n, 1). float32 (n, 1)."""
-        return self.scaled(self.logits.gather(1, tokens)) - self.largest - self.sums[:, -1:].log().float()
-
-    def scaled(self, logits: Tensor) -> Tensor:
-        return logits.float() / self.temperature
+    sums = in_blocks((scaled - largest).exp()).sum(-1, dtype=torch.float64).cumsum(-1)
+    block, rest = _block_of(sums, uniform)
+    ids = block * BLOCK + torch.arange(BLOCK, device=logits.device)
+    inside = logits.gather(1, ids.clamp(max=vocabulary - 1)).float() / temperature
+    place = _place_of((inside - largest).exp() * (ids < vocabulary), rest)
+    tokens = (block * BLOCK + place).clamp_(max=vocabulary - 1)
+    if given is not None:
+        tokens = torch.where(given < 0, tokens, given)
+    return tokens, logits.gather(1, tokens).float() / temperature - largest - sums[:, -1:].log().float()
 
 
 def _most_likely(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
-from workers.rollout.sampling import Softmax, block_sums, uniforms
+from workers.rollout.sampling import draw_from_logits, uniforms
 from workers.rollout.vllm import KEY
 
 GREEDY_BELOW = 1e-5  # temperature, in vLLM
@@ -28,7 +28,7 @@ class SeededSampler(Sampler):
         super().__init__(logprobs_mode="processed_logprobs")
         self._runner = runner
         compiled = runner.device.type == "cuda" and not runner.model_config.enforce_eager
-        self._block_sums = torch.compile(block_sums) if compiled else block_sums
+        self._draw = torch.compile(draw_from_logits) if compiled else draw_from_logits
 
     def forward(
         self,
@@ -42,35 +42,28 @@ class SeededSampler(Sampler):
         logits = self.apply_logits_processors(logits, asked, predict_bonus_token)
         for processor in asked.logitsprocs.argmax_invariant:
             logits = processor.apply(logits)
-        n = len(logits)
+        uniform = to_device(self._uniforms(), logits.device)
         if asked.temperature is None:  # all are greedy
-            softmax = self._softmax(logits, logits.new_ones(n, 1, dtype=torch.float32))
-            tokens = logits.argmax(-1, keepdim=True)
+            temperature, given = torch.ones(len(logits), 1, device=logits.device), logits.argmax(-1, keepdim=True)
         else:
-            temperature = asked.temperature[:, None]
+            temperature, given = asked.temperature[:, None], None
             greedy = temperature < GREEDY_BELOW
-            softmax = self._softmax(logits, temperature if asked.all_random else temperature.masked_fill(greedy, 1.0))
-            tokens = self._cut(softmax, asked).draw(to_device(self._uniforms(), logits.device))
             if not asked.all_random:
-                tokens = torch.where(greedy, logits.argmax(-1, keepdim=True), tokens)
-        ranks = torch.zeros(n, dtype=torch.int32, device=logits.device)
-        ids = tokens.int()
-        return SamplerOutput(ids, LogprobsTensors(ids, softmax.log_prob(tokens), ranks))
+                temperature = temperature.masked_fill(greedy, 1.0)
+            if asked.top_k is not None or asked.top_p is not None:
+                kept = apply_top_k_top_p(logits.float() / temperature, asked.top_k, asked.top_p)
+                given, _ = self._drawn(kept, torch.ones_like(temperature), uniform, None)
+            if not asked.all_random:
+                given = torch.where(greedy, logits.argmax(-1, keepdim=True), -1 if given is None else given)
+        tokens, log_probs = self._drawn(logits, temperature, uniform, given)
+        ids, ranks = tokens.int(), torch.zeros(len(tokens), dtype=torch.int32, device=tokens.device)
+        return SamplerOutput(ids, LogprobsTensors(ids, log_probs, ranks))
 
-    def _softmax(self, logits: Tensor, temperature: Tensor) -> Softmax:
-        """Compiled at most twice, for one row and for any other number."""
-        for tensor in (logits, temperature):
+    def _drawn(self, logits: Tensor, temperature: Tensor, uniform: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What is compiled is for any number of rows, but for one, which is compiled for itself."""
+        for tensor in (logits, temperature, uniform, *([] if given is None else [given])):
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        largest, sums = self._block_sums(logits, temperature)
-        return Softmax(logits, temperature, largest, sums.cumsum(-1))
-
-    def _cut(self, softmax: Softmax, asked: Any) -> Softmax:
-        """Without what top-k and top-p leave out."""
-        if asked.top_k is None and asked.top_p is None:
-            return softmax
-        scaled = softmax.scaled(softmax.logits)
-        kept = apply_top_k_top_p(scaled, asked.top_k, asked.top_p)
-        return self._softmax(kept, torch.ones_like(softmax.temperature))
+        return self._draw(logits, temperature, uniform, given)
 
     def _uniforms(self) -> Tensor:
         """float64 (n, 1), on CPU. Where a prompt goes on entering, the token is drawn for nobody, and its position below 0.
