@@ -314,7 +314,8 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def sync_seconds(args: argparse.Namespace, bench: Bench, size: int) -> dict[str, Any]:
-    """Medians, and bytes/s, of a sync with the engine asleep before it; of its two parts; of vLLM's own call; of memcpy."""
+    """Medians, and bytes/s, of a sync with the engine asleep before it; of its two parts; of vLLM's own call, when the engine
+    woke just as before ours; of memcpy."""
     source = {name: tensor.detach().to(DTYPES[args.dtype]) for name, tensor in bench.weights().items()}
     if SHAPES[args.shape]["tie_word_embeddings"]:
         del source["lm_head.weight"]
@@ -338,6 +339,8 @@ def sync_seconds(args: argparse.Namespace, bench: Bench, size: int) -> dict[str,
         bench.sleep()
         found["wake"].append(timed(args.device, lambda: bench.host.residency.enter("sync", "actor")))
         found["load"].append(timed(args.device, sync))
+        bench.sleep()
+        bench.host.residency.enter("sync", "actor")
         found["bare reload_weights"].append(timed(args.device, bare))
         found["memcpy"].append(timed(args.device, copy))
     medians = {name: statistics.median(seconds[1:]) for name, seconds in found.items()}  # the first round warms up

@@ -87,16 +87,50 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     weights float32 (n, V), not negative, 0 for what is never drawn. uniform float64 (n, 1). The sums of blocks are passed
     first, then the weights of one block. Nothing waits for the device. Where weights are not finite the token means nothing.
     """
+    blocks = in_blocks(weights)
+    block, rest = _block_of(blocks.sum(-1, dtype=torch.float64).cumsum(-1), uniform)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0]
+    return (block * BLOCK + _place_of(inside, rest)).clamp_(max=weights.shape[1] - 1)
+
+
+def in_blocks(weights: Tensor) -> Tensor:
+    """(n, V) -> (n, blocks, BLOCK), the last block filled up with zeros."""
     n, vocabulary = weights.shape
-    blocks = nn.functional.pad(weights, (0, -vocabulary % BLOCK)).view(n, -1, BLOCK)
-    sums = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    return nn.functional.pad(weights, (0, -vocabulary % BLOCK)).view(n, -1, BLOCK)
+
+
+def _block_of(sums: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """sums (n, blocks), running. int64 (n, 1): the block that holds the share; float64 (n, 1): how far into it."""
     target = uniform * sums[:, -1:]
-    block = torch.searchsorted(sums, target, right=True).clamp_(max=blocks.shape[1] - 1)
-    before = nn.functional.pad(sums, (1, 0)).gather(1, block)
-    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].cumsum(-1, dtype=torch.float64)
+    block = torch.searchsorted(sums, target, right=True).clamp_(max=sums.shape[1] - 1)
+    return block, target - nn.functional.pad(sums, (1, 0)).gather(1, block)
+
+
+def _place_of(weights: Tensor, rest: Tensor) -> Tensor:
+    """weights (n, BLOCK), rest float64 (n, 1). int64 (n, 1): within the block."""
+    inside = weights.cumsum(-1, dtype=torch.float64)
     below_all = inside[:, -1:] * (1 - 2.0**-52)  # the block was summed in another order: its end must not be passed
-    token = torch.searchsorted(inside, torch.minimum(target - before, below_all), right=True)
-    return (block * BLOCK + token).clamp_(max=vocabulary - 1)
+    return torch.searchsorted(inside, torch.minimum(rest, below_all), right=True)
+
+
+def draw_from_logits(logits: Tensor, temperature: Tensor, uniform: Tensor, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """As ``draw`` from softmax(logits / temperature), but where a token is given. Tokens int64 (n, 1), log-probs float32 (n, 1).
+
+    logits (n, V), temperature float32 (n, 1), uniform float64 (n, 1); given int64 (n, 1), negative where a token is to be drawn.
+    Compiled, it writes nothing of the size of the logits.
+    """
+    vocabulary = logits.shape[1]
+    scaled = logits.float() / temperature
+    largest = scaled.amax(-1, keepdim=True)
+    sums = in_blocks((scaled - largest).exp()).sum(-1, dtype=torch.float64).cumsum(-1)
+    block, rest = _block_of(sums, uniform)
+    ids = block * BLOCK + torch.arange(BLOCK, device=logits.device)
+    inside = logits.gather(1, ids.clamp(max=vocabulary - 1)).float() / temperature
+    place = _place_of((inside - largest).exp() * (ids < vocabulary), rest)
+    tokens = (block * BLOCK + place).clamp_(max=vocabulary - 1)
+    if given is not None:
+        tokens = torch.where(given < 0, tokens, given)
+    return tokens, logits.gather(1, tokens).float() / temperature - largest - sums[:, -1:].log().float()
 
 
 def _most_likely(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,16 +25,26 @@ from workers.controller.group import WorkerInfo
 from workers.controller.session import set_environment
 from workers.engine.hf_model import DTYPES, empty_model, model_config, vocab_size
 from workers.rollout.base import Completion, Request, Rollout, RolloutSpec, check_requests
-from workers.rollout.sampling import draw, rows_at_once, stream_keys, uniforms
+from workers.rollout.sampling import stream_keys
 from workers.rollout.verification import HeldWeight
 from workers.rollout.weights import ExpectedWeights
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other runner has another sampler than SeededDraws fits
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other runner has another sampler than SeededSampler fits
     "VLLM_NO_USAGE_STATS": "1",
 }
 KEY = "tandem_key"  # among a request's extra_args: where its draws start
+
+
+@dataclass(slots=True)
+class Answer:
+    """A request, its name within vLLM, and what there is of the answer."""
+
+    request: Request
+    name: str
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
 
 
 class VLLMRollout(Rollout):
@@ -68,7 +79,8 @@ class VLLMRollout(Rollout):
                 self._cache_bytes = float(self._on_worker(prepare_worker))
             self._opened = opening.pop_all()
         gc.unfreeze()  # vLLM takes all objects of the process, the trainer's too, from the garbage collector
-        self._requests: dict[int, tuple[Request, str]] = {}
+        self._answers: dict[str, Answer] = {}
+        """Unfinished ones by vLLM's names, in order of submission."""
         self._counters = self._zeros()
 
     # Requests
@@ -78,55 +90,60 @@ class VLLMRollout(Rollout):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        check_requests(requests, self._requests, max_length=self.max_length, vocab_size=self.vocab_size)
+        unfinished = {answer.request.id for answer in self._answers.values()}
+        check_requests(requests, unfinished, max_length=self.max_length, vocab_size=self.vocab_size)
+        processor, tasks = self.engine.input_processor, self.engine.get_supported_tasks()
         for request in requests:
             params = SamplingParams(**sampling_arguments(request, self.max_length), output_kind=RequestOutputKind.FINAL_ONLY)
             prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
-            self._requests[request.id] = request, self.engine.add_request(str(request.id), prompt, params)
+            asked = processor.process_inputs(str(request.id), prompt, params, supported_tasks=tasks)
+            processor.assign_request_id(asked)
+            self.engine.engine_core.add_request(asked)
+            self._answers[asked.request_id] = Answer(request, asked.request_id)
             self._counters["prompt_tokens"] += len(request.prompt_ids)
 
     @property
     def unfinished(self) -> int:
-        return len(self._requests)
+        return len(self._answers)
 
     def step(self) -> list[Completion]:
-        """Raises FloatingPointError, naming a request, where the model's logits are not finite."""
+        """Raises FloatingPointError, naming a request, where the model's logits are not finite.
+
+        What the engine's core gives is taken as it is: vLLM's own collector makes objects of each token's log-prob, which
+        for hundreds of answers takes as long as the rest of a step.
+        """
         self._check_awake()
-        if not self._requests:
+        if not self._answers:
             return []
         with self._fenced():
-            outputs = self.engine.step()
+            outputs = self.engine.engine_core.get_output().outputs
         self._counters["decode_steps"] += 1
-        return [self._finished(output) for output in outputs if output.finished]
+        ended = []
+        for output in outputs:
+            answer = self._answers[output.request_id]
+            answer.token_ids += output.new_token_ids
+            answer.log_probs += output.new_logprobs.logprobs[:, 0].tolist()
+            if output.prefill_stats is not None:
+                self._counters["cached_tokens"] += output.prefill_stats.num_cached_tokens
+            if output.finish_reason is not None:
+                del self._answers[answer.name]
+                ended.append(self._completion(answer, str(output.finish_reason)))
+        return ended
 
-    def _finished(self, output: Any) -> Completion:
-        request, _ = self._requests.pop(int(output.request_id))
-        self._counters["cached_tokens"] += output.num_cached_tokens
-        answer = output.outputs[0]
-        return self._completion(request, answer.token_ids, answer.logprobs, answer.finish_reason)
-
-    def _completion(self, request: Request, token_ids: Sequence[int], log_probs: Sequence[Any], reason: Any) -> Completion:
-        values = tuple(of_tokens[token].logprob for token, of_tokens in zip(token_ids, log_probs, strict=True))
+    def _completion(self, answer: Answer, reason: Any) -> Completion:
+        id, values = answer.request.id, tuple(answer.log_probs)
         if not all(map(math.isfinite, values)):
-            raise FloatingPointError(
-                f"request {request.id}: the model's logits are not finite (weights of version {self._version})"
-            )
+            raise FloatingPointError(f"request {id}: the model's logits are not finite (weights of version {self._version})")
         self._counters["response_tokens"] += len(values)
-        return Completion(request.id, tuple(token_ids), values, reason, self._version)
+        return Completion(id, tuple(answer.token_ids), values, reason, self._version)
 
     def abort(self, ids: Sequence[int] | None = None) -> list[Completion]:
         """In order of submission. An id that is not unfinished is passed over: it may have ended meanwhile."""
-        chosen = [id for id in self._requests if ids is None or id in ids]
-        states = self.engine.output_processor.request_states
-        parts = []
-        for id in chosen:
-            request, internal = self._requests[id]
-            state = states[internal]
-            parts.append((request, list(state.detokenizer.output_token_ids), list(state.logprobs_processor.logprobs)))
-        self.engine.abort_request([str(id) for id in chosen])
-        for id in chosen:
-            del self._requests[id]
-        return [self._completion(*part, "abort") for part in parts]
+        chosen = [answer for answer in self._answers.values() if ids is None or answer.request.id in ids]
+        self.engine.engine_core.abort_requests([answer.name for answer in chosen])
+        for answer in chosen:
+            del self._answers[answer.name]
+        return [self._completion(answer, "abort") for answer in chosen]
 
     # Weights and memory
 
@@ -242,48 +259,12 @@ def sampling_arguments(request: Request, max_length: int) -> dict[str, Any]:
     }
 
 
-class SeededDraws(nn.Module):
-    """Stands for vLLM's top-k and top-p sampler: all rows at once, by seed and position, whose draws are the embedded engine's.
-
-    vLLM's own take a generator for each request, and a call for each generator. Log-probs are of the whole vocabulary.
-    """
-
-    def __init__(self, runner: Any) -> None:
-        super().__init__()
-        self._runner = runner
-
-    def forward(self, logits: Tensor, generators: Any, top_k: Tensor | None, top_p: Tensor | None) -> tuple[Tensor, Tensor]:
-        """logits (n, V), divided by the temperature already, overwritten. Tokens (n,) and log-probs (n, V)."""
-        from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
-
-        log_probs = logits.log_softmax(-1, dtype=torch.float32)
-        logits = apply_top_k_top_p(logits, top_k, top_p)
-        uniform = to_device(self._uniforms(), logits.device)
-        tokens = [draw(logits[rows].softmax(-1), uniform[rows]) for rows in rows_at_once(logits)]
-        return torch.cat(tokens)[:, 0], log_probs
-
-    def _uniforms(self) -> Tensor:
-        """float64 (n, 1), on CPU. Where a prompt goes on entering, the token is drawn for nobody, and its position below 0.
-
-        A row's position is what its cache holds after the step, less its prompt: as long as no token is guessed ahead, vLLM
-        knows that without a look at the device, also with the last step's tokens still under way.
-        """
-        batch = self._runner.input_batch
-        n = batch.num_reqs
-        keys = [self._runner.requests[id].sampling_params.extra_args[KEY] for id in batch.req_ids]
-        counts = self._runner.optimistic_seq_lens_cpu[:n].numpy() - batch.num_prompt_tokens[:n]
-        return torch.from_numpy(uniforms(np.array(keys, dtype=np.uint64), counts))[:, None]
-
-
-def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """From CPU, without waiting for what the device has under way."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
-
-
 def prepare_worker(worker: Any) -> int:
-    """Put SeededDraws into the worker's sampler. The bytes of its KV cache."""
+    """Put our sampler into it. The bytes of its KV cache."""
+    from workers.rollout.vllm_sampler import SeededSampler
+
     runner = worker.model_runner
-    runner.sampler.topk_topp_sampler = SeededDraws(runner)
+    runner.sampler = SeededSampler(runner)
     return sum(cache.nbytes for cache in runner.kv_caches)
 
 

@@ -4,7 +4,7 @@ import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from workers.rollout import sampling
-from workers.rollout.sampling import BLOCK, draw, sample, stream_keys, uniforms
+from workers.rollout.sampling import BLOCK, draw, draw_from_logits, sample, stream_keys, uniforms
 
 MASK = (1 << 64) - 1
 
@@ -86,6 +86,25 @@ def test_a_draw_is_where_the_whole_running_sum_passes_it(vocabulary: int) -> Non
     for uniform in (ends * (1 - 1e-11), (ends * (1 + 1e-11)).clamp(max=1 - 2.0**-52)):
         tokens = draw(weights, uniform)
         assert torch.equal(tokens, torch.searchsorted(sums, uniform * sums[:, -1:], right=True))
+
+
+@pytest.mark.parametrize("vocabulary", [1, BLOCK - 1, BLOCK, 7 * BLOCK + 3])
+def test_a_draw_from_logits_is_one_from_their_softmax(vocabulary: int) -> None:
+    """Also with tokens cut away; and where a token is given, its log-prob is."""
+    n = 3000
+    generator = torch.Generator().manual_seed(7)
+    logits = torch.randn(n, vocabulary, generator=generator, dtype=torch.bfloat16) * 4 + 20
+    logits[1::3, 1::2] = -torch.inf
+    temperature = torch.rand(n, 1, generator=generator) + 0.5
+    uniform = torch.from_numpy(spread(n))[torch.randperm(n, generator=generator), None]
+    log_probs = (logits.double() / temperature).log_softmax(-1)
+    tokens, found = draw_from_logits(logits, temperature, uniform)
+    assert torch.equal(tokens, draw(log_probs.exp().float(), uniform))
+    assert torch.allclose(found.double(), log_probs.gather(1, tokens), atol=1e-5, rtol=0)
+    given = torch.arange(n)[:, None] % (vocabulary + 1) - 1
+    mixed, found = draw_from_logits(logits, temperature, uniform, given)
+    assert torch.equal(mixed, torch.where(given < 0, tokens, given))
+    assert torch.allclose(found.double(), log_probs.gather(1, mixed), atol=1e-5, rtol=0)
 
 
 def test_no_rounding_draws_what_has_no_weight() -> None:
