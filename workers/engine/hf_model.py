@@ -198,6 +198,20 @@ def _check_packing(model: PackedModel, path: str) -> None:
     hf.set_attn_implementation(PACKED_ATTENTION)
 
 
+def write_description(model: PreTrainedModel, directory: Path) -> list[str]:
+    """config.json, and generation_config.json of a language model: with weights and a tokenizer it is a model directory.
+
+    Returns the names of the files.
+    """
+    model.config.dtype = model.dtype
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(directory)
+    if not model.can_generate():
+        return ["config.json"]
+    model.generation_config.save_pretrained(directory)
+    return ["config.json", "generation_config.json"]
+
+
 def _auto_class(config: PretrainedConfig, head: Head) -> type[AutoModelForCausalLM | AutoModelForTokenClassification]:
     """A critic is transformers' token classifier with one label. Where it has none for this body, one is made its way."""
     if head == "lm":
