@@ -72,8 +72,13 @@ class RemoteCopies:
         return None
 
     def fetch(self, name: str, into: Path) -> Checkpoint:
-        """The copy ``name`` as a directory in ``into``, compared with its manifest; what is there goes. Raises Damaged."""
+        """The copy ``name`` as a directory in ``into``, compared with its manifest; what is there goes.
+
+        Raises Damaged, and ValueError for a name that is no checkpoint's.
+        """
         source, where = f"{self.root}/{name}", f"{self.name}/{name}"
+        if not re.fullmatch(r"global_step_\d+", name):
+            raise ValueError(f"{where}: a checkpoint is called global_step_<N>")
         if not self.fs.exists(f"{source}/{MANIFEST}"):
             raise Damaged(f"{where}: no {MANIFEST} in it")
         text = self.fs.cat_file(f"{source}/{MANIFEST}").decode()
@@ -83,13 +88,11 @@ class RemoteCopies:
         for old in (partial, final):
             if old.exists():
                 shutil.rmtree(old)
-        partial.mkdir(parents=True)
-        for file in manifest.files:
-            (partial / file).parent.mkdir(parents=True, exist_ok=True)
-            if not self.fs.exists(f"{source}/{file}"):
-                raise Damaged(f"{where}: {file} is not there")
-            self.fs.get_file(f"{source}/{file}", str(partial / file))
         try:
+            for file in manifest.files:
+                (partial / file).parent.mkdir(parents=True, exist_ok=True)
+                if self.fs.exists(f"{source}/{file}"):
+                    self.fs.get_file(f"{source}/{file}", str(partial / file))
             check_files(partial, manifest.files)
         except Damaged as damage:
             shutil.rmtree(partial)

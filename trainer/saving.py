@@ -125,10 +125,8 @@ class Saver:
         self.settle()
         if self.problem is not None:
             last = (self.run_dir / LATEST).read_text() if (self.run_dir / LATEST).exists() else None
-            found = (
-                f"the last whole checkpoint is {checkpoint_dir(self.run_dir, int(last))}" if last else "there is no checkpoint"
-            )
-            raise NotSaved(f"the end of the run is not saved: {self.problem}; {found}")
+            found = f"the last whole one is {checkpoint_dir(self.run_dir, int(last))}" if last else "there is none"
+            raise NotSaved(f"the last checkpoint is missing: {self.problem}; {found}")
 
     def _write_tokenizer(self, folder: Path) -> None:
         for name, content in self._tokenizer_files.items():
