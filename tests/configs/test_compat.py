@@ -11,6 +11,7 @@ from configs.argv import compat
 from configs.compose import compose
 from configs.keys import CONFIG_DIR, keys_of
 from configs.schema.evaluation import EvaluationConfig
+from configs.schema.export import ExportConfig
 from configs.schema.generation import GenerationConfig
 from configs.schema.parity import ParityConfig
 from configs.schema.ppo import PPOConfig
@@ -56,7 +57,7 @@ def test_listed_differences_are_differences() -> None:
     assert all(OmegaConf.select(ours, key) != entry["verl"] for key, entry in DIFFERENCES.items())
 
 
-SCHEMAS = (PPOConfig, SFTConfig, GenerationConfig, EvaluationConfig, ParityConfig)
+SCHEMAS = (PPOConfig, SFTConfig, GenerationConfig, EvaluationConfig, ParityConfig, ExportConfig)
 
 
 def test_aliases_lead_to_keys_of_some_program_and_hide_none() -> None:

@@ -132,7 +132,7 @@ def vocab_size(model: ModelConfig) -> int:
 def empty_model(model: ModelConfig, config: PretrainedConfig, head: Head, dtype: torch.dtype) -> PackedModel:
     """The model on the meta device: names and shapes, no memory."""
     with torch.device("meta"):
-        hf = _auto_class(config, head).from_config(
+        hf = auto_class(config, head).from_config(
             config, dtype=dtype, attn_implementation=PACKED_ATTENTION, trust_remote_code=model.trust_remote_code
         )
     if not hf._supports_attention_backend or hf._is_stateful:
@@ -152,7 +152,7 @@ def load_model(model: ModelConfig, config: PretrainedConfig, head: Head, dtype: 
     hf: PreTrainedModel
     report: dict[str, set[str]]
     with torch.random.fork_rng(devices=[]):  # a new head is drawn, and set to zero below
-        hf, report = _auto_class(config, head).from_pretrained(  # type: ignore[misc] # a pair, with output_loading_info
+        hf, report = auto_class(config, head).from_pretrained(  # type: ignore[misc] # a pair, with output_loading_info
             model_path(model),
             config=config,
             dtype=dtype,
@@ -212,7 +212,7 @@ def write_description(model: PreTrainedModel, directory: Path) -> list[str]:
     return ["config.json", "generation_config.json"]
 
 
-def _auto_class(config: PretrainedConfig, head: Head) -> type[AutoModelForCausalLM | AutoModelForTokenClassification]:
+def auto_class(config: PretrainedConfig, head: Head) -> type[AutoModelForCausalLM | AutoModelForTokenClassification]:
     """A critic is transformers' token classifier with one label. Where it has none for this body, one is made its way."""
     if head == "lm":
         return AutoModelForCausalLM

@@ -63,19 +63,19 @@ def load_sharded(state: dict[str, Tensor], path: str) -> None:
     """
     if not any(Path(path).glob("*.safetensors")):
         raise FileNotFoundError(f"{path}: no checkpoint there")
-    saved = sizes(path)
+    saved = saved_tensors(path)
     for name, tensor in state.items():
         if name not in saved:
             raise ValueError(f"{path}: no {name} in this checkpoint: it is another model's")
-        if saved[name] != tensor.shape:
-            raise ValueError(f"{path}: {name} is {tuple(saved[name])} there and {tuple(tensor.shape)} in this model")
+        if saved[name].shape != tensor.shape:
+            raise ValueError(f"{path}: {name} is {tuple(saved[name].shape)} there and {tuple(tensor.shape)} in this model")
     dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(path))
 
 
-def sizes(path: str) -> dict[str, torch.Size]:
-    """{name: shape of the full tensor} of a checkpoint."""
+def saved_tensors(path: str) -> dict[str, Tensor]:
+    """{name: a full tensor of that shape and type, without memory} of a checkpoint."""
     found = {}
     for name, entry in dcp.HuggingFaceStorageReader(path).read_metadata().state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata)
-        found[name] = entry.size
+        found[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
     return found
