@@ -60,8 +60,8 @@ def run_on_a_disk_that_is_full_at(task: Path, folder: Path, full: list[int], *ov
     (folder / "reward.py").write_text(FULL_DISK)
     function = f"reward.custom_reward_function.path={folder}/reward.py"
     steps = (
-        "trainer.save_freq=1",
-        "trainer.total_training_steps=3",
+        "trainer.save_freq=2",
+        "trainer.total_training_steps=4",
         f"++reward.custom_reward_function.reward_kwargs.full={full}",
     )
     return main_ppo.PROGRAM(ppo_arguments(task, folder / "run", function, *steps, *overrides))
@@ -73,25 +73,25 @@ def events(run_dir: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("background", ["true", "false"])
 def test_a_disk_that_fills_up_costs_a_checkpoint_and_not_the_run(background: str, task: Path, tmp_path: Path) -> None:
-    assert run_on_a_disk_that_is_full_at(task, tmp_path, [2], f"trainer.checkpoint.async_save={background}") == 0
-    assert checkpoint_steps(tmp_path / "run") == [1, 3]
+    assert run_on_a_disk_that_is_full_at(task, tmp_path, [2, 3], f"trainer.checkpoint.async_save={background}") == 0
+    assert checkpoint_steps(tmp_path / "run") == [4]
     (event,) = events(tmp_path / "run")
     assert event["step"] == 2 and "File too large" in event["text"] and "the next save is tried" in event["text"]
     assert "File too large" in (tmp_path / "run/report.html").read_text()
     unbroken = run_ppo(
-        task, tmp_path / "unbroken", "trainer.total_training_steps=3", f"reward.custom_reward_function.path={task}/reward.py"
+        task, tmp_path / "unbroken", "trainer.total_training_steps=4", f"reward.custom_reward_function.path={task}/reward.py"
     )
     assert repeatable(metrics_of(tmp_path / "run")) == repeatable(unbroken)
 
 
 def test_a_run_whose_end_is_not_saved_says_so(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     try:
-        code = run_on_a_disk_that_is_full_at(task, tmp_path, [3])
+        code = run_on_a_disk_that_is_full_at(task, tmp_path, [4])
     finally:
         lift_the_limit()
     assert code == 1
     (line,) = (line for line in capfd.readouterr().err.splitlines() if line.startswith("error: "))
-    assert "the last checkpoint is missing: step 3: " in line and "File too large" in line and line.endswith("run/global_step_2")
+    assert "the last checkpoint is missing: step 4: " in line and "File too large" in line and line.endswith("run/global_step_2")
     assert "Traceback" not in capfd.readouterr().err
     assert (tmp_path / "run/report.html").exists()
 
