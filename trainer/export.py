@@ -90,6 +90,7 @@ def role_of(checkpoint: Checkpoint, role: str | None) -> str:
 
 def export(source: Path, target: Path) -> None:
     """source: a role's directory. target: an empty one."""
+    transformers.logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(source)
     head = head_of(config)
     with torch.device("meta"):
@@ -120,7 +121,6 @@ def read_weights(source: Path, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def check(directory: Path) -> int:
     """Load it as anybody would, and count its weights. Raises Damaged if a weight is missing, too many, or of another shape."""
-    transformers.logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(directory)
     model, report = auto_class(config, head_of(config)).from_pretrained(  # type: ignore[misc] # a pair, with output_loading_info
         directory, output_loading_info=True

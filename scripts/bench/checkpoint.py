@@ -8,12 +8,13 @@ a Hugging Face directory in float32, in a process of its own; its memory is the 
 
 import argparse
 import json
-import resource
 import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
+from threading import Thread
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -58,22 +59,42 @@ def spec_of(path: str) -> EngineSpec:
     )
 
 
-def resident() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+class Peak:
+    """Of this process's own memory, in GB more than at the start; pages of files that it reads are the kernel's to drop."""
+
+    def __enter__(self) -> Self:
+        self.before = self.most = self._now()
+        self.open = True
+        self.thread = Thread(target=self._watch)
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.open = False
+        self.thread.join()
+
+    @property
+    def more(self) -> float:
+        return round((self.most - self.before) / 1e9, 3)
+
+    def _now(self) -> int:
+        (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+        return int(line.split()[1]) * 1024
+
+    def _watch(self) -> None:
+        while self.open:
+            self.most = max(self.most, self._now())
+            time.sleep(0.002)
 
 
 def exported(source: str, target: str) -> dict[str, float]:
     """In a process of its own: what it took."""
-    before = resident()
     Path(target).mkdir()
-    spent = seconds(lambda: export(Path(source), Path(target)))
-    during = resident()
-    return {
-        "seconds": spent,
-        "GB": round(during - before, 3),
-        "check": seconds(lambda: check(Path(target))),
-        "GB_with_check": round(resident() - before, 3),
-    }
+    with Peak() as exporting:
+        spent = seconds(lambda: export(Path(source), Path(target)))
+    with Peak() as checking:
+        checked = seconds(lambda: check(Path(target)))
+    return {"seconds": spent, "GB": exporting.more, "seconds of the check": checked, "GB of the check": checking.more}
 
 
 def main() -> None:
