@@ -1,7 +1,8 @@
 """From a command line to a checked configuration and a run: what every main_*.py shares.
 
 Exit codes: 0; 2 for what the user can mend, one line a problem; 3 for what a run found to be wrong, one line each; 1 for anything
-else, with the traceback (of a worker that failed, or was late, its own); 130 for Ctrl-C.
+else, with the traceback (of a worker that failed, or was late, its own; none if the last
+checkpoint could not be written); 130 for Ctrl-C.
 """
 
 import sys
@@ -26,6 +27,10 @@ class RunnableConfig(Protocol):
 
 class Found(Exception):
     """The run did what it was asked to do, and found something wrong: a line for each."""
+
+
+class NotSaved(Exception):
+    """The run did what it was asked to do, but its end is not on disk: one line."""
 
 
 Config = TypeVar("Config", bound=RunnableConfig)
@@ -114,7 +119,7 @@ class Program(Generic[Config]):
         except Found as error:
             complain(*str(error).splitlines())
             return 3
-        except (WorkerError, PhaseTimeout) as error:  # they say where
+        except (WorkerError, PhaseTimeout, NotSaved) as error:  # they say where
             if trainer.full_traceback:
                 traceback.print_exc()
             print(f"error: {error}", file=sys.stderr)

@@ -26,9 +26,12 @@ class Events:
         self.path = run_dir / EVENTS
 
     def add(self, step: int, kind: str, text: str) -> None:
-        """One line in the file, in the kernel's hands on return, and on stderr."""
+        """One line on stderr and in the file, in the kernel's hands on return; if the disk takes nothing, on stderr alone."""
         event = Event(step=step, time=time.strftime("%Y-%m-%d %H:%M:%S"), kind=kind, text=" ".join(text.split()))
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json_line({**event}))
         print(f"{kind}: step {step}: {event['text']}", file=sys.stderr, flush=True)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json_line({**event}))
+        except OSError as error:
+            print(f"{self.path}: {error}", file=sys.stderr, flush=True)

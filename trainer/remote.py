@@ -8,12 +8,16 @@ from typing import Any, Literal
 from workers.batch import Batch
 from workers.controller.dispatch import Mesh, Sharded
 from workers.controller.group import PhaseTimeout, WorkerError, WorkerGroup
-from workers.engine.base import EngineSpec, LossSpec
+from workers.engine.base import EngineSpec, LossSpec, SavedFile
 from workers.metric import Metric, Metrics, join_metrics
 from workers.plan import Limits, Plan, make_plan
 from workers.rollout.base import RolloutSpec, Sampling
 
 PHASES = {"start": "engine start", "generate": "generation", "sync": "weight sync"}
+
+
+class SaveFailed(OSError):
+    """Ranks could not write; the words of each."""
 
 
 class RemoteModel:
@@ -61,8 +65,21 @@ class RemoteModel:
         flops, self._flops = self._flops, 0.0
         return flops
 
-    def save(self, path: str) -> None:
-        self.group.call("run", self.role, "save", path).result()
+    def save(self, path: str, *, background: bool = False) -> None:
+        """Into the directory ``path``; ``saved`` tells how it ended. background: returns when the state is copied to the host."""
+        self.group.call("run", self.role, "save", path, background).result()
+
+    def saved(self, *, patient: bool = True) -> list[SavedFile] | None:
+        """The files that the ranks wrote in the last ``save``; None if a rank is still at it and we are not ``patient``.
+
+        Raises SaveFailed when all have ended and one could not write.
+        """
+        answers: list[list[SavedFile] | str | None] = self.group.call("run", self.role, "saved", patient).result()
+        if any(answer is None for answer in answers):
+            return None
+        if problems := dict.fromkeys(answer for answer in answers if isinstance(answer, str)):
+            raise SaveFailed("; ".join(problems))
+        return [file for answer in answers if isinstance(answer, list) for file in answer]
 
     def load(self, path: str) -> None:
         self.group.call("run", self.role, "load", path).result()

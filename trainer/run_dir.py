@@ -24,6 +24,7 @@ TENSORBOARD = "tensorboard"
 ROLLOUTS = "rollouts"
 WANDB_ID = "wandb_id.txt"
 LATEST = "latest_checkpointed_iteration.txt"
+BEST = "best_checkpointed_iteration.txt"
 SECRETS = ("apikey", "accesskey", "secretkey", "privatekey", "token", "password", "passwd", "secret", "credentials")
 
 GLOBAL_STEP = "training/global_step"
@@ -61,6 +62,15 @@ def fsync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def fsync_tree(root: Path) -> None:
+    """Make all that lies below ``root`` last."""
+    for directory, _, files in os.walk(root):
+        for name in files:
+            with open(os.path.join(directory, name), "rb") as file:
+                os.fsync(file.fileno())
+        fsync_directory(Path(directory))
 
 
 def json_line(entry: dict[str, Any]) -> str:
@@ -104,12 +114,14 @@ def start_run(run_dir: Path, resume_step: int | None, rollout_dir: Path | None) 
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     if resume_step is None or not checkpoint_dir(run_dir, resume_step).exists():
-        outputs = [run_dir / name for name in (METRICS, SAMPLES, EVENTS, REPORT, TENSORBOARD, ROLLOUTS, WANDB_ID, LATEST)]
+        outputs = [run_dir / name for name in (METRICS, SAMPLES, EVENTS, REPORT, TENSORBOARD, ROLLOUTS, WANDB_ID, LATEST, BEST)]
         _set_aside(run_dir, outputs + [checkpoint_dir(run_dir, step) for step in checkpoint_steps(run_dir)])
         return
     later = [step for step in checkpoint_steps(run_dir) if step > resume_step]
     _set_aside(run_dir, [checkpoint_dir(run_dir, step) for step in later])
     write_atomic(run_dir / LATEST, str(resume_step))
+    if (run_dir / BEST).exists() and int((run_dir / BEST).read_text()) > resume_step:
+        (run_dir / BEST).unlink()  # the next save names the best of those that are left
     for name in (METRICS, SAMPLES):
         _cut_lines(run_dir / name, resume_step)
     for directory in {run_dir / ROLLOUTS, rollout_dir or run_dir / ROLLOUTS}:

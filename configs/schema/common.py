@@ -70,6 +70,12 @@ class WorkersConfig(ProgramConfig):
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class CheckpointConfig:
+    async_save: bool
+    remote_dir: str | None
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class RunConfig(WorkersConfig):
     """In every program that trains."""
 
@@ -80,6 +86,8 @@ class RunConfig(WorkersConfig):
     total_training_steps: Positive | None
     test_freq: int
     save_freq: int
+    checkpoint: CheckpointConfig
+    best_metric: str | None
     resume_mode: Literal["auto", "disable", "resume_path"]
     resume_from_path: str | None
 

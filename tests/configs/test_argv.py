@@ -38,6 +38,8 @@ def complaint(*argv: str) -> str:
             "reward_model.reward_kwargs.overlong_buffer_cfg.enable=True",
             "reward.reward_kwargs.overlong_buffer_cfg.enable=True",
         ),
+        ("trainer.default_hdfs_dir=hdfs://host/runs", "trainer.checkpoint.remote_dir=hdfs://host/runs"),
+        ("+critic.checkpoint.async_save=True", "trainer.checkpoint.async_save=True"),
         ("~trainer.seed", "~trainer.seed"),
         ("trainer.seed=1,2,3", "trainer.seed=1,2,3"),
         ("algorithm=grpo", "algorithm=grpo"),
@@ -73,13 +75,13 @@ def test_the_last_value_of_a_key_counts_whatever_it_was_called() -> None:
 
 def test_keys_that_cannot_change_a_result_are_left_out_with_a_note() -> None:
     command = ppo(
-        "trainer.balance_batch=False", "actor_rollout_ref.model.use_remove_padding=True", "trainer.default_hdfs_dir=null"
+        "trainer.balance_batch=False", "actor_rollout_ref.model.use_remove_padding=True", "trainer.validation_data_dir=null"
     )
     assert command.overrides == () and command.typed == frozenset()
     assert [note.split()[0] for note in command.notes] == [
         "trainer.balance_batch",
         "actor_rollout_ref.model.use_remove_padding",
-        "trainer.default_hdfs_dir",
+        "trainer.validation_data_dir",
     ]
 
 
@@ -100,7 +102,7 @@ def test_two_bounds_are_not_one_number(typed: str, kept: str) -> None:
 @pytest.mark.parametrize(
     ("typed", "told"),
     [
-        ("trainer.default_hdfs_dir=hdfs://x", "copy them from there"),
+        ("trainer.validation_data_dir=x", "shows answers"),
         ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "leave it at 1"),
         ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=1,2", "leave it at 1"),
         ("actor_rollout_ref.model.lora_rank=8", "no LoRA yet"),

@@ -11,6 +11,7 @@ from configs.argv import compat
 from configs.compose import compose
 from configs.keys import CONFIG_DIR, keys_of
 from configs.schema.evaluation import EvaluationConfig
+from configs.schema.export import ExportConfig
 from configs.schema.generation import GenerationConfig
 from configs.schema.parity import ParityConfig
 from configs.schema.ppo import PPOConfig
@@ -56,7 +57,7 @@ def test_listed_differences_are_differences() -> None:
     assert all(OmegaConf.select(ours, key) != entry["verl"] for key, entry in DIFFERENCES.items())
 
 
-SCHEMAS = (PPOConfig, SFTConfig, GenerationConfig, EvaluationConfig, ParityConfig)
+SCHEMAS = (PPOConfig, SFTConfig, GenerationConfig, EvaluationConfig, ParityConfig, ExportConfig)
 
 
 def test_aliases_lead_to_keys_of_some_program_and_hide_none() -> None:
@@ -74,7 +75,7 @@ def test_what_is_left_out_or_refused_is_no_key_of_ours() -> None:
 
 
 def test_values_are_told_apart_by_kind() -> None:
-    entry = compat().accepted["trainer.default_hdfs_dir"]
-    assert entry.takes(None) and not entry.takes("hdfs://x") and not entry.takes(0)
+    entry = compat().accepted["trainer.validation_data_dir"]
+    assert entry.takes(None) and not entry.takes("a/b") and not entry.takes(0)
     one = compat().accepted["*ulysses_sequence_parallel_size"]
     assert one.takes(1) and not one.takes(True) and not one.takes(2)

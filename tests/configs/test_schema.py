@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 from configs.argv import groups_of
 from configs.keys import CONFIG_DIR, described, keys_of
 from configs.schema.evaluation import EvaluationConfig
+from configs.schema.export import ExportConfig
 from configs.schema.generation import GenerationConfig
 from configs.schema.parity import ParityConfig
 from configs.schema.ppo import PPOConfig
@@ -20,6 +21,7 @@ PROGRAMS = [
     ("generation", GenerationConfig),
     ("evaluation", EvaluationConfig),
     ("parity", ParityConfig),
+    ("export", ExportConfig),
 ]
 # Keys that two programs share though they are not the same thing, or whose defaults are meant to differ.
 OWN_DEFAULTS = {"trainer.default_local_dir", "data.shuffle", "actor_rollout_ref.model.enable_gradient_checkpointing"}

@@ -1,162 +1,32 @@
-import contextlib
 import json
-import os
-import pathlib
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from trainer.checkpoint import SAFE_TO_CHANGE, CheckpointWriter, _is_safe, check_config, find_latest, resolve_resume
+from tests.trainer.checkpoints import CONFIG, is_whole, names, save
+from trainer.checkpoint import SAFE_TO_CHANGE, _is_safe, check_config, find_latest, resolve_resume
+from trainer.remote_copies import RemoteCopies
+from trainer.run_dir import EVENTS, read_lines, start_run
 
 ROOT = Path(__file__).parents[2]
-CONFIG = {
-    "data": {"train_files": ["a.parquet"], "train_batch_size": 32},
-    "actor_rollout_ref": {
-        "actor": {"optim": {"lr": 1e-6, "betas": [0.9, 0.999]}, "ppo_micro_batch_size_per_gpu": 8},
-        "rollout": {"val_kwargs": {"n": 1}},
-    },
-    "trainer": {"total_epochs": 1, "save_freq": 5, "hf_token": "s3cret"},
-    "ray_kwargs": {"ray_init": {}},
-}
+LATEST = "latest_checkpointed_iteration.txt"
 
 
-def save(run_dir: Path, step: int, roles: tuple[str, ...] = ("actor", "critic"), **keep: int | None) -> None:
-    writer = CheckpointWriter(run_dir, step, config=CONFIG, state={"kl": {"coefficient": 0.1}}, world_size=2, keep=keep)
-    with writer as directory:
-        for role in roles:
-            (directory / role / "shards").mkdir(parents=True)
-            for rank in range(2):
-                (directory / role / "shards" / f"rank_{rank}").write_text(f"{role} {rank} of step {step}")
-
-
-def is_whole(path: Path, step: int) -> bool:
-    shards = [(path / role / "shards" / f"rank_{rank}", role, rank) for role in ("actor", "critic") for rank in range(2)]
-    return all(file.read_text() == f"{role} {rank} of step {step}" for file, role, rank in shards)
-
-
-def names(path: Path) -> set[str]:
-    return {child.name for child in path.iterdir()}
-
-
-def resume(run_dir: Path, mode: str = "auto", path: Path | None = None) -> int | None:
+def resume(run_dir: Path, mode: str = "auto", path: Path | str | None = None) -> int | None:
     checkpoint = resolve_resume(mode, None if path is None else str(path), run_dir)
     return None if checkpoint is None else checkpoint.step
 
 
-def test_what_was_saved_is_found(tmp_path: Path) -> None:
-    save(tmp_path, 5)
-    save(tmp_path, 10)
-    checkpoint = find_latest(tmp_path)
-    assert checkpoint is not None and checkpoint.path == tmp_path / "global_step_10" and is_whole(checkpoint.path, 10)
-    manifest = checkpoint.manifest
-    assert (manifest.step, manifest.world_size, manifest.roles) == (10, 2, ["actor", "critic"])
-    assert manifest.state == {"kl": {"coefficient": 0.1}}
-    assert check_config(manifest.config, CONFIG) == []
-    assert checkpoint.role("critic") == checkpoint.path / "critic"
-    with pytest.raises(ValueError, match="saved without ref: it holds actor, critic"):
-        checkpoint.role("ref")
-    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "10"
-    assert "s3cret" not in (checkpoint.path / "manifest.json").read_text()
-
-
-class Killed(BaseException):
-    """The process is gone: nothing after this runs."""
-
-
-def kill_at(monkeypatch: pytest.MonkeyPatch, count: int) -> Callable[[], int]:
-    """Raise Killed at the ``count``-th call that makes, syncs, renames or removes something. Returns a counter of calls."""
-    calls = 0
-
-    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == count:
-                raise Killed
-            return function(*args, **kwargs)
-
-        return call
-
-    for name in ("fsync", "mkdir", "unlink", "rmdir"):
-        monkeypatch.setattr(os, name, counted(vars(os)[name]))
-    for name in ("rename", "replace"):
-        monkeypatch.setattr(pathlib.Path, name, counted(vars(pathlib.Path)[name]))
-    return lambda: calls
-
-
-def test_killed_at_any_point_a_checkpoint_is_whole_or_absent(tmp_path: Path) -> None:
-    outcomes = []
-    for count in range(1, 200):
-        run_dir = tmp_path / str(count)
-        save(run_dir, 2)
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            calls = kill_at(monkeypatch, count)
-            with contextlib.suppress(Killed):
-                save(run_dir, 4, actor=1, critic=1)
-            if calls() < count:
-                break
-        checkpoint = resolve_resume("auto", None, run_dir)
-        assert checkpoint is not None and is_whole(checkpoint.path, checkpoint.step)
-        outcomes.append(checkpoint.step)
-        assert not [name for name in names(run_dir) if name.endswith(".incomplete")]
-        for path in run_dir.glob("global_step_*"):
-            assert (path / "manifest.json").exists()
-        save(run_dir, 6, actor=1, critic=1)
-        assert resume(run_dir) == 6
-    assert calls() > 20 and outcomes == sorted(outcomes) and set(outcomes) == {2, 4}
-
-
-def test_an_error_while_saving_leaves_the_last_checkpoint(tmp_path: Path) -> None:
-    save(tmp_path, 2)
-    writer = CheckpointWriter(tmp_path, 4, config=CONFIG, state={}, world_size=1, keep={"actor": 1})
-    with pytest.raises(OSError, match="disk full"), writer as directory:
-        (directory / "actor").mkdir()
-        raise OSError("disk full")
-    assert names(tmp_path) == {"global_step_2", "latest_checkpointed_iteration.txt"}
-    assert resume(tmp_path) == 2
-
-
-def test_old_checkpoints_go_only_after_the_new_one_is_whole(tmp_path: Path) -> None:
-    save(tmp_path, 2)
-    writer = CheckpointWriter(tmp_path, 4, config=CONFIG, state={}, world_size=1, keep={"actor": 1})
-    with writer as directory:
-        (directory / "actor").mkdir()
-        assert is_whole(tmp_path / "global_step_2", 2) and resume_text(tmp_path) == "2"
-    assert names(tmp_path / "global_step_2") == {"critic", "manifest.json"}
-
-
-def resume_text(run_dir: Path) -> str:
-    return (run_dir / "latest_checkpointed_iteration.txt").read_text()
-
-
-def test_each_role_keeps_its_own_number(tmp_path: Path) -> None:
-    for step in (1, 2, 3, 9, 10):
-        save(tmp_path, step, actor=3, critic=1)
-    assert names(tmp_path) - {"latest_checkpointed_iteration.txt"} == {"global_step_3", "global_step_9", "global_step_10"}
-    assert names(tmp_path / "global_step_9") == {"actor", "manifest.json"}
-    with pytest.raises(ValueError, match=r"global_step_9 cannot be resumed from: of actor, critic it has lost critic"):
-        resume(tmp_path, "resume_path", tmp_path / "global_step_9")
-    assert resume(tmp_path) == 10
-
-
-def test_without_a_limit_all_are_kept(tmp_path: Path) -> None:
-    for step in range(1, 5):
-        save(tmp_path, step, actor=None)
-    assert len(list(tmp_path.glob("global_step_*/critic"))) == 4
-
-
 def test_how_a_run_starts(tmp_path: Path) -> None:
     assert resume(tmp_path / "none_yet") is None
-    save(tmp_path, 3)
-    save(tmp_path, 7)
+    save(tmp_path, 3, 7)
     assert resume(tmp_path) == 7
     assert resume(tmp_path, "disable") is None
     assert resume(tmp_path / "other", "resume_path", tmp_path / "global_step_3") == 3
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3\n")
+    (tmp_path / LATEST).write_text("3\n")
     assert resume(tmp_path) == 3
 
 
@@ -171,7 +41,7 @@ def test_what_cannot_be_resumed_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "elsewhere/global_step_5.incomplete").mkdir(parents=True)
     with pytest.raises(ValueError, match="never finished"):
         resume(tmp_path, "resume_path", tmp_path / "elsewhere/global_step_5.incomplete")
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    (tmp_path / LATEST).write_text("4")
     with pytest.raises(ValueError, match=r"names step '4', but the checkpoints there are of steps \[3\]"):
         resume(tmp_path)
 
@@ -181,8 +51,109 @@ def test_leftovers_of_an_interrupted_save_are_removed(tmp_path: Path) -> None:
     (tmp_path / "global_step_6.incomplete/actor").mkdir(parents=True)
     (tmp_path / "global_step_3/critic.incomplete").mkdir()
     assert resume(tmp_path) == 3
-    assert names(tmp_path) == {"global_step_3", "latest_checkpointed_iteration.txt"}
+    assert names(tmp_path) == {"global_step_3", LATEST}
     assert names(tmp_path / "global_step_3") == {"actor", "critic", "manifest.json"}
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def one_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[3] ^= 1
+    path.write_bytes(bytes(content))
+
+
+DAMAGE = {
+    "short": ("actor/shard-1.safetensors", cut_short, r"actor/shard-1.safetensors has 16 bytes, manifest.json says 17"),
+    "bit": ("critic/shard-0.safetensors", one_bit, "critic/shard-0.safetensors is not what was written: its sha256"),
+    "gone": ("actor/tokenizer.json", Path.unlink, "actor/tokenizer.json is not there"),
+    "half a manifest": ("manifest.json", cut_short, "manifest.json is not whole: Invalid JSON"),
+    "no manifest": ("manifest.json", Path.unlink, "no manifest.json in it"),
+    "another shard": ("actor/x.safetensors", lambda path: path.write_text(""), "actor/x.safetensors is not of this checkpoint"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(kind: str, tmp_path: Path) -> None:
+    file, spoil, told = DAMAGE[kind]
+    save(tmp_path, 2, 4, 6)
+    spoil(tmp_path / "global_step_6" / file)
+    with pytest.raises(ValueError, match=told.replace("no manifest.json in it", "no manifest.json")):
+        resume(tmp_path / "other", "resume_path", tmp_path / "global_step_6")
+    checkpoint = find_latest(tmp_path)
+    assert checkpoint is not None and checkpoint.step == 4 and is_whole(checkpoint.path, 4)
+    (event,) = read_lines(tmp_path / EVENTS)
+    assert (event["step"], event["kind"]) == (6, "damaged checkpoint")
+    assert (
+        re.search(told, event["text"])
+        and "global_step_6" in event["text"]
+        and event["text"].endswith("the one before it is taken")
+    )
+    start_run(tmp_path, checkpoint.step, None)
+    assert names(tmp_path / "earlier_1") == {"global_step_6"} and resume(tmp_path) == 4
+
+
+def test_when_no_checkpoint_is_whole_nothing_starts_anew_by_itself(tmp_path: Path) -> None:
+    save(tmp_path, 2, 4)
+    for step in (2, 4):
+        cut_short(tmp_path / f"global_step_{step}/actor/shard-0.safetensors")
+    with pytest.raises(
+        ValueError, match=r"no checkpoint up to step 4 is whole: .*global_step_4: actor.*; .*global_step_2: actor"
+    ):
+        resume(tmp_path)
+
+
+def test_who_asks_may_be_told_himself(tmp_path: Path) -> None:
+    save(tmp_path, 2, 4)
+    one_bit(tmp_path / "global_step_4/actor/shard-0.safetensors")
+    told: list[tuple[int, str]] = []
+    checkpoint = find_latest(tmp_path, lambda step, text: told.append((step, text)))
+    assert checkpoint is not None and checkpoint.step == 2 and told[0][0] == 4
+    assert not (tmp_path / EVENTS).exists()
+
+
+def test_a_checkpoint_that_lost_a_role_is_passed_over(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step, actor=3, critic=1)
+    with pytest.raises(ValueError, match=r"global_step_2: of actor, critic it has lost critic"):
+        resume(tmp_path, "resume_path", tmp_path / "global_step_2")
+    assert resume(tmp_path) == 3
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "actor/../../x"])
+def test_a_manifest_that_leads_out_of_its_directory_is_refused(name: str, tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    manifest = json.loads((tmp_path / "global_step_2/manifest.json").read_text())
+    manifest["files"][name] = {"size": 0, "sha256": ""}
+    (tmp_path / "global_step_2/manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=f"names {re.escape(repr(name))}, which is not inside the checkpoint"):
+        resume(tmp_path)
+
+
+def test_what_is_here_counts_before_what_is_elsewhere(tmp_path: Path) -> None:
+    save(tmp_path / "run", 2)
+    save(tmp_path / "elsewhere", 8)
+    checkpoint = resolve_resume("auto", None, tmp_path / "run", str(tmp_path / "elsewhere"))
+    assert checkpoint is not None and checkpoint.step == 2
+    checkpoint = resolve_resume("auto", None, tmp_path / "empty", str(tmp_path / "elsewhere"))
+    assert checkpoint is not None and checkpoint.path == tmp_path / "empty/global_step_8"
+    assert resolve_resume("disable", None, tmp_path / "third", str(tmp_path / "elsewhere")) is None
+
+
+def test_a_run_may_go_on_from_an_address(tmp_path: Path) -> None:
+    save(tmp_path / "run", 2, 4)
+    checkpoint = resolve_resume("resume_path", f"file://{tmp_path}/run/global_step_2", tmp_path / "new")
+    assert checkpoint is not None and checkpoint.path == tmp_path / "new/fetched/global_step_2" and is_whole(checkpoint.path, 2)
+    with pytest.raises(ValueError, match=r"run/global_step_3: no manifest.json in it"):
+        resolve_resume("resume_path", f"file://{tmp_path}/run/global_step_3", tmp_path / "new")
+
+
+def test_an_address_that_no_package_knows_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"trainer\.checkpoint: nosuch://x: Protocol not known"):
+        resolve_resume("disable", None, tmp_path, "nosuch://x")
+    assert RemoteCopies(f"file://user:s3cret@{tmp_path}").name == f"file://***@{tmp_path}"
 
 
 def changed(key: str, value: object) -> dict[str, Any]:

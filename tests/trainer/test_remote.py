@@ -10,11 +10,12 @@ import torch
 from configs.schema.ppo import TimeoutsConfig
 from tests.workers.rollout.engines import spec_of
 from tests.workers.test_batch import numbered
-from trainer.remote import RemoteModel, RemoteRollout, mesh_of
+from trainer.remote import RemoteModel, RemoteRollout, SaveFailed, mesh_of
 from workers.batch import Batch
 from workers.controller.group import PhaseTimeout, WorkerError, WorkerInfo
 from workers.controller.local_backend import LocalBackend
 from workers.controller.resource_pool import ResourcePool
+from workers.engine.base import SavedFile
 from workers.metric import Metric
 from workers.plan import Limits, MicroBatches
 
@@ -45,6 +46,15 @@ class Mirror:
         assert batch.tokens.keys() == {"input_ids", "response_mask", "loss_weight", "advantages"} and not batch.objects
         return {"flops": Metric.sum(10.0), "rows": Metric.sum(len(batch)), "rank": Metric.max(self.rank)}
 
+    def save(self, path: str, background: bool) -> None:
+        self.path = path
+
+    def saved(self, patient: bool) -> list[SavedFile] | str | None:
+        answer: list[SavedFile] | str | None = [SavedFile(name=f"{self.path}_{self.rank}", size=self.rank, sha256="")]
+        if self.rank and self.path == "full":
+            answer = "disk full"
+        return None if self.rank == 2 and not patient else answer
+
     def stats(self) -> dict[str, float]:
         return {"prompt_tokens": 10.0 + self.rank}
 
@@ -72,6 +82,18 @@ def test_forward_answers_for_every_row_in_order(model: Any) -> None:
     result = start(model).forward(batch, ["log_probs"])
     assert torch.equal(result.lengths, batch.lengths)
     assert torch.equal(result.tokens["log_probs"], batch.tokens["input_ids"].double() / 2)
+
+
+def test_a_save_ends_when_all_ranks_have_ended_and_one_that_could_not_speaks_for_all(model: Any) -> None:
+    actor = start(model)
+    actor.save("place", background=True)
+    assert actor.saved(patient=False) is None, "one is still at it"
+    written = actor.saved()
+    assert written is not None and [(file.name, file.size) for file in written] == [(f"place_{rank}", rank) for rank in range(3)]
+    actor.save("full")
+    assert actor.saved(patient=False) is None, "a rank that failed does not speak for one that is still at it"
+    with pytest.raises(SaveFailed, match=r"^disk full$"):
+        actor.saved()
 
 
 def test_train_step_joins_over_ranks_and_keeps_flops_apart(model: Any) -> None:

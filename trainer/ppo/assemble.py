@@ -33,6 +33,7 @@ from trainer.report import write_report
 from trainer.rewards.registry import check_data_sources, scores_by_source
 from trainer.rewards.runner import RewardRunner
 from trainer.rewards.shaping import Shaping
+from trainer.saving import Saver
 from trainer.tracking import Tracker
 from workers.controller.group import WorkerGroup
 from workers.engine.base import LossSpec
@@ -46,7 +47,8 @@ def run(config: PPOConfig, notices: Sequence[str]) -> None:
     """Train as ``config`` says, and leave a report. notices: what the user was told about the configuration."""
     check_installed(config.actor_rollout_ref.rollout.name)
     run_dir = Path(config.trainer.default_local_dir)
-    resume = resolve_resume(config.trainer.resume_mode, config.trainer.resume_from_path, run_dir)
+    trainer = config.trainer
+    resume = resolve_resume(trainer.resume_mode, trainer.resume_from_path, run_dir, trainer.checkpoint.remote_dir)
     if resume is not None:
         for change in check_config(resume.manifest.config, asdict(config)):
             print(f"note: resumed with another {change}", file=sys.stderr)
@@ -98,6 +100,7 @@ class Assembly:
         critic = self.critic() if self.wants_critic else None
         rollout = RemoteRollout(self.hosts, self.rollout_spec(), source="actor")
         source = self.source(rollout, rewards)
+        events = Events(run_dir)
         return Loop(
             config=config,
             run_dir=run_dir,
@@ -121,7 +124,8 @@ class Assembly:
                 batch_size=config.data.val_batch_size,
             ),
             tracker=tracker,
-            events=Events(run_dir),
+            events=events,
+            saver=self.saver(run_dir, events),
             phases=Phases(),
             peak_flops=peak_flops(config.trainer.device),
             resume=resume,
@@ -172,6 +176,19 @@ class Assembly:
             total_steps=self.total_steps,
             shown_samples=trainer.log_val_generations,
             rollout_dir=Path(trainer.rollout_data_dir) if trainer.rollout_data_dir is not None else None,
+        )
+
+    def saver(self, run_dir: Path, events: Events) -> Saver:
+        trainer = self.config.trainer
+        return Saver(
+            run_dir,
+            events,
+            config=asdict(self.config),
+            world_size=world_size(trainer),
+            keep={"actor": trainer.max_actor_ckpt_to_keep, "critic": trainer.max_critic_ckpt_to_keep},
+            options=trainer.checkpoint,
+            best_metric=trainer.best_metric,
+            tokenizer=self.tokenizer,
         )
 
     def actor(self) -> RemoteModel:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from configs.checks import world_size
@@ -14,7 +14,7 @@ from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.correction import is_enabled, mismatch, rollout_correction
 from trainer.algorithms.kl import KLController, reward_with_kl
 from trainer.algorithms.moments import RunningMoments
-from trainer.checkpoint import Checkpoint, CheckpointWriter, Stateful
+from trainer.checkpoint import Checkpoint, Stateful
 from trainer.data.stream import PromptStream
 from trainer.events import Events
 from trainer.metrics import Phases, data_metrics, performance_metrics, reward_metrics
@@ -23,6 +23,7 @@ from trainer.ppo.source import Source
 from trainer.ppo.update import UpdateSpec, update
 from trainer.ppo.validation import Validation
 from trainer.remote import RemoteModel, RemoteRollout
+from trainer.saving import Saver
 from trainer.tracking import Tracker
 from workers.batch import Batch
 from workers.metric import plain_numbers
@@ -48,6 +49,7 @@ class Loop:
     validation: Validation
     tracker: Tracker
     events: Events
+    saver: Saver
     phases: Phases
     peak_flops: float | None
     resume: Checkpoint | None
@@ -69,6 +71,7 @@ class Loop:
                 self.update(step, batch)
                 self.sync_weights(step)
             self.after(step, batch)
+        self.saver.finish()
 
     def begin(self) -> None:
         """Take up where the checkpoint left, or look at the model as it came."""
@@ -207,6 +210,7 @@ class Loop:
         self.tracker.log(self.metrics, step)
         if config.save_freq > 0 and (is_last or step % config.save_freq == 0):
             self.save(step)
+        self.saver.settle(patient=False)
 
     def warn_of_mismatch(self) -> None:
         bound = self.config.algorithm.rollout_correction.mismatch_bound
@@ -219,28 +223,21 @@ class Loop:
             )
 
     def save(self, step: int) -> None:
-        config = self.config.trainer
-        writer = CheckpointWriter(
-            self.run_dir,
-            step,
-            config=asdict(self.config),
-            state={name: part.state() for name, part in self.stateful().items()},
-            world_size=world_size(config),
-            keep={"actor": config.max_actor_ckpt_to_keep, "critic": config.max_critic_ckpt_to_keep},
-        )
-        with self.phases("save_checkpoint"), writer as folder:
-            self.actor.save(str(folder / "actor"))
-            if self.critic is not None:
-                self.critic.save(str(folder / "critic"))
+        state = {name: part.state() for name, part in self.stateful().items()}
+        with self.phases("save_checkpoint"):
+            self.saver.save(step, self.models(), state, self.metrics)
+
+    def models(self) -> dict[str, RemoteModel]:
+        """Those that learn, by their name in a checkpoint."""
+        return {"actor": self.actor} | ({"critic": self.critic} if self.critic is not None else {})
 
     def stateful(self) -> dict[str, Stateful]:
         """What the controller remembers from step to step."""
         return {"kl": self.kl, "returns": self.returns, "data": self.prompts, "reward": self.source.shaping.running}
 
     def load(self, checkpoint: Checkpoint) -> None:
-        self.actor.load(str(checkpoint.role("actor")))
-        if self.critic is not None:
-            self.critic.load(str(checkpoint.role("critic")))
+        for role, model in self.models().items():
+            model.load(str(checkpoint.role(role)))
         for name, part in self.stateful().items():
             part.load(checkpoint.manifest.state[name])
         self.step = checkpoint.step

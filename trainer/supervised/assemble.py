@@ -17,8 +17,10 @@ from trainer.checkpoint import check_config, resolve_resume
 from trainer.data.chat import load_tokenizer
 from trainer.data.order import DataOrder
 from trainer.data.sft import SFTDataset
+from trainer.events import Events
 from trainer.metrics import Phases
 from trainer.models import Training, limits, start_model
+from trainer.saving import Saver
 from trainer.supervised.loop import SupervisedLoop
 from trainer.tracking import Tracker
 from workers.engine.base import LossSpec
@@ -28,7 +30,7 @@ from workers.seeding import seed_of
 def run(config: SFTConfig, notices: Sequence[str]) -> None:
     """Train as ``config`` says, and export the model if it says so. notices: what the user was told about the configuration."""
     trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir)
-    resume = resolve_resume(trainer.resume_mode, trainer.resume_from_path, run_dir)
+    resume = resolve_resume(trainer.resume_mode, trainer.resume_from_path, run_dir, trainer.checkpoint.remote_dir)
     if resume is not None:
         for change in check_config(resume.manifest.config, asdict(config)):
             print(f"note: resumed with another {change}", file=sys.stderr)
@@ -91,6 +93,16 @@ def run(config: SFTConfig, notices: Sequence[str]) -> None:
             order=order,
             model=model,
             tracker=tracker,
+            saver=Saver(
+                run_dir,
+                Events(run_dir),
+                config=asdict(config),
+                world_size=world_size(trainer),
+                keep={"model": trainer.max_ckpt_to_keep},
+                options=trainer.checkpoint,
+                best_metric=trainer.best_metric,
+                tokenizer=tokenizer,
+            ),
             phases=Phases(),
             resume=resume,
             total_steps=total_steps,

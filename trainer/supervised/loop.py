@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from configs.checks import world_size
 from configs.schema.sft import SFTConfig
 from trainer.algorithms.weights import token_weights
-from trainer.checkpoint import Checkpoint, CheckpointWriter
+from trainer.checkpoint import Checkpoint
 from trainer.data.order import DataOrder
 from trainer.data.sft import SFTDataset
 from trainer.metrics import Phases
 from trainer.remote import RemoteModel
+from trainer.saving import Saver
 from trainer.tracking import Tracker
 from workers.batch import Batch
 from workers.metric import Metrics, plain_numbers
@@ -30,6 +31,7 @@ class SupervisedLoop:
     order: DataOrder
     model: RemoteModel
     tracker: Tracker
+    saver: Saver
     phases: Phases
     resume: Checkpoint | None
     total_steps: int
@@ -45,6 +47,7 @@ class SupervisedLoop:
                 weights = token_weights("token-mean", batch.tokens["response_mask"], batch.lengths, norm_length=1)
                 metrics = self.model.train_step(batch.with_tokens(loss_weight=weights), columns=())
             self.after(step, batch, metrics)
+        self.saver.finish()
 
     def remaining_steps(self) -> Iterator[tuple[int, Batch]]:
         """Steps count from 1; which rows a step sees is a function of the step alone."""
@@ -66,7 +69,9 @@ class SupervisedLoop:
         values["perf/throughput"] = batch.total_tokens / (seconds["step"] * world_size(config))
         self.tracker.log(values, step)
         if config.save_freq > 0 and (is_last or step % config.save_freq == 0):
-            self.save(step)
+            with self.phases("save_checkpoint"):
+                self.saver.save(step, {"model": self.model}, {}, values)
+        self.saver.settle(patient=False)
 
     def validation_loss(self) -> float:
         """Mean cross-entropy of the answers' tokens over all held-out rows."""
@@ -74,16 +79,3 @@ class SupervisedLoop:
         batch = self.held_out.batch(range(len(self.held_out))).with_meta({"temperature": 1.0})
         log_probs = self.model.forward(batch, ["log_probs"]).tokens["log_probs"].double()
         return float(-log_probs.sum() / batch.tokens["response_mask"].sum())
-
-    def save(self, step: int) -> None:
-        config = self.config.trainer
-        writer = CheckpointWriter(
-            self.run_dir,
-            step,
-            config=asdict(self.config),
-            state={},
-            world_size=world_size(config),
-            keep={"model": config.max_ckpt_to_keep},
-        )
-        with self.phases("save_checkpoint"), writer as folder:
-            self.model.save(str(folder / "model"))

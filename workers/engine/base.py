@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -92,6 +93,15 @@ class EngineSpec:
     seed: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedFile:
+    """A file on disk, in this directory. sha256: in hexadecimal, of what was written."""
+
+    name: str
+    size: int
+    sha256: str
+
+
 class TrainEngine(ABC):
     """Built with a head (lm, value) and, if it is trained, an optimizer."""
 
@@ -138,8 +148,12 @@ class TrainEngine(ABC):
         """Where each part lives; None leaves it. Gradients that leave the device are dropped: they are spent."""
 
     @abstractmethod
-    def save(self, path: str) -> None:
-        """Model, optimizer and schedule, sharded, into the directory ``path``. Collective."""
+    def save(self, path: str, *, background: bool = False) -> Future[list[SavedFile]]:
+        """Model, optimizer and schedule, sharded, and what transformers needs beside the weights, into the directory ``path``.
+
+        Every rank calls it; the result is this rank's files, on disk, or OSError. background: it returns as soon as the state is
+        copied to the host, and a thread writes; the next save comes after that one's end. The bytes are the same.
+        """
 
     @abstractmethod
     def load(self, path: str) -> None:

@@ -132,7 +132,7 @@ def vocab_size(model: ModelConfig) -> int:
 def empty_model(model: ModelConfig, config: PretrainedConfig, head: Head, dtype: torch.dtype) -> PackedModel:
     """The model on the meta device: names and shapes, no memory."""
     with torch.device("meta"):
-        hf = _auto_class(config, head).from_config(
+        hf = auto_class(config, head).from_config(
             config, dtype=dtype, attn_implementation=PACKED_ATTENTION, trust_remote_code=model.trust_remote_code
         )
     if not hf._supports_attention_backend or hf._is_stateful:
@@ -152,7 +152,7 @@ def load_model(model: ModelConfig, config: PretrainedConfig, head: Head, dtype: 
     hf: PreTrainedModel
     report: dict[str, set[str]]
     with torch.random.fork_rng(devices=[]):  # a new head is drawn, and set to zero below
-        hf, report = _auto_class(config, head).from_pretrained(  # type: ignore[misc] # a pair, with output_loading_info
+        hf, report = auto_class(config, head).from_pretrained(  # type: ignore[misc] # a pair, with output_loading_info
             model_path(model),
             config=config,
             dtype=dtype,
@@ -198,7 +198,21 @@ def _check_packing(model: PackedModel, path: str) -> None:
     hf.set_attn_implementation(PACKED_ATTENTION)
 
 
-def _auto_class(config: PretrainedConfig, head: Head) -> type[AutoModelForCausalLM | AutoModelForTokenClassification]:
+def write_description(model: PreTrainedModel, directory: Path) -> list[str]:
+    """config.json, and generation_config.json of a language model: with weights and a tokenizer it is a model directory.
+
+    Returns the names of the files.
+    """
+    model.config.dtype = model.dtype
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(directory)
+    if not model.can_generate():
+        return ["config.json"]
+    model.generation_config.save_pretrained(directory)
+    return ["config.json", "generation_config.json"]
+
+
+def auto_class(config: PretrainedConfig, head: Head) -> type[AutoModelForCausalLM | AutoModelForTokenClassification]:
     """A critic is transformers' token classifier with one label. Where it has none for this body, one is made its way."""
     if head == "lm":
         return AutoModelForCausalLM

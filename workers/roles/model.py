@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future, wait
+
 from workers.batch import Batch
-from workers.engine.base import LossSpec, TrainEngine
+from workers.engine.base import LossSpec, SavedFile, TrainEngine
 from workers.metric import Metric, Metrics
 from workers.plan import MicroBatches
 from workers.residency import Residency
@@ -16,6 +18,7 @@ class ModelRole:
         self.engine = engine
         self.loss = loss.resolve() if loss is not None else None
         self.residency = residency
+        self.saving: Future[list[SavedFile]] | None = None
 
     def forward(self, batch: Batch, plan: MicroBatches, outputs: list[str]) -> Batch | None:
         """Columns ``outputs`` of this rank's rows, without gradient; see TrainEngine.forward."""
@@ -29,8 +32,22 @@ class ModelRole:
         metrics = self.engine.train_step(batch, plan, self.loss)
         return metrics | {"flops": Metric.sum(self.engine.flops(batch.lengths.tolist(), backward=True))}
 
-    def save(self, path: str) -> None:
-        self.engine.save(path)
+    def save(self, path: str, background: bool) -> None:
+        """See TrainEngine.save; ``saved`` tells how it ended."""
+        assert self.saving is None or self.saving.done(), f"{self.name}: the last save is still under way"
+        self.saving = self.engine.save(path, background=background)
+
+    def saved(self, patient: bool) -> list[SavedFile] | str | None:
+        """What this rank wrote in the last save, or why it could not; None while it is at it. patient: wait."""
+        assert self.saving is not None, f"{self.name}: nothing was saved"
+        if patient:
+            wait([self.saving])
+        if not self.saving.done():
+            return None
+        try:
+            return self.saving.result()
+        except OSError as error:
+            return str(error)
 
     def load(self, path: str) -> None:
         self.engine.load(path)

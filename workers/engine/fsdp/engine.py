@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,12 +18,13 @@ from transformers import PreTrainedModel
 
 from workers.batch import Batch
 from workers.engine.attention import PackedRows
-from workers.engine.base import EngineMesh, EngineSpec, Loss, TrainEngine
-from workers.engine.fsdp.checkpoint import load_sharded, save_sharded
+from workers.engine.base import EngineMesh, EngineSpec, Loss, SavedFile, TrainEngine
+from workers.engine.fsdp.checkpoint import Shard, load_sharded
 from workers.engine.fsdp.offload import Offloadable, Place
 from workers.engine.fsdp.optimizer import ShardedAdamW, global_norm
 from workers.engine.fsdp.sharding import fill, full, like, local, recompute_layers, shard
-from workers.engine.hf_model import DTYPES, PackedModel, empty_model, load_model, model_config
+from workers.engine.hf_model import DTYPES, PackedModel, empty_model, load_model, model_config, write_description
+from workers.engine.saving import in_background, saved_files
 from workers.metric import Metric, Metrics, join_metrics
 from workers.plan import MicroBatches
 
@@ -41,6 +45,7 @@ class FSDPEngine(TrainEngine):
         # While parameters are gathered, others take their place in the modules: from here on, these are the parameters.
         self._params = dict(self._model.hf.named_parameters())
         self._weights: dict[str, Tensor] = self._model.hf.state_dict(keep_vars=True)  # tied names and buffers too
+        self._host: dict[str, Tensor] = {}  # copies that a thread writes from
         self._optimizer: ShardedAdamW | None = None
         if spec.optimizer is not None:
             self._optimizer = ShardedAdamW({name: local(param) for name, param in self._params.items()}, spec.optimizer)
@@ -163,11 +168,15 @@ class FSDPEngine(TrainEngine):
 
     def export_weights(self, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         self._assert_here("params")
-        seen: set[int] = set()
+        for name, weight in self._own_weights().items():
+            yield name, full(weight, dtype)
+
+    def _own_weights(self) -> dict[str, Tensor]:
+        """Each weight once, under the first of its names."""
+        names: dict[int, str] = {}
         for name, weight in self._weights.items():
-            if id(weight) not in seen:
-                seen.add(id(weight))
-                yield name, full(weight, dtype)
+            names.setdefault(id(weight), name)
+        return {name: self._weights[name] for name in names.values()}
 
     def live_weights(self) -> dict[str, Tensor] | None:
         self._assert_here("params")
@@ -197,10 +206,24 @@ class FSDPEngine(TrainEngine):
         if self.spec.fsdp.optimizer_offload:
             self._places["optimizer"].move("cpu")
 
-    def save(self, path: str) -> None:
+    def save(self, path: str, *, background: bool = False) -> Future[list[SavedFile]]:
         self._assert_here("params")
         with self._optimizer_here():
-            save_sharded(self._checkpoint_state(), path)
+            shard = Shard(self._checkpoint_state(), self.mesh.rank, self.mesh.world_size)
+            if background:
+                shard.to_host(self._host)
+            saving = in_background(partial(self._write, shard, Path(path)))
+            if not background:
+                wait([saving])
+        return saving
+
+    def _write(self, shard: Shard, directory: Path) -> list[SavedFile]:
+        directory.mkdir(exist_ok=True)
+        shard.write(directory)
+        written = [shard.file]
+        if self._shell is not None:
+            written += write_description(self._shell, directory)
+        return saved_files(directory, written)
 
     def load(self, path: str) -> None:
         self._assert_here("params")
@@ -212,7 +235,7 @@ class FSDPEngine(TrainEngine):
 
     def _checkpoint_state(self) -> dict[str, Tensor]:
         """Views of what is live, and the count of steps, which is all of the schedule's state."""
-        state: dict[str, Tensor] = {f"model.{name}": param.detach() for name, param in self._params.items()}
+        state: dict[str, Tensor] = {f"model.{name}": weight.detach() for name, weight in self._own_weights().items()}
         if self._optimizer is not None:
             state["optimizer.steps"] = torch.tensor(self._optimizer.steps)
             for (kind, name), moment in self._optimizer.moments().items():

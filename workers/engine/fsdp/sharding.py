@@ -65,6 +65,16 @@ def local(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
+def offsets(tensor: Tensor) -> list[int]:
+    """Where this rank's shard begins in the full tensor, by dimension."""
+    begin = [0] * tensor.dim()
+    if isinstance(tensor, DTensor):
+        assert tensor.placements == (Shard(0),), "fully_shard cuts rows"
+        rows = -(-len(tensor) // tensor.device_mesh.size())
+        begin[0] = min(rows * tensor.device_mesh.get_local_rank(), len(tensor))
+    return begin
+
+
 def like(param: Tensor, shard: Tensor) -> Tensor:
     """``shard`` seen as the full tensor that is sharded as ``param`` is."""
     if not isinstance(param, DTensor):

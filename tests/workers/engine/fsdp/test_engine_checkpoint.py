@@ -84,4 +84,4 @@ def test_what_is_not_a_checkpoint_of_this_model(group: None, models: dict[str, s
 
 def test_loading_runs_no_pickle(group: None, models: dict[str, str], tmp_path: Path) -> None:
     toy_engine(models["qwen2"]).save(str(tmp_path))
-    assert {file.suffix for file in tmp_path.iterdir()} == {".safetensors"}
+    assert {file.suffix for file in tmp_path.iterdir()} == {".safetensors", ".json"}

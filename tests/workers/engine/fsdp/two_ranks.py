@@ -43,9 +43,12 @@ def checkpoint(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
     engine = toy_engine(models["qwen2"])
     train(engine, range(2))
     engine.save(str(path / "checkpoint"))
+    saving = engine.save(str(path / "background"), background=True)
     saved = exported(engine)
     metrics, uninterrupted = train(engine, range(2, 4)), shards(engine)
     weights = exported(engine)
+    dist.barrier()
+    files = {file.name: file.sha256 for file in saving.result()}
     resumed = toy_engine(models["qwen2"])
     resumed.load(str(path / "checkpoint"))
     again = train(resumed, range(2, 4))
@@ -55,6 +58,7 @@ def checkpoint(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
         "saved": saved,
         "weights": weights,
         "metrics": [metrics, again, back],
+        "files": files,
         "shards": [uninterrupted, shards(resumed), shards(engine)],
     }
 

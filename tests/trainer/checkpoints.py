@@ -1,0 +1,111 @@
+"""Checkpoints of made-up models, written by the real Saver."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from configs.schema.common import CheckpointConfig
+from trainer.events import Events
+from trainer.remote import RemoteModel, SaveFailed
+from trainer.saving import Saver
+from workers.engine.base import SavedFile
+from workers.engine.saving import in_background, saved_files
+
+CONFIG: dict[str, Any] = {
+    "data": {"train_files": ["a.parquet"], "train_batch_size": 32},
+    "actor_rollout_ref": {
+        "actor": {"optim": {"lr": 1e-6, "betas": [0.9, 0.999]}, "ppo_micro_batch_size_per_gpu": 8},
+        "rollout": {"val_kwargs": {"n": 1}},
+    },
+    "trainer": {"total_epochs": 1, "save_freq": 5, "hf_token": "s3cret"},
+    "ray_kwargs": {"ray_init": {}},
+}
+ROLES = ("actor", "critic")
+
+
+class Tokenizer:
+    def save_pretrained(self, folder: str) -> None:
+        (Path(folder) / "tokenizer.json").write_text("{}")
+        (Path(folder) / "templates").mkdir()
+        (Path(folder) / "templates/chat.jinja").write_text("{{ messages }}")
+
+
+class Model:
+    """Two ranks' worth of text files. problem: what the next save ends with instead. gate: what it waits for."""
+
+    def __init__(self, role: str, step: int, problem: OSError | None = None, gate: Future[None] | None = None) -> None:
+        self.role = role
+        self.step = step
+        self.problem = problem
+        self.gate = gate
+
+    def save(self, path: str, *, background: bool = False) -> None:
+        self.writing = in_background(partial(self._write, Path(path)))
+        if not background:
+            wait([self.writing])
+
+    def _write(self, folder: Path) -> list[SavedFile]:
+        if self.gate is not None:
+            self.gate.result()
+        if self.problem is not None:
+            raise self.problem
+        for rank in range(2):
+            (folder / f"shard-{rank}.safetensors").write_text(content(self.role, rank, self.step))
+        return saved_files(folder, [f"shard-{rank}.safetensors" for rank in range(2)])
+
+    def saved(self, *, patient: bool = True) -> list[SavedFile] | None:
+        if patient:
+            wait([self.writing])
+        if not self.writing.done():
+            return None
+        try:
+            return self.writing.result()
+        except OSError as error:
+            raise SaveFailed(str(error)) from error
+
+
+def content(role: str, rank: int, step: int) -> str:
+    return f"{role} {rank} of step {step}"
+
+
+def models(step: int, roles: Sequence[str] = ROLES, **how: Any) -> dict[str, RemoteModel]:
+    return {role: cast(RemoteModel, Model(role, step, **how)) for role in roles}
+
+
+def saver(
+    run_dir: Path,
+    *,
+    best_metric: str | None = None,
+    async_save: bool = False,
+    remote_dir: str | None = None,
+    **keep: int | None,
+) -> Saver:
+    """In a run directory that is there."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    return Saver(
+        run_dir,
+        Events(run_dir),
+        config=CONFIG,
+        world_size=2,
+        keep=keep,
+        options=CheckpointConfig(async_save=async_save, remote_dir=remote_dir),
+        best_metric=best_metric,
+        tokenizer=cast(Any, Tokenizer()),
+    )
+
+
+def save(run_dir: Path, *steps: int, roles: Sequence[str] = ROLES, **keep: int | None) -> None:
+    """A checkpoint after each of ``steps``."""
+    for step in steps:
+        saver(run_dir, **keep).save(step, models(step, roles), {"kl": {"coefficient": 0.1}}, {})
+
+
+def is_whole(path: Path, step: int) -> bool:
+    files = [(path / role / f"shard-{rank}.safetensors", content(role, rank, step)) for role in ROLES for rank in range(2)]
+    return all(file.read_text() == text for file, text in files)
+
+
+def names(path: Path) -> set[str]:
+    return {child.name for child in path.iterdir()}

@@ -1,0 +1,103 @@
+"""Whole runs that save: in the background, on a disk that fills up, and what the end of a run says of it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
+from trainer import main_ppo
+from trainer.manifest import read_checkpoint
+from trainer.run_dir import EVENTS, checkpoint_steps, read_lines
+
+# Files of this process may be so small for the time of some steps: a limit of the kernel's, as real as a full disk.
+FULL_DISK = """
+import resource
+calls = 0
+
+def compute_score(data_source, solution_str, ground_truth, extra_info, full):
+    global calls
+    calls += 1
+    step = (calls - 1) // 32 + 1
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000 if step in full else hard, hard))
+    return sum(a == b for a, b in zip(solution_str, ground_truth)) + solution_str.count("7") / 8
+"""
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_task(tmp_path_factory.mktemp("sort_digits"))
+
+
+def shards(run_dir: Path, step: int) -> dict[str, tuple[int, str]]:
+    """Size and hash of every file, which reading has compared with the file."""
+    files = read_checkpoint(run_dir / f"global_step_{step}").manifest.files
+    return {name: (entry.size, entry.sha256) for name, entry in files.items()}
+
+
+def test_in_the_background_the_same_run_and_the_same_bytes(task: Path, tmp_path: Path) -> None:
+    overrides = ("algorithm=ppo", "trainer.save_freq=1", "trainer.total_training_steps=3")
+    best = ("trainer.best_metric=-critic/score/mean", "trainer.max_actor_ckpt_to_keep=1", "trainer.max_critic_ckpt_to_keep=1")
+    waiting = run_ppo(task, tmp_path / "waiting", *overrides)
+    background = run_ppo(task, tmp_path / "background", *overrides, "trainer.checkpoint.async_save=true", *best)
+    assert repeatable(background) == repeatable(waiting)
+    scores = [step["critic/score/mean"] for step in waiting]
+    worst = max(step for step, score in enumerate(scores, 1) if score == min(scores))
+    assert checkpoint_steps(tmp_path / "background") == sorted({worst, 3})
+    assert (tmp_path / "background/best_checkpointed_iteration.txt").read_text() == str(worst)
+    for step in {worst, 3}:
+        assert shards(tmp_path / "background", step) == shards(tmp_path / "waiting", step)
+    # And it goes on, one from the other's checkpoint.
+    goes_on = ("trainer.total_training_steps=4", "trainer.resume_mode=resume_path")
+    from_background = f"trainer.resume_from_path={tmp_path}/background/global_step_3"
+    further = run_ppo(task, tmp_path / "further", *overrides, *goes_on, from_background)
+    whole = run_ppo(task, tmp_path / "waiting", *overrides, "trainer.total_training_steps=4")
+    assert repeatable(further) == repeatable(whole)[3:]
+
+
+def run_on_a_disk_that_is_full_at(task: Path, folder: Path, full: list[int], *overrides: str) -> int:
+    (folder / "reward.py").write_text(FULL_DISK)
+    function = f"reward.custom_reward_function.path={folder}/reward.py"
+    steps = (
+        "trainer.save_freq=2",
+        "trainer.total_training_steps=4",
+        f"++reward.custom_reward_function.reward_kwargs.full={full}",
+    )
+    return main_ppo.PROGRAM(ppo_arguments(task, folder / "run", function, *steps, *overrides))
+
+
+def events(run_dir: Path) -> list[dict[str, Any]]:
+    return [event for event in read_lines(run_dir / EVENTS) if event["kind"] == "checkpoint"]
+
+
+@pytest.mark.parametrize("background", ["true", "false"])
+def test_a_disk_that_fills_up_costs_a_checkpoint_and_not_the_run(background: str, task: Path, tmp_path: Path) -> None:
+    assert run_on_a_disk_that_is_full_at(task, tmp_path, [2, 3], f"trainer.checkpoint.async_save={background}") == 0
+    assert checkpoint_steps(tmp_path / "run") == [4]
+    (event,) = events(tmp_path / "run")
+    assert event["step"] == 2 and "File too large" in event["text"] and "the next save is tried" in event["text"]
+    assert "File too large" in (tmp_path / "run/report.html").read_text()
+    unbroken = run_ppo(
+        task, tmp_path / "unbroken", "trainer.total_training_steps=4", f"reward.custom_reward_function.path={task}/reward.py"
+    )
+    assert repeatable(metrics_of(tmp_path / "run")) == repeatable(unbroken)
+
+
+def test_a_run_whose_end_is_not_saved_says_so(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = run_on_a_disk_that_is_full_at(task, tmp_path, [4])
+    finally:
+        lift_the_limit()
+    assert code == 1
+    (line,) = (line for line in capfd.readouterr().err.splitlines() if line.startswith("error: "))
+    assert "the last checkpoint is missing: step 4: " in line and "File too large" in line and line.endswith("run/global_step_2")
+    assert "Traceback" not in capfd.readouterr().err
+    assert (tmp_path / "run/report.html").exists()
+
+
+def lift_the_limit() -> None:
+    import resource
+
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))

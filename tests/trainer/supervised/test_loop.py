@@ -1,0 +1,39 @@
+"""The supervised loop saves and goes on as PPO's does."""
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.runs import make_task, metrics_of, repeatable
+from trainer import main_export, main_sft
+from trainer.run_dir import checkpoint_steps
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_task(tmp_path_factory.mktemp("sort_digits"), sft_size=64)
+
+
+def run(task: Path, run_dir: Path, *overrides: str) -> list[dict[str, float]]:
+    words = [
+        "sft_recipe=sort_digits", "trainer.backend=local", "trainer.logger=[]", f"data.train_files={task}/sft.parquet",
+        f"data.val_files={task}/sft.parquet", f"model.path={task}/base", "data.train_batch_size=16", "trainer.test_freq=1",
+        "trainer.export_dir=null", f"trainer.default_local_dir={run_dir}", "trainer.save_freq=1",
+        "trainer.resume_mode=auto", *overrides,
+    ]  # fmt: skip
+    assert main_sft.PROGRAM(words) == 0
+    return metrics_of(run_dir)
+
+
+def test_saved_in_the_background_resumed_and_exported(task: Path, tmp_path: Path) -> None:
+    overrides = ("trainer.checkpoint.async_save=true", "trainer.best_metric=-val/loss", "trainer.max_ckpt_to_keep=1")
+    whole = run(task, tmp_path / "whole", "trainer.total_training_steps=4", f"trainer.export_dir={tmp_path}/exported")
+    run(task, tmp_path / "broken", *overrides, "trainer.total_training_steps=2")
+    resumed = run(task, tmp_path / "broken", *overrides, "trainer.total_training_steps=4")
+    assert repeatable(resumed) == repeatable(whole)
+    losses = [step["val/loss"] for step in whole]
+    assert checkpoint_steps(tmp_path / "broken") == sorted({losses.index(min(losses)) + 1, 4})
+    assert main_export.PROGRAM([f"checkpoint={tmp_path}/broken", f"output={tmp_path}/model"]) == 0
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("model", "exported")]
+    assert all((one == other).all() for one, other in zip(*(model.parameters() for model in models), strict=True))

@@ -1,0 +1,138 @@
+"""What ranks write: the same bytes whether training waits or not, and read by any number of ranks, or by none."""
+
+import errno
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.workers.engine.fsdp import four_ranks
+from tests.workers.engine.fsdp.cases import exported, train
+from tests.workers.engine.fsdp.test_engine_checkpoint import assert_same_bits
+from tests.workers.engine.toy import distance, toy_engine
+from trainer.export import check, export
+from workers.engine.fsdp.checkpoint import Shard, saved_tensors
+from workers.engine.fsdp.engine import FSDPEngine
+from workers.engine.saving import sha256_of
+
+TwoRanks = tuple[Path, list[dict[str, Any]]]
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+def test_in_the_background_the_same_bytes_are_written(two_ranks: TwoRanks) -> None:
+    """The background's were written while the ranks trained on."""
+    path, ranks = two_ranks
+    assert contents(path / "background") == contents(path / "checkpoint")
+    files = [rank["checkpoint"]["files"] for rank in ranks]
+    assert set(files[0]) == {"shard-00001-of-00002.safetensors", "config.json", "generation_config.json"}
+    assert set(files[1]) == {"shard-00002-of-00002.safetensors"}
+    assert {name: sha256_of(path / "checkpoint" / name) for name in files[0] | files[1]} == files[0] | files[1]
+
+
+def test_each_tensor_is_written_once_and_moments_are_where_their_weights_are(two_ranks: TwoRanks) -> None:
+    first, second = (load_file(path) for path in sorted((two_ranks[0] / "checkpoint").glob("*.safetensors")))
+    assert first.keys() - second.keys() == {"optimizer.steps"} and not second.keys() - first.keys()
+    whole = saved_tensors(str(two_ranks[0] / "checkpoint"))
+    for name in second:
+        assert len(first[name]) + len(second[name]) == len(whole[name]), name
+        if name.startswith("model."):
+            for moment in ("exp_avg", "exp_avg_sq"):
+                assert second[f"optimizer.{moment}.{name.removeprefix('model.')}"].shape == second[name].shape
+
+
+def test_two_ranks_checkpoint_on_four(two_ranks: TwoRanks, models: dict[str, str], group: None) -> None:
+    """And what four save, one goes on from: each time as if nothing had happened."""
+    path, (first, _) = two_ranks
+    torch.multiprocessing.spawn(four_ranks.spawned, args=(str(path), models["qwen2"]), nprocs=1)
+    found = torch.load(path / "four.pt", weights_only=True)
+    assert_same_bits(found["loaded"], first["checkpoint"]["saved"])
+    torch.testing.assert_close(found["grad_norm"], first["checkpoint"]["metrics"][0]["grad_norm"], rtol=1e-5, atol=0)
+    assert distance(found["weights"], first["checkpoint"]["weights"]) < 1e-6
+    one = toy_engine(models["qwen2"])
+    one.load(str(path / "of_four"))
+    assert_same_bits(exported(one), found["weights"])
+    unbroken = toy_engine(models["qwen2"])
+    train(unbroken, range(4))
+    after = train(one, range(4, 6))
+    torch.testing.assert_close(after["grad_norm"], train(unbroken, range(4, 6))["grad_norm"], rtol=1e-5, atol=0)
+    assert distance(exported(one), exported(unbroken)) < 1e-6
+
+
+def test_the_copies_on_the_host_are_made_once(group: None, models: dict[str, str], tmp_path: Path) -> None:
+    engine = toy_engine(models["qwen2"])
+    engine.save(str(tmp_path / "first"), background=True).result()
+    places = {name: copy.data_ptr() for name, copy in engine._host.items()}
+    train(engine, range(1))
+    engine.save(str(tmp_path / "second"), background=True).result()
+    assert {name: copy.data_ptr() for name, copy in engine._host.items()} == places
+    engine.save(str(tmp_path / "third")).result()
+    assert contents(tmp_path / "second") == contents(tmp_path / "third") != contents(tmp_path / "first")
+
+
+@contextmanager
+def small_files(limit: int) -> Iterator[None]:
+    """A real limit of the kernel's: writes beyond it fail, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["waiting", "background"])
+def test_a_disk_that_takes_no_more_is_an_error_that_leaves_the_training_alone(
+    background: bool, group: None, models: dict[str, str], tmp_path: Path
+) -> None:
+    engine, other = toy_engine(models["qwen2"]), toy_engine(models["qwen2"])
+    with small_files(20_000):
+        error = engine.save(str(tmp_path / "full"), background=background).exception()
+    assert isinstance(error, OSError) and "shard-00001-of-00001.safetensors" in str(error) and "File too large" in str(error)
+    gone = engine.save(str(tmp_path / "nowhere/deeper"), background=background).exception()
+    assert isinstance(gone, OSError) and gone.errno == errno.ENOENT
+    (tmp_path / "file").write_text("")
+    assert isinstance(engine.save(str(tmp_path / "file"), background=background).exception(), FileExistsError)
+    train(engine, range(2)), train(other, range(2))
+    engine.save(str(tmp_path / "next"), background=background).result()
+    assert_same_bits(exported(engine), exported(other))
+    other.load(str(tmp_path / "next"))
+
+
+def test_torchs_own_reader_reads_a_shard(tmp_path: Path) -> None:
+    state = {"matrix": torch.arange(12.0).reshape(4, 3), "count": torch.tensor(7)}
+    Shard(state, 0, 1).write(tmp_path)
+    empty = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    dcp.load(empty, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
+    assert_same_bits(empty, state)
+
+
+def test_two_ranks_shards_become_one_model_directory(two_ranks: TwoRanks, tmp_path: Path) -> None:
+    path, (first, _) = two_ranks
+    export(path / "checkpoint", tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_same_bits(dict(model.named_parameters()), first["checkpoint"]["saved"])
+
+
+def test_a_model_that_came_in_bfloat16_goes_out_in_it(group: None, models: dict[str, str], tmp_path: Path) -> None:
+    """Trained in float32; and its embeddings are tied: written once, there twice."""
+    engine: FSDPEngine = toy_engine(models["qwen3"])
+    train(engine, range(3))
+    engine.save(str(tmp_path / "saved")).result()
+    (tmp_path / "model").mkdir()
+    export(tmp_path / "saved", tmp_path / "model")
+    check(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert model.dtype == torch.bfloat16 and model.lm_head.weight is model.model.embed_tokens.weight
+    expected = {name: weight.bfloat16() for name, weight in exported(engine).items()}
+    assert_same_bits(dict(model.named_parameters()), expected)
+    engine.export_hf(str(tmp_path / "export_hf"))
+    assert contents(tmp_path / "model") == contents(tmp_path / "export_hf")

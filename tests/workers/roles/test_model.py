@@ -1,0 +1,40 @@
+"""How a role's save is started, asked after, and told."""
+
+from concurrent.futures import Future
+from typing import Any, cast
+
+import pytest
+
+from workers.engine.base import SavedFile
+from workers.residency import Residency
+from workers.roles.model import ModelRole
+
+FILE = SavedFile(name="shard", size=1, sha256="0")
+
+
+class Engine:
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, bool]] = []
+
+    def save(self, path: str, *, background: bool) -> Future[list[SavedFile]]:
+        self.asked.append((path, background))
+        self.future: Future[list[SavedFile]] = Future()
+        return self.future
+
+
+def test_a_save_under_way_is_told_as_often_as_one_asks() -> None:
+    engine = Engine()
+    role = ModelRole("actor", cast(Any, engine), None, Residency())
+    role.save("somewhere", True)
+    assert engine.asked == [("somewhere", True)] and role.saved(False) is None
+    with pytest.raises(AssertionError, match="the last save is still under way"):
+        role.save("elsewhere", True)
+    engine.future.set_result([FILE])
+    assert role.saved(False) == role.saved(True) == [FILE]
+    role.save("elsewhere", False)
+    engine.future.set_exception(OSError(28, "No space left on device"))
+    assert role.saved(True) == "[Errno 28] No space left on device"
+    role.save("third", False)
+    engine.future.set_exception(KeyError("a mistake of ours"))
+    with pytest.raises(KeyError):
+        role.saved(True)

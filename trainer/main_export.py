@@ -1,0 +1,40 @@
+"""python -m trainer.main_export: a checkpoint's model as a Hugging Face directory."""
+
+from collections.abc import Collection
+
+from configs.schema.export import ExportConfig
+from trainer.entry import Program
+
+
+def check(config: ExportConfig, typed: Collection[str]) -> list[str]:
+    return []
+
+
+def run(config: ExportConfig, notices: list[str]) -> None:
+    from trainer.export import run
+
+    run(config)
+
+
+PROGRAM = Program(
+    name="trainer.main_export",
+    about=(
+        "Makes a Hugging Face directory (safetensors, configuration, tokenizer) from a checkpoint, whatever number of workers\n"
+        "wrote it. Needs no GPU and the memory of one copy of the weights; what it has made, it loads once with transformers."
+    ),
+    root="export",
+    schema=ExportConfig,
+    often_used=("checkpoint", "output", "role"),
+    examples=(
+        "checkpoint=runs/first/global_step_100 output=model",
+        "checkpoint=runs/first output=model",
+        "checkpoint=s3://bucket/runs/first output=critic role=critic",
+    ),
+    check=check,
+    run=run,
+)
+
+main = PROGRAM.main
+
+if __name__ == "__main__":
+    main()
