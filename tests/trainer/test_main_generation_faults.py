@@ -25,7 +25,7 @@ class Run:
             sys.executable, "-m", "trainer.main_generation", f"data.path={task}/test.parquet",
             f"actor_rollout_ref.model.path={task}/base", "actor_rollout_ref.rollout.dtype=float32",
             "data.max_prompt_length=8", "data.max_response_length=40", "actor_rollout_ref.rollout.ignore_eos=true",
-            "data.batch_size=4", f"actor_rollout_ref.rollout.timeouts.generate={LIMIT}",
+            "data.batch_size=4", f"timeouts.generate={LIMIT}",
             "trainer.device=cpu", "trainer.n_gpus_per_node=2", f"trainer.default_local_dir={run_dir}",
         ]  # fmt: skip
         environment = os.environ | {"PYTHONPATH": str(CONFIG_DIR.parent)}

@@ -24,6 +24,7 @@ from trainer.ppo.update import UpdateSpec, update
 from trainer.ppo.validation import Validation
 from trainer.remote import RemoteModel, RemoteRollout
 from trainer.tracking import Tracker
+from trainer.watchdog import Watchdog
 from workers.batch import Batch
 from workers.metric import plain_numbers
 
@@ -48,6 +49,7 @@ class Loop:
     validation: Validation
     tracker: Tracker
     events: Events
+    watchdog: Watchdog
     phases: Phases
     peak_flops: float | None
     resume: Checkpoint | None
@@ -84,6 +86,7 @@ class Loop:
             return
         for step in range(self.step + 1, self.total_steps + 1):
             self.phases.seconds.clear()
+            self.watchdog.step = step
             self.metrics = {"training/global_step": step, "training/epoch": self.prompts.epoch}
             yield step
 

@@ -15,6 +15,7 @@ from trainer.data.sft import SFTDataset
 from trainer.metrics import Phases
 from trainer.remote import RemoteModel
 from trainer.tracking import Tracker
+from trainer.watchdog import Watchdog
 from workers.batch import Batch
 from workers.metric import Metrics, plain_numbers
 
@@ -30,6 +31,7 @@ class SupervisedLoop:
     order: DataOrder
     model: RemoteModel
     tracker: Tracker
+    watchdog: Watchdog
     phases: Phases
     resume: Checkpoint | None
     total_steps: int
@@ -50,6 +52,7 @@ class SupervisedLoop:
         """Steps count from 1; which rows a step sees is a function of the step alone."""
         for step in range(self.step + 1, self.total_steps + 1):
             self.phases.seconds.clear()
+            self.watchdog.step = step
             batch = self.data.batch(self.order.batch(step - 1))
             yield step, batch.with_meta({"temperature": 1.0})
 

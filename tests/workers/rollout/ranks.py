@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.trainer.watchdogs import watchdog
 from tests.workers.engine.toy import toy_batch
 from tests.workers.rollout.engines import ragged_prompts, request, spec_of
 from tests.workers.rollout.vllm_hosts import ACTOR_LOSS, LENGTH, actor_spec, greedy_error, make_small
@@ -32,8 +33,9 @@ class Run:
         self.size, self.path = tensor_model_parallel_size, path
         make_small(path)
         group = backend.start_group(
-            "hosts", ResourcePool((2,), "cpu", "pool"), "tests.workers.rollout.vllm_hosts:SpoilingHost", "cpu"
+            "hosts", ResourcePool((2,), "cpu", "pool"), "tests.workers.rollout.vllm_hosts:SpoilingHost", "cpu", 600.0
         )
+        patient = watchdog(path)
         rollout = spec_of(
             str(path), name=engine, max_model_len=LENGTH, slots=16, tensor_model_parallel_size=tensor_model_parallel_size,
             verify_weights=verify_weights,
@@ -41,9 +43,10 @@ class Run:
         self.sync_spoiled = lambda name, place: group.call("sync_spoiled", name, place).result()
         limits = Limits(max_tokens=LENGTH)
         self.actor = RemoteModel(
-            group, "actor", actor_spec(rollout.model), ACTOR_LOSS, forward_limits=limits, train_limits=limits, attention_cost=0.0
-        )
-        self.rollout = RemoteRollout(group, rollout, source="actor")
+            group, "actor", actor_spec(rollout.model), ACTOR_LOSS, forward_limits=limits, train_limits=limits,
+            attention_cost=0.0, watchdog=patient,
+        )  # fmt: skip
+        self.rollout = RemoteRollout(group, rollout, "actor", patient)
         self.close = lambda: group.call("close").result()
 
     def answers(self, *, greedy: bool) -> tuple[Batch, Batch]:
