@@ -59,7 +59,16 @@ def verdict(states: Sequence[RankState], waited: Collection[int] = ()) -> Verdic
         return Verdict(late, f"it is in no collective, and {ranks_in_words(waiting)} in one")
     if waiting and others:
         return Verdict([state.rank for state in others], f"it has ended its call, and {ranks_in_words(waiting)} in a collective")
-    return Verdict(waiting or late, "all wait in collectives: not in the same one, or the network is down" if waiting else "")
+    if waiting:
+        return Verdict(unlike_the_others(states), "all wait in collectives: not in the same one, or the network is down")
+    return Verdict(late, "")
+
+
+def unlike_the_others(states: Sequence[RankState]) -> list[int]:
+    """The ranks that are where the fewest are."""
+    places = [where(state.processes[0]) if state.processes else "" for state in states]
+    fewest = min(map(places.count, places))
+    return [state.rank for state, place in zip(states, places, strict=True) if places.count(place) == fewest]
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
