@@ -54,20 +54,24 @@ def verdict(states: Sequence[RankState], waited: Collection[int] = ()) -> Verdic
         return Verdict(stopped, "a process of it is stopped (SIGSTOP, or a debugger)")
     waiting = [state.rank for state in states if state.rank in waited or (not state.answered and waits_for_others(state))]
     others = [state for state in states if state.rank not in waiting]
-    late = [state.rank for state in others if not state.answered]
+    working = [state for state in others if not state.answered]
+    late = [state.rank for state in working]
     if waiting and late:
         return Verdict(late, f"it is in no collective, and {ranks_in_words(waiting)} in one")
     if waiting and others:
         return Verdict([state.rank for state in others], f"it has ended its call, and {ranks_in_words(waiting)} in a collective")
     if waiting:
         return Verdict(unlike_the_others(states), "all wait in collectives: not in the same one, or the network is down")
+    odd = unlike_the_others(working)
+    if len(odd) < len(late) / 2:  # on a GPU ranks wait for one another in kernels, and no stack shows it
+        return Verdict(odd, "it is elsewhere than the others")
     return Verdict(late, "")
 
 
 def unlike_the_others(states: Sequence[RankState]) -> list[int]:
     """The ranks that are where the fewest are."""
     places = [where(state.processes[0]) if state.processes else "" for state in states]
-    fewest = min(map(places.count, places))
+    fewest = min(map(places.count, places), default=0)
     return [state.rank for state, place in zip(states, places, strict=True) if places.count(place) == fewest]
 
 

@@ -71,8 +71,15 @@ def test_dead_and_stopped_processes_come_first() -> None:
     assert verdict([rank(0, SLEEPS), rank(1, status="stopped")]).why.startswith("a process of it is stopped")
 
 
-def test_without_a_sign_all_who_are_late_are_named() -> None:
+def test_on_a_gpu_who_is_elsewhere_than_the_others() -> None:
+    """There ranks wait for one another in kernels."""
+    assert verdict([rank(0, FORWARD), rank(1, SLEEPS), rank(2, FORWARD)]) == Verdict([1], "it is elsewhere than the others")
     assert verdict([rank(0, SLEEPS), rank(1, SLEEPS), rank(2, IDLE, answered=True)]) == Verdict([0, 1], "")
+
+
+def test_without_a_sign_all_who_are_late_are_named() -> None:
+    assert verdict([rank(0, SLEEPS), rank(1, SLEEPS), rank(2, SLEEPS)]) == Verdict([0, 1, 2], "")
+    assert verdict([rank(0, SLEEPS), rank(1, MEETS[1:])]) == Verdict([0, 1], "")
     assert verdict([rank(0, IN_COLLECTIVE), rank(1, MEETS)]).ranks == [0, 1]
     assert verdict([rank(0, IN_COLLECTIVE), rank(1, MEETS), rank(2, IN_COLLECTIVE)]).ranks == [1], "the odd one out"
     assert verdict([]) == Verdict([], "")
