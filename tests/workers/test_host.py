@@ -1,8 +1,10 @@
 import subprocess
 import sys
+from datetime import timedelta
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 
 from workers.controller.group import WorkerInfo
@@ -49,3 +51,12 @@ def test_a_hosts_memory_is_that_of_its_process_and_of_those_it_started() -> None
     host.close()
     own = psutil.Process().memory_info().rss
     assert abs(alone - own) < 64 * 2**20 and with_child - alone > 300 * 2**20
+
+
+def test_collectives_wait_as_long_as_they_are_told() -> None:
+    host = Host(info(), "cpu", 77.0)
+    try:
+        world = dist.group.WORLD
+        assert world is not None and world._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
+    finally:
+        host.close()
