@@ -96,7 +96,7 @@ def innermost_is_collective(frames: Sequence[Frame]) -> bool:
 
 
 def where(process: ProcessState) -> str:
-    """The innermost frame of ours, or of the user's, in its main thread: ``file:line in function``."""
+    """The innermost frame of ours, or of the user's, in its main thread: ``file:line in function``; "" if it gives no stacks."""
     threads = frames_by_thread(process.stacks)
     frames = threads[-1] if threads else []
     for frame in frames:
@@ -105,7 +105,7 @@ def where(process: ProcessState) -> str:
             return f"{path.relative_to(_OURS)}:{frame.line} in {frame.function}"
         if not frame.file.startswith((*_LIBRARIES, "<")):
             return f"{frame.file}:{frame.line} in {frame.function}"
-    return f"{frames[0].file}:{frames[0].line} in {frames[0].function}" if frames else "no stacks: it does not answer"
+    return f"{frames[0].file}:{frames[0].line} in {frames[0].function}" if frames else ""
 
 
 def record(stall: Stall, run_dir: Path) -> Path:
@@ -141,7 +141,8 @@ def summary(stall: Stall, run_dir: Path, directory: str) -> str:
 
 
 def line_of(stall: Stall, state: RankState) -> str:
-    at = "has answered" if state.answered else "is not known" if not state.processes else f"is at {where(state.processes[0])}"
+    place = where(state.processes[0]) if state.processes else ""
+    at = "has answered" if state.answered else f"is at {place}" if place else "does not say where it is"
     process = f" (process {state.processes[0].pid}, {state.processes[0].status})" if state.processes else ""
     work = f"; worked on {work_of(stall, state.rank)}" if work_of(stall, state.rank) else ""
     return f"{name_of(state.rank)}{process} {at}{work}"

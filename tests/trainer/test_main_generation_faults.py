@@ -1,6 +1,7 @@
 """A worker that dies or stops while it generates: the run names it, and ends in order, in a bounded time."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -65,10 +66,8 @@ def test_a_stopped_worker_is_named_with_the_limit_and_what_is_known(runs: dict[s
     run = runs[signal.SIGSTOP]
     assert run.process.returncode == 1
     first, *lines = run.errors[run.errors.index("error: ") :].splitlines()
-    assert first == (
-        f"error: generation (rollout engine embedded), limited by timeouts.generate={LIMIT:g}, took more than {LIMIT:g} s: "
-        "no answer from ranks [1]"
-    )
+    said = rf"limited by timeouts\.generate={LIMIT:g}(, widened by what was measured)?, took more than [\d.]+ s: no answer from ranks \[1\]"
+    assert re.fullmatch(rf"error: generation \(rollout engine embedded\), {said}", first), first
     assert lines[:2] == ["step 0, phase generate", "held up by rank 1: a process of it is stopped (SIGSTOP, or a debugger)"]
     kept = run.run_dir / "logs/stall_0_generate"
     assert len(lines) < 11 and lines[-1] == f"stacks, memory, logs: {kept}"
@@ -80,5 +79,5 @@ def test_a_stopped_worker_is_named_with_the_limit_and_what_is_known(runs: dict[s
 def test_the_run_ends_in_order(runs: dict[signal.Signals, Run], number: signal.Signals) -> None:
     run = runs[number]
     assert "Traceback" not in run.errors and run.left == []
-    assert run.seconds < LIMIT + 40, run.seconds
+    assert run.seconds < LIMIT + 60, run.seconds
     assert not (run.run_dir / "ray").exists() and list((run.run_dir / "answers").glob("*.partial")) == []

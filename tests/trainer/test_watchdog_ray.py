@@ -85,7 +85,7 @@ def test_a_rank_that_sleeps(run: Run) -> None:
 def test_a_rank_that_is_stopped(run: Run) -> None:
     late = run.late("SIGSTOP", 4)
     assert "held up by rank 1: a process of it is stopped" in str(late)
-    assert ", stopped) is at no stacks: it does not answer" in str(late)
+    assert ", stopped) does not say where it is; worked on 2 rows" in str(late)
     os.kill(late.states[1].processes[0].pid, signal.SIGCONT)
     run.update("none", 60.0)
 
