@@ -66,7 +66,8 @@ def test_a_stopped_worker_is_named_with_the_limit_and_what_is_known(runs: dict[s
     run = runs[signal.SIGSTOP]
     assert run.process.returncode == 1
     first, *lines = run.errors[run.errors.index("error: ") :].splitlines()
-    said = rf"limited by timeouts\.generate={LIMIT:g}(, widened by what was measured)?, took more than [\d.]+ s: no answer from ranks \[1\]"
+    limited = rf"limited by timeouts\.generate={LIMIT:g}(, widened by what was measured)?"
+    said = rf"{limited}, took more than [\d.]+ s: no answer from ranks \[1\]"
     assert re.fullmatch(rf"error: generation \(rollout engine embedded\), {said}", first), first
     assert lines[:2] == ["step 0, phase generate", "held up by rank 1: a process of it is stopped (SIGSTOP, or a debugger)"]
     kept = run.run_dir / "logs/stall_0_generate"

@@ -144,6 +144,18 @@ def test_a_dead_raylet_leaves_no_agents(tmp_path: Path) -> None:
     assert [agent for agent in agents if agent.is_running()] == []
 
 
+def test_a_batch_larger_than_the_object_store_still_travels(tmp_path: Path) -> None:
+    """75 MB is the least that Ray takes; what does not fit goes to disk, at once or not at all."""
+    rows = torch.arange(30 * 2**20)
+    with RayBackend(
+        run_dir=tmp_path, nnodes=1, n_gpus_per_node=2, device="cpu", ray_init={"object_store_memory": 75 * 2**20}
+    ) as small:
+        group = small.start_group("mirrors", ResourcePool((2,), "cpu", "mirrors"), TOY)
+        for _ in range(2):
+            first, second = group.call("same", rows, timeout=60.0).result()
+            assert torch.equal(first, rows) and torch.equal(second, rows)
+
+
 @contextmanager
 def started(backend: RayBackend, name: str, n: int = 2) -> Iterator[WorkerGroup]:
     group = backend.start_group(name, ResourcePool((n,), "cpu", name), TOY)
@@ -271,18 +283,6 @@ def test_an_argument_for_all_is_put_once(backend: RayBackend) -> None:
     ship, large, small = Shipper(), torch.zeros(100_000), torch.zeros(10)
     assert isinstance(ship(large), ray.ObjectRef) and ship(large) is ship(large)
     assert not isinstance(ship(small), ray.ObjectRef) and ship(small) is ship(small)
-
-
-def test_a_batch_larger_than_the_object_store_still_travels(tmp_path: Path) -> None:
-    """75 MB is the least that Ray takes; what does not fit goes to disk, at once or not at all."""
-    rows = torch.arange(30 * 2**20)
-    with RayBackend(
-        run_dir=tmp_path, nnodes=1, n_gpus_per_node=2, device="cpu", ray_init={"object_store_memory": 75 * 2**20}
-    ) as small:
-        group = small.start_group("mirrors", ResourcePool((2,), "cpu", "mirrors"), TOY)
-        for _ in range(2):
-            first, second = group.call("same", rows, timeout=60.0).result()
-            assert torch.equal(first, rows) and torch.equal(second, rows)
 
 
 def test_a_large_batch_travels_at_the_speed_of_numpy(backend: RayBackend) -> None:
