@@ -145,15 +145,12 @@ def test_a_dead_raylet_leaves_no_agents(tmp_path: Path) -> None:
 
 
 def test_a_batch_larger_than_the_object_store_still_travels(tmp_path: Path) -> None:
-    """75 MB is the least that Ray takes; what does not fit goes to disk, at once or not at all."""
-    rows = torch.arange(30 * 2**20)
-    with RayBackend(
-        run_dir=tmp_path, nnodes=1, n_gpus_per_node=2, device="cpu", ray_init={"object_store_memory": 75 * 2**20}
-    ) as small:
+    """75 MB is the least that Ray takes; what does not fit goes through the disk."""
+    rows, store = torch.arange(20 * 2**20), {"object_store_memory": 75 * 2**20}
+    with RayBackend(run_dir=tmp_path, nnodes=1, n_gpus_per_node=2, device="cpu", ray_init=store) as small:
         group = small.start_group("mirrors", ResourcePool((2,), "cpu", "mirrors"), TOY)
-        for _ in range(2):
-            first, second = group.call("same", rows, timeout=60.0).result()
-            assert torch.equal(first, rows) and torch.equal(second, rows)
+        for arrived in group.call("same", rows, timeout=100.0).result():
+            assert torch.equal(arrived, rows)
 
 
 @contextmanager
