@@ -82,7 +82,7 @@ def _state(pid: int) -> ProcessState:
     try:
         process = psutil.Process(pid)
         status = process.status()
-        command = " ".join(process.cmdline()) or process.name()
+        command = " ".join(" ".join(process.cmdline()).split()) or process.name()  # Ray fills it up with blanks
         rss = process.memory_info().rss
     except psutil.Error:  # it ended meanwhile
         return ProcessState(pid, "", GONE, (), 0, "")
