@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from configs.schema.common import RayConfig, WorkersConfig
+from configs.schema.common import RayConfig, WorkersConfig, WorkersTimeoutsConfig
 from workers.controller.group import Backend, WorkerGroup
 from workers.controller.resource_pool import ResourcePool
 
@@ -42,7 +42,7 @@ def check_device(trainer: WorkersConfig) -> None:
         )
 
 
-def start_hosts(backend: Backend, trainer: WorkersConfig) -> WorkerGroup:
+def start_hosts(backend: Backend, trainer: WorkersConfig, timeouts: WorkersTimeoutsConfig) -> WorkerGroup:
     """One host a GPU slot. Returns before they are ready, so that the controller can read its data meanwhile."""
     pool = ResourcePool(n_per_node=(trainer.n_gpus_per_node,) * trainer.nnodes, device=trainer.device, name="workers")
-    return backend.start_group("workers", pool, "workers.host:Host", trainer.device, env={})
+    return backend.start_group("workers", pool, "workers.host:Host", trainer.device, timeouts.collective, env={})

@@ -30,7 +30,7 @@ SAFE_TO_CHANGE = (
     "trainer.resume_from_path", "trainer.checkpoint.", "trainer.best_metric",
     "trainer.dry_run", "trainer.full_traceback", "data.val_files", "data.val_max_samples",
     "data.val_batch_size", "data.filter_overlong_prompts_workers", "reward.num_workers",
-    "actor_rollout_ref.rollout.val_kwargs.", "actor_rollout_ref.rollout.timeouts.",
+    "actor_rollout_ref.rollout.val_kwargs.", "timeouts.",
     "algorithm.rollout_correction.mismatch_bound", "ray_kwargs.",
 
     "trainer.backend", "trainer.nnodes", "trainer.n_gpus_per_node", "*.use_dynamic_bsz", "*.log_prob_use_dynamic_bsz",

@@ -10,6 +10,7 @@ from transformers import AutoConfig
 from configs.checks import micro_batch_limits
 from configs.schema.common import FSDPConfig, ModelConfig, OptimConfig, Strategy
 from trainer.remote import RemoteModel
+from trainer.watchdog import Watchdog
 from workers.controller.group import WorkerGroup
 from workers.engine.base import EngineSpec, Head, LossSpec, OptimizerSpec
 from workers.plan import Limits
@@ -57,6 +58,7 @@ def start_model(
     seed: int,
     forward_limits: Limits,
     training: Training | None,
+    watchdog: Watchdog,
 ) -> RemoteModel:
     """Build a role on every host. training None: it never learns (a reference)."""
     spec = EngineSpec(
@@ -76,6 +78,7 @@ def start_model(
         forward_limits=forward_limits,
         train_limits=training.limits if training is not None else forward_limits,
         attention_cost=1.0 / (12.0 * hidden_size(model)),
+        watchdog=watchdog,
     )
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
+from trainer.watchdog import Watchdog
 from workers.batch import Batch
 from workers.controller.dispatch import Mesh, Sharded
-from workers.controller.group import PhaseTimeout, WorkerError, WorkerGroup
+from workers.controller.group import WorkerGroup
 from workers.engine.base import EngineSpec, LossSpec, SavedFile
 from workers.metric import Metric, Metrics, join_metrics
 from workers.plan import Limits, Plan, make_plan
 from workers.rollout.base import RolloutSpec, Sampling
 
-PHASES = {"start": "engine start", "generate": "generation", "sync": "weight sync"}
+PHASES = {"start": "engine start", "generate": "generation", "sync": "weight sync", "ask": "counters"}
 
 
 class SaveFailed(OSError):
@@ -33,28 +35,30 @@ class RemoteModel:
         forward_limits: Limits,
         train_limits: Limits,
         attention_cost: float,
+        watchdog: Watchdog,
     ) -> None:
         """forward_limits, train_limits: how large a micro-batch may be. attention_cost: see plan.row_costs."""
         self.group = group
+        self.watchdog = watchdog
         self.role = role
         self.forward_limits = forward_limits
         self.train_limits = train_limits
         self.attention_cost = attention_cost
         self._flops = 0.0
-        self.mesh = mesh_of(group.call("build_model", role, spec, loss).result())
+        self.mesh = mesh_of(watchdog.call(group, "start", f"start of {role}", "build_model", role, spec, loss))
         group.register_mesh(role, self.mesh)
 
     def forward(self, batch: Batch, outputs: Sequence[str]) -> Batch:
         """Columns ``outputs`` for every row of ``batch``, without gradient; see TrainEngine.forward."""
         plan = self._plan(batch, self.forward_limits)
         needed = batch.only(tokens=["input_ids", "response_mask"])
-        return plan.collect(self._call("forward", plan, needed, list(outputs)))
+        return plan.collect(self._call("forward", "forward", plan, needed, list(outputs)))
 
     def train_step(self, mini_batch: Batch, columns: Sequence[str]) -> Metrics:
         """One optimizer step on a global mini-batch that carries loss_weight; ``columns``: what the loss reads."""
         plan = self._plan(mini_batch, self.train_limits)
         needed = mini_batch.only(tokens=["input_ids", "response_mask", "loss_weight", *columns])
-        metrics = join_metrics(self._call("train_step", plan, needed))
+        metrics = join_metrics(self._call("update", "train_step", plan, needed))
         flops = metrics.pop("flops")
         assert isinstance(flops, Metric), "a number"
         self._flops += flops.value
@@ -67,49 +71,55 @@ class RemoteModel:
 
     def save(self, path: str, *, background: bool = False) -> None:
         """Into the directory ``path``; ``saved`` tells how it ended. background: returns when the state is copied to the host."""
-        self.group.call("run", self.role, "save", path, background).result()
+        self._save("save", path, background)
 
     def saved(self, *, patient: bool = True) -> list[SavedFile] | None:
         """The files that the ranks wrote in the last ``save``; None if a rank is still at it and we are not ``patient``.
 
         Raises SaveFailed when all have ended and one could not write.
         """
-        answers: list[list[SavedFile] | str | None] = self.group.call("run", self.role, "saved", patient).result()
+        answers: list[list[SavedFile] | str | None] = self._save("saved", patient)
         if any(answer is None for answer in answers):
             return None
         if problems := dict.fromkeys(answer for answer in answers if isinstance(answer, str)):
             raise SaveFailed("; ".join(problems))
         return [file for answer in answers if isinstance(answer, list) for file in answer]
 
+    def _save(self, method: str, *args: Any) -> list[Any]:
+        return self.watchdog.call(self.group, "save", f"save of {self.role}", "run", self.role, method, *args)
+
     def load(self, path: str) -> None:
-        self.group.call("run", self.role, "load", path).result()
+        self.watchdog.call(self.group, "load", f"load of {self.role}", "run", self.role, "load", path)
 
     def export_hf(self, path: str) -> None:
-        self.group.call("run", self.role, "export_hf", path).result()
+        self.watchdog.call(self.group, "save", f"export of {self.role}", "run", self.role, "export_hf", path)
 
     def _plan(self, batch: Batch, limits: Limits) -> Plan:
         n_shards = len(self.mesh.answers)
         return make_plan(batch.lengths.tolist(), n_shards, limits, attention_cost=self.attention_cost)
 
-    def _call(self, method: str, plan: Plan, batch: Batch, *args: Any) -> list[Any]:
+    def _call(self, phase: str, method: str, plan: Plan, batch: Batch, *args: Any) -> list[Any]:
         shares, cuts = Sharded(plan.split(batch)), Sharded(plan.micro_batches)
-        return self.group.call("run", self.role, method, shares, cuts, *args, mesh=self.role).result()
+        what = f"{phase} of {self.role}"
+        work = partial(work_by_rank, plan, batch.lengths.tolist(), self.mesh)
+        words = ("run", self.role, method, shares, cuts, *args)
+        return self.watchdog.call(self.group, phase, what, *words, mesh=self.role, work=work)
 
 
 class RemoteRollout:
     """The rollout role on every worker of a group."""
 
-    def __init__(self, group: WorkerGroup, spec: RolloutSpec, source: str) -> None:
-        """source: the model role whose weights the engines generate with. Limits are spec.rollout.timeouts."""
+    def __init__(self, group: WorkerGroup, spec: RolloutSpec, source: str, watchdog: Watchdog) -> None:
+        """source: the model role whose weights the engines generate with."""
         self.group = group
         self.engine = spec.rollout.name
-        self.timeouts = spec.rollout.timeouts
-        self.mesh = mesh_of(self._call("start", self.timeouts.start, "build_rollout", "rollout", spec, source))
+        self.watchdog = watchdog
+        self.mesh = mesh_of(self._call("start", "build_rollout", "rollout", spec, source))
         group.register_mesh("rollout", self.mesh)
 
     def sync_weights(self, version: int) -> Metrics:
         """Every engine has the source's weights when this returns; completions bear ``version`` from now on."""
-        return join_metrics(self._call("sync", self.timeouts.sync, "run", "rollout", "sync_weights", version))
+        return join_metrics(self._call("sync", "run", "rollout", "sync_weights", version))
 
     def generate(self, prompts: Batch, sampling: Sampling, group_size: int) -> Batch:
         """An answer to each row of ``prompts``, in order; see RolloutRole.generate.
@@ -122,29 +132,28 @@ class RemoteRollout:
         )
         plan = Plan(shares=shares, micro_batches=tuple(() for _ in shares))
         what = ("run", "rollout", "generate", Sharded(plan.split(prompts)), sampling)
-        return plan.collect(self._call("generate", self.timeouts.generate, *what, mesh="rollout"))
+        work = partial(work_by_rank, plan, prompts.lengths.tolist(), self.mesh)
+        return plan.collect(self._call("generate", *what, mesh="rollout", work=work))
 
-    def _call(
-        self, phase: Literal["start", "generate", "sync"], seconds: float, method: str, *args: Any, mesh: str | None = None
-    ) -> list[Any]:
-        """The result of a call. Raises WorkerError and PhaseTimeout, with the phase and the engine in the user's words.
-
-        The group has no other call under way: the phase's time is its own.
-        """
-        words = f"{PHASES[phase]} (rollout engine {self.engine})"
-        try:
-            return self.group.call(method, *args, mesh=mesh, timeout=seconds).result()
-        except WorkerError as error:
-            error.method = words
-            raise
-        except PhaseTimeout as error:
-            error.method = f"{words}, limited by actor_rollout_ref.rollout.timeouts.{phase},"
-            raise
+    def _call(self, phase: str, *words: Any, mesh: str | None = None, work: Callable[[], Sequence[str]] = list) -> list[Any]:
+        """The result of a call; see Watchdog.call. The group has no other call under way: the phase's time is its own."""
+        what = f"{PHASES[phase]} (rollout engine {self.engine})"
+        return self.watchdog.call(self.group, phase, what, *words, mesh=mesh, work=work)
 
     def stats(self) -> dict[str, float]:
         """The engines' counters since the last call, added up; see Rollout.stats."""
-        parts = self.group.call("run", "rollout", "stats", mesh="rollout").result()
+        parts = self._call("ask", "run", "rollout", "stats", mesh="rollout")
         return {name: sum(part[name] for part in parts) for name in parts[0]}
+
+
+def work_by_rank(plan: Plan, lengths: Sequence[int], mesh: Mesh) -> list[str]:
+    """For people: what each rank was given of a batch with rows of these lengths."""
+    by_shard = []
+    for rows, cuts in zip(plan.shares, plan.micro_batches, strict=True):
+        mine = [lengths[row] for row in rows]
+        cut = f", {len(cuts)} micro-batches" if cuts else ""
+        by_shard.append(f"{len(mine)} rows, {sum(mine)} tokens{cut}, longest row {max(mine, default=0)}")
+    return [by_shard[shard] for shard in mesh.shard_of_rank]
 
 
 def mesh_of(places: Sequence[tuple[int, bool]]) -> Mesh:

@@ -22,12 +22,13 @@ from workers.rollout import make_rollout
 from workers.rollout.base import RolloutSpec
 from workers.rollout.weight_sync import WeightSync
 
-COLLECTIVE_LIMIT = timedelta(minutes=30)
-
 
 class Host:
-    def __init__(self, info: WorkerInfo, device: Literal["cpu", "cuda"]) -> None:
-        """Joins the process group of all workers: gloo on CPU, and nccl beside it on CUDA."""
+    def __init__(self, info: WorkerInfo, device: Literal["cpu", "cuda"], collective_seconds: float) -> None:
+        """Joins the process group of all workers: gloo on CPU, and nccl beside it on CUDA.
+
+        collective_seconds: so long a rank waits in a collective for the others.
+        """
         self.info = info
         self.device = device
         self.residency = Residency()
@@ -38,12 +39,13 @@ class Host:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         if info.master_addr.startswith("127."):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        limit = timedelta(seconds=collective_seconds)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-            store=meeting_point(info),
+            store=meeting_point(info, limit),
             rank=info.rank,
             world_size=info.world_size,
-            timeout=COLLECTIVE_LIMIT,
+            timeout=limit,
         )
 
     def build_model(self, role: str, spec: EngineSpec, loss: LossSpec | None) -> tuple[int, bool]:
@@ -89,7 +91,7 @@ class Host:
         dist.destroy_process_group()
 
 
-def meeting_point(info: WorkerInfo) -> dist.Store:
+def meeting_point(info: WorkerInfo, limit: timedelta) -> dist.Store:
     """Where the ranks find each other. torch alone would listen on every interface; rank 0 listens on its address only."""
     listener = None
     if info.rank == 0:
@@ -99,6 +101,6 @@ def meeting_point(info: WorkerInfo) -> dist.Store:
         info.master_port,
         info.world_size,
         is_master=info.rank == 0,
-        timeout=COLLECTIVE_LIMIT,
+        timeout=limit,
         master_listen_fd=listener,
     )

@@ -93,5 +93,23 @@ class RunConfig(WorkersConfig):
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class WorkersTimeoutsConfig:
+    """Seconds; of every program that starts workers."""
+
+    start: PositiveFloat
+    collective: PositiveFloat
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class TrainingTimeoutsConfig(WorkersTimeoutsConfig):
+    """Of every program that trains."""
+
+    forward: PositiveFloat
+    update: PositiveFloat
+    save: PositiveFloat
+    load: PositiveFloat
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class RayConfig:
     ray_init: dict[str, Any]

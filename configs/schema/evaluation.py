@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from configs.schema.common import Positive, ProgramConfig
+from configs.schema.common import Positive, PositiveFloat, ProgramConfig
 from configs.schema.ppo import ScoringConfig
 
 
@@ -25,8 +25,14 @@ class MetricsConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class EvaluationTimeoutsConfig:
+    reward: PositiveFloat
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class EvaluationConfig:
     data: EvaluationDataConfig
     metrics: MetricsConfig
     reward: ScoringConfig
     trainer: ProgramConfig
+    timeouts: EvaluationTimeoutsConfig

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from configs.schema.common import ModelConfig, Positive, RayConfig, WorkersConfig
+from configs.schema.common import ModelConfig, Positive, PositiveFloat, RayConfig, WorkersConfig, WorkersTimeoutsConfig
 from configs.schema.ppo import PromptConfig, RolloutEngineConfig, ScoringConfig
 
 
@@ -34,10 +34,18 @@ class SelectionConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class GenerationTimeoutsConfig(WorkersTimeoutsConfig):
+    generate: PositiveFloat
+    reward: PositiveFloat
+    sync: PositiveFloat
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class GenerationConfig:
     data: GenerationDataConfig
     actor_rollout_ref: GeneratorConfig
     selection: SelectionConfig
     reward: ScoringConfig
     trainer: WorkersConfig
+    timeouts: GenerationTimeoutsConfig
     ray_kwargs: RayConfig

@@ -12,9 +12,11 @@ from configs.schema.common import (
     ModelConfig,
     NonNegative,
     NonNegativeFloat,
+    PositiveFloat,
     RayConfig,
     Strategy,
     WorkersConfig,
+    WorkersTimeoutsConfig,
 )
 from configs.schema.ppo import PromptConfig, RolloutEngineConfig
 
@@ -64,6 +66,14 @@ class BoundsConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class ParityTimeoutsConfig(WorkersTimeoutsConfig):
+    generate: PositiveFloat
+    forward: PositiveFloat
+    sync: PositiveFloat
+    ask: PositiveFloat
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class ParityConfig:
     model: str
     engines: list[str]
@@ -71,4 +81,5 @@ class ParityConfig:
     actor_rollout_ref: ParityModelsConfig
     bounds: BoundsConfig
     trainer: WorkersConfig
+    timeouts: ParityTimeoutsConfig
     ray_kwargs: RayConfig

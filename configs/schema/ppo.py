@@ -19,6 +19,7 @@ from configs.schema.common import (
     RayConfig,
     RunConfig,
     Strategy,
+    TrainingTimeoutsConfig,
 )
 
 KLKind = Literal[
@@ -118,13 +119,6 @@ class EngineKwargsConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class TimeoutsConfig:
-    start: PositiveFloat
-    generate: PositiveFloat
-    sync: PositiveFloat
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
 class RolloutEngineConfig:
     """What an engine is built from, and how it draws."""
 
@@ -151,7 +145,6 @@ class RolloutEngineConfig:
     free_cache_engine: bool
     update_weights_bucket_megabytes: Positive
     verify_weights: Literal["off", "sample", "full"]
-    timeouts: TimeoutsConfig
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -335,6 +328,14 @@ class TrainerConfig(RunConfig):
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class TimeoutsConfig(TrainingTimeoutsConfig):
+    generate: PositiveFloat
+    reward: PositiveFloat
+    sync: PositiveFloat
+    ask: PositiveFloat
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class PPOConfig:
     data: DataConfig
     actor_rollout_ref: ActorRolloutRefConfig
@@ -342,4 +343,5 @@ class PPOConfig:
     algorithm: AlgorithmConfig
     reward: RewardConfig
     trainer: TrainerConfig
+    timeouts: TimeoutsConfig
     ray_kwargs: RayConfig

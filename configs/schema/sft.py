@@ -3,7 +3,17 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from configs.schema.common import FSDPConfig, ModelConfig, OptimConfig, Positive, PositiveFloat, RayConfig, RunConfig, Strategy
+from configs.schema.common import (
+    FSDPConfig,
+    ModelConfig,
+    OptimConfig,
+    Positive,
+    PositiveFloat,
+    RayConfig,
+    RunConfig,
+    Strategy,
+    TrainingTimeoutsConfig,
+)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -43,4 +53,5 @@ class SFTConfig:
     engine: SFTEngineConfig
     optim: OptimConfig
     trainer: SFTTrainerConfig
+    timeouts: TrainingTimeoutsConfig
     ray_kwargs: RayConfig

@@ -190,7 +190,7 @@ def start_engines(
         f"actor_rollout_ref.rollout.{key}" for key in (f"max_num_seqs={args.max_num_seqs}", "tensor_model_parallel_size=1")
     ]
     models = compose("generation", GenerationConfig, overrides).actor_rollout_ref
-    host = stack.enter_context(closing(Host(WorkerInfo(0, 1, 0, 0, "127.0.0.1", free_port()), "cpu")))
+    host = stack.enter_context(closing(Host(WorkerInfo(0, 1, 0, 0, "127.0.0.1", free_port()), "cpu", 1800.0)))
     found: dict[str, Rollout] = {}
     missing: dict[str, str] = {}
     for name in args.engines:

@@ -142,7 +142,7 @@ class Bench:
             lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, schedule="constant", warmup_steps=0, total_steps=100,
             min_lr_ratio=0.0, num_cycles=0.5, clip_grad=1.0,
         )  # fmt: skip
-        self.host = Host(WorkerInfo(0, 1, 0, 0, "127.0.0.1", free_port()), args.device)
+        self.host = Host(WorkerInfo(0, 1, 0, 0, "127.0.0.1", free_port()), args.device, 1800.0)
         self.used = {"before": used(args.device)}
         spec = EngineSpec("fsdp", models.model, "lm", models.actor.fsdp_config, optimizer if trained else None, args.device, 0)
         self.host.build_model("actor", spec, LossSpec(f"{__name__}:likelihood", None) if trained else None)

@@ -85,7 +85,7 @@ class Unlent:
 
 def measure(rank: int, args: argparse.Namespace, folder: str, engine: str, dtype: str, port: int) -> None:
     """One line of the table, from rank 0."""
-    host = Host(WorkerInfo(rank, args.ranks, rank, 0, "127.0.0.1", port), "cpu")
+    host = Host(WorkerInfo(rank, args.ranks, rank, 0, "127.0.0.1", port), "cpu", 1800.0)
     spec = rollout_spec(args, folder, engine, dtype)
     host.build_model("actor", trainer_spec(spec), None)
     host.build_rollout("rollout", spec, "actor")

@@ -25,7 +25,10 @@ PROGRAMS = [
 ]
 # Keys that two programs share though they are not the same thing, or whose defaults are meant to differ.
 OWN_DEFAULTS = {"trainer.default_local_dir", "data.shuffle", "actor_rollout_ref.model.enable_gradient_checkpointing"}
-OWN_DEFAULTS_OF = {"parity": {"actor_rollout_ref.rollout.temperature"}}  # at 1 nothing shows whether an engine heeds it
+OWN_DEFAULTS_OF = {
+    "parity": {"actor_rollout_ref.rollout.temperature"},  # at 1 nothing shows whether an engine heeds it
+    "evaluation": {"timeouts.reward"},  # all answers are one round
+}
 
 
 def yaml_tree(root: str) -> dict[str, Any]:

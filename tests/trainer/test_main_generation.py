@@ -178,7 +178,7 @@ def test_a_finished_run_selects_anew_without_an_engine(
 ) -> None:
     monkeypatch.setattr("trainer.generation.assemble.open_backend", None)
     other = [f"data.output_path={whole}/answers", f"selection.sft={tmp_path}/sft.jsonl", "selection.min_score=0.5"]
-    other += [f"actor_rollout_ref.rollout.timeouts.{phase}=77" for phase in ("start", "generate", "sync")]  # change no answer
+    other += [f"timeouts.{phase}=77" for phase in ("start", "generate", "sync")]  # change no answer
     generate(task, tmp_path, *other)
     kept = [json.loads(line) for line in (tmp_path / "sft.jsonl").read_text().splitlines()]
     assert len(kept) > 0 and f"accepted: {tmp_path}/sft.jsonl ({len(kept)} answers to {len(kept)} of {ROWS} prompts)" in (

@@ -1,6 +1,7 @@
 """A worker that dies or stops while it generates: the run names it, and ends in order, in a bounded time."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ class Run:
             sys.executable, "-m", "trainer.main_generation", f"data.path={task}/test.parquet",
             f"actor_rollout_ref.model.path={task}/base", "actor_rollout_ref.rollout.dtype=float32",
             "data.max_prompt_length=8", "data.max_response_length=40", "actor_rollout_ref.rollout.ignore_eos=true",
-            "data.batch_size=4", f"actor_rollout_ref.rollout.timeouts.generate={LIMIT}",
+            "data.batch_size=4", f"timeouts.generate={LIMIT}",
             "trainer.device=cpu", "trainer.n_gpus_per_node=2", f"trainer.default_local_dir={run_dir}",
         ]  # fmt: skip
         environment = os.environ | {"PYTHONPATH": str(CONFIG_DIR.parent)}
@@ -61,20 +62,23 @@ def test_a_killed_worker_is_named_with_its_cause_and_its_log(runs: dict[signal.S
     assert "killed by a signal" in first and lines[0] == f"last lines of {run.run_dir}/logs/rank_1_workers.log:"
 
 
-def test_a_stopped_worker_is_named_with_the_limit_and_its_log(runs: dict[signal.Signals, Run]) -> None:
+def test_a_stopped_worker_is_named_with_the_limit_and_what_is_known(runs: dict[signal.Signals, Run]) -> None:
     run = runs[signal.SIGSTOP]
     assert run.process.returncode == 1
     first, *lines = run.errors[run.errors.index("error: ") :].splitlines()
-    assert first == (
-        "error: generation (rollout engine embedded), limited by actor_rollout_ref.rollout.timeouts.generate, took more than "
-        f"{LIMIT:g} s: no answer from ranks [1]"
-    )
-    assert lines[0] == f"last lines of {run.run_dir}/logs/rank_1_workers.log:"
+    limited = rf"limited by timeouts\.generate={LIMIT:g}(, widened by what was measured)?"
+    said = rf"{limited}, took more than [\d.]+ s: no answer from ranks \[1\]"
+    assert re.fullmatch(rf"error: generation \(rollout engine embedded\), {said}", first), first
+    assert lines[:2] == ["step 0, phase generate", "held up by rank 1: a process of it is stopped (SIGSTOP, or a debugger)"]
+    kept = run.run_dir / "logs/stall_0_generate"
+    assert len(lines) < 11 and lines[-1] == f"stacks, memory, logs: {kept}"
+    assert {"rank_0.txt", "rank_1.txt", "memory.txt", "ray.txt", "summary.txt"} == {path.name for path in kept.iterdir()}
+    assert '"kind": "stall"' in (run.run_dir / "events.jsonl").read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_run_ends_in_order(runs: dict[signal.Signals, Run], number: signal.Signals) -> None:
     run = runs[number]
     assert "Traceback" not in run.errors and run.left == []
-    assert run.seconds < LIMIT + 40
+    assert run.seconds < LIMIT + 60, run.seconds
     assert not (run.run_dir / "ray").exists() and list((run.run_dir / "answers").glob("*.partial")) == []

@@ -1,23 +1,25 @@
 """What the controller sends and how it joins the answers, on workers that only look at what they get."""
 
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
-from configs.schema.ppo import TimeoutsConfig
+from tests.trainer.watchdogs import PHASES, watchdog
 from tests.workers.rollout.engines import spec_of
 from tests.workers.test_batch import numbered
-from trainer.remote import RemoteModel, RemoteRollout, SaveFailed, mesh_of
+from trainer.remote import RemoteModel, RemoteRollout, SaveFailed, mesh_of, work_by_rank
+from trainer.watchdog import Watchdog
 from workers.batch import Batch
 from workers.controller.group import PhaseTimeout, WorkerError, WorkerInfo
 from workers.controller.local_backend import LocalBackend
 from workers.controller.resource_pool import ResourcePool
 from workers.engine.base import SavedFile
 from workers.metric import Metric
-from workers.plan import Limits, MicroBatches
+from workers.plan import Limits, MicroBatches, make_plan
 
 
 class Mirror:
@@ -62,6 +64,9 @@ class Mirror:
         return prompts.with_rows(engine=torch.full((len(prompts),), self.rank))
 
 
+PATIENT = watchdog(Path())  # nothing is late here
+
+
 @pytest.fixture
 def model() -> Any:
     with LocalBackend() as backend:
@@ -69,9 +74,11 @@ def model() -> Any:
         yield group
 
 
-def start(group: Any) -> RemoteModel:
+def start(group: Any, watchdog: Watchdog = PATIENT) -> RemoteModel:
     limits = Limits(max_tokens=12)
-    return RemoteModel(group, "actor", cast(Any, None), None, forward_limits=limits, train_limits=limits, attention_cost=0.0)
+    return RemoteModel(
+        group, "actor", cast(Any, None), None, forward_limits=limits, train_limits=limits, attention_cost=0.0, watchdog=watchdog
+    )
 
 
 SIZES = [3, 9, 2, 7, 5, 5, 1, 8, 4, 4, 6, 2]
@@ -106,11 +113,11 @@ def test_train_step_joins_over_ranks_and_keeps_flops_apart(model: Any) -> None:
 
 
 def test_stats_are_added_up_over_the_engines(model: Any) -> None:
-    assert RemoteRollout(model, spec_of("somewhere"), source="actor").stats() == {"prompt_tokens": 33.0}
+    assert RemoteRollout(model, spec_of("somewhere"), "actor", PATIENT).stats() == {"prompt_tokens": 33.0}
 
 
 def test_a_prompts_answers_come_from_one_engine_and_in_order(model: Any) -> None:
-    rollout = RemoteRollout(model, spec_of("somewhere"), source="actor")
+    rollout = RemoteRollout(model, spec_of("somewhere"), "actor", PATIENT)
     prompts = numbered(SIZES).only(tokens=["input_ids"], rows=["uid"])
     answers = rollout.generate(prompts, cast(Any, None), group_size=4)
     assert as_lists_of(answers) == as_lists_of(prompts)
@@ -146,27 +153,60 @@ class Unhappy:
     def _result(self, method: str) -> list[Any]:
         if method == self.method:
             raise self.error
-        return [{}] if method == "sync_weights" else [(0, True)]
+        return {"sync_weights": [{}], "stats": [{}], "generate": [ONE], "forward": [ONE]}.get(method, [(0, True)])
 
 
-@pytest.mark.parametrize(
-    ("method", "phase", "key"),
-    [("build_rollout", "engine start", "start"), ("generate", "generation", "generate"), ("sync_weights", "weight sync", "sync")],
-)
+ONE = Batch(torch.tensor([1]), tokens={"input_ids": torch.tensor([5]), "response_mask": torch.tensor([1])})
+PHASES_OF = {
+    "build_model": ("start of actor", "start"),
+    "forward": ("forward of actor", "forward"),
+    "train_step": ("update of actor", "update"),
+    "save": ("save of actor", "save"),
+    "load": ("load of actor", "load"),
+    "export_hf": ("export of actor", "save"),
+    "build_rollout": ("engine start (rollout engine vllm)", "start"),
+    "generate": ("generation (rollout engine vllm)", "generate"),
+    "sync_weights": ("weight sync (rollout engine vllm)", "sync"),
+    "stats": ("counters (rollout engine vllm)", "ask"),
+}
+
+
+def call_everything(group: Any, limits: Watchdog) -> None:
+    actor = start(group, limits)
+    actor.forward(ONE, ["log_probs"])
+    actor.save("path")
+    actor.load("path")
+    actor.export_hf("path")
+    rollout = RemoteRollout(group, spec_of("somewhere", name="vllm"), "actor", limits)
+    rollout.sync_weights(1)
+    rollout.generate(ONE, cast(Any, None), group_size=1)
+    rollout.stats()
+    actor.train_step(ONE.with_tokens(loss_weight=torch.ones(1)), ())
+
+
+@pytest.mark.parametrize("method", PHASES_OF)
 @pytest.mark.parametrize("kind", ["late", "dead"])
-def test_an_engine_that_is_late_or_dead_is_named_with_its_phase(kind: str, method: str, phase: str, key: str) -> None:
-    spec = spec_of("somewhere", name="vllm", timeouts=TimeoutsConfig(start=1.0, generate=2.0, sync=3.0))
-    raised = PhaseTimeout("run", [1], 9.0, "last words") if kind == "late" else WorkerError(1, "run", "it died", "last words")
+def test_who_is_late_or_dead_is_named_with_the_phase_and_every_call_has_its_limit(kind: str, method: str, tmp_path: Path) -> None:
+    phase, key = PHASES_OF[method]
+    limits = {phase: 100.0 + number for number, phase in enumerate(PHASES)}
+    raised = PhaseTimeout("run", [1], 9.0, "") if kind == "late" else WorkerError(1, "run", "it died", "last words")
     group = Unhappy(method, raised)
     with pytest.raises((PhaseTimeout, WorkerError)) as told:
-        rollout = RemoteRollout(cast(Any, group), spec, source="actor")
-        rollout.sync_weights(1)
-        rollout.generate(Batch(torch.tensor([1]), tokens={"input_ids": torch.tensor([5])}), cast(Any, None), group_size=1)
-    assert group.limits[method] == {"start": 1.0, "generate": 2.0, "sync": 3.0}[key]
-    limit = f"limited by actor_rollout_ref.rollout.timeouts.{key}, took more than 9 s: no answer from ranks [1]"
+        call_everything(group, watchdog(tmp_path, **limits))
+    assert group.limits[method] == limits[key]
     said = (
-        f"{phase} (rollout engine vllm), {limit}"
-        if kind == "late"
-        else f"rank 1 failed in {phase} (rollout engine vllm): it died"
+        f"{phase}, limited by timeouts.{key}={limits[key]:g}, took more than 9 s: no answer from ranks [1]\nstep 0, phase {key}"
     )
-    assert str(told.value) == f"{said}\nlast words"
+    assert str(told.value).startswith(said if kind == "late" else f"rank 1 failed in {phase}: it died\nlast words")
+
+
+def test_what_a_rank_works_on_is_told() -> None:
+    plan = make_plan(SIZES, 2, Limits(max_tokens=16), attention_cost=0.0)
+    mesh = mesh_of([(0, True), (0, False), (1, True)])
+    first, twin, other = work_by_rank(plan, SIZES, mesh)
+    assert first == twin != other
+    shares = [[SIZES[row] for row in rows] for rows in plan.shares]
+    assert [first, other] == [
+        f"{len(mine)} rows, {sum(mine)} tokens, {len(cuts)} micro-batches, longest row {max(mine)}"
+        for mine, cuts in zip(shares, plan.micro_batches, strict=True)
+    ]

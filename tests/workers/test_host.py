@@ -1,8 +1,10 @@
 import subprocess
 import sys
+from datetime import timedelta
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 
 from workers.controller.group import WorkerInfo
@@ -19,7 +21,7 @@ def test_a_host_listens_on_its_own_address_alone_and_leaves_its_group_when_it_cl
     before = set(process.net_connections("tcp"))
     for _ in range(2):  # the second finds no group of the first
         place = info()
-        host = Host(place, "cpu")
+        host = Host(place, "cpu", 600.0)
         assert dist.get_world_size() == 1 and dist.get_backend() == "gloo"
         listening = {c.laddr for c in set(process.net_connections("tcp")) - before if c.status == psutil.CONN_LISTEN}
         assert place.master_port in {address.port for address in listening}
@@ -29,7 +31,7 @@ def test_a_host_listens_on_its_own_address_alone_and_leaves_its_group_when_it_cl
 
 
 def test_a_role_that_is_not_here_is_named() -> None:
-    host = Host(info(), "cpu")
+    host = Host(info(), "cpu", 600.0)
     try:
         with pytest.raises(KeyError, match="critic"):
             host.run("critic", "forward")
@@ -38,7 +40,7 @@ def test_a_role_that_is_not_here_is_named() -> None:
 
 
 def test_a_hosts_memory_is_that_of_its_process_and_of_those_it_started() -> None:
-    host = Host(info(), "cpu")
+    host = Host(info(), "cpu", 600.0)
     with subprocess.Popen(
         [sys.executable, "-c", "x = bytearray(300 * 2**20)\nprint(flush=True)\ninput()"], stdin=-1, stdout=-1
     ) as child:
@@ -49,3 +51,12 @@ def test_a_hosts_memory_is_that_of_its_process_and_of_those_it_started() -> None
     host.close()
     own = psutil.Process().memory_info().rss
     assert abs(alone - own) < 64 * 2**20 and with_child - alone > 300 * 2**20
+
+
+def test_collectives_wait_as_long_as_they_are_told() -> None:
+    host = Host(info(), "cpu", 77.0)
+    try:
+        world = dist.group.WORLD
+        assert world is not None and world._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
+    finally:
+        host.close()

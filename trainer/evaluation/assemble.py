@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from trainer.generation.shards import shard_files
 from trainer.rewards.registry import check_data_sources, scores_by_source
 from trainer.rewards.runner import Answer, RewardRunner, Score
 from trainer.run_dir import write_atomic
+from trainer.watchdog import Watchdog
 from workers.seeding import seed_of
 
 ALL = "all"
@@ -93,7 +94,9 @@ def score(config: EvaluationConfig, rows: Rows, answers: Sequence[list[str]], so
     ]
     with RewardRunner(as_reward(config.reward)) as rewards:
         rewards.wait_ready()
-        scores: list[Score] = rewards.score(asked)
+        watchdog = Watchdog(asdict(config.timeouts), Path(config.trainer.default_local_dir))
+        with watchdog.own("reward", "scoring", f"{len(asked)} answers"):
+            scores: list[Score] = rewards.score(asked)
     check_some_scored(scores, "the answers")
     waiting = iter(scores)
     return [[next(waiting).value for _ in own] for own in answers]

@@ -27,6 +27,7 @@ from trainer.generation.shards import Row, Shards, write_rows
 from trainer.remote import RemoteRollout
 from trainer.rewards.registry import check_data_sources, scores_by_source
 from trainer.rewards.runner import RewardRunner
+from trainer.watchdog import Watchdog
 from workers.controller.group import WorkerGroup
 from workers.engine.hf_model import vocab_size
 from workers.rollout import check_installed
@@ -39,9 +40,6 @@ MAY_CHANGE = (
     "actor_rollout_ref.rollout.gpu_memory_utilization",
     "actor_rollout_ref.rollout.update_weights_bucket_megabytes",
     "actor_rollout_ref.rollout.verify_weights",
-    "actor_rollout_ref.rollout.timeouts.start",
-    "actor_rollout_ref.rollout.timeouts.generate",
-    "actor_rollout_ref.rollout.timeouts.sync",
     "reward.num_workers",
 )
 
@@ -67,13 +65,16 @@ def run(config: GenerationConfig, notices: Sequence[str]) -> None:
             rewards = stack.enter_context(RewardRunner(as_reward(config.reward))) if scored else None
             if rewards is not None:
                 rewards.start()
-            backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, Path(config.trainer.default_local_dir)))
-            rollout = start_rollout(config, start_hosts(backend, config.trainer))
+            run_dir = Path(config.trainer.default_local_dir)
+            watchdog = Watchdog(asdict(config.timeouts), run_dir)
+            backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, run_dir))
+            rollout = start_rollout(config, start_hosts(backend, config.trainer, config.timeouts), watchdog)
             generator = Generator(
                 prompts,
                 rollout,
                 tokenizer,
                 rewards,
+                watchdog,
                 prompt_key=data.prompt_key,
                 n=config.actor_rollout_ref.rollout.n,
                 sampling=sampling(config.actor_rollout_ref.rollout, tokenizer, config.actor_rollout_ref.model, data),
@@ -154,13 +155,13 @@ def leaves(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def start_rollout(config: GenerationConfig, hosts: WorkerGroup) -> RemoteRollout:
+def start_rollout(config: GenerationConfig, hosts: WorkerGroup, watchdog: Watchdog) -> RemoteRollout:
     """The engine on every worker, with the model's weights: they come from a role beside it that is never trained."""
     models, dtype = config.actor_rollout_ref, config.actor_rollout_ref.rollout.dtype
     spec = rollout_spec(models.model, models.rollout, config.data, config.trainer.device)
     # As the engine wants them, and off the device once it has them.
     fsdp = FSDPConfig(model_dtype=dtype, dtype=dtype, reshard_after_forward=True, param_offload=True, optimizer_offload=False)
-    start_source(hosts, spec, strategy="fsdp", fsdp=fsdp, seed=config.trainer.seed)
-    rollout = RemoteRollout(hosts, spec, source="actor")
+    start_source(hosts, spec, watchdog, strategy="fsdp", fsdp=fsdp, seed=config.trainer.seed)
+    rollout = RemoteRollout(hosts, spec, "actor", watchdog)
     rollout.sync_weights(0)
     return rollout

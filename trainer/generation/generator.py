@@ -13,6 +13,7 @@ from trainer.generation.shards import Row
 from trainer.ppo.source import ask, texts_of
 from trainer.remote import RemoteRollout
 from trainer.rewards.runner import Answer, RewardRunner
+from trainer.watchdog import Watchdog
 from workers.rollout.base import Sampling
 from workers.seeding import seed_of
 
@@ -24,6 +25,7 @@ class Generator:
         rollout: RemoteRollout,
         tokenizer: PreTrainedTokenizerBase,
         rewards: RewardRunner | None,
+        watchdog: Watchdog,
         *,
         prompt_key: str,
         n: int,
@@ -35,6 +37,7 @@ class Generator:
         self.rollout = rollout
         self.tokenizer = tokenizer
         self.rewards = rewards
+        self.watchdog = watchdog
         self.prompt_key = prompt_key
         self.n = n
         self.sampling = sampling
@@ -68,12 +71,12 @@ class Generator:
     def _scores(self, asked: Sequence[Prompt], texts: Sequence[str], finished: Sequence[bool]) -> dict[str, list]:
         if self.rewards is None:
             return {}
-        scores = self.rewards.score(
-            [
-                Answer(prompt.data_source, text, prompt.ground_truth, prompt.extra_info, finished=done)
-                for prompt, text, done in zip(asked, texts, finished, strict=True)
-            ]
-        )
+        answers = [
+            Answer(prompt.data_source, text, prompt.ground_truth, prompt.extra_info, finished=done)
+            for prompt, text, done in zip(asked, texts, finished, strict=True)
+        ]
+        with self.watchdog.own("reward", "scoring", f"{len(answers)} answers"):
+            scores = self.rewards.score(answers)
         check_some_scored(scores, "a shard")
         return {"scores": [score.value for score in scores], "reward_errors": [score.error for score in scores]}
 

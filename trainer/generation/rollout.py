@@ -11,6 +11,7 @@ from configs.schema.ppo import PromptConfig, RolloutEngineConfig
 from trainer.data.chat import stop_token_ids
 from trainer.models import start_model
 from trainer.remote import RemoteModel
+from trainer.watchdog import Watchdog
 from workers.controller.group import WorkerGroup
 from workers.plan import Limits
 from workers.rollout.base import RolloutSpec, Sampling
@@ -26,7 +27,9 @@ def rollout_spec(
     return RolloutSpec(model=model, rollout=rollout, max_model_len=max_model_len, device=device)
 
 
-def start_source(hosts: WorkerGroup, spec: RolloutSpec, *, strategy: Strategy, fsdp: FSDPConfig, seed: int) -> RemoteModel:
+def start_source(
+    hosts: WorkerGroup, spec: RolloutSpec, watchdog: Watchdog, *, strategy: Strategy, fsdp: FSDPConfig, seed: int
+) -> RemoteModel:
     """The role «actor», which is never trained: the engine of ``spec`` gets its weights."""
     return start_model(
         hosts,
@@ -39,6 +42,7 @@ def start_source(hosts: WorkerGroup, spec: RolloutSpec, *, strategy: Strategy, f
         seed=seed_of(seed, "actor"),
         forward_limits=Limits(max_tokens=max(spec.max_model_len, FORWARD_TOKENS)),
         training=None,
+        watchdog=watchdog,
     )
 
 

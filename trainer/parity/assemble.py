@@ -23,6 +23,7 @@ from trainer.parity.measure import Measured, Task, Timed, measure
 from trainer.parity.report import WIDTH, Parity, page, table
 from trainer.run_dir import redact, write_atomic
 from trainer.tracking import environment
+from trainer.watchdog import Watchdog
 from workers.rollout import check_installed
 
 JSON, PAGE = "parity.json", "parity.html"
@@ -53,9 +54,9 @@ def run(config: ParityConfig, notices: Sequence[str]) -> None:
     with open_backend(config.trainer, config.ray_kwargs, directory) as backend:
         for engine in config.engines:
             print(f"{engine}: {len(prompts)} prompts")
-            hosts = start_hosts(backend, config.trainer)
+            hosts = start_hosts(backend, config.trainer, config.timeouts)
             spec = rollout_spec(models.model, models.rollout_of(engine), data, config.trainer.device)
-            measured[engine] = measure(hosts, spec, task)
+            measured[engine] = measure(hosts, spec, task, Watchdog(asdict(config.timeouts), directory))
             hosts.shutdown()
     report(config, compared(config, tokenizer, prompts, task, measured), measured, directory)
 

@@ -15,6 +15,7 @@ from trainer.generation.rollout import start_source
 from trainer.parity.compare import Answers
 from trainer.ppo.source import ask, join
 from trainer.remote import RemoteModel, RemoteRollout
+from trainer.watchdog import Watchdog
 from workers.batch import Batch
 from workers.controller.group import WorkerGroup
 from workers.rollout.base import RolloutSpec, Sampling
@@ -56,18 +57,18 @@ class Measured:
     memory_with_bytes: int
 
 
-def measure(hosts: WorkerGroup, spec: RolloutSpec, task: Task) -> Measured:
+def measure(hosts: WorkerGroup, spec: RolloutSpec, task: Task, watchdog: Watchdog) -> Measured:
     """Start the engine of ``spec`` beside the trainer's model, and ask it everything."""
-    actor = start_source(hosts, spec, strategy=task.strategy, fsdp=task.fsdp, seed=task.seed)
-    without = memory(hosts)
+    actor = start_source(hosts, spec, watchdog, strategy=task.strategy, fsdp=task.fsdp, seed=task.seed)
+    without = memory(hosts, watchdog)
     started = time.perf_counter()
-    rollout = RemoteRollout(hosts, spec, source="actor")
+    rollout = RemoteRollout(hosts, spec, "actor", watchdog)
     made = time.perf_counter()
     rollout.sync_weights(0)
     synced = time.perf_counter()
     asked = [(replace(task.sampling, temperature=0.0), 1)] + ([(task.sampling, task.n)] if task.n else [])
     made_of = [generate(rollout, task, sampling, n) for sampling, n in asked]
-    taken = memory(hosts)  # the last moment in which the engine is awake
+    taken = memory(hosts, watchdog)  # the last moment in which the engine is awake
     timed = [judged(actor, generated) for generated in made_of]
     return Measured(
         greedy=timed[0],
@@ -79,9 +80,9 @@ def measure(hosts: WorkerGroup, spec: RolloutSpec, task: Task) -> Measured:
     )
 
 
-def memory(hosts: WorkerGroup) -> int:
+def memory(hosts: WorkerGroup, watchdog: Watchdog) -> int:
     """Bytes, of all workers; see Host.memory."""
-    return sum(hosts.call("memory").result())
+    return sum(watchdog.call(hosts, "ask", "memory", "memory"))
 
 
 @dataclass(frozen=True, slots=True)

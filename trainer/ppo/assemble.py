@@ -35,6 +35,7 @@ from trainer.rewards.runner import RewardRunner
 from trainer.rewards.shaping import Shaping
 from trainer.saving import Saver
 from trainer.tracking import Tracker
+from trainer.watchdog import Watchdog
 from workers.controller.group import WorkerGroup
 from workers.engine.base import LossSpec
 from workers.engine.hf_model import vocab_size
@@ -56,7 +57,8 @@ def run(config: PPOConfig, notices: Sequence[str]) -> None:
         rewards = stack.enter_context(RewardRunner(config.reward))
         rewards.start()
         backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, run_dir))
-        parts = Assembly(config, start_hosts(backend, config.trainer))
+        hosts = start_hosts(backend, config.trainer, config.timeouts)
+        parts = Assembly(config, hosts, Watchdog(asdict(config.timeouts), run_dir))
         rewards.wait_ready()
         loop = parts.loop(run_dir, rewards, resume)
         stack.callback(finish, loop)
@@ -76,9 +78,10 @@ def finish(loop: Loop) -> None:
 class Assembly:
     """The parts of a loop, each from its part of the configuration."""
 
-    def __init__(self, config: PPOConfig, hosts: WorkerGroup) -> None:
+    def __init__(self, config: PPOConfig, hosts: WorkerGroup, watchdog: Watchdog) -> None:
         self.config = config
         self.hosts = hosts
+        self.watchdog = watchdog
         self.tokenizer = load_tokenizer(config.actor_rollout_ref.model)
         self.data, self.held_out = self.prompts()
         seed = config.trainer.seed if config.data.seed is None else config.data.seed
@@ -98,7 +101,7 @@ class Assembly:
         actor = self.actor()
         ref = self.ref() if config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward else None
         critic = self.critic() if self.wants_critic else None
-        rollout = RemoteRollout(self.hosts, self.rollout_spec(), source="actor")
+        rollout = RemoteRollout(self.hosts, self.rollout_spec(), "actor", self.watchdog)
         source = self.source(rollout, rewards)
         events = Events(run_dir)
         return Loop(
@@ -126,6 +129,7 @@ class Assembly:
             tracker=tracker,
             events=events,
             saver=self.saver(run_dir, events),
+            watchdog=self.watchdog,
             phases=Phases(),
             peak_flops=peak_flops(config.trainer.device),
             resume=resume,
@@ -147,6 +151,7 @@ class Assembly:
             rollout,
             rewards,
             self.tokenizer,
+            self.watchdog,
             n=config.actor_rollout_ref.rollout.n,
             sampling=self.sampling(),
             seed=config.trainer.seed,
@@ -224,6 +229,7 @@ class Assembly:
                 steps=self.total_steps,
                 updates=self.actor_update().updates_a_step(self.config.data.train_batch_size),
             ),
+            watchdog=self.watchdog,
         )
 
     def ref(self) -> RemoteModel:
@@ -246,6 +252,7 @@ class Assembly:
                 world_size=world_size(self.config.trainer),
             ),
             training=None,
+            watchdog=self.watchdog,
         )
 
     def critic(self) -> RemoteModel:
@@ -280,6 +287,7 @@ class Assembly:
                 steps=self.total_steps,
                 updates=self.critic_update().updates_a_step(self.config.data.train_batch_size),
             ),
+            watchdog=self.watchdog,
         )
 
     def actor_loss(self) -> ActorLossConfig:

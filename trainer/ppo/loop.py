@@ -25,6 +25,7 @@ from trainer.ppo.validation import Validation
 from trainer.remote import RemoteModel, RemoteRollout
 from trainer.saving import Saver
 from trainer.tracking import Tracker
+from trainer.watchdog import Watchdog
 from workers.batch import Batch
 from workers.metric import plain_numbers
 
@@ -50,6 +51,7 @@ class Loop:
     tracker: Tracker
     events: Events
     saver: Saver
+    watchdog: Watchdog
     phases: Phases
     peak_flops: float | None
     resume: Checkpoint | None
@@ -87,6 +89,7 @@ class Loop:
             return
         for step in range(self.step + 1, self.total_steps + 1):
             self.phases.seconds.clear()
+            self.watchdog.step = step
             self.metrics = {"training/global_step": step, "training/epoch": self.prompts.epoch}
             yield step
 

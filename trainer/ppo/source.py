@@ -16,6 +16,7 @@ from trainer.ppo.filtering import Tally, judge_groups, metric_values
 from trainer.remote import RemoteRollout
 from trainer.rewards.runner import Answer, RewardRunner, Score
 from trainer.rewards.shaping import Shaping, overlong_penalty
+from trainer.watchdog import Watchdog
 from workers.batch import Batch
 from workers.rollout.base import Sampling
 from workers.seeding import seed_of
@@ -29,6 +30,7 @@ class Source:
         rollout: RemoteRollout,
         rewards: RewardRunner,
         tokenizer: PreTrainedTokenizerBase,
+        watchdog: Watchdog,
         *,
         n: int,
         sampling: Sampling,
@@ -47,6 +49,7 @@ class Source:
         self.rollout = rollout
         self.rewards = rewards
         self.tokenizer = tokenizer
+        self.watchdog = watchdog
         self.n = n
         self.sampling = sampling
         self.seed = seed
@@ -154,7 +157,7 @@ class Source:
         with phases("gen"):
             questions = ask(asked, seeds, greedy=torch.tensor(samples) == n)
             answers = self.rollout.generate(questions, sampling, each)
-        with phases("reward"):
+        with phases("reward"), self.watchdog.own("reward", "scoring", f"{len(asked)} answers"):
             finished = answers.rows["finished"].bool().tolist()
             texts = texts_of(answers, self.tokenizer)
             scores = self.rewards.score(

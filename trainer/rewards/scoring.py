@@ -1,10 +1,12 @@
 """What is scored, what comes back, and how one answer gets its score. Loads no torch: scoring processes start with it."""
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from threading import Thread
 from typing import Any
 
 from trainer.user_code import describe
@@ -56,8 +58,25 @@ def judge_all(function: ScoreFunction, answers: Sequence[Answer], threads: int) 
     if threads == 1:
         yield from (judge(function, answer) for answer in answers)
         return
-    with ThreadPoolExecutor(threads) as pool:
-        yield from pool.map(partial(judge, function), answers)
+    todo = deque((answer, Future[Score]()) for answer in answers)
+    scores = [score for _, score in todo]
+
+    def work() -> None:
+        with suppress(IndexError):  # nothing is left to do
+            while True:
+                answer, score = todo.popleft()
+                try:
+                    score.set_result(judge(function, answer))
+                except BaseException as error:  # whoever waits for the score gets it
+                    score.set_exception(error)
+
+    try:
+        for _ in range(min(threads, len(answers))):
+            Thread(target=work, daemon=True).start()  # the end of the process waits for no judge; for an executor's it would
+        for score in scores:
+            yield score.result()
+    finally:
+        todo.clear()
 
 
 def _to_score(result: Any) -> Score:

@@ -11,6 +11,7 @@ from configs.schema.ppo import RewardConfig
 from trainer.rewards.custom import load_function
 from trainer.rewards.registry import built_in
 from trainer.rewards.scoring import ScoreFunction, judge_all
+from workers.controller.stacks import answer_for_stacks
 from workers.controller.stop import die_with_parent
 
 
@@ -26,6 +27,7 @@ def main(fd: int, parent: int) -> None:
     the other side sees which answer is late or fatal. Ends when the socket does.
     """
     die_with_parent(parent)
+    answer_for_stacks()
     os.set_inheritable(fd, False)  # a process that a reward starts must not keep the socket open
     connection = socket.socket(fileno=fd)
     stream = connection.makefile("rb")

@@ -23,6 +23,7 @@ from trainer.models import Training, limits, start_model
 from trainer.saving import Saver
 from trainer.supervised.loop import SupervisedLoop
 from trainer.tracking import Tracker
+from trainer.watchdog import Watchdog
 from workers.engine.base import LossSpec
 from workers.seeding import seed_of
 
@@ -36,7 +37,8 @@ def run(config: SFTConfig, notices: Sequence[str]) -> None:
             print(f"note: resumed with another {change}", file=sys.stderr)
     with ExitStack() as stack:
         backend = stack.enter_context(open_backend(trainer, config.ray_kwargs, run_dir))
-        hosts = start_hosts(backend, trainer)
+        hosts = start_hosts(backend, trainer, config.timeouts)
+        watchdog = Watchdog(asdict(config.timeouts), run_dir)
         tokenizer = load_tokenizer(config.model)
         data = pairs(config, config.data.train_files, tokenizer)
         held_out = pairs(config, config.data.val_files, tokenizer) if trainer.test_freq > 0 else None
@@ -84,6 +86,7 @@ def run(config: SFTConfig, notices: Sequence[str]) -> None:
                 steps=total_steps,
                 updates=1,
             ),
+            watchdog=watchdog,
         )
         SupervisedLoop(
             config=config,
@@ -103,6 +106,7 @@ def run(config: SFTConfig, notices: Sequence[str]) -> None:
                 best_metric=trainer.best_metric,
                 tokenizer=tokenizer,
             ),
+            watchdog=watchdog,
             phases=Phases(),
             resume=resume,
             total_steps=total_steps,

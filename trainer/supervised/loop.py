@@ -16,6 +16,7 @@ from trainer.metrics import Phases
 from trainer.remote import RemoteModel
 from trainer.saving import Saver
 from trainer.tracking import Tracker
+from trainer.watchdog import Watchdog
 from workers.batch import Batch
 from workers.metric import Metrics, plain_numbers
 
@@ -32,6 +33,7 @@ class SupervisedLoop:
     model: RemoteModel
     tracker: Tracker
     saver: Saver
+    watchdog: Watchdog
     phases: Phases
     resume: Checkpoint | None
     total_steps: int
@@ -53,6 +55,7 @@ class SupervisedLoop:
         """Steps count from 1; which rows a step sees is a function of the step alone."""
         for step in range(self.step + 1, self.total_steps + 1):
             self.phases.seconds.clear()
+            self.watchdog.step = step
             batch = self.data.batch(self.order.batch(step - 1))
             yield step, batch.with_meta({"temperature": 1.0})
 

@@ -10,7 +10,10 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from workers.controller.dispatch import Call, Mesh, Sharded, collect, split
+from workers.controller.examine import RankState
 from workers.controller.resource_pool import ResourcePool
+
+TOLD_RANKS = 4  # of those that are late, so many are told of
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ class WorkerError(RuntimeError):
 
 
 class PhaseTimeout(TimeoutError):
-    """Time ran out for ``method``. missing: the ranks that had not answered. last_words: of their logs, stacks among them."""
+    """Time ran out for ``method``. missing: the ranks that had not answered. last_words: what is known of them, for people."""
 
     def __init__(self, method: str, missing: Sequence[int], seconds: float, last_words: str = "") -> None:
         super().__init__(method, missing, seconds, last_words)
@@ -48,9 +51,13 @@ class PhaseTimeout(TimeoutError):
         self.missing = list(missing)
         self.seconds = seconds
         self.last_words = last_words
+        self.states: list[RankState] = []
+        """Of all ranks, when time ran out."""
 
     def __str__(self) -> str:
-        said = f"{self.method} took more than {self.seconds:g} s: no answer from ranks {self.missing}"
+        said = f"{self.method} took more than {self.seconds:g} s"
+        if self.missing:
+            said += f": no answer from ranks {self.missing}"
         return "\n".join(filter(None, (said, self.last_words)))
 
 
@@ -70,17 +77,17 @@ class Replies(ABC):
     def receive(self, timeout: float | None) -> None:
         """Take in what has arrived; wait for one answer at least, at most ``timeout`` seconds. Raises WorkerError."""
 
-    def last_words(self) -> str:
-        """What the missing ranks last wrote, where somebody can read it."""
-        return ""
+    def examine(self) -> list[RankState]:
+        """What every rank is at just now, also those that have answered. Nothing where the ranks are this process."""
+        return []
 
 
 class Transport(Protocol):
     """What a backend lends a group: its way to the workers."""
 
     def send(self, method: str, calls: Sequence[Call], wanted: Sequence[bool], timeout: float | None) -> Replies:
-        """Start a call on every rank. Ranks that are not wanted answer None. timeout: seconds after which a rank that is still at
-        it writes its stacks."""
+        """Start a call on every rank. Ranks that are not wanted answer None. timeout: seconds after which a backend that cannot
+        give the call up says where it is."""
 
     def close(self) -> None:
         """End the workers."""
@@ -115,10 +122,22 @@ class Future:
             remaining = None if deadline is None else deadline - time.monotonic()
             self._receive(None if remaining is None else max(remaining, 0.0))
             if self._replies.missing and self._error is None and remaining is not None and remaining <= 0:
-                raise PhaseTimeout(self._method, sorted(self._replies.missing), seconds, self._replies.last_words())
+                raise self._late(seconds)
         if self._error is not None:
             raise self._error
         return collect(self._mesh, self._replies.values) if self._mesh else list(self._replies.values)
+
+    def examine(self) -> list[RankState]:
+        """What every rank is at just now, also those that have answered."""
+        return self._replies.examine()
+
+    def _late(self, seconds: float) -> PhaseTimeout:
+        states = self.examine()
+        missing = sorted(self._replies.missing)
+        words = "\n".join(filter(None, (state.words() for state in states if state.rank in missing[:TOLD_RANKS])))
+        late = PhaseTimeout(self._method, missing, seconds, words)
+        late.states = states
+        return late
 
     def _receive(self, timeout: float | None) -> None:
         if self._replies.missing and self._error is None:

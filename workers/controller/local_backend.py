@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import faulthandler
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from workers.controller.dispatch import Call
@@ -61,13 +62,28 @@ class _LocalTransport(Transport):
         replies = _LocalReplies(len(self._shells))
         for rank, (shell, call) in enumerate(zip(self._shells, calls, strict=True)):
             names, parcels = pack_call(call, pack)
-            if not replies.take(rank, shell.call(method, wanted[rank], timeout, names, *parcels)):
+            with stacks_after(timeout):
+                answer = shell.call(method, wanted[rank], names, *parcels)
+            if not replies.take(rank, answer):
                 break
         return replies
 
     def close(self) -> None:
         for shell in self._shells:
             shell.close()
+
+
+@contextmanager
+def stacks_after(seconds: float | None) -> Iterator[None]:
+    """If the block takes longer, the stacks of all threads go to stderr, whatever the block does, and it goes on."""
+    if seconds is None:
+        yield
+        return
+    faulthandler.dump_traceback_later(seconds, file=2)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 class _LocalReplies(Replies):

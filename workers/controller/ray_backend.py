@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import faulthandler
 import logging
 import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,14 +17,17 @@ import psutil
 import ray
 from ray._private import ray_constants
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from workers.controller.dispatch import Call
+from workers.controller.examine import ProcessState, RankState, examine
 from workers.controller.group import Backend, Replies, Transport, WorkerError, WorkerGroup, WorkerInfo
 from workers.controller.guard import Guard
+from workers.controller.logs import last_lines, tail, write_to
 from workers.controller.resource_pool import ResourcePool
 from workers.controller.session import MARK, SessionDir, end_processes, family, import_path, set_environment
-from workers.controller.shell import STACKS, Failure, Shell, free_port, pack_call
+from workers.controller.shell import Failure, Shell, free_port, pack_call
+from workers.controller.stacks import answer_for_stacks
 from workers.controller.stop import die_with_parent, handlers_kept, shielded
 from workers.controller.wire import Parcel, pack, unpack
 
@@ -34,9 +35,8 @@ SLOT = "tandem_slot"  # the custom resource that stands for a GPU where there is
 INLINE_BYTES = 64 * 1024  # larger parcels go through the object store; Ray sends up to 100 KB with the call itself
 STORE_BYTES = 8 * 2**30
 PLACE_SECONDS = 30.0
-LOG_TAIL = 30  # lines: a crash prints the stack of its thread
-TOLD_RANKS = 4  # of those that are late, so many are told of
-STACKS_SECONDS = 2.0  # how long to wait for their stacks
+DEATH_SECONDS = 1.0  # until Ray tells of a process's death, at most
+HOMES_SECONDS, NODE_SECONDS = 2.0, 30.0  # until the ranks of a group, and the processes of another node, are known
 
 
 class RayBackend(Backend):
@@ -124,13 +124,14 @@ class RayBackend(Backend):
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} if pool.device == "cpu" else {}
         ship = Shipper()
         names, parcels = pack_call((args, kwargs), ship)
+        homes = [actor.home.remote() for actor in actors]
         logs = [self._logs and self._logs / f"rank_{rank}_{name}.log" for rank in range(pool.world_size)]
         address = actors[0].address.remote()  # not waited for: Ray hands it on when it is there
         for rank, actor in enumerate(actors):
             node, local_rank = pool.place(rank)
             standing = (rank, pool.world_size, local_rank, node)
             actor.launch.remote(standing, address, logs[rank], {**threads, **(env or {})}, ship(worker), names, *parcels)
-        group = WorkerGroup(name, pool.world_size, RayTransport(actors, logs, place))
+        group = WorkerGroup(name, pool.world_size, RayTransport(actors, Ranks(homes, logs), place))
         self._opened.callback(group.shutdown)
         return group
 
@@ -170,6 +171,11 @@ class RayShell(Shell):
     def address(self) -> tuple[str, int]:
         return ray.util.get_node_ip_address(), free_port()
 
+    def home(self) -> tuple[str, int]:
+        """Ray's id of the node, and the process's."""
+        answer_for_stacks()
+        return ray.get_runtime_context().get_node_id(), os.getpid()
+
     def launch(
         self,
         standing: tuple[int, int, int, int],
@@ -187,10 +193,8 @@ class RayShell(Shell):
         os.environ.update(env)
         return without_exception(self.start(WorkerInfo(*standing, *address), worker, names, *parcels))
 
-    def call(
-        self, method: str, wanted: bool, timeout: float | None, names: tuple[str, ...], *parcels: Parcel
-    ) -> Parcel | Failure:
-        return without_exception(super().call(method, wanted, timeout, names, *parcels))
+    def call(self, method: str, wanted: bool, names: tuple[str, ...], *parcels: Parcel) -> Parcel | Failure:
+        return without_exception(super().call(method, wanted, names, *parcels))
 
 
 class Shipper:
@@ -210,9 +214,9 @@ class Shipper:
 
 
 class RayTransport(Transport):
-    def __init__(self, actors: Sequence[Any], logs: Sequence[Path | None], place: PlacementGroup) -> None:
+    def __init__(self, actors: Sequence[Any], ranks: Ranks, place: PlacementGroup) -> None:
         self._actors = actors
-        self._logs = logs
+        self._ranks = ranks
         self._place = place
 
     def send(self, method: str, calls: Sequence[Call], wanted: Sequence[bool], timeout: float | None) -> Replies:
@@ -220,8 +224,8 @@ class RayTransport(Transport):
         refs = []
         for actor, call, wants in zip(self._actors, calls, wanted, strict=True):
             names, parcels = pack_call(call, ship)
-            refs.append(actor.call.remote(method, wants, timeout, names, *parcels))
-        return RayReplies(method, refs, self._logs, timed=timeout is not None)
+            refs.append(actor.call.remote(method, wants, names, *parcels))
+        return RayReplies(method, refs, self._ranks)
 
     def close(self) -> None:
         for actor in self._actors:
@@ -229,82 +233,101 @@ class RayTransport(Transport):
         remove_placement_group(self._place)
 
 
+class Ranks:
+    """Where the ranks of a group are, and what they write."""
+
+    def __init__(self, homes: Sequence[ray.ObjectRef], logs: Sequence[Path | None]) -> None:
+        """homes: of ``RayShell.home``, on the way."""
+        self._homes = list(homes)
+        self.logs = logs
+
+    def examine(self, missing: Collection[int]) -> list[RankState]:
+        """Every rank's own machine is asked: this one directly, for its Ray may be what is ill."""
+        known = self._known()
+        here = ray.get_runtime_context().get_node_id()
+        found: dict[int, tuple[ProcessState, ...]] = {}
+        for node in {node for node, _ in known.values()}:
+            ranks = [rank for rank, (home, _) in known.items() if home == node]
+            pids = [known[rank][1] for rank in ranks]
+            found |= dict(zip(ranks, examine(pids) if node == here else examine_on(node, pids), strict=False))
+        return [
+            RankState(rank, rank not in missing, found.get(rank, ()), log, last_lines(log)) for rank, log in enumerate(self.logs)
+        ]
+
+    def _known(self) -> dict[int, tuple[str, int]]:
+        """By rank: what ``RayShell.home`` told of it, if it lived long enough to."""
+        arrived, _ = ray.wait(list(self._homes), num_returns=len(self._homes), timeout=HOMES_SECONDS)
+        known = {}
+        for ref in arrived:
+            with suppress(ray.exceptions.RayError):
+                known[self._homes.index(ref)] = ray.get(ref)
+        return known
+
+
+def examine_on(node: str, pids: Sequence[int]) -> list[tuple[ProcessState, ...]]:
+    """Nothing if the node does not answer."""
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    try:
+        return ray.get(ray.remote(examine).options(num_cpus=0, scheduling_strategy=there).remote(pids), timeout=NODE_SECONDS)
+    except ray.exceptions.RayError:
+        return []
+
+
 class RayReplies(Replies):
-    def __init__(self, method: str, refs: Sequence[ray.ObjectRef], logs: Sequence[Path | None], *, timed: bool) -> None:
-        """timed: ranks that are late write their stacks."""
+    def __init__(self, method: str, refs: Sequence[ray.ObjectRef], ranks: Ranks) -> None:
         super().__init__(len(refs))
         self._method = method
         self._refs = dict(enumerate(refs))
-        self._logs = logs
-        self._timed = timed
+        self._ranks = ranks
 
     def receive(self, timeout: float | None) -> None:
+        if errors := self._take_in(timeout):
+            raise self._first_cause(errors)
+
+    def examine(self) -> list[RankState]:
+        return self._ranks.examine(self.missing)
+
+    def _first_cause(self, errors: list[WorkerError]) -> WorkerError:
+        """A rank that dies takes others with it, and their complaints may come first: for a moment, wait for news of a death."""
+        deadline = time.monotonic() + DEATH_SECONDS
+        while not any(map(died, errors)) and self._refs and (remaining := deadline - time.monotonic()) > 0:
+            errors = errors + self._take_in(remaining)
+        return min(errors, key=lambda error: (not died(error), errors.index(error)))
+
+    def _take_in(self, timeout: float | None) -> list[WorkerError]:
+        """What has arrived, after one answer at least or ``timeout`` seconds; the errors among it."""
         pending = list(self._refs.values())
         arrived, _ = ray.wait(pending, num_returns=1, timeout=timeout)
         if arrived:
             arrived, _ = ray.wait(pending, num_returns=len(pending), timeout=0)
         here = set(arrived)
+        errors = []
         for rank in [rank for rank, ref in self._refs.items() if ref in here]:
-            self.values[rank] = self._unpacked(rank, self._refs.pop(rank))
-            self.missing.remove(rank)
-
-    def last_words(self) -> str:
-        logs = [self._logs[rank] for rank in sorted(self.missing)[:TOLD_RANKS]]
-        if self._timed:  # their watches began a little later than ours; one that is stopped writes nothing
-            deadline = time.monotonic() + STACKS_SECONDS
-            while not all(map(stacks_of, logs)) and time.monotonic() < deadline:
-                time.sleep(0.05)
-            time.sleep(0.1)  # to the end
-        return "\n".join(filter(None, (part for log in logs for part in (tail(log), stacks_of(log)))))
+            try:
+                self.values[rank] = self._unpacked(rank, self._refs.pop(rank))
+                self.missing.remove(rank)
+            except WorkerError as error:
+                errors.append(error)
+        return errors
 
     def _unpacked(self, rank: int, ref: ray.ObjectRef) -> Any:
         try:
             answer = ray.get(ref)
         except ray.exceptions.RayError as error:
-            raise WorkerError(rank, self._method, cause_of_death(str(error)), tail(self._logs[rank])) from error
+            raise WorkerError(rank, self._method, cause_of_death(str(error)), tail(self._ranks.logs[rank])) from error
         if isinstance(answer, Failure):
             raise answer.raised(rank)
         return unpack(answer)
 
 
+def died(error: WorkerError) -> bool:
+    """The process, and not a call in it."""
+    return isinstance(error.__cause__, ray.exceptions.RayError)
+
+
 def without_exception(answer: Parcel | Failure) -> Parcel | Failure:
     """The exception stays in its process: it may hold anything."""
     return replace(answer, error=None) if isinstance(answer, Failure) else answer
-
-
-def write_to(path: Path) -> None:
-    """This process's output, of C libraries and of a crash too, goes to the end of a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(descriptor, sys.stdout.fileno())
-    os.dup2(descriptor, sys.stderr.fileno())
-    os.close(descriptor)
-    faulthandler.enable(all_threads=False)
-    print(f"--- process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}", flush=True)
-
-
-def tail(path: Path | None) -> str:
-    """The last lines that a dead or late worker wrote, less the stacks of a late one, if its file is within reach."""
-    if path is None or not path.is_file():
-        return ""
-    said, _ = words_and_stacks(path)
-    return "\n".join([f"last lines of {path}:", *(said.splitlines()[1:][-LOG_TAIL:] or ["(none)"])])
-
-
-def stacks_of(path: Path | None) -> str:
-    """Where a late worker's main thread is, the innermost call first."""
-    if path is None or not path.is_file():
-        return ""
-    _, stacks = words_and_stacks(path)
-    lines = stacks.rpartition("Thread ")[2].splitlines()[1:]
-    return "\n".join(["where it is:", *lines[:LOG_TAIL]]) if lines else ""
-
-
-def words_and_stacks(path: Path) -> tuple[str, str]:
-    """What the last process wrote into a log: its words, and the stacks of a call that was late, if there was one."""
-    said = path.read_text(errors="replace").rpartition("--- process ")[2]
-    words, _, stacks = said.partition(STACKS)
-    return words, stacks
 
 
 def cause_of_death(said: str) -> str:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import faulthandler
 import pkgutil
 import random
 import socket
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import methodcaller
 from typing import Any
@@ -52,17 +50,14 @@ class Shell:
         self._stillborn = answer if isinstance(answer, Failure) else None
         return answer
 
-    def call(
-        self, method: str, wanted: bool, timeout: float | None, names: tuple[str, ...], *parcels: Parcel
-    ) -> Parcel | Failure:
-        """Call the worker's method; None instead of its result where that is not wanted. timeout: see ``stacks_after``."""
+    def call(self, method: str, wanted: bool, names: tuple[str, ...], *parcels: Parcel) -> Parcel | Failure:
+        """Call the worker's method; None instead of its result where that is not wanted."""
         if self._stillborn:
             return self._stillborn
 
         def work() -> Any:
             args, kwargs = unpack_call(names, parcels)
-            with stacks_after(timeout):
-                result = methodcaller(method, *args, **kwargs)(self.worker)
+            result = methodcaller(method, *args, **kwargs)(self.worker)
             return result if wanted else None
 
         return guarded(method, work)
@@ -71,22 +66,6 @@ class Shell:
         """Let the worker leave what it shares with others, where its process lives on."""
         if self.worker is not None:
             self.worker.close()
-
-
-STACKS = "Timeout ("  # how faulthandler begins
-
-
-@contextmanager
-def stacks_after(seconds: float | None) -> Iterator[None]:
-    """If the block takes longer, the stacks of all threads go to stderr, whatever the block does, and it goes on."""
-    if seconds is None:
-        yield
-        return
-    faulthandler.dump_traceback_later(seconds, file=2)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
 def guarded(method: str, work: Callable[[], Any]) -> Parcel | Failure:

@@ -20,6 +20,7 @@ from operator import methodcaller
 from types import FrameType
 from typing import Any, NoReturn
 
+from workers.controller.stacks import answer_for_stacks
 from workers.controller.stop import die_with_parent
 
 if __name__ in ("__main__", "__mp_main__") and os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
@@ -28,6 +29,7 @@ if __name__ in ("__main__", "__mp_main__") and os.environ.get("SGLANG_USE_CPU_EN
     install_stand_ins()  # in the processes of the ranks too: they load this module first
 if __name__ == "__mp_main__":
     die_with_parent(os.getppid())  # SGLang sees to it too, once it has been imported
+    answer_for_stacks()
 
 Asked = tuple[str, list[int], dict[str, Any]]
 """Name, prompt, sampling. No name begins as another one does: SGLang aborts what begins with a name."""
@@ -202,4 +204,5 @@ def leave(children: Sequence[BaseProcess], status: int) -> NoReturn:
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))
+    answer_for_stacks()
     serve(Connection(int(sys.argv[2])))

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from configs.compose import compose
 from configs.schema.ppo import FilterGroupsConfig, PPOConfig
+from tests.trainer.watchdogs import watchdog
 from trainer.data.dataset import Prompt
 from trainer.data.order import DataOrder
 from trainer.data.stream import PromptStream
@@ -22,6 +24,7 @@ from workers.rollout.base import Sampling
 
 N = 4
 STOP = 0
+WATCHDOG = watchdog(Path())  # nothing is late here
 SAMPLING = Sampling(temperature=1.0, top_k=-1, top_p=1.0, max_tokens=8, stop_token_ids=(STOP,))
 
 
@@ -120,6 +123,7 @@ def make(
         cast(Any, engine),
         cast(Any, Judge(KINDS)),
         cast(Any, Decoder()),
+        WATCHDOG,
         n=n,
         sampling=SAMPLING,
         seed=7,

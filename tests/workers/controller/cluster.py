@@ -7,6 +7,7 @@ from dataclasses import asdict
 import ray
 from ray.cluster_utils import Cluster
 
+from workers.controller.group import PhaseTimeout
 from workers.controller.ray_backend import SLOT, RayBackend
 from workers.controller.resource_pool import ResourcePool
 
@@ -26,6 +27,10 @@ def main(run_dir: str) -> None:
         said["infos"] = [asdict(info) for info in group.call("stands").result()]
         said["raylets"] = [value for (value,) in group.call("environment", "RAY_RAYLET_PID").result()]
         said["env"] = group.call("environment", "A", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES").result()
+        try:
+            group.call("hang", 1, 3, timeout=1.0).result()
+        except PhaseTimeout as late:
+            said["hanging"] = ["in hang\n" in state.processes[0].stacks for state in late.states]
     ray.init(address=cluster.address, logging_level="ERROR")
     said["alive"] = sum(node["Alive"] for node in ray.nodes())
     ray.shutdown()

@@ -114,6 +114,7 @@ def test_a_node_that_joins_only_brings_workers(tmp_path: Path) -> None:
     assert len(set(first)) == len(set(second)) == 1 and first != second, "ranks of a node sit on one node"
     assert said["env"] == [["b", "1"]] * 4
     assert "needs 7 slots (tandem_slot), [5, 2] on 2 node(s); the nodes of this Ray have [4, 4], 8 together" in said["too large"]
+    assert said["hanging"] == [False, True, False, True], "stacks come from both nodes"
     assert said["alive"] == 2, "the cluster lives on"
 
 
@@ -141,6 +142,15 @@ def test_a_dead_raylet_leaves_no_agents(tmp_path: Path) -> None:
         raylet.kill()
         psutil.wait_procs([raylet], timeout=10)
     assert [agent for agent in agents if agent.is_running()] == []
+
+
+def test_a_batch_larger_than_the_object_store_still_travels(tmp_path: Path) -> None:
+    """75 MB is the least that Ray takes; what does not fit goes through the disk."""
+    rows, store = torch.arange(20 * 2**20), {"object_store_memory": 75 * 2**20}
+    with RayBackend(run_dir=tmp_path, nnodes=1, n_gpus_per_node=2, device="cpu", ray_init=store) as small:
+        group = small.start_group("mirrors", ResourcePool((2,), "cpu", "mirrors"), TOY)
+        for arrived in group.call("same", rows, timeout=100.0).result():
+            assert torch.equal(arrived, rows)
 
 
 @contextmanager
@@ -238,14 +248,24 @@ def test_who_is_late_says_where_it_is(backend: RayBackend) -> None:
     assert "rank_1_stuck.log:\n(none)" in second and "where it is" not in second
 
 
-def test_who_is_in_time_writes_no_stacks(backend: RayBackend) -> None:
-    with started(backend, "quick") as group:
-        group.call("stands").result()
-        group.call("note", "x", timeout=5.0).result()
-        group.call("note", "x", pause=5.5).result()
+def test_who_has_answered_says_where_it_is_too(backend: RayBackend) -> None:
+    with started(backend, "half") as group:
+        pids = group.call("pid").result()
         with pytest.raises(PhaseTimeout) as raised:
-            group.call("hang").result(timeout=0.1)
-    assert "where it is" not in str(raised.value)
+            group.call("hang", 1).result(timeout=0.5)
+    first, second = raised.value.states
+    assert [(state.answered, state.processes[0].pid) for state in (first, second)] == [(True, pids[0]), (False, pids[1])]
+    assert "in hang\n" in second.processes[0].stacks and "in main_loop" in first.processes[0].stacks
+    assert "rank_0" not in str(raised.value)
+
+
+def test_a_death_is_named_and_not_who_complains_of_it_first(backend: RayBackend) -> None:
+    with started(backend, "chain", 3) as group:
+        group.call("stands").result()
+        begun = time.monotonic()
+        with pytest.raises(WorkerError, match=r"rank 2 failed in die_later: process .* died"):
+            group.call("die_later", 2, 0.3).result(timeout=30)
+        assert time.monotonic() - begun < 10
 
 
 def test_more_than_there_is_is_refused_with_the_arithmetic(backend: RayBackend) -> None:

@@ -80,6 +80,13 @@ class Toy:
             ctypes.string_at(0)
         os._exit(3)
 
+    def die_later(self, rank: int, seconds: float) -> None:
+        """The others fail at once, as those do whose connection to it breaks."""
+        if self.info.rank != rank:
+            raise ConnectionError("connection closed by peer")
+        time.sleep(seconds)
+        os.kill(os.getpid(), signal.SIGKILL)
+
     def hang(self, *ranks: int) -> str:
         """On these ranks; on all, if none is named."""
         if not ranks or self.info.rank in ranks:

@@ -20,7 +20,7 @@ from workers.rollout import make_rollout
 def serve(pipe: Connection, path: str, settings: dict[str, Any]) -> None:
     """Answers to the calls of EngineProcess, until one is None."""
     torch.set_num_threads(1)
-    host = Host(place(), "cpu")
+    host = Host(place(), "cpu", 600.0)
     model = AutoModelForCausalLM.from_pretrained(path).eval()
     engine = make_rollout(spec_of(path, **settings), host.info)
     cache_bytes = engine.stats()["cache_bytes"]

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from configs.schema.common import Dtype, ModelConfig
-from configs.schema.ppo import EngineKwargsConfig, RolloutConfig, SamplingConfig, TimeoutsConfig
+from configs.schema.ppo import EngineKwargsConfig, RolloutConfig, SamplingConfig
 from tests.tiny import save_tiny_model
 from workers.rollout.base import Completion, Request, Rollout, RolloutSpec, Sampling
 from workers.rollout.embedded import EmbeddedRollout
@@ -30,7 +30,6 @@ def spec_of(
     tensor_model_parallel_size: int = 1,
     update_weights_bucket_megabytes: int = 64,
     verify_weights: Literal["off", "sample", "full"] = "sample",
-    timeouts: TimeoutsConfig = TimeoutsConfig(start=300.0, generate=300.0, sync=300.0),  # noqa: B008
     **own: object,
 ) -> RolloutSpec:
     """own: arguments of the engine's own."""
@@ -45,7 +44,6 @@ def spec_of(
         enable_chunked_prefill=True, enable_prefix_caching=True, load_format="dummy", seed=42,
         engine_kwargs=EngineKwargsConfig(vllm=own, sglang=own), free_cache_engine=True,
         update_weights_bucket_megabytes=update_weights_bucket_megabytes, verify_weights=verify_weights,
-        timeouts=timeouts,
         log_prob_micro_batch_size=None, log_prob_micro_batch_size_per_gpu=None,
         log_prob_use_dynamic_bsz=False, log_prob_max_token_len_per_gpu=1024,
         val_kwargs=SamplingConfig(n=1, do_sample=False, temperature=0.0, top_k=-1, top_p=1.0),

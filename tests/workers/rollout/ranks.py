@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from configs.schema.common import Dtype
+from tests.trainer.watchdogs import watchdog
 from tests.workers.engine.toy import toy_batch
 from tests.workers.rollout.engines import ragged_prompts, request, spec_of
 from tests.workers.rollout.vllm_hosts import ACTOR_LOSS, LENGTH, actor_spec, greedy_error, make_small
@@ -24,7 +25,7 @@ TEMPERATURE, GROUP = 0.7, 2
 def start_hosts(backend: RayBackend) -> WorkerGroup:
     """Two, for one run after the other."""
     pool = ResourcePool((2,), "cpu", "pool")
-    return backend.start_group("hosts", pool, "tests.workers.rollout.vllm_hosts:SpoilingHost", "cpu")
+    return backend.start_group("hosts", pool, "tests.workers.rollout.vllm_hosts:SpoilingHost", "cpu", 600.0)
 
 
 class Run:
@@ -41,6 +42,7 @@ class Run:
     ) -> None:
         self.size, self.path = tensor_model_parallel_size, path
         make_small(path, num_key_value_heads=num_key_value_heads)
+        patient = watchdog(path)
         rollout = spec_of(
             str(path), name=engine, max_model_len=LENGTH, slots=16, tensor_model_parallel_size=tensor_model_parallel_size,
             verify_weights=verify_weights, dtype=dtype,
@@ -48,9 +50,10 @@ class Run:
         self.sync_spoiled = lambda name, place: group.call("sync_spoiled", name, place).result()
         limits = Limits(max_tokens=LENGTH)
         self.actor = RemoteModel(
-            group, "actor", actor_spec(rollout.model), ACTOR_LOSS, forward_limits=limits, train_limits=limits, attention_cost=0.0
-        )
-        self.rollout = RemoteRollout(group, rollout, source="actor")
+            group, "actor", actor_spec(rollout.model), ACTOR_LOSS, forward_limits=limits, train_limits=limits,
+            attention_cost=0.0, watchdog=patient,
+        )  # fmt: skip
+        self.rollout = RemoteRollout(group, rollout, "actor", patient)
         self.group = group
 
     def start_over(self) -> None:

@@ -9,9 +9,10 @@ import psutil
 import pytest
 
 from tests.conftest import descendants
+from tests.trainer.watchdogs import watchdog
 from tests.workers.rollout.ranks import Run, start_hosts
 from tests.workers.rollout.vllm_hosts import CPU_BUILD
-from workers.controller.group import WorkerError
+from workers.controller.group import PhaseTimeout, WorkerError
 from workers.controller.ray_backend import RayBackend
 
 pytestmark = CPU_BUILD
@@ -55,6 +56,20 @@ def test_processes_of_a_replica(run: Run) -> None:
     """One engine, and one process for each of its ranks."""
     assert len(processes("workers.rollout.sglang_server")) == 2 // run.size
     assert len(processes("sglang::scheduler")) == 2
+
+
+def test_an_engine_process_that_is_stopped_is_named_with_its_rank(run: Run) -> None:
+    run.rollout.sync_weights(8)
+    patient, run.rollout.watchdog = run.rollout.watchdog, watchdog(run.path, generate=3.0)
+    victim = processes("sglang::scheduler")[-1]
+    victim.suspend()
+    said = rf"held up by rank \d: a process of it is stopped(.|\n)*its child {victim.pid} is stopped: sglang::scheduler"
+    with pytest.raises(PhaseTimeout, match=said) as raised:
+        run.answers(greedy=True)
+    told = "\n".join(process.stacks for state in raised.value.states for process in state.processes[1:])
+    assert "in serve\n" in told and "in run_scheduler\n" in told, "its other processes say where they are"
+    victim.resume()
+    run.rollout.watchdog = patient
 
 
 def test_an_engine_that_dies_is_named_and_a_worker_takes_its_engine_along(run: Run) -> None:

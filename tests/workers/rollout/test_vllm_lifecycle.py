@@ -26,7 +26,7 @@ pytestmark = VLLM
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[Host]:
-    host = Host(place(), DEVICE)
+    host = Host(place(), DEVICE, 600.0)
     yield host
     host.close()
 

@@ -20,7 +20,7 @@ pytestmark = CPU_BUILD
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[Host]:
-    host = Host(place(), "cpu")
+    host = Host(place(), "cpu", 600.0)
     yield host
     host.close()
 

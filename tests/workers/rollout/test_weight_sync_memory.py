@@ -36,7 +36,7 @@ def main(rank: int, path: str, ports: list[int]) -> None:
 
 def measure(place: WorkerInfo, path: str, engine: Any, verify: Any) -> tuple[int, int]:
     """Bytes that a sync takes, and that all gathered weights together take."""
-    host = Host(place, "cpu")
+    host = Host(place, "cpu", 600.0)
     spec = spec_of(path, name=engine, slots=4, update_weights_bucket_megabytes=BUCKET, verify_weights=verify)
     host.build_model("actor", actor_spec(spec.model), None)
     host.build_rollout("rollout", spec, "actor")

@@ -5,16 +5,15 @@ import time
 import pytest
 
 from tests.workers.controller.toy import Toy
-from workers.controller.local_backend import LocalBackend
+from workers.controller.local_backend import LocalBackend, stacks_after
 from workers.controller.resource_pool import ResourcePool
-from workers.controller.shell import STACKS, stacks_after
 
 
 def test_stacks_of_who_is_late(capfd: pytest.CaptureFixture[str]) -> None:
     with stacks_after(0.05):
         time.sleep(0.2)
     said = capfd.readouterr().err
-    assert said.startswith(STACKS) and "in test_stacks_of_who_is_late" in said
+    assert said.startswith("Timeout (") and "in test_stacks_of_who_is_late" in said
 
 
 @pytest.mark.parametrize("seconds", [0.1, None])

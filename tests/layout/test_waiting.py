@@ -1,0 +1,37 @@
+"""No call of the controller waits for ever: all of them go through the watchdog, which gives each its limit."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.layout.source import parse, python_files
+
+WATCHDOG = Path("trainer/watchdog.py")
+# Files that wait for something else than a worker -> what limits it.
+OTHERS = {"trainer/rewards/scoring.py": "a scorer: timeouts.reward, around all scoring"}
+
+
+def calls(path: Path, method: str) -> Iterator[ast.Call]:
+    """``something.method(...)``."""
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == method:
+            yield node
+
+
+def receiver(call: ast.Call) -> str:
+    assert isinstance(call.func, ast.Attribute)
+    return ast.unparse(call.func.value)
+
+
+def test_workers_are_called_through_the_watchdog_alone() -> None:
+    strangers = [f"{path}:{call.lineno}" for path in python_files("trainer") for call in calls(path, "call")
+                 if path != WATCHDOG and not receiver(call).endswith("watchdog")]  # fmt: skip
+    assert strangers == []
+    waiting = {str(path) for path in python_files("trainer") if any(calls(path, "result"))}
+    assert waiting == {str(WATCHDOG), *OTHERS}
+
+
+def test_the_watchdog_gives_every_call_a_limit() -> None:
+    made = list(calls(WATCHDOG, "call"))
+    assert made and all("timeout" in {keyword.arg for keyword in call.keywords} for call in made)
+    assert [receiver(call) for call in calls(WATCHDOG, "result")] == ["future"]

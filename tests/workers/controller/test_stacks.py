@@ -1,0 +1,34 @@
+"""Stacks of a process that is asked from outside."""
+
+import os
+from pathlib import Path
+
+from workers.controller.stacks import Frame, answer_for_stacks, frames_by_thread, memory_of_stacks
+
+TWO_THREADS = """\
+Thread 0x00007efe32a6c6c0 (most recent call first):
+  File "/lib/threading.py", line 982 in run
+  File "/lib/threading.py", line 1002 in _bootstrap
+
+Current thread 0x00007efe33625b80 (most recent call first):
+  File "/tmp/a b.py", line 6 in hang
+  File "/tmp/a b.py", line 7 in <module>
+"""
+
+
+def test_frames_of_each_thread_the_innermost_first() -> None:
+    other, main = frames_by_thread(TWO_THREADS)
+    assert other[0] == Frame("/lib/threading.py", 982, "run")
+    assert main == [Frame("/tmp/a b.py", 6, "hang"), Frame("/tmp/a b.py", 7, "<module>")]
+    assert frames_by_thread("") == []
+
+
+def test_a_process_says_once_that_it_answers() -> None:
+    for _ in range(2):
+        answer_for_stacks()
+    memory = memory_of_stacks(os.getpid())
+    assert memory is not None
+    links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if os.path.lexists(entry)]
+    assert links.count(os.readlink(memory)) == 1
+    assert memory_of_stacks(1) is None, "another's process"
+    assert memory_of_stacks(2**22 + 1) is None, "nobody's"

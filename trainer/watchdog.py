@@ -1,0 +1,169 @@
+"""How long a phase may take, and what becomes of one that takes longer. Every call on workers goes through here."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from trainer.events import Events
+from trainer.stall import CONTROLLER, Stall, ended_in_collective, record, summary, verdict
+from workers.controller.examine import RankState, examine
+from workers.controller.group import Future, PhaseTimeout, WorkerError, WorkerGroup
+from workers.controller.stacks import answer_for_stacks
+
+MEASURED = 3  # so often a phase must have been seen
+WIDENED = 10.0  # times its longest, it may then take
+LAST_RESORT = 60.0  # seconds after the limit: the process ends, if nothing else can be done with it
+_EXPIRED = signal.SIGRTMIN + 6
+
+
+class Watchdog:
+    def __init__(self, limits: Mapping[str, float], run_dir: Path) -> None:
+        """limits: the group ``timeouts``, seconds by phase. For the main thread."""
+        answer_for_stacks()
+        self.step = 0
+        """That the run is in, for what is told."""
+        self._limits = limits
+        self._run_dir = run_dir
+        self._events = Events(run_dir)
+        self._seen: dict[str, tuple[int, float]] = {}
+
+    def limit(self, phase: str) -> float:
+        """Seconds: what is configured, or 10 x the longest of three and more, so that a slow machine is not taken for a hang."""
+        count, longest = self._seen.get(phase, (0, 0.0))
+        return max(self._limits[phase], WIDENED * longest) if count >= MEASURED else self._limits[phase]
+
+    def call(
+        self,
+        group: WorkerGroup,
+        phase: str,
+        what: str,
+        method: str,
+        *args: Any,
+        mesh: str | None = None,
+        work: Callable[[], Sequence[str]] = list,
+    ) -> list[Any]:
+        """The result of ``group.call(method, *args)``. what: the phase in the user's words. work: by rank, what it works on.
+
+        Raises WorkerError, and PhaseTimeout when the phase, or a collective in it, has taken too long; both with ``what``.
+        """
+        limit, started = self.limit(phase), time.monotonic()
+        future = group.call(method, *args, mesh=mesh, timeout=limit)
+        try:
+            result = future.result()
+        except WorkerError as error:
+            error.method = what
+            if ended_in_collective(str(error)):
+                raise self._stuck(future, error, phase, what, work) from error
+            raise
+        except PhaseTimeout as error:
+            error.method = self._limited(what, phase)
+            error.last_words = self._tell(phase, what, error.states, work)
+            raise
+        self._saw(phase, time.monotonic() - started)
+        return result
+
+    @contextmanager
+    def own(self, phase: str, what: str, work: str) -> Iterator[None]:
+        """Work of this process, or of children that it waits for. Raises PhaseTimeout wherever it is when its time is over.
+
+        While C code does not come back nothing can be raised: then the process ends with its stacks and exit status 1.
+        """
+        limit, started = self.limit(phase), time.monotonic()
+        alarm = _Alarm(limit, lambda: self._tell(phase, what, controller_state(), lambda: [work]))
+        faulthandler.dump_traceback_later(limit + LAST_RESORT, exit=True, file=2)
+        try:
+            with alarm:
+                yield
+        except _Expired:
+            raise PhaseTimeout(self._limited(what, phase), [], limit, alarm.told) from None
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+        self._saw(phase, time.monotonic() - started)
+
+    def _saw(self, phase: str, seconds: float) -> None:
+        count, longest = self._seen.get(phase, (0, 0.0))
+        self._seen[phase] = count + 1, max(longest, seconds)
+
+    def _limited(self, what: str, phase: str) -> str:
+        widened = ", widened by what was measured" if self.limit(phase) > self._limits[phase] else ""
+        return f"{what}, limited by timeouts.{phase}={self._limits[phase]:g}{widened},"
+
+    def _stuck(
+        self, future: Future, error: WorkerError, phase: str, what: str, work: Callable[[], Sequence[str]]
+    ) -> PhaseTimeout:
+        """A rank gave up waiting for the others in a collective: they are what is late, not that rank."""
+        states = future.examine()
+        late = verdict(states, [error.rank]).ranks
+        words = self._tell(phase, what, states, work, [error.rank])
+        limited = f"a collective in {what}, limited by timeouts.collective={self._limits['collective']:g},"
+        return PhaseTimeout(limited, late, self._limits["collective"], words)
+
+    def _tell(
+        self,
+        phase: str,
+        what: str,
+        states: Sequence[RankState],
+        work: Callable[[], Sequence[str]],
+        waited: Sequence[int] = (),
+    ) -> str:
+        """Keep all that is known, and the event; the summary."""
+        stall = Stall(self.step, phase, states, work(), verdict(states, waited))
+        try:
+            directory = str(record(stall, self._run_dir))
+            blamed = f", held up by ranks {stall.verdict.ranks}" if stall.verdict.why else ""
+            self._events.add(self.step, "stall", f"{what} took too long{blamed}: see {directory}")
+        except OSError as error:  # the disk may be what is ill
+            directory = f"not kept: {error}"
+        return summary(stall, self._run_dir, directory)
+
+
+class _Expired(BaseException):
+    """Raised in the main thread; no `except Exception` of a user's function takes it for its own."""
+
+
+class _Alarm:
+    """Within, for the main thread: after so many seconds _Expired is raised wherever it is. told: what ``tell`` said before."""
+
+    def __init__(self, seconds: float, tell: Callable[[], str]) -> None:
+        self.told = ""
+        self._tell = tell
+        self._timer = threading.Timer(seconds, self._ring)
+        self._timer.daemon = True
+        self._lock = threading.Lock()
+        self._armed = True
+
+    def __enter__(self) -> None:
+        signal.signal(_EXPIRED, self._expire)
+        self._timer.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._timer.cancel()
+        with self._lock:
+            self._armed = False
+
+    def _ring(self) -> None:
+        try:
+            self.told = self._tell()
+        finally:
+            with self._lock:
+                if self._armed:
+                    signal.pthread_kill(threading.main_thread().ident or 0, _EXPIRED)
+
+    def _expire(self, number: int, frame: FrameType | None) -> None:
+        """The handler stays when the block is over: without one a late signal would end the process."""
+        if self._armed:
+            raise _Expired
+
+
+def controller_state() -> list[RankState]:
+    """Of this process, and of all that it started."""
+    return [RankState(CONTROLLER, False, examine([os.getpid()])[0], None, ())]
