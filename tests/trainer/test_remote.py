@@ -10,6 +10,7 @@ import torch
 from configs.schema.ppo import TimeoutsConfig
 from tests.workers.rollout.engines import spec_of
 from tests.workers.test_batch import numbered
+from trainer.budget import Budget
 from trainer.remote import RemoteModel, RemoteRollout, mesh_of
 from workers.batch import Batch
 from workers.controller.group import PhaseTimeout, WorkerError, WorkerInfo
@@ -61,7 +62,16 @@ def model() -> Any:
 
 def start(group: Any) -> RemoteModel:
     limits = Limits(max_tokens=12)
-    return RemoteModel(group, "actor", cast(Any, None), None, forward_limits=limits, train_limits=limits, attention_cost=0.0)
+    return RemoteModel(
+        group,
+        "actor",
+        cast(Any, None),
+        None,
+        forward_limits=limits,
+        train_limits=limits,
+        budget=Budget("actor"),
+        attention_cost=0.0,
+    )
 
 
 SIZES = [3, 9, 2, 7, 5, 5, 1, 8, 4, 4, 6, 2]

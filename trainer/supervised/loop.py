@@ -9,11 +9,14 @@ from pathlib import Path
 from configs.checks import world_size
 from configs.schema.sft import SFTConfig
 from trainer.algorithms.weights import token_weights
-from trainer.checkpoint import Checkpoint, CheckpointWriter
+from trainer.checkpoint import Checkpoint, CheckpointWriter, Stateful
 from trainer.data.order import DataOrder
 from trainer.data.sft import SFTDataset
+from trainer.events import Events
 from trainer.metrics import Phases
 from trainer.remote import RemoteModel
+from trainer.run_dir import checkpoint_dir
+from trainer.stopping import Stopping
 from trainer.tracking import Tracker
 from workers.batch import Batch
 from workers.metric import Metrics, plain_numbers
@@ -30,6 +33,8 @@ class SupervisedLoop:
     order: DataOrder
     model: RemoteModel
     tracker: Tracker
+    events: Events
+    stopping: Stopping
     phases: Phases
     resume: Checkpoint | None
     total_steps: int
@@ -38,8 +43,7 @@ class SupervisedLoop:
 
     def fit(self) -> None:
         if self.resume is not None:
-            self.model.load(str(self.resume.role("model")))
-            self.step = self.resume.step
+            self.load(self.resume)
         for step, batch in self.remaining_steps():
             with self.phases("step"):
                 weights = token_weights("token-mean", batch.tokens["response_mask"], batch.lengths, norm_length=1)
@@ -47,15 +51,20 @@ class SupervisedLoop:
             self.after(step, batch, metrics)
 
     def remaining_steps(self) -> Iterator[tuple[int, Batch]]:
-        """Steps count from 1; which rows a step sees is a function of the step alone."""
+        """Steps count from 1; which rows a step sees is a function of the step alone. A run that has to stop is saved before."""
         for step in range(self.step + 1, self.total_steps + 1):
+            if self.stopping.is_due(self.step, self.phases.seconds, self.events):
+                if self.step and not checkpoint_dir(self.run_dir, self.step).exists():
+                    self.save(self.step)
+                return
             self.phases.seconds.clear()
             batch = self.data.batch(self.order.batch(step - 1))
             yield step, batch.with_meta({"temperature": 1.0})
 
     def after(self, step: int, batch: Batch, metrics: Metrics) -> None:
         """Validate, log, and save: a checkpoint's step is always in the log already."""
-        config, is_last = self.config.trainer, step == self.total_steps
+        config, is_last, self.step = self.config.trainer, step == self.total_steps, step
+        self.model.budget.tell(self.events, step)
         values = {name if "/" in name else f"train/{name}": value for name, value in plain_numbers(metrics).items()}
         values["training/epoch"] = (step - 1) // self.order.steps_per_epoch
         if self.held_out is not None and config.test_freq > 0 and (is_last or step % config.test_freq == 0):
@@ -81,9 +90,19 @@ class SupervisedLoop:
             self.run_dir,
             step,
             config=asdict(self.config),
-            state={},
+            state={name: part.state() for name, part in self.stateful().items()},
             world_size=world_size(config),
             keep={"model": config.max_ckpt_to_keep},
         )
         with self.phases("save_checkpoint"), writer as folder:
             self.model.save(str(folder / "model"))
+
+    def stateful(self) -> dict[str, Stateful]:
+        """What the controller remembers from step to step."""
+        return {"model_budget": self.model.budget}
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        self.model.load(str(checkpoint.role("model")))
+        for name, part in self.stateful().items():
+            part.load(checkpoint.manifest.state[name])
+        self.step = checkpoint.step

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from tests.workers.engine.toy import toy_batch
 from tests.workers.rollout.engines import ragged_prompts, request, spec_of
 from tests.workers.rollout.vllm_hosts import ACTOR_LOSS, LENGTH, actor_spec, greedy_error, make_small
+from trainer.budget import Budget
 from trainer.remote import RemoteModel, RemoteRollout
 from workers.batch import Batch
 from workers.controller.ray_backend import RayBackend
@@ -41,8 +42,9 @@ class Run:
         self.sync_spoiled = lambda name, place: group.call("sync_spoiled", name, place).result()
         limits = Limits(max_tokens=LENGTH)
         self.actor = RemoteModel(
-            group, "actor", actor_spec(rollout.model), ACTOR_LOSS, forward_limits=limits, train_limits=limits, attention_cost=0.0
-        )
+            group, "actor", actor_spec(rollout.model), ACTOR_LOSS, forward_limits=limits, train_limits=limits,
+            budget=Budget("actor"), attention_cost=0.0,
+        )  # fmt: skip
         self.rollout = RemoteRollout(group, rollout, source="actor")
         self.close = lambda: group.call("close").result()
 
