@@ -75,7 +75,9 @@ def test_a_second_sigterm_ends_it_at_once(task: Path, tmp_path: Path) -> None:
         main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", *SIX, reward_that(tmp_path, fault)))
     assert left.value.code == 143 and signal.getsignal(signal.SIGTERM) == before
     assert len((tmp_path / "rewards").read_text()) == A_STEP + 6
-    assert [step["training/global_step"] for step in metrics_of(tmp_path / "run")] == [1] and find_latest(tmp_path / "run") is None
+    assert [step["training/global_step"] for step in metrics_of(tmp_path / "run")] == [1] and find_latest(
+        tmp_path / "run"
+    ) is None
 
 
 def test_ctrl_c_ends_it_at_once(task: Path, tmp_path: Path) -> None:
