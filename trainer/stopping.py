@@ -89,6 +89,8 @@ class Stopping:
             self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._signal is not None:  # a batch system may send its warning again
+            return
         signal.signal(signal.SIGTERM, self._before[signal.SIGTERM])
         self._signal = signal.Signals(number)
         os.write(

@@ -93,6 +93,14 @@ def test_a_new_run_sets_the_old_one_aside_and_deletes_nothing(tmp_path: Path) ->
     assert names(tmp_path) == {"earlier_1", "earlier_2", "logs"}
 
 
+def test_a_run_that_starts_again_by_itself_keeps_its_events(tmp_path: Path) -> None:
+    for resume_step in (None, 40):
+        lay_out(tmp_path, steps=3, checkpoints=[2])
+        (tmp_path / "events.jsonl").write_text('{"kind": "restart"}\n')
+        start_run(tmp_path, resume_step, None, restarted=True)
+        assert (tmp_path / "events.jsonl").read_text() == '{"kind": "restart"}\n' and not (tmp_path / "metrics.jsonl").exists()
+
+
 def test_a_checkpoint_of_another_run_starts_this_directory_anew(tmp_path: Path) -> None:
     lay_out(tmp_path, steps=3, checkpoints=[2])
     start_run(tmp_path, 40, None)
