@@ -56,6 +56,7 @@ class Loop:
     resume: Checkpoint | None
     total_steps: int
     step: int = 0
+    saved: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
 
     def fit(self) -> None:
@@ -90,7 +91,7 @@ class Loop:
             return
         for step in range(self.step + 1, self.total_steps + 1):
             if self.stopping.is_due(self.step, self.phases.seconds, self.events):
-                if self.step and not checkpoint_dir(self.run_dir, self.step).exists():
+                if self.step not in (0, self.saved) and not checkpoint_dir(self.run_dir, self.step).exists():
                     self.save(self.step)
                 return
             self.phases.seconds.clear()
@@ -231,6 +232,7 @@ class Loop:
             )
 
     def save(self, step: int) -> None:
+        self.saved = step
         config = self.config.trainer
         writer = CheckpointWriter(
             self.run_dir,

@@ -39,6 +39,7 @@ class SupervisedLoop:
     resume: Checkpoint | None
     total_steps: int
     step: int = 0
+    saved: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
 
     def fit(self) -> None:
@@ -54,7 +55,7 @@ class SupervisedLoop:
         """Steps count from 1; which rows a step sees is a function of the step alone. A run that has to stop is saved before."""
         for step in range(self.step + 1, self.total_steps + 1):
             if self.stopping.is_due(self.step, self.phases.seconds, self.events):
-                if self.step and not checkpoint_dir(self.run_dir, self.step).exists():
+                if self.step not in (0, self.saved) and not checkpoint_dir(self.run_dir, self.step).exists():
                     self.save(self.step)
                 return
             self.phases.seconds.clear()
@@ -85,6 +86,7 @@ class SupervisedLoop:
         return float(-log_probs.sum() / batch.tokens["response_mask"].sum())
 
     def save(self, step: int) -> None:
+        self.saved = step
         config = self.config.trainer
         writer = CheckpointWriter(
             self.run_dir,
