@@ -41,12 +41,12 @@ class Lifetime:
         of those that were there before; without one, from where it began."""
         return self._resume if self.restarted else self._asked_for()
 
-    def fell(self, error: WorkerError | PhaseTimeout) -> None:
+    def fell(self, error: Exception) -> None:
         """After an attempt. Raises the error if that is the end, and Stopped if the run was to stop anyway.
 
         When memory ran out among several ranks, the next attempt has a smaller budget: such a restart counts as none.
         """
-        self.stopping.check()
+        self.stopping.check(fell=True)
         cause, events = str(error).partition("\n")[0], Events(self.run_dir)
         step = max(self.stopping.furthest, 0)
         if isinstance(error, WorkerError) and error.kind == "OutOfMemory":
@@ -85,5 +85,12 @@ def keep_going(life: Lifetime, attempt: Callable[[], None]) -> None:
         while True:
             try:
                 return attempt()
-            except (WorkerError, PhaseTimeout) as error:
+            except Exception as error:
+                if not (isinstance(error, WorkerError | PhaseTimeout) or is_rays_own(error)):
+                    raise
                 life.fell(error)
+
+
+def is_rays_own(error: Exception) -> bool:
+    """Raised by Ray on the controller: a node is gone, and with it the store or the scheduler. Only its backend imports it."""
+    return type(error).__module__.partition(".")[0] == "ray"

@@ -73,9 +73,9 @@ class Stopping:
             events.add(step, "stop", self._reason[1])
         return self._reason is not None
 
-    def check(self) -> None:
-        """Raises Stopped if the run was stopped, or asked to while it fell; it says where to go on."""
-        reason = self._reason or self._asked()
+    def check(self, *, fell: bool = False) -> None:
+        """Raises Stopped if the run was stopped; if it ``fell`` in a step, also if that step was to be its last."""
+        reason = self._reason or (self._asked() if fell else None)
         if reason is None:
             return
         steps = checkpoint_steps(self.run_dir)

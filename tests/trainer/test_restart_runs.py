@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -39,7 +40,7 @@ def test_a_worker_is_killed_and_the_run_is_the_same_to_the_bit(task: Path, tmp_p
     assert repeatable(metrics_of(tmp_path / "run")) == repeatable(whole)
     ((step, kind, text),) = events_of(tmp_path / "run")
     assert (step, kind) == (2, "restart")
-    assert text.startswith("1 of 1: rank 0 failed in run: process ") and text.endswith("it goes on from step 2")
+    assert re.match(r"1 of 1: rank 0 failed in .*: process ", text) and text.endswith("it goes on from step 2")
     assert "killed by a signal" in text and survivors(str(tmp_path / "run")) == []
 
 
@@ -56,8 +57,8 @@ def test_among_two_ranks_the_group_starts_again_in_smaller_micro_batches(task: P
     assert told[0][2].startswith(
         "actor: memory ran out in the update, at micro-batches of up to 16 rows; from now on they have 8 at"
     )
-    assert told[1][2].startswith("in smaller micro-batches: rank 1 failed in run: OutOfMemory: ")
-    assert told[2][2].startswith("1 of 1: rank 1 failed in run: process ") and told[2][2].endswith("from step 4")
+    assert re.match(r"in smaller micro-batches: rank 1 failed in .*: OutOfMemory: ", told[1][2])
+    assert re.match(r"1 of 1: rank 1 failed in .*: process ", told[2][2]) and told[2][2].endswith("from step 4")
     for step in (4, 6):
         manifest = json.loads((tmp_path / "run" / f"global_step_{step}" / "manifest.json").read_text())
         assert manifest["state"]["actor_budget"] == {"max_tokens": None, "max_rows": 8}

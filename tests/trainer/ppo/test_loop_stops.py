@@ -80,6 +80,12 @@ def test_a_second_sigterm_ends_it_at_once(task: Path, tmp_path: Path) -> None:
     ) is None
 
 
+def test_a_signal_in_the_last_step_changes_nothing(task: Path, tmp_path: Path) -> None:
+    reward = reward_that(tmp_path, "n == 5 and os.kill(os.getpid(), signal.SIGTERM)")
+    assert len(run_ppo(task, tmp_path / "run", "trainer.total_training_steps=1", reward)) == 1
+    assert events_of(tmp_path / "run") == []
+
+
 def test_ctrl_c_ends_it_at_once(task: Path, tmp_path: Path) -> None:
     fault = f"n == {A_STEP + 5} and (signal.signal(2, signal.default_int_handler), os.kill(os.getpid(), signal.SIGINT))"
     assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", *SIX, reward_that(tmp_path, fault))) == 130
