@@ -78,7 +78,7 @@ class Stopping:
         reason = self._reason or (self._asked() if fell else None)
         if reason is None:
             return
-        steps = checkpoint_steps(self.run_dir)
+        steps = checkpoint_steps(self.run_dir) if self.run_dir.is_dir() else []
         where = f"from {checkpoint_dir(self.run_dir, steps[-1])}" if steps else "from the beginning: there is no checkpoint"
         raise Stopped(
             reason[0], f"stopped after step {self.furthest}: {reason[1]}; with trainer.resume_mode=auto it goes on {where}"

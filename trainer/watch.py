@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 import psutil
@@ -49,7 +50,7 @@ class Watch:
         if "low memory" not in self._told and memory.share < config.memory_warn:
             self._told.add("low memory")
             yield "low memory", f"{memory}, less than trainer.watch.memory_warn={config.memory_warn:g}"
-        free, checkpoint = shutil.disk_usage(self.run_dir).free, self.checkpoint_bytes()
+        free, checkpoint = self.disk()
         if "low disk" not in self._told and free < max(config.disk_warn_gb * GB, 2 * checkpoint if config.disk_warn_gb else 0):
             self._told.add("low disk")
             less = f"trainer.watch.disk_warn_gb={config.disk_warn_gb:g} or two checkpoints of {checkpoint / GB:.3g} GB"
@@ -60,7 +61,7 @@ class Watch:
         memory, config = self.memory(), self.config
         if memory.share < config.memory_stop:
             return f"{memory}, less than trainer.watch.memory_stop={config.memory_stop:g}"
-        free, checkpoint = shutil.disk_usage(self.run_dir).free, self.checkpoint_bytes()
+        free, checkpoint = self.disk()
         if config.disk_stop_gb and free - checkpoint < config.disk_stop_gb * GB:
             return (
                 f"{free / GB:.3g} GB are free where {self.run_dir} is: after a checkpoint of {checkpoint / GB:.3g} GB less than "
@@ -73,15 +74,15 @@ class Watch:
         host = psutil.virtual_memory()
         return min([Memory(host.available, host.total, "machine"), *group_memory()], key=lambda memory: memory.share)
 
-    def checkpoint_bytes(self) -> int:
-        """Of the newest; 0 if there is none."""
-        steps = checkpoint_steps(self.run_dir)
-        if not steps:
-            return 0
-        if steps[-1] not in self._sizes:
+    def disk(self) -> tuple[float, int]:
+        """Bytes free, and of the newest checkpoint. A run directory that has vanished is no reason to stop: saving tells of it."""
+        if not self.run_dir.is_dir():
+            return inf, 0
+        free, steps = shutil.disk_usage(self.run_dir).free, checkpoint_steps(self.run_dir)
+        if steps and steps[-1] not in self._sizes:
             files = [path for path in checkpoint_dir(self.run_dir, steps[-1]).rglob("*") if path.is_file()]
             self._sizes = {steps[-1]: sum(path.stat().st_size for path in files)}
-        return self._sizes[steps[-1]]
+        return free, self._sizes[steps[-1]] if steps else 0
 
 
 def group_memory(process: Path = Path("/proc/self/cgroup"), root: Path = CGROUPS) -> Iterator[Memory]:

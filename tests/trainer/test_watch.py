@@ -59,6 +59,11 @@ def test_two_checkpoints_must_find_room(tmp_path: Path) -> None:
     assert reason is not None and "GB less than trainer.watch.disk_stop_gb=" in reason
 
 
+def test_a_directory_that_is_gone_is_not_the_watchs_business(tmp_path: Path) -> None:
+    gone = watch(tmp_path / "gone", disk_warn_gb=1e9, disk_stop_gb=1e9)
+    assert list(gone.warnings()) == [] and gone.shortage() is None
+
+
 def version_2(root: Path, path: str, limit: int | str, current: int, cached: int) -> None:
     (root / path).mkdir(parents=True, exist_ok=True)
     (root / path / "memory.max").write_text(f"{limit}\n")
