@@ -75,7 +75,7 @@ class Watch:
         return min([Memory(host.available, host.total, "machine"), *group_memory()], key=lambda memory: memory.share)
 
     def disk(self) -> tuple[float, int]:
-        """Bytes free, and of the newest checkpoint. A run directory that has vanished is no reason to stop: saving tells of it."""
+        """Bytes free, and of the newest checkpoint. A run directory that has vanished is no reason: saving tells of it."""
         if not self.run_dir.is_dir():
             return inf, 0
         free, steps = shutil.disk_usage(self.run_dir).free, checkpoint_steps(self.run_dir)
