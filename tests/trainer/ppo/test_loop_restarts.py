@@ -13,6 +13,7 @@ from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
 from tests.trainer.ppo.test_loop_stops import events_of
 from trainer import main_ppo
 from trainer.restart import Lifetime, keep_going
+from workers.controller.group import PhaseTimeout
 
 FOUR = ("trainer.total_training_steps=4",)
 
@@ -98,11 +99,12 @@ def test_an_old_run_in_the_directory_is_no_checkpoint_of_a_new_one(task: Path, t
     assert [text.rpartition(" from ")[2] for _, _, text in events_of(tmp_path / "run")] == ["the beginning"]
 
 
-def test_errors_of_ray_itself_are_a_reason_to_start_again(tmp_path: Path) -> None:
-    """A node left, and with it the store or the scheduler: no rank is to blame."""
+@pytest.mark.parametrize("error", [ray.exceptions.RaySystemError("a node left"), PhaseTimeout("a node left", [1], 3.0)])
+def test_a_lost_node_and_a_late_phase_are_reasons_to_start_again(tmp_path: Path, error: Exception) -> None:
+    """With a node goes the store or the scheduler, and Ray itself complains: no rank is to blame."""
     life = Lifetime(compose("ppo_trainer", PPOConfig, ["trainer.max_restarts=1"]).trainer, tmp_path)
     (tmp_path / "metrics.jsonl").write_text("")
-    outcomes: list[Exception | None] = [ray.exceptions.RaySystemError("a node left"), None]
+    outcomes: list[Exception | None] = [error, None]
 
     def attempt() -> None:
         if (error := outcomes.pop(0)) is not None:
@@ -110,7 +112,8 @@ def test_errors_of_ray_itself_are_a_reason_to_start_again(tmp_path: Path) -> Non
 
     keep_going(life, attempt)
     ((_, kind, text),) = events_of(tmp_path)
-    assert kind == "restart" and "a node left; it goes on from the beginning" in text and life.restarted
+    assert kind == "restart" and life.restarted
+    assert "a node left" in text and text.endswith("; it goes on from the beginning")
     with pytest.raises(KeyError):
         outcomes.append(KeyError("ours"))
         keep_going(life, attempt)
