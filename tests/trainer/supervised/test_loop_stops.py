@@ -4,7 +4,10 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,9 @@ import torch
 from tests.runs import make_task, metrics_of, repeatable
 from tests.trainer.ppo.test_loop_stops import events_of
 from trainer import main_sft
+from trainer.algorithms.supervised import NextTokenLoss
 from trainer.checkpoint import find_latest
+from workers.batch import Batch
 
 STEPS = 30
 
@@ -57,18 +62,24 @@ def test_no_time_means_no_step(task: Path, tmp_path: Path) -> None:
     assert metrics_of(tmp_path) == [] and find_latest(tmp_path) is None
 
 
-def test_an_update_without_memory_is_repeated(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss is ours, so it is made greedy from outside: once, in the third call."""
-    from trainer.algorithms.supervised import NextTokenLoss
+@pytest.fixture
+def broken_call(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], object]], None]:
+    """Does something once, before a call of the loss. The loss is ours, so it is done from outside."""
+    plain, calls = NextTokenLoss.__call__, count(1)
 
-    plain, calls = NextTokenLoss.__call__, iter(range(1, 1000))
+    def arrange(number: int, fault: Callable[[], object]) -> None:
+        def call(self: NextTokenLoss, outputs: dict[str, torch.Tensor], micro_batch: Batch) -> object:
+            if next(calls) == number:
+                fault()
+            return plain(self, outputs, micro_batch)
 
-    def greedy(self: NextTokenLoss, *given: object) -> object:
-        if next(calls) == 3:
-            torch.empty(2**50, dtype=torch.uint8)
-        return plain(self, *given)  # type: ignore[arg-type]
+        monkeypatch.setattr(NextTokenLoss, "__call__", call)
 
-    monkeypatch.setattr(NextTokenLoss, "__call__", greedy)
+    return arrange
+
+
+def test_an_update_without_memory_is_repeated(task: Path, tmp_path: Path, broken_call: Any) -> None:
+    broken_call(3, lambda: torch.empty(2**50, dtype=torch.uint8))
     saved = ("trainer.save_freq=5", "trainer.total_training_steps=5")
     assert main_sft.PROGRAM(arguments(task, tmp_path, *saved)) == 0
     ((step, kind, _),) = events_of(tmp_path)
@@ -76,3 +87,13 @@ def test_an_update_without_memory_is_repeated(task: Path, tmp_path: Path, monkey
     assert [entry.get("train/out_of_memory") for entry in metrics_of(tmp_path)] == [None, None, 1.0, None, None]
     latest = find_latest(tmp_path)
     assert latest is not None and latest.manifest.state["model_budget"]["max_tokens"] > 0
+
+
+def test_it_starts_again_by_itself(task: Path, tmp_path: Path, broken_call: Any) -> None:
+    four = ("trainer.save_freq=2", "trainer.total_training_steps=4", "trainer.max_restarts=1")
+    assert main_sft.PROGRAM(arguments(task, tmp_path / "whole", *four)) == 0
+    broken_call(4, lambda: 1 / 0)
+    assert main_sft.PROGRAM(arguments(task, tmp_path / "run", *four)) == 0
+    ((step, kind, text),) = events_of(tmp_path / "run")
+    assert (step, kind) == (3, "restart") and "ZeroDivisionError" in text and text.endswith("from step 2")
+    assert repeatable(metrics_of(tmp_path / "run")) == repeatable(metrics_of(tmp_path / "whole"))
