@@ -10,6 +10,7 @@ from configs.schema.evaluation import EvaluationConfig
 from configs.schema.generation import GenerationConfig
 from configs.schema.ppo import PPOConfig, RewardConfig, ScoringConfig
 from configs.schema.sft import SFTConfig
+from configs.walltime import seconds_of
 
 GROUP_ESTIMATORS = (
     "grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "gdpo", "optimal_token_baseline"
@@ -308,6 +309,11 @@ def _run_problems(trainer: RunConfig) -> Iterator[str]:
     yield from worker_problems(trainer)
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
         yield "trainer.resume_mode=resume_path: trainer.resume_from_path is null; give it a global_step_N directory"
+    if trainer.walltime is not None:
+        try:
+            seconds_of(trainer.walltime)
+        except ValueError as error:
+            yield f"trainer.walltime: {error}"
 
 
 def _run_notes(trainer: RunConfig) -> Iterator[str]:

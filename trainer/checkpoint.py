@@ -28,6 +28,7 @@ SAFE_TO_CHANGE = (
     "trainer.save_freq", "trainer.val_before_train", "trainer.val_only", "trainer.max_actor_ckpt_to_keep",
     "trainer.max_critic_ckpt_to_keep", "trainer.max_ckpt_to_keep", "trainer.export_dir", "trainer.resume_mode",
     "trainer.resume_from_path", "trainer.checkpoint.", "trainer.best_metric",
+    "trainer.resume_from_path", "trainer.max_restarts", "trainer.walltime", "trainer.watch.",
     "trainer.dry_run", "trainer.full_traceback", "data.val_files", "data.val_max_samples",
     "data.val_batch_size", "data.filter_overlong_prompts_workers", "reward.num_workers",
     "actor_rollout_ref.rollout.val_kwargs.", "timeouts.",

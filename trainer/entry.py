@@ -1,8 +1,9 @@
 """From a command line to a checked configuration and a run: what every main_*.py shares.
 
-Exit codes: 0; 2 for what the user can mend, one line a problem; 3 for what a run found to be wrong, one line each; 1 for anything
-else, with the traceback (of a worker that failed, or was late, its own; none if the last
-checkpoint could not be written); 130 for Ctrl-C.
+Exit codes: 0, also of a run that ends for its walltime; 2 for what the user can mend, one line a problem; 3 for what a run found
+to be wrong, one line each; 4 for a run that stopped because memory or disk ran short; 1 for anything else, with the traceback (of
+a worker that failed, or was late, its own; none if the last checkpoint could not be written); 128 + n for signal n, such as 130
+for Ctrl-C and 143 for SIGTERM.
 """
 
 import sys
@@ -31,6 +32,14 @@ class Found(Exception):
 
 class NotSaved(Exception):
     """The run did what it was asked to do, but its end is not on disk: one line."""
+
+
+class Stopped(Exception):
+    """The run ended before its last step, as it was told to, and can be resumed: a line that says where."""
+
+    def __init__(self, code: int, said: str) -> None:
+        super().__init__(said)
+        self.code = code
 
 
 Config = TypeVar("Config", bound=RunnableConfig)
@@ -63,7 +72,7 @@ class Program(Generic[Config]):
 
     name: its module. about: a paragraph for --help. root: its YAML in configs/. often_used: keys for --help. examples: command
     lines, less the program. check: config and typed keys to lines for the user. run: the work, given these lines; it imports
-    what is heavy. Both raise ValueError or FileNotFoundError for what the user can mend; run raises Found.
+    what is heavy. Both raise ValueError or FileNotFoundError for what the user can mend; run raises Found and Stopped.
     """
 
     name: str
@@ -84,9 +93,14 @@ class Program(Generic[Config]):
             print(self.help())
             return 0
         codes: list[int] = []
+
+        def job(tree: Tree) -> None:
+            if max(codes, default=0) <= 128:  # by a signal: neither do those begin that are left
+                codes.append(self.job(tree, command.typed, command.notes))
+
         try:
             command = normalise(argv, self.schema, self.root)
-            run_jobs(command, self.root, lambda tree: codes.append(self.job(tree, command.typed, command.notes)))
+            run_jobs(command, self.root, job)
         except ConfigError as error:
             return complain(*str(error).splitlines())
         except KeyboardInterrupt:
@@ -119,6 +133,9 @@ class Program(Generic[Config]):
         except Found as error:
             complain(*str(error).splitlines())
             return 3
+        except Stopped as error:
+            print(error, file=sys.stderr)
+            return error.code
         except (WorkerError, PhaseTimeout, NotSaved) as error:  # they say where
             if trainer.full_traceback:
                 traceback.print_exc()

@@ -9,6 +9,7 @@ from transformers import AutoConfig
 
 from configs.checks import micro_batch_limits
 from configs.schema.common import FSDPConfig, ModelConfig, OptimConfig, Strategy
+from trainer.budget import Budget
 from trainer.remote import RemoteModel
 from trainer.watchdog import Watchdog
 from workers.controller.group import WorkerGroup
@@ -18,12 +19,15 @@ from workers.plan import Limits
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """How a role learns. steps: training steps of the run; updates: optimizer steps in each."""
+    """How a role learns. limits, budget: of micro-batches, as configured, and since memory ran out. steps: training steps of the
+    run; updates: optimizer steps in each.
+    """
 
     optim: OptimConfig
     grad_clip: float
     loss: LossSpec
     limits: Limits
+    budget: Budget
     steps: int
     updates: int
 
@@ -77,6 +81,7 @@ def start_model(
         training.loss if training is not None else None,
         forward_limits=forward_limits,
         train_limits=training.limits if training is not None else forward_limits,
+        budget=training.budget if training is not None else Budget(role),
         attention_cost=1.0 / (12.0 * hidden_size(model)),
         watchdog=watchdog,
     )

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from trainer.budget import Budget
 from trainer.watchdog import Watchdog
 from workers.batch import Batch
 from workers.controller.dispatch import Mesh, Sharded
-from workers.controller.group import WorkerGroup
+from workers.controller.group import WorkerError, WorkerGroup
 from workers.engine.base import EngineSpec, LossSpec, SavedFile
 from workers.metric import Metric, Metrics, join_metrics
 from workers.plan import Limits, Plan, make_plan
@@ -34,15 +35,18 @@ class RemoteModel:
         *,
         forward_limits: Limits,
         train_limits: Limits,
+        budget: Budget,
         attention_cost: float,
         watchdog: Watchdog,
     ) -> None:
-        """forward_limits, train_limits: how large a micro-batch may be. attention_cost: see plan.row_costs."""
+        """forward_limits, train_limits: how large a micro-batch may be; budget: of train steps, since memory ran out.
+        attention_cost: see plan.row_costs."""
         self.group = group
         self.watchdog = watchdog
         self.role = role
         self.forward_limits = forward_limits
         self.train_limits = train_limits
+        self.budget = budget
         self.attention_cost = attention_cost
         self._flops = 0.0
         self.mesh = mesh_of(watchdog.call(group, "start", f"start of {role}", "build_model", role, spec, loss))
@@ -55,10 +59,27 @@ class RemoteModel:
         return plan.collect(self._call("forward", "forward", plan, needed, list(outputs)))
 
     def train_step(self, mini_batch: Batch, columns: Sequence[str]) -> Metrics:
-        """One optimizer step on a global mini-batch that carries loss_weight; ``columns``: what the loss reads."""
-        plan = self._plan(mini_batch, self.train_limits)
+        """One optimizer step on a global mini-batch that carries loss_weight; ``columns``: what the loss reads.
+
+        If memory runs out, the budget is halved. A rank that is alone repeats the step, and the metric out_of_memory says how
+        often; among several, which may hang in a collective by then, it leaves as WorkerError, its kind OutOfMemory.
+        """
         needed = mini_batch.only(tokens=["input_ids", "response_mask", "loss_weight", *columns])
-        metrics = join_metrics(self._call("update", "train_step", plan, needed))
+        lengths, repeats = mini_batch.lengths.tolist(), 0
+        while True:
+            plan = self._plan(mini_batch, self.budget.limits(self.train_limits, lengths))
+            try:
+                metrics = join_metrics(self._call("update", "train_step", plan, needed))
+                break
+            except WorkerError as error:
+                if error.kind not in ("OutOfMemory", "RepeatableOutOfMemory"):
+                    raise
+                self.budget.halve(self.train_limits, plan, lengths, error.message.partition(": ")[2])
+                if error.kind == "OutOfMemory":
+                    raise
+                repeats += 1
+        if repeats:
+            metrics["out_of_memory"] = Metric.sum(repeats)
         flops = metrics.pop("flops")
         assert isinstance(flops, Metric), "a number"
         self._flops += flops.value

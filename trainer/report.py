@@ -30,6 +30,7 @@ from trainer.run_dir import (
 )
 
 ACCURACY = "val/accuracy"
+PROBLEMS = "val/problems"
 MOST_ANSWERS = 16
 PNG_COLORS = ("#3b6fd8", "#e0792f", "#2a9d74", "#a45bd0", "#d1495b", "#c9a227", "#3aa6b9", "#7a8699", "#b86b8f", "#9aa5b1")
 
@@ -118,7 +119,7 @@ def write_report(run_dir: Path) -> Path:
         project=config["trainer"]["project_name"],
         experiment=config["trainer"]["experiment_name"],
         accuracy=[series[ACCURACY][1][0], series[ACCURACY][1][-1]] if ACCURACY in series else None,
-        problems=series["val/problems"][1][-1] if "val/problems" in series else None,
+        problems=series[PROBLEMS][1][-1] if PROBLEMS in series else None,
         facts=facts_of(steps, series),
         failed=sum(series["reward/failed"][1]) if "reward/failed" in series else 0,
         charts=charts_of(series),

@@ -106,15 +106,17 @@ def redact(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: "***" if _is_secret(key) and isinstance(value, str) else _redact_value(value) for key, value in config.items()}
 
 
-def start_run(run_dir: Path, resume_step: int | None, rollout_dir: Path | None) -> None:
+def start_run(run_dir: Path, resume_step: int | None, rollout_dir: Path | None, *, restarted: bool = False) -> None:
     """Make ``run_dir`` hold this run up to ``resume_step`` (None: nothing yet), and nothing else.
 
     A resumed step whose checkpoint is not in ``run_dir`` comes from another run: here it starts from nothing. A
-    rollout_dir outside ``run_dir`` is cut on resume; when a run starts there, its files are replaced as it goes.
+    rollout_dir outside ``run_dir`` is cut on resume; when a run starts there, its files are replaced as it goes. restarted: by
+    itself, after a fall; its events tell of that, and stay.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     if resume_step is None or not checkpoint_dir(run_dir, resume_step).exists():
         outputs = [run_dir / name for name in (METRICS, SAMPLES, EVENTS, REPORT, TENSORBOARD, ROLLOUTS, WANDB_ID, LATEST, BEST)]
+        outputs = [path for path in outputs if not (restarted and path.name == EVENTS)]
         _set_aside(run_dir, outputs + [checkpoint_dir(run_dir, step) for step in checkpoint_steps(run_dir)])
         return
     later = [step for step in checkpoint_steps(run_dir) if step > resume_step]

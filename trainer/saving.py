@@ -120,6 +120,11 @@ class Saver:
             self._tell_of_copy(*self._copying)
             self._copying = None
 
+    def has(self, step: int) -> bool:
+        """Whether a checkpoint of this step is there, or in the making."""
+        being_made = self._pending is not None and self._pending.step == step
+        return being_made or checkpoint_dir(self.run_dir, step).exists()
+
     def finish(self) -> None:
         """To be called at the end of a run. Raises NotSaved if the last checkpoint is not where it should be."""
         self.settle()

@@ -71,7 +71,8 @@ class Tracker:
     config.yaml and environment.json. A logger that cannot start says so in one line and is left out.
 
     resume_step: the checkpoint's, None for a run that starts. shown_samples: validation answers that loggers get.
-    rollout_dir: where log_rollouts writes; None: nowhere. Raises ValueError for a logger that does not exist.
+    rollout_dir: where log_rollouts writes; None: nowhere. restarted: see start_run.
+    Raises ValueError for a logger that does not exist.
     """
 
     def __init__(
@@ -86,11 +87,12 @@ class Tracker:
         total_steps: int | None = None,
         shown_samples: int = 0,
         rollout_dir: Path | None = None,
+        restarted: bool = False,
     ) -> None:
         unknown = [name for name in loggers if name not in LOGGERS]
         if unknown:
             raise ValueError(f"trainer.logger: no logger {', '.join(unknown)}; there are {', '.join(LOGGERS)}")
-        start_run(run_dir, resume_step, rollout_dir)
+        start_run(run_dir, resume_step, rollout_dir, restarted=restarted)
         plain = redact(config)
         write_atomic(run_dir / CONFIG, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
         write_atomic(run_dir / ENVIRONMENT, json.dumps(environment(), indent=1))

@@ -76,6 +76,14 @@ class CheckpointConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class WatchConfig:
+    memory_warn: Fraction
+    memory_stop: Fraction
+    disk_warn_gb: NonNegativeFloat
+    disk_stop_gb: NonNegativeFloat
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class RunConfig(WorkersConfig):
     """In every program that trains."""
 
@@ -90,6 +98,9 @@ class RunConfig(WorkersConfig):
     best_metric: str | None
     resume_mode: Literal["auto", "disable", "resume_path"]
     resume_from_path: str | None
+    max_restarts: NonNegative
+    walltime: str | None
+    watch: WatchConfig
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -239,6 +239,14 @@ def test_notes() -> None:
     assert note == "trainer.resume_from_path has no effect with trainer.resume_mode=auto; resume_path reads it"
 
 
+def test_a_walltime_can_be_read() -> None:
+    for lines in (ppo_lines, sft_lines):
+        assert lines("trainer.walltime=01:30:00") == lines("trainer.walltime=5400") == lines()
+        assert lines("trainer.walltime=1h") == [
+            "error: trainer.walltime: '1h' is neither seconds nor [[days-]hours:]minutes:seconds"
+        ]
+
+
 def test_supervised_checks() -> None:
     assert sft_lines("data.train_batch_size=7") == [f"error: data.train_batch_size=7: fewer rows than {WORKERS}"]
     (line,) = sft_lines("data.max_length=9000")

@@ -10,7 +10,7 @@ import pytest
 import trainer
 from configs.keys import CONFIG_DIR
 from configs.schema.sft import SFTConfig
-from trainer.entry import Found, Program
+from trainer.entry import Found, Program, Stopped
 from workers.controller.group import PhaseTimeout, WorkerError
 
 ROOT = CONFIG_DIR.parent
@@ -101,6 +101,12 @@ def test_ctrl_c_has_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "interrupted\n"
 
 
+@pytest.mark.parametrize("code", [0, 4, 143])
+def test_a_run_that_was_stopped_says_so_in_a_line(capsys: pytest.CaptureFixture[str], code: int) -> None:
+    assert raising(Stopped(code, "stopped after step 3"))([]) == code
+    assert capsys.readouterr().err == "stopped after step 3\n"
+
+
 def test_what_a_check_finds_is_told_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
     def check(config: SFTConfig, typed: Any) -> list[str]:
         raise ValueError("one\ntwo")
@@ -158,3 +164,18 @@ def test_importing_the_package_is_light() -> None:
     code = "import sys, trainer; print(sorted({'torch', 'ray', 'hydra', 'omegaconf', 'pydantic'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout == "[]\n" and trainer.__version__
+
+
+@pytest.mark.parametrize(("code", "jobs"), [(143, ["x/0"]), (4, ["x/0", "x/1"]), (0, ["x/0", "x/1"])])
+def test_a_signal_to_one_job_of_a_sweep_is_for_those_that_are_left_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, jobs: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    seen: list[str] = []
+
+    def run(config: SFTConfig, told: list[str]) -> None:
+        seen.append(config.trainer.default_local_dir)
+        raise Stopped(code, "stopped")
+
+    assert program(run)(["--multirun", "trainer.seed=1,2", "trainer.default_local_dir=x"]) == code
+    assert seen == jobs

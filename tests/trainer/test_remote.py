@@ -11,6 +11,7 @@ import torch
 from tests.trainer.watchdogs import PHASES, watchdog
 from tests.workers.rollout.engines import spec_of
 from tests.workers.test_batch import numbered
+from trainer.budget import Budget
 from trainer.remote import RemoteModel, RemoteRollout, SaveFailed, mesh_of, work_by_rank
 from trainer.watchdog import Watchdog
 from workers.batch import Batch
@@ -77,7 +78,15 @@ def model() -> Any:
 def start(group: Any, watchdog: Watchdog = PATIENT) -> RemoteModel:
     limits = Limits(max_tokens=12)
     return RemoteModel(
-        group, "actor", cast(Any, None), None, forward_limits=limits, train_limits=limits, attention_cost=0.0, watchdog=watchdog
+        group,
+        "actor",
+        cast(Any, None),
+        None,
+        forward_limits=limits,
+        train_limits=limits,
+        budget=Budget("actor"),
+        attention_cost=0.0,
+        watchdog=watchdog,
     )
 
 

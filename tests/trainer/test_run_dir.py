@@ -93,6 +93,15 @@ def test_a_new_run_sets_the_old_one_aside_and_deletes_nothing(tmp_path: Path) ->
     assert names(tmp_path) == {"earlier_1", "earlier_2", "logs"}
 
 
+def test_a_run_that_starts_again_by_itself_keeps_its_events(tmp_path: Path) -> None:
+    for resume_step in (None, 40):
+        run_dir = tmp_path / str(resume_step)
+        lay_out(run_dir, steps=3, checkpoints=[2])
+        (run_dir / "events.jsonl").write_text('{"kind": "restart"}\n')
+        start_run(run_dir, resume_step, None, restarted=True)
+        assert names(run_dir) == {"earlier_1", "logs", "events.jsonl"}
+
+
 def test_a_checkpoint_of_another_run_starts_this_directory_anew(tmp_path: Path) -> None:
     lay_out(tmp_path, steps=3, checkpoints=[2])
     start_run(tmp_path, 40, None)

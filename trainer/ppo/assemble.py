@@ -15,7 +15,7 @@ from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.kl import KLController
 from trainer.algorithms.moments import RunningMoments
 from trainer.backend import open_backend, start_hosts
-from trainer.checkpoint import Checkpoint, check_config, resolve_resume
+from trainer.checkpoint import Checkpoint, check_config
 from trainer.data.chat import load_tokenizer
 from trainer.data.dataset import PromptDataset
 from trainer.data.order import DataOrder
@@ -29,10 +29,12 @@ from trainer.ppo.source import Source
 from trainer.ppo.update import UpdateSpec
 from trainer.ppo.validation import Validation
 from trainer.remote import RemoteModel, RemoteRollout
-from trainer.report import write_report
+from trainer.report import ACCURACY, PROBLEMS, series_of, write_report
+from trainer.restart import Lifetime, keep_going
 from trainer.rewards.registry import check_data_sources, scores_by_source
 from trainer.rewards.runner import RewardRunner
 from trainer.rewards.shaping import Shaping
+from trainer.run_dir import read_metrics
 from trainer.saving import Saver
 from trainer.tracking import Tracker
 from trainer.watchdog import Watchdog
@@ -47,41 +49,52 @@ from workers.seeding import seed_of
 def run(config: PPOConfig, notices: Sequence[str]) -> None:
     """Train as ``config`` says, and leave a report. notices: what the user was told about the configuration."""
     check_installed(config.actor_rollout_ref.rollout.name)
-    run_dir = Path(config.trainer.default_local_dir)
-    trainer = config.trainer
-    resume = resolve_resume(trainer.resume_mode, trainer.resume_from_path, run_dir, trainer.checkpoint.remote_dir)
+    life = Lifetime(config.trainer, Path(config.trainer.default_local_dir))
+    try:
+        keep_going(life, lambda: attempt(config, life))
+    finally:
+        if life.started:
+            finish(life.run_dir)
+
+
+def attempt(config: PPOConfig, life: Lifetime) -> None:
+    """From the last checkpoint on, in processes of its own, none of which is left."""
+    resume = life.resume()
     if resume is not None:
         for change in check_config(resume.manifest.config, asdict(config)):
             print(f"note: resumed with another {change}", file=sys.stderr)
     with ExitStack() as stack:
         rewards = stack.enter_context(RewardRunner(config.reward))
         rewards.start()
-        backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, run_dir))
+        backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, life.run_dir))
         hosts = start_hosts(backend, config.trainer, config.timeouts)
-        parts = Assembly(config, hosts, Watchdog(asdict(config.timeouts), run_dir))
+        parts = Assembly(config, hosts, life)
         rewards.wait_ready()
-        loop = parts.loop(run_dir, rewards, resume)
-        stack.callback(finish, loop)
-        loop.fit()
+        loop = parts.loop(rewards, resume)
+        stack.callback(loop.tracker.close)
+        life.started = True
+        with life.stopping:
+            loop.fit()
+    life.stopping.check()
 
 
-def finish(loop: Loop) -> None:
-    """However the run ended: close the logs, write the report, and say where it is."""
-    loop.tracker.close()
-    path = write_report(loop.run_dir)
-    first, last = loop.validation.first.get("val/accuracy"), loop.validation.last.get("val/accuracy")
-    if first is not None and last is not None:
-        print(f"held-out accuracy: {first:.2f} -> {last:.2f} ({len(loop.validation.data)} problems)")
+def finish(run_dir: Path) -> None:
+    """However the run ended: write the report, and say where it is."""
+    path, series = write_report(run_dir), series_of(read_metrics(run_dir))
+    if ACCURACY in series:
+        accuracies, problems = series[ACCURACY][1], series[PROBLEMS][1]
+        print(f"held-out accuracy: {accuracies[0]:.2f} -> {accuracies[-1]:.2f} ({problems[-1]:g} problems)")
     print(f"report: {path}")
 
 
 class Assembly:
     """The parts of a loop, each from its part of the configuration."""
 
-    def __init__(self, config: PPOConfig, hosts: WorkerGroup, watchdog: Watchdog) -> None:
+    def __init__(self, config: PPOConfig, hosts: WorkerGroup, life: Lifetime) -> None:
         self.config = config
         self.hosts = hosts
-        self.watchdog = watchdog
+        self.life = life
+        self.watchdog = Watchdog(asdict(config.timeouts), life.run_dir)
         self.tokenizer = load_tokenizer(config.actor_rollout_ref.model)
         self.data, self.held_out = self.prompts()
         seed = config.trainer.seed if config.data.seed is None else config.data.seed
@@ -95,7 +108,8 @@ class Assembly:
                 print(f"note: {notice}", file=sys.stderr)
         self.total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * self.order.steps_per_epoch
 
-    def loop(self, run_dir: Path, rewards: RewardRunner, resume: Checkpoint | None) -> Loop:
+    def loop(self, rewards: RewardRunner, resume: Checkpoint | None) -> Loop:
+        run_dir = self.life.run_dir
         config, rollout_config = self.config, self.config.actor_rollout_ref.rollout
         tracker = self.tracker(run_dir, resume)
         actor = self.actor()
@@ -130,6 +144,7 @@ class Assembly:
             events=events,
             saver=self.saver(run_dir, events),
             watchdog=self.watchdog,
+            stopping=self.life.stopping,
             phases=Phases(),
             peak_flops=peak_flops(config.trainer.device),
             resume=resume,
@@ -181,6 +196,7 @@ class Assembly:
             total_steps=self.total_steps,
             shown_samples=trainer.log_val_generations,
             rollout_dir=Path(trainer.rollout_data_dir) if trainer.rollout_data_dir is not None else None,
+            restarted=self.life.restarted,
         )
 
     def saver(self, run_dir: Path, events: Events) -> Saver:
@@ -226,6 +242,7 @@ class Assembly:
                     max_tokens=actor.ppo_max_token_len_per_gpu,
                     world_size=world_size(self.config.trainer),
                 ),
+                budget=self.life.budget("actor"),
                 steps=self.total_steps,
                 updates=self.actor_update().updates_a_step(self.config.data.train_batch_size),
             ),
@@ -284,6 +301,7 @@ class Assembly:
                     max_tokens=critic.ppo_max_token_len_per_gpu,
                     world_size=world_size(self.config.trainer),
                 ),
+                budget=self.life.budget("critic"),
                 steps=self.total_steps,
                 updates=self.critic_update().updates_a_step(self.config.data.train_batch_size),
             ),

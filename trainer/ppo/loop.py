@@ -24,6 +24,7 @@ from trainer.ppo.update import UpdateSpec, update
 from trainer.ppo.validation import Validation
 from trainer.remote import RemoteModel, RemoteRollout
 from trainer.saving import Saver
+from trainer.stopping import Stopping
 from trainer.tracking import Tracker
 from trainer.watchdog import Watchdog
 from workers.batch import Batch
@@ -52,6 +53,7 @@ class Loop:
     events: Events
     saver: Saver
     watchdog: Watchdog
+    stopping: Stopping
     phases: Phases
     peak_flops: float | None
     resume: Checkpoint | None
@@ -84,10 +86,17 @@ class Loop:
             self.tracker.log(self.validation.run(self.step), self.step)
 
     def remaining_steps(self) -> Iterator[int]:
-        """Steps count from 1. A step draws the next round of prompts, or several with algorithm.filter_groups."""
+        """Steps count from 1. A step draws the next round of prompts, or several with algorithm.filter_groups.
+
+        A run that has to stop is saved before it does.
+        """
         if self.config.trainer.val_only:
             return
         for step in range(self.step + 1, self.total_steps + 1):
+            if self.stopping.is_due(self.step, self.phases.seconds, self.events):
+                if self.step and not self.saver.has(self.step):
+                    self.save(self.step)
+                return
             self.phases.seconds.clear()
             self.watchdog.step = step
             self.metrics = {"training/global_step": step, "training/epoch": self.prompts.epoch}
@@ -177,11 +186,13 @@ class Loop:
         if self.critic is not None:
             with self.phases("update_critic"):
                 self.metrics |= under("critic", update(self.critic, self.targets(batch), self.critic_update, step))
+                self.critic.budget.tell(self.events, step)
                 if self.config.critic.normalize_targets:  # for the next step: this one's values were made with the old ones
                     self.returns.see(batch.tokens["returns"][batch.tokens["response_mask"].bool()])
         if step > self.config.trainer.critic_warmup:
             with self.phases("update_actor"):
                 self.metrics |= under("actor", update(self.actor, batch, self.actor_update, step))
+                self.actor.budget.tell(self.events, step)
 
     def targets(self, batch: Batch) -> Batch:
         """Values and returns in the units of the critic's head."""
@@ -236,7 +247,8 @@ class Loop:
 
     def stateful(self) -> dict[str, Stateful]:
         """What the controller remembers from step to step."""
-        return {"kl": self.kl, "returns": self.returns, "data": self.prompts, "reward": self.source.shaping.running}
+        budgets = {f"{role.role}_budget": role.budget for role in (self.actor, self.critic) if role is not None}
+        return {"kl": self.kl, "returns": self.returns, "data": self.prompts, "reward": self.source.shaping.running, **budgets}
 
     def load(self, checkpoint: Checkpoint) -> None:
         for role, model in self.models().items():

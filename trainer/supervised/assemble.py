@@ -13,13 +13,14 @@ from transformers import PreTrainedTokenizerBase
 from configs.checks import world_size
 from configs.schema.sft import SFTConfig
 from trainer.backend import open_backend, start_hosts
-from trainer.checkpoint import check_config, resolve_resume
+from trainer.checkpoint import check_config
 from trainer.data.chat import load_tokenizer
 from trainer.data.order import DataOrder
 from trainer.data.sft import SFTDataset
 from trainer.events import Events
 from trainer.metrics import Phases
 from trainer.models import Training, limits, start_model
+from trainer.restart import Lifetime, keep_going
 from trainer.saving import Saver
 from trainer.supervised.loop import SupervisedLoop
 from trainer.tracking import Tracker
@@ -30,8 +31,13 @@ from workers.seeding import seed_of
 
 def run(config: SFTConfig, notices: Sequence[str]) -> None:
     """Train as ``config`` says, and export the model if it says so. notices: what the user was told about the configuration."""
-    trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir)
-    resume = resolve_resume(trainer.resume_mode, trainer.resume_from_path, run_dir, trainer.checkpoint.remote_dir)
+    life = Lifetime(config.trainer, Path(config.trainer.default_local_dir))
+    keep_going(life, lambda: attempt(config, life))
+
+
+def attempt(config: SFTConfig, life: Lifetime) -> None:
+    """From the last checkpoint on, in processes of its own, none of which is left."""
+    trainer, run_dir, resume = config.trainer, life.run_dir, life.resume()
     if resume is not None:
         for change in check_config(resume.manifest.config, asdict(config)):
             print(f"note: resumed with another {change}", file=sys.stderr)
@@ -58,9 +64,11 @@ def run(config: SFTConfig, notices: Sequence[str]) -> None:
                     asdict(config),
                     resume_step=resume.step if resume is not None else None,
                     total_steps=total_steps,
+                    restarted=life.restarted,
                 )
             )
         )
+        life.started = True
         cut = limits(
             per_gpu=config.data.micro_batch_size_per_gpu,
             over_all=None,
@@ -83,12 +91,13 @@ def run(config: SFTConfig, notices: Sequence[str]) -> None:
                 grad_clip=config.engine.grad_clip,
                 loss=LossSpec("trainer.algorithms.supervised:NextTokenLoss", None),
                 limits=cut,
+                budget=life.budget("model"),
                 steps=total_steps,
                 updates=1,
             ),
             watchdog=watchdog,
         )
-        SupervisedLoop(
+        loop = SupervisedLoop(
             config=config,
             run_dir=run_dir,
             data=data,
@@ -107,10 +116,15 @@ def run(config: SFTConfig, notices: Sequence[str]) -> None:
                 tokenizer=tokenizer,
             ),
             watchdog=watchdog,
+            events=Events(run_dir),
+            stopping=life.stopping,
             phases=Phases(),
             resume=resume,
             total_steps=total_steps,
-        ).fit()
+        )
+        with life.stopping:
+            loop.fit()
+        life.stopping.check()
         if trainer.export_dir is not None:
             model.export_hf(trainer.export_dir)
             tokenizer.save_pretrained(trainer.export_dir)

@@ -9,12 +9,14 @@ from pathlib import Path
 from configs.checks import world_size
 from configs.schema.sft import SFTConfig
 from trainer.algorithms.weights import token_weights
-from trainer.checkpoint import Checkpoint
+from trainer.checkpoint import Checkpoint, Stateful
 from trainer.data.order import DataOrder
 from trainer.data.sft import SFTDataset
+from trainer.events import Events
 from trainer.metrics import Phases
 from trainer.remote import RemoteModel
 from trainer.saving import Saver
+from trainer.stopping import Stopping
 from trainer.tracking import Tracker
 from trainer.watchdog import Watchdog
 from workers.batch import Batch
@@ -34,6 +36,8 @@ class SupervisedLoop:
     tracker: Tracker
     saver: Saver
     watchdog: Watchdog
+    events: Events
+    stopping: Stopping
     phases: Phases
     resume: Checkpoint | None
     total_steps: int
@@ -42,8 +46,7 @@ class SupervisedLoop:
 
     def fit(self) -> None:
         if self.resume is not None:
-            self.model.load(str(self.resume.role("model")))
-            self.step = self.resume.step
+            self.load(self.resume)
         for step, batch in self.remaining_steps():
             with self.phases("step"):
                 weights = token_weights("token-mean", batch.tokens["response_mask"], batch.lengths, norm_length=1)
@@ -52,8 +55,12 @@ class SupervisedLoop:
         self.saver.finish()
 
     def remaining_steps(self) -> Iterator[tuple[int, Batch]]:
-        """Steps count from 1; which rows a step sees is a function of the step alone."""
+        """Steps count from 1; which rows a step sees is a function of the step alone. A run that has to stop is saved before."""
         for step in range(self.step + 1, self.total_steps + 1):
+            if self.stopping.is_due(self.step, self.phases.seconds, self.events):
+                if self.step and not self.saver.has(self.step):
+                    self.save(self.step)
+                return
             self.phases.seconds.clear()
             self.watchdog.step = step
             batch = self.data.batch(self.order.batch(step - 1))
@@ -61,7 +68,8 @@ class SupervisedLoop:
 
     def after(self, step: int, batch: Batch, metrics: Metrics) -> None:
         """Validate, log, and save: a checkpoint's step is always in the log already."""
-        config, is_last = self.config.trainer, step == self.total_steps
+        config, is_last, self.step = self.config.trainer, step == self.total_steps, step
+        self.model.budget.tell(self.events, step)
         values = {name if "/" in name else f"train/{name}": value for name, value in plain_numbers(metrics).items()}
         values["training/epoch"] = (step - 1) // self.order.steps_per_epoch
         if self.held_out is not None and config.test_freq > 0 and (is_last or step % config.test_freq == 0):
@@ -71,9 +79,9 @@ class SupervisedLoop:
         values |= {f"timing_s/{phase}": spent for phase, spent in seconds.items()}
         values["perf/throughput"] = batch.total_tokens / (seconds["step"] * world_size(config))
         self.tracker.log(values, step)
+        self.metrics = values
         if config.save_freq > 0 and (is_last or step % config.save_freq == 0):
-            with self.phases("save_checkpoint"):
-                self.saver.save(step, {"model": self.model}, {}, values)
+            self.save(step)
         self.saver.settle(patient=False)
 
     def validation_loss(self) -> float:
@@ -82,3 +90,18 @@ class SupervisedLoop:
         batch = self.held_out.batch(range(len(self.held_out))).with_meta({"temperature": 1.0})
         log_probs = self.model.forward(batch, ["log_probs"]).tokens["log_probs"].double()
         return float(-log_probs.sum() / batch.tokens["response_mask"].sum())
+
+    def save(self, step: int) -> None:
+        state = {name: part.state() for name, part in self.stateful().items()}
+        with self.phases("save_checkpoint"):
+            self.saver.save(step, {"model": self.model}, state, self.metrics)
+
+    def stateful(self) -> dict[str, Stateful]:
+        """What the controller remembers from step to step."""
+        return {"model_budget": self.model.budget}
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        self.model.load(str(checkpoint.role("model")))
+        for name, part in self.stateful().items():
+            part.load(checkpoint.manifest.state[name])
+        self.step = checkpoint.step

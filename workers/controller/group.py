@@ -38,6 +38,11 @@ class WorkerError(RuntimeError):
         self.message = message
         self.remote_traceback = remote_traceback
 
+    @property
+    def kind(self) -> str:
+        """The class of what the worker raised; no class's name if its process died."""
+        return self.message.partition(":")[0]
+
     def __str__(self) -> str:
         return "\n".join(filter(None, (f"rank {self.rank} failed in {self.method}: {self.message}", self.remote_traceback)))
 

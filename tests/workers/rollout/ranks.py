@@ -11,6 +11,7 @@ from tests.trainer.watchdogs import watchdog
 from tests.workers.engine.toy import toy_batch
 from tests.workers.rollout.engines import ragged_prompts, request, spec_of
 from tests.workers.rollout.vllm_hosts import ACTOR_LOSS, LENGTH, actor_spec, greedy_error, make_small
+from trainer.budget import Budget
 from trainer.remote import RemoteModel, RemoteRollout
 from workers.batch import Batch
 from workers.controller.group import WorkerGroup
@@ -51,7 +52,7 @@ class Run:
         limits = Limits(max_tokens=LENGTH)
         self.actor = RemoteModel(
             group, "actor", actor_spec(rollout.model), ACTOR_LOSS, forward_limits=limits, train_limits=limits,
-            attention_cost=0.0, watchdog=patient,
+            budget=Budget("actor"), attention_cost=0.0, watchdog=patient,
         )  # fmt: skip
         self.rollout = RemoteRollout(group, rollout, "actor", patient)
         self.group = group

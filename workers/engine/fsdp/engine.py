@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -24,10 +25,12 @@ from workers.engine.fsdp.offload import Offloadable, Place
 from workers.engine.fsdp.optimizer import ShardedAdamW, global_norm
 from workers.engine.fsdp.sharding import fill, full, like, local, recompute_layers, shard
 from workers.engine.hf_model import DTYPES, PackedModel, empty_model, load_model, model_config, write_description
+from workers.engine.out_of_memory import OutOfMemory, RepeatableOutOfMemory, is_out_of_memory
 from workers.engine.saving import in_background, saved_files
 from workers.metric import Metric, Metrics, join_metrics
 from workers.plan import MicroBatches
 
+CAN_RESET = "reset_iter_state" in vars(FSDPModule)  # torch 2.13 and later
 OUTPUTS = {"lm": {"log_probs", "entropy", "sum_pi_squared", "top_log_probs", "all_log_probs"}, "value": {"values"}}
 
 
@@ -95,9 +98,10 @@ class FSDPEngine(TrainEngine):
 
     def train_step(self, batch: Batch, plan: MicroBatches, loss: Loss) -> Metrics:
         assert self._optimizer is not None, "this engine was built without an optimizer"
-        metrics = self.accumulate(batch, plan, loss)
-        grads = {name: local(param.grad) for name, param in self._params.items() if param.grad is not None}
-        norm = float(global_norm(grads.values(), self.device))
+        with self._undone_without_memory():
+            metrics = self.accumulate(batch, plan, loss)
+            grads = {name: local(param.grad) for name, param in self._params.items() if param.grad is not None}
+            norm = float(global_norm(grads.values(), self.device))
         if not math.isfinite(norm):
             self.move(grads="cpu")
             raise FloatingPointError(f"optimizer step {self._optimizer.steps}: the norm of the gradient is {norm}")
@@ -124,6 +128,36 @@ class FSDPEngine(TrainEngine):
             if chosen:
                 parts.append({**metrics, "loss": Metric.sum(total.detach())})
         return join_metrics(parts)
+
+    @contextmanager
+    def _undone_without_memory(self) -> Iterator[None]:
+        """If memory runs out within, that is told as OutOfMemory; where this rank is alone, nothing is left of the step."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            traceback.clear_frames(error.__traceback__)  # they hold the graph
+            said = str(error).splitlines()[0]
+            if self.mesh.world_size > 1 or (isinstance(self._model, FSDPModule) and not CAN_RESET):
+                raise OutOfMemory(said) from None
+            self._drop_step()
+            raise RepeatableOutOfMemory(said) from None
+
+    def _drop_step(self) -> None:
+        """After an exception anywhere in ``accumulate``: no gradient, nothing gathered, and the memory back."""
+        if isinstance(self._model, FSDPModule):
+            self._model.reset_iter_state()
+            # Gradients of earlier micro-batches outlive that, in private places (torch 2.13): a dummy row carries them to where
+            # they can be dropped.
+            self._reduce_gradients(True)
+            empty = torch.zeros(0, dtype=torch.int64)
+            nobody = Batch(lengths=empty, tokens={"input_ids": empty, "response_mask": empty}, meta={"temperature": 1.0})
+            outputs = self._run(self._micro_batch(nobody, ()), {"log_probs"})
+            outputs["values" if self.spec.head == "value" else "log_probs"].sum().backward()
+        self.move(grads="cpu")
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _reduce_gradients(self, last: bool) -> None:
         """Gradients cross ranks once, in the last micro-batch; before it they add up unsharded."""

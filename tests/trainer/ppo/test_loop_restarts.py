@@ -1,0 +1,120 @@
+"""A worker fails, and the run starts again by itself: in one process, on the loop of PPO."""
+
+import re
+from pathlib import Path
+
+import pytest
+import ray.exceptions
+
+from configs.compose import compose
+from configs.schema.ppo import PPOConfig
+from tests.faults import loss_that, reward_that
+from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
+from tests.trainer.ppo.test_loop_stops import events_of
+from trainer import main_ppo
+from trainer.restart import Lifetime, keep_going
+from workers.controller.group import PhaseTimeout
+
+FOUR = ("trainer.total_training_steps=4",)
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_task(tmp_path_factory.mktemp("sort_digits"))
+
+
+@pytest.fixture(scope="module")
+def whole(task: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    run_dir = tmp_path_factory.mktemp("whole")
+    return repeatable(run_ppo(task, run_dir, *FOUR, loss_that(run_dir, "pass")))
+
+
+@pytest.mark.parametrize(("save_freq", "start"), [(1, "step 2"), (2, "step 2"), (3, "the beginning"), (-1, "the beginning")])
+def test_it_goes_on_from_the_last_checkpoint(
+    task: Path, whole: list[dict[str, float]], tmp_path: Path, save_freq: int, start: str
+) -> None:
+    """The event is there, and in the report, also where the run began anew; steps come once, and are the same."""
+    loss = loss_that(tmp_path, "if n == 3: raise RuntimeError('a <b>bolt</b> fell off')")
+    steps = run_ppo(task, tmp_path / "run", *FOUR, loss, f"trainer.save_freq={save_freq}", "trainer.max_restarts=1")
+    assert repeatable(steps) == whole
+    ((step, kind, text),) = events_of(tmp_path / "run")
+    assert (step, kind) == (2, "restart")
+    assert re.fullmatch(rf"1 of 1: rank 0 failed in .*: RuntimeError: a <b>bolt</b> fell off; it goes on from {start}", text)
+    assert "fell off; it goes on from" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_run_that_gets_no_further_gives_up(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A bug in the user's code is met at the same step each time: two restarts in vain, whatever may come is allowed."""
+    loss = loss_that(tmp_path, "assert n < 3, 'too far'")
+    arguments = (*FOUR, loss, "trainer.save_freq=2", "trainer.max_restarts=9")
+    assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", *arguments)) == 1
+    told = events_of(tmp_path / "run")
+    assert [(step, kind) for step, kind, _ in told] == [(2, "restart"), (2, "restart"), (2, "gave up")]
+    assert re.fullmatch(r"after 2 restarts \(it got no further\): rank 0 failed in .*: AssertionError: too far", told[-1][2])
+    assert ": AssertionError: too far" in capfd.readouterr().err
+    assert "after 2 restarts" in (tmp_path / "run" / "report.html").read_text()
+    assert [step["training/global_step"] for step in metrics_of(tmp_path / "run")] == [1, 2]
+
+
+def test_restarts_that_get_further_are_counted(task: Path, whole: list[dict[str, float]], tmp_path: Path) -> None:
+    """Steps 2, 3 and 4 fail once each; with one restart less that is the end."""
+    fault = "if n in (2, 4, 6): raise RuntimeError('again')"
+    saved = (*FOUR, "trainer.save_freq=1")
+    steps = run_ppo(task, tmp_path / "run", *saved, loss_that(tmp_path / "loss", fault), "trainer.max_restarts=3")
+    assert repeatable(steps) == whole
+    fewer = (*saved, loss_that(tmp_path / "fewer", fault), "trainer.max_restarts=2")
+    assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "short", *fewer)) == 1
+    kinds = [(step, kind) for step, kind, _ in events_of(tmp_path / "short")]
+    assert kinds == [(1, "restart"), (2, "restart"), (3, "gave up")]
+
+
+@pytest.mark.parametrize("error", ["ValueError", "FileNotFoundError"])
+def test_what_the_user_can_mend_is_not_tried_again(task: Path, tmp_path: Path, error: str) -> None:
+    loss = loss_that(tmp_path, f"raise {error}('no')")
+    assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", loss, "trainer.max_restarts=9")) == 1
+    assert events_of(tmp_path / "run") == [] and len((tmp_path / "losses").read_text()) == 1
+
+
+def test_none_by_default(task: Path, tmp_path: Path) -> None:
+    loss = loss_that(tmp_path, "raise RuntimeError('no')")
+    assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", loss)) == 1
+    assert events_of(tmp_path / "run") == [] and len((tmp_path / "losses").read_text()) == 1
+
+
+def test_a_run_that_was_told_to_stop_does_not_start_again(task: Path, tmp_path: Path) -> None:
+    reward = reward_that(tmp_path, "n == 40 and os.kill(os.getpid(), signal.SIGTERM)")
+    loss = loss_that(tmp_path, "if n == 2: raise RuntimeError('no')")
+    arguments = (*FOUR, reward, loss, "trainer.max_restarts=9", "trainer.save_freq=1")
+    assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", *arguments)) == 143
+    assert [step["training/global_step"] for step in metrics_of(tmp_path / "run")] == [1]
+
+
+def test_an_old_run_in_the_directory_is_no_checkpoint_of_a_new_one(task: Path, tmp_path: Path) -> None:
+    """With resume_mode=disable the new run goes on from its own checkpoint, not from the one that was set aside."""
+    run_ppo(task, tmp_path / "run", "trainer.save_freq=2")
+    loss = loss_that(tmp_path, "if n == 1: raise RuntimeError('no')")
+    overrides = ("trainer.resume_mode=disable", "trainer.max_restarts=1", "trainer.total_training_steps=1", loss)
+    steps = run_ppo(task, tmp_path / "run", *overrides)
+    assert [step["training/global_step"] for step in steps] == [1]
+    assert [text.rpartition(" from ")[2] for _, _, text in events_of(tmp_path / "run")] == ["the beginning"]
+
+
+@pytest.mark.parametrize("error", [ray.exceptions.RaySystemError("a node left"), PhaseTimeout("a node left", [1], 3.0)])
+def test_a_lost_node_and_a_late_phase_are_reasons_to_start_again(tmp_path: Path, error: Exception) -> None:
+    """With a node goes the store or the scheduler, and Ray itself complains: no rank is to blame."""
+    life = Lifetime(compose("ppo_trainer", PPOConfig, ["trainer.max_restarts=1"]).trainer, tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("")
+    outcomes: list[Exception | None] = [error, None]
+
+    def attempt() -> None:
+        if (error := outcomes.pop(0)) is not None:
+            raise error
+
+    keep_going(life, attempt)
+    ((_, kind, text),) = events_of(tmp_path)
+    assert kind == "restart" and life.restarted
+    assert "a node left" in text and text.endswith("; it goes on from the beginning")
+    with pytest.raises(KeyError):
+        outcomes.append(KeyError("ours"))
+        keep_going(life, attempt)
+    assert len(events_of(tmp_path)) == 1

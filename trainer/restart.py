@@ -1,0 +1,97 @@
+"""A run that loses a worker, an engine or a node is torn down, started again, and goes on from its last checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from configs.schema.common import RunConfig
+from trainer.budget import Budget
+from trainer.checkpoint import Checkpoint, resolve_resume
+from trainer.events import Events
+from trainer.stopping import Stopping
+from workers.controller.group import PhaseTimeout, WorkerError
+from workers.controller.stop import graceful_stop
+
+MOST_IN_VAIN = 2
+"""Restarts, one after the other, that may get no further than what went before them."""
+MENDED_BY_USER = ("ValueError", "FileNotFoundError")
+
+
+class Lifetime:
+    """What outlives an attempt at a run. started: the run directory is this run's. restarted: this is not the first attempt."""
+
+    def __init__(self, trainer: RunConfig, run_dir: Path) -> None:
+        self.trainer = trainer
+        self.run_dir = run_dir
+        self.stopping = Stopping(trainer, run_dir)
+        self.started = False
+        self.restarted = False
+        self._budgets: dict[str, Budget] = {}
+        self._restarts = 0
+        self._in_vain = 0
+        self._reached: int | None = None  # the furthest step when it last fell
+        self._resume: Checkpoint | None = None
+
+    def budget(self, role: str) -> Budget:
+        return self._budgets.setdefault(role, Budget(role))
+
+    def resume(self) -> Checkpoint | None:
+        """What the next attempt goes on from. A run that has begun goes on from its own last checkpoint, whatever the mode says
+        of those that were there before; without one, from where it began."""
+        return self._resume if self.restarted else self._asked_for()
+
+    def fell(self, error: Exception) -> None:
+        """After an attempt. Raises the error if that is the end, and Stopped if the run was to stop anyway.
+
+        When memory ran out among several ranks, the next attempt has a smaller budget: such a restart counts as none.
+        """
+        self.stopping.check(fell=True)
+        cause, events = str(error).partition("\n")[0], Events(self.run_dir)
+        step = max(self.stopping.furthest, 0)
+        if isinstance(error, WorkerError) and error.kind == "OutOfMemory":
+            for budget in self._budgets.values():
+                budget.tell(events, step)
+            self._go_on(events, step, f"in smaller micro-batches: {cause}")
+            return
+        if self.trainer.max_restarts == 0 or (isinstance(error, WorkerError) and error.kind in MENDED_BY_USER):
+            raise error
+        self._in_vain = self._in_vain + 1 if self._reached == self.stopping.furthest else 0
+        self._reached = self.stopping.furthest
+        if self._restarts == self.trainer.max_restarts or self._in_vain == MOST_IN_VAIN:
+            why = "it got no further" if self._in_vain == MOST_IN_VAIN else f"trainer.max_restarts={self.trainer.max_restarts}"
+            events.add(step, "gave up", f"after {self._restarts} restarts ({why}): {cause}")
+            raise error
+        self._restarts += 1
+        self._go_on(events, step, f"{self._restarts} of {self.trainer.max_restarts}: {cause}")
+
+    def _asked_for(self) -> Checkpoint | None:
+        trainer = self.trainer
+        return resolve_resume(trainer.resume_mode, trainer.resume_from_path, self.run_dir, trainer.checkpoint.remote_dir)
+
+    def _go_on(self, events: Events, step: int, text: str) -> None:
+        own = resolve_resume("auto", None, self.run_dir, None) if self.started else None
+        self._resume = own or self._asked_for()
+        self.restarted = True
+        where = f"step {self._resume.step}" if self._resume is not None else "the beginning"
+        events.add(step, "restart", f"{text}; it goes on from {where}")
+
+
+def keep_going(life: Lifetime, attempt: Callable[[], None]) -> None:
+    """Attempts, each after everything of the one before is gone, until one ends or there is no sense in another.
+
+    Within, signals unwind the stack. Raises what the last attempt raised, or Stopped.
+    """
+    with graceful_stop():
+        while True:
+            try:
+                return attempt()
+            except Exception as error:
+                if not (isinstance(error, WorkerError | PhaseTimeout) or is_rays_own(error)):
+                    raise
+                life.fell(error)
+
+
+def is_rays_own(error: Exception) -> bool:
+    """Raised by Ray on the controller: a node is gone, and with it the store or the scheduler. Only its backend imports it."""
+    return type(error).__module__.partition(".")[0] == "ray"
