@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ SAFE_TO_CHANGE = (
     "trainer.resume_from_path", "trainer.dry_run", "trainer.full_traceback", "data.val_files", "data.val_max_samples",
     "data.val_batch_size", "data.filter_overlong_prompts_workers", "reward.num_workers",
     "actor_rollout_ref.rollout.val_kwargs.", "actor_rollout_ref.rollout.timeouts.",
-    "algorithm.rollout_correction.mismatch_bound", "ray_kwargs.",
+    "algorithm.rollout_correction.mismatch_bound", "alarms.", "ray_kwargs.",
 
     "trainer.backend", "trainer.nnodes", "trainer.n_gpus_per_node", "*.use_dynamic_bsz", "*.log_prob_use_dynamic_bsz",
     "*.ppo_micro_batch_size", "*.ppo_micro_batch_size_per_gpu", "*.ppo_max_token_len_per_gpu", "*.log_prob_micro_batch_size",
@@ -154,6 +155,17 @@ def find_latest(run_dir: Path) -> Checkpoint | None:
             "write one of these into the file, or start anew with trainer.resume_mode=disable"
         )
     return _read(checkpoint_dir(run_dir, int(text)))
+
+
+def find_up_to(run_dir: Path, step: int) -> Checkpoint | None:
+    """The newest checkpoint of ``step`` or an earlier one that can be gone on from, None if there is none."""
+    for earlier in reversed(checkpoint_steps(run_dir)):
+        if earlier <= step:
+            try:
+                return _read(checkpoint_dir(run_dir, earlier))
+            except ValueError as error:
+                print(f"note: {error}", file=sys.stderr)
+    return None
 
 
 def resolve_resume(resume_mode: str, resume_from_path: str | None, run_dir: Path) -> Checkpoint | None:

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
+from configs.schema.alarms import AlarmsConfig
 from configs.schema.common import (
     AggMode,
     Dtype,
@@ -341,5 +342,6 @@ class PPOConfig:
     critic: CriticConfig
     algorithm: AlgorithmConfig
     reward: RewardConfig
+    alarms: AlarmsConfig
     trainer: TrainerConfig
     ray_kwargs: RayConfig

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from configs.schema.alarms import SFTAlarmsConfig
 from configs.schema.common import FSDPConfig, ModelConfig, OptimConfig, Positive, PositiveFloat, RayConfig, RunConfig, Strategy
 
 
@@ -42,5 +43,6 @@ class SFTConfig:
     model: ModelConfig
     engine: SFTEngineConfig
     optim: OptimConfig
+    alarms: SFTAlarmsConfig
     trainer: SFTTrainerConfig
     ray_kwargs: RayConfig

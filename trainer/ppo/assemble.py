@@ -10,6 +10,7 @@ from pathlib import Path
 
 from configs.checks import world_size
 from configs.schema.ppo import PPOConfig
+from trainer.alarms import ppo_alarms
 from trainer.algorithms.actor_loss import ActorLoss, ActorLossConfig
 from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.kl import KLController
@@ -25,6 +26,7 @@ from trainer.generation.rollout import rollout_spec, sampling
 from trainer.metrics import Phases, peak_flops
 from trainer.models import Training, limits, start_model
 from trainer.ppo.loop import Loop, old_log_probs_come_from_update
+from trainer.ppo.rollback import Rollbacks
 from trainer.ppo.source import Source
 from trainer.ppo.update import UpdateSpec
 from trainer.ppo.validation import Validation
@@ -33,6 +35,7 @@ from trainer.report import write_report
 from trainer.rewards.registry import check_data_sources, scores_by_source
 from trainer.rewards.runner import RewardRunner
 from trainer.rewards.shaping import Shaping
+from trainer.skips import Skips
 from trainer.tracking import Tracker
 from workers.controller.group import WorkerGroup
 from workers.engine.base import LossSpec
@@ -97,7 +100,7 @@ class Assembly:
         ref = self.ref() if config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward else None
         critic = self.critic() if self.wants_critic else None
         rollout = RemoteRollout(self.hosts, self.rollout_spec(), source="actor")
-        source = self.source(rollout, rewards)
+        source, events = self.source(rollout, rewards), Events(run_dir)
         return Loop(
             config=config,
             run_dir=run_dir,
@@ -121,7 +124,10 @@ class Assembly:
                 batch_size=config.data.val_batch_size,
             ),
             tracker=tracker,
-            events=Events(run_dir),
+            events=events,
+            alarms=ppo_alarms(config),
+            skips=Skips(run_dir, events, asdict(config)),
+            rollbacks=source.rollbacks,
             phases=Phases(),
             peak_flops=peak_flops(config.trainer.device),
             resume=resume,
@@ -151,6 +157,7 @@ class Assembly:
             with_baselines="baselines" in ADVANTAGES.needs(config.algorithm.adv_estimator),
             reward_kwargs=config.reward.reward_kwargs,
             shaping=Shaping(config.reward.shaping, RunningMoments()),
+            rollbacks=Rollbacks(),
         )
 
     def prompts(self) -> tuple[PromptDataset, PromptDataset]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from configs.checks import world_size
 from configs.schema.ppo import PPOConfig
+from trainer.alarms import Alarms, react
 from trainer.algorithms import kl
 from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.correction import is_enabled, mismatch, rollout_correction
@@ -19,10 +20,12 @@ from trainer.data.stream import PromptStream
 from trainer.events import Events
 from trainer.metrics import Phases, data_metrics, performance_metrics, reward_metrics
 from trainer.ppo.columns import advantage_inputs, renamed
+from trainer.ppo.rollback import Rollbacks, roll_back
 from trainer.ppo.source import Source
 from trainer.ppo.update import UpdateSpec, update
 from trainer.ppo.validation import Validation
 from trainer.remote import RemoteModel, RemoteRollout
+from trainer.skips import Skips
 from trainer.tracking import Tracker
 from workers.batch import Batch
 from workers.metric import plain_numbers
@@ -48,6 +51,9 @@ class Loop:
     validation: Validation
     tracker: Tracker
     events: Events
+    alarms: Alarms
+    skips: Skips
+    rollbacks: Rollbacks
     phases: Phases
     peak_flops: float | None
     resume: Checkpoint | None
@@ -79,13 +85,17 @@ class Loop:
             self.tracker.log(self.validation.run(self.step), self.step)
 
     def remaining_steps(self) -> Iterator[int]:
-        """Steps count from 1. A step draws the next round of prompts, or several with algorithm.filter_groups."""
+        """Steps count from 1. A step draws the next round of prompts, or several with algorithm.filter_groups. After a rollback
+        steps come again, with other prompts."""
         if self.config.trainer.val_only:
             return
-        for step in range(self.step + 1, self.total_steps + 1):
+        while self.step < self.total_steps:
             self.phases.seconds.clear()
-            self.metrics = {"training/global_step": step, "training/epoch": self.prompts.epoch}
-            yield step
+            self.metrics = {
+                "training/global_step": self.step + 1,
+                "training/epoch": self.prompts.epoch,
+            } | self.rollbacks.metrics()
+            yield self.step + 1
 
     def old_log_probs(self, batch: Batch) -> Batch:
         """The policy's log-probs before the update, and how far the rollout engine's own are from them.
@@ -170,12 +180,17 @@ class Loop:
         """The critic learns first; the actor waits until the critic is warm."""
         if self.critic is not None:
             with self.phases("update_critic"):
-                self.metrics |= under("critic", update(self.critic, self.targets(batch), self.critic_update, step))
+                self.learn("critic", self.critic, self.targets(batch), self.critic_update, step)
                 if self.config.critic.normalize_targets:  # for the next step: this one's values were made with the old ones
                     self.returns.see(batch.tokens["returns"][batch.tokens["response_mask"].bool()])
         if step > self.config.trainer.critic_warmup:
             with self.phases("update_actor"):
-                self.metrics |= under("actor", update(self.actor, batch, self.actor_update, step))
+                self.learn("actor", self.actor, batch, self.actor_update, step)
+
+    def learn(self, role: str, model: RemoteModel, batch: Batch, spec: UpdateSpec, step: int) -> None:
+        """The role's updates of the step; those that are skipped are kept and told."""
+        spec = replace(spec, seed=self.rollbacks.seed(spec.seed))
+        self.metrics |= under(role, update(model, batch, spec, step, partial(self.skips.see, role, step)))
 
     def targets(self, batch: Batch) -> Batch:
         """Values and returns in the units of the critic's head."""
@@ -189,11 +204,10 @@ class Loop:
             self.metrics |= plain_numbers(self.rollout.sync_weights(step))
 
     def after(self, step: int, batch: Batch) -> None:
-        """Validate, log, and save: a checkpoint's step is always in the log already."""
+        """Validate, log, and save: a checkpoint's step is always in the log already. A sick run stops here, or goes back."""
         config, self.step = self.config.trainer, step
         is_last = step == self.total_steps
-        self.metrics |= batch.meta["metrics"]
-        self.warn_of_mismatch()
+        self.metrics |= batch.meta["metrics"] | self.skips.tell(step)
         self.metrics |= data_metrics(batch, self.config.data.max_prompt_length)
         self.metrics |= reward_metrics(batch, self.data_sources)
         if config.test_freq > 0 and (is_last or step % config.test_freq == 0):
@@ -205,18 +219,11 @@ class Loop:
         self.metrics |= performance_metrics(batch, self.phases.seconds, world_size(config), flops=flops, peak=self.peak_flops)
         self.tracker.log_rollouts(batch, step)
         self.tracker.log(self.metrics, step)
+        alarm = react(self.alarms.see(step, self.metrics), self.events, step)
+        if alarm is not None:
+            return roll_back(self, alarm)
         if config.save_freq > 0 and (is_last or step % config.save_freq == 0):
             self.save(step)
-
-    def warn_of_mismatch(self) -> None:
-        bound = self.config.algorithm.rollout_correction.mismatch_bound
-        gap = self.metrics.get("training/rollout_log_probs_diff_mean", 0.0)
-        if bound is not None and gap > bound:
-            print(
-                f"warning: step {self.step}: log-probs of trainer and rollout engine differ by {gap:.3g} in the mean, more than "
-                f"algorithm.rollout_correction.mismatch_bound={bound:g}: unlike precision or kernels, or other weights",
-                file=sys.stderr,
-            )
 
     def save(self, step: int) -> None:
         config = self.config.trainer
@@ -235,7 +242,15 @@ class Loop:
 
     def stateful(self) -> dict[str, Stateful]:
         """What the controller remembers from step to step."""
-        return {"kl": self.kl, "returns": self.returns, "data": self.prompts, "reward": self.source.shaping.running}
+        return {
+            "kl": self.kl,
+            "returns": self.returns,
+            "data": self.prompts,
+            "reward": self.source.shaping.running,
+            "alarms": self.alarms,
+            "skips": self.skips,
+            "rollbacks": self.rollbacks,
+        }
 
     def load(self, checkpoint: Checkpoint) -> None:
         self.actor.load(str(checkpoint.role("actor")))

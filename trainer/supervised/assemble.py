@@ -12,13 +12,16 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.checks import world_size
 from configs.schema.sft import SFTConfig
+from trainer.alarms import sft_alarms
 from trainer.backend import open_backend, start_hosts
 from trainer.checkpoint import check_config, resolve_resume
 from trainer.data.chat import load_tokenizer
 from trainer.data.order import DataOrder
 from trainer.data.sft import SFTDataset
+from trainer.events import Events
 from trainer.metrics import Phases
 from trainer.models import Training, limits, start_model
+from trainer.skips import Skips
 from trainer.supervised.loop import SupervisedLoop
 from trainer.tracking import Tracker
 from workers.engine.base import LossSpec
@@ -83,6 +86,7 @@ def run(config: SFTConfig, notices: Sequence[str]) -> None:
                 updates=1,
             ),
         )
+        events = Events(run_dir)
         SupervisedLoop(
             config=config,
             run_dir=run_dir,
@@ -91,6 +95,9 @@ def run(config: SFTConfig, notices: Sequence[str]) -> None:
             order=order,
             model=model,
             tracker=tracker,
+            events=events,
+            alarms=sft_alarms(config.alarms),
+            skips=Skips(run_dir, events, asdict(config)),
             phases=Phases(),
             resume=resume,
             total_steps=total_steps,

@@ -8,15 +8,18 @@ from pathlib import Path
 
 from configs.checks import world_size
 from configs.schema.sft import SFTConfig
+from trainer.alarms import Alarms, react
 from trainer.algorithms.weights import token_weights
-from trainer.checkpoint import Checkpoint, CheckpointWriter
+from trainer.checkpoint import Checkpoint, CheckpointWriter, Stateful
 from trainer.data.order import DataOrder
 from trainer.data.sft import SFTDataset
+from trainer.events import Events
 from trainer.metrics import Phases
 from trainer.remote import RemoteModel
+from trainer.skips import Skips
 from trainer.tracking import Tracker
 from workers.batch import Batch
-from workers.metric import Metrics, plain_numbers
+from workers.metric import plain_numbers
 
 
 @dataclass
@@ -30,6 +33,9 @@ class SupervisedLoop:
     order: DataOrder
     model: RemoteModel
     tracker: Tracker
+    events: Events
+    alarms: Alarms
+    skips: Skips
     phases: Phases
     resume: Checkpoint | None
     total_steps: int
@@ -40,10 +46,14 @@ class SupervisedLoop:
         if self.resume is not None:
             self.model.load(str(self.resume.role("model")))
             self.step = self.resume.step
+            for name, part in self.stateful().items():
+                part.load(self.resume.manifest.state[name])
         for step, batch in self.remaining_steps():
             with self.phases("step"):
                 weights = token_weights("token-mean", batch.tokens["response_mask"], batch.lengths, norm_length=1)
-                metrics = self.model.train_step(batch.with_tokens(loss_weight=weights), columns=())
+                batch = batch.with_tokens(loss_weight=weights)
+                metrics = plain_numbers(self.model.train_step(batch, columns=()))
+                self.skips.see("model", step, batch, metrics)
             self.after(step, batch, metrics)
 
     def remaining_steps(self) -> Iterator[tuple[int, Batch]]:
@@ -53,10 +63,10 @@ class SupervisedLoop:
             batch = self.data.batch(self.order.batch(step - 1))
             yield step, batch.with_meta({"temperature": 1.0})
 
-    def after(self, step: int, batch: Batch, metrics: Metrics) -> None:
-        """Validate, log, and save: a checkpoint's step is always in the log already."""
+    def after(self, step: int, batch: Batch, metrics: dict[str, float]) -> None:
+        """Validate, log, and save: a checkpoint's step is always in the log already. A sick run stops here."""
         config, is_last = self.config.trainer, step == self.total_steps
-        values = {name if "/" in name else f"train/{name}": value for name, value in plain_numbers(metrics).items()}
+        values = {name if "/" in name else f"train/{name}": value for name, value in metrics.items()} | self.skips.tell(step)
         values["training/epoch"] = (step - 1) // self.order.steps_per_epoch
         if self.held_out is not None and config.test_freq > 0 and (is_last or step % config.test_freq == 0):
             with self.phases("testing"):
@@ -65,6 +75,7 @@ class SupervisedLoop:
         values |= {f"timing_s/{phase}": spent for phase, spent in seconds.items()}
         values["perf/throughput"] = batch.total_tokens / (seconds["step"] * world_size(config))
         self.tracker.log(values, step)
+        react(self.alarms.see(step, values), self.events, step)
         if config.save_freq > 0 and (is_last or step % config.save_freq == 0):
             self.save(step)
 
@@ -81,9 +92,12 @@ class SupervisedLoop:
             self.run_dir,
             step,
             config=asdict(self.config),
-            state={},
+            state={name: part.state() for name, part in self.stateful().items()},
             world_size=world_size(config),
             keep={"model": config.max_ckpt_to_keep},
         )
         with self.phases("save_checkpoint"), writer as folder:
             self.model.save(str(folder / "model"))
+
+    def stateful(self) -> dict[str, Stateful]:
+        return {"alarms": self.alarms, "skips": self.skips}
