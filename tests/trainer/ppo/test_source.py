@@ -14,6 +14,7 @@ from trainer.data.dataset import Prompt
 from trainer.data.order import DataOrder
 from trainer.data.stream import PromptStream
 from trainer.metrics import Phases
+from trainer.ppo.rollback import Rollbacks
 from trainer.ppo.source import Source
 from trainer.rewards.runner import Answer, Score
 from trainer.rewards.shaping import RunningMoments, Shaping
@@ -128,6 +129,7 @@ def make(
         with_baselines=with_baselines,
         reward_kwargs=config.reward.reward_kwargs,
         shaping=Shaping(config.reward.shaping, RunningMoments()),
+        rollbacks=Rollbacks(),
     )
     return Case(source, engine, PromptStream(prompts, DataOrder(len(prompts), per_round, seed=0, shuffle=False)))
 
