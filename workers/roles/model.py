@@ -30,9 +30,12 @@ class ModelRole:
         return metrics | {"flops": Metric.sum(self.engine.flops(batch.lengths.tolist(), backward=True))}
 
     def save(self, path: str) -> None:
-        self.engine.save(path)
+        with self.residency.visit(self.name):
+            self.engine.save(path)
 
     def load(self, path: str) -> None:
+        """The rollout engine's weights are old ones then: it sleeps until the next sync."""
+        self.residency.enter("train", self.name)
         self.engine.load(path)
 
     def export_hf(self, path: str) -> None:
