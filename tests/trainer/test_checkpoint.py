@@ -3,14 +3,16 @@ import json
 import os
 import pathlib
 import re
+import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from trainer.checkpoint import SAFE_TO_CHANGE, CheckpointWriter, _is_safe, check_config, find_latest, resolve_resume
+from trainer.checkpoint import SAFE_TO_CHANGE, CheckpointWriter, _is_safe, check_config, find_latest, find_up_to, resolve_resume
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {
@@ -45,6 +47,16 @@ def names(path: Path) -> set[str]:
 def resume(run_dir: Path, mode: str = "auto", path: Path | None = None) -> int | None:
     checkpoint = resolve_resume(mode, None if path is None else str(path), run_dir)
     return None if checkpoint is None else checkpoint.step
+
+
+def test_the_newest_up_to_a_step_that_can_be_gone_on_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (5, 10, 15):
+        save(tmp_path, step)
+    assert [found.step for found in map(partial(find_up_to, tmp_path), (15, 14, 10, 9, 5)) if found] == [15, 10, 10, 5, 5]
+    assert find_up_to(tmp_path, 4) is None
+    shutil.rmtree(tmp_path / "global_step_10" / "critic")
+    found = find_up_to(tmp_path, 14)
+    assert found is not None and found.step == 5 and "global_step_10 cannot be resumed from" in capsys.readouterr().err
 
 
 def test_what_was_saved_is_found(tmp_path: Path) -> None:
