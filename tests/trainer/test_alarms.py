@@ -149,10 +149,12 @@ def test_healthy_until_is_before_all_that_the_alarm_has_looked_at() -> None:
     assert told[1].healthy_until == 20
 
 
-def test_gradients_of_nothing_are_not_what_is_usual() -> None:
-    """Groups whose answers are all worth the same have no gradient; the next one that has is no explosion."""
-    norms = [1.0, 0.0] * WINDOW
-    assert rung(ppo_alarms(CONFIG), healthy(2 * WINDOW, **{"actor/grad_norm": norms})) == []
+@pytest.mark.parametrize(
+    "norms", [[1.0, 0.0, 0.0] * WINDOW, [1.0, 0.0] * WINDOW, [1e-3] * 3 + [1.0] * WINDOW], ids=["mostly none", "some", "warm-up"]
+)
+def test_what_is_usual_is_a_median_of_enough_steps_that_had_a_gradient(norms: list[float]) -> None:
+    """Groups whose answers are all worth the same have none; the next one that has is no explosion. Nor is a warm-up's end."""
+    assert rung(ppo_alarms(CONFIG), healthy(len(norms), **{"actor/grad_norm": norms})) == []
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum"])
