@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from configs.checks_alarms import alarm_notes, alarm_problems, sft_alarm_problems
 from configs.checks_rollout import ROLLOUT, engine_notes, engine_problems, workers_in_words, world_size
 from configs.keys import ConfigError
 from configs.schema.common import RunConfig, WorkersConfig
@@ -37,6 +38,7 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
         *_filter_problems(config),
         *_shaping_problems(config.reward),
         *_reward_problems(config.reward),
+        *alarm_problems(config),
     ]
     if needs_values and config.critic.enable is False:
         problems.append(
@@ -45,13 +47,13 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
         )
     if problems:
         raise ConfigError("\n".join(problems))
-    return [*_run_notes(config.trainer), *_ppo_notes(config, typed)]
+    return [*_run_notes(config.trainer), *_ppo_notes(config, typed), *alarm_notes(config, typed)]
 
 
 def check_sft(config: SFTConfig, typed: Collection[str]) -> list[str]:
     """See check_ppo."""
     data, workers = config.data, world_size(config.trainer)
-    problems = list(_run_problems(config.trainer))
+    problems = [*_run_problems(config.trainer), *sft_alarm_problems(config.alarms)]
     if data.train_batch_size < workers:
         problems.append(f"data.train_batch_size={data.train_batch_size}: fewer rows than {workers_in_words(config.trainer)}")
     cut = Cut("data", "", data.micro_batch_size_per_gpu, None, data.use_dynamic_bsz, data.max_token_len_per_gpu)

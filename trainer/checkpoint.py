@@ -32,7 +32,7 @@ SAFE_TO_CHANGE = (
     "trainer.dry_run", "trainer.full_traceback", "data.val_files", "data.val_max_samples",
     "data.val_batch_size", "data.filter_overlong_prompts_workers", "reward.num_workers",
     "actor_rollout_ref.rollout.val_kwargs.", "timeouts.",
-    "algorithm.rollout_correction.mismatch_bound", "ray_kwargs.",
+    "algorithm.rollout_correction.mismatch_bound", "alarms.", "ray_kwargs.",
 
     "trainer.backend", "trainer.nnodes", "trainer.n_gpus_per_node", "*.use_dynamic_bsz", "*.log_prob_use_dynamic_bsz",
     "*.ppo_micro_batch_size", "*.ppo_micro_batch_size_per_gpu", "*.ppo_max_token_len_per_gpu", "*.log_prob_micro_batch_size",
@@ -79,6 +79,17 @@ def find_latest(run_dir: Path, tell: Callable[[int, str], None] | None = None) -
             else:
                 tell(step, str(damage))
     raise ValueError(f"no checkpoint up to step {text} is whole: {'; '.join(wrong)}. trainer.resume_mode=disable starts anew")
+
+
+def find_up_to(run_dir: Path, step: int) -> Checkpoint | None:
+    """The newest checkpoint of ``step`` or an earlier one that can be gone on from, None if there is none."""
+    for earlier in reversed(checkpoint_steps(run_dir)):
+        if earlier <= step:
+            try:
+                return read_checkpoint(checkpoint_dir(run_dir, earlier))
+            except Damaged as error:
+                Events(run_dir).add(earlier, "damaged checkpoint", f"{error}; an earlier one is taken")
+    return None
 
 
 def resolve_resume(

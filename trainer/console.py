@@ -27,10 +27,12 @@ COLUMNS = (
     ("actor/lr", "lr", ".1e"),
     ("train/lr", "lr", ".1e"),
     ("reward/failed", "failed rewards", ".0f"),
+    ("actor/skipped_updates", "skipped updates", ".0f"),
+    ("train/skipped_updates", "skipped updates", ".0f"),
     ("perf/throughput", "tok/s/gpu", ",.0f"),
     ("timing_s/step", "s", ".2f"),
 )
-QUIET_AT_ZERO = {"reward/failed"}
+QUIET_AT_ZERO = {"reward/failed", "actor/skipped_updates", "train/skipped_updates"}
 
 
 def step_line(metrics: Mapping[str, float], step: int, total_steps: int | None) -> str:
@@ -72,6 +74,10 @@ class ConsoleLogger:
         for sample in samples:
             table.add_row(Text(sample["prompt"]), Text(sample["response"]), Text(sample["ground_truth"]), f"{sample['score']:g}")
         self.console.print(table)
+
+    def go_back(self, step: int) -> None:
+        if self.bar is not None:
+            self.bar.update(self.task, completed=step)
 
     def close(self) -> None:
         if self.bar is not None:

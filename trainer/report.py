@@ -84,6 +84,11 @@ CURVES = (
         "|difference of probability|",
         (("training/rollout_probs_diff_mean", "mean"), ("training/rollout_probs_diff_max", "max")),
     ),
+    CurveSpec(
+        "Skipped updates",
+        "loss or gradient not finite",
+        (("actor/skipped_updates", "actor"), ("critic/skipped_updates", "critic"), ("train/skipped_updates", "model")),
+    ),
     CurveSpec("Learning rate", "", (("actor/lr", "actor"), ("critic/lr", "critic"), ("train/lr", "model")), exact=True),
     CurveSpec("Throughput", "tokens a second and GPU", (("perf/throughput", "tokens/s"),)),
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ ENVIRONMENT = "environment.json"
 REPORT = "report.html"
 TENSORBOARD = "tensorboard"
 ROLLOUTS = "rollouts"
+SKIPPED_BATCHES = "logs/nonfinite"
 WANDB_ID = "wandb_id.txt"
 LATEST = "latest_checkpointed_iteration.txt"
 BEST = "best_checkpointed_iteration.txt"
@@ -115,8 +117,8 @@ def start_run(run_dir: Path, resume_step: int | None, rollout_dir: Path | None, 
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     if resume_step is None or not checkpoint_dir(run_dir, resume_step).exists():
-        outputs = [run_dir / name for name in (METRICS, SAMPLES, EVENTS, REPORT, TENSORBOARD, ROLLOUTS, WANDB_ID, LATEST, BEST)]
-        outputs = [path for path in outputs if not (restarted and path.name == EVENTS)]
+        written = (METRICS, SAMPLES, EVENTS, REPORT, TENSORBOARD, ROLLOUTS, SKIPPED_BATCHES, WANDB_ID, LATEST, BEST)
+        outputs = [run_dir / name for name in written if not (restarted and name == EVENTS)]
         _set_aside(run_dir, outputs + [checkpoint_dir(run_dir, step) for step in checkpoint_steps(run_dir)])
         return
     later = [step for step in checkpoint_steps(run_dir) if step > resume_step]
@@ -127,7 +129,32 @@ def start_run(run_dir: Path, resume_step: int | None, rollout_dir: Path | None, 
     for name in (METRICS, SAMPLES):
         _cut_lines(run_dir / name, resume_step)
     for directory in {run_dir / ROLLOUTS, rollout_dir or run_dir / ROLLOUTS}:
-        _cut_rollouts(directory, resume_step)
+        for path in _rollouts_after(directory, resume_step):
+            path.unlink()
+
+
+def go_back(run_dir: Path, step: int, rollout_dir: Path | None) -> Path:
+    """Move what is past ``step`` to earlier_<k>/: the run goes on from there with other data. Returns the directory.
+
+    Other steps will be written under these numbers, so that nothing is cut here that is not kept there: lines, dumps,
+    checkpoints. Which checkpoint the run goes on from is said first: a run that is killed in here resumes from it.
+    """
+    write_atomic(run_dir / LATEST, str(step))
+    aside = _next_aside(run_dir)
+    for name in (METRICS, SAMPLES):
+        if (run_dir / name).exists():
+            left = [entry for entry in read_lines(run_dir / name) if entry[GLOBAL_STEP] > step]
+            write_atomic(aside / name, "".join(json_line(entry) for entry in left))
+            _cut_lines(run_dir / name, step)
+    for directory in {run_dir / ROLLOUTS, rollout_dir or run_dir / ROLLOUTS}:
+        for path in _rollouts_after(directory, step):
+            (aside / ROLLOUTS).mkdir(exist_ok=True)
+            shutil.move(path, aside / ROLLOUTS / path.name)
+    checkpoints = [checkpoint_dir(run_dir, later) for later in checkpoint_steps(run_dir) if later > step]
+    for path in [*checkpoints, run_dir / SKIPPED_BATCHES]:
+        if path.exists():
+            path.rename(aside / path.name)
+    return aside
 
 
 def _is_secret(key: object) -> bool:
@@ -153,21 +180,29 @@ def _cut_lines(path: Path, step: int) -> None:
         write_atomic(path, "".join(json_line(entry) for entry in read_lines(path) if entry[GLOBAL_STEP] <= step))
 
 
-def _cut_rollouts(directory: Path, step: int) -> None:
-    for path in directory.glob("step_*.parquet*"):
-        if (match := re.fullmatch(r"step_(\d+)\.parquet(\.partial)?", path.name)) and (match[2] or int(match[1]) > step):
-            path.unlink()
+def _rollouts_after(directory: Path, step: int) -> list[Path]:
+    """Dumps past ``step``, and those that were never finished."""
+    return [
+        path
+        for path in directory.glob("step_*.parquet*")
+        if (match := re.fullmatch(r"step_(\d+)\.parquet(\.partial)?", path.name)) and (match[2] or int(match[1]) > step)
+    ]
 
 
 def _set_aside(run_dir: Path, outputs: list[Path]) -> None:
     existing = [path for path in outputs if path.exists()]
     if not existing:
         return
-    number = 1
-    while (aside := run_dir / f"earlier_{number}").exists():
-        number += 1
-    aside.mkdir()
+    aside = _next_aside(run_dir)
     for path in existing:
         path.rename(aside / path.name)
     names = ", ".join(path.name for path in existing)
     print(f"{run_dir}: moved to {aside.name}/ what is not of this run: {names}", file=sys.stderr)
+
+
+def _next_aside(run_dir: Path) -> Path:
+    number = 1
+    while (aside := run_dir / f"earlier_{number}").exists():
+        number += 1
+    aside.mkdir()
+    return aside

@@ -29,6 +29,7 @@ from trainer.run_dir import (
     SAMPLES,
     TENSORBOARD,
     WANDB_ID,
+    go_back,
     json_line,
     redact,
     start_run,
@@ -43,8 +44,11 @@ WANDB_INIT_SECONDS = 30
 
 
 class Logger(Protocol):
+    """go_back: what was logged past ``step`` is of a branch that is left; the next step is the one after it."""
+
     def log(self, metrics: Mapping[str, float], step: int) -> None: ...
     def log_samples(self, samples: Sequence[Sample], step: int) -> None: ...
+    def go_back(self, step: int) -> None: ...
     def close(self) -> None: ...
 
 
@@ -98,8 +102,8 @@ class Tracker:
         write_atomic(run_dir / ENVIRONMENT, json.dumps(environment(), indent=1))
         self.shown_samples = shown_samples
         self.rollout_dir = rollout_dir
-        self._metrics = (run_dir / METRICS).open("a", encoding="utf-8", buffering=1)
-        self._samples = (run_dir / SAMPLES).open("a", encoding="utf-8", buffering=1)
+        self.run_dir = run_dir
+        self._open()
         self._loggers: list[Logger] = []
         run = Run(run_dir, project, experiment, plain, resume_step or 0, total_steps)
         for name in dict.fromkeys(loggers):
@@ -107,6 +111,20 @@ class Tracker:
                 self._loggers.append(LOGGERS[name](run))
             except LoggerUnavailable as reason:
                 print(f"logger {name} left out: {reason}", file=sys.stderr)
+
+    def _open(self) -> None:
+        self._metrics = (self.run_dir / METRICS).open("a", encoding="utf-8", buffering=1)
+        self._samples = (self.run_dir / SAMPLES).open("a", encoding="utf-8", buffering=1)
+
+    def go_back(self, step: int) -> Path:
+        """The run goes on after ``step`` with other data. What it wrote past it is moved to the directory that is returned."""
+        self._metrics.close()
+        self._samples.close()
+        aside = go_back(self.run_dir, step, self.rollout_dir)
+        self._open()
+        for logger in self._loggers:
+            logger.go_back(step)
+        return aside
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """One line of metrics.jsonl, on disk (in the kernel's hands) on return, and the loggers. Once a step."""
@@ -146,9 +164,9 @@ class TensorBoardLogger:
             raise LoggerUnavailable(f"{error}; pip install tensorboard") from error
         self.summary, self.text = Summary, text
         self.writer = FileWriter(str(run.run_dir / TENSORBOARD))
-        if run.first_step:  # hides what an interrupted run wrote from this step on
-            start = SessionLog(status=SessionLog.START)
-            self.writer.add_event(Event(session_log=start), step=run.first_step + 1)
+        self.start = lambda: Event(session_log=SessionLog(status=SessionLog.START))
+        if run.first_step:
+            self.go_back(run.first_step)
         else:
             self.writer.add_summary(text("config", f"```yaml\n{yaml.safe_dump(run.config, sort_keys=False)}```"), 0)
 
@@ -163,12 +181,17 @@ class TensorBoardLogger:
             lines = "\n---\n".join((sample["prompt"], sample["response"], truth, score)).splitlines()
             self.writer.add_summary(self.text(f"validation/{i}", "\n".join("    " + line for line in lines)), step)
 
+    def go_back(self, step: int) -> None:
+        """Hides what was written past ``step`` by an interrupted run, or on a branch that is left."""
+        self.writer.add_event(self.start(), step=step + 1)
+        self.writer.flush()
+
     def close(self) -> None:
         self.writer.close()
 
 
 class WandbLogger:
-    """Weights & Biases. A resumed run goes on under its id; W&B itself ignores the steps it already has."""
+    """Weights & Biases. A resumed run goes on under its id; W&B ignores steps that it has already, also after a rollback."""
 
     def __init__(self, run: Run) -> None:
         try:
@@ -199,6 +222,9 @@ class WandbLogger:
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         rows = [list(sample.values()) for sample in samples]
         self.run.log({"val/generations": self.table(columns=list(samples[0]), data=rows)}, step=step)
+
+    def go_back(self, step: int) -> None:
+        pass
 
     def close(self) -> None:
         self.run.finish()

@@ -12,6 +12,8 @@ rollout engine awake. Two full copies of the weights plus a KV cache never coexi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -75,6 +77,15 @@ class Residency:
             case "rest":
                 self._place(active=None, training=False)
         self.phase = phase
+
+    @contextmanager
+    def visit(self, role: str) -> Iterator[None]:
+        """The role's parameters are on the device in here, in whatever phase: to be saved."""
+        tenant = self._tenants[role]
+        tenant.engine.move(params="device")
+        yield
+        if tenant.param_offload and role != self._weights_shared_by:
+            tenant.engine.move(params="cpu")
 
     def share_weights_of(self, role: str | None) -> None:
         """The rollout engine generates from this role's own tensors: they stay on the device while it does."""

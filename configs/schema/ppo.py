@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
+from configs.schema.alarms import AlarmsConfig
 from configs.schema.common import (
     AggMode,
     Dtype,
@@ -342,6 +343,7 @@ class PPOConfig:
     critic: CriticConfig
     algorithm: AlgorithmConfig
     reward: RewardConfig
+    alarms: AlarmsConfig
     trainer: TrainerConfig
     timeouts: TimeoutsConfig
     ray_kwargs: RayConfig

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from configs.schema.alarms import SFTAlarmsConfig
 from configs.schema.common import (
     FSDPConfig,
     ModelConfig,
@@ -52,6 +53,7 @@ class SFTConfig:
     model: ModelConfig
     engine: SFTEngineConfig
     optim: OptimConfig
+    alarms: SFTAlarmsConfig
     trainer: SFTTrainerConfig
     timeouts: TrainingTimeoutsConfig
     ray_kwargs: RayConfig

@@ -247,6 +247,23 @@ def test_a_walltime_can_be_read() -> None:
         ]
 
 
+def test_alarms_that_cannot_do_what_they_are_asked() -> None:
+    assert ppo_lines("alarms.reward.action=rollback", "alarms.length.action=stop") == [
+        "error: alarms.reward.action=rollback: without trainer.save_freq there is nothing to go back to; stop ends the run"
+    ]
+    assert ppo_lines("alarms.reward.action=rollback", "trainer.save_freq=5") == []
+    (note,) = ppo_lines("alarms.entropy.bound=0.1")
+    assert note.startswith("alarms.entropy has no effect: actor/entropy is not measured")
+    assert ppo_lines("alarms.entropy.bound=0.1", f"{ACTOR}.entropy_coeff=0.1") == []
+    (line,) = sft_lines("alarms.nonfinite.action=rollback")
+    assert line.startswith("error: alarms.nonfinite.action=rollback: supervised training does not go back")
+
+
+def test_the_bound_of_the_mismatch_is_the_corrections() -> None:
+    config = compose("ppo_trainer", PPOConfig, ["algorithm.rollout_correction.mismatch_bound=null"])
+    assert config.alarms.mismatch.bound is None
+
+
 def test_supervised_checks() -> None:
     assert sft_lines("data.train_batch_size=7") == [f"error: data.train_batch_size=7: fewer rows than {WORKERS}"]
     (line,) = sft_lines("data.max_length=9000")

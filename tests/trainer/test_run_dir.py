@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.run_dir import GLOBAL_STEP, NON_FINITE, json_line, read_lines, read_metrics, redact, start_run, write_atomic
+from trainer.run_dir import GLOBAL_STEP, NON_FINITE, go_back, json_line, read_lines, read_metrics, redact, start_run, write_atomic
 
 
 def lay_out(run_dir: Path, steps: int, checkpoints: list[int]) -> None:
@@ -81,6 +81,28 @@ def test_going_back_sets_the_later_checkpoints_aside(tmp_path: Path, capsys: pyt
     assert names(tmp_path / "earlier_1") == {"global_step_4", "global_step_6"}
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
     assert "moved to earlier_1/" in capsys.readouterr().err
+
+
+def test_a_branch_that_is_left_is_kept_in_one_place(tmp_path: Path) -> None:
+    run, dumps = tmp_path / "run", tmp_path / "dumps"
+    lay_out(run, steps=7, checkpoints=[2, 4, 6])
+    dumps.mkdir()
+    for step in (2, 3):
+        (dumps / f"step_{step}.parquet").write_bytes(b"rows")
+    (run / "logs/nonfinite/step_6_actor").mkdir(parents=True)
+    before = read_lines(run / "metrics.jsonl")
+    aside = go_back(run, 4, dumps)
+    assert aside == run / "earlier_1" and (run / "latest_checkpointed_iteration.txt").read_text() == "4"
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert read_lines(run / name) == before[:4] and read_lines(aside / name) == before[4:]
+    assert names(run / "rollouts") == {f"step_{step}.parquet" for step in (1, 2, 3, 4)} and names(dumps) == {
+        "step_2.parquet",
+        "step_3.parquet",
+    }
+    assert names(aside / "rollouts") == {f"step_{step}.parquet" for step in (5, 6, 7)}
+    assert {"global_step_6", "nonfinite"} < names(aside) and {"global_step_2", "global_step_4"} < names(run)
+    assert "global_step_6" not in names(run)
+    assert go_back(run, 2, dumps).name == "earlier_2" and names(dumps) == {"step_2.parquet"}
 
 
 def test_a_new_run_sets_the_old_one_aside_and_deletes_nothing(tmp_path: Path) -> None:

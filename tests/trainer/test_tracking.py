@@ -82,6 +82,26 @@ def test_tensorboard_shows_a_resumed_run_without_what_was_cut(tmp_path: Path) ->
     assert [(event.step, event.value) for event in events.Scalars("score")] == [(1, 11.0), (2, 12.0), (3, 23.0)]
 
 
+def test_after_a_rollback_files_and_tensorboard_show_one_run(tmp_path: Path) -> None:
+    tracker = track(tmp_path, "tensorboard", rollout_dir=tmp_path / "rollouts")
+    run_steps(tracker, 1, 2, 3, 4)
+    checkpoint(tmp_path, 2)
+    aside = tracker.go_back(2)
+    tracker.log({"critic/score/mean": 9.0, GLOBAL_STEP: 3}, 3)
+    tracker.log_samples([sample(30)], 3)
+    tracker.close()
+    assert [(entry[GLOBAL_STEP], entry["critic/score/mean"]) for entry in read_metrics(tmp_path)] == [
+        (1, 1 / 7),
+        (2, 2 / 7),
+        (3, 9.0),
+    ]
+    assert [entry["uid"] for entry in read_lines(tmp_path / "samples.jsonl")] == [1, 2, 30]
+    assert [entry[GLOBAL_STEP] for entry in read_metrics(aside)] == [3, 4]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("critic/score/mean")] == [1, 2, 3]
+    assert events.Scalars("critic/score/mean")[2].value == 9.0
+
+
 def test_tensorboard_shows_answers_as_they_are(tmp_path: Path) -> None:
     tracker = track(tmp_path, "tensorboard", shown_samples=1)
     tracker.log_samples([sample(7)], 4)

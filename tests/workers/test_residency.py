@@ -89,6 +89,20 @@ def test_shared_weights_stay_while_the_engine_generates() -> None:
     assert told["actor"].places["params"] == "device" and told["actor"].places["optimizer"] == "cpu"
 
 
+def test_a_visit_leaves_everyone_where_they_were() -> None:
+    """A checkpoint is saved while the rollout engine has its weights, and they must stay good."""
+    residency, told, book = household()
+    residency.enter("sync", "actor")
+    residency.share_weights_of("actor")
+    residency.enter("generate")
+    book.clear()
+    for role in ("actor", "critic"):
+        with residency.visit(role):
+            assert told[role].places["params"] == "device"
+    assert book == [("critic", "params device"), ("critic", "params cpu")]
+    residency.enter("generate")
+
+
 def test_roles_that_are_not_offloaded_stay() -> None:
     residency, told, _ = household(offload=False)
     one_step(residency)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -63,8 +64,8 @@ class KLController:
         return cls(config, config.kl_coef)
 
     def update(self, kl: float, n_sequences: int) -> None:
-        """kl: mean over the step's answers; n_sequences: how many there were."""
-        if self.config.type == "adaptive":
+        """kl: mean over the step's answers, without effect if it is not finite; n_sequences: how many there were."""
+        if self.config.type == "adaptive" and math.isfinite(kl):
             error = min(max(kl / self.config.target_kl - 1.0, -0.2), 0.2)
             self.coefficient *= 1.0 + error * n_sequences / self.config.horizon
 

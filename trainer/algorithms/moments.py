@@ -30,8 +30,9 @@ class RunningMoments:
         return float(spread(torch.tensor((self.squares / max(self.count, 1)) ** 0.5, dtype=torch.float64)))
 
     def see(self, values: Tensor) -> None:
-        """values: (N,)."""
-        wide, n = values.double(), len(values)
+        """values: (N,). Those that are not finite are not seen: one of them would stay for ever."""
+        wide = values[values.isfinite()].double()
+        n = len(wide)
         if not n:
             return
         mean = float(wide.mean())

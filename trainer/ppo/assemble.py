@@ -10,6 +10,7 @@ from pathlib import Path
 
 from configs.checks import world_size
 from configs.schema.ppo import PPOConfig
+from trainer.alarms import ppo_alarms
 from trainer.algorithms.actor_loss import ActorLoss, ActorLossConfig
 from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.kl import KLController
@@ -25,6 +26,7 @@ from trainer.generation.rollout import rollout_spec, sampling
 from trainer.metrics import Phases, peak_flops
 from trainer.models import Training, limits, start_model
 from trainer.ppo.loop import Loop, old_log_probs_come_from_update
+from trainer.ppo.rollback import Rollbacks
 from trainer.ppo.source import Source
 from trainer.ppo.update import UpdateSpec
 from trainer.ppo.validation import Validation
@@ -36,6 +38,7 @@ from trainer.rewards.runner import RewardRunner
 from trainer.rewards.shaping import Shaping
 from trainer.run_dir import read_metrics
 from trainer.saving import Saver
+from trainer.skips import Skips
 from trainer.tracking import Tracker
 from trainer.watchdog import Watchdog
 from workers.controller.group import WorkerGroup
@@ -145,6 +148,9 @@ class Assembly:
             saver=self.saver(run_dir, events),
             watchdog=self.watchdog,
             stopping=self.life.stopping,
+            alarms=ppo_alarms(config),
+            skips=Skips(run_dir, events, asdict(config)),
+            rollbacks=source.rollbacks,
             phases=Phases(),
             peak_flops=peak_flops(config.trainer.device),
             resume=resume,
@@ -175,6 +181,7 @@ class Assembly:
             with_baselines="baselines" in ADVANTAGES.needs(config.algorithm.adv_estimator),
             reward_kwargs=config.reward.reward_kwargs,
             shaping=Shaping(config.reward.shaping, RunningMoments()),
+            rollbacks=Rollbacks(),
         )
 
     def prompts(self) -> tuple[PromptDataset, PromptDataset]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from configs.checks import world_size
 from configs.schema.ppo import PPOConfig
+from trainer.alarms import Alarms, react
 from trainer.algorithms import kl
 from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.correction import is_enabled, mismatch, rollout_correction
@@ -19,11 +20,13 @@ from trainer.data.stream import PromptStream
 from trainer.events import Events
 from trainer.metrics import Phases, data_metrics, performance_metrics, reward_metrics
 from trainer.ppo.columns import advantage_inputs, renamed
+from trainer.ppo.rollback import Rollbacks, roll_back
 from trainer.ppo.source import Source
 from trainer.ppo.update import UpdateSpec, update
 from trainer.ppo.validation import Validation
 from trainer.remote import RemoteModel, RemoteRollout
 from trainer.saving import Saver
+from trainer.skips import Skips
 from trainer.stopping import Stopping
 from trainer.tracking import Tracker
 from trainer.watchdog import Watchdog
@@ -54,6 +57,9 @@ class Loop:
     saver: Saver
     watchdog: Watchdog
     stopping: Stopping
+    alarms: Alarms
+    skips: Skips
+    rollbacks: Rollbacks
     phases: Phases
     peak_flops: float | None
     resume: Checkpoint | None
@@ -86,20 +92,18 @@ class Loop:
             self.tracker.log(self.validation.run(self.step), self.step)
 
     def remaining_steps(self) -> Iterator[int]:
-        """Steps count from 1. A step draws the next round of prompts, or several with algorithm.filter_groups.
-
-        A run that has to stop is saved before it does.
-        """
+        """Steps count from 1. A step draws the next round of prompts, or several with algorithm.filter_groups. After a rollback
+        steps come again, with other prompts. A run that has to stop is saved before it does."""
         if self.config.trainer.val_only:
             return
-        for step in range(self.step + 1, self.total_steps + 1):
+        while self.step < self.total_steps:
             if self.stopping.is_due(self.step, self.phases.seconds, self.events):
                 if self.step and not self.saver.has(self.step):
                     self.save(self.step)
                 return
             self.phases.seconds.clear()
-            self.watchdog.step = step
-            self.metrics = {"training/global_step": step, "training/epoch": self.prompts.epoch}
+            self.watchdog.step = step = self.step + 1
+            self.metrics = {"training/global_step": step, "training/epoch": self.prompts.epoch} | self.rollbacks.metrics()
             yield step
 
     def old_log_probs(self, batch: Batch) -> Batch:
@@ -185,14 +189,18 @@ class Loop:
         """The critic learns first; the actor waits until the critic is warm."""
         if self.critic is not None:
             with self.phases("update_critic"):
-                self.metrics |= under("critic", update(self.critic, self.targets(batch), self.critic_update, step))
-                self.critic.budget.tell(self.events, step)
+                self.learn("critic", self.critic, self.targets(batch), self.critic_update, step)
                 if self.config.critic.normalize_targets:  # for the next step: this one's values were made with the old ones
                     self.returns.see(batch.tokens["returns"][batch.tokens["response_mask"].bool()])
         if step > self.config.trainer.critic_warmup:
             with self.phases("update_actor"):
-                self.metrics |= under("actor", update(self.actor, batch, self.actor_update, step))
-                self.actor.budget.tell(self.events, step)
+                self.learn("actor", self.actor, batch, self.actor_update, step)
+
+    def learn(self, role: str, model: RemoteModel, batch: Batch, spec: UpdateSpec, step: int) -> None:
+        """The role's updates of the step; those that are skipped are kept and told."""
+        spec = replace(spec, seed=self.rollbacks.seed(spec.seed))
+        self.metrics |= under(role, update(model, batch, spec, step, partial(self.skips.see, role, step)))
+        model.budget.tell(self.events, step)
 
     def targets(self, batch: Batch) -> Batch:
         """Values and returns in the units of the critic's head."""
@@ -206,11 +214,10 @@ class Loop:
             self.metrics |= plain_numbers(self.rollout.sync_weights(step))
 
     def after(self, step: int, batch: Batch) -> None:
-        """Validate, log, and save: a checkpoint's step is always in the log already."""
+        """Validate, log, and save: a checkpoint's step is always in the log already. A sick run stops here, or goes back."""
         config, self.step = self.config.trainer, step
         is_last = step == self.total_steps
-        self.metrics |= batch.meta["metrics"]
-        self.warn_of_mismatch()
+        self.metrics |= batch.meta["metrics"] | self.skips.tell(step)
         self.metrics |= data_metrics(batch, self.config.data.max_prompt_length)
         self.metrics |= reward_metrics(batch, self.data_sources)
         if config.test_freq > 0 and (is_last or step % config.test_freq == 0):
@@ -222,19 +229,12 @@ class Loop:
         self.metrics |= performance_metrics(batch, self.phases.seconds, world_size(config), flops=flops, peak=self.peak_flops)
         self.tracker.log_rollouts(batch, step)
         self.tracker.log(self.metrics, step)
+        alarm = react(self.alarms.see(step, self.metrics), self.events, step)
+        if alarm is not None:
+            return roll_back(self, alarm)
         if config.save_freq > 0 and (is_last or step % config.save_freq == 0):
             self.save(step)
         self.saver.settle(patient=False)
-
-    def warn_of_mismatch(self) -> None:
-        bound = self.config.algorithm.rollout_correction.mismatch_bound
-        gap = self.metrics.get("training/rollout_log_probs_diff_mean", 0.0)
-        if bound is not None and gap > bound:
-            print(
-                f"warning: step {self.step}: log-probs of trainer and rollout engine differ by {gap:.3g} in the mean, more than "
-                f"algorithm.rollout_correction.mismatch_bound={bound:g}: unlike precision or kernels, or other weights",
-                file=sys.stderr,
-            )
 
     def save(self, step: int) -> None:
         state = {name: part.state() for name, part in self.stateful().items()}
@@ -248,7 +248,16 @@ class Loop:
     def stateful(self) -> dict[str, Stateful]:
         """What the controller remembers from step to step."""
         budgets = {f"{role.role}_budget": role.budget for role in (self.actor, self.critic) if role is not None}
-        return {"kl": self.kl, "returns": self.returns, "data": self.prompts, "reward": self.source.shaping.running, **budgets}
+        return {
+            "kl": self.kl,
+            "returns": self.returns,
+            "data": self.prompts,
+            "reward": self.source.shaping.running,
+            "alarms": self.alarms,
+            "skips": self.skips,
+            "rollbacks": self.rollbacks,
+            **budgets,
+        }
 
     def load(self, checkpoint: Checkpoint) -> None:
         for role, model in self.models().items():

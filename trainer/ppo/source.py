@@ -13,6 +13,7 @@ from trainer.data.dataset import Prompt
 from trainer.data.stream import PromptStream
 from trainer.metrics import Phases
 from trainer.ppo.filtering import Tally, judge_groups, metric_values
+from trainer.ppo.rollback import Rollbacks
 from trainer.remote import RemoteRollout
 from trainer.rewards.runner import Answer, RewardRunner, Score
 from trainer.rewards.shaping import Shaping, overlong_penalty
@@ -40,11 +41,12 @@ class Source:
         with_baselines: bool,
         reward_kwargs: RewardKwargsConfig,
         shaping: Shaping,
+        rollbacks: Rollbacks,
     ) -> None:
         """n: answers a prompt; sampling: how they are drawn, from ``seed``. groups: prompts that a step's batch has.
 
         with_baselines: a greedy answer to each training prompt is scored too. reward_kwargs: the overlong penalty of training
-        answers. shaping: of their rewards.
+        answers. shaping: of their rewards. rollbacks: of the run; each gives training other draws.
         """
         self.rollout = rollout
         self.rewards = rewards
@@ -58,6 +60,7 @@ class Source:
         self.with_baselines = with_baselines
         self.reward_kwargs = reward_kwargs
         self.shaping = shaping
+        self.rollbacks = rollbacks
 
     def collect(self, step: int, prompts: PromptStream, phases: Phases) -> Batch:
         """The step's training batch: scored answers, ``n`` a prompt, in the order of the prompts.
@@ -118,6 +121,7 @@ class Source:
 
         meta["generated_tokens"]: response tokens of all of them, greedy ones included.
         """
+        purpose = self.rollbacks.purpose(purpose)
         batch = self.answer(prompts, self.n, self.sampling, phases, purpose=purpose, step=step, with_greedy=self.with_baselines)
         generated = int((batch.lengths - batch.rows["prompt_length"]).sum())
         trained = sum_by(batch.tokens["response_mask"], batch.segment_ids(), len(batch))

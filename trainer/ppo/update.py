@@ -17,6 +17,8 @@ from workers.seeding import seed_of
 
 Prepare = Callable[[Batch, torch.Generator], tuple[Batch, dict[str, float]]]
 """A mini-batch with fresh log_probs to the same with what the loss wants to know of the whole of it, and metrics."""
+Watch = Callable[[Batch, dict[str, float]], None]
+"""Is shown each mini-batch as it was trained on, and the metrics of its update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +41,11 @@ class UpdateSpec:
         return self.epochs * -(-prompts // self.groups)
 
 
-def update(model: RemoteModel, batch: Batch, spec: UpdateSpec, step: int) -> dict[str, float]:
+def update(model: RemoteModel, batch: Batch, spec: UpdateSpec, step: int, watch: Watch) -> dict[str, float]:
     """``epochs`` passes over the step's batch, one optimizer step a mini-batch.
 
-    Metrics: their means over the mini-batches that have them; one of which nothing is trained has no extremes or quantiles.
+    Metrics: their means over the mini-batches that have them, without those whose update was skipped unless all were; one of
+    which nothing is trained has no extremes or quantiles. skipped_updates: how many were.
     """
     history: list[dict[str, float]] = []
     uids = batch.rows["uid"].tolist()
@@ -54,9 +57,11 @@ def update(model: RemoteModel, batch: Batch, spec: UpdateSpec, step: int) -> dic
                 generator = torch.Generator().manual_seed(seed_of(spec.seed, "prepare", step, epoch, index))
                 mini, told = spec.prepare(mini | model.forward(mini, ["log_probs"]), generator)
             weights = token_weights(spec.agg_mode, mini.tokens["response_mask"], mini.lengths, spec.norm_length)
-            metrics = model.train_step(mini.with_tokens(loss_weight=weights), spec.columns)
-            history.append(plain_numbers(metrics) | told)
-    return _means(history)
+            mini = mini.with_tokens(loss_weight=weights)
+            history.append(plain_numbers(model.train_step(mini, spec.columns)) | told)
+            watch(mini, history[-1])
+    applied = [metrics for metrics in history if not metrics["skipped_updates"]]
+    return _means(applied or history) | {"skipped_updates": float(len(history) - len(applied))}
 
 
 def _means(history: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.checks import world_size
 from configs.schema.sft import SFTConfig
+from trainer.alarms import sft_alarms
 from trainer.backend import open_backend, start_hosts
 from trainer.checkpoint import check_config
 from trainer.data.chat import load_tokenizer
@@ -22,6 +23,7 @@ from trainer.metrics import Phases
 from trainer.models import Training, limits, start_model
 from trainer.restart import Lifetime, keep_going
 from trainer.saving import Saver
+from trainer.skips import Skips
 from trainer.supervised.loop import SupervisedLoop
 from trainer.tracking import Tracker
 from trainer.watchdog import Watchdog
@@ -97,6 +99,7 @@ def attempt(config: SFTConfig, life: Lifetime) -> None:
             ),
             watchdog=watchdog,
         )
+        events = Events(run_dir)
         loop = SupervisedLoop(
             config=config,
             run_dir=run_dir,
@@ -107,7 +110,7 @@ def attempt(config: SFTConfig, life: Lifetime) -> None:
             tracker=tracker,
             saver=Saver(
                 run_dir,
-                Events(run_dir),
+                events,
                 config=asdict(config),
                 world_size=world_size(trainer),
                 keep={"model": trainer.max_ckpt_to_keep},
@@ -116,8 +119,10 @@ def attempt(config: SFTConfig, life: Lifetime) -> None:
                 tokenizer=tokenizer,
             ),
             watchdog=watchdog,
-            events=Events(run_dir),
             stopping=life.stopping,
+            events=events,
+            alarms=sft_alarms(config.alarms),
+            skips=Skips(run_dir, events, asdict(config)),
             phases=Phases(),
             resume=resume,
             total_steps=total_steps,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from configs.checks import world_size
 from configs.schema.sft import SFTConfig
+from trainer.alarms import Alarms, react
 from trainer.algorithms.weights import token_weights
 from trainer.checkpoint import Checkpoint, Stateful
 from trainer.data.order import DataOrder
@@ -16,11 +17,12 @@ from trainer.events import Events
 from trainer.metrics import Phases
 from trainer.remote import RemoteModel
 from trainer.saving import Saver
+from trainer.skips import Skips
 from trainer.stopping import Stopping
 from trainer.tracking import Tracker
 from trainer.watchdog import Watchdog
 from workers.batch import Batch
-from workers.metric import Metrics, plain_numbers
+from workers.metric import plain_numbers
 
 
 @dataclass
@@ -38,6 +40,8 @@ class SupervisedLoop:
     watchdog: Watchdog
     events: Events
     stopping: Stopping
+    alarms: Alarms
+    skips: Skips
     phases: Phases
     resume: Checkpoint | None
     total_steps: int
@@ -50,7 +54,9 @@ class SupervisedLoop:
         for step, batch in self.remaining_steps():
             with self.phases("step"):
                 weights = token_weights("token-mean", batch.tokens["response_mask"], batch.lengths, norm_length=1)
-                metrics = self.model.train_step(batch.with_tokens(loss_weight=weights), columns=())
+                batch = batch.with_tokens(loss_weight=weights)
+                metrics = plain_numbers(self.model.train_step(batch, columns=()))
+                self.skips.see("model", step, batch, metrics)
             self.after(step, batch, metrics)
         self.saver.finish()
 
@@ -66,11 +72,11 @@ class SupervisedLoop:
             batch = self.data.batch(self.order.batch(step - 1))
             yield step, batch.with_meta({"temperature": 1.0})
 
-    def after(self, step: int, batch: Batch, metrics: Metrics) -> None:
-        """Validate, log, and save: a checkpoint's step is always in the log already."""
+    def after(self, step: int, batch: Batch, metrics: dict[str, float]) -> None:
+        """Validate, log, and save: a checkpoint's step is always in the log already. A sick run stops here."""
         config, is_last, self.step = self.config.trainer, step == self.total_steps, step
         self.model.budget.tell(self.events, step)
-        values = {name if "/" in name else f"train/{name}": value for name, value in plain_numbers(metrics).items()}
+        values = {name if "/" in name else f"train/{name}": value for name, value in metrics.items()} | self.skips.tell(step)
         values["training/epoch"] = (step - 1) // self.order.steps_per_epoch
         if self.held_out is not None and config.test_freq > 0 and (is_last or step % config.test_freq == 0):
             with self.phases("testing"):
@@ -80,6 +86,7 @@ class SupervisedLoop:
         values["perf/throughput"] = batch.total_tokens / (seconds["step"] * world_size(config))
         self.tracker.log(values, step)
         self.metrics = values
+        react(self.alarms.see(step, values), self.events, step)
         if config.save_freq > 0 and (is_last or step % config.save_freq == 0):
             self.save(step)
         self.saver.settle(patient=False)
@@ -98,7 +105,7 @@ class SupervisedLoop:
 
     def stateful(self) -> dict[str, Stateful]:
         """What the controller remembers from step to step."""
-        return {"model_budget": self.model.budget}
+        return {"model_budget": self.model.budget, "alarms": self.alarms, "skips": self.skips}
 
     def load(self, checkpoint: Checkpoint) -> None:
         self.model.load(str(checkpoint.role("model")))

@@ -35,7 +35,8 @@ class ModelRole:
     def save(self, path: str, background: bool) -> None:
         """See TrainEngine.save; ``saved`` tells how it ended."""
         assert self.saving is None or self.saving.done(), f"{self.name}: the last save is still under way"
-        self.saving = self.engine.save(path, background=background)
+        with self.residency.visit(self.name):
+            self.saving = self.engine.save(path, background=background)
 
     def saved(self, patient: bool) -> list[SavedFile] | str | None:
         """What this rank wrote in the last save, or why it could not; None while it is at it. patient: wait."""
@@ -50,6 +51,8 @@ class ModelRole:
             return str(error)
 
     def load(self, path: str) -> None:
+        """The rollout engine's weights are old ones then: it sleeps until the next sync."""
+        self.residency.enter("train", self.name)
         self.engine.load(path)
 
     def export_hf(self, path: str) -> None:

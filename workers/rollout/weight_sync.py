@@ -35,7 +35,8 @@ class WeightSync:
     def __init__(self, rollout: Rollout, source: TrainEngine, config: RolloutEngineConfig, rank: int) -> None:
         self.rollout, self.source, self.config, self.rank = rollout, source, config, rank
         self._places: Sequence[HeldWeight] | None = None
-        self._turn: int | None = None
+        self._version = -1
+        self._turn = 0
 
     def __call__(self, version: int) -> tuple[bool, Metrics]:
         """Whether the engine now works with the trainer's own tensors; and what was verified, unless nothing is. Collective.
@@ -60,7 +61,9 @@ class WeightSync:
 
     def _load(self, version: int, found: Findings, watch: Stopwatch) -> None:
         with watch:
-            self._turn = version if self._turn is None else self._turn + 1
+            went_back = version < self._version  # a rollback: what is verified is what a resumed run verifies
+            self._turn = version if self._version < 0 or went_back else self._turn + 1
+            self._version = version
             sampled = self.config.verify_weights == "sample"
             sample = Sample(list(due(self._held_weights(), self._turn)) if sampled else [])
         came: dict[str, None] = {}

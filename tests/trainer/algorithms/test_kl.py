@@ -43,6 +43,13 @@ def test_adaptive_coefficient_follows_the_clipped_error(kl: float, factor: float
     assert other.coefficient == controller.coefficient
 
 
+@pytest.mark.parametrize("kl", [float("nan"), float("inf")])
+def test_a_kl_that_is_not_finite_moves_nothing(kl: float) -> None:
+    controller = KLController.start(KLControlConfig(type="adaptive", kl_coef=0.2, horizon=1000, target_kl=0.1))
+    controller.update(kl, 50)
+    assert controller.coefficient == 0.2
+
+
 def test_the_penalty_is_taken_where_the_mask_is() -> None:
     rewards, kl = reward_with_kl(
         torch.tensor([0.0, 1.0]), torch.tensor([-1.0, -1.0]), torch.tensor([-3.0, -3.0]), torch.tensor([0.0, 1.0]), "kl", 0.1

@@ -20,5 +20,13 @@ def test_parts_give_what_the_whole_gives(parts: list[list[float]]) -> None:
     assert other == moments
 
 
+def test_what_is_not_finite_is_not_seen() -> None:
+    moments, clean = RunningMoments(), RunningMoments()
+    moments.see(torch.tensor([1.0, float("nan"), 3.0, float("inf")]))
+    moments.see(torch.tensor([float("nan")]))
+    clean.see(torch.tensor([1.0, 3.0]))
+    assert moments == clean
+
+
 def test_before_anything_was_seen_nothing_changes() -> None:
     assert (RunningMoments().mean, RunningMoments().std) == (0.0, 1.0)

@@ -95,7 +95,7 @@ def test_a_mismatch_above_the_bound_warns(task: Path, tmp_path: Path, capfd: pyt
     run_ppo(task, tmp_path / "a", *ONE_STEP)
     assert "mismatch_bound" not in capfd.readouterr().err
     run_ppo(task, tmp_path / "b", *ONE_STEP, f"{CORRECTION}.mismatch_bound=1e-12")
-    assert "warning: step 1: log-probs of trainer and rollout engine differ by" in capfd.readouterr().err
+    assert "alarm: step 1: mismatch: training/rollout_log_probs_diff_mean is" in capfd.readouterr().err
 
 
 def test_the_exact_kl_in_the_loss_and_in_the_reward(task: Path, tmp_path: Path) -> None:

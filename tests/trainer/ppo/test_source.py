@@ -16,11 +16,13 @@ from trainer.data.dataset import Prompt
 from trainer.data.order import DataOrder
 from trainer.data.stream import PromptStream
 from trainer.metrics import Phases
+from trainer.ppo.rollback import Rollbacks
 from trainer.ppo.source import Source
 from trainer.rewards.runner import Answer, Score
 from trainer.rewards.shaping import RunningMoments, Shaping
 from workers.batch import Batch
 from workers.rollout.base import Sampling
+from workers.seeding import seed_of
 
 N = 4
 STOP = 0
@@ -132,6 +134,7 @@ def make(
         with_baselines=with_baselines,
         reward_kwargs=config.reward.reward_kwargs,
         shaping=Shaping(config.reward.shaping, RunningMoments()),
+        rollbacks=Rollbacks(),
     )
     return Case(source, engine, PromptStream(prompts, DataOrder(len(prompts), per_round, seed=0, shuffle=False)))
 
@@ -193,6 +196,17 @@ def test_a_step_is_a_function_of_the_step_and_of_where_the_stream_stands() -> No
 def test_seeds_of_the_first_pass_are_those_of_a_run_without_a_filter() -> None:
     plain, filtered = (make(["mixed"] * 4, groups=4, per_round=4, cap=cap) for cap in (None, 0))
     assert torch.equal(plain.collect().tokens["input_ids"], filtered.collect().tokens["input_ids"])
+
+
+def test_without_a_rollback_seeds_are_what_they_always_were_and_each_gives_others() -> None:
+    drawn = []
+    for count in (0, 1, 2):
+        case = make(["mixed"] * 4, groups=4, per_round=4, cap=None)
+        case.source.rollbacks.count = count
+        case.collect(step=3)
+        drawn.append(case.engine.asked[0].rows["seed"].tolist())
+    assert drawn[0] == [seed_of(7, "train", 3, uid, sample) for uid in range(4) for sample in range(N)]
+    assert len({seed for seeds in drawn for seed in seeds}) == 3 * 4 * N
 
 
 def test_in_the_next_pass_a_kept_prompt_is_not_asked_again_and_a_dropped_one_draws_anew() -> None:

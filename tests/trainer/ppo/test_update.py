@@ -1,3 +1,5 @@
+import math
+from collections.abc import Collection
 from typing import Any, cast
 
 import pytest
@@ -11,15 +13,21 @@ from workers.metric import Metric
 
 
 class Recorder:
-    """Stands for a remote model: keeps the mini-batches it is given."""
+    """Stands for a remote model: keeps the mini-batches it is given, and skips those updates whose number is in ``skip``."""
 
-    def __init__(self) -> None:
+    def __init__(self, skip: Collection[int] = ()) -> None:
         self.given: list[Batch] = []
+        self.skip = skip
 
     def train_step(self, mini_batch: Batch, columns: tuple[str, ...]) -> dict[str, Metric]:
         assert columns == ("advantages",)
         self.given.append(mini_batch)
-        return {"loss": Metric.sum(float(len(self.given)))}
+        skipped = len(self.given) in self.skip
+        return {"loss": Metric.sum(math.nan if skipped else float(len(self.given))), "skipped_updates": Metric.max(skipped)}
+
+
+def unseen(mini_batch: Batch, metrics: dict[str, float]) -> None:
+    pass
 
 
 def step_batch() -> Batch:
@@ -43,27 +51,27 @@ def members(given: list[Batch]) -> list[tuple[int, ...]]:
 
 def test_every_epoch_covers_the_batch_and_shuffling_changes_who_meets() -> None:
     model = Recorder()
-    metrics = update(cast(Any, model), step_batch(), spec(), step=5)
+    metrics = update(cast(Any, model), step_batch(), spec(), step=5, watch=unseen)
     first, second = members(model.given[:3]), members(model.given[3:])
-    assert len(model.given) == 6 and metrics == {"loss": pytest.approx(3.5)}
+    assert len(model.given) == 6 and metrics == {"loss": pytest.approx(3.5), "skipped_updates": 0.0}
     for epoch in (first, second):
         assert sorted(uid for part in epoch for uid in part) == list(range(6))
     assert set(first) != set(second), "the second epoch is cut anew"
     other_step = Recorder()
-    update(cast(Any, other_step), step_batch(), spec(), step=6)
+    update(cast(Any, other_step), step_batch(), spec(), step=6, watch=unseen)
     assert set(members(other_step.given[:3])) != set(first)
 
 
 def test_without_shuffling_the_batch_is_cut_in_order() -> None:
     model = Recorder()
-    update(cast(Any, model), step_batch(), spec(shuffle=False, epochs=1), step=5)
+    update(cast(Any, model), step_batch(), spec(shuffle=False, epochs=1), step=5, watch=unseen)
     assert members(model.given) == [(0, 1), (2, 3), (4, 5)]
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 def test_weights_are_those_of_the_whole_mini_batch(mode: str) -> None:
     model = Recorder()
-    update(cast(Any, model), step_batch(), spec(agg_mode=mode), step=5)
+    update(cast(Any, model), step_batch(), spec(agg_mode=mode), step=5, watch=unseen)
     for mini in model.given:
         expected = token_weights(cast(Any, mode), mini.tokens["response_mask"], mini.lengths, 8)
         assert torch.equal(mini.tokens["loss_weight"], expected)
@@ -84,7 +92,7 @@ def test_weights_follow_what_the_preparation_left() -> None:
             return Batch(batch.lengths, tokens={"log_probs": (torch.arange(batch.total_tokens) % 2).float()})
 
     model = Fresh()
-    metrics = update(cast(Any, model), step_batch(), spec(prepare=prepare), step=5)
+    metrics = update(cast(Any, model), step_batch(), spec(prepare=prepare), step=5, watch=unseen)
     assert metrics["told"] == 3.0 and len(set(draws)) == 6
     for mini in model.given:
         narrowed = mini.tokens["response_mask"]
@@ -92,7 +100,7 @@ def test_weights_follow_what_the_preparation_left() -> None:
         assert torch.equal(mini.tokens["loss_weight"], token_weights("token-mean", narrowed, mini.lengths, 8))
     again: list[float] = list(draws)
     draws.clear()
-    update(cast(Any, Fresh()), step_batch(), spec(prepare=prepare), step=5)
+    update(cast(Any, Fresh()), step_batch(), spec(prepare=prepare), step=5, watch=unseen)
     assert draws == again
 
 
@@ -102,9 +110,21 @@ def test_a_metric_that_a_mini_batch_lacks_is_the_mean_of_the_others() -> None:
             metrics = super().train_step(mini_batch, columns)
             return metrics | ({"seldom": Metric.max(7.0)} if len(self.given) == 2 else {})
 
-    found = update(cast(Any, Sparse()), step_batch(), spec(epochs=1), step=5)
-    assert found == {"loss": 2.0, "seldom": 7.0}
+    found = update(cast(Any, Sparse()), step_batch(), spec(epochs=1), step=5, watch=unseen)
+    assert found == {"loss": 2.0, "seldom": 7.0, "skipped_updates": 0.0}
 
 
 def test_updates_a_step_counts_optimizer_steps() -> None:
     assert spec(epochs=3, groups=2).updates_a_step(6) == 9 and spec(epochs=1, groups=6).updates_a_step(6) == 1
+
+
+def test_skipped_updates_are_counted_shown_and_out_of_the_means() -> None:
+    """Unless all were skipped: then the numbers are what they were."""
+    seen: list[tuple[Batch, dict[str, float]]] = []
+    model = Recorder(skip={2})
+    metrics = update(cast(Any, model), step_batch(), spec(epochs=1), step=5, watch=lambda *shown: seen.append(shown))
+    assert metrics == {"loss": 2.0, "skipped_updates": 1.0}
+    assert [mini for mini, _ in seen] == model.given
+    assert [told["skipped_updates"] for _, told in seen] == [0.0, 1.0, 0.0] and math.isnan(seen[1][1]["loss"])
+    metrics = update(cast(Any, Recorder(skip=range(9))), step_batch(), spec(epochs=1), step=5, watch=unseen)
+    assert metrics["skipped_updates"] == 3.0 and math.isnan(metrics["loss"])

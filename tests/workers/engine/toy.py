@@ -103,6 +103,17 @@ class ToyLoss:
         return loss, {"ratio": Metric.token_mean(ratio, micro_batch.tokens["response_mask"])}
 
 
+class Shifted(ToyLoss):
+    """A loss that need not be finite, and a gradient that is."""
+
+    def __init__(self, shift: float) -> None:
+        self.shift = shift
+
+    def __call__(self, outputs: dict[str, Tensor], micro_batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
+        loss, metrics = super().__call__(outputs, micro_batch)
+        return loss + self.shift, metrics
+
+
 class LocalMeanLoss(ToyLoss):
     """What must not be done: the mean over the tokens that happen to be in this micro-batch."""
 

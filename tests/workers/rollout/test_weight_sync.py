@@ -57,6 +57,17 @@ def test_loaded_weights_are_the_trainers(model: PreTrainedModel, mode: str, dtyp
     assert set(source.streams) == {engine.model.module.dtype}
 
 
+def test_after_going_back_the_same_is_verified_as_after_a_resume(model: PreTrainedModel) -> None:
+    def verified(sync: Any, versions: list[int]) -> list[float]:
+        return [plain_numbers(sync(version)[1])["rollout/verified_bytes"] for version in versions]
+
+    went_back = sync_of(engine_of(model), ModelSource(model), "sample")
+    verified(went_back, [0, 1, 2, 3, 4, 5])
+    resumed = sync_of(engine_of(model), ModelSource(model), "sample")
+    assert verified(went_back, [2, 3, 4]) == verified(resumed, [2, 3, 4])
+    assert len(set(verified(went_back, [4] * 8))) > 1, "the same version again takes its turn too"
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_one_number_that_is_off_ends_the_run(model: PreTrainedModel, name: str) -> None:
     """At once if all is read, within 64 syncs if samples are, never if nothing is."""

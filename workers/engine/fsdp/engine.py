@@ -101,14 +101,16 @@ class FSDPEngine(TrainEngine):
         with self._undone_without_memory():
             metrics = self.accumulate(batch, plan, loss)
             grads = {name: local(param.grad) for name, param in self._params.items() if param.grad is not None}
-            norm = float(global_norm(grads.values(), self.device))
-        if not math.isfinite(norm):
-            self.move(grads="cpu")
-            raise FloatingPointError(f"optimizer step {self._optimizer.steps}: the norm of the gradient is {norm}")
-        with self._optimizer_here():
-            lr = self._optimizer.step(grads, norm)
+            loss_here = metrics["loss"]
+            assert isinstance(loss_here, Metric)
+            # A loss may be infinite where its gradient is not: as 0 * loss it is part of the one number that all ranks decide by.
+            norm = float(global_norm([*grads.values(), torch.tensor([0.0 * loss_here.value], device=self.device)], self.device))
+        metrics |= {"grad_norm": Metric.max(norm), "skipped_updates": Metric.max(not math.isfinite(norm))}
+        if math.isfinite(norm):
+            with self._optimizer_here():
+                metrics["lr"] = Metric.max(self._optimizer.step(grads, norm))
         self.move(grads="cpu")
-        return metrics | {"grad_norm": Metric.max(norm), "lr": Metric.max(lr)}
+        return metrics
 
     def accumulate(self, batch: Batch, plan: MicroBatches, loss: Loss) -> Metrics:
         """The first half of a train step: leaves the gradient, summed over micro-batches and ranks, in the parameters.

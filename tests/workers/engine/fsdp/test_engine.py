@@ -1,5 +1,6 @@
 """What one engine answers and refuses, on one rank; and options that must change nothing, on two."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.tiny import save_tiny_model
 from tests.workers.engine.fsdp.cases import exported, shards, train
 from tests.workers.engine.test_hf_model import values_row_by_row
 from tests.workers.engine.toy import (
+    Shifted,
     ToyLoss,
     ValueLoss,
     cut,
@@ -23,7 +25,7 @@ from tests.workers.engine.toy import (
     toy_engine,
 )
 from workers.batch import Batch
-from workers.metric import Metric
+from workers.metric import Metric, plain_numbers
 
 LENGTHS = [4, 30, 1, 17, 30, 2]
 
@@ -129,6 +131,7 @@ def test_metrics_are_those_of_the_whole_mini_batch(group: None, models: dict[str
             "loss": "sum",
             "grad_norm": "max",
             "lr": "max",
+            "skipped_updates": "max",
         }
     for name, metric in found[0].items():
         assert found[1][name].value == pytest.approx(metric.value, rel=1e-5)
@@ -152,16 +155,37 @@ def test_a_token_without_weight_takes_no_part(group: None, models: dict[str, str
     assert all(torch.equal(grad, found[1][1][name]) for name, grad in found[0][1].items())
 
 
-def test_a_gradient_that_is_not_finite_stops_before_it_is_applied(group: None, models: dict[str, str]) -> None:
-    engine, batch = toy_engine(models["qwen2"]), toy_batch(LENGTHS)
-    (share,), (plan,) = cut(batch, 1, max_tokens=50)
-    train(engine, range(2))
-    before = shards(engine)
-    broken = share.with_tokens(advantages=torch.full((share.total_tokens,), torch.nan))
-    with pytest.raises(FloatingPointError, match=r"optimizer step 2: the norm of the gradient is nan"):
-        engine.train_step(broken, plan, ToyLoss())
-    assert all(torch.equal(tensor, before[name]) for name, tensor in shards(engine).items())
-    assert all(param.grad is None for param in engine._params.values())
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("what", ["gradient", "loss alone"])
+def test_what_is_not_finite_is_skipped_and_leaves_no_trace(group: None, models: dict[str, str], value: float, what: str) -> None:
+    """Neither in the parameters, nor in the moments, nor in the schedule: the next update is what it would have been."""
+    loss = ToyLoss() if what == "gradient" else Shifted(value)
+    spoilt, untouched = toy_engine(models["qwen2"]), toy_engine(models["qwen2"])
+    (share,), (plan,) = cut(toy_batch(LENGTHS), 1, max_tokens=50)
+    broken = share.with_tokens(advantages=torch.full((share.total_tokens,), value)) if what == "gradient" else share
+    for engine in (spoilt, untouched):
+        train(engine, range(2))
+    before = shards(spoilt)
+    metrics = plain_numbers(spoilt.train_step(broken, plan, loss))
+    assert metrics["skipped_updates"] == 1.0 and not math.isfinite(metrics["grad_norm"]) and "lr" not in metrics
+    assert all(torch.equal(tensor, before[name]) for name, tensor in shards(spoilt).items())
+    assert all(param.grad is None for param in spoilt._params.values())
+    after = [train(engine, range(2, 4)) for engine in (spoilt, untouched)]
+    assert all(torch.equal(column, after[1][name]) for name, column in after[0].items())
+    assert all(torch.equal(tensor, shards(untouched)[name]) for name, tensor in shards(spoilt).items())
+
+
+def test_one_ranks_broken_row_is_skipped_by_both(two_ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    """And what both train on afterwards is the same to the bit."""
+    _, ranks = two_ranks
+    for kind in ("gradient", "loss alone"):
+        one, other = (rank["skipping"][kind] for rank in ranks)
+        assert one["broken here"] != other["broken here"], "one of them saw nothing wrong"
+        assert one["skipped"] == other["skipped"] == [0.0, 1.0, 0.0]
+        for rank in (one, other):
+            assert all(torch.equal(weight, rank["before"][name]) for name, weight in rank["after the skip"].items())
+        assert all(torch.equal(weight, other["weights"][name]) for name, weight in one["weights"].items())
+        assert not any(torch.equal(weight, one["before"][name]) for name, weight in one["weights"].items())
 
 
 def test_a_reference_is_never_trained(group: None, models: dict[str, str]) -> None:

@@ -6,15 +6,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.workers.engine.fsdp.cases import MODES, all_cuts, exported, invariance_batch, shards, train
-from tests.workers.engine.toy import ToyLoss, ValueLoss, cut, gradients, toy_batch, toy_engine
+from tests.workers.engine.fsdp.cases import MODES, all_cuts, exported, invariance_batch, shards, train, training_batch
+from tests.workers.engine.toy import Shifted, ToyLoss, ValueLoss, cut, gradients, toy_batch, toy_engine
+from workers.metric import plain_numbers
 
 
 def main(rank: int, directory: str, models: dict[str, str]) -> None:
     torch.set_num_threads(1)
     path = Path(directory)
     dist.init_process_group("gloo", init_method=f"file://{path / 'rendezvous_of_two'}", rank=rank, world_size=2)
-    checks = (invariance, parity, checkpoint, from_one_rank, value_head, options, export)
+    checks = (invariance, parity, checkpoint, from_one_rank, value_head, options, export, skipping)
     found: dict[str, Any] = {check.__name__: check(rank, path, models) for check in checks}
     torch.save(found, path / f"rank_{rank}.pt")
     dist.destroy_process_group()
@@ -128,4 +129,26 @@ def export(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
             "cast": dict(engine.export_weights(dtype=torch.bfloat16)),
             "not cast": dict(engine.export_weights(dtype=torch.float64)),
         }
+    return found
+
+
+def skipping(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
+    """Of three updates the second is broken on rank 1 alone: a loss that is NaN there, with its gradient or without."""
+    found: dict[str, Any] = {}
+    for kind in ("gradient", "loss alone"):
+        engine = toy_engine(models["qwen2"])
+        skipped = []
+        for step in range(3):
+            shares, plans = cut(training_batch(step), 2, max_tokens=80)
+            share, broken_here = shares[rank], rank == 1
+            before = exported(engine)
+            loss: ToyLoss = ToyLoss()
+            if step == 1 and broken_here:
+                loss = Shifted(torch.nan)
+                if kind == "gradient":
+                    loss, share = ToyLoss(), share.with_tokens(advantages=torch.full((share.total_tokens,), torch.nan))
+            skipped.append(plain_numbers(engine.train_step(share, plans[rank], loss))["skipped_updates"])
+            if step == 1:
+                found[kind] = {"before": before, "after the skip": exported(engine), "broken here": broken_here}
+        found[kind] |= {"skipped": skipped, "weights": exported(engine)}
     return found

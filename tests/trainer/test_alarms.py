@@ -1,0 +1,176 @@
+"""Made-up runs, healthy and sick."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs.compose import compose
+from configs.schema.alarms import AlarmConfig
+from configs.schema.ppo import PPOConfig
+from trainer.alarms import MEAN, SKIPPED_IN_A_ROW, WINDOW, Alarm, Alarms, ppo_alarms, react
+from trainer.entry import Found
+from trainer.events import Events
+from trainer.run_dir import EVENTS, read_lines
+
+CONFIG = compose("ppo_trainer", PPOConfig)
+NAMES = [name for name in asdict(CONFIG.alarms) if name != "max_rollbacks"]
+
+
+def with_alarm(name: str, **changes: Any) -> PPOConfig:
+    """The defaults, one alarm changed."""
+    alarm = AlarmConfig(**(asdict(CONFIG.alarms)[name] | changes))
+    return replace(CONFIG, alarms=replace(CONFIG.alarms, **{name: alarm}))
+
+
+def healthy(steps: int, seed: int = 0, **changes: Any) -> list[dict[str, float]]:
+    """A run that learns: the score rises with noise, everything else moves about. changes: a metric's values."""
+    draw = np.random.default_rng(seed)
+    scores = np.clip(np.linspace(0.1, 0.9, steps) + draw.normal(0, 0.05, steps), 0, 1)
+    columns: dict[str, Any] = {
+        "critic/score/mean": scores, "critic/score/max": np.ones(steps), "critic/score/min": np.zeros(steps),
+        "actor/entropy": np.linspace(2.0, 0.05, steps), "actor/ppo_kl": draw.normal(0, 0.01, steps),
+        "actor/kl_loss": np.linspace(0, 0.5, steps), "training/rollout_log_probs_diff_mean": np.full(steps, 1e-3),
+        "actor/grad_norm": draw.lognormal(0, 0.5, steps), "critic/grad_norm": draw.lognormal(2, 0.5, steps),
+        "response_length/mean": np.linspace(100, 300, steps), "response_length/clip_ratio": draw.uniform(0, 0.3, steps),
+    }  # fmt: skip
+    columns |= changes
+    return [{name: float(column[i]) for name, column in columns.items() if column[i] is not None} for i in range(steps)]
+
+
+def rung(alarms: Alarms, run: Sequence[dict[str, float]], first: int = 1) -> list[tuple[int, Alarm]]:
+    return [(step, alarm) for step, metrics in enumerate(run, first) for alarm in alarms.see(step, metrics)]
+
+
+def fallen(steps: int, healthy_steps: int, before: float, after: float) -> np.ndarray:
+    return np.where(np.arange(steps) < healthy_steps, before, after)
+
+
+# A sick run of each alarm: what changes after step 20, and the step at which the defaults tell.
+SICK: dict[str, tuple[dict[str, Any], int]] = {
+    "nonfinite": ({SKIPPED_IN_A_ROW: [None] * 20 + list(range(1, 21))}, 25),
+    "reward": ({"critic/score/mean": fallen(40, 20, 0.8, 0.0)}, 28),  # .32 under its best from the 4th on
+    "entropy": ({"actor/entropy": fallen(40, 20, 0.5, 1e-6)}, 30),
+    "policy_kl": ({"actor/ppo_kl": fallen(40, 20, 0.01, -2.0)}, 22),
+    "ref_kl": ({"actor/kl_loss": fallen(40, 20, 0.5, 11.0)}, 25),
+    "mismatch": ({"training/rollout_log_probs_diff_mean": fallen(40, 20, 1e-3, 0.11)}, 21),
+    "grad_norm": ({"critic/grad_norm": fallen(40, 20, 1.0, 31.0)}, 22),
+    "length": ({"response_length/mean": fallen(40, 20, 100.0, 401.0)}, 25),
+    "clip_ratio": ({"response_length/clip_ratio": fallen(40, 20, 0.1, 1.0)}, 30),  # .54 above its least from the 6th on
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sick_run_is_told_once_by_its_own_alarm(name: str) -> None:
+    changes, when = SICK[name]
+    told = rung(ppo_alarms(with_alarm(name, action="warn")), healthy(40, **changes))
+    assert [(step, alarm.text.split(":")[0], alarm.action) for step, alarm in told] == [(when, name, "warn")]
+    bound = asdict(CONFIG.alarms)[name]["bound"]
+    assert f"alarms.{name}.bound={bound:g}" in told[0][1].text and len(told[0][1].text) < 400
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_patience_is_steps_in_a_row(name: str) -> None:
+    changes, when = SICK[name]
+    default = asdict(CONFIG.alarms)[name]["patience"]
+    told = rung(ppo_alarms(with_alarm(name, patience=default + 3, action="warn")), healthy(40, **changes))
+    assert [step for step, _ in told] == [when + 3]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("change", [{"action": "off"}, {"bound": None}], ids=["off", "no bound"])
+def test_an_alarm_can_be_turned_off(name: str, change: dict[str, Any]) -> None:
+    assert rung(ppo_alarms(with_alarm(name, **change)), healthy(40, **SICK[name][0])) == []
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 150), st.floats(-1e6, 1e6), st.floats(1e-6, 1e6))
+def test_no_alarm_in_a_healthy_run(seed: int, steps: int, shift: float, scale: float) -> None:
+    """Whatever the reward's units, however long."""
+    run = healthy(steps, seed)
+    for metrics in run:
+        metrics |= {name: shift + scale * metrics[name] for name in metrics if name.startswith("critic/score")}
+    assert rung(ppo_alarms(CONFIG), run) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.dictionaries(st.sampled_from(sorted(healthy(1)[0])), st.floats(), max_size=8), max_size=40), st.integers(0, 40)
+)
+def test_any_series_is_taken_and_a_resumed_run_rings_alike(run: list[dict[str, float]], cut: int) -> None:
+    """Numbers that are not finite and metrics that are missing among them; what is remembered passes through JSON."""
+    whole = ppo_alarms(CONFIG)
+    told = rung(whole, run)
+    broken = ppo_alarms(CONFIG)
+    first = rung(broken, run[:cut])
+    resumed = ppo_alarms(CONFIG)
+    resumed.load(json.loads(json.dumps(broken.state(), allow_nan=False)))
+    assert first + rung(resumed, run[cut:], first=len(run[:cut]) + 1) == told
+    assert resumed.state() == whole.state()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(MEAN + 5, 60), st.floats(0.45, 1.0))
+def test_a_collapse_is_told_soon(before: int, depth: float) -> None:
+    run = healthy(before + 20, **{"critic/score/mean": fallen(before + 20, before, 1.0, 1.0 - depth)})
+    (told,) = rung(ppo_alarms(CONFIG), run)
+    assert before < told[0] <= before + MEAN + CONFIG.alarms.reward.patience
+
+
+def test_a_warning_comes_again_after_the_run_was_well() -> None:
+    sick = [0.2, 0.2, 1e-3, 0.2, None, 0.2]
+    run = healthy(6, **{"training/rollout_log_probs_diff_mean": sick})
+    assert [step for step, _ in rung(ppo_alarms(CONFIG), run)] == [1, 4]
+    # A step in which there is nothing to measure counts neither way.
+    assert [step for step, _ in rung(ppo_alarms(with_alarm("mismatch", patience=2)), run)] == [2, 6]
+
+
+def test_what_must_act_rings_until_it_did() -> None:
+    """A resumed run whose alarm was made stricter does not wait for the next episode."""
+    alarms = ppo_alarms(CONFIG)
+    run = healthy(9, **{"training/rollout_log_probs_diff_mean": [0.2] * 9})
+    rung(alarms, run[:5])
+    stricter = ppo_alarms(with_alarm("mismatch", action="stop"))
+    stricter.load(alarms.state())
+    assert [step for step, _ in rung(stricter, run[5:], first=6)] == [6, 7, 8, 9]
+
+
+def test_healthy_until_is_before_all_that_the_alarm_has_looked_at() -> None:
+    """The mean of ten steps is under its bound from step 24 on: it is of steps 15 to 24."""
+    (told,) = rung(ppo_alarms(with_alarm("reward", action="warn")), healthy(40, **SICK["reward"][0]))
+    assert told[1].healthy_until == 24 - MEAN
+    (told,) = rung(ppo_alarms(CONFIG), healthy(40, **SICK["ref_kl"][0]))
+    assert told[1].healthy_until == 20
+
+
+@pytest.mark.parametrize(
+    "norms", [[1.0, 0.0, 0.0] * WINDOW, [1.0, 0.0] * WINDOW, [1e-3] * 3 + [1.0] * WINDOW], ids=["mostly none", "some", "warm-up"]
+)
+def test_what_is_usual_is_a_median_of_enough_steps_that_had_a_gradient(norms: list[float]) -> None:
+    """Groups whose answers are all worth the same have none; the next one that has is no explosion. Nor is a warm-up's end."""
+    assert rung(ppo_alarms(CONFIG), healthy(len(norms), **{"actor/grad_norm": norms})) == []
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum"])
+def test_the_kl_of_the_loss_counts_where_it_is_a_mean_over_tokens(mode: Any) -> None:
+    models = CONFIG.actor_rollout_ref
+    config = replace(CONFIG, actor_rollout_ref=replace(models, actor=replace(models.actor, loss_agg_mode=mode)))
+    assert len(rung(ppo_alarms(config), healthy(40, **SICK["ref_kl"][0]))) == (mode == "token-mean")
+
+
+def test_a_stop_is_an_error_and_everything_is_told_first(tmp_path: Path) -> None:
+    events = Events(tmp_path)
+    warning, back, end = (Alarm(action, f"{action} text", 3) for action in ("warn", "rollback", "stop"))  # type: ignore[arg-type]
+    assert react([], events, 7) is None and react([warning], events, 7) is None
+    assert react([warning, back], events, 8) is back
+    with pytest.raises(Found, match="stopped at step 9 by an alarm: stop text"):
+        react([back, end, warning], events, 9)
+    assert [event["text"].split()[0] for event in read_lines(tmp_path / EVENTS)] == [
+        "warn", "warn", "rollback", "rollback", "stop", "warn"
+    ]  # fmt: skip

@@ -1,0 +1,67 @@
+"""Back to the last checkpoint from before a run fell ill, and on from there with other data and other draws."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainer.alarms import Alarm
+from trainer.checkpoint import find_up_to
+from trainer.entry import Found
+from workers.seeding import seed_of
+
+if TYPE_CHECKING:
+    from trainer.ppo.loop import Loop
+
+
+@dataclass(slots=True)
+class Rollbacks:
+    """How often the run has gone back. Enters the seeds of what training draws; 0 leaves them as they are."""
+
+    count: int = 0
+
+    def purpose(self, purpose: str) -> str:
+        """Of draws for training."""
+        return f"{purpose}, rollback {self.count}" if self.count else purpose
+
+    def seed(self, seed: int) -> int:
+        return seed_of(seed, "rollback", self.count) if self.count else seed
+
+    def metrics(self) -> dict[str, float]:
+        """Flags the steps of a run that has gone back."""
+        return {"training/rollbacks": float(self.count)} if self.count else {}
+
+    def state(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def roll_back(loop: Loop, alarm: Alarm) -> None:
+    """In place, with the workers that are there. What the prompts' stream has drawn stays drawn.
+
+    A run that is killed before its next checkpoint resumes from the one gone back to, without a memory of this: it takes
+    the same steps to the same alarm, and goes back again, to the same bits. Raises Found where it cannot go back.
+    """
+    most = loop.config.alarms.max_rollbacks
+    if loop.rollbacks.count >= most:
+        raise Found(f"stopped at step {loop.step}: an alarm asks for a rollback, alarms.max_rollbacks={most}: {alarm.text}")
+    loop.saver.settle()
+    checkpoint = find_up_to(loop.run_dir, alarm.healthy_until)
+    if checkpoint is None:
+        raise Found(
+            f"stopped at step {loop.step}: an alarm asks for a rollback, and there is no checkpoint of step "
+            f"{max(alarm.healthy_until, 0)} or before (trainer.save_freq, trainer.max_actor_ckpt_to_keep): {alarm.text}"
+        )
+    left, count, drawn = loop.step, loop.rollbacks.count + 1, loop.prompts.drawn
+    loop.load(checkpoint)
+    loop.rollbacks.count, loop.prompts.drawn = count, drawn
+    aside = loop.tracker.go_back(checkpoint.step)
+    loop.events.add(
+        left,
+        "rollback",
+        f"{count} of at most {most}: back to the checkpoint of step {checkpoint.step}, the last from before the alarm's steps "
+        f"({alarm.healthy_until + 1} to {left}); on with other data and draws. What came after it is in {aside.name}/",
+    )
+    loop.sync_weights(checkpoint.step)

@@ -1,0 +1,76 @@
+"""Updates that were skipped because their loss or gradient was not finite: counted, told, and the first batches kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from trainer.alarms import SKIPPED_IN_A_ROW
+from trainer.events import Events
+from trainer.run_dir import SKIPPED_BATCHES, json_line, redact, write_atomic
+from workers.batch import Batch
+
+MOST_DUMPS = 5
+"""In a run directory."""
+SKIPPED = "skipped_updates"
+ABOUT = "about.json"
+
+
+class Skips:
+    """in_a_row: updates of each role that were skipped since the last one that was not."""
+
+    def __init__(self, run_dir: Path, events: Events, config: Mapping[str, Any]) -> None:
+        """config: the run's, for the dumps."""
+        self.directory = run_dir / SKIPPED_BATCHES
+        self.events = events
+        self.config = config
+        self.in_a_row: dict[str, int] = {}
+        self._told: list[str] = []
+
+    def see(self, role: str, step: int, mini_batch: Batch, metrics: Mapping[str, float]) -> None:
+        """An update that was applied, or not. metrics: what it told, loss, grad_norm and skipped_updates among it."""
+        if not metrics[SKIPPED]:
+            self.in_a_row[role] = 0
+            return
+        self.in_a_row[role] = self.in_a_row.get(role, 0) + 1
+        path = self._dump(role, step, mini_batch, metrics)
+        said = f"{role}: loss {metrics['loss']:.3g}, norm of the gradient {metrics['grad_norm']:.3g}"
+        self._told.append(said if path is None else f"{said}; its batch is in {SKIPPED_BATCHES}/{path.name}")
+
+    def tell(self, step: int) -> dict[str, float]:
+        """The step's event, if there was a skipped update. Metrics: the longest row that is not over, if there is one."""
+        if self._told:
+            words = "an update was" if len(self._told) == 1 else f"{len(self._told)} updates were"
+            self.events.add(step, "skipped", f"{words} skipped, on all ranks alike: {self._told[0]}")
+            self._told = []
+        longest = max(self.in_a_row.values(), default=0)
+        return {SKIPPED_IN_A_ROW: float(longest)} if longest else {}
+
+    def _dump(self, role: str, step: int, mini_batch: Batch, metrics: Mapping[str, float]) -> Path | None:
+        """The step's first of the role: batch.safetensors (lengths, tokens.*, rows.*), about.json. None: there are enough."""
+        path = self.directory / f"step_{step}_{role}"
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if (path / ABOUT).exists():
+            return path
+        if len(list(self.directory.iterdir())) >= MOST_DUMPS:
+            return None
+        path.mkdir(exist_ok=True)
+        columns = {"lengths": mini_batch.lengths}
+        columns |= {f"tokens.{name}": column for name, column in mini_batch.tokens.items()}
+        columns |= {f"rows.{name}": column for name, column in mini_batch.rows.items()}
+        own = {name: column.clone(memory_format=torch.contiguous_format) for name, column in columns.items()}
+        save_file(own, path / "batch.safetensors")
+        about = {"step": step, "role": role, "metrics": json.loads(json_line({**metrics})), "config": redact(self.config)}
+        write_atomic(path / ABOUT, json.dumps(about, indent=1))
+        return path
+
+    def state(self) -> dict[str, int]:
+        return dict(self.in_a_row)
+
+    def load(self, state: dict[str, int]) -> None:
+        self.in_a_row = dict(state)
