@@ -8,7 +8,7 @@ from configs.keys import ConfigError
 from configs.schema.common import RunConfig, WorkersConfig
 from configs.schema.evaluation import EvaluationConfig
 from configs.schema.generation import GenerationConfig
-from configs.schema.ppo import PPOConfig, RewardConfig, ScoringConfig
+from configs.schema.ppo import PPOConfig, ReplayConfig, RewardConfig, ScoringConfig
 from configs.schema.sft import SFTConfig
 
 GROUP_ESTIMATORS = (
@@ -25,6 +25,7 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
     has_critic = needs_values or config.critic.enable is True
     problems = [
         *_run_problems(config.trainer),
+        *_replay_problems(config.trainer.replay),
         *_batch_problems(config, has_critic),
         *_length_problems(config, has_critic),
         *engine_problems(
@@ -308,6 +309,13 @@ def _run_problems(trainer: RunConfig) -> Iterator[str]:
     yield from worker_problems(trainer)
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
         yield "trainer.resume_mode=resume_path: trainer.resume_from_path is null; give it a global_step_N directory"
+
+
+def _replay_problems(replay: ReplayConfig) -> Iterator[str]:
+    if replay.mode is not None and replay.path is None:
+        yield f"trainer.replay.mode={replay.mode}: trainer.replay.path is null; name a step_N.safetensors of rollout_data_dir"
+    if replay.mode is None and replay.path is not None:
+        yield f"trainer.replay.path={replay.path}: trainer.replay.mode is null; rollout draws the step again, train trains it"
 
 
 def _run_notes(trainer: RunConfig) -> Iterator[str]:

@@ -40,7 +40,12 @@ def checkpoint_steps(run_dir: Path) -> list[int]:
 
 
 def rollouts_file(directory: Path, step: int) -> Path:
+    """For people; ``batch_file`` is the same step's for a replay."""
     return directory / f"step_{step}.parquet"
+
+
+def batch_file(directory: Path, step: int) -> Path:
+    return directory / f"step_{step}.safetensors"
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -140,8 +145,9 @@ def _cut_lines(path: Path, step: int) -> None:
 
 
 def _cut_rollouts(directory: Path, step: int) -> None:
-    for path in directory.glob("step_*.parquet*"):
-        if (match := re.fullmatch(r"step_(\d+)\.parquet(\.partial)?", path.name)) and (match[2] or int(match[1]) > step):
+    for path in directory.glob("step_*"):
+        match = re.fullmatch(r"step_(\d+)\.(?:parquet|safetensors)(\.partial)?", path.name)
+        if match and (match[2] or int(match[1]) > step):
             path.unlink()
 
 

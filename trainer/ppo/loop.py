@@ -59,7 +59,7 @@ class Loop:
         self.begin()
         for step in self.remaining_steps():
             with self.phases("step"):
-                batch = self.source.collect(step, self.prompts, self.phases)  # generated, scored answers
+                batch = self.collect(step)  # generated, scored answers
                 batch |= self.old_log_probs(batch)
                 batch |= self.correction(batch)  # where the rollout engine was not quite the policy
                 batch |= self.ref_log_probs(batch)
@@ -86,6 +86,13 @@ class Loop:
             self.phases.seconds.clear()
             self.metrics = {"training/global_step": step, "training/epoch": self.prompts.epoch}
             yield step
+
+    def collect(self, step: int) -> Batch:
+        """The step's batch, kept as it came if trainer.rollout_data_dir says where."""
+        batch = self.source.collect(step, self.prompts, self.phases)
+        begun_with = self.config.actor_rollout_ref.model.path if self.resume is None else str(self.resume.path)
+        self.tracker.log_rollouts(batch, step, begun_with)
+        return batch
 
     def old_log_probs(self, batch: Batch) -> Batch:
         """The policy's log-probs before the update, and how far the rollout engine's own are from them.
@@ -203,7 +210,6 @@ class Loop:
         if self.critic is not None:
             flops["update_critic"] = self.critic.take_flops()
         self.metrics |= performance_metrics(batch, self.phases.seconds, world_size(config), flops=flops, peak=self.peak_flops)
-        self.tracker.log_rollouts(batch, step)
         self.tracker.log(self.metrics, step)
         if config.save_freq > 0 and (is_last or step % config.save_freq == 0):
             self.save(step)
