@@ -10,6 +10,7 @@ from configs.schema.evaluation import EvaluationConfig
 from configs.schema.generation import GenerationConfig
 from configs.schema.ppo import PPOConfig, ReplayConfig, RewardConfig, ScoringConfig
 from configs.schema.sft import SFTConfig
+from configs.secret_names import USER_IN_ADDRESS
 
 GROUP_ESTIMATORS = (
     "grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "gdpo", "optimal_token_baseline"
@@ -290,6 +291,8 @@ def _reward_problems(reward: ScoringConfig) -> Iterator[str]:
             for name, value in (("url", judge.url), ("model", judge.model))
             if value is None
         )
+    if judge.url is not None and USER_IN_ADDRESS.search(judge.url):
+        yield "reward.judge.url: has a user or a password in it; the variable that reward.judge.api_key_env names holds the key"
     if judge.url is not None:
         requests, pauses = judge.retries + 1, judge.backoff * (2**judge.retries - 1)
         longest = requests * judge.timeout + pauses
@@ -307,6 +310,9 @@ def worker_problems(trainer: WorkersConfig) -> Iterator[str]:
 
 def _run_problems(trainer: RunConfig) -> Iterator[str]:
     yield from worker_problems(trainer)
+    for key, name in (("project_name", trainer.project_name), ("experiment_name", trainer.experiment_name)):
+        if name.startswith("/") or ".." in name.split("/"):
+            yield f"trainer.{key}={name}: is a part of the run directory, and must not lead out of it"
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
         yield "trainer.resume_mode=resume_path: trainer.resume_from_path is null; give it a global_step_N directory"
 

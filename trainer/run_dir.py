@@ -1,7 +1,8 @@
 """The run directory: what lies where, and how it is brought back to the step a run goes on from.
 
-A run directory holds one run, and no secrets. What an earlier run, or a branch that is left behind, wrote is moved to
-``earlier_<k>/``, never deleted; lines and dumps past the step are cut: the run writes the same ones again.
+A run directory holds one run, and no secrets. Where we make it, it is this user's alone (mode 0700). What an earlier run, or a
+branch that is left behind, wrote is moved to ``earlier_<k>/``, never deleted; lines and dumps past the step are cut: the run
+writes the same ones again.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from configs.secret_names import hidden, is_secret
+
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 EVENTS = "events.jsonl"
@@ -24,7 +27,6 @@ TENSORBOARD = "tensorboard"
 ROLLOUTS = "rollouts"
 WANDB_ID = "wandb_id.txt"
 LATEST = "latest_checkpointed_iteration.txt"
-SECRETS = ("apikey", "accesskey", "secretkey", "privatekey", "token", "password", "passwd", "secret", "credentials")
 
 GLOBAL_STEP = "training/global_step"
 NON_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
@@ -97,8 +99,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def redact(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy without secrets: strings under keys that end like the name of a secret, and user:password@ in addresses."""
-    return {key: "***" if _is_secret(key) and isinstance(value, str) else _redact_value(value) for key, value in config.items()}
+    """A copy without secrets: strings under keys that end like the name of a secret, user:password@ in addresses, and what
+    such variables of the environment hold, wherever it stands."""
+    return {key: "***" if is_secret(key) and isinstance(value, str) else _redact_value(value) for key, value in config.items()}
 
 
 def start_run(run_dir: Path, resume_step: int | None, rollout_dir: Path | None) -> None:
@@ -107,7 +110,7 @@ def start_run(run_dir: Path, resume_step: int | None, rollout_dir: Path | None) 
     A resumed step whose checkpoint is not in ``run_dir`` comes from another run: here it starts from nothing. A
     rollout_dir outside ``run_dir`` is cut on resume; when a run starts there, its files are replaced as it goes.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
+    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     if resume_step is None or not checkpoint_dir(run_dir, resume_step).exists():
         outputs = [run_dir / name for name in (METRICS, SAMPLES, EVENTS, REPORT, TENSORBOARD, ROLLOUTS, WANDB_ID, LATEST)]
         _set_aside(run_dir, outputs + [checkpoint_dir(run_dir, step) for step in checkpoint_steps(run_dir)])
@@ -121,16 +124,12 @@ def start_run(run_dir: Path, resume_step: int | None, rollout_dir: Path | None) 
         _cut_rollouts(directory, resume_step)
 
 
-def _is_secret(key: object) -> bool:
-    return str(key).lower().replace("-", "").replace("_", "").endswith(SECRETS)
-
-
 def _redact_value(value: Any) -> Any:
     if isinstance(value, Mapping):
         return redact(value)
     if isinstance(value, list | tuple):
         return [_redact_value(item) for item in value]
-    return re.sub(r"://[^/@\s]+@", "://***@", value) if isinstance(value, str) else value
+    return hidden(value) if isinstance(value, str) else value
 
 
 def _finite_or_name(value: float) -> float | str:

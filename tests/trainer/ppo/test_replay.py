@@ -4,11 +4,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 from safetensors.torch import load_file, save_file
 
 from tests.runs import make_task, ppo_arguments, run_ppo
 from trainer import main_ppo
 from trainer.batch_file import load_batch, save_batch
+from trainer.ppo.assemble import Assembly
 
 PPO = (
     "algorithm=ppo",
@@ -48,13 +50,17 @@ def contents(run_dir: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("mode", ["rollout", "train"])
 def test_steps_are_equal_to_the_bit_and_the_run_stays_as_it_is(
-    mode: str, kept: Run, task: Path, capfd: pytest.CaptureFixture[str]
+    mode: str, kept: Run, task: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir, overrides = kept
     before = contents(run_dir)
+    unwanted = "critic" if mode == "rollout" else "rollout"
+    monkeypatch.setattr(Assembly, unwanted, lambda self: pytest.fail(f"a replay of the {mode} has no use for a {unwanted}"))
     for step in (2,) if "trainer.backend=ray" in overrides else (1, 2):
         assert again(task, run_dir, overrides, mode, step) == 0
         assert capfd.readouterr().out.strip().endswith("all equal")
+        directory = run_dir / f"replay_{mode}_{step}"
+        assert yaml.safe_load((directory / "config.yaml").read_text())["trainer"]["default_local_dir"] == str(directory)
     assert contents(run_dir) == before
 
 
