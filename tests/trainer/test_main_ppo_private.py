@@ -1,20 +1,25 @@
 """Nobody is let in, and no secret is let out: whole runs, looked at from outside."""
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from socket import SOCK_DGRAM
 
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from data_preprocess import tiny_model
 from tests.conftest import descendants
 from tests.layout.source import ROOT
-from tests.runs import REWARD, make_task, ppo_arguments
+from tests.pickles import malicious_pickle
+from tests.runs import REWARD, make_task, ppo_arguments, run_ppo
 from tests.workers.rollout.vllm_hosts import CPU_BUILD
 
 SECRET = "s3cret-9f2c"
@@ -63,13 +68,12 @@ def files_with_the_secret(folder: Path) -> Iterator[str]:
 
 def listening() -> Iterator[tuple[str, str, int]]:
     """(process, address, port) of all sockets that our children accept connections at."""
-    for process in descendants():
-        try:
-            for connection in process.net_connections("inet"):
-                if connection.status == psutil.CONN_LISTEN or (connection.type.name == "SOCK_DGRAM" and not connection.raddr):
-                    yield process.name(), connection.laddr.ip, connection.laddr.port
-        except psutil.Error:  # gone meanwhile
-            continue
+    ours = set(descendants())
+    names = {process.pid: process.info["name"] for process in psutil.process_iter(["name"]) if process in ours}
+    for socket in psutil.net_connections("inet"):
+        is_open = socket.status == psutil.CONN_LISTEN or (socket.type == SOCK_DGRAM and not socket.raddr)
+        if is_open and socket.pid in names:
+            yield names[socket.pid], socket.laddr.ip, socket.laddr.port
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -86,7 +90,7 @@ def test_a_run_lets_nobody_in_and_no_secret_out(engine: str, task: Path, tmp_pat
     while run.poll() is None:
         sockets |= set(listening())
         leaks |= set(files_with_the_secret(run_dir))  # Ray's own logs are there as long as it runs
-        time.sleep(0.5)
+        time.sleep(1.0)
     said, _ = run.communicate()
     assert run.returncode == 0, said
     assert SECRET not in said
@@ -132,3 +136,51 @@ def test_a_secret_on_the_command_line_is_refused(word: str, key: str, task: Path
     said, _ = run.communicate()
     assert run.returncode == 2 and said.startswith(f"error: {key}: a secret on the command line")
     assert SECRET not in said and list(files_with_the_secret(tmp_path)) == []
+
+
+def test_no_pickle_is_opened(task: Path, tmp_path: Path) -> None:
+    """Neither beside a model nor in a checkpoint, whatever it is called."""
+    data = malicious_pickle(tmp_path / "trace")
+    shutil.copytree(task / "base", tmp_path / "base")
+    run_dir = tmp_path / "run"
+    overrides = ("trainer.save_freq=1", f"actor_rollout_ref.model.path={tmp_path / 'base'}", "trainer.resume_mode=auto")
+    for steps in (1, 2):
+        for name in ("pytorch_model.bin", "training_args.bin", "model.pt", "tokenizer.pkl"):
+            (tmp_path / "base" / name).write_bytes(data)
+        for folder in run_dir.glob("global_step_*/actor"):
+            for name in (".metadata", "optimizer.pt", "__0_0.distcp", "extra_state.pkl"):
+                (folder / name).write_bytes(data)
+        assert len(run_ppo(task, run_dir, *overrides, f"trainer.total_training_steps={steps}")) == steps
+    assert not (tmp_path / "trace").exists()
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_run_directory_is_private_unless_it_was_there(there: bool, task: Path, tmp_path: Path) -> None:
+    run_dir, dumps = tmp_path / "run", tmp_path / "dumps"
+    if there:
+        run_dir.mkdir(mode=0o755)
+        dumps.mkdir(mode=0o755)
+    before = os.umask(0o022)
+    try:
+        run_ppo(task, run_dir, "trainer.total_training_steps=1", f"trainer.rollout_data_dir={dumps}")
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (run_dir, dumps)] == [0o755 if there else 0o700] * 2
+
+
+def test_names_in_the_data_make_no_paths(task: Path, tmp_path: Path) -> None:
+    """Data sources and answers become names of metrics and cells of tables, never files."""
+    rows = pq.read_table(task / "test.parquet").to_pylist()
+    for i, row in enumerate(rows):
+        row["data_source"] = f"../../{'escaped' if i % 2 else '/escaped'}"
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "odd.parquet")
+    run_dir = tmp_path / "a/b/run"
+    odd = f"data.val_files={tmp_path / 'odd.parquet'}"
+    steps = run_ppo(
+        task, run_dir, odd, "trainer.test_freq=1", "trainer.logger=[tensorboard]", f"trainer.rollout_data_dir={run_dir}/rollouts",
+        "trainer.total_training_steps=1",
+    )  # fmt: skip
+    assert "val-core/../../escaped/reward/mean@1" in steps[-1]
+    outside = {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*")}
+    assert outside == {"a", "odd.parquet"} and [path.name for path in (tmp_path / "a/b").iterdir()] == ["run"]
+    assert not [path for path in tmp_path.rglob("*") if "escaped" in path.name]
