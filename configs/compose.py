@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
 
@@ -51,6 +52,7 @@ def run_jobs(command: CommandLine, root: str, job: Callable[[Tree], None]) -> No
     """
 
     def task(tree: Tree) -> None:
+        _hide_secrets_in_files()
         if HydraConfig.get().mode == RunMode.MULTIRUN and not _sweeps_over_directories(command):
             tree.trainer.default_local_dir = f"{tree.trainer.default_local_dir}/{HydraConfig.get().job.num}"
         job(tree)
@@ -64,6 +66,16 @@ def run_jobs(command: CommandLine, root: str, job: Callable[[Tree], None]) -> No
             stack.enter_context(_without_secrets())
         stack.enter_context(_hydra_sees([*command.flags, *settings, *command.overrides]))
         hydra.main(config_path="pkg://configs", config_name=root, version_base="1.3")(task)()
+
+
+def _hide_secrets_in_files() -> None:
+    """In those that Hydra writes before a job: multirun.yaml, and .hydra where hydra.output_subdir asks for it."""
+    settings = HydraConfig.get()
+    files = [Path(settings.sweep.dir, "multirun.yaml")] if settings.mode == RunMode.MULTIRUN else []
+    if settings.output_subdir is not None:
+        files += Path(settings.runtime.output_dir, settings.output_subdir).glob("*.yaml")
+    for file in files:
+        file.write_text(hidden_lines(file.read_text()))
 
 
 def _sweeps_over_directories(command: CommandLine) -> bool:
