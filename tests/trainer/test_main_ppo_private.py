@@ -128,13 +128,14 @@ def test_a_printed_configuration_is_without_secrets(flags: list[str], task: Path
             f"+reward.custom_reward_function.reward_kwargs={{api_key: {SECRET}}}",
             "reward.custom_reward_function.reward_kwargs.api_key",
         ),
+        (f"no.such.api_key={SECRET}", "no.such.api_key"),
         (f"reward.judge.url=https://user:{SECRET}@host/v1", "reward.judge.url"),
     ],
 )
 def test_a_secret_on_the_command_line_is_refused(word: str, key: str, task: Path, tmp_path: Path) -> None:
     run = start([*ppo_arguments(task, tmp_path / "run"), word], tmp_path)
     said, _ = run.communicate()
-    assert run.returncode == 2 and said.startswith(f"error: {key}: a secret on the command line")
+    assert run.returncode == 2 and said.startswith(f"error: {key}: a secret on the command line") and said.count("\n") == 1
     assert SECRET not in said and list(files_with_the_secret(tmp_path)) == []
 
 
