@@ -6,6 +6,7 @@ note, and a misspelt one fails at once and names the nearest. configs/compat.yam
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -18,9 +19,14 @@ from hydra.errors import OverrideParseException
 from omegaconf import OmegaConf
 
 from configs.keys import CONFIG_DIR, ConfigError, Keys, bare_type, did_you_mean, keys_of
+from configs.secret_names import secrets_in
 
 FLAGS = {"--help", "-h", "--hydra-help", "--resolve", "--run", "-r", "--multirun", "-m"}
 FLAGS_WITH_VALUE = {"--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"}
+TYPED_SECRET = (
+    "a secret on the command line is seen by all users of the machine, and kept in the shell's history; put it into an "
+    "environment variable, and if the key must be set, give it as '${oc.env:NAME}'"
+)
 INFO_FLAGS = {"--info", "-i"}  # may have a value
 OVERRIDE = re.compile(r"(?P<mark>\+\+|\+|~)?(?P<key>[^=@]+)(?P<package>@[^=]*)?(?:=(?P<value>.*))?", re.DOTALL)
 
@@ -117,6 +123,9 @@ def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
     typed: set[str] = set()
     notes: list[str] = []
     for name, match in chosen.items():
+        if told := list(secrets_in(name, _as_value(match["value"]))):
+            problems += [f"{key}: {TYPED_SECRET}" for key in told]
+            continue
         mark = match["mark"] or ""
         tail = "" if match["value"] is None else f"={match['value']}"
         if name in keys.leaves and bare_type(keys.leaves[name]) is str and re.fullmatch(r"=[\d.]+_[\d.]+", tail):
@@ -218,6 +227,15 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         else:
             raise ConfigError(f"{word}: there is no such flag{did_you_mean(word, FLAGS | FLAGS_WITH_VALUE | INFO_FLAGS)}")
     return flags, words
+
+
+def _as_value(text: str | None) -> Any:
+    """A mapping or a list as such, anything else as it was typed."""
+    if text is None or not text.startswith(("{", "[")):
+        return text
+    with suppress(OverrideParseException):  # told where the value counts
+        return OverridesParser.create().parse_override(f"value={text}").value()
+    return text
 
 
 def _parsed(key: str, text: str | None) -> Any:

@@ -9,8 +9,9 @@ from configs.keys import ConfigError
 from configs.schema.common import RunConfig, WorkersConfig
 from configs.schema.evaluation import EvaluationConfig
 from configs.schema.generation import GenerationConfig
-from configs.schema.ppo import PPOConfig, RewardConfig, ScoringConfig
+from configs.schema.ppo import PPOConfig, ReplayConfig, RewardConfig, ScoringConfig
 from configs.schema.sft import SFTConfig
+from configs.secret_names import USER_IN_ADDRESS
 from configs.walltime import seconds_of
 
 GROUP_ESTIMATORS = (
@@ -27,6 +28,7 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
     has_critic = needs_values or config.critic.enable is True
     problems = [
         *_run_problems(config.trainer),
+        *_replay_problems(config.trainer.replay),
         *_batch_problems(config, has_critic),
         *_length_problems(config, has_critic),
         *engine_problems(
@@ -292,6 +294,8 @@ def _reward_problems(reward: ScoringConfig) -> Iterator[str]:
             for name, value in (("url", judge.url), ("model", judge.model))
             if value is None
         )
+    if judge.url is not None and USER_IN_ADDRESS.search(judge.url):
+        yield "reward.judge.url: has a user or a password in it; the variable that reward.judge.api_key_env names holds the key"
     if judge.url is not None:
         requests, pauses = judge.retries + 1, judge.backoff * (2**judge.retries - 1)
         longest = requests * judge.timeout + pauses
@@ -309,6 +313,9 @@ def worker_problems(trainer: WorkersConfig) -> Iterator[str]:
 
 def _run_problems(trainer: RunConfig) -> Iterator[str]:
     yield from worker_problems(trainer)
+    for key, name in (("project_name", trainer.project_name), ("experiment_name", trainer.experiment_name)):
+        if name.startswith("/") or ".." in name.split("/"):
+            yield f"trainer.{key}={name}: is a part of the run directory, and must not lead out of it"
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
         yield "trainer.resume_mode=resume_path: trainer.resume_from_path is null; give it a global_step_N directory"
     if trainer.walltime is not None:
@@ -316,6 +323,13 @@ def _run_problems(trainer: RunConfig) -> Iterator[str]:
             seconds_of(trainer.walltime)
         except ValueError as error:
             yield f"trainer.walltime: {error}"
+
+
+def _replay_problems(replay: ReplayConfig) -> Iterator[str]:
+    if replay.mode is not None and replay.path is None:
+        yield f"trainer.replay.mode={replay.mode}: trainer.replay.path is null; name a step_N.safetensors of rollout_data_dir"
+    if replay.mode is None and replay.path is not None:
+        yield f"trainer.replay.path={replay.path}: trainer.replay.mode is null; rollout draws the step again, train trains it"
 
 
 def _run_notes(trainer: RunConfig) -> Iterator[str]:

@@ -1,9 +1,11 @@
 """The one place that runs Hydra: a normalised command line to composed trees, one for each job."""
 
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
 
@@ -18,8 +20,10 @@ from omegaconf.errors import OmegaConfBaseException
 from configs.argv import CommandLine, normalise
 from configs.keys import ConfigError, did_you_mean
 from configs.load import load
+from configs.secret_names import hidden_lines
 
 Config = TypeVar("Config")
+SHOWING = {"--cfg", "-c", "--info", "-i"}  # flags that print the configuration
 Tree = DictConfig  # composed, not yet checked: for configs.load alone
 
 # trainer.default_local_dir is the run directory: Hydra makes none beside it, and leaves logging alone. What is typed comes
@@ -48,6 +52,7 @@ def run_jobs(command: CommandLine, root: str, job: Callable[[Tree], None]) -> No
     """
 
     def task(tree: Tree) -> None:
+        _hide_secrets_in_files()
         if HydraConfig.get().mode == RunMode.MULTIRUN and not _sweeps_over_directories(command):
             tree.trainer.default_local_dir = f"{tree.trainer.default_local_dir}/{HydraConfig.get().job.num}"
         job(tree)
@@ -57,13 +62,36 @@ def run_jobs(command: CommandLine, root: str, job: Callable[[Tree], None]) -> No
         if "trainer.dry_run=config" in command.overrides:  # leaves no file, where a sweep leaves its multirun.yaml
             settings.append(f"hydra.sweep.dir={stack.enter_context(TemporaryDirectory())}")
         stack.enter_context(_one_line_errors())
+        if SHOWING & {*command.flags}:
+            stack.enter_context(_without_secrets())
         stack.enter_context(_hydra_sees([*command.flags, *settings, *command.overrides]))
         hydra.main(config_path="pkg://configs", config_name=root, version_base="1.3")(task)()
+
+
+def _hide_secrets_in_files() -> None:
+    """In those that Hydra writes before a job: multirun.yaml, and .hydra where hydra.output_subdir asks for it."""
+    settings = HydraConfig.get()
+    files = [Path(settings.sweep.dir, "multirun.yaml")] if settings.mode == RunMode.MULTIRUN else []
+    if settings.output_subdir is not None:
+        files += Path(settings.runtime.output_dir, settings.output_subdir).glob("*.yaml")
+    for file in files:
+        file.write_text(hidden_lines(file.read_text()))
 
 
 def _sweeps_over_directories(command: CommandLine) -> bool:
     typed = [text for text in command.overrides if text.startswith("trainer.default_local_dir=")]
     return any("${hydra:job" in text or OverridesParser.create().parse_override(text).is_sweep_override() for text in typed)
+
+
+@contextmanager
+def _without_secrets() -> Iterator[None]:
+    """What is printed meanwhile comes afterwards, less the secrets that a user's YAML holds."""
+    printed = io.StringIO()
+    try:
+        with redirect_stdout(printed):
+            yield
+    finally:
+        print(hidden_lines(printed.getvalue()), end="")
 
 
 @contextmanager

@@ -59,7 +59,7 @@ def write_dump(directory: Path, step: int, batch: Batch) -> Path:
     }
     columns |= {name: pa.array(values.numpy()) for name, values in batch.rows.items()}
     columns |= {name: _text_column(values) for name, values in batch.objects.items()}
-    directory.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = rollouts_file(directory, step)
     partial = path.with_name(path.name + ".partial")
     pq.write_table(pa.table(columns), partial)

@@ -18,6 +18,7 @@ from configs.compose import Tree, run_jobs
 from configs.keys import CONFIG_DIR, ConfigError, described
 from configs.load import load
 from configs.schema.common import ProgramConfig, WorkersConfig
+from configs.secret_names import hidden
 from workers.controller.group import PhaseTimeout, WorkerError
 
 
@@ -165,5 +166,5 @@ class Program(Generic[Config]):
 def complain(*problems: str) -> int:
     """A line for each on stderr; the exit code of an error that the user can mend."""
     for problem in problems:
-        print(f"error: {problem}", file=sys.stderr)
+        print(f"error: {hidden(problem)}", file=sys.stderr)
     return 2

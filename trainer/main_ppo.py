@@ -22,6 +22,11 @@ def check(config: PPOConfig, typed: Collection[str]) -> list[str]:
 
 
 def run(config: PPOConfig, notices: list[str]) -> None:
+    if config.trainer.replay.mode is not None:
+        from trainer.ppo.replay import replay
+
+        replay(config)
+        return
     from trainer.ppo.assemble import run
 
     run(config, notices)

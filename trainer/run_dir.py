@@ -1,7 +1,8 @@
 """The run directory: what lies where, and how it is brought back to the step a run goes on from.
 
-A run directory holds one run, and no secrets. What an earlier run, or a branch that is left behind, wrote is moved to
-``earlier_<k>/``, never deleted; lines and dumps past the step are cut: the run writes the same ones again.
+A run directory holds one run, and no secrets. Where we make it, it is this user's alone (mode 0700). What an earlier run, or a
+branch that is left behind, wrote is moved to ``earlier_<k>/``, never deleted; lines and dumps past the step are cut: the run
+writes the same ones again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from configs.secret_names import hidden, is_secret
+
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 EVENTS = "events.jsonl"
@@ -27,7 +30,6 @@ SKIPPED_BATCHES = "logs/nonfinite"
 WANDB_ID = "wandb_id.txt"
 LATEST = "latest_checkpointed_iteration.txt"
 BEST = "best_checkpointed_iteration.txt"
-SECRETS = ("apikey", "accesskey", "secretkey", "privatekey", "token", "password", "passwd", "secret", "credentials")
 
 GLOBAL_STEP = "training/global_step"
 NON_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
@@ -43,7 +45,12 @@ def checkpoint_steps(run_dir: Path) -> list[int]:
 
 
 def rollouts_file(directory: Path, step: int) -> Path:
+    """For people; ``batch_file`` is the same step's for a replay."""
     return directory / f"step_{step}.parquet"
+
+
+def batch_file(directory: Path, step: int) -> Path:
+    return directory / f"step_{step}.safetensors"
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -104,8 +111,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def redact(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy without secrets: strings under keys that end like the name of a secret, and user:password@ in addresses."""
-    return {key: "***" if _is_secret(key) and isinstance(value, str) else _redact_value(value) for key, value in config.items()}
+    """A copy without secrets: strings under keys that end like the name of a secret, user:password@ in addresses, and what
+    such variables of the environment hold, wherever it stands."""
+    return {key: "***" if is_secret(key) and isinstance(value, str) else _redact_value(value) for key, value in config.items()}
 
 
 def start_run(run_dir: Path, resume_step: int | None, rollout_dir: Path | None, *, restarted: bool = False) -> None:
@@ -115,7 +123,7 @@ def start_run(run_dir: Path, resume_step: int | None, rollout_dir: Path | None, 
     rollout_dir outside ``run_dir`` is cut on resume; when a run starts there, its files are replaced as it goes. restarted: by
     itself, after a fall; its events tell of that, and stay.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
+    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     if resume_step is None or not checkpoint_dir(run_dir, resume_step).exists():
         written = (METRICS, SAMPLES, EVENTS, REPORT, TENSORBOARD, ROLLOUTS, SKIPPED_BATCHES, WANDB_ID, LATEST, BEST)
         outputs = [run_dir / name for name in written if not (restarted and name == EVENTS)]
@@ -157,16 +165,12 @@ def go_back(run_dir: Path, step: int, rollout_dir: Path | None) -> Path:
     return aside
 
 
-def _is_secret(key: object) -> bool:
-    return str(key).lower().replace("-", "").replace("_", "").endswith(SECRETS)
-
-
 def _redact_value(value: Any) -> Any:
     if isinstance(value, Mapping):
         return redact(value)
     if isinstance(value, list | tuple):
         return [_redact_value(item) for item in value]
-    return re.sub(r"://[^/@\s]+@", "://***@", value) if isinstance(value, str) else value
+    return hidden(value) if isinstance(value, str) else value
 
 
 def _finite_or_name(value: float) -> float | str:
@@ -182,11 +186,9 @@ def _cut_lines(path: Path, step: int) -> None:
 
 def _rollouts_after(directory: Path, step: int) -> list[Path]:
     """Dumps past ``step``, and those that were never finished."""
-    return [
-        path
-        for path in directory.glob("step_*.parquet*")
-        if (match := re.fullmatch(r"step_(\d+)\.parquet(\.partial)?", path.name)) and (match[2] or int(match[1]) > step)
-    ]
+    dump = re.compile(r"step_(\d+)\.(?:parquet|safetensors)(\.partial)?")
+    found = [(path, match) for path in directory.glob("step_*") if (match := dump.fullmatch(path.name))]
+    return [path for path, match in found if match[2] or int(match[1]) > step]
 
 
 def _set_aside(run_dir: Path, outputs: list[Path]) -> None:

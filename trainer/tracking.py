@@ -18,6 +18,7 @@ from urllib.parse import urlparse
 import yaml
 from rich.console import Console
 
+from trainer.batch_file import save_batch
 from trainer.console import ConsoleLogger
 from trainer.dumps import Sample, write_dump
 from trainer.metrics import gpu_names
@@ -29,6 +30,7 @@ from trainer.run_dir import (
     SAMPLES,
     TENSORBOARD,
     WANDB_ID,
+    batch_file,
     go_back,
     json_line,
     redact,
@@ -100,6 +102,7 @@ class Tracker:
         plain = redact(config)
         write_atomic(run_dir / CONFIG, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
         write_atomic(run_dir / ENVIRONMENT, json.dumps(environment(), indent=1))
+        self._config = plain
         self.shown_samples = shown_samples
         self.rollout_dir = rollout_dir
         self.run_dir = run_dir
@@ -141,10 +144,14 @@ class Tracker:
             for logger in self._loggers:
                 logger.log_samples(shown, step)
 
-    def log_rollouts(self, batch: Batch, step: int) -> None:
-        """The step's answers as parquet, where a rollout_dir is set; see dumps.write_dump."""
+    def log_rollouts(self, batch: Batch, step: int, begun_with: str) -> None:
+        """Where a rollout_dir is set: the step's answers as parquet for people (dumps.write_dump), and the batch to the bit for
+        a replay. begun_with: the model or the checkpoint that this process started from.
+        """
         if self.rollout_dir is not None:
             write_dump(self.rollout_dir, step, batch)
+            facts = {"step": step, "weights_of_step": step - 1, "begun_with": begun_with, "config": self._config}
+            save_batch(batch_file(self.rollout_dir, step), batch, facts)
 
     def close(self) -> None:
         self._metrics.close()

@@ -318,9 +318,17 @@ class RewardConfig(ScoringConfig):
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class ReplayConfig:
+    mode: Literal["rollout", "train"] | None
+    path: str | None
+    bound: NonNegativeFloat
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class TrainerConfig(RunConfig):
     log_val_generations: NonNegative
     rollout_data_dir: str | None
+    replay: ReplayConfig
     critic_warmup: NonNegative
     val_before_train: bool
     val_only: bool

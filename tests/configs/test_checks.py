@@ -138,6 +138,25 @@ def test_defaults_and_the_quick_start_work() -> None:
             ["trainer.resume_mode=resume_path"],
             ["trainer.resume_mode=resume_path: trainer.resume_from_path is null; give it a global_step_N directory"],
         ),
+        (
+            ["trainer.project_name=../other", "trainer.experiment_name=/etc"],
+            [
+                "trainer.project_name=../other: is a part of the run directory, and must not lead out of it",
+                "trainer.experiment_name=/etc: is a part of the run directory, and must not lead out of it",
+            ],
+        ),
+        (
+            ["trainer.replay.mode=train"],
+            ["trainer.replay.mode=train: trainer.replay.path is null; name a step_N.safetensors of rollout_data_dir"],
+        ),
+        (
+            ["trainer.replay.path=a"],
+            ["trainer.replay.path=a: trainer.replay.mode is null; rollout draws the step again, train trains it"],
+        ),
+        (
+            ["reward.judge.url=http://me@host/v1"],
+            ["reward.judge.url: has a user or a password in it; the variable that reward.judge.api_key_env names holds the key"],
+        ),
     ],
 )
 def test_what_cannot_work_fails_with_the_arithmetic(overrides: list[str], lines: list[str]) -> None:

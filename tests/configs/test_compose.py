@@ -156,6 +156,19 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
+def test_what_hydra_writes_is_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    kwargs = "reward: {custom_reward_function: {reward_kwargs: {api_token: s3cret, url: 'http://me:s3cret@host'}}}"
+    write(tmp_path / "mine/own.yaml", f"defaults: [ppo_trainer, _self_]\n{kwargs}\n")
+    own = ("--config-dir", "mine", "--config-name", "own", "hydra.output_subdir=.hydra", "trainer.default_local_dir=run")
+    configs = [*jobs(*own), *jobs("-m", *own, "trainer.seed=1,2")]
+    assert {config.reward.custom_reward_function.reward_kwargs["api_token"] for config in configs} == {"s3cret"}
+    written = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "own.yaml"]
+    assert {"multirun.yaml", "config.yaml", "overrides.yaml", "hydra.yaml"} == {path.name for path in written}
+    assert [path for path in written if "s3cret" in path.read_text()] == []
+    assert "***" in (tmp_path / "run/multirun.yaml").read_text()
+
+
 def test_a_configuration_of_the_users_own(tmp_path: Path) -> None:
     write(
         tmp_path / "mine.yaml",

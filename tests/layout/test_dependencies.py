@@ -4,7 +4,7 @@ import ast
 import re
 import sys
 import tomllib
-from importlib.metadata import packages_distributions, requires
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires, version
 
 from packaging.requirements import Requirement
 
@@ -91,6 +91,40 @@ def test_constraints_pin_what_is_installed_by_name() -> None:
         requirement = Requirement(text)
         assert requirement.specifier.contains(pins[canonical(requirement.name)]), text
     assert all("+" not in version for version in pins.values()), "a local version (torch 2.13.0+cpu) is one machine's"
+
+
+def needed() -> dict[str, str | None]:
+    """{distribution: installed version, None if it is not there} of what .[dev] asks for, down to the last dependency."""
+    found: dict[str, str | None] = {}
+    seen: set[tuple[str, frozenset[str]]] = set()
+    waiting: list[tuple[str, frozenset[str]]] = [("tandem", frozenset({"dev"}))]
+    while waiting:
+        name, extras = waiting.pop()
+        for requirement in map(Requirement, requires(name) or []):
+            marker, asked = requirement.marker, (canonical(requirement.name), frozenset(requirement.extras))
+            if asked in seen or (marker is not None and not any(marker.evaluate({"extra": extra}) for extra in (*extras, ""))):
+                continue
+            seen.add(asked)
+            try:
+                found[asked[0]] = version(requirement.name).partition("+")[0]
+                waiting.append(asked)
+            except PackageNotFoundError:
+                found[asked[0]] = None
+    return found
+
+
+def test_all_that_ci_installs_is_locked() -> None:
+    """To the last dependency, and in one version over all files; what runs these tests is what the lock says."""
+    pins: dict[str, str] = {}
+    for file in sorted((ROOT / "requirements").glob("*.txt")):
+        for line in file.read_text().splitlines():
+            if line and not line.startswith("#"):
+                name, exact = line.split("==")
+                assert pins.setdefault(canonical(name), exact) == exact, f"{file.name}: {line}"
+    installed = needed()
+    assert len(installed) > 80 and installed.keys() - pins.keys() == set()
+    other = {name: (found, pins[name]) for name, found in installed.items() if found != pins[name]}
+    assert other.keys() <= {"torch"}, other  # with a GPU it is another build
 
 
 def test_the_core_is_what_the_metadata_says() -> None:

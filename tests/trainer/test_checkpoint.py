@@ -238,6 +238,7 @@ def test_safe_keys_exist_and_no_key_of_the_algorithm_is_among_them() -> None:
     assert allowed == {
         "trainer.total_epochs",
         "trainer.resume_from_path",
+        "trainer.replay.path",
         "actor_rollout_ref.rollout.val_kwargs.temperature",
         "algorithm.rollout_correction.mismatch_bound",
     }

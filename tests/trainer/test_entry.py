@@ -77,6 +77,11 @@ def test_what_the_user_can_mend_is_one_line_and_exit_code_2(error: Exception, ca
     assert "Traceback" in capsys.readouterr().err
 
 
+def test_an_error_in_one_line_tells_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
+    assert raising(ValueError("no answer from https://me:s3cret@host/v1"))([]) == 2
+    assert "s3cret" not in capsys.readouterr().err
+
+
 def test_anything_else_is_a_traceback_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert raising(RuntimeError("broken"))([]) == 1
     assert "Traceback" in (err := capsys.readouterr().err) and "RuntimeError: broken" in err

@@ -181,7 +181,7 @@ def test_the_picture_for_the_readme(tmp_path: Path) -> None:
 def test_what_happened_beside_the_steps_is_told(tmp_path: Path) -> None:
     make_run(tmp_path, steps=2)
     assert "What happened" not in Page(write_report(tmp_path).read_text()).text
-    Events(tmp_path).add(2, "restart", f"a worker\ndied {HOSTILE}")
+    Events(tmp_path).add(2, "<img>restart", f"a worker\ndied {HOSTILE}")
     page = Page(write_report(tmp_path).read_text())
-    assert "What happened" in page.text and f"restart a worker died {HOSTILE}" in page.text
+    assert "What happened" in page.text and f"<img>restart a worker died {HOSTILE}" in page.text
     assert not [tag for tag, _ in page.tags if tag == "img"]

@@ -17,7 +17,8 @@ def lay_out(run_dir: Path, steps: int, checkpoints: list[int]) -> None:
         (run_dir / name).write_text("".join(json_line({GLOBAL_STEP: step, "loss": step / 3}) for step in range(1, steps + 1)))
     (run_dir / "rollouts").mkdir()
     for step in range(1, steps + 1):
-        (run_dir / f"rollouts/step_{step}.parquet").write_bytes(b"rows")
+        for kind in ("parquet", "safetensors"):
+            (run_dir / f"rollouts/step_{step}.{kind}").write_bytes(b"rows")
     for step in checkpoints:
         (run_dir / f"global_step_{step}/actor").mkdir(parents=True)
     (run_dir / "latest_checkpointed_iteration.txt").write_text(str(checkpoints[-1]))
@@ -57,11 +58,12 @@ def test_resume_cuts_all_that_is_past_the_step(tmp_path: Path) -> None:
     kept = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)[:4]
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"training/global_step": 8, "lo')
-    (tmp_path / "rollouts/step_8.parquet.partial").write_bytes(b"ro")
+    for name in ("step_8.parquet.partial", "step_3.safetensors.partial"):
+        (tmp_path / "rollouts" / name).write_bytes(b"ro")
     start_run(tmp_path, 4, None)
     assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(kept)
     assert (tmp_path / "samples.jsonl").read_bytes() == b"".join(kept)
-    assert names(tmp_path / "rollouts") == {f"step_{step}.parquet" for step in (1, 2, 3, 4)}
+    assert names(tmp_path / "rollouts") == {f"step_{step}.{kind}" for step in (1, 2, 3, 4) for kind in ("parquet", "safetensors")}
     assert {"global_step_2", "global_step_4", "logs"} < names(tmp_path)
     assert "earlier_1" not in names(tmp_path)
 

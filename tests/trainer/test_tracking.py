@@ -16,6 +16,7 @@ from workers.batch import Batch
 
 CONFIG = {"trainer": {"project_name": "p", "logger": ["console"]}, "ray_kwargs": {"env": {"HF_TOKEN": "s3cret"}}}
 
+KINDS = ("parquet", "safetensors")
 ROW = Batch(torch.tensor([2]), rows={"prompt_length": torch.tensor([1]), "finished": torch.tensor([1])})
 
 
@@ -31,7 +32,7 @@ def run_steps(tracker: Tracker, *steps: int) -> None:
     for step in steps:
         tracker.log({"critic/score/mean": step / 7, GLOBAL_STEP: step}, step)
         tracker.log_samples([sample(step)], step)
-        tracker.log_rollouts(ROW, step)
+        tracker.log_rollouts(ROW, step, "base")
 
 
 def checkpoint(run_dir: Path, step: int) -> None:
@@ -65,7 +66,7 @@ def test_resumed_files_equal_those_of_a_run_that_was_never_stopped(tmp_path: Pat
     assert [entry[GLOBAL_STEP] for entry in read_metrics(tmp_path / "killed")] == [1, 2, 3]
     run_steps(resumed, 4, 5)
     resumed.close()
-    for name in ("metrics.jsonl", "samples.jsonl", *(f"rollouts/step_{step}.parquet" for step in range(1, 6))):
+    for name in ("metrics.jsonl", "samples.jsonl", *(f"rollouts/step_{step}.{kind}" for step in range(1, 6) for kind in KINDS)):
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
 
 

@@ -6,6 +6,7 @@ import os
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from configs.schema.common import ModelConfig
+from workers.engine.hf_model import check_own_code
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
@@ -15,6 +16,8 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
+        if isinstance(error, ValueError):
+            check_own_code(path, error)
         what = "" if os.path.isdir(path) else "there is no such directory, and as a hub name: "
         raise ValueError(f"no tokenizer at {path}: {what}{' '.join(str(error).split())}") from error
 

@@ -49,7 +49,7 @@ def run(config: ParityConfig, notices: Sequence[str]) -> None:
         seed=config.trainer.seed,
     )
     directory = Path(config.trainer.default_local_dir)
-    directory.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     measured: dict[str, Measured] = {}
     with open_backend(config.trainer, config.ray_kwargs, directory) as backend:
         for engine in config.engines:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -66,19 +66,24 @@ def attempt(config: PPOConfig, life: Lifetime) -> None:
     if resume is not None:
         for change in check_config(resume.manifest.config, asdict(config)):
             print(f"note: resumed with another {change}", file=sys.stderr)
+    with opened(Assembly, config, life, resume) as loop, life.stopping:
+        loop.fit()
+    life.stopping.check()
+
+
+@contextmanager
+def opened(assembly: type[Assembly], config: PPOConfig, life: Lifetime, resume: Checkpoint | None) -> Iterator[Loop]:
+    """The loop with all that it works with, which ends when the block does."""
     with ExitStack() as stack:
         rewards = stack.enter_context(RewardRunner(config.reward))
         rewards.start()
         backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, life.run_dir))
-        hosts = start_hosts(backend, config.trainer, config.timeouts)
-        parts = Assembly(config, hosts, life)
+        parts = assembly(config, start_hosts(backend, config.trainer, config.timeouts), life)
         rewards.wait_ready()
         loop = parts.loop(rewards, resume)
         stack.callback(loop.tracker.close)
         life.started = True
-        with life.stopping:
-            loop.fit()
-    life.stopping.check()
+        yield loop
 
 
 def finish(run_dir: Path) -> None:
@@ -116,9 +121,9 @@ class Assembly:
         config, rollout_config = self.config, self.config.actor_rollout_ref.rollout
         tracker = self.tracker(run_dir, resume)
         actor = self.actor()
-        ref = self.ref() if config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward else None
+        ref = self.ref() if self.wants_ref else None
         critic = self.critic() if self.wants_critic else None
-        rollout = RemoteRollout(self.hosts, self.rollout_spec(), "actor", self.watchdog)
+        rollout = self.rollout()
         source = self.source(rollout, rewards)
         events = Events(run_dir)
         return Loop(
@@ -156,6 +161,10 @@ class Assembly:
             resume=resume,
             total_steps=self.total_steps,
         )
+
+    @property
+    def wants_ref(self) -> bool:
+        return self.config.actor_rollout_ref.actor.use_kl_loss or self.config.algorithm.use_kl_in_reward
 
     @property
     def wants_critic(self) -> bool:
@@ -342,6 +351,9 @@ class Assembly:
             columns=("values", "returns"),
             seed=seed_of(self.config.trainer.seed, "critic_update"),
         )
+
+    def rollout(self) -> RemoteRollout:
+        return RemoteRollout(self.hosts, self.rollout_spec(), "actor", self.watchdog)
 
     def rollout_spec(self) -> RolloutSpec:
         models = self.config.actor_rollout_ref

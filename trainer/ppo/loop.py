@@ -71,7 +71,7 @@ class Loop:
         self.begin()
         for step in self.remaining_steps():
             with self.phases("step"):
-                batch = self.source.collect(step, self.prompts, self.phases)  # generated, scored answers
+                batch = self.collect(step)  # generated, scored answers
                 batch |= self.old_log_probs(batch)
                 batch |= self.correction(batch)  # where the rollout engine was not quite the policy
                 batch |= self.ref_log_probs(batch)
@@ -105,6 +105,13 @@ class Loop:
             self.watchdog.step = step = self.step + 1
             self.metrics = {"training/global_step": step, "training/epoch": self.prompts.epoch} | self.rollbacks.metrics()
             yield step
+
+    def collect(self, step: int) -> Batch:
+        """The step's batch, kept as it came if trainer.rollout_data_dir says where."""
+        batch = self.source.collect(step, self.prompts, self.phases)
+        begun_with = self.config.actor_rollout_ref.model.path if self.resume is None else str(self.resume.path)
+        self.tracker.log_rollouts(batch, step, begun_with)
+        return batch
 
     def old_log_probs(self, batch: Batch) -> Batch:
         """The policy's log-probs before the update, and how far the rollout engine's own are from them.
@@ -227,7 +234,6 @@ class Loop:
         if self.critic is not None:
             flops["update_critic"] = self.critic.take_flops()
         self.metrics |= performance_metrics(batch, self.phases.seconds, world_size(config), flops=flops, peak=self.peak_flops)
-        self.tracker.log_rollouts(batch, step)
         self.tracker.log(self.metrics, step)
         alarm = react(self.alarms.see(step, self.metrics), self.events, step)
         if alarm is not None:

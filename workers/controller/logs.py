@@ -13,7 +13,8 @@ LOG_TAIL = 30  # lines: a crash prints the stack of its thread
 
 def write_to(path: Path) -> None:
     """This process's output, of C libraries and of a crash too, goes to the end of a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # on another node it may not be there yet
+    path.parent.mkdir(exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, sys.stdout.fileno())
     os.dup2(descriptor, sys.stderr.fileno())

@@ -88,7 +88,7 @@ class PackedModel(nn.Module):
 
 
 def model_path(model: ModelConfig) -> str:
-    """A directory, checked, or a hub name as it is. Raises FileNotFoundError."""
+    """A directory, checked, or a hub name as it is. Raises FileNotFoundError, and ValueError for weights in a pickle."""
     path = Path(model.path).expanduser()
     looks_local = model.path.startswith(("/", ".", "~")) or model.path.count("/") > 1
     if not path.is_dir():
@@ -97,6 +97,11 @@ def model_path(model: ModelConfig) -> str:
         return model.path
     for pattern in ("config.json", "*.safetensors"):
         if not any(path.glob(pattern)):
+            if pickles := sorted(found.name for found in path.glob("*.bin")):
+                raise ValueError(
+                    f"model.path {model.path}: no *.safetensors there, and {pickles[0]} is a pickle, which is not read; "
+                    "transformers' save_pretrained writes safetensors"
+                )
             raise FileNotFoundError(f"model.path {model.path}: no {pattern} there (expected a Hugging Face model directory)")
     return str(path)
 
@@ -110,6 +115,9 @@ def model_config(model: ModelConfig, head: Head) -> PretrainedConfig:
         )
     except OSError as error:  # transformers' own runs over many lines
         raise ValueError(f"model.path {model.path}: {str(error).splitlines()[0]}") from error
+    except ValueError as error:
+        check_own_code(model.path, error)
+        raise
     unknown.pop("trust_remote_code", None)
     if unknown:
         raise ValueError(f"model.override_config: {', '.join(unknown)} not in the config of {model.path} ({config.model_type})")
@@ -122,6 +130,15 @@ def model_config(model: ModelConfig, head: Head) -> PretrainedConfig:
     if refused:
         raise ValueError(f"model.path {model.path}: {config.model_type} cannot be packed: it has {', '.join(refused)}")
     return config
+
+
+def check_own_code(path: str, error: ValueError) -> None:
+    """Raises ValueError, with the key, if transformers stopped because what is at ``path`` comes with code of its own."""
+    if "trust_remote_code=True" in str(error):
+        raise ValueError(
+            f"{path} comes with code of its own, which is not run unless model.trust_remote_code=true is set beside its "
+            "model.path; read the code first"
+        ) from error
 
 
 def vocab_size(model: ModelConfig) -> int:
@@ -158,6 +175,7 @@ def load_model(model: ModelConfig, config: PretrainedConfig, head: Head, dtype: 
             dtype=dtype,
             attn_implementation=PACKED_ATTENTION,
             trust_remote_code=model.trust_remote_code,
+            use_safetensors=True,
             output_loading_info=True,
         )
     transformers.logging.set_verbosity(verbosity)

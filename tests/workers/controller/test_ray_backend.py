@@ -175,6 +175,26 @@ def test_ray_listens_on_the_loopback_alone(pair: WorkerGroup) -> None:
     assert listening and {address for _, address in listening} <= {"127.0.0.1", "::ffff:127.0.0.1"}, listening
 
 
+ASKS = "import sys; from ray._raylet import GcsClient; print(len(GcsClient(address=sys.argv[1]).get_all_node_info()))"
+
+
+@pytest.mark.parametrize(
+    ("token", "said"),
+    [
+        ({"RAY_AUTH_MODE": "disabled"}, "InvalidAuthToken"),
+        ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}, "InvalidAuthToken"),
+        ({"RAY_AUTH_MODE": "token"}, ""),
+    ],
+    ids=["none", "wrong", "own"],
+)
+def test_ray_wants_its_token(token: dict[str, str], said: str, pair: WorkerGroup) -> None:
+    """Whoever gets to the loopback, another user of the machine say, still needs this user's file."""
+    command = [sys.executable, "-c", ASKS, ray.get_runtime_context().gcs_address]
+    asked = subprocess.run(command, env=os.environ | token, capture_output=True, text=True, timeout=60)
+    assert (asked.returncode, asked.stdout) == ((1, "") if said else (0, "1\n"))
+    assert said in asked.stderr
+
+
 def test_on_cuda_a_slot_is_a_gpu_and_the_worker_chooses_its_own(backend: RayBackend) -> None:
     with pytest.raises(ValueError, match=r"needs 3 GPUs, \[3\] on 1 node\(s\); the nodes of this Ray have \[2\], 2 together"):
         backend.start_group("gpus", ResourcePool((3,), "cuda", "gpus"), TOY)

@@ -19,9 +19,11 @@ from transformers import (
 )
 
 from configs.schema.common import ModelConfig
+from tests.pickles import malicious_pickle
 from tests.tiny import save_tiny_model, tiny_config
 from tests.workers.engine.test_logprob import Largest
 from tests.workers.engine.toy import VOCABULARY, plain_model, plain_outputs, toy_batch
+from trainer.data.chat import load_tokenizer
 from workers.batch import Batch
 from workers.engine.attention import PackedRows
 from workers.engine.hf_model import PackedModel, empty_model, load_model, model_config, model_path
@@ -227,3 +229,41 @@ def test_what_cannot_be_packed_is_refused_when_built(tmp_path: Path, reason: str
     config, message = UNSUPPORTED[reason]
     with pytest.raises(ValueError, match=message):
         load(save(tmp_path, config, scale=0.5))
+
+
+def test_weights_in_a_pickle_are_not_read(tmp_path: Path) -> None:
+    path, trace = Path(save_tiny_model(tmp_path / "model")), tmp_path / "trace"
+    (path / "pytorch_model.bin").write_bytes(malicious_pickle(trace))
+    load(str(path))  # there are safetensors, and these count
+    (path / "model.safetensors").rename(path / "other.safetensors")
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+        load(str(path))
+    (path / "other.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"no \*\.safetensors there, and pytorch_model\.bin is a pickle, which is not read"):
+        load(str(path))
+    assert not trace.exists()
+
+
+def foreign_model(path: Path) -> str:
+    """It comes with code of its own, which no version of transformers has."""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"model_type": "foreign", "auto_map": {"AutoConfig": "code.Config"}}))
+    (path / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["code.Tokenizer", None]}}))
+    (path / "code.py").write_text(
+        f"from pathlib import Path\nPath({str(path / 'trace')!r}).touch()\nraise RuntimeError('it ran')\n"
+    )
+    (path / "model.safetensors").touch()
+    return str(path)
+
+
+def test_a_models_own_code_does_not_run_unasked(tmp_path: Path) -> None:
+    path = foreign_model(tmp_path / "model")
+    with pytest.raises(
+        ValueError, match=r"comes with code of its own, which is not run unless model\.trust_remote_code=true"
+    ) as told:
+        model_config(spec(path), "lm")
+    assert "\n" not in str(told.value) and not (tmp_path / "model/trace").exists()
+    with pytest.raises(ValueError, match="comes with code of its own"):
+        load_tokenizer(spec(path))
+    with pytest.raises(RuntimeError, match="it ran"):
+        model_config(spec(path, trust_remote_code=True), "lm")

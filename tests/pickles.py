@@ -1,0 +1,21 @@
+"""A pickle that leaves a trace when it is read."""
+
+import pickle
+from pathlib import Path
+
+
+class Trace:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.path,)
+
+
+def malicious_pickle(trace: Path) -> bytes:
+    """Whoever unpickles it makes the file ``trace``."""
+    data = pickle.dumps({"weight": Trace(trace)})
+    pickle.loads(data)
+    assert trace.exists(), "it does what it is to do"
+    trace.unlink()
+    return data

@@ -1,0 +1,173 @@
+"""A step again, alone: equal to the bit, and what was changed is named."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import load_file, save_file
+
+from tests.runs import make_task, ppo_arguments, run_ppo
+from trainer import main_ppo
+from trainer.batch_file import load_batch, save_batch
+from trainer.ppo.assemble import Assembly
+
+PPO = (
+    "algorithm=ppo",
+    "actor_rollout_ref.actor.ppo_epochs=2",
+    "algorithm.use_kl_in_reward=true",
+    "reward.shaping.normalize=running",
+)
+FILTER = ("algorithm=grpo", "algorithm.filter_groups.enable=true", "data.gen_batch_size=6", "actor_rollout_ref.rollout.n=2")
+TWO_WORKERS = ("algorithm=grpo", "trainer.backend=ray", "trainer.n_gpus_per_node=2", "reward.num_workers=1")
+Run = tuple[Path, tuple[str, ...]]
+RUNS = {"ppo": PPO, "filter": FILTER, "two_workers": TWO_WORKERS}
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_task(tmp_path_factory.mktemp("sort_digits"), train_size=96, sft_size=8)
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def kept(request: pytest.FixtureRequest, task: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of two steps that kept everything."""
+    run_dir = tmp_path_factory.mktemp(request.param) / "run"
+    overrides = ("trainer.save_freq=1", f"trainer.rollout_data_dir={run_dir / 'rollouts'}", *RUNS[request.param])
+    run_ppo(task, run_dir, *overrides)
+    return run_dir, overrides
+
+
+def again(task: Path, run_dir: Path, overrides: tuple[str, ...], mode: str, step: int, *more: str) -> int:
+    asked = (f"trainer.replay.mode={mode}", f"trainer.replay.path={run_dir / 'rollouts' / f'step_{step}.safetensors'}")
+    return main_ppo.PROGRAM(ppo_arguments(task, run_dir, *overrides, *asked, *more))
+
+
+def contents(run_dir: Path) -> dict[str, bytes]:
+    found = (path.relative_to(run_dir) for path in sorted(run_dir.rglob("*")) if path.is_file())
+    return {str(path): (run_dir / path).read_bytes() for path in found if not path.parts[0].startswith("replay_")}
+
+
+@pytest.mark.parametrize("mode", ["rollout", "train"])
+def test_steps_are_equal_to_the_bit_and_the_run_stays_as_it_is(
+    mode: str, kept: Run, task: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, overrides = kept
+    before = contents(run_dir)
+    unwanted = "critic" if mode == "rollout" else "rollout"
+    monkeypatch.setattr(Assembly, unwanted, lambda self: pytest.fail(f"a replay of the {mode} has no use for a {unwanted}"))
+    for step in (2,) if "trainer.backend=ray" in overrides else (1, 2):
+        assert again(task, run_dir, overrides, mode, step) == 0
+        assert capfd.readouterr().out.strip().endswith("all equal")
+        directory = run_dir / f"replay_{mode}_{step}"
+        assert yaml.safe_load((directory / "config.yaml").read_text())["trainer"]["default_local_dir"] == str(directory)
+    assert contents(run_dir) == before
+
+
+@pytest.fixture(scope="module")
+def plain(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run_dir = tmp_path_factory.mktemp("plain") / "run"
+    overrides = ("algorithm=grpo", "trainer.save_freq=2", f"trainer.rollout_data_dir={run_dir / 'rollouts'}")
+    run_ppo(task, run_dir, *overrides)
+    return run_dir, overrides
+
+
+@pytest.fixture
+def copied(plain: Run, tmp_path: Path) -> Run:
+    """May be changed. The dumps lie where the configuration does not say: trainer.replay.path says it."""
+    shutil.copytree(plain[0], tmp_path / "run")
+    return tmp_path / "run", plain[1]
+
+
+def test_a_changed_token_in_the_dump_is_named(copied: Run, task: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_dir, overrides = copied
+    file = run_dir / "rollouts/step_1.safetensors"
+    batch, facts = load_batch(file)
+    last = int(batch.offsets[2]) - 1
+    batch.tokens["input_ids"][last] += 1
+    save_batch(file, batch, facts)
+    uid, sample, position = int(batch.rows["uid"][1]), int(batch.rows["sample"][1]), int(batch.lengths[1]) - 1
+    assert again(task, run_dir, overrides, "rollout", 1) == 3
+    told = capfd.readouterr().err
+    assert f"error: tokens (1 of 32 answers; the first: uid {uid}, sample {sample}, token {position})" in told
+    assert again(task, run_dir, overrides, "train", 1) == 3
+    told = capfd.readouterr().err
+    assert "error: actor/grad_norm: " in told and "error: critic/score/mean" not in told
+
+
+def test_a_changed_weight_is_found(copied: Run, task: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_dir, overrides = copied
+    file = task / "base/model.safetensors"
+    original = file.read_bytes()
+    weights = load_file(file)
+    weights["model.layers.0.mlp.up_proj.weight"][0, 0] += 0.01
+    save_file(weights, file, metadata={"format": "pt"})
+    try:
+        assert again(task, run_dir, overrides, "rollout", 1) == 3
+        assert "error: rollout_log_probs (32 of 32 answers" in capfd.readouterr().err
+        assert again(task, run_dir, overrides, "train", 1) == 3
+        assert "error: actor/grad_norm: " in capfd.readouterr().err
+        assert again(task, run_dir, overrides, "train", 1, "trainer.replay.bound=inf") == 2
+        assert again(task, run_dir, overrides, "train", 1, "trainer.replay.bound=1e6") == 0
+        assert "within trainer.replay.bound=1e+06" in capfd.readouterr().out
+    finally:
+        file.write_bytes(original)
+
+
+def test_without_the_weights_of_the_step_before_it_says_what_is_there(
+    plain: Run, task: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, overrides = plain
+    assert again(task, run_dir, overrides, "train", 2) == 2
+    told = capfd.readouterr().err
+    assert f"step 2 began with the weights of step 1, in a process that started from {task}/base" in told
+    assert "has checkpoints of steps [2]: replay one of steps [1, 3]" in told
+    chosen = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={run_dir}/global_step_2")
+    assert again(task, run_dir, overrides, "train", 2, *chosen) == 2
+    assert "step 2 wants the weights of step 1" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("kept", ["ppo"], indirect=True)
+def test_a_checkpoint_may_be_named(kept: Run, task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_dir, overrides = kept
+    shutil.move(run_dir / "global_step_1", tmp_path / "global_step_1")
+    try:
+        chosen = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/global_step_1")
+        assert again(task, run_dir, overrides, "train", 2, *chosen) == 0
+        assert capfd.readouterr().out.strip().endswith("all equal")
+    finally:
+        shutil.move(tmp_path / "global_step_1", run_dir / "global_step_1")
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("nowhere/step_1.safetensors", "nowhere has no step_N.safetensors (trainer.rollout_data_dir writes them)"),
+        ("rollouts/step_9.safetensors", "has step_1.safetensors to step_2.safetensors, 2 files"),
+        ("rollouts", "no such file"),
+        ("rollouts/step_1.parquet", "is no dump of a batch"),
+    ],
+)
+def test_a_path_that_is_no_dump_is_one_line(
+    path: str, told: str, plain: Run, task: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, overrides = plain
+    asked = ("trainer.replay.mode=train", f"trainer.replay.path={run_dir / path}")
+    assert main_ppo.PROGRAM(ppo_arguments(task, run_dir, *overrides, *asked)) == 2
+    errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and told in errors[0]
+
+
+def test_another_configuration_is_refused(plain: Run, task: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_dir, overrides = plain
+    assert again(task, run_dir, overrides, "train", 1, "actor_rollout_ref.actor.optim.lr=1.0") == 2
+    assert "actor_rollout_ref.actor.optim.lr: 0.0003 -> 1.0" in capfd.readouterr().err
+
+
+def test_a_step_that_was_not_logged_has_nothing_to_be_compared_with(
+    copied: Run, task: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, overrides = copied
+    (run_dir / "metrics.jsonl").write_text("")
+    assert again(task, run_dir, overrides, "train", 1) == 2
+    assert "metrics.jsonl has no step 1 to compare with; it has []" in capfd.readouterr().err

@@ -1,0 +1,187 @@
+"""Nobody is let in, and no secret is let out: whole runs, looked at from outside."""
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from socket import SOCK_DGRAM
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data_preprocess import tiny_model
+from tests.conftest import descendants
+from tests.layout.source import ROOT
+from tests.pickles import malicious_pickle
+from tests.runs import REWARD, make_task, ppo_arguments, run_ppo
+from tests.workers.rollout.vllm_hosts import CPU_BUILD
+
+SECRET = "s3cret-9f2c"
+ENVIRONMENT = {name: f"{SECRET}-{name}" for name in ("WANDB_API_KEY", "OPENAI_API_KEY", "HF_TOKEN")}
+# Their own YAML: secrets where they should not stand, and one where it may.
+OWN_YAML = f"""
+defaults: [ppo_trainer, _self_]
+reward:
+  custom_reward_function:
+    reward_kwargs:
+      api_token: {SECRET}
+      endpoint: https://user:{SECRET}@host/v1
+      headers: "Bearer ${{oc.env:OPENAI_API_KEY}}"
+"""
+LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+LONG = [pytest.mark.soak, CPU_BUILD]
+ENGINES = ["embedded", pytest.param("vllm", marks=LONG), pytest.param("sglang", marks=LONG)]
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_task(tmp_path_factory.mktemp("task"), train_size=64, sft_size=8)
+    tiny_model.main([f"--save_dir={folder / 'base'}", "--num_attention_heads=6", "--num_key_value_heads=2", "--hidden_size=192"])
+    (folder / "reward.py").write_text(REWARD.replace("extra_info)", "extra_info, **unused)"))
+    (folder / "own.yaml").write_text(OWN_YAML)
+    return folder
+
+
+def start(arguments: list[str], cwd: Path) -> subprocess.Popen[str]:
+    """stderr goes to stdout."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "trainer.main_ppo", *arguments],
+        cwd=cwd, env=os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, umask=0o022,
+    )  # fmt: skip
+
+
+def files_with_the_secret(folder: Path) -> Iterator[str]:
+    for path in folder.rglob("*"):
+        try:
+            if path.is_file() and SECRET.encode() in path.read_bytes():
+                yield str(path)
+        except FileNotFoundError:  # gone meanwhile
+            continue
+
+
+def listening() -> Iterator[tuple[str, str, int]]:
+    """(process, address, port) of all sockets that our children accept connections at."""
+    ours = set(descendants())
+    names = {process.pid: process.info["name"] for process in psutil.process_iter(["name"]) if process in ours}
+    for socket in psutil.net_connections("inet"):
+        is_open = socket.status == psutil.CONN_LISTEN or (socket.type == SOCK_DGRAM and not socket.raddr)
+        if is_open and socket.pid in names:
+            yield names[socket.pid], socket.laddr.ip, socket.laddr.port
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_run_lets_nobody_in_and_no_secret_out(engine: str, task: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    arguments = ppo_arguments(
+        task, run_dir, f"actor_rollout_ref.rollout.name={engine}", "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "trainer.backend=ray", "trainer.n_gpus_per_node=2", "reward.num_workers=2", "trainer.logger=[console,tensorboard]",
+        "trainer.save_freq=1", f"trainer.rollout_data_dir={run_dir}/rollouts", "trainer.test_freq=1",
+    )  # fmt: skip
+    run = start(["--config-dir", str(task), "--config-name", "own", *arguments], tmp_path)
+    sockets: set[tuple[str, str, int]] = set()
+    leaks: set[str] = set()
+    while run.poll() is None:
+        sockets |= set(listening())
+        leaks |= set(files_with_the_secret(run_dir))  # Ray's own logs are there as long as it runs
+        time.sleep(1.0)
+    said, _ = run.communicate()
+    assert run.returncode == 0, said
+    assert SECRET not in said
+    assert leaks | set(files_with_the_secret(tmp_path)) == set()
+    assert {"config.yaml", "environment.json", "manifest.json", "report.html"} <= {path.name for path in run_dir.rglob("*")}
+    assert {name for name, address, port in sockets if address not in LOOPBACK} == set(), sockets
+    assert any("gcs_server" in name for name, _, _ in sockets) and any("raylet" in name for name, _, _ in sockets)
+    assert any(name.startswith("ray::") for name, _, _ in sockets), "the workers' TCPStore and gloo"
+    assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
+
+
+def test_a_run_that_fails_tells_no_secret(task: Path, tmp_path: Path) -> None:
+    """Here the key is used: each error says whom it was sent to, and why nothing came back."""
+    judge = ("reward.scorer=judge", "reward.judge.url=http://127.0.0.1:1/v1", "reward.judge.model=m", "reward.judge.retries=0")
+    alone = ("reward.custom_reward_function.path=null", "reward.judge.prompt='{answer}'", "reward.num_workers=1")
+    run = start(ppo_arguments(task, tmp_path / "run", *judge, *alone), tmp_path)
+    said, _ = run.communicate()
+    assert run.returncode == 1 and "http://127.0.0.1:1/v1/chat/completions" in said, said
+    assert SECRET not in said and list(files_with_the_secret(tmp_path)) == []
+
+
+@pytest.mark.parametrize("flags", [["--cfg", "job"], ["--cfg", "job", "--resolve"], ["--info", "config"]])
+def test_a_printed_configuration_is_without_secrets(flags: list[str], task: Path, tmp_path: Path) -> None:
+    run = start(["--config-dir", str(task), "--config-name", "own", *flags], tmp_path)
+    said, _ = run.communicate()
+    assert run.returncode == 0 and "api_token: '***'" in said and "endpoint: https://***@host/v1" in said
+    assert SECRET not in said
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        (f"ray_kwargs.ray_init.runtime_env.env_vars.HF_TOKEN={SECRET}", "ray_kwargs.ray_init.runtime_env.env_vars.HF_TOKEN"),
+        (
+            f"+reward.custom_reward_function.reward_kwargs={{api_key: {SECRET}}}",
+            "reward.custom_reward_function.reward_kwargs.api_key",
+        ),
+        (f"no.such.api_key={SECRET}", "no.such.api_key"),
+        (f"reward.judge.url=https://user:{SECRET}@host/v1", "reward.judge.url"),
+    ],
+)
+def test_a_secret_on_the_command_line_is_refused(word: str, key: str, task: Path, tmp_path: Path) -> None:
+    run = start([*ppo_arguments(task, tmp_path / "run"), word], tmp_path)
+    said, _ = run.communicate()
+    assert run.returncode == 2 and said.startswith(f"error: {key}: a secret on the command line") and said.count("\n") == 1
+    assert SECRET not in said and list(files_with_the_secret(tmp_path)) == []
+
+
+def test_no_pickle_is_opened(task: Path, tmp_path: Path) -> None:
+    """Neither beside a model nor in a checkpoint, whatever it is called."""
+    data = malicious_pickle(tmp_path / "trace")
+    shutil.copytree(task / "base", tmp_path / "base")
+    run_dir = tmp_path / "run"
+    overrides = ("trainer.save_freq=1", f"actor_rollout_ref.model.path={tmp_path / 'base'}", "trainer.resume_mode=auto")
+    for steps in (1, 2):
+        for name in ("pytorch_model.bin", "training_args.bin", "model.pt", "tokenizer.pkl"):
+            (tmp_path / "base" / name).write_bytes(data)
+        for folder in run_dir.glob("global_step_*/actor"):
+            for name in (".metadata", "optimizer.pt", "__0_0.distcp", "extra_state.pkl"):
+                (folder / name).write_bytes(data)
+        assert len(run_ppo(task, run_dir, *overrides, f"trainer.total_training_steps={steps}")) == steps
+    assert not (tmp_path / "trace").exists()
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_run_directory_is_private_unless_it_was_there(there: bool, task: Path, tmp_path: Path) -> None:
+    run_dir, dumps = tmp_path / "run", tmp_path / "dumps"
+    if there:
+        run_dir.mkdir(mode=0o755)
+        dumps.mkdir(mode=0o755)
+    before = os.umask(0o022)
+    try:
+        run_ppo(task, run_dir, "trainer.total_training_steps=1", f"trainer.rollout_data_dir={dumps}")
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (run_dir, dumps)] == [0o755 if there else 0o700] * 2
+
+
+def test_names_in_the_data_make_no_paths(task: Path, tmp_path: Path) -> None:
+    """Data sources and answers become names of metrics and cells of tables, never files."""
+    rows = pq.read_table(task / "test.parquet").to_pylist()
+    for i, row in enumerate(rows):
+        row["data_source"] = f"../../{'escaped' if i % 2 else '/escaped'}"
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "odd.parquet")
+    run_dir = tmp_path / "a/b/run"
+    odd = f"data.val_files={tmp_path / 'odd.parquet'}"
+    steps = run_ppo(
+        task, run_dir, odd, "trainer.test_freq=1", "trainer.logger=[tensorboard]", f"trainer.rollout_data_dir={run_dir}/rollouts",
+        "trainer.total_training_steps=1",
+    )  # fmt: skip
+    assert "val-core/../../escaped/reward/mean@1" in steps[-1]
+    outside = {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*")}
+    assert outside == {"a", "odd.parquet"} and [path.name for path in (tmp_path / "a/b").iterdir()] == ["run"]
+    assert not [path for path in tmp_path.rglob("*") if "escaped" in path.name]

@@ -1,0 +1,47 @@
+"""A batch as a file: every tensor to the bit, in safetensors, so that reading it runs no code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from workers.batch import Batch
+
+_JSON = "json"  # bytes of what is no tensor; the file's own header holds 100 MB at most
+_KEPT_OBJECTS = ("data_source", "reward_extra")  # what a step reads after its batch is collected; texts are in the parquet
+
+
+def save_batch(path: Path, batch: Batch, facts: Mapping[str, Any]) -> Path:
+    """tokens, rows, meta and of the objects data_source and reward_extra; facts: JSON, about the file. Whole or absent."""
+    said = {
+        "facts": facts,
+        "meta": batch.meta,
+        "objects": {name: batch.objects[name] for name in _KEPT_OBJECTS if name in batch.objects},
+    }
+    columns = {"lengths": batch.lengths, _JSON: torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)}
+    columns |= {f"tokens.{name}": value for name, value in batch.tokens.items()}
+    columns |= {f"rows.{name}": value for name, value in batch.rows.items()}
+    partial = path.with_name(path.name + ".partial")
+    save_file({name: value.clone(memory_format=torch.contiguous_format) for name, value in columns.items()}, partial)
+    return partial.replace(path)
+
+
+def load_batch(path: Path) -> tuple[Batch, dict[str, Any]]:
+    """The batch and the facts. Raises ValueError, one line, for a file that ``save_batch`` did not write."""
+    try:
+        columns = load_file(path)
+        said = json.loads(columns.pop(_JSON).numpy().tobytes())
+        lengths = columns.pop("lengths")
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise ValueError(f"{path} is no dump of a batch: {type(error).__name__}: {error}") from error
+    by_kind: dict[str, dict[str, torch.Tensor]] = {"tokens": {}, "rows": {}}
+    for name, value in columns.items():
+        kind, _, column = name.partition(".")
+        by_kind[kind][column] = value
+    return Batch(lengths, **by_kind, objects=said["objects"], meta=said["meta"]), said["facts"]

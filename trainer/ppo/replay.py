@@ -1,0 +1,191 @@
+"""One step of a run again, alone: its answers drawn again, or its update made again from the answers that were kept."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from configs.schema.alarms import AlarmConfig
+from configs.schema.ppo import PPOConfig
+from trainer.batch_file import load_batch
+from trainer.checkpoint import Checkpoint, check_config, resolve_resume
+from trainer.data.stream import PromptStream
+from trainer.entry import Found
+from trainer.metrics import Phases
+from trainer.ppo.assemble import Assembly, opened
+from trainer.ppo.differences import MOST_LINES, WIDTH, Difference, compare_answers, compare_metrics, replayed, table
+from trainer.ppo.loop import Loop
+from trainer.ppo.source import Source
+from trainer.remote import RemoteRollout
+from trainer.restart import Lifetime
+from trainer.rewards.shaping import Shaping
+from trainer.run_dir import GLOBAL_STEP, METRICS, checkpoint_dir, checkpoint_steps, read_metrics
+from workers.batch import Batch
+from workers.metric import Metrics
+from workers.rollout import check_installed
+
+
+def replay(config: PPOConfig) -> None:
+    """What trainer.replay asks for, into ``<run directory>/replay_<mode>_<step>``; what the run wrote stays as it is.
+
+    Raises Found, a line for each difference beyond the bound; ValueError if the dump, its weights or its metrics are not there.
+    """
+    asked, run_dir = config.trainer.replay, Path(config.trainer.default_local_dir)
+    assert asked.mode is not None and asked.path is not None, "see configs.checks"
+    batch, facts = load_batch(dump_file(asked.path))
+    step = int(facts["step"])
+    directory = run_dir / f"replay_{asked.mode}_{step}"
+    for change in check_config(facts["config"], asdict(config)):
+        if not change.startswith(("trainer.replay.", "trainer.resume_")):
+            print(f"note: replayed with another {change}", file=sys.stderr)
+    weights = weights_before(step, facts, config, directory)
+    one_step = of_one_step(config, directory)
+    life = Lifetime(one_step.trainer, directory)
+    if asked.mode == "rollout":
+        check_installed(config.actor_rollout_ref.rollout.name)
+        with opened(RolloutAgain, one_step, life, weights) as loop:
+            again = draw_again(loop, step)
+        found = compare_answers(batch, again, asked.bound)
+        found += compare_metrics(batch.meta["metrics"], again.meta["metrics"], asked.bound)
+        compared = f"{len(batch)} answers, {batch.total_tokens:,} tokens"
+    else:
+        logged = logged_metrics(run_dir, step)
+        with opened(TrainAgain, one_step, life, weights) as loop, life.stopping:
+            metrics = train_again(loop, batch, step)
+        found = compare_metrics(replayed(logged), replayed(metrics), asked.bound)
+        compared = f"{len(replayed(logged))} metrics of {len(batch)} answers"
+    tell(f"{asked.mode} of step {step} again: {compared}", found, asked.bound)
+
+
+def dump_file(path: str) -> Path:
+    """Raises ValueError, with the dumps that are there, if it is not one."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        directory = file if file.is_dir() else file.parent
+        there = sorted(directory.glob("step_*.safetensors"), key=lambda found: (len(found.name), found.name))
+        known = f"{there[0].name} to {there[-1].name}, {len(there)} files" if there else "no step_N.safetensors"
+        raise ValueError(
+            f"trainer.replay.path={path}: no such file; {directory} has {known} (trainer.rollout_data_dir writes them)"
+        )
+    return file
+
+
+def weights_before(step: int, facts: Mapping[str, Any], config: PPOConfig, directory: Path) -> Checkpoint | None:
+    """The checkpoint of the step before; None: the model as it came. Raises ValueError, with what is there, if there is none."""
+    trainer, before = config.trainer, int(facts["weights_of_step"])
+    run_dir = Path(trainer.default_local_dir)
+    if trainer.resume_mode == "resume_path":
+        checkpoint = resolve_resume("resume_path", trainer.resume_from_path, directory)
+        if checkpoint is None or checkpoint.step != before:
+            raise ValueError(
+                f"trainer.resume_from_path={trainer.resume_from_path}: step {step} wants the weights of step {before}"
+            )
+        return checkpoint
+    if checkpoint_dir(run_dir, before).is_dir():
+        return resolve_resume("resume_path", str(checkpoint_dir(run_dir, before)), directory)
+    if before == 0:
+        return None
+    there = checkpoint_steps(run_dir) if run_dir.is_dir() else []
+    raise ValueError(
+        f"step {step} began with the weights of step {before}, in a process that started from {facts['begun_with']}; {run_dir} "
+        f"has checkpoints of steps {there}: replay one of steps {[1, *(saved + 1 for saved in there)]}, or name it by "
+        "trainer.resume_mode=resume_path trainer.resume_from_path=..."
+    )
+
+
+def of_one_step(config: PPOConfig, directory: Path) -> PPOConfig:
+    """The run's configuration, less what it does beside its steps: no alarm ends it. What is drawn again is kept, as the run would
+    keep it."""
+    trainer = replace(
+        config.trainer,
+        default_local_dir=str(directory),
+        logger=[],
+        rollout_data_dir=str(directory / "rollouts") if config.trainer.replay.mode == "rollout" else None,
+        val_before_train=False,
+        val_only=False,
+        test_freq=-1,
+        save_freq=-1,
+    )
+    told = {each.name: getattr(config.alarms, each.name) for each in fields(config.alarms)}
+    quiet = {name: replace(alarm, action="off") for name, alarm in told.items() if isinstance(alarm, AlarmConfig)}
+    return replace(config, trainer=trainer, alarms=replace(config.alarms, **quiet))
+
+
+class RolloutAgain(Assembly):
+    """The actor and the engine alone."""
+
+    wants_ref = False
+    wants_critic = False
+
+
+def draw_again(loop: Loop, step: int) -> Batch:
+    """All that the step drew, groups that algorithm.filter_groups then dropped among it: the batch that was kept."""
+    loop.begin()
+    return loop.collect(step)
+
+
+class TrainAgain(Assembly):
+    """Everything but the engine."""
+
+    def rollout(self) -> RemoteRollout:
+        return NoRollout()
+
+
+def train_again(loop: Loop, batch: Batch, step: int) -> dict[str, float]:
+    """The step's metrics, from its batch."""
+    loop.source = Recorded(batch, loop.source.shaping)
+    loop.total_steps = step
+    loop.fit()
+    return loop.metrics
+
+
+class NoRollout(RemoteRollout):
+    """In the place of an engine: nothing is generated, so nobody wants the new weights."""
+
+    def __init__(self) -> None:
+        pass
+
+    def sync_weights(self, version: int) -> Metrics:
+        return {}
+
+
+class Recorded(Source):
+    """In the place of new answers."""
+
+    def __init__(self, batch: Batch, shaping: Shaping) -> None:
+        """shaping: holds a part of the loop's state, which a checkpoint has."""
+        self.batch = batch
+        self.shaping = shaping
+
+    def collect(self, step: int, prompts: PromptStream, phases: Phases) -> Batch:
+        return self.batch
+
+
+def logged_metrics(run_dir: Path, step: int) -> dict[str, float]:
+    """Raises ValueError if the step is not in metrics.jsonl."""
+    logged = {int(entry[GLOBAL_STEP]): entry for entry in read_metrics(run_dir)}
+    if step not in logged:
+        raise ValueError(f"{run_dir / METRICS} has no step {step} to compare with; it has {sorted(logged)}")
+    return logged[step]
+
+
+def tell(title: str, found: list[Difference], bound: float) -> None:
+    """The table, and Found if a difference is beyond the bound."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    if found:
+        console.print(table(title, found))
+    else:
+        console.print(f"{title}: all equal")
+    beyond = [difference for difference in found if difference.beyond]
+    if beyond:
+        more = [f"and {len(beyond) - MOST_LINES} more"] if len(beyond) > MOST_LINES else []
+        raise Found("\n".join([*map(str, beyond[:MOST_LINES]), *more]))
+    if found:
+        console.print(f"within trainer.replay.bound={bound:g}")
