@@ -38,8 +38,8 @@ class Kill:
 
     step: BEGIN, or the one that runs. phase: a name of Phases; or ``rename``: a checkpoint is on disk and has no name yet;
     ``latest``: it has one, and latest_checkpointed_iteration.txt names another; ``remove``: an old one is half removed. moment:
-    of a phase: seconds after its begin, but within it, or as it ends. first: the driver, and at once the others; the workers, and at
-    once the others; or the driver ``alone``: the rest has to end by itself. backend: trainer.backend of the start that it ends.
+    of a phase: seconds after its begin, but within it, or as it ends. first: the driver, and at once the others; the workers,
+    and at once the others; or the driver ``alone``: the rest has to end by itself. backend: trainer.backend of that start.
     """
 
     step: int

@@ -82,6 +82,7 @@ class RunConfig(WorkersConfig):
     save_freq: int
     resume_mode: Literal["auto", "disable", "resume_path"]
     resume_from_path: str | None
+    deterministic: bool
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -20,6 +20,7 @@ from trainer.data.chat import load_tokenizer
 from trainer.data.dataset import PromptDataset
 from trainer.data.order import DataOrder
 from trainer.data.stream import PromptStream
+from trainer.determinism import KernelWatch, worker_environment
 from trainer.events import Events
 from trainer.generation.rollout import rollout_spec, sampling
 from trainer.metrics import Phases, peak_flops
@@ -54,7 +55,8 @@ def run(config: PPOConfig, notices: Sequence[str]) -> None:
         rewards = stack.enter_context(RewardRunner(config.reward))
         rewards.start()
         backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, run_dir))
-        parts = Assembly(config, start_hosts(backend, config.trainer))
+        environment = worker_environment(config.trainer.deterministic, config.actor_rollout_ref.rollout.name)
+        parts = Assembly(config, start_hosts(backend, config.trainer, config.trainer.deterministic, environment))
         rewards.wait_ready()
         loop = parts.loop(run_dir, rewards, resume)
         stack.callback(finish, loop)
@@ -121,7 +123,8 @@ class Assembly:
                 batch_size=config.data.val_batch_size,
             ),
             tracker=tracker,
-            events=Events(run_dir),
+            events=(events := Events(run_dir)),
+            kernels=KernelWatch(self.hosts, events) if config.trainer.deterministic else None,
             phases=Phases(),
             peak_flops=peak_flops(config.trainer.device),
             resume=resume,

@@ -17,6 +17,8 @@ from trainer.checkpoint import check_config, resolve_resume
 from trainer.data.chat import load_tokenizer
 from trainer.data.order import DataOrder
 from trainer.data.sft import SFTDataset
+from trainer.determinism import KernelWatch, worker_environment
+from trainer.events import Events
 from trainer.metrics import Phases
 from trainer.models import Training, limits, start_model
 from trainer.supervised.loop import SupervisedLoop
@@ -34,7 +36,7 @@ def run(config: SFTConfig, notices: Sequence[str]) -> None:
             print(f"note: resumed with another {change}", file=sys.stderr)
     with ExitStack() as stack:
         backend = stack.enter_context(open_backend(trainer, config.ray_kwargs, run_dir))
-        hosts = start_hosts(backend, trainer)
+        hosts = start_hosts(backend, trainer, trainer.deterministic, worker_environment(trainer.deterministic))
         tokenizer = load_tokenizer(config.model)
         data = pairs(config, config.data.train_files, tokenizer)
         held_out = pairs(config, config.data.val_files, tokenizer) if trainer.test_freq > 0 else None
@@ -92,6 +94,7 @@ def run(config: SFTConfig, notices: Sequence[str]) -> None:
             model=model,
             tracker=tracker,
             phases=Phases(),
+            kernels=KernelWatch(hosts, Events(run_dir)) if trainer.deterministic else None,
             resume=resume,
             total_steps=total_steps,
         ).fit()

@@ -12,6 +12,7 @@ from trainer.algorithms.weights import token_weights
 from trainer.checkpoint import Checkpoint, CheckpointWriter
 from trainer.data.order import DataOrder
 from trainer.data.sft import SFTDataset
+from trainer.determinism import KernelWatch
 from trainer.metrics import Phases
 from trainer.remote import RemoteModel
 from trainer.tracking import Tracker
@@ -31,6 +32,7 @@ class SupervisedLoop:
     model: RemoteModel
     tracker: Tracker
     phases: Phases
+    kernels: KernelWatch | None
     resume: Checkpoint | None
     total_steps: int
     step: int = 0
@@ -64,6 +66,8 @@ class SupervisedLoop:
         seconds = self.phases.seconds
         values |= {f"timing_s/{phase}": spent for phase, spent in seconds.items()}
         values["perf/throughput"] = batch.total_tokens / (seconds["step"] * world_size(config))
+        if self.kernels is not None:
+            self.kernels.look(step)
         self.tracker.log(values, step)
         if config.save_freq > 0 and (is_last or step % config.save_freq == 0):
             self.save(step)
