@@ -37,7 +37,9 @@ class Sample:
 def watch(arguments: Sequence[str], run_dir: Path, notes: Path) -> list[Sample]:
     """Run to the end, looking on twice a second. notes: a file that gets what is in the object store at the end."""
     with (notes.with_suffix(".said")).open("w+") as said:
-        run = subprocess.Popen([sys.executable, "-m", "tests.long_haul", str(notes), *arguments], cwd=ROOT, stdout=said, stderr=said)
+        run = subprocess.Popen(
+            [sys.executable, "-m", "tests.long_haul", str(notes), *arguments], cwd=ROOT, stdout=said, stderr=said
+        )
         samples = []
         while run.poll() is None:
             samples.append(look(psutil.Process(run.pid), run_dir))
@@ -81,7 +83,6 @@ def files(folder: Path) -> Iterator[Path]:
 def main(notes: str, *arguments: str) -> int:
     """Everything goes through the object store, however small; what is in it when the run is done is noted."""
     from ray._private.internal_api import get_memory_info_reply
-    from ray._private.worker import global_worker
 
     from trainer import main_ppo
     from workers.controller import ray_backend
@@ -92,7 +93,11 @@ def main(notes: str, *arguments: str) -> int:
         global_state = ray_backend.ray._private.state.state
         global_state._check_connected()
         store = get_memory_info_reply(global_state).store_stats
-        found = {"bytes": store.object_store_bytes_used, "objects": store.num_local_objects, "made": store.cumulative_created_objects}
+        found = {
+            "bytes": store.object_store_bytes_used,
+            "objects": store.num_local_objects,
+            "made": store.cumulative_created_objects,
+        }
         Path(notes).write_text(json.dumps(found))
         end_ray(places)
 
