@@ -124,7 +124,10 @@ def test_many_kills_change_nothing(name: str, task: Path, tmp_path: Path, table:
         f"trainer.save_freq={every}", f"trainer.total_training_steps={max(kill.step for kill in kills) + 2}",
     )  # fmt: skip
     whole = tmp_path / "whole"
-    run_and_kill(arguments(task, whole, options), whole, [], tmp_path / "unkilled")
+    if ranks == 1:
+        run_ppo(task, whole, *options, f"trainer.rollout_data_dir={whole / ROLLOUTS}")
+    else:
+        run_and_kill(arguments(task, whole, options), whole, [], tmp_path / "unkilled")
     check_cover(whole)
     table += kill_and_compare(task, tmp_path, options, kills, whole)
 
