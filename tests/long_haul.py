@@ -16,6 +16,8 @@ import psutil
 from tests.layout.source import ROOT
 from trainer.run_dir import METRICS
 
+EMPTY_SECONDS = 10.0  # Ray frees what nobody refers to in batches
+
 
 @dataclass(frozen=True, slots=True)
 class Process:
@@ -83,6 +85,7 @@ def files(folder: Path) -> Iterator[Path]:
 def main(notes: str, *arguments: str) -> int:
     """Everything goes through the object store, however small; what is in it when the run is done is noted."""
     from ray._private.internal_api import get_memory_info_reply
+    from ray._private.state import state
 
     from trainer import main_ppo
     from workers.controller import ray_backend
@@ -90,9 +93,9 @@ def main(notes: str, *arguments: str) -> int:
     end_ray = ray_backend.end_ray
 
     def note_and_end_ray(places: Sequence[str]) -> None:
-        global_state = ray_backend.ray._private.state.state
-        global_state._check_connected()
-        store = get_memory_info_reply(global_state).store_stats
+        deadline = time.monotonic() + EMPTY_SECONDS
+        while (store := get_memory_info_reply(state).store_stats).num_local_objects and time.monotonic() < deadline:
+            time.sleep(0.1)
         found = {
             "bytes": store.object_store_bytes_used,
             "objects": store.num_local_objects,
