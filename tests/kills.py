@@ -109,7 +109,7 @@ def end(struck: Struck, *, at_once: bool) -> None:
                 left.append(process)
                 if at_once:
                     process.kill()
-    _, alive = psutil.wait_procs(left, timeout=20)
+    _, alive = psutil.wait_procs(left, timeout=60)
     assert alive == [], "outlived the run"
 
 
@@ -129,6 +129,7 @@ class Executioner:
         self.kill, self.notes, self.run_dir = kill, notes, run_dir
         self.step = BEGIN
         self.within: list[str] = []
+        self.striking = threading.Lock()
 
     def steps(self, remaining_steps: Callable[..., Iterator[int]]) -> Callable[..., Iterator[int]]:
         @wraps(remaining_steps)
@@ -195,7 +196,9 @@ class Executioner:
         timer.start()
 
     def strike(self) -> None:
+        """Does not return. The timer's may come as the phase ends."""
         assert self.kill is not None
+        self.striking.acquire()
         ray = [self.run_dir.absolute() / "ray"] if (self.run_dir / "ray").is_symlink() else []
         places = [*map(str, self.run_dir.glob(".ray-*")), *(str(Path(os.readlink(link)).parent) for link in ray)]
         ours = {process.pid: process for process in (*psutil.Process().children(recursive=True), *family(places))}.values()
