@@ -27,7 +27,7 @@ import psutil
 from tests.layout.source import ROOT
 from workers.controller.session import family
 
-LIMIT = 180.0  # seconds that one start of a run may take
+LIMIT = 300.0  # seconds that one start of a run may take
 BEGIN = 0  # the step of what comes before the first step of a process
 CHECKPOINT = r"global_step_\d+"
 

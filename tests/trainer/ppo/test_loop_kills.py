@@ -114,6 +114,7 @@ def table() -> Iterator[list[Outcome]]:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", SOAK)
 def test_many_kills_change_nothing(name: str, task: Path, tmp_path: Path, table: list[Outcome]) -> None:
     """GRPO saves every other step, so that steps are repeated; rewards are scored in a process of their own."""
