@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from configs.checks_alarms import alarm_notes, alarm_problems, sft_alarm_problems
-from configs.checks_rollout import ROLLOUT, engine_notes, engine_problems, workers_in_words, world_size
+from configs.checks_rollout import ROLLOUT, determinism_problems, engine_notes, engine_problems, workers_in_words, world_size
 from configs.keys import ConfigError
 from configs.schema.common import RunConfig, WorkersConfig
 from configs.schema.evaluation import EvaluationConfig
@@ -36,6 +36,7 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
             config.trainer,
             {"temperature": rollout.temperature, "val_kwargs.temperature": rollout.val_kwargs.temperature},
         ),
+        *determinism_problems(rollout, config.trainer),
         *_algorithm_problems(config, has_critic),
         *_filter_problems(config),
         *_shaping_problems(config.reward),

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 
-from configs.schema.common import WorkersConfig
+from configs.schema.common import RunConfig, WorkersConfig
 from configs.schema.ppo import RolloutEngineConfig
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -76,6 +76,16 @@ def engine_problems(rollout: RolloutEngineConfig, trainer: WorkersConfig, temper
             yield f"{ROLLOUT}.{key}={temperature:g}: {engine} takes {lowest:g} at least; do_sample=false: greedy"
     for name in sorted(taken & own.keys()):
         yield f"{ROLLOUT}.engine_kwargs.{rollout.name}.{name}: another key says it, or it has to be as it is; leave it out"
+
+
+def determinism_problems(rollout: RolloutEngineConfig, trainer: RunConfig) -> Iterator[str]:
+    """vLLM is told to be batch-invariant by its environment; SGLang wants to be asked, and may then refuse other arguments."""
+    wanted = trainer.deterministic and trainer.device == "cuda" and rollout.name == "sglang"
+    if wanted and not rollout.engine_kwargs.sglang.get("enable_deterministic_inference"):
+        yield (
+            "trainer.deterministic=true: SGLang on CUDA does not repeat itself unless it is asked to; set "
+            f"{ROLLOUT}.engine_kwargs.sglang.enable_deterministic_inference=true beside it, or take another engine"
+        )
 
 
 def engine_notes(rollout: RolloutEngineConfig, typed: Collection[str]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -42,7 +43,15 @@ def check_device(trainer: WorkersConfig) -> None:
         )
 
 
-def start_hosts(backend: Backend, trainer: WorkersConfig, timeouts: WorkersTimeoutsConfig) -> WorkerGroup:
+def start_hosts(
+    backend: Backend,
+    trainer: WorkersConfig,
+    timeouts: WorkersTimeoutsConfig,
+    *,
+    deterministic: bool = False,
+    env: Mapping[str, str] | None = None,
+) -> WorkerGroup:
     """One host a GPU slot. Returns before they are ready, so that the controller can read its data meanwhile."""
     pool = ResourcePool(n_per_node=(trainer.n_gpus_per_node,) * trainer.nnodes, device=trainer.device, name="workers")
-    return backend.start_group("workers", pool, "workers.host:Host", trainer.device, timeouts.collective, env={})
+    what = ("workers.host:Host", trainer.device, timeouts.collective)
+    return backend.start_group("workers", pool, *what, env=env or {}, deterministic=deterministic)

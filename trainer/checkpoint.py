@@ -42,6 +42,7 @@ SAFE_TO_CHANGE = (
     "*.reshard_after_forward", "*.param_offload", "*.optimizer_offload", "actor_rollout_ref.rollout.max_num_seqs",
     "actor_rollout_ref.rollout.gpu_memory_utilization", "actor_rollout_ref.rollout.free_cache_engine",
     "actor_rollout_ref.rollout.update_weights_bucket_megabytes", "actor_rollout_ref.rollout.verify_weights",
+    "trainer.deterministic",
 )  # fmt: skip
 
 

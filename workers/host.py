@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import socket
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from workers.controller.group import WorkerInfo
+from workers.determinism import repeating_kernels
 from workers.engine import make_engine
 from workers.engine.base import EngineSpec, LossSpec
 from workers.residency import Residency, Tenant
@@ -24,13 +26,17 @@ from workers.rollout.weight_sync import WeightSync
 
 
 class Host:
-    def __init__(self, info: WorkerInfo, device: Literal["cpu", "cuda"], collective_seconds: float) -> None:
+    def __init__(
+        self, info: WorkerInfo, device: Literal["cpu", "cuda"], collective_seconds: float, *, deterministic: bool = False
+    ) -> None:
         """Joins the process group of all workers: gloo on CPU, and nccl beside it on CUDA.
 
-        collective_seconds: so long a rank waits in a collective for the others.
+        collective_seconds: so long a rank waits in a collective for the others. deterministic: see repeating_kernels.
         """
         self.info = info
         self.device = device
+        self._opened = ExitStack()
+        self._doubtful = self._opened.enter_context(repeating_kernels()) if deterministic else set()
         self.residency = Residency()
         self.roles: dict[str, ModelRole | RolloutRole] = {}
         if device == "cuda":
@@ -72,6 +78,10 @@ class Host:
         """Call a method of a role."""
         return getattr(self.roles[role], method)(*args, **kwargs)
 
+    def doubtful_kernels(self) -> list[str]:
+        """With deterministic: those that have run so far and may not give the same bits again."""
+        return sorted(self._doubtful)
+
     def memory(self) -> int:
         """Bytes. CPU: resident, of this process and those that it started. CUDA: taken of this rank's device, by whomever."""
         if self.device == "cuda":
@@ -89,6 +99,7 @@ class Host:
         self.residency = Residency()
         gc.collect()
         dist.destroy_process_group()
+        self._opened.close()
 
 
 def meeting_point(info: WorkerInfo, limit: timedelta) -> dist.Store:

@@ -98,6 +98,7 @@ class RunConfig(WorkersConfig):
     best_metric: str | None
     resume_mode: Literal["auto", "disable", "resume_path"]
     resume_from_path: str | None
+    deterministic: bool
     max_restarts: NonNegative
     walltime: str | None
     watch: WatchConfig

@@ -350,3 +350,12 @@ def generation_lines(*overrides: str) -> list[str]:
 )
 def test_generation(overrides: list[str], lines: list[str]) -> None:
     assert generation_lines(*overrides) == lines
+
+
+def test_a_run_that_shall_repeat_itself_wants_an_engine_that_does() -> None:
+    sglang = ("trainer.deterministic=true", f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.tensor_model_parallel_size=1")
+    (line,) = ppo_lines(*sglang)
+    assert line.startswith("error: trainer.deterministic=true: SGLang on CUDA does not repeat itself unless it is asked to")
+    assert ppo_lines(*sglang, f"+{ROLLOUT}.engine_kwargs.sglang.enable_deterministic_inference=true") == []
+    assert ppo_lines(*sglang, "trainer.device=cpu") == []
+    assert ppo_lines("trainer.deterministic=true") == []

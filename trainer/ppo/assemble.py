@@ -21,6 +21,7 @@ from trainer.data.chat import load_tokenizer
 from trainer.data.dataset import PromptDataset
 from trainer.data.order import DataOrder
 from trainer.data.stream import PromptStream
+from trainer.determinism import KernelWatch, worker_environment
 from trainer.events import Events
 from trainer.generation.rollout import rollout_spec, sampling
 from trainer.metrics import Phases, peak_flops
@@ -78,7 +79,10 @@ def opened(assembly: type[Assembly], config: PPOConfig, life: Lifetime, resume: 
         rewards = stack.enter_context(RewardRunner(config.reward))
         rewards.start()
         backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, life.run_dir))
-        parts = assembly(config, start_hosts(backend, config.trainer, config.timeouts), life)
+        deterministic = config.trainer.deterministic
+        environment = worker_environment(deterministic, config.actor_rollout_ref.rollout.name)
+        hosts = start_hosts(backend, config.trainer, config.timeouts, deterministic=deterministic, env=environment)
+        parts = assembly(config, hosts, life)
         rewards.wait_ready()
         loop = parts.loop(rewards, resume)
         stack.callback(loop.tracker.close)
@@ -156,6 +160,7 @@ class Assembly:
             alarms=ppo_alarms(config),
             skips=Skips(run_dir, events, asdict(config)),
             rollbacks=source.rollbacks,
+            kernels=KernelWatch(self.hosts, events) if config.trainer.deterministic else None,
             phases=Phases(),
             peak_flops=peak_flops(config.trainer.device),
             resume=resume,

@@ -17,6 +17,7 @@ from trainer.algorithms.kl import KLController, reward_with_kl
 from trainer.algorithms.moments import RunningMoments
 from trainer.checkpoint import Checkpoint, Stateful
 from trainer.data.stream import PromptStream
+from trainer.determinism import KernelWatch
 from trainer.events import Events
 from trainer.metrics import Phases, data_metrics, performance_metrics, reward_metrics
 from trainer.ppo.columns import advantage_inputs, renamed
@@ -60,6 +61,7 @@ class Loop:
     alarms: Alarms
     skips: Skips
     rollbacks: Rollbacks
+    kernels: KernelWatch | None
     phases: Phases
     peak_flops: float | None
     resume: Checkpoint | None
@@ -225,6 +227,8 @@ class Loop:
         config, self.step = self.config.trainer, step
         is_last = step == self.total_steps
         self.metrics |= batch.meta["metrics"] | self.skips.tell(step)
+        if self.kernels is not None:
+            self.kernels.look(step)
         self.metrics |= data_metrics(batch, self.config.data.max_prompt_length)
         self.metrics |= reward_metrics(batch, self.data_sources)
         if config.test_freq > 0 and (is_last or step % config.test_freq == 0):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +99,7 @@ def weights_before(step: int, facts: Mapping[str, Any], config: PPOConfig, direc
 
 
 def of_one_step(config: PPOConfig, directory: Path) -> PPOConfig:
-    """The run's configuration, less what it does beside its steps: no alarm ends it. What is drawn again is kept, as the run would
-    keep it."""
+    """The run's configuration, less what it does beside its steps. What is drawn again is kept, as the run would keep it."""
     trainer = replace(
         config.trainer,
         default_local_dir=str(directory),
@@ -111,8 +110,10 @@ def of_one_step(config: PPOConfig, directory: Path) -> PPOConfig:
         test_freq=-1,
         save_freq=-1,
     )
-    told = {each.name: getattr(config.alarms, each.name) for each in fields(config.alarms)}
-    quiet = {name: replace(alarm, action="off") for name, alarm in told.items() if isinstance(alarm, AlarmConfig)}
+    quiet: dict[str, Any] = {
+        name: alarm | {"action": "off"} for name, alarm in asdict(config.alarms).items() if isinstance(alarm, dict)
+    }
+    quiet = {name: AlarmConfig(**alarm) for name, alarm in quiet.items()}  # it was healthy, or its alarm has rung already
     return replace(config, trainer=trainer, alarms=replace(config.alarms, **quiet))
 
 

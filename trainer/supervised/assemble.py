@@ -18,6 +18,7 @@ from trainer.checkpoint import check_config
 from trainer.data.chat import load_tokenizer
 from trainer.data.order import DataOrder
 from trainer.data.sft import SFTDataset
+from trainer.determinism import KernelWatch, worker_environment
 from trainer.events import Events
 from trainer.metrics import Phases
 from trainer.models import Training, limits, start_model
@@ -45,7 +46,9 @@ def attempt(config: SFTConfig, life: Lifetime) -> None:
             print(f"note: resumed with another {change}", file=sys.stderr)
     with ExitStack() as stack:
         backend = stack.enter_context(open_backend(trainer, config.ray_kwargs, run_dir))
-        hosts = start_hosts(backend, trainer, config.timeouts)
+        deterministic = trainer.deterministic
+        environment = worker_environment(deterministic)
+        hosts = start_hosts(backend, trainer, config.timeouts, deterministic=deterministic, env=environment)
         watchdog = Watchdog(asdict(config.timeouts), run_dir)
         tokenizer = load_tokenizer(config.model)
         data = pairs(config, config.data.train_files, tokenizer)
@@ -124,6 +127,7 @@ def attempt(config: SFTConfig, life: Lifetime) -> None:
             alarms=sft_alarms(config.alarms),
             skips=Skips(run_dir, events, asdict(config)),
             phases=Phases(),
+            kernels=KernelWatch(hosts, Events(run_dir)) if trainer.deterministic else None,
             resume=resume,
             total_steps=total_steps,
         )

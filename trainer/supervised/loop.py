@@ -13,6 +13,7 @@ from trainer.algorithms.weights import token_weights
 from trainer.checkpoint import Checkpoint, Stateful
 from trainer.data.order import DataOrder
 from trainer.data.sft import SFTDataset
+from trainer.determinism import KernelWatch
 from trainer.events import Events
 from trainer.metrics import Phases
 from trainer.remote import RemoteModel
@@ -43,6 +44,7 @@ class SupervisedLoop:
     alarms: Alarms
     skips: Skips
     phases: Phases
+    kernels: KernelWatch | None
     resume: Checkpoint | None
     total_steps: int
     step: int = 0
@@ -84,6 +86,8 @@ class SupervisedLoop:
         seconds = self.phases.seconds
         values |= {f"timing_s/{phase}": spent for phase, spent in seconds.items()}
         values["perf/throughput"] = batch.total_tokens / (seconds["step"] * world_size(config))
+        if self.kernels is not None:
+            self.kernels.look(step)
         self.tracker.log(values, step)
         self.metrics = values
         react(self.alarms.see(step, values), self.events, step)

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from workers.determinism import repeat_backward
+
 PACKED_ATTENTION = "tandem_packed"
 
 
@@ -97,6 +99,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, rows: PackedRows, scaling: float | 
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     out = attend(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=(left, 0))
     assert isinstance(out, Tensor)
+    repeat_backward(out)
     return out
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from workers.engine.attention import PackedRows, packed_attention
+from workers.determinism import repeating_kernels
+from workers.engine.attention import PackedRows, _varlen, packed_attention
 
 LENGTHS = [[5, 5, 5], [7, 3, 3, 1], [1, 9, 2, 9, 1], [1]]
 MODULE = torch.nn.Module()
@@ -56,3 +57,30 @@ def test_what_it_cannot_do_is_refused(extra: dict[str, object]) -> None:
     q, k, v = states(6)
     with pytest.raises(ValueError, match="supports no masks, score caps or sinks"):
         packed_attention(MODULE, q, k, v, extra.pop("attention_mask", None), packed_rows=PackedRows.of([6], q.device), **extra)
+
+
+class Kernel(torch.autograd.Function):
+    """In the place of FlashAttention: its backward notes whether torch would refuse a kernel that does not repeat itself."""
+
+    strict: list[bool]
+
+    @staticmethod
+    def forward(ctx: object, q: Tensor) -> Tensor:
+        return q.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        asked = torch.are_deterministic_algorithms_enabled()
+        Kernel.strict.append(asked and not torch.is_deterministic_algorithms_warn_only_enabled())
+        return grad
+
+
+def test_the_kernel_of_a_gpu_repeats_itself_if_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda q, *args, enable_gqa, **kwargs: Kernel.apply(q))
+    Kernel.strict = []
+    q, k, v = (x[0].transpose(0, 1) for x in states(6))
+    rows = PackedRows.of([6], q.device)
+    _varlen(q, k, v, rows, None, None).sum().backward()
+    with repeating_kernels():
+        _varlen(q, k, v, rows, None, None).sum().backward()
+    assert Kernel.strict == [False, True]

@@ -9,6 +9,7 @@ import torch
 from tests.tiny import save_tiny_model
 from tests.workers.engine.fsdp.cases import exported, shards, train
 from tests.workers.engine.toy import ToyLoss, cut, distance, gradients, one_rank, toy_batch, toy_engine
+from workers.determinism import repeating_kernels
 from workers.engine import attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -70,3 +71,13 @@ def test_offloaded_and_resumed_is_the_same_to_the_bit(models: dict[str, str], tm
     train(offloaded, range(2, 4))
     weights = exported(offloaded)
     assert all(torch.equal(weight, weights[name]) for name, weight in exported(engine).items())
+
+
+def test_kernels_that_repeat_themselves_give_the_same_gradients_to_the_bit(models: dict[str, str]) -> None:
+    """Long rows: there FlashAttention adds up from several blocks, in whatever order they come unless it is told."""
+    (share,), (plan,) = cut(toy_batch([1000] * 8), 1, max_tokens=8000)
+    engine = toy_engine(models["qwen2"], **MIXED)
+    with repeating_kernels() as kernels:
+        first, *others = (gradients(engine, share, plan, ToyLoss()) for _ in range(4))
+    assert all(torch.equal(grad, first[name]) for other in others for name, grad in other.items())
+    assert kernels == set()

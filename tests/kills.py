@@ -1,0 +1,249 @@
+"""Runs that are killed, started again with the same command until they are done, and compared with one that was not.
+
+A run is a process of its own: ``python -m tests.kills KILL FOLDER main_ppo's arguments``. It hooks the program's phases and the
+calls that move and remove files from outside, and at the chosen moment kills itself and all that it has started, with SIGKILL.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from tests.layout.source import ROOT
+from workers.controller.session import family
+
+LIMIT = 300.0  # seconds that one start of a run may take
+BEGIN = 0  # the step of what comes before the first step of a process
+CHECKPOINT = r"global_step_\d+"
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """When, and whom first.
+
+    step: BEGIN, or the one that runs. phase: a name of Phases; or ``rename``: a checkpoint is on disk and has no name yet;
+    ``latest``: it has one, and latest_checkpointed_iteration.txt names another; ``remove``: an old one is half removed. moment:
+    of a phase: seconds after its begin, but within it, or as it ends. first: the driver, and at once the others; the workers,
+    and at once the others; or the driver ``alone``: the rest has to end by itself. backend: trainer.backend of that start.
+    """
+
+    step: int
+    phase: str
+    moment: float | Literal["end"] = 0.0
+    first: Literal["driver", "workers", "alone"] = "driver"
+    backend: Literal["ray", "local"] = "ray"
+
+
+@dataclass(frozen=True, slots=True)
+class Struck:
+    """What a killed process wrote down before it died. time: by the monotonic clock, the same for all processes. processes: (pid,
+    when it was made) of all that belonged to the run. ray: directories of its Ray. shm: its files in /dev/shm that have names.
+    """
+
+    time: float
+    processes: list[tuple[int, float]]
+    ray: list[str]
+    shm: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """seconds: from the kill to the next process's first step. struck: see there."""
+
+    kill: Kill
+    struck: Struck
+    seconds: float
+
+
+def run_and_kill(arguments: Sequence[str], run_dir: Path, kills: Sequence[Kill], folder: Path) -> list[Outcome]:
+    """Start a run again and again, until it is done; the k-th start is ended by kills[k]. folder: for notes."""
+    struck: list[Struck] = []
+    begun: list[float] = []
+    for number, kill in enumerate([*kills, None]):
+        notes = folder / str(number)
+        notes.mkdir(parents=True)
+        code, said = start([*arguments, f"trainer.backend={kill.backend if kill else 'ray'}"], kill, notes)
+        if kill is None:
+            assert code == 0, f"the run does not come to its end:\n{said}"
+        else:
+            assert code == -signal.SIGKILL and (notes / "struck").exists(), f"{kill} was not reached, exit code {code}:\n{said}"
+            found = json.loads((notes / "struck").read_text())
+            struck.append(Struck(**found | {"processes": [tuple(process) for process in found["processes"]]}))
+            end(struck[-1], at_once=kill.first != "alone")
+        begun.append(float((notes / "begun").read_text()) if (notes / "begun").exists() else float("nan"))
+    assert all(leftovers(run_dir, one) == [] for one in struck)
+    return [Outcome(kill, one, next_begun - one.time) for kill, one, next_begun in zip(kills, struck, begun[1:], strict=True)]
+
+
+def start(arguments: Sequence[str], kill: Kill | None, notes: Path) -> tuple[int, str]:
+    """Exit code, and what it said."""
+    command = [sys.executable, "-m", "tests.kills", json.dumps(kill and asdict(kill)), str(notes), *arguments]
+    with (notes / "said").open("w+") as said:
+        code = subprocess.run(command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT, timeout=LIMIT).returncode
+        said.seek(0)
+        return code, said.read()[-4000:]
+
+
+def end(struck: Struck, *, at_once: bool) -> None:
+    """The run's processes are gone on return. at_once: by our hand."""
+    left = []
+    for pid, made in struck.processes:
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if process.create_time() == made and process.status() != psutil.STATUS_ZOMBIE:
+                left.append(process)
+                if at_once:
+                    process.kill()
+    _, alive = psutil.wait_procs(left, timeout=60)
+    assert alive == [], "outlived the run"
+
+
+def leftovers(run_dir: Path, struck: Struck) -> list[str]:
+    """What a killed process left, and the one that came after it should have removed."""
+    names = [path for pattern in (".ray-*", "ray", "**/*.incomplete", "**/*.partial") for path in run_dir.glob(pattern)]
+    return [*map(str, names), *(path for path in (*struck.ray, *struck.shm) if Path(path).exists())]
+
+
+# From here on: within the process that is to be killed.
+
+
+class Executioner:
+    """Kills this run at ``kill``, and notes in ``notes`` when its first step began."""
+
+    def __init__(self, kill: Kill | None, notes: Path, run_dir: Path) -> None:
+        self.kill, self.notes, self.run_dir = kill, notes, run_dir
+        self.step = BEGIN
+        self.within: list[str] = []
+        self.striking = threading.Lock()
+
+    def steps(self, remaining_steps: Callable[..., Iterator[int]]) -> Callable[..., Iterator[int]]:
+        @wraps(remaining_steps)
+        def counted(loop: Any) -> Iterator[int]:
+            for step in remaining_steps(loop):
+                if self.step == BEGIN:
+                    (self.notes / "begun").write_text(str(time.monotonic()))
+                self.step = step
+                yield step
+
+        return counted
+
+    def phases(self, phase: Callable[..., Any]) -> Callable[..., Any]:
+        """Validation has phases of its own, of the same names; there they count as its part."""
+
+        @wraps(phase)
+        @contextmanager
+        def watched(phases: Any, name: str) -> Iterator[None]:
+            is_due = self.is_due(name) and "testing" not in self.within
+            with phase(phases, name):
+                self.within.append(name)
+                if is_due and self.kill is not None and self.kill.moment != "end":
+                    self.strike_after(float(self.kill.moment))
+                yield
+                if is_due:
+                    self.strike()
+                self.within.pop()
+
+        return watched
+
+    def moves(self, move: Callable[..., Any]) -> Callable[..., Any]:
+        """os.rename and os.replace: before a checkpoint gets its name, and before the file that names the latest moves."""
+        from trainer.run_dir import LATEST
+
+        @wraps(move)
+        def watched(source: Any, target: Any, **where: Any) -> Any:
+            name = os.path.basename(target)
+            if (self.is_due("rename") and re.fullmatch(CHECKPOINT, name)) or (self.is_due("latest") and name == LATEST):
+                self.strike()
+            return move(source, target, **where)
+
+        return watched
+
+    def removals(self, remove: Callable[..., Any]) -> Callable[..., Any]:
+        """shutil.rmtree: one file of a checkpoint is gone, the others are there."""
+
+        @wraps(remove)
+        def watched(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.is_due("remove") and re.search(CHECKPOINT, str(path)):
+                next(file for file in sorted(Path(path).rglob("*")) if file.is_file()).unlink()
+                self.strike()
+            return remove(path, *args, **kwargs)
+
+        return watched
+
+    def is_due(self, phase: str) -> bool:
+        return self.kill is not None and (self.kill.step, self.kill.phase) == (self.step, phase)
+
+    def strike_after(self, seconds: float) -> None:
+        if not seconds:
+            self.strike()
+        timer = threading.Timer(seconds, self.strike)
+        timer.daemon = True
+        timer.start()
+
+    def strike(self) -> None:
+        """Does not return. The timer's may come as the phase ends."""
+        assert self.kill is not None
+        self.striking.acquire()
+        ray = [self.run_dir.absolute() / "ray"] if (self.run_dir / "ray").is_symlink() else []
+        places = [*map(str, self.run_dir.glob(".ray-*")), *(str(Path(os.readlink(link)).parent) for link in ray)]
+        ours = {process.pid: process for process in (*psutil.Process().children(recursive=True), *family(places))}.values()
+        struck = Struck(
+            time=time.monotonic(),
+            processes=[(process.pid, process.create_time()) for process in ours if process.is_running()],
+            ray=places,
+            shm=sorted({path for process in ours for path in shared_memory(process)}),
+        )
+        (self.notes / "struck.partial").write_text(json.dumps(asdict(struck)))
+        (self.notes / "struck.partial").rename(self.notes / "struck")
+        if self.kill.first == "workers":
+            for process in sorted(ours, key=lambda process: not is_worker(process)):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_worker(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return "".join(process.cmdline()[:1]).startswith("ray::")
+    return False
+
+
+def shared_memory(process: psutil.Process) -> list[str]:
+    """Files in /dev/shm that it has mapped, and that have a name still."""
+    with suppress(psutil.Error):
+        return [part.path for part in process.memory_maps() if part.path.startswith("/dev/shm/") and Path(part.path).exists()]
+    return []
+
+
+def main(kill: str, notes: str, *arguments: str) -> int:
+    from trainer import main_ppo
+    from trainer.metrics import Phases
+    from trainer.ppo.loop import Loop
+
+    wish = json.loads(kill)
+    run_dir = next(word for word in reversed(arguments) if word.startswith("trainer.default_local_dir=")).partition("=")[2]
+    executioner = Executioner(wish and Kill(**wish), Path(notes), Path(run_dir))
+    Loop.remaining_steps = executioner.steps(Loop.remaining_steps)  # type: ignore[method-assign]
+    Phases.__call__ = executioner.phases(Phases.__call__)  # type: ignore[method-assign]
+    os.rename, os.replace = executioner.moves(os.rename), executioner.moves(os.replace)
+    shutil.rmtree = executioner.removals(shutil.rmtree)  # type: ignore[assignment]
+    return main_ppo.PROGRAM(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

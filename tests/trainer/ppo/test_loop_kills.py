@@ -1,0 +1,144 @@
+"""Killed at any point and started again: the run that was never killed, to the bit. Four kills here, the others are long."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from safetensors import safe_open
+
+from tests.kills import BEGIN, Kill, Outcome, run_and_kill
+from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
+from trainer.checkpoint import find_latest
+from trainer.run_dir import ROLLOUTS, SAMPLES, checkpoint_steps
+
+# Few and short answers, often alike: groups without a difference are drawn again. Epochs end on the way.
+SMALL = (
+    "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.rollout.n=3",
+    "actor_rollout_ref.actor.ppo_epochs=2", "actor_rollout_ref.actor.shuffle=true", "algorithm.filter_groups.enable=true",
+    "data.max_response_length=4", "reward.shaping.normalize=running", "trainer.val_before_train=true",
+    "trainer.max_actor_ckpt_to_keep=2", "trainer.max_critic_ckpt_to_keep=2",
+    "actor_rollout_ref.rollout.val_kwargs.do_sample=true", "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
+)  # fmt: skip
+PPO = (
+    "algorithm=ppo", "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.kl_coef=0.05",
+    "algorithm.kl_ctrl.horizon=100", "critic.normalize_targets=true",
+)  # fmt: skip
+GRPO = ("algorithm=grpo", "actor_rollout_ref.actor.use_kl_loss=true")
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_task(tmp_path_factory.mktemp("sort_digits"), train_size=24, test_size=6)
+
+
+def content(run_dir: Path) -> dict[str, object]:
+    """All that a run leaves, but for wall times: metrics, answers, and every tensor of its checkpoints to the bit."""
+    found: dict[str, object] = {"metrics": repeatable(metrics_of(run_dir)), "samples": (run_dir / SAMPLES).read_bytes()}
+    for path in (run_dir / ROLLOUTS).glob("*.parquet"):
+        found[f"answers {path.name}"] = pq.read_table(path).to_pydict()
+    latest = find_latest(run_dir)
+    assert latest is not None
+    found["checkpoints"] = checkpoint_steps(run_dir)
+    found["state"] = latest.manifest.state
+    for path in run_dir.glob("global_step_*/*/**/*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                tensor = file.get_tensor(name)
+                found[f"{path.relative_to(run_dir)} {name}"] = (tensor.dtype, tensor.shape, tensor.numpy().tobytes())
+    return found
+
+
+def differences(mine: Path, other: Path) -> list[str]:
+    a, b = content(mine), content(other)
+    return sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
+
+
+def check_cover(run_dir: Path) -> None:
+    """The run was worth the trouble: groups were drawn again, an epoch ended, checkpoints have all that is trained."""
+    steps = metrics_of(run_dir)
+    assert sum(step.get("training/filter_groups/rounds", 1.0) for step in steps) > len(steps)
+    assert steps[-1]["training/epoch"] > 0
+    assert len(content(run_dir)) > 100
+
+
+def test_four_kills_change_nothing(task: Path, tmp_path: Path) -> None:
+    """Two end a run without Ray, and the run that they are compared with has none: it is the same."""
+    kills = [
+        Kill(2, "rename", backend="local"),
+        Kill(3, "testing", 0.005, backend="local"),
+        Kill(4, "gen", 0.005, "alone"),
+        Kill(5, "update_actor", 0.02, "workers"),
+    ]
+    options = (*SMALL, *PPO, "trainer.total_training_steps=5", "trainer.save_freq=1", "trainer.test_freq=1")
+    whole = tmp_path / "whole"
+    run_ppo(task, whole, *options, f"trainer.rollout_data_dir={whole / ROLLOUTS}")
+    check_cover(whole)
+    assert kill_and_compare(task, tmp_path, options, kills, whole)
+
+
+SOAK: dict[str, tuple[tuple[str, ...], int, list[Kill]]] = {
+    "ppo_begin": (PPO, 1, [
+        Kill(2, "gen", 0.01), Kill(3, "reward", first="workers"), Kill(4, "update_critic", 0.02, "workers"),
+        Kill(5, "save_checkpoint", 0.02), Kill(6, "testing", 0.01, "alone"),
+    ]),
+    "ppo_saving": (PPO, 1, [
+        Kill(2, "rename"), Kill(3, "latest", first="workers"), Kill(5, "remove"), Kill(BEGIN, "sync"),
+        Kill(6, "sync", "end", "workers"),
+    ]),
+    "grpo": (GRPO, 1, [
+        Kill(3, "gen", "end"), Kill(4, "reward", "end"), Kill(5, "update_actor", 0.02, "alone"),
+        Kill(6, "rename", first="workers"), Kill(8, "testing", 0.01, "workers"),
+    ]),
+    "ppo_two_ranks": (PPO, 2, [
+        Kill(2, "gen", 0.02, "workers"), Kill(3, "update_critic", 0.02), Kill(4, "save_checkpoint", 0.02, "workers"),
+        Kill(5, "sync", 0.001), Kill(6, "testing", "end"),
+    ]),
+    "grpo_two_ranks": (GRPO, 2, [
+        Kill(2, "reward"), Kill(3, "update_actor", 0.02, "workers"), Kill(4, "sync", "end", "alone"),
+        Kill(6, "remove", first="workers"), Kill(8, "latest"),
+    ]),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def table() -> Iterator[list[Outcome]]:
+    """Of all kills of this module that were survived."""
+    outcomes: list[Outcome] = []
+    yield outcomes
+    names = sorted({outcome.kill.phase for outcome in outcomes})
+    print("\nkilled in | times | outcome | seconds from the kill to the next first step")
+    for name in names:
+        seconds = [outcome.seconds for outcome in outcomes if outcome.kill.phase == name]
+        print(f"{name} | {len(seconds)} | equal to the bit | {', '.join(f'{one:.1f}' for one in seconds)}")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", SOAK)
+def test_many_kills_change_nothing(name: str, task: Path, tmp_path: Path, table: list[Outcome]) -> None:
+    """GRPO saves every other step, so that steps are repeated; rewards are scored in a process of their own."""
+    algorithm, ranks, kills = SOAK[name]
+    every = 2 if algorithm is GRPO else 1
+    options = (
+        *SMALL, *algorithm, f"trainer.n_gpus_per_node={ranks}", "reward.num_workers=1", f"trainer.test_freq={every}",
+        f"trainer.save_freq={every}", f"trainer.total_training_steps={max(kill.step for kill in kills) + 2}",
+    )  # fmt: skip
+    whole = tmp_path / "whole"
+    if ranks == 1:
+        run_ppo(task, whole, *options, f"trainer.rollout_data_dir={whole / ROLLOUTS}")
+    else:
+        run_and_kill(arguments(task, whole, options), whole, [], tmp_path / "unkilled")
+    check_cover(whole)
+    table += kill_and_compare(task, tmp_path, options, kills, whole)
+
+
+def arguments(task: Path, run_dir: Path, options: Sequence[str]) -> list[str]:
+    return ppo_arguments(task, run_dir, *options, f"trainer.rollout_data_dir={run_dir / ROLLOUTS}")
+
+
+def kill_and_compare(task: Path, folder: Path, options: Sequence[str], kills: Sequence[Kill], whole: Path) -> list[Outcome]:
+    run_dir = folder / "killed"
+    outcomes = run_and_kill(arguments(task, run_dir, options), run_dir, kills, folder / "notes")
+    assert differences(run_dir, whole) == []
+    return outcomes

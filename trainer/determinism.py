@@ -1,0 +1,29 @@
+"""trainer.deterministic from the controller's side: what the workers are started with, and what of it does not hold."""
+
+from __future__ import annotations
+
+from trainer.events import Events
+from workers.controller.group import WorkerGroup
+from workers.determinism import ENVIRONMENT, VLLM_ENVIRONMENT
+
+
+def worker_environment(deterministic: bool, rollout: str | None = None) -> dict[str, str]:
+    """Of every worker. rollout: the engine's name, None: there is none."""
+    if not deterministic:
+        return {}
+    return ENVIRONMENT | (VLLM_ENVIRONMENT if rollout == "vllm" else {})
+
+
+class KernelWatch:
+    """Tells once of each kernel that has run on a worker and may not give the same bits again."""
+
+    def __init__(self, hosts: WorkerGroup, events: Events) -> None:
+        self.hosts = hosts
+        self.events = events
+        self._told: set[str] = set()
+
+    def look(self, step: int) -> None:
+        found = {kernel for kernels in self.hosts.call("doubtful_kernels").result() for kernel in kernels}
+        for kernel in sorted(found - self._told):
+            self.events.add(step, "not deterministic", f"{kernel} has no deterministic implementation: this run may not repeat")
+        self._told |= found
