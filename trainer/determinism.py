@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trainer.events import Events
+from trainer.watchdog import Watchdog
 from workers.controller.group import WorkerGroup
 from workers.determinism import ENVIRONMENT, VLLM_ENVIRONMENT
 
@@ -17,13 +18,15 @@ def worker_environment(deterministic: bool, rollout: str | None = None) -> dict[
 class KernelWatch:
     """Tells once of each kernel that has run on a worker and may not give the same bits again."""
 
-    def __init__(self, hosts: WorkerGroup, events: Events) -> None:
+    def __init__(self, hosts: WorkerGroup, events: Events, watchdog: Watchdog) -> None:
         self.hosts = hosts
+        self.watchdog = watchdog
         self.events = events
         self._told: set[str] = set()
 
     def look(self, step: int) -> None:
-        found = {kernel for kernels in self.hosts.call("doubtful_kernels").result() for kernel in kernels}
+        by_rank = self.watchdog.call(self.hosts, "ask", "kernels", "doubtful_kernels")
+        found = {kernel for kernels in by_rank for kernel in kernels}
         for kernel in sorted(found - self._told):
             self.events.add(step, "not deterministic", f"{kernel} has no deterministic implementation: this run may not repeat")
         self._told |= found

@@ -120,6 +120,7 @@ class TrainingTimeoutsConfig(WorkersTimeoutsConfig):
     update: PositiveFloat
     save: PositiveFloat
     load: PositiveFloat
+    ask: PositiveFloat
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

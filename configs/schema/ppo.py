@@ -341,7 +341,6 @@ class TimeoutsConfig(TrainingTimeoutsConfig):
     generate: PositiveFloat
     reward: PositiveFloat
     sync: PositiveFloat
-    ask: PositiveFloat
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

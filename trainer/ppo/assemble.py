@@ -160,7 +160,7 @@ class Assembly:
             alarms=ppo_alarms(config),
             skips=Skips(run_dir, events, asdict(config)),
             rollbacks=source.rollbacks,
-            kernels=KernelWatch(self.hosts, events) if config.trainer.deterministic else None,
+            kernels=KernelWatch(self.hosts, events, self.watchdog) if config.trainer.deterministic else None,
             phases=Phases(),
             peak_flops=peak_flops(config.trainer.device),
             resume=resume,

@@ -127,7 +127,7 @@ def attempt(config: SFTConfig, life: Lifetime) -> None:
             alarms=sft_alarms(config.alarms),
             skips=Skips(run_dir, events, asdict(config)),
             phases=Phases(),
-            kernels=KernelWatch(hosts, Events(run_dir)) if trainer.deterministic else None,
+            kernels=KernelWatch(hosts, events, watchdog) if trainer.deterministic else None,
             resume=resume,
             total_steps=total_steps,
         )
