@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any, Literal
 
 import torch
@@ -23,7 +24,7 @@ from workers.rollout.attention import CACHED_ATTENTION, probe_cache_shape
 from workers.rollout.base import Completion, Request, Rollout, RolloutSpec, check_requests
 from workers.rollout.sglang_client import Client, SharedBucket, buckets, shared_payload
 from workers.rollout.sglang_scheduler import ERROR
-from workers.rollout.verification import HeldWeight, Lines
+from workers.rollout.verification import HeldWeight, Lines, cost_of_reading
 from workers.rollout.weights import ExpectedWeights
 
 READ = "workers.rollout.sglang_scheduler.read_weights"
@@ -164,8 +165,8 @@ class SGLangRollout(Rollout):
         """Raises ValueError, naming weights that are missing, unexpected or of another shape; the engine then has none. Raises
         RuntimeError with SGLang's words where it does not take them.
 
-        They go over a bucket at a time, cast to the engine's dtype; SGLang cuts out each rank's part. Running answers wait for
-        the new weights: what they have is kept, and computed anew.
+        They go over a bucket at a time, cast to the engine's dtype, the next one being filled while SGLang takes one and cuts
+        out each rank's part. Running answers wait for the new weights: what they have is kept, and computed anew.
         """
         self._check_takes_weights("load_weights")
         self._recall()
@@ -175,12 +176,13 @@ class SGLangRollout(Rollout):
             for _ in self.expected.fitting(weights, came):
                 pass
         else:
-            self.engine.call("begin_update")
-            bucket = SharedBucket(self.device, self.dtype)
+            self.engine.begin("begin_update")
+            shared = cycle(SharedBucket(self.device, self.dtype) for _ in range(2))
             fitting = self.expected.fitting(weights, came)
             for named in buckets(fitting, lambda item: item[1].numel() * self.dtype.itemsize, self.bucket_bytes):
-                self.engine.call("update", bucket.filled(named, copies=self.tensor_parallel_size))
+                payloads = next(shared).filled(named, copies=self.tensor_parallel_size)
                 named.clear()
+                self.engine.begin("update", payloads)
             self.engine.call("end_update")
             self.engine.call("flush")
         self.expected.check(came)
@@ -213,9 +215,7 @@ class SGLangRollout(Rollout):
             shared_payload([*zip(keys, copy.split(sizes), strict=True), (ERROR, text)])
             for copy, text in zip(copies, said, strict=True)
         ]
-        self.engine.call("begin_update")
-        self.engine.call("update", payloads, READ)
-        self.engine.call("end_update")
+        self.engine.call("read", payloads, READ)
         if said.any():
             text = bytes(said[(said != 0).any(1)][0].tolist()).rstrip(b"\0").decode(errors="replace")
             raise RuntimeError(f"SGLang's weights cannot be read; verify_weights=off leaves them unproven:\n{text}")
@@ -255,6 +255,7 @@ class WeightInSGLang(HeldWeight):
 
     def __init__(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
         self.names, self.lines, self.line_bytes = (name,), math.prod(shape) if shape else 0, dtype.itemsize
+        self.cost = cost_of_reading(self.line_bytes, self.lines)
         self._shape, self._dtype = shape, dtype
 
     def key(self, start: int) -> str:
@@ -269,6 +270,8 @@ class WeightInSGLang(HeldWeight):
 
 def agreed(copies: Tensor) -> Tensor:
     """copies (ranks, n), NaN where a rank has none. What those say that have one, (n,); NaN where none has, or they differ."""
+    if len(copies) == 1:
+        return copies[0]
     low = copies.nan_to_num(torch.inf, torch.inf, -torch.inf).amin(0)
     return torch.where(low == copies.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(0), low, torch.nan)
 

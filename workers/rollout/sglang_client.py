@@ -47,6 +47,7 @@ class Client:
                 start_new_session=True,  # a terminal's Ctrl-C is for the controller
             )
         self._connection = Connection(ours.detach())
+        self._begun: str | None = None
         self._send(bytes(multiprocessing.current_process().authkey), dict(arguments))
         try:
             self.facts: dict[str, Any] = self._answer("start")
@@ -56,8 +57,18 @@ class Client:
 
     def call(self, method: str, *args: Any) -> Any:
         """Raises RuntimeError with the engine's traceback, and EngineDied."""
+        self.begin(method, *args)
+        return self._finish()
+
+    def begin(self, method: str, *args: Any) -> None:
+        """A call for no result, which the next one waits for, and which raises there."""
+        self._finish()
         self._send(method, args)
-        return self._answer(method)
+        self._begun = method
+
+    def _finish(self) -> Any:
+        method, self._begun = self._begun, None
+        return None if method is None else self._answer(method)
 
     def _send(self, *message: Any) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):  # it died: the answer says so
@@ -123,14 +134,22 @@ class SharedBucket:
         starts = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
         if starts[-1] > len(self._memory):
             self._memory = torch.empty(0, dtype=torch.uint8, device=self.device)  # let go of the old before taking the new
-            if self.device.type == "cpu" and (free := shutil.disk_usage(SHARED).free) < starts[-1]:  # else: killed by SIGBUS
-                raise RuntimeError(
-                    f"{SHARED} has {free} bytes free, and {starts[-1]} bytes of weights go to SGLang at once: make it larger, or "
-                    "actor_rollout_ref.rollout.update_weights_bucket_megabytes smaller"
-                )
-            self._memory = torch.empty(starts[-1], dtype=torch.uint8, device=self.device).share_memory_()
+            self._memory = shared_memory(starts[-1], self.device)
         rooms = [self._memory[start : start + size].view(self.dtype) for start, size in zip(starts, sizes, strict=False)]
         return [(name, room.view(tensor.shape).copy_(tensor)) for (name, tensor), room in zip(named, rooms, strict=True)]
+
+
+def shared_memory(nbytes: int, device: torch.device) -> Tensor:
+    """uint8 (nbytes,) that other processes can open, of any content. Raises RuntimeError if there is too little."""
+    if device.type == "cuda":
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    if (free := shutil.disk_usage(SHARED).free) < nbytes:  # else: killed by SIGBUS
+        raise RuntimeError(
+            f"{SHARED} has {free} bytes free, and {nbytes} bytes of weights go to SGLang at once: make it larger, or "
+            "actor_rollout_ref.rollout.update_weights_bucket_megabytes smaller"
+        )
+    storage = torch.UntypedStorage._new_shared(nbytes)  # share_memory_ copies what is not shared, of any content
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 def shared_payload(named: Sequence[tuple[str, Tensor]]) -> bytes:

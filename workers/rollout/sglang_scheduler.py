@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.model_config.hf_eos_token_id = set()
+            gc.freeze()  # on CPU SGLang collects garbage in each flush: 0.3 s, of what lives as long as this process
 
     scheduler.Scheduler = Scheduler
     scheduler.run_scheduler_process(*args, **kwargs)
@@ -60,20 +62,24 @@ class Place:
 
     def read(self, start: int, out: Tensor) -> None:
         """Write those of them that are in [start, start + len(out)) of the trainer's tensor to where they belong in ``out``."""
-        step = self.strides[0]
-        extent = sum((size - 1) * stride for size, stride in zip(self.held.shape[1:], self.strides[1:], strict=True))
-        # Rows that begin before the end, and end after the start.
-        low = max(0, -((self.offset + extent - start) // step))
-        high = min(len(self.held), -((self.offset - start - len(out)) // step))
-        if low >= high:
-            return
-        rows = self.held[low:high]
-        index = torch.as_tensor(self.offset - start, device=out.device)
-        for dim, (size, stride) in enumerate(zip(rows.shape, self.strides, strict=True)):
-            along = torch.arange(low if dim == 0 else 0, high if dim == 0 else size, device=out.device) * stride
-            index = index.unsqueeze(-1) + along
-        inside = (index >= 0) & (index < len(out))
-        out[index[inside]] = rows[inside].to(out.dtype)
+        copy_inside(self.held, self.offset - start, self.strides, out)
+
+
+def copy_inside(held: Tensor, offset: int, strides: Sequence[int], out: Tensor) -> None:
+    """held's number (i, j, ...) belongs at offset + i * strides[0] + j * strides[1] + ... of ``out`` (n,): if that is there.
+
+    Rows that are inside as a whole are copied at once, others each by itself.
+    """
+    step, count, n = strides[0], len(held), len(out)
+    extent = sum((size - 1) * stride for size, stride in zip(held.shape[1:], strides[1:], strict=True))
+    first = max(0, -(offset // step))  # that begins inside; rows before it may end there
+    stop = max(first, min(count, (n - 1 - extent - offset) // step + 1))  # rows from here on end outside
+    if first < stop:
+        there = out.as_strided(held[first:stop].shape, strides, out.storage_offset() + offset + first * step)
+        there.copy_(held[first:stop])
+    before = range(max(0, -((offset + extent) // step)), min(first, count))
+    for row in (*before, *range(stop, min(count, -((offset - n) // step)))):
+        copy_inside(held[row], offset + row * step, strides[1:], out)
 
 
 @cache

@@ -141,6 +141,12 @@ class Server:
         if self.bracketed:
             check(self.engine.end_weight_update())
 
+    def read(self, payloads: list[bytes], load_format: str) -> None:
+        """As update, with a loader that changes nothing."""
+        self.begin_update()
+        self.update(payloads, load_format)
+        self.end_update()
+
     def flush(self) -> None:
         """Forget keys and values of the past. Raises RuntimeError if SGLang does not."""
         for _ in range(FLUSH_ATTEMPTS):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 TURNS = 64
-EVERY = 4  # turns; a call for each weight in each of them would cost more than reading
+CALL = 2**16  # bytes that are read and compared while a weight is looked at
 AT_ONCE = 2**24  # bytes of a weight, when all are read
 
 
@@ -26,15 +26,15 @@ class WeightMismatch(RuntimeError):
 class HeldWeight(ABC):
     """A tensor of an engine as the engine computes with it, cut into ``lines`` that can be read.
 
-    names: the trainer's tensors it is made of, one for each part. line_bytes: of a line of all parts. cost: of reading a line.
-    in_turn: too dear to read some of it each time; it takes turns with its like.
+    names: the trainer's tensors it is made of, one for each part. line_bytes: of a line of all parts. cost: of comparing a line;
+    computed: it is the cost of computing, else of reading. The two are not weighed against each other.
     """
 
     names: tuple[str, ...]
     lines: int
     line_bytes: int
-    cost = 1
-    in_turn = False
+    cost: int
+    computed = False
 
     @abstractmethod
     def expected(self, part: int, tensor: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor | float]:
@@ -66,6 +66,7 @@ class PlainWeight(HeldWeight):
         self.lines = len(now)
         self._dtype, self._taken_in = now.dtype, dtype or now.dtype
         self.line_bytes = now.nbytes // max(1, self.lines)
+        self.cost = cost_of_reading(self.line_bytes, self.lines)
 
     def expected(self, part: int, tensor: Tensor, start: int, stop: int) -> tuple[Tensor, float]:
         rows = self._part(tensor.detach())
@@ -99,27 +100,27 @@ class Lines:
 Read = Callable[[Sequence[Lines]], Iterable[list[Tensor]]]
 
 
+def cost_of_reading(line_bytes: int, lines: int) -> int:
+    """Of each line: its bytes, and its share of the call."""
+    return line_bytes + CALL // max(1, lines)
+
+
 def due(weights: Sequence[HeldWeight], turn: int) -> Iterator[Lines]:
-    """What is read in this turn. Any TURNS turns in a row read every line of every weight, and cost much the same each.
+    """What is read in this turn. Any TURNS turns in a row read every line of every weight once, and cost much the same each.
 
-    Of every weight a share is read every EVERY turns, but for those that take turns: these do so as if they were one.
+    A turn has a TURNS-th of the cost in one piece: few weights, for each is a call. A line is read in the turn that its beginning
+    falls into.
     """
-    plain = [held for held in weights if not held.in_turn][turn % EVERY :: EVERY]
-    for held in plain:
-        yield from _share([held], turn // EVERY, TURNS // EVERY)
-    yield from _share([held for held in weights if held.in_turn], turn, TURNS)
-
-
-def _share(weights: Sequence[HeldWeight], turn: int, turns: int) -> Iterator[Lines]:
-    """A line is read in the turn that its beginning falls into, where each turn has as much of the cost."""
-    whole = sum(held.lines * held.cost for held in weights)
-    low, high = (whole * (turn % turns + i) // turns for i in range(2))
-    before = 0
-    for held in weights:
-        start, stop = (min(max(0, -((before - bound) // held.cost)), held.lines) for bound in (low, high))
-        if start < stop:
-            yield Lines(held, start, stop)
-        before += held.lines * held.cost
+    for computed in (False, True):
+        alike = [(held, held.lines * held.cost) for held in weights if held.computed == computed]
+        whole = sum(cost for _, cost in alike)
+        low, high = (whole * (turn % TURNS + i) // TURNS for i in range(2))
+        for held, cost in alike:
+            if low < cost and high > 0:
+                start, stop = (min(max(0, -(-bound // held.cost)), held.lines) for bound in (low, high))
+                if start < stop:
+                    yield Lines(held, start, stop)
+            low, high = low - cost, high - cost
 
 
 def everything(held: HeldWeight) -> Iterator[Lines]:
@@ -139,7 +140,8 @@ class Findings:
     def compare(self, name: str, got: Tensor, want: Tensor, slack: Tensor | float) -> None:
         if same_bits(got, want):
             return
-        difference = (got.double() - want.double()).abs()
+        wide = torch.promote_types(got.dtype, torch.float32)
+        difference = (got.to(wide) - want.to(wide)).abs()
         off = ~(difference <= slack) & ~(got.isnan() & want.isnan())
         if off.any():
             count, read, by = self.wrong.get(name, (0, 0, 0.0))
@@ -173,6 +175,7 @@ class Sample:
         self._lines = lines
         self._wanted: dict[tuple[int, int], tuple[Tensor, Tensor | float]] = {}
         self._places = places_of([chosen.held for chosen in lines])
+        self.names = self._places.keys()
 
     def take(self, name: str, tensor: Tensor) -> None:
         for i, part in self._places.get(name, ()):
@@ -226,7 +229,8 @@ def places_of(weights: Sequence[HeldWeight]) -> dict[str, list[tuple[int, int]]]
 
 def check_places(weights: Sequence[HeldWeight], came: Collection[str]) -> None:
     """On a rank that holds any, every tensor of the trainer has its place, and the other way round. Raises ValueError."""
-    if weights and (unknown := sorted(places_of(weights).keys() ^ set(came))):
+    known = {name for held in weights for name in held.names}
+    if weights and (unknown := sorted(known ^ set(came))):
         raise ValueError(
             f"actor_rollout_ref.rollout.verify_weights: it is not known where the engine keeps {', '.join(unknown[:3])} "
             f"({len(unknown)} in all); verify_weights=off leaves all unproven"

@@ -138,7 +138,7 @@ class PackedWeight(HeldWeight):
     weights, for all rows of the layer at once. With fold 1 each weight comes out by itself, exactly.
     """
 
-    in_turn = True
+    computed = True
 
     def __init__(self, layer: Any, parts: Sequence[Part], *, exact: bool) -> None:
         self.names = tuple(part.name for part in parts)
@@ -151,15 +151,18 @@ class PackedWeight(HeldWeight):
         self.cost = self._inputs * sum(part.rows for part in parts)
 
     def expected(self, part: int, tensor: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(stop - start, rows of the part), and the bound of rounding: that of the result, and of sums in float32."""
-        inputs = self._parts[part].of(tensor.detach())[:, start * self._fold : stop * self._fold].to(self._dtype).T
-        missing = (stop - start) * self._fold - len(inputs)
-        wide = torch.float64 if self._dtype.itemsize > 2 else torch.float32
-        groups = nn.functional.pad(inputs.to(wide), (0, 0, 0, missing)).view(stop - start, self._fold, -1)
+        """(stop - start, rows of the part), and the bound of rounding: of the result, and of both sums in float32.
+
+        The terms of a sum are at most the largest number that is read of its row, times MULTIPLIERS.
+        """
+        inputs = self._parts[part].of(tensor.detach())[:, start * self._fold : stop * self._fold].to(self._dtype)
         if self._fold == 1:
-            return groups[:, 0], torch.tensor(torch.finfo(torch.float32).tiny)
-        groups = groups * torch.tensor(MULTIPLIERS)[:, None]
-        want, size = groups.sum(1), groups.abs().sum(1)
+            return inputs.T.clone(), torch.tensor(torch.finfo(torch.float32).tiny)
+        missing = (stop - start) * self._fold - inputs.shape[1]
+        wide = nn.functional.pad(inputs.float(), (0, missing))
+        multipliers = torch.tensor(MULTIPLIERS)
+        want = (wide.view(-1, self._fold) @ multipliers).view(len(wide), -1).T
+        size = wide.abs_().amax(1) * multipliers.abs().sum()
         eps, eps32 = torch.finfo(self._dtype).eps, torch.finfo(torch.float32).eps
         return want, want.abs() * (eps / 2) + size * (eps32 * self._fold)
 

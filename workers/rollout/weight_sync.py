@@ -67,9 +67,10 @@ class WeightSync:
 
         def sampled_stream() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in self._stream():
-                with watch:
-                    came[name] = None
-                    sample.take(name, tensor)
+                came[name] = None
+                if name in sample.names:
+                    with watch:
+                        sample.take(name, tensor)
                 yield name, tensor
 
         self.rollout.load_weights(sampled_stream(), version)

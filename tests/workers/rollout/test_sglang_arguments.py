@@ -190,6 +190,8 @@ class Recorder:
     def call(self, method: str, *args: object) -> None:
         self.calls.append(method)
 
+    begin = call
+
 
 def test_no_bucket_outlives_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While one is gathered, the tensors of the one before are gone: beside the shared memory there is one at a time."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from workers.rollout.verification import (
-    EVERY,
+    CALL,
     TURNS,
     Findings,
     HeldWeight,
@@ -31,8 +31,8 @@ from workers.rollout.verification import (
 class Counted(HeldWeight):
     """No numbers: how many lines there are, and what they cost."""
 
-    def __init__(self, lines: int, cost: int = 1, in_turn: bool = False, line_bytes: int = 4) -> None:
-        self.lines, self.cost, self.in_turn, self.line_bytes = lines, cost, in_turn, line_bytes
+    def __init__(self, lines: int, cost: int = 1, computed: bool = False, line_bytes: int = 4) -> None:
+        self.lines, self.cost, self.computed, self.line_bytes = lines, cost, computed, line_bytes
         self.names = ("counted",)
 
     def expected(self, part: int, tensor: Tensor, start: int, stop: int) -> Any:
@@ -60,15 +60,26 @@ def test_any_64_turns_in_a_row_read_every_line_once(weights: list[Counted], firs
 
 
 @given(held_weights, st.integers(0, 1000))
-def test_a_turn_reads_of_every_fourth_and_a_64th_of_what_is_dear(weights: list[Counted], turn: int) -> None:
+def test_a_turn_costs_a_64th_in_one_piece(weights: list[Counted], turn: int) -> None:
     chosen = list(due(weights, turn))
-    for i, held in enumerate(held for held in weights if not held.in_turn):
-        taken = sum(lines.stop - lines.start for lines in chosen if lines.held is held)
-        share = held.lines / TURNS * EVERY if i % EVERY == turn % EVERY else 0
-        assert math.floor(share) <= taken <= math.ceil(share), "of every weight its share, every fourth turn"
-    dear = [held for held in weights if held.in_turn]
-    cost = sum((lines.stop - lines.start) * lines.held.cost for lines in chosen if lines.held.in_turn)
-    assert cost <= sum(held.lines * held.cost for held in dear) / TURNS + max((held.cost for held in dear), default=0)
+    for computed in (False, True):
+        alike = [held for held in weights if held.computed == computed]
+        taken = [lines for lines in chosen if lines.held in alike]
+        cost = sum((lines.stop - lines.start) * lines.held.cost for lines in taken)
+        share = sum(held.lines * held.cost for held in alike) / TURNS
+        assert abs(cost - share) <= max((held.cost for held in alike), default=0) + 1
+        inner = alike[alike.index(taken[0].held) + 1 : alike.index(taken[-1].held)] if taken else []
+        assert [lines.held for lines in taken[1:-1]] == [held for held in inner if held.lines], "none is passed over"
+
+
+def test_many_small_weights_are_not_read_in_one_turn() -> None:
+    """A call for each costs more than its bytes."""
+    weights = [
+        PlainWeight("large", lambda: torch.zeros(2**20)),
+        *(PlainWeight("small", lambda: torch.zeros(4)) for _ in range(64)),
+    ]
+    assert weights[0].cost == 4 and weights[1].cost == 4 + CALL / 4
+    assert max(len(list(due(weights, turn))) for turn in range(TURNS)) <= 3
 
 
 @given(st.integers(0, 300), st.integers(0, 2**25))
