@@ -6,11 +6,13 @@ from typing import Literal
 import torch
 from transformers import AutoModelForCausalLM
 
+from configs.schema.common import Dtype
 from tests.workers.engine.toy import toy_batch
 from tests.workers.rollout.engines import ragged_prompts, request, spec_of
 from tests.workers.rollout.vllm_hosts import ACTOR_LOSS, LENGTH, actor_spec, greedy_error, make_small
 from trainer.remote import RemoteModel, RemoteRollout
 from workers.batch import Batch
+from workers.controller.group import WorkerGroup
 from workers.controller.ray_backend import RayBackend
 from workers.controller.resource_pool import ResourcePool
 from workers.plan import Limits
@@ -19,24 +21,29 @@ from workers.rollout.base import Completion, Sampling
 TEMPERATURE, GROUP = 0.7, 2
 
 
+def start_hosts(backend: RayBackend) -> WorkerGroup:
+    """Two, for one run after the other."""
+    pool = ResourcePool((2,), "cpu", "pool")
+    return backend.start_group("hosts", pool, "tests.workers.rollout.vllm_hosts:SpoilingHost", "cpu")
+
+
 class Run:
     def __init__(
         self,
-        backend: RayBackend,
+        group: WorkerGroup,
         path: Path,
         engine: Literal["vllm", "sglang"],
         tensor_model_parallel_size: int,
         *,
         verify_weights: Literal["sample", "full"],
+        dtype: Dtype = "float32",
+        num_key_value_heads: int = 2,
     ) -> None:
         self.size, self.path = tensor_model_parallel_size, path
-        make_small(path)
-        group = backend.start_group(
-            "hosts", ResourcePool((2,), "cpu", "pool"), "tests.workers.rollout.vllm_hosts:SpoilingHost", "cpu"
-        )
+        make_small(path, num_key_value_heads=num_key_value_heads)
         rollout = spec_of(
             str(path), name=engine, max_model_len=LENGTH, slots=16, tensor_model_parallel_size=tensor_model_parallel_size,
-            verify_weights=verify_weights,
+            verify_weights=verify_weights, dtype=dtype,
         )  # fmt: skip
         self.sync_spoiled = lambda name, place: group.call("sync_spoiled", name, place).result()
         limits = Limits(max_tokens=LENGTH)
@@ -44,7 +51,12 @@ class Run:
             group, "actor", actor_spec(rollout.model), ACTOR_LOSS, forward_limits=limits, train_limits=limits, attention_cost=0.0
         )
         self.rollout = RemoteRollout(group, rollout, source="actor")
-        self.close = lambda: group.call("close").result()
+        self.group = group
+
+    def start_over(self) -> None:
+        """Others can be there after it."""
+        self.group.call("start_over").result()
+        self.group._meshes.clear()
 
     def answers(self, *, greedy: bool) -> tuple[Batch, Batch]:
         """Prompts, each twice in a row, and what came."""
@@ -70,6 +82,10 @@ class Run:
         log_probs = self.actor.forward(whole, ["log_probs"]).tokens["log_probs"]
         return log_probs[whole.tokens["response_mask"]]
 
+    def mismatch(self, prompts: Batch, answers: Batch) -> float:
+        """The largest difference between the engine's log-probs and the trainer's; NaN if one of them is none."""
+        return float((self.trainers_log_probs(prompts, answers) - answers.tokens["rollout_log_probs"]).abs().max())
+
     def check_rounds(self, exports: Path) -> None:
         """Three rounds of training, sleep and sync. Greedy answers are those of the model that the trainer exports; sampled
         log-probs are the trainer's."""
@@ -79,8 +95,7 @@ class Run:
             self.rollout.sync_weights(version)
             prompts, answers = self.answers(greedy=True)
             sampled_prompts, sampled = self.answers(greedy=False)
-            theirs = self.trainers_log_probs(sampled_prompts, sampled)
-            assert (theirs - sampled.tokens["rollout_log_probs"]).abs().max() < 1e-4
+            assert self.mismatch(sampled_prompts, sampled) < 1e-4
             assert len({tuple(row.tolist()) for row in sampled.split_rows("input_ids")}) > len(sampled) / 2
             assert set(answers.rows["weight_version"].tolist()) == {version}
             self.actor.export_hf(str(exports / str(version)))

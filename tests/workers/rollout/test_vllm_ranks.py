@@ -2,14 +2,16 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from tests.workers.engine.toy import VOCABULARY
-from tests.workers.rollout.ranks import Run
+from tests.workers.rollout.ranks import Run, start_hosts
 from tests.workers.rollout.vllm_hosts import CPU_BUILD
+from workers.controller.group import WorkerGroup
 from workers.controller.ray_backend import RayBackend
 from workers.metric import plain_numbers
 from workers.rollout.verification import TURNS
@@ -17,13 +19,25 @@ from workers.rollout.verification import TURNS
 pytestmark = CPU_BUILD
 
 
-@pytest.fixture(scope="module", params=[2, 1], ids=["one engine over two ranks", "two engines"])
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    folder = tmp_path_factory.mktemp("run")
-    with RayBackend(run_dir=folder, nnodes=1, n_gpus_per_node=2, device="cpu", ray_init={}) as backend:
-        run = Run(backend, folder / "model", "vllm", request.param, verify_weights="sample")
-        yield run
-        run.close()
+RUNS: dict[str, dict[str, Any]] = {
+    "one engine over two ranks": {"tensor_model_parallel_size": 2},
+    "two engines": {"tensor_model_parallel_size": 1},
+    "one head of keys and values, which both ranks have": {"tensor_model_parallel_size": 2, "num_key_value_heads": 1},
+    "bfloat16": {"tensor_model_parallel_size": 2, "dtype": "bfloat16"},
+}
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
+    with RayBackend(run_dir=tmp_path_factory.mktemp("run"), nnodes=1, n_gpus_per_node=2, device="cpu", ray_init={}) as backend:
+        yield start_hosts(backend)
+
+
+@pytest.fixture(scope="module", params=list(RUNS)[:2])
+def run(request: pytest.FixtureRequest, hosts: WorkerGroup, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    run = Run(hosts, tmp_path_factory.mktemp("model"), "vllm", verify_weights="sample", **RUNS[request.param])
+    yield run
+    run.start_over()
 
 
 def test_three_rounds_of_training_sleep_and_sync(run: Run, tmp_path: Path) -> None:
@@ -70,3 +84,23 @@ def test_what_was_verified_is_counted_over_all_ranks(run: Run) -> None:
     replicated = sum(weight.nbytes for name, weight in weights.named_parameters() if "norm" in name)
     total = sum(weight.nbytes for weight in weights.parameters())
     assert read == (2 * total if run.size == 1 else total + replicated)
+
+
+@pytest.mark.parametrize("run", list(RUNS)[2:3], indirect=True)
+def test_ranks_that_share_a_head_of_keys_and_values(run: Run, tmp_path: Path) -> None:
+    """Fewer heads than ranks."""
+    run.check_rounds(tmp_path)
+    for name, place in (("model.layers.1.self_attn.v_proj.weight", -1), ("model.layers.0.self_attn.k_proj.bias", 0)):
+        said = run.sync_spoiled(name, place)
+        assert all(line.startswith(f"{name} in vllm on rank {rank} is not the trainer's") for rank, line in enumerate(said)), said
+    said = run.sync_spoiled("model.layers.0.self_attn.q_proj.weight", -1)
+    assert said[0] == "" and said[1].startswith("model.layers.0.self_attn.q_proj.weight in vllm on rank 1")
+
+
+@pytest.mark.parametrize("run", list(RUNS)[3:], indirect=True)
+def test_half_the_numbers_on_two_ranks(run: Run) -> None:
+    """All that is read equals the trainer's float32, cast; what is drawn is near what the trainer says."""
+    assert run.sync_spoiled("lm_head.weight", 0)[1] == "", "the first rows are the other rank's, and all else is right"
+    run.rollout.sync_weights(3)
+    prompts, answers = run.answers(greedy=False)
+    assert run.mismatch(prompts, answers) < 0.25

@@ -1,5 +1,6 @@
 """Hosts with a trained actor and vLLM beside it: what a worker of a run has."""
 
+import gc
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ from workers.controller.group import WorkerInfo
 from workers.controller.shell import free_port
 from workers.engine.base import EngineSpec, LossSpec, OptimizerSpec
 from workers.host import Host
+from workers.residency import Residency
 from workers.roles.rollout import RolloutRole
 from workers.rollout import make_rollout
 from workers.rollout.base import Completion, Request, Rollout
@@ -81,7 +83,16 @@ def greedy_error(model: PreTrainedModel, asked: Request, completion: Completion)
 
 
 class SpoilingHost(Host):
-    """A worker whose engine can lose a number on the way."""
+    """A worker whose engine can lose a number on the way, and make room for another."""
+
+    def start_over(self) -> None:
+        """As new, with the process group it has."""
+        role = self.roles["rollout"]
+        assert isinstance(role, RolloutRole)
+        role.rollout.close()
+        self.roles.clear()
+        self.residency = Residency()
+        gc.collect()
 
     def sync_spoiled(self, name: str, place: int) -> str:
         """One sync in which ``place`` of the tensor ``name`` arrives as another number: what the run would have ended with."""
