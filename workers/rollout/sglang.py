@@ -10,7 +10,6 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle
 from typing import Any, Literal
 
 import torch
@@ -71,6 +70,7 @@ class SGLangRollout(Rollout):
         model = empty_model(spec.model, model_config(spec.model, "lm"), "lm", self.dtype).hf
         self.expected = ExpectedWeights(model)
         self.vocab_size = vocab_size(spec.model)
+        self._shared = SharedBucket(self.device, self.dtype)
         self.engine: Client | None = None
         self._cache_bytes = 0.0
         if place.rank % self.tensor_parallel_size == 0:
@@ -165,8 +165,8 @@ class SGLangRollout(Rollout):
         """Raises ValueError, naming weights that are missing, unexpected or of another shape; the engine then has none. Raises
         RuntimeError with SGLang's words where it does not take them.
 
-        They go over a bucket at a time, cast to the engine's dtype, the next one being filled while SGLang takes one and cuts
-        out each rank's part. Running answers wait for the new weights: what they have is kept, and computed anew.
+        They go over a bucket at a time, cast to the engine's dtype; SGLang cuts out each rank's part. Running answers wait for
+        the new weights: what they have is kept, and computed anew.
         """
         self._check_takes_weights("load_weights")
         self._recall()
@@ -176,13 +176,12 @@ class SGLangRollout(Rollout):
             for _ in self.expected.fitting(weights, came):
                 pass
         else:
-            self.engine.begin("begin_update")
-            shared = cycle(SharedBucket(self.device, self.dtype) for _ in range(2))
+            self.engine.call("begin_update")
             fitting = self.expected.fitting(weights, came)
             for named in buckets(fitting, lambda item: item[1].numel() * self.dtype.itemsize, self.bucket_bytes):
-                payloads = next(shared).filled(named, copies=self.tensor_parallel_size)
+                self.engine.call("update", self._shared.filled(named, copies=self.tensor_parallel_size))
                 named.clear()
-                self.engine.begin("update", payloads)
+            self._shared.let_go()
             self.engine.call("end_update")
             self.engine.call("flush")
         self.expected.check(came)
@@ -207,8 +206,8 @@ class SGLangRollout(Rollout):
         if self.engine is None or not wanted:
             return []
         sizes = [stop - start for _, start, stop in wanted]
-        copies = torch.full((self.tensor_parallel_size, sum(sizes)), torch.nan, dtype=self.dtype, device=self.device)
-        copies = copies.share_memory_()
+        shape = self.tensor_parallel_size, sum(sizes)
+        copies = self._shared.room(math.prod(shape) * self.dtype.itemsize).view(self.dtype).view(shape).fill_(torch.nan)
         said = torch.zeros((self.tensor_parallel_size, ERROR_BYTES), dtype=torch.uint8).share_memory_()
         keys = [held.key(start) for held, start, _ in wanted]
         payloads = [
@@ -219,6 +218,7 @@ class SGLangRollout(Rollout):
         if said.any():
             text = bytes(said[(said != 0).any(1)][0].tolist()).rstrip(b"\0").decode(errors="replace")
             raise RuntimeError(f"SGLang's weights cannot be read; verify_weights=off leaves them unproven:\n{text}")
+        self._shared.let_go()
         return list(agreed(copies).split(sizes))
 
     def sleep(self) -> None:
@@ -269,7 +269,10 @@ class WeightInSGLang(HeldWeight):
 
 
 def agreed(copies: Tensor) -> Tensor:
-    """copies (ranks, n), NaN where a rank has none. What those say that have one, (n,); NaN where none has, or they differ."""
+    """copies (ranks, n), NaN where a rank has none. What those say that have one, (n,); NaN where none has, or they differ.
+
+    Of one rank, a view.
+    """
     if len(copies) == 1:
         return copies[0]
     low = copies.nan_to_num(torch.inf, torch.inf, -torch.inf).amin(0)

@@ -47,7 +47,6 @@ class Client:
                 start_new_session=True,  # a terminal's Ctrl-C is for the controller
             )
         self._connection = Connection(ours.detach())
-        self._begun: str | None = None
         self._send(bytes(multiprocessing.current_process().authkey), dict(arguments))
         try:
             self.facts: dict[str, Any] = self._answer("start")
@@ -57,18 +56,8 @@ class Client:
 
     def call(self, method: str, *args: Any) -> Any:
         """Raises RuntimeError with the engine's traceback, and EngineDied."""
-        self.begin(method, *args)
-        return self._finish()
-
-    def begin(self, method: str, *args: Any) -> None:
-        """A call for no result, which the next one waits for, and which raises there."""
-        self._finish()
         self._send(method, args)
-        self._begun = method
-
-    def _finish(self) -> Any:
-        method, self._begun = self._begun, None
-        return None if method is None else self._answer(method)
+        return self._answer(method)
 
     def _send(self, *message: Any) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):  # it died: the answer says so
@@ -115,7 +104,10 @@ def buckets(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Itera
 
 
 class SharedBucket:
-    """Memory that other processes see, for one bucket of weights after the other."""
+    """Memory that other processes see, for one bucket of weights after the other.
+
+    On CPU it is kept from one sync to the next: to take new pages costs several times what filling them does.
+    """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
@@ -128,28 +120,30 @@ class SharedBucket:
             torch.cuda.synchronize(self.device)
         return [shared_payload(views) for _ in range(copies)]
 
+    def let_go(self) -> None:
+        """Of memory of a GPU, which others need now."""
+        if self.device.type == "cuda":
+            self._memory = torch.empty(0, dtype=torch.uint8, device=self.device)
+
+    def room(self, nbytes: int) -> Tensor:
+        """uint8 (nbytes,), shared. What was there before is lost. Raises RuntimeError if there is too little."""
+        if nbytes > len(self._memory):
+            self._memory = torch.empty(0, dtype=torch.uint8, device=self.device)  # let go of the old before taking the new
+            if self.device.type == "cpu" and (free := shutil.disk_usage(SHARED).free) < nbytes:  # else: killed by SIGBUS
+                raise RuntimeError(
+                    f"{SHARED} has {free} bytes free, and {nbytes} bytes of weights go to SGLang at once: make it larger, or "
+                    "actor_rollout_ref.rollout.update_weights_bucket_megabytes smaller"
+                )
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device).share_memory_()
+        return self._memory[:nbytes]
+
     def views(self, named: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         """The weights, cast, in the shared memory. What was there before is lost. Raises RuntimeError if there is too little."""
         sizes = [tensor.numel() * self.dtype.itemsize for _, tensor in named]
         starts = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
-        if starts[-1] > len(self._memory):
-            self._memory = torch.empty(0, dtype=torch.uint8, device=self.device)  # let go of the old before taking the new
-            self._memory = shared_memory(starts[-1], self.device)
-        rooms = [self._memory[start : start + size].view(self.dtype) for start, size in zip(starts, sizes, strict=False)]
+        memory = self.room(starts[-1])
+        rooms = [memory[start : start + size].view(self.dtype) for start, size in zip(starts, sizes, strict=False)]
         return [(name, room.view(tensor.shape).copy_(tensor)) for (name, tensor), room in zip(named, rooms, strict=True)]
-
-
-def shared_memory(nbytes: int, device: torch.device) -> Tensor:
-    """uint8 (nbytes,) that other processes can open, of any content. Raises RuntimeError if there is too little."""
-    if device.type == "cuda":
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
-    if (free := shutil.disk_usage(SHARED).free) < nbytes:  # else: killed by SIGBUS
-        raise RuntimeError(
-            f"{SHARED} has {free} bytes free, and {nbytes} bytes of weights go to SGLang at once: make it larger, or "
-            "actor_rollout_ref.rollout.update_weights_bucket_megabytes smaller"
-        )
-    storage = torch.UntypedStorage._new_shared(nbytes)  # share_memory_ copies what is not shared, of any content
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 def shared_payload(named: Sequence[tuple[str, Tensor]]) -> bytes:

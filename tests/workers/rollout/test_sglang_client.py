@@ -1,13 +1,11 @@
-"""Weights in buckets, and calls."""
+"""Weights in buckets."""
 
 from collections.abc import Iterator
-from multiprocessing import Pipe
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.rollout.sglang_client import Client, buckets
+from workers.rollout.sglang_client import buckets
 
 
 @given(st.lists(st.integers(0, 9)), st.integers(0, 20))
@@ -30,17 +28,3 @@ def test_one_item_is_read_ahead() -> None:
 
     stream = buckets(items(), lambda item: 1, 2)
     assert next(stream) == [0, 1] and read == [0, 1, 2]
-
-
-def test_a_call_that_was_begun_is_waited_for_by_the_next_one_and_fails_there() -> None:
-    client = Client.__new__(Client)  # without a process
-    client._connection, engine = Pipe()
-    client._begun = None
-    for answer in ((True, None), (False, "traceback"), (True, "weights")):
-        engine.send(answer)
-    client.begin("begin_update")
-    client.begin("update", 1)
-    with pytest.raises(RuntimeError, match="SGLang failed in update:\ntraceback"):
-        client.begin("update", 2)
-    assert client.call("facts") == "weights", "what failed has been told"
-    assert [engine.recv() for _ in range(3)] == [("begin_update", ()), ("update", (1,)), ("facts", ())] and not engine.poll()
