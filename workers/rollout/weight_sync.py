@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -35,6 +35,7 @@ class WeightSync:
     def __init__(self, rollout: Rollout, source: TrainEngine, config: RolloutEngineConfig, rank: int) -> None:
         self.rollout, self.source, self.config, self.rank = rollout, source, config, rank
         self._places: Sequence[HeldWeight] | None = None
+        self._found: Collection[str] = ()  # names that have their places
         self._version = -1
         self._turn = 0
 
@@ -80,7 +81,9 @@ class WeightSync:
         if self.config.verify_weights == "off":
             return
         with watch:
-            check_places(self._held_weights(), came)
+            if came.keys() != self._found:
+                check_places(self._held_weights(), came)
+                self._found = came.keys()
             if sampled:
                 sample.compare(found, self.rollout.read_held)
             else:

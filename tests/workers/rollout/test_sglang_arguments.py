@@ -215,6 +215,6 @@ def test_no_bucket_outlives_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyP
     first, *updates, end, flush = engine.engine.calls
     assert (first, end, flush) == ("begin_update", "end_update", "flush") and set(updates) == {"update"} and len(updates) > 2
     assert peak <= engine.bucket_bytes + 2 * largest, "and the two that are on their way"
-    memory = engine._shared.room(1).data_ptr()
+    memory = engine._shared._memory
     engine.load_weights(gathered(), 2)
-    assert engine._shared.room(1).data_ptr() == memory, "no new pages are taken"
+    assert engine._shared._memory is memory and memory.nbytes >= 2 * largest, "no new pages are taken"

@@ -22,8 +22,7 @@ pytestmark = CPU_BUILD
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("run")
     with RayBackend(run_dir=folder, nnodes=1, n_gpus_per_node=2, device="cpu", ray_init={}) as backend:
-        shared_head = {"num_key_value_heads": 1} if request.param == 2 else {}  # fewer heads of keys and values than ranks
-        yield Run(start_hosts(backend), folder / "model", "sglang", request.param, verify_weights="full", **shared_head)
+        yield Run(start_hosts(backend), folder / "model", "sglang", request.param, verify_weights="full")
 
 
 def words(process: psutil.Process) -> str:
