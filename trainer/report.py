@@ -16,7 +16,18 @@ from trainer.charts import Chart, Curve, Stack, draw, duration, number, smooth, 
 from trainer.dumps import Sample
 from trainer.metrics import AFTER_STEP, WHOLE_STEP
 from trainer.page import render
-from trainer.run_dir import CONFIG, ENVIRONMENT, GLOBAL_STEP, METRICS, REPORT, SAMPLES, read_lines, read_metrics, write_atomic
+from trainer.run_dir import (
+    CONFIG,
+    ENVIRONMENT,
+    EVENTS,
+    GLOBAL_STEP,
+    METRICS,
+    REPORT,
+    SAMPLES,
+    read_lines,
+    read_metrics,
+    write_atomic,
+)
 
 ACCURACY = "val/accuracy"
 MOST_ANSWERS = 16
@@ -117,6 +128,7 @@ def write_report(run_dir: Path) -> Path:
         first_step=first_step,
         last_step=last_step,
         good=(min(scores) + max(scores)) / 2 if scores and min(scores) < max(scores) else 0.0,
+        events=read_lines(run_dir / EVENTS),
         table=[(name, values[0], values[-1], min(values), max(values)) for name, (_, values) in sorted(series.items())],
         config=(run_dir / CONFIG).read_text(encoding="utf-8"),
         environment=json.loads((run_dir / ENVIRONMENT).read_text(encoding="utf-8")),

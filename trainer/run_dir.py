@@ -16,6 +16,7 @@ from typing import Any
 
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
+EVENTS = "events.jsonl"
 CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 REPORT = "report.html"
@@ -103,7 +104,7 @@ def start_run(run_dir: Path, resume_step: int | None, rollout_dir: Path | None) 
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     if resume_step is None or not checkpoint_dir(run_dir, resume_step).exists():
-        outputs = [run_dir / name for name in (METRICS, SAMPLES, REPORT, TENSORBOARD, ROLLOUTS, WANDB_ID, LATEST)]
+        outputs = [run_dir / name for name in (METRICS, SAMPLES, EVENTS, REPORT, TENSORBOARD, ROLLOUTS, WANDB_ID, LATEST)]
         _set_aside(run_dir, outputs + [checkpoint_dir(run_dir, step) for step in checkpoint_steps(run_dir)])
         return
     later = [step for step in checkpoint_steps(run_dir) if step > resume_step]

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from trainer.dumps import Sample
+from trainer.events import Events
 from trainer.report import answers_of, main, phase_seconds, write_curve_png, write_report
 from trainer.run_dir import GLOBAL_STEP, read_lines
 from trainer.tracking import Tracker
@@ -175,3 +176,12 @@ def test_the_command(tmp_path: Path) -> None:
 def test_the_picture_for_the_readme(tmp_path: Path) -> None:
     write_curve_png(make_run(tmp_path), tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_happened_beside_the_steps_is_told(tmp_path: Path) -> None:
+    make_run(tmp_path, steps=2)
+    assert "What happened" not in Page(write_report(tmp_path).read_text()).text
+    Events(tmp_path).add(2, "restart", f"a worker\ndied {HOSTILE}")
+    page = Page(write_report(tmp_path).read_text())
+    assert "What happened" in page.text and f"restart a worker died {HOSTILE}" in page.text
+    assert not [tag for tag, _ in page.tags if tag == "img"]

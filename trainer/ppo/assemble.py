@@ -20,6 +20,7 @@ from trainer.data.chat import load_tokenizer
 from trainer.data.dataset import PromptDataset
 from trainer.data.order import DataOrder
 from trainer.data.stream import PromptStream
+from trainer.events import Events
 from trainer.generation.rollout import rollout_spec, sampling
 from trainer.metrics import Phases, peak_flops
 from trainer.models import Training, limits, start_model
@@ -120,6 +121,7 @@ class Assembly:
                 batch_size=config.data.val_batch_size,
             ),
             tracker=tracker,
+            events=Events(run_dir),
             phases=Phases(),
             peak_flops=peak_flops(config.trainer.device),
             resume=resume,

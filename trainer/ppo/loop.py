@@ -16,6 +16,7 @@ from trainer.algorithms.kl import KLController, reward_with_kl
 from trainer.algorithms.moments import RunningMoments
 from trainer.checkpoint import Checkpoint, CheckpointWriter, Stateful
 from trainer.data.stream import PromptStream
+from trainer.events import Events
 from trainer.metrics import Phases, data_metrics, performance_metrics, reward_metrics
 from trainer.ppo.columns import advantage_inputs, renamed
 from trainer.ppo.source import Source
@@ -46,6 +47,7 @@ class Loop:
     returns: RunningMoments
     validation: Validation
     tracker: Tracker
+    events: Events
     phases: Phases
     peak_flops: float | None
     resume: Checkpoint | None

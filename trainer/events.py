@@ -1,0 +1,34 @@
+"""What happens to a run beside its steps: alarms, restarts, rollbacks, saves that failed. Kept for the report, and told once."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TypedDict
+
+from trainer.run_dir import EVENTS, json_line
+
+
+class Event(TypedDict):
+    """step: the training step it happened in. kind: a word, the same for like events. text: for people, one line."""
+
+    step: int
+    time: str
+    kind: str
+    text: str
+
+
+class Events:
+    """events.jsonl of a run directory. It tells the whole story: resuming cuts nothing off."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / EVENTS
+
+    def add(self, step: int, kind: str, text: str) -> None:
+        """One line in the file, in the kernel's hands on return, and on stderr."""
+        event = Event(step=step, time=time.strftime("%Y-%m-%d %H:%M:%S"), kind=kind, text=" ".join(text.split()))
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json_line({**event}))
+        print(f"{kind}: step {step}: {event['text']}", file=sys.stderr, flush=True)
