@@ -126,8 +126,8 @@ def draw_from_logits(logits: Tensor, temperature: Tensor, uniform: Tensor, given
     block, rest = _block_of(sums, uniform)
     ids = block * BLOCK + torch.arange(BLOCK, device=logits.device)
     inside = logits.gather(1, ids.clamp(max=vocabulary - 1)).float() / temperature
-    place = _place_of((inside - largest).exp() * (ids < vocabulary), rest)
-    tokens = (block * BLOCK + place).clamp_(max=vocabulary - 1)
+    place = _place_of((inside - largest).exp(), rest)
+    tokens = (block * BLOCK + place).clamp_(max=vocabulary - 1)  # behind the last token are only copies of it
     if given is not None:
         tokens = torch.where(given < 0, tokens, given)
     return tokens, logits.gather(1, tokens).float() / temperature - largest - sums[:, -1:].log().float()

@@ -120,6 +120,18 @@ def test_no_rounding_draws_what_has_no_weight() -> None:
             assert bool((weights.gather(1, draw(weights, uniform)) > 0).all())
 
 
+def test_no_rounding_draws_a_last_token_without_weight() -> None:
+    """Of a block that the vocabulary fills in part."""
+    n, vocabulary = 4000, 2 * BLOCK + 60
+    logits = torch.randn(n, vocabulary, generator=torch.Generator().manual_seed(8)) * 5
+    logits[:, -2:] = -torch.inf
+    for steps in (1, 2, 3):
+        tokens, log_probs = draw_from_logits(
+            logits, torch.ones(n, 1), torch.full((n, 1), 1 - steps * 2.0**-52, dtype=torch.float64)
+        )
+        assert bool((tokens < vocabulary - 2).all()) and bool(log_probs.isfinite().all())
+
+
 def test_greedy_takes_the_lowest_of_equal_logits() -> None:
     logits = torch.zeros(2, 50)
     logits[0, [7, 30, 49]] = 2.0
