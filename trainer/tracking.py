@@ -29,6 +29,7 @@ from trainer.run_dir import (
     SAMPLES,
     TENSORBOARD,
     WANDB_ID,
+    Lines,
     json_line,
     redact,
     start_run,
@@ -96,8 +97,8 @@ class Tracker:
         write_atomic(run_dir / ENVIRONMENT, json.dumps(environment(), indent=1))
         self.shown_samples = shown_samples
         self.rollout_dir = rollout_dir
-        self._metrics = (run_dir / METRICS).open("a", encoding="utf-8", buffering=1)
-        self._samples = (run_dir / SAMPLES).open("a", encoding="utf-8", buffering=1)
+        self._metrics = Lines(run_dir / METRICS)
+        self._samples = Lines(run_dir / SAMPLES)
         self._loggers: list[Logger] = []
         run = Run(run_dir, project, experiment, plain, resume_step or 0, total_steps)
         for name in dict.fromkeys(loggers):

@@ -138,6 +138,10 @@ def test_defaults_and_the_quick_start_work() -> None:
             ["trainer.resume_mode=resume_path"],
             ["trainer.resume_mode=resume_path: trainer.resume_from_path is null; give it a global_step_N directory"],
         ),
+        (
+            ["trainer.default_local_dir=runs/a", "trainer.checkpoint.remote_dir=runs/a/"],
+            ["trainer.checkpoint.remote_dir=runs/a/: is the run directory itself; copies belong elsewhere, or leave it at null"],
+        ),
     ],
 )
 def test_what_cannot_work_fails_with_the_arithmetic(overrides: list[str], lines: list[str]) -> None:
@@ -237,6 +241,8 @@ def test_notes() -> None:
     ]
     (note,) = ppo_lines("trainer.resume_from_path=x")
     assert note == "trainer.resume_from_path has no effect with trainer.resume_mode=auto; resume_path reads it"
+    (note,) = ppo_lines("trainer.best_metric=val/accuracy")
+    assert note == "trainer.best_metric has no effect: trainer.save_freq=-1 saves no checkpoint"
 
 
 def test_supervised_checks() -> None:
