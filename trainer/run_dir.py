@@ -110,6 +110,35 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
+class Lines:
+    """The end of a file of lines. What a full disk does not take is kept, told once, and written with what comes later.
+
+    What it took is in the kernel's hands on return.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+        self._left = b""
+        self._told = False
+
+    def write(self, lines: str) -> None:
+        self._left += lines.encode()
+        try:
+            while self._left:
+                self._left = self._left[self._file.write(self._left) :]
+        except OSError as error:
+            if not self._told:
+                print(f"{self._path}: {error}; what is not written waits for room", file=sys.stderr, flush=True)
+            self._told = True
+        else:
+            self._told = False
+
+    def close(self) -> None:
+        self.write("")
+        self._file.close()
+
+
 def redact(config: Mapping[str, Any]) -> dict[str, Any]:
     """A copy without secrets: strings under keys that end like the name of a secret, user:password@ in addresses, and what
     such variables of the environment hold, wherever it stands."""

@@ -30,6 +30,7 @@ from trainer.run_dir import (
     SAMPLES,
     TENSORBOARD,
     WANDB_ID,
+    Lines,
     batch_file,
     go_back,
     json_line,
@@ -116,8 +117,8 @@ class Tracker:
                 print(f"logger {name} left out: {reason}", file=sys.stderr)
 
     def _open(self) -> None:
-        self._metrics = (self.run_dir / METRICS).open("a", encoding="utf-8", buffering=1)
-        self._samples = (self.run_dir / SAMPLES).open("a", encoding="utf-8", buffering=1)
+        self._metrics = Lines(self.run_dir / METRICS)
+        self._samples = Lines(self.run_dir / SAMPLES)
 
     def go_back(self, step: int) -> Path:
         """The run goes on after ``step`` with other data. What it wrote past it is moved to the directory that is returned."""

@@ -146,6 +146,10 @@ def test_defaults_and_the_quick_start_work() -> None:
             ],
         ),
         (
+            ["trainer.default_local_dir=runs/a", "trainer.checkpoint.remote_dir=runs/a/"],
+            ["trainer.checkpoint.remote_dir=runs/a/: is the run directory itself; copies belong elsewhere, or leave it at null"],
+        ),
+        (
             ["trainer.replay.mode=train"],
             ["trainer.replay.mode=train: trainer.replay.path is null; name a step_N.safetensors of rollout_data_dir"],
         ),
@@ -256,6 +260,8 @@ def test_notes() -> None:
     ]
     (note,) = ppo_lines("trainer.resume_from_path=x")
     assert note == "trainer.resume_from_path has no effect with trainer.resume_mode=auto; resume_path reads it"
+    (note,) = ppo_lines("trainer.best_metric=val/accuracy")
+    assert note == "trainer.best_metric has no effect: trainer.save_freq=-1 saves no checkpoint"
 
 
 def test_a_walltime_can_be_read() -> None:

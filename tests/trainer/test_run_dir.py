@@ -1,5 +1,6 @@
 import json
 import math
+import resource
 import struct
 from pathlib import Path
 
@@ -7,7 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.run_dir import GLOBAL_STEP, NON_FINITE, go_back, json_line, read_lines, read_metrics, redact, start_run, write_atomic
+from trainer.run_dir import (
+    GLOBAL_STEP,
+    NON_FINITE,
+    Lines,
+    go_back,
+    json_line,
+    read_lines,
+    read_metrics,
+    redact,
+    start_run,
+    write_atomic,
+)
 
 
 def lay_out(run_dir: Path, steps: int, checkpoints: list[int]) -> None:
@@ -34,6 +46,22 @@ def test_floats_read_back_equal_to_the_bit(value: float) -> None:
     written = json.loads(json_line({"x": value}), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))["x"]
     read = NON_FINITE[written] if isinstance(written, str) else written
     assert math.isnan(value) and math.isnan(read) if math.isnan(value) else struct.pack("d", read) == struct.pack("d", value)
+
+
+def test_lines_that_a_full_disk_did_not_take_are_written_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The kernel's own limit on a file's size cuts a line in its middle, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    lines = Lines(tmp_path / "lines")
+    lines.write('{"a": 1}\n')
+    resource.setrlimit(resource.RLIMIT_FSIZE, (12, hard))
+    lines.write('{"a": 2}\n')
+    lines.write('{"a": 3}\n')
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert read_lines(tmp_path / "lines") == [{"a": 1}]
+    lines.write('{"a": 4}\n')
+    lines.close()
+    assert read_lines(tmp_path / "lines") == [{"a": i} for i in (1, 2, 3, 4)]
+    assert capsys.readouterr().err.count("File too large; what is not written waits for room") == 1
 
 
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:

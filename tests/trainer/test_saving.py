@@ -101,6 +101,28 @@ def test_killed_at_any_point_a_checkpoint_is_whole_or_absent(background: bool, t
     assert calls() > 20 and outcomes == sorted(outcomes) and set(outcomes) == {2, 4}
 
 
+def test_all_is_on_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut after the rename: every file, and every directory that names one, was synced before."""
+    synced: set[str] = set()
+    left: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def noted(descriptor: int) -> None:
+        synced.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def checked(self: Path, target: Path) -> Path:
+        written = {str(self), *map(str, self.rglob("*"))}
+        left.extend(written - synced - {f"{self}/manifest.json"})  # synced under the name it had first
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(Path, "rename", checked)
+    save(tmp_path, 2)
+    assert left == [] and f"{tmp_path}/global_step_2.incomplete/manifest.json.partial" in synced
+    assert str(tmp_path) in synced, "the rename itself"
+
+
 def test_old_checkpoints_go_only_after_the_new_one_is_whole(tmp_path: Path) -> None:
     gate: Future[None] = Future()
     save(tmp_path, 2)
