@@ -103,7 +103,7 @@ def test_the_error_of_a_collective_that_ran_out_of_time(said: str, ended: bool) 
     [
         (IN_COLLECTIVE, "workers/engine/fsdp/engine.py:120 in train_step"),
         ([(module.__spec__.origin.replace("trainer/stall.py", "x"), 1, "y")], f"{ROOT}/x:1 in y"),
-        ([("/home/me/loss.py", 4, "loss"), *SLEEPS], "/home/me/loss.py:4 in loss"),
+        ([("/elsewhere/loss.py", 4, "loss"), *SLEEPS], "/elsewhere/loss.py:4 in loss"),
         (IDLE[:0], ""),
     ],
 )  # fmt: skip

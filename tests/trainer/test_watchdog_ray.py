@@ -46,6 +46,8 @@ class Run:
         )
 
     def late(self, fault: str, step: int) -> PhaseTimeout:
+        """After an update as it should be: the fault before is over by then."""
+        self.update("none", 60.0)
         begun = time.monotonic()
         with pytest.raises(PhaseTimeout) as raised:
             self.update(fault, LIMIT, step)
@@ -57,9 +59,7 @@ class Run:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("run")
     with RayBackend(run_dir=folder, nnodes=1, n_gpus_per_node=2, device="cpu", ray_init={}) as backend:
-        run = Run(backend, folder)
-        run.update("none", 60.0)
-        yield run
+        yield Run(backend, folder)
 
 
 def test_a_rank_that_sleeps(run: Run) -> None:
@@ -79,15 +79,13 @@ def test_a_rank_that_sleeps(run: Run) -> None:
     kept = run.folder / "logs/stall_3_update"
     assert "distributed_c10d.py" in (kept / "rank_0.txt").read_text() and "in __call__" in (kept / "rank_1.txt").read_text()
     assert "--- raylet" in (kept / "ray.txt").read_text()
-    run.update("none", 60.0)
 
 
 def test_a_rank_that_is_stopped(run: Run) -> None:
     late = run.late("SIGSTOP", 4)
+    os.kill(late.states[1].processes[0].pid, signal.SIGCONT)
     assert "held up by rank 1: a process of it is stopped" in str(late)
     assert ", stopped) does not say where it is; worked on 2 rows" in str(late)
-    os.kill(late.states[1].processes[0].pid, signal.SIGCONT)
-    run.update("none", 60.0)
 
 
 @pytest.mark.parametrize("limit", [1.0, 60.0], ids=["the phase's limit", "the collective's limit"])
