@@ -96,8 +96,7 @@ def group_memory(process: Path = Path("/proc/self/cgroup"), root: Path = CGROUPS
             continue
         top, names = (root, VERSION_2) if not controllers else (root / "memory", VERSION_1)
         inside = top / path.lstrip("/")
-        # Within a container the path may be one that only the outside knows.
-        for group in (inside, *inside.parents) if inside.is_dir() else (top,):
+        for group in (inside, *inside.parents):  # within a container the path may be one that only the outside knows: not there
             if group.is_relative_to(top):
                 yield from _memory_of(group, names)
 
