@@ -45,8 +45,8 @@ def run(config: ExportConfig) -> None:
         if partial.exists():
             shutil.rmtree(partial)
         partial.mkdir(parents=True)
-        export(checkpoint.role(role), partial)
-        n_weights = check(partial)
+        export(checkpoint.role(role), partial, trust_remote_code=config.trust_remote_code)
+        n_weights = check(partial, trust_remote_code=config.trust_remote_code)
         fsync_tree(partial)
         partial.rename(output)
         print(f"{role} of step {checkpoint.step}: {n_weights:,} weights in {output}")
@@ -88,13 +88,15 @@ def role_of(checkpoint: Checkpoint, role: str | None) -> str:
     return role
 
 
-def export(source: Path, target: Path) -> None:
+def export(source: Path, target: Path, *, trust_remote_code: bool) -> None:
     """source: a role's directory. target: an empty one."""
     transformers.logging.disable_progress_bar()
-    config = AutoConfig.from_pretrained(source)
+    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     head = head_of(config)
     with torch.device("meta"):
-        shell: PreTrainedModel = auto_class(config, head).from_config(config, dtype=config.dtype)
+        shell: PreTrainedModel = auto_class(config, head).from_config(
+            config, dtype=config.dtype, trust_remote_code=trust_remote_code
+        )
     if head == "lm":
         shell.generation_config = GenerationConfig.from_pretrained(source)
     weights = read_weights(source, shell.dtype)
@@ -119,11 +121,11 @@ def read_weights(source: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name.removeprefix(WEIGHTS): weight for name, weight in weights.items()}
 
 
-def check(directory: Path) -> int:
+def check(directory: Path, *, trust_remote_code: bool) -> int:
     """Load it as anybody would, and count its weights. Raises Damaged if a weight is missing, too many, or of another shape."""
-    config = AutoConfig.from_pretrained(directory)
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     model, report = auto_class(config, head_of(config)).from_pretrained(  # type: ignore[misc] # a pair, with output_loading_info
-        directory, output_loading_info=True
+        directory, trust_remote_code=trust_remote_code, output_loading_info=True
     )
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report[kind]:

@@ -9,5 +9,6 @@ from configs.schema.common import ProgramConfig
 class ExportConfig:
     checkpoint: str
     output: str
+    trust_remote_code: bool
     role: str | None
     trainer: ProgramConfig
