@@ -56,8 +56,8 @@ class Watchdog:
         Raises WorkerError, and PhaseTimeout when the phase, or a collective in it, has taken too long; both with ``what``.
         """
         limit, started = self.limit(phase), time.monotonic()
-        future = group.call(method, *args, mesh=mesh, timeout=limit)
         try:
+            future = group.call(method, *args, mesh=mesh, timeout=limit)
             result = future.result()
         except WorkerError as error:
             error.method = what

@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from workers.controller.dispatch import Call
 from workers.controller.examine import ProcessState, RankState, examine
-from workers.controller.group import Backend, Replies, Transport, WorkerError, WorkerGroup, WorkerInfo
+from workers.controller.group import Backend, PhaseTimeout, Replies, Transport, WorkerError, WorkerGroup, WorkerInfo
 from workers.controller.guard import Guard
 from workers.controller.logs import last_lines, tail, write_to
 from workers.controller.resource_pool import ResourcePool
@@ -203,14 +204,29 @@ class Shipper:
     Arguments are known by identity, so they must outlive it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: float | None = None) -> None:
+        """limit: seconds that the store may take for one; then TimeoutError is raised."""
+        self._limit = limit
         self._shipped: dict[int, Parcel | ray.ObjectRef] = {}
 
     def __call__(self, value: Any) -> Parcel | ray.ObjectRef:
         if id(value) not in self._shipped:
             parcel = pack(value)
-            self._shipped[id(value)] = ray.put(parcel) if parcel.nbytes > INLINE_BYTES else parcel
+            self._shipped[id(value)] = self._put(parcel) if parcel.nbytes > INLINE_BYTES else parcel
         return self._shipped[id(value)]
+
+    def _put(self, parcel: Parcel) -> ray.ObjectRef:
+        """ray.put has no limit, and heeds no signal where its node does not answer: a thread waits for it."""
+        put = Future[ray.ObjectRef]()
+        threading.Thread(target=self._work, args=(put, parcel), daemon=True).start()
+        return put.result(self._limit)
+
+    @staticmethod
+    def _work(put: Future[ray.ObjectRef], parcel: Parcel) -> None:
+        try:
+            put.set_result(ray.put(parcel))
+        except Exception as error:  # whoever waits for it gets it
+            put.set_exception(error)
 
 
 class RayTransport(Transport):
@@ -220,10 +236,15 @@ class RayTransport(Transport):
         self._place = place
 
     def send(self, method: str, calls: Sequence[Call], wanted: Sequence[bool], timeout: float | None) -> Replies:
-        ship = Shipper()
+        ship = Shipper(timeout)
         refs = []
         for actor, call, wants in zip(self._actors, calls, wanted, strict=True):
-            names, parcels = pack_call(call, ship)
+            try:
+                names, parcels = pack_call(call, ship)
+            except TimeoutError:
+                raise PhaseTimeout(
+                    method, range(len(calls)), timeout or 0.0, "Ray's object store does not take the batch"
+                ) from None
             refs.append(actor.call.remote(method, wants, names, *parcels))
         return RayReplies(method, refs, self._ranks)
 
@@ -312,7 +333,7 @@ class RayReplies(Replies):
 
     def _unpacked(self, rank: int, ref: ray.ObjectRef) -> Any:
         try:
-            answer = ray.get(ref)
+            answer = ray.get(ref, timeout=NODE_SECONDS)  # it is here, unless its node is lost
         except ray.exceptions.RayError as error:
             raise WorkerError(rank, self._method, cause_of_death(str(error)), tail(self._ranks.logs[rank])) from error
         if isinstance(answer, Failure):
