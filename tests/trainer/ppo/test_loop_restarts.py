@@ -13,7 +13,7 @@ from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
 from tests.trainer.ppo.test_loop_stops import events_of
 from trainer import main_ppo
 from trainer.restart import Lifetime, keep_going
-from workers.controller.group import PhaseTimeout
+from workers.controller.group import PhaseTimeout, WorkerError
 
 FOUR = ("trainer.total_training_steps=4",)
 
@@ -87,16 +87,20 @@ def test_a_run_that_was_told_to_stop_does_not_start_again(task: Path, tmp_path: 
     arguments = (*FOUR, reward, loss, "trainer.max_restarts=9", "trainer.save_freq=1")
     assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", *arguments)) == 143
     assert [step["training/global_step"] for step in metrics_of(tmp_path / "run")] == [1]
+    assert events_of(tmp_path / "run") == []
 
 
 def test_an_old_run_in_the_directory_is_no_checkpoint_of_a_new_one(task: Path, tmp_path: Path) -> None:
-    """With resume_mode=disable the new run goes on from its own checkpoint, not from the one that was set aside."""
-    run_ppo(task, tmp_path / "run", "trainer.save_freq=2")
-    loss = loss_that(tmp_path, "if n == 1: raise RuntimeError('no')")
-    overrides = ("trainer.resume_mode=disable", "trainer.max_restarts=1", "trainer.total_training_steps=1", loss)
-    steps = run_ppo(task, tmp_path / "run", *overrides)
-    assert [step["training/global_step"] for step in steps] == [1]
-    assert [text.rpartition(" from ")[2] for _, _, text in events_of(tmp_path / "run")] == ["the beginning"]
+    """With resume_mode=disable: before it has begun a new run starts anew, then it goes on from its own checkpoints."""
+    run_ppo(task, tmp_path, "trainer.save_freq=1", "trainer.total_training_steps=1")
+    life = Lifetime(
+        compose("ppo_trainer", PPOConfig, ["trainer.max_restarts=2", "trainer.resume_mode=disable"]).trainer, tmp_path
+    )
+    life.fell(WorkerError(0, "__init__", "process 7 died"))
+    assert life.restarted and life.resume() is None
+    life.started = True
+    life.fell(WorkerError(0, "run", "process 8 died"))
+    assert (own := life.resume()) is not None and own.step == 1
 
 
 @pytest.mark.parametrize("error", [ray.exceptions.RaySystemError("a node left"), PhaseTimeout("a node left", [1], 3.0)])
