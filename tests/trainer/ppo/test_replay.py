@@ -85,11 +85,13 @@ def test_a_changed_token_in_the_dump_is_named(copied: Run, task: Path, capfd: py
     batch, facts = load_batch(file)
     last = int(batch.offsets[2]) - 1
     batch.tokens["input_ids"][last] += 1
+    batch.meta["metrics"]["reward/failed"] += 2
     save_batch(file, batch, facts)
     uid, sample, position = int(batch.rows["uid"][1]), int(batch.rows["sample"][1]), int(batch.lengths[1]) - 1
     assert again(task, run_dir, overrides, "rollout", 1) == 3
     told = capfd.readouterr().err
     assert f"error: tokens (1 of 32 answers; the first: uid {uid}, sample {sample}, token {position})" in told
+    assert "error: reward/failed: 2 then, 0 now" in told, "what the rounds came to"
     assert again(task, run_dir, overrides, "train", 1) == 3
     told = capfd.readouterr().err
     assert "error: actor/grad_norm: " in told and "error: critic/score/mean" not in told
