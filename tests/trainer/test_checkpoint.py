@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 import yaml
 
-from trainer.checkpoint import SAFE_TO_CHANGE, CheckpointWriter, _is_safe, check_config, find_latest, resolve_resume
+from trainer.checkpoint import (
+    SAFE_TO_CHANGE,
+    CheckpointWriter,
+    _is_safe,
+    _remove_leftovers,
+    check_config,
+    find_latest,
+    resolve_resume,
+)
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {
@@ -258,3 +266,11 @@ def test_safe_keys_exist_and_no_key_of_the_algorithm_is_among_them() -> None:
         "actor_rollout_ref.rollout.val_kwargs.temperature",
         "algorithm.rollout_correction.mismatch_bound",
     }
+
+
+def test_a_checkpoint_that_was_being_removed_is_gone_when_the_run_starts_again(tmp_path: Path) -> None:
+    for step, role in ((5, "actor.incomplete"), (10, "actor")):
+        (tmp_path / f"global_step_{step}" / role).mkdir(parents=True)
+        (tmp_path / f"global_step_{step}" / "manifest.json").write_text("{}")
+    _remove_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["global_step_10"]
