@@ -174,7 +174,12 @@ def _leaves(tree: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _remove_leftovers(run_dir: Path) -> None:
+    """What was half written or half removed. A checkpoint without roles had lost the last of them, and was about to go."""
     for pattern in ("global_step_*", "global_step_*/*"):
         for path in run_dir.glob(pattern):
             if path.name.endswith(INCOMPLETE) and path.is_dir():
                 shutil.rmtree(path)
+    for step in checkpoint_steps(run_dir):
+        path = checkpoint_dir(run_dir, step)
+        if not any(child.is_dir() for child in path.iterdir()):
+            shutil.rmtree(path)

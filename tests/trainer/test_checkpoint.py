@@ -9,7 +9,15 @@ import pytest
 import yaml
 
 from tests.trainer.checkpoints import CONFIG, is_whole, names, save
-from trainer.checkpoint import SAFE_TO_CHANGE, _is_safe, check_config, find_latest, find_up_to, resolve_resume
+from trainer.checkpoint import (
+    SAFE_TO_CHANGE,
+    _is_safe,
+    _remove_leftovers,
+    check_config,
+    find_latest,
+    find_up_to,
+    resolve_resume,
+)
 from trainer.remote_copies import RemoteCopies
 from trainer.run_dir import EVENTS, read_lines, start_run
 
@@ -242,3 +250,11 @@ def test_safe_keys_exist_and_no_key_of_the_algorithm_is_among_them() -> None:
         "actor_rollout_ref.rollout.val_kwargs.temperature",
         "algorithm.rollout_correction.mismatch_bound",
     }
+
+
+def test_a_checkpoint_that_was_being_removed_is_gone_when_the_run_starts_again(tmp_path: Path) -> None:
+    for step, role in ((5, "actor.incomplete"), (10, "actor")):
+        (tmp_path / f"global_step_{step}" / role).mkdir(parents=True)
+        (tmp_path / f"global_step_{step}" / "manifest.json").write_text("{}")
+    _remove_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["global_step_10"]

@@ -90,7 +90,7 @@ def test_what_does_not_load_is_not_left_as_if_it_were_one(run_dir: Path, tmp_pat
     norm = weights.pop("model.norm.weight")
     save_file(weights, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"transformers finds missing keys: \['model.norm.weight'\]"):
-        check(tmp_path / "model")
+        check(tmp_path / "model", trust_remote_code=False)
     save_file(weights | {"model.norm.weight": norm, "model.other": norm.clone()}, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"unexpected keys: \['model.other'\]"):
-        check(tmp_path / "model")
+        check(tmp_path / "model", trust_remote_code=False)
