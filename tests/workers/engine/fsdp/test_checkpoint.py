@@ -5,6 +5,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -69,9 +70,31 @@ def test_two_ranks_checkpoint_on_four(two_ranks: TwoRanks, models: dict[str, str
     assert distance(exported(one), exported(unbroken)) < 1e-6
 
 
+def test_what_is_trained_meanwhile_is_not_written(
+    group: None, models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread comes to write only when two more steps are done."""
+    engine, trained, write = toy_engine(models["qwen2"]), Event(), Shard.write
+    train(engine, range(1))
+    engine.save(str(tmp_path / "waiting")).result()
+
+    def late(self: Shard, directory: Path) -> None:
+        assert trained.wait(60)
+        write(self, directory)
+
+    monkeypatch.setattr(Shard, "write", late)
+    saving = engine.save(str(tmp_path / "background"), background=True)
+    train(engine, range(1, 3))
+    assert not saving.done()
+    trained.set()
+    saving.result()
+    assert contents(tmp_path / "background") == contents(tmp_path / "waiting")
+
+
 def test_the_copies_on_the_host_are_made_once(group: None, models: dict[str, str], tmp_path: Path) -> None:
     engine = toy_engine(models["qwen2"])
     engine.save(str(tmp_path / "first"), background=True).result()
+    assert engine._host.keys() == engine._checkpoint_state().keys()
     places = {name: copy.data_ptr() for name, copy in engine._host.items()}
     train(engine, range(1))
     engine.save(str(tmp_path / "second"), background=True).result()
