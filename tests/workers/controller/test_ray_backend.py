@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -17,7 +18,7 @@ import torch
 
 from workers.batch import Batch
 from workers.controller.group import PhaseTimeout, WorkerError, WorkerGroup
-from workers.controller.ray_backend import RayBackend, Shipper, cause_of_death
+from workers.controller.ray_backend import RayBackend, RayTransport, Shipper, cause_of_death
 from workers.controller.resource_pool import ResourcePool
 from workers.controller.session import MARK, bears
 
@@ -151,6 +152,18 @@ def test_a_batch_larger_than_the_object_store_still_travels(tmp_path: Path) -> N
         group = small.start_group("mirrors", ResourcePool((2,), "cpu", "mirrors"), TOY)
         for arrived in group.call("same", rows, timeout=100.0).result():
             assert torch.equal(arrived, rows)
+
+
+def test_an_object_store_that_takes_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a node which is stopped: ray.put would never return."""
+    monkeypatch.setattr(ray, "put", lambda parcel: time.sleep(600))
+    transport = RayTransport([None, None], cast(Any, None), cast(Any, None))
+    call, begun = ((torch.zeros(100_000),), {}), time.monotonic()
+    with pytest.raises(
+        PhaseTimeout, match=r"same took more than 0.2 s: no answer from ranks \[0, 1\]\nRay's object store does not"
+    ):
+        transport.send("same", [call, call], [True, True], 0.2)
+    assert time.monotonic() - begun < 4
 
 
 @contextmanager
