@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import ray
 import torch
 
 from workers.batch import Batch
+from workers.controller import ray_backend
 from workers.controller.group import PhaseTimeout, WorkerError, WorkerGroup
 from workers.controller.ray_backend import RayBackend, RayTransport, Shipper, cause_of_death
 from workers.controller.resource_pool import ResourcePool
@@ -164,6 +166,17 @@ def test_an_object_store_that_takes_nothing_is_not_waited_for(monkeypatch: pytes
     ):
         transport.send("same", [call, call], [True, True], 0.2)
     assert time.monotonic() - begun < 4
+
+
+def test_a_daemon_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own shutdown waits for it for ever."""
+    ended = threading.Event()
+    monkeypatch.setattr(ray, "shutdown", lambda: ended.wait(20))
+    monkeypatch.setattr(ray_backend, "SHUTDOWN_SECONDS", 0.2)
+    monkeypatch.setattr(ray_backend, "end_processes", lambda places, known: ended.set())
+    begun = time.monotonic()
+    ray_backend.end_ray([])
+    assert time.monotonic() - begun < 10
 
 
 @contextmanager
