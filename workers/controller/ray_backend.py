@@ -36,6 +36,7 @@ SLOT = "tandem_slot"  # the custom resource that stands for a GPU where there is
 INLINE_BYTES = 64 * 1024  # larger parcels go through the object store; Ray sends up to 100 KB with the call itself
 STORE_BYTES = 8 * 2**30
 PLACE_SECONDS = 30.0
+SHUTDOWN_SECONDS = 20.0
 DEATH_SECONDS = 1.0  # until Ray tells of a process's death, at most
 HOMES_SECONDS, NODE_SECONDS = 2.0, 30.0  # until the ranks of a group, and the processes of another node, are known
 
@@ -161,7 +162,10 @@ class RayBackend(Backend):
 def end_ray(places: Collection[str]) -> None:
     """Our own Ray, with everything that it or its workers started. places: the session's."""
     known = family(places)
-    ray.shutdown()
+    hammer = threading.Timer(SHUTDOWN_SECONDS, end_processes, (places, known))
+    hammer.start()
+    ray.shutdown()  # waits for its daemons for ever, also for one that is stopped
+    hammer.cancel()
     end_processes(places, known)
 
 

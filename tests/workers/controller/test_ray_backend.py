@@ -5,10 +5,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -16,8 +18,9 @@ import ray
 import torch
 
 from workers.batch import Batch
+from workers.controller import ray_backend
 from workers.controller.group import PhaseTimeout, WorkerError, WorkerGroup
-from workers.controller.ray_backend import RayBackend, Shipper, cause_of_death
+from workers.controller.ray_backend import RayBackend, RayTransport, Shipper, cause_of_death
 from workers.controller.resource_pool import ResourcePool
 from workers.controller.session import MARK, bears
 
@@ -151,6 +154,29 @@ def test_a_batch_larger_than_the_object_store_still_travels(tmp_path: Path) -> N
         group = small.start_group("mirrors", ResourcePool((2,), "cpu", "mirrors"), TOY)
         for arrived in group.call("same", rows, timeout=100.0).result():
             assert torch.equal(arrived, rows)
+
+
+def test_an_object_store_that_takes_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a node which is stopped: ray.put would never return."""
+    monkeypatch.setattr(ray, "put", lambda parcel: time.sleep(600))
+    transport = RayTransport([None, None], cast(Any, None), cast(Any, None))
+    call, begun = ((torch.zeros(100_000),), {}), time.monotonic()
+    with pytest.raises(
+        PhaseTimeout, match=r"same took more than 0.2 s: no answer from ranks \[0, 1\]\nRay's object store does not"
+    ):
+        transport.send("same", [call, call], [True, True], 0.2)
+    assert time.monotonic() - begun < 4
+
+
+def test_a_daemon_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own shutdown waits for it for ever."""
+    ended = threading.Event()
+    monkeypatch.setattr(ray, "shutdown", lambda: ended.wait(20))
+    monkeypatch.setattr(ray_backend, "SHUTDOWN_SECONDS", 0.2)
+    monkeypatch.setattr(ray_backend, "end_processes", lambda places, known: ended.set())
+    begun = time.monotonic()
+    ray_backend.end_ray([])
+    assert time.monotonic() - begun < 10
 
 
 @contextmanager
