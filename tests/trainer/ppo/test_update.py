@@ -1,5 +1,6 @@
 import math
 from collections.abc import Collection
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 
 from tests.workers.test_batch import numbered
 from trainer.algorithms.weights import token_weights
+from trainer.ppo.loop import Loop
+from trainer.ppo.rollback import Rollbacks
 from trainer.ppo.update import UpdateSpec, update
 from workers.batch import Batch
 from workers.metric import Metric
@@ -128,3 +131,16 @@ def test_skipped_updates_are_counted_shown_and_out_of_the_means() -> None:
     assert [told["skipped_updates"] for _, told in seen] == [0.0, 1.0, 0.0] and math.isnan(seen[1][1]["loss"])
     metrics = update(cast(Any, Recorder(skip=range(9))), step_batch(), spec(epochs=1), step=5, watch=unseen)
     assert metrics["skipped_updates"] == 3.0 and math.isnan(metrics["loss"])
+
+
+def test_after_a_rollback_mini_batches_are_cut_otherwise() -> None:
+    def learnt(rollbacks: int) -> list[tuple[int, ...]]:
+        model, skips = Recorder(), SimpleNamespace(see=lambda *seen: None)
+        loop = SimpleNamespace(rollbacks=Rollbacks(rollbacks), skips=skips, metrics={})
+        Loop.learn(cast(Any, loop), "actor", cast(Any, model), step_batch(), spec(), 5)
+        return members(model.given)
+
+    plain = Recorder()
+    update(cast(Any, plain), step_batch(), spec(), step=5, watch=unseen)
+    assert learnt(0) == members(plain.given), "none leaves them as they always were"
+    assert learnt(0) != learnt(1) != learnt(2)
