@@ -20,7 +20,6 @@ from tests.conftest import descendants
 from tests.layout.source import ROOT
 from tests.pickles import malicious_pickle
 from tests.runs import REWARD, make_task, ppo_arguments, run_ppo
-from tests.workers.rollout.vllm_hosts import CPU_BUILD
 
 SECRET = "s3cret-9f2c"
 ENVIRONMENT = {name: f"{SECRET}-{name}" for name in ("WANDB_API_KEY", "OPENAI_API_KEY", "HF_TOKEN")}
@@ -35,8 +34,6 @@ reward:
       headers: "Bearer ${{oc.env:OPENAI_API_KEY}}"
 """
 LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
-LONG = [pytest.mark.soak, CPU_BUILD]
-ENGINES = ["embedded", pytest.param("vllm", marks=LONG), pytest.param("sglang", marks=LONG)]
 
 
 @pytest.fixture(scope="module")
@@ -76,11 +73,10 @@ def listening() -> Iterator[tuple[str, str, int]]:
             yield names[socket.pid], socket.laddr.ip, socket.laddr.port
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_run_lets_nobody_in_and_no_secret_out(engine: str, task: Path, tmp_path: Path) -> None:
+def test_a_run_lets_nobody_in_and_no_secret_out(task: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     arguments = ppo_arguments(
-        task, run_dir, f"actor_rollout_ref.rollout.name={engine}", "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        task, run_dir,
         "trainer.backend=ray", "trainer.n_gpus_per_node=2", "reward.num_workers=2", "trainer.logger=[console,tensorboard]",
         "trainer.save_freq=1", f"trainer.rollout_data_dir={run_dir}/rollouts", "trainer.test_freq=1",
     )  # fmt: skip
