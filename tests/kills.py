@@ -63,7 +63,7 @@ class Struck:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """seconds: from the kill to the next process's first step. struck: see there."""
+    """seconds: from the kill to the first step after it. struck: see there."""
 
     kill: Kill
     struck: Struck
@@ -73,7 +73,7 @@ class Outcome:
 def run_and_kill(arguments: Sequence[str], run_dir: Path, kills: Sequence[Kill], folder: Path) -> list[Outcome]:
     """Start a run again and again, until it is done; the k-th start is ended by kills[k]. folder: for notes."""
     struck: list[Struck] = []
-    begun: list[float] = []
+    begun: list[float | None] = []
     for number, kill in enumerate([*kills, None]):
         notes = folder / str(number)
         notes.mkdir(parents=True)
@@ -85,9 +85,10 @@ def run_and_kill(arguments: Sequence[str], run_dir: Path, kills: Sequence[Kill],
             found = json.loads((notes / "struck").read_text())
             struck.append(Struck(**found | {"processes": [tuple(process) for process in found["processes"]]}))
             end(struck[-1], at_once=kill.first != "alone")
-        begun.append(float((notes / "begun").read_text()) if (notes / "begun").exists() else float("nan"))
+        begun.append(float((notes / "begun").read_text()) if (notes / "begun").exists() else None)
     assert all(leftovers(run_dir, one) == [] for one in struck)
-    return [Outcome(kill, one, next_begun - one.time) for kill, one, next_begun in zip(kills, struck, begun[1:], strict=True)]
+    steps = [next(time for time in begun[number + 1 :] if time is not None) for number in range(len(kills))]
+    return [Outcome(kill, one, step - one.time) for kill, one, step in zip(kills, struck, steps, strict=True)]
 
 
 def start(arguments: Sequence[str], kill: Kill | None, notes: Path) -> tuple[int, str]:

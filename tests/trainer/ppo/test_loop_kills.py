@@ -62,6 +62,7 @@ def check_cover(run_dir: Path) -> None:
     assert len(content(run_dir)) > 100
 
 
+@pytest.mark.timeout(600)
 def test_four_kills_change_nothing(task: Path, tmp_path: Path) -> None:
     """Two end a run without Ray, and the run that they are compared with has none: it is the same."""
     kills = [
