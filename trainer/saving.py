@@ -17,12 +17,13 @@ from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import TracebackType
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema.common import CheckpointConfig
-from trainer.entry import NotSaved
+from trainer.entry import Found, NotSaved
 from trainer.events import Events
 from trainer.manifest import (
     INCOMPLETE,
@@ -54,7 +55,8 @@ class Pending:
 
 
 class Saver:
-    """Saves a run's checkpoints. What goes wrong with a disk is told, and the next save tried; ``finish`` knows of the last one.
+    """Saves a run's checkpoints. What goes wrong with a disk is told, and the next save tried; ``finish`` knows of the last one, and
+    comes at the end of a ``with saver``.
 
     keep: how many checkpoints of each role stay, the newest; None: all. best_metric: see configs/ppo_trainer.yaml.
     """
@@ -124,6 +126,16 @@ class Saver:
         """Whether a checkpoint of this step is there, or in the making."""
         being_made = self._pending is not None and self._pending.step == step
         return being_made or checkpoint_dir(self.run_dir, step).exists()
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """A run that ends for what it found ends with what it saved; where workers are gone, so is what they were writing."""
+        if kind is None:
+            self.finish()
+        elif issubclass(kind, Found):
+            self.settle()
 
     def finish(self) -> None:
         """To be called at the end of a run. Raises NotSaved if the last checkpoint is not where it should be."""

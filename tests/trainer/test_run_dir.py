@@ -113,6 +113,10 @@ def test_going_back_sets_the_later_checkpoints_aside(tmp_path: Path, capsys: pyt
     assert "moved to earlier_1/" in capsys.readouterr().err
 
 
+def dumps_of(*steps: int) -> set[str]:
+    return {f"step_{step}.{kind}" for step in steps for kind in ("parquet", "safetensors")}
+
+
 def test_a_branch_that_is_left_is_kept_in_one_place(tmp_path: Path) -> None:
     run, dumps = tmp_path / "run", tmp_path / "dumps"
     lay_out(run, steps=7, checkpoints=[2, 4, 6])
@@ -125,11 +129,11 @@ def test_a_branch_that_is_left_is_kept_in_one_place(tmp_path: Path) -> None:
     assert aside == run / "earlier_1" and (run / "latest_checkpointed_iteration.txt").read_text() == "4"
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert read_lines(run / name) == before[:4] and read_lines(aside / name) == before[4:]
-    assert names(run / "rollouts") == {f"step_{step}.parquet" for step in (1, 2, 3, 4)} and names(dumps) == {
+    assert names(run / "rollouts") == dumps_of(1, 2, 3, 4) and names(dumps) == {
         "step_2.parquet",
         "step_3.parquet",
     }
-    assert names(aside / "rollouts") == {f"step_{step}.parquet" for step in (5, 6, 7)}
+    assert names(aside / "rollouts") == dumps_of(5, 6, 7)
     assert {"global_step_6", "nonfinite"} < names(aside) and {"global_step_2", "global_step_4"} < names(run)
     assert "global_step_6" not in names(run)
     assert go_back(run, 2, dumps).name == "earlier_2" and names(dumps) == {"step_2.parquet"}

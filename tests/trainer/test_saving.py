@@ -12,7 +12,7 @@ import pytest
 import trainer
 from tests.trainer.checkpoints import CONFIG, is_whole, models, names, save, saver
 from trainer.checkpoint import check_config, find_latest, resolve_resume
-from trainer.entry import NotSaved
+from trainer.entry import Found, NotSaved
 from trainer.run_dir import EVENTS, read_lines, start_run
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -252,6 +252,16 @@ def test_a_disk_that_is_full_when_the_controller_writes(place: str, tmp_path: Pa
     saving.save(6, models(6), {}, {})
     saving.finish()
     assert resume(tmp_path) == 6
+
+
+def test_a_run_that_an_alarm_ends_has_what_it_saved(tmp_path: Path) -> None:
+    gate: Future[None] = Future()
+    with pytest.raises(Found), saver(tmp_path, async_save=True) as saving:
+        saving.save(2, models(2, gate=gate), {}, {})
+        assert checkpoints(tmp_path) == set()
+        gate.set_result(None)
+        raise Found("an alarm")
+    assert checkpoints(tmp_path) == {"global_step_2"} and resume(tmp_path) == 2
 
 
 def test_the_end_of_a_run_that_saved_nothing(tmp_path: Path) -> None:

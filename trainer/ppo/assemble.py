@@ -67,7 +67,7 @@ def attempt(config: PPOConfig, life: Lifetime) -> None:
     if resume is not None:
         for change in check_config(resume.manifest.config, asdict(config)):
             print(f"note: resumed with another {change}", file=sys.stderr)
-    with opened(Assembly, config, life, resume) as loop, life.stopping:
+    with opened(Assembly, config, life, resume) as loop, life.stopping, loop.saver:
         loop.fit()
     life.stopping.check()
 

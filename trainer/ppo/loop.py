@@ -83,7 +83,6 @@ class Loop:
                 self.update(step, batch)
                 self.sync_weights(step)
             self.after(step, batch)
-        self.saver.finish()
 
     def begin(self) -> None:
         """Take up where the checkpoint left, or look at the model as it came."""
@@ -274,7 +273,7 @@ class Loop:
             model.load(str(checkpoint.role(role)))
         for name, part in self.stateful().items():
             part.load(checkpoint.manifest.state[name])
-        self.step = checkpoint.step
+        self.step = self.watchdog.step = checkpoint.step
 
 
 def old_log_probs_come_from_update(config: PPOConfig) -> bool:

@@ -131,7 +131,7 @@ def attempt(config: SFTConfig, life: Lifetime) -> None:
             resume=resume,
             total_steps=total_steps,
         )
-        with life.stopping:
+        with life.stopping, loop.saver:
             loop.fit()
         life.stopping.check()
         if trainer.export_dir is not None:

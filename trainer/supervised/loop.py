@@ -60,7 +60,6 @@ class SupervisedLoop:
                 metrics = plain_numbers(self.model.train_step(batch, columns=()))
                 self.skips.see("model", step, batch, metrics)
             self.after(step, batch, metrics)
-        self.saver.finish()
 
     def remaining_steps(self) -> Iterator[tuple[int, Batch]]:
         """Steps count from 1; which rows a step sees is a function of the step alone. A run that has to stop is saved before."""
