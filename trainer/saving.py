@@ -55,8 +55,8 @@ class Pending:
 
 
 class Saver:
-    """Saves a run's checkpoints. What goes wrong with a disk is told, and the next save tried; ``finish`` knows of the last one, and
-    comes at the end of a ``with saver``.
+    """Saves a run's checkpoints. What goes wrong with a disk is told, and the next save tried; ``finish`` knows of the last one,
+    and comes at the end of a ``with saver``.
 
     keep: how many checkpoints of each role stay, the newest; None: all. best_metric: see configs/ppo_trainer.yaml.
     """
