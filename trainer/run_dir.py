@@ -161,8 +161,7 @@ def start_run(run_dir: Path, resume_step: int | None, rollout_dir: Path | None, 
     later = [step for step in checkpoint_steps(run_dir) if step > resume_step]
     _set_aside(run_dir, [checkpoint_dir(run_dir, step) for step in later])
     write_atomic(run_dir / LATEST, str(resume_step))
-    if (run_dir / BEST).exists() and int((run_dir / BEST).read_text()) > resume_step:
-        (run_dir / BEST).unlink()  # the next save names the best of those that are left
+    _forget_best_after(run_dir, resume_step)
     for name in (METRICS, SAMPLES):
         _cut_lines(run_dir / name, resume_step)
     for directory in {run_dir / ROLLOUTS, rollout_dir or run_dir / ROLLOUTS}:
@@ -177,6 +176,7 @@ def go_back(run_dir: Path, step: int, rollout_dir: Path | None) -> Path:
     checkpoints. Which checkpoint the run goes on from is said first: a run that is killed in here resumes from it.
     """
     write_atomic(run_dir / LATEST, str(step))
+    _forget_best_after(run_dir, step)
     aside = _next_aside(run_dir)
     for name in (METRICS, SAMPLES):
         if (run_dir / name).exists():
@@ -192,6 +192,12 @@ def go_back(run_dir: Path, step: int, rollout_dir: Path | None) -> Path:
         if path.exists():
             path.rename(aside / path.name)
     return aside
+
+
+def _forget_best_after(run_dir: Path, step: int) -> None:
+    """The next save names the best of those that are left."""
+    if (run_dir / BEST).exists() and int((run_dir / BEST).read_text()) > step:
+        (run_dir / BEST).unlink()
 
 
 def _redact_value(value: Any) -> Any:

@@ -125,7 +125,10 @@ def test_a_branch_that_is_left_is_kept_in_one_place(tmp_path: Path) -> None:
         (dumps / f"step_{step}.parquet").write_bytes(b"rows")
     (run / "logs/nonfinite/step_6_actor").mkdir(parents=True)
     before = read_lines(run / "metrics.jsonl")
+    best = run / "best_checkpointed_iteration.txt"
+    best.write_text("6")
     aside = go_back(run, 4, dumps)
+    assert not best.exists()
     assert aside == run / "earlier_1" and (run / "latest_checkpointed_iteration.txt").read_text() == "4"
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert read_lines(run / name) == before[:4] and read_lines(aside / name) == before[4:]

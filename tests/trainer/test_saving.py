@@ -258,7 +258,7 @@ def test_a_run_that_an_alarm_ends_has_what_it_saved(tmp_path: Path) -> None:
     gate: Future[None] = Future()
     with pytest.raises(Found), saver(tmp_path, async_save=True) as saving:
         saving.save(2, models(2, gate=gate), {}, {})
-        assert checkpoints(tmp_path) == set()
+        assert checkpoints(tmp_path) == {"global_step_2.incomplete"}
         gate.set_result(None)
         raise Found("an alarm")
     assert checkpoints(tmp_path) == {"global_step_2"} and resume(tmp_path) == 2
