@@ -14,6 +14,7 @@ from tests.trainer.watchdogs import watchdog
 from tests.workers.engine.toy import toy_batch
 from tests.workers.rollout.engines import spec_of
 from tests.workers.rollout.vllm_hosts import actor_spec
+from trainer.budget import Budget
 from trainer.remote import RemoteModel
 from workers.controller.group import PhaseTimeout, WorkerError
 from workers.controller.ray_backend import RayBackend
@@ -35,7 +36,7 @@ class Run:
         loss, limits = LossSpec("tests.trainer.faults:FaultyLoss", None), Limits(max_tokens=32)
         self.actor = RemoteModel(
             self.group, "actor", spec, loss, forward_limits=limits, train_limits=limits, attention_cost=0.0,
-            watchdog=watchdog(folder),
+            budget=Budget("actor"), watchdog=watchdog(folder),
         )  # fmt: skip
 
     def update(self, fault: str, limit: float, step: int = 0) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from tests.workers.test_batch import numbered
 from trainer.algorithms.weights import token_weights
+from trainer.budget import Budget
 from trainer.ppo.loop import Loop
 from trainer.ppo.rollback import Rollbacks
 from trainer.ppo.update import UpdateSpec, update
@@ -21,6 +22,7 @@ class Recorder:
     def __init__(self, skip: Collection[int] = ()) -> None:
         self.given: list[Batch] = []
         self.skip = skip
+        self.budget = Budget("recorder")
 
     def train_step(self, mini_batch: Batch, columns: tuple[str, ...]) -> dict[str, Metric]:
         assert columns == ("advantages",)
@@ -136,7 +138,7 @@ def test_skipped_updates_are_counted_shown_and_out_of_the_means() -> None:
 def test_after_a_rollback_mini_batches_are_cut_otherwise() -> None:
     def learnt(rollbacks: int) -> list[tuple[int, ...]]:
         model, skips = Recorder(), SimpleNamespace(see=lambda *seen: None)
-        loop = SimpleNamespace(rollbacks=Rollbacks(rollbacks), skips=skips, metrics={})
+        loop = SimpleNamespace(rollbacks=Rollbacks(rollbacks), skips=skips, metrics={}, events=None)
         Loop.learn(cast(Any, loop), "actor", cast(Any, model), step_batch(), spec(), 5)
         return members(model.given)
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 
 from workers.engine.base import SavedFile
-from workers.residency import Residency
+from workers.residency import Residency, Tenant
 from workers.roles.model import ModelRole
 
 FILE = SavedFile(name="shard", size=1, sha256="0")
@@ -16,6 +16,9 @@ class Engine:
     def __init__(self) -> None:
         self.asked: list[tuple[str, bool]] = []
 
+    def move(self, **places: str | None) -> None:
+        pass
+
     def save(self, path: str, *, background: bool) -> Future[list[SavedFile]]:
         self.asked.append((path, background))
         self.future: Future[list[SavedFile]] = Future()
@@ -24,7 +27,9 @@ class Engine:
 
 def test_a_save_under_way_is_told_as_often_as_one_asks() -> None:
     engine = Engine()
-    role = ModelRole("actor", cast(Any, engine), None, Residency())
+    residency = Residency()
+    residency.add_model("actor", Tenant(cast(Any, engine), param_offload=False, optimizer_offload=False))
+    role = ModelRole("actor", cast(Any, engine), None, residency)
     role.save("somewhere", True)
     assert engine.asked == [("somewhere", True)] and role.saved(False) is None
     with pytest.raises(AssertionError, match="the last save is still under way"):

@@ -140,7 +140,7 @@ def test_torchs_own_reader_reads_a_shard(tmp_path: Path) -> None:
 
 def test_two_ranks_shards_become_one_model_directory(two_ranks: TwoRanks, tmp_path: Path) -> None:
     path, (first, _) = two_ranks
-    export(path / "checkpoint", tmp_path)
+    export(path / "checkpoint", tmp_path, trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert_same_bits(dict(model.named_parameters()), first["checkpoint"]["saved"])
 
@@ -151,7 +151,7 @@ def test_a_model_that_came_in_bfloat16_goes_out_in_it(group: None, models: dict[
     train(engine, range(3))
     engine.save(str(tmp_path / "saved")).result()
     (tmp_path / "model").mkdir()
-    export(tmp_path / "saved", tmp_path / "model")
+    export(tmp_path / "saved", tmp_path / "model", trust_remote_code=False)
     check(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert model.dtype == torch.bfloat16 and model.lm_head.weight is model.model.embed_tokens.weight
