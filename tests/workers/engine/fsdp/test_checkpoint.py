@@ -152,7 +152,7 @@ def test_a_model_that_came_in_bfloat16_goes_out_in_it(group: None, models: dict[
     engine.save(str(tmp_path / "saved")).result()
     (tmp_path / "model").mkdir()
     export(tmp_path / "saved", tmp_path / "model", trust_remote_code=False)
-    check(tmp_path / "model")
+    check(tmp_path / "model", trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert model.dtype == torch.bfloat16 and model.lm_head.weight is model.model.embed_tokens.weight
     expected = {name: weight.bfloat16() for name, weight in exported(engine).items()}
