@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any, Literal
 
 import torch
@@ -70,7 +71,7 @@ class SGLangRollout(Rollout):
         model = empty_model(spec.model, model_config(spec.model, "lm"), "lm", self.dtype).hf
         self.expected = ExpectedWeights(model)
         self.vocab_size = vocab_size(spec.model)
-        self._shared = SharedBucket(self.device, self.dtype)
+        self._shared = [SharedBucket(self.device, self.dtype) for _ in range(2)]
         self.engine: Client | None = None
         self._cache_bytes = 0.0
         if place.rank % self.tensor_parallel_size == 0:
@@ -165,8 +166,8 @@ class SGLangRollout(Rollout):
         """Raises ValueError, naming weights that are missing, unexpected or of another shape; the engine then has none. Raises
         RuntimeError with SGLang's words where it does not take them.
 
-        They go over a bucket at a time, cast to the engine's dtype; SGLang cuts out each rank's part. Running answers wait for
-        the new weights: what they have is kept, and computed anew.
+        They go over a bucket at a time, cast to the engine's dtype, the next one being filled while SGLang takes one and cuts
+        out each rank's part. Running answers wait for the new weights: what they have is kept, and computed anew.
         """
         self._check_takes_weights("load_weights")
         self._recall()
@@ -176,14 +177,15 @@ class SGLangRollout(Rollout):
             for _ in self.expected.fitting(weights, came):
                 pass
         else:
-            self.engine.call("begin_update")
-            fitting = self.expected.fitting(weights, came)
+            self.engine.begin("begin_update")
+            fitting, shared = self.expected.fitting(weights, came), cycle(self._shared)
             for named in buckets(fitting, lambda item: item[1].numel() * self.dtype.itemsize, self.bucket_bytes):
-                self.engine.call("update", self._shared.filled(named, copies=self.tensor_parallel_size))
+                payloads = next(shared).filled(named, copies=self.tensor_parallel_size)
                 named.clear()
-            self._shared.let_go()
+                self.engine.begin("update", payloads)
             self.engine.call("end_update")
             self.engine.call("flush")
+            self._let_go()
         self.expected.check(came)
         self._weights_there, self._version = True, version
 
@@ -207,7 +209,7 @@ class SGLangRollout(Rollout):
             return []
         sizes = [stop - start for _, start, stop in wanted]
         shape = self.tensor_parallel_size, sum(sizes)
-        copies = self._shared.room(math.prod(shape) * self.dtype.itemsize).view(self.dtype).view(shape).fill_(torch.nan)
+        copies = self._shared[0].room(math.prod(shape) * self.dtype.itemsize).view(self.dtype).view(shape).fill_(torch.nan)
         said = torch.zeros((self.tensor_parallel_size, ERROR_BYTES), dtype=torch.uint8).share_memory_()
         keys = [held.key(start) for held, start, _ in wanted]
         payloads = [
@@ -218,8 +220,12 @@ class SGLangRollout(Rollout):
         if said.any():
             text = bytes(said[(said != 0).any(1)][0].tolist()).rstrip(b"\0").decode(errors="replace")
             raise RuntimeError(f"SGLang's weights cannot be read; verify_weights=off leaves them unproven:\n{text}")
-        self._shared.let_go()
+        self._let_go()
         return list(agreed(copies).split(sizes))
+
+    def _let_go(self) -> None:
+        for bucket in self._shared:
+            bucket.let_go()
 
     def sleep(self) -> None:
         """Unfinished requests stay, and go on where they are once the engine works again. On CPU SGLang gives nothing back."""

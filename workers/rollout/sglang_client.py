@@ -47,6 +47,7 @@ class Client:
                 start_new_session=True,  # a terminal's Ctrl-C is for the controller
             )
         self._connection = Connection(ours.detach())
+        self._begun: str | None = None
         self._send(bytes(multiprocessing.current_process().authkey), dict(arguments))
         try:
             self.facts: dict[str, Any] = self._answer("start")
@@ -56,8 +57,18 @@ class Client:
 
     def call(self, method: str, *args: Any) -> Any:
         """Raises RuntimeError with the engine's traceback, and EngineDied."""
+        self.begin(method, *args)
+        return self._finish()
+
+    def begin(self, method: str, *args: Any) -> None:
+        """A call for no result, which the next one waits for, and which raises there."""
+        self._finish()
         self._send(method, args)
-        return self._answer(method)
+        self._begun = method
+
+    def _finish(self) -> Any:
+        method, self._begun = self._begun, None
+        return None if method is None else self._answer(method)
 
     def _send(self, *message: Any) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):  # it died: the answer says so

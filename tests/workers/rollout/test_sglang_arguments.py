@@ -190,6 +190,8 @@ class Recorder:
     def call(self, method: str, *args: object) -> None:
         self.calls.append(method)
 
+    begin = call
+
 
 def test_no_bucket_outlives_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While one is gathered, the tensors of the one before are gone: beside the shared memory there is one at a time."""
@@ -215,6 +217,7 @@ def test_no_bucket_outlives_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyP
     first, *updates, end, flush = engine.engine.calls
     assert (first, end, flush) == ("begin_update", "end_update", "flush") and set(updates) == {"update"} and len(updates) > 2
     assert peak <= engine.bucket_bytes + 2 * largest, "and the two that are on their way"
-    memory = engine._shared._memory
+    memory = [bucket._memory for bucket in engine._shared]
     engine.load_weights(gathered(), 2)
-    assert engine._shared._memory is memory and memory.nbytes >= 2 * largest, "no new pages are taken"
+    assert all(bucket._memory is kept for bucket, kept in zip(engine._shared, memory, strict=True)), "no new pages are taken"
+    assert all(kept.nbytes >= 2 * largest for kept in memory)
