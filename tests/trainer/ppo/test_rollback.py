@@ -51,6 +51,11 @@ def nan_at(first, last):
         return -factor * inputs.advantages * inputs.log_probs, {}
     return loss
 
+def on_rank_one(inputs, config):
+    import torch.distributed as dist
+    return in_the_second(inputs, config) if dist.get_rank() == 1 else never(inputs, config)
+
+never = nan_at(0, 0)
 in_the_second = nan_at(2, 2)
 from_the_second = nan_at(2, 999)
 """
@@ -229,3 +234,20 @@ def test_offloaded_roles_go_back_too(task: Path, tmp_path: Path) -> None:
     offloaded: Any = [f"{role}.fsdp_config.param_offload=true" for role in ("actor_rollout_ref.actor", "critic")]
     run_ppo(task, tmp_path, *GOES_BACK, *offloaded, "critic.fsdp_config.optimizer_offload=true")
     assert metrics_of(tmp_path)[-1]["training/rollbacks"] == 1.0
+
+
+@pytest.mark.soak
+def test_two_ranks_skip_and_go_back_alike(task: Path, tmp_path: Path) -> None:
+    """On Ray. Rank 1 alone finds a loss that is not finite; weights that are sharded go back; a resumed run ends alike."""
+    on_ray = ("trainer.backend=ray", "trainer.n_gpus_per_node=2")
+    loss = f"actor_rollout_ref.actor.policy_loss.loss_mode={task}/loss.py:on_rank_one"
+    steps = run_ppo(task, tmp_path / "skips", *on_ray, loss, "trainer.total_training_steps=3", "trainer.save_freq=1")
+    assert [step["actor/skipped_updates"] for step in steps] == [0.0, 1.0, 0.0]
+    first, second = (load_all(tmp_path / f"skips/global_step_{step}/actor") for step in (1, 2))
+    assert first and all(torch.equal(weight, second[name]) for name, weight in first.items())
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    run_ppo(task, whole, *GOES_BACK, *on_ray)
+    run_ppo(task, broken, *GOES_BACK, *on_ray, f"trainer.total_training_steps={RUNG}")
+    run_ppo(task, broken, *GOES_BACK, *on_ray)
+    assert len(told(broken, "rollback")) == 1
+    assert_the_same(broken, whole)
