@@ -66,6 +66,12 @@ class Checkpoint:
             raise ValueError(f"{self.path} was saved without {name}: it holds {', '.join(self.manifest.roles)}")
         return self.path / name
 
+    def state(self, name: str) -> dict[str, Any]:
+        """What the controller's part ``name`` remembered. Raises ValueError if it was saved without."""
+        if name not in self.manifest.state:
+            raise ValueError(f"{self.path} was saved without the state of {name}, by another version: see code in its {MANIFEST}")
+        return dict(self.manifest.state[name])
+
 
 class Damaged(ValueError):
     """A checkpoint that is not what its manifest says: which file, and what is wrong with it."""

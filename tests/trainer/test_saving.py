@@ -44,6 +44,9 @@ def test_what_was_saved_is_found(tmp_path: Path) -> None:
     assert checkpoint.role("critic") == checkpoint.path / "critic"
     with pytest.raises(ValueError, match="saved without ref: it holds actor, critic"):
         checkpoint.role("ref")
+    assert checkpoint.state("kl") == manifest.state["kl"]
+    with pytest.raises(ValueError, match="saved without the state of tides, by another version"):
+        checkpoint.state("tides")
     files = {path.relative_to(checkpoint.path).as_posix() for path in checkpoint.path.rglob("*") if path.is_file()}
     assert files == {*manifest.files, "manifest.json"} and "critic/templates/chat.jinja" in files
     assert (tmp_path / LATEST).read_text() == "10"

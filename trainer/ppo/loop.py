@@ -272,7 +272,7 @@ class Loop:
         for role, model in self.models().items():
             model.load(str(checkpoint.role(role)))
         for name, part in self.stateful().items():
-            part.load(checkpoint.manifest.state[name])
+            part.load(checkpoint.state(name))
         self.step = self.watchdog.step = checkpoint.step
 
 

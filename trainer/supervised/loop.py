@@ -113,5 +113,5 @@ class SupervisedLoop:
     def load(self, checkpoint: Checkpoint) -> None:
         self.model.load(str(checkpoint.role("model")))
         for name, part in self.stateful().items():
-            part.load(checkpoint.manifest.state[name])
+            part.load(checkpoint.state(name))
         self.step = checkpoint.step
