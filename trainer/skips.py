@@ -7,18 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
-
 from trainer.alarms import SKIPPED_IN_A_ROW
+from trainer.batch_file import save_batch
 from trainer.events import Events
-from trainer.run_dir import SKIPPED_BATCHES, json_line, redact, write_atomic
+from trainer.run_dir import SKIPPED_BATCHES, json_line, redact
 from workers.batch import Batch
 
 MOST_DUMPS = 5
 """In a run directory."""
 SKIPPED = "skipped_updates"
-ABOUT = "about.json"
 
 
 class Skips:
@@ -52,22 +49,15 @@ class Skips:
         return {SKIPPED_IN_A_ROW: float(longest)} if longest else {}
 
     def _dump(self, role: str, step: int, mini_batch: Batch, metrics: Mapping[str, float]) -> Path | None:
-        """The step's first of the role: batch.safetensors (lengths, tokens.*, rows.*), about.json. None: there are enough."""
-        path = self.directory / f"step_{step}_{role}"
-        self.directory.mkdir(parents=True, exist_ok=True)
-        if (path / ABOUT).exists():
+        """The step's first of the role, and what was told of it; see batch_file. None: there are enough."""
+        path = self.directory / f"step_{step}_{role}.safetensors"
+        if path.exists():
             return path
-        if len(list(self.directory.iterdir())) >= MOST_DUMPS:
+        if len(list(self.directory.glob("*.safetensors"))) >= MOST_DUMPS:
             return None
-        path.mkdir(exist_ok=True)
-        columns = {"lengths": mini_batch.lengths}
-        columns |= {f"tokens.{name}": column for name, column in mini_batch.tokens.items()}
-        columns |= {f"rows.{name}": column for name, column in mini_batch.rows.items()}
-        own = {name: column.clone(memory_format=torch.contiguous_format) for name, column in columns.items()}
-        save_file(own, path / "batch.safetensors")
-        about = {"step": step, "role": role, "metrics": json.loads(json_line({**metrics})), "config": redact(self.config)}
-        write_atomic(path / ABOUT, json.dumps(about, indent=1))
-        return path
+        self.directory.mkdir(parents=True, exist_ok=True)
+        facts = {"step": step, "role": role, "metrics": json.loads(json_line({**metrics})), "config": redact(self.config)}
+        return save_batch(path, mini_batch, facts)
 
     def state(self) -> dict[str, int]:
         return dict(self.in_a_row)

@@ -39,9 +39,11 @@ def repeating_kernels() -> Iterator[set[str]]:
         warnings.filterwarnings("always", message=f".*{TOLD_BY_TORCH.pattern}")
         torch.use_deterministic_algorithms(True, warn_only=True)
         cudnn.deterministic, cudnn.benchmark = True, False
-        yield kernels
-    cudnn.deterministic, cudnn.benchmark = before
-    torch.use_deterministic_algorithms(False)
+        try:
+            yield kernels
+        finally:
+            cudnn.deterministic, cudnn.benchmark = before
+            torch.use_deterministic_algorithms(False)
 
 
 def repeat_backward(out: Tensor) -> None:

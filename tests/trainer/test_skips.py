@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.workers.test_batch import numbered
+from trainer.batch_file import load_batch
 from trainer.events import Events
 from trainer.run_dir import EVENTS, read_lines
 from trainer.skips import MOST_DUMPS, Skips
@@ -40,13 +40,12 @@ def test_a_step_is_told_once_and_its_first_batch_of_a_role_kept(skips: Skips, tm
     assert skips.tell(3) == {"training/skipped_in_a_row": 2.0}
     assert texts(skips) == [
         "3 updates were skipped, on all ranks alike: critic: loss nan, norm of the gradient inf; its batch is in "
-        "logs/nonfinite/step_3_critic"
+        "logs/nonfinite/step_3_critic.safetensors"
     ]
-    kept = load_file(tmp_path / "logs/nonfinite/step_3_actor/batch.safetensors")
-    assert torch.equal(kept["lengths"], BATCH.lengths)
-    assert {name for name in kept if "." in name} == {f"tokens.{n}" for n in BATCH.tokens} | {f"rows.{n}" for n in BATCH.rows}
-    assert all(torch.equal(kept[f"tokens.{name}"], column) for name, column in BATCH.tokens.items())
-    about = json.loads((tmp_path / "logs/nonfinite/step_3_actor/about.json").read_text())
+    kept, about = load_batch(tmp_path / "logs/nonfinite/step_3_actor.safetensors")
+    assert torch.equal(kept.lengths, BATCH.lengths)
+    assert kept.tokens.keys() == BATCH.tokens.keys() and kept.rows.keys() == BATCH.rows.keys()
+    assert all(torch.equal(kept.tokens[name], column) for name, column in BATCH.tokens.items())
     assert about == {
         "step": 3,
         "role": "actor",
@@ -60,7 +59,7 @@ def test_columns_that_are_one_tensor_are_kept_too(skips: Skips, tmp_path: Path) 
     """safetensors refuses tensors that share memory."""
     mask = torch.ones(7)
     skips.see("model", 1, BATCH.with_tokens(response_mask=mask, kept_mask=mask), SKIPPED)
-    assert (tmp_path / "logs/nonfinite/step_1_model/batch.safetensors").is_file()
+    assert (tmp_path / "logs/nonfinite/step_1_model.safetensors").is_file()
 
 
 def test_the_first_batches_are_kept_and_no_more(skips: Skips, tmp_path: Path) -> None:
@@ -68,16 +67,21 @@ def test_the_first_batches_are_kept_and_no_more(skips: Skips, tmp_path: Path) ->
         skips.see("actor", step, BATCH, SKIPPED)
         skips.tell(step)
     assert {path.name for path in (tmp_path / "logs/nonfinite").iterdir()} == {
-        f"step_{n}_actor" for n in range(1, MOST_DUMPS + 1)
+        f"step_{n}_actor.safetensors" for n in range(1, MOST_DUMPS + 1)
     }
-    assert [text.endswith(f"step_{n}_actor") for n, text in enumerate(texts(skips), 1)] == [True] * MOST_DUMPS + [False] * 2
+    assert [text.endswith(f"step_{n}_actor.safetensors") for n, text in enumerate(texts(skips), 1)] == [True] * MOST_DUMPS + [
+        False
+    ] * 2
 
 
 def test_a_dump_that_was_not_finished_is_written_again(skips: Skips, tmp_path: Path) -> None:
-    path = tmp_path / "logs/nonfinite/step_1_actor"
-    path.mkdir(parents=True)
+    directory = tmp_path / "logs/nonfinite"
+    directory.mkdir(parents=True)
+    for step in range(1, MOST_DUMPS + 1):
+        (directory / f"step_{step}_actor.safetensors.partial").write_bytes(b"half")
     skips.see("actor", 1, BATCH, SKIPPED)
-    assert (path / "about.json").is_file()
+    kept, _ = load_batch(directory / "step_1_actor.safetensors")
+    assert torch.equal(kept.lengths, BATCH.lengths)
 
 
 def test_a_row_ends_with_an_update_of_the_same_role_and_survives_a_resume(skips: Skips, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """A run that falls ill on bad data: the rewards of the prompts that steps 13 to 17 would see are spoilt."""
 
-import json
 import math
 import os
 import signal
@@ -16,6 +15,7 @@ from safetensors.torch import load_file
 
 from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
 from trainer import main_ppo
+from trainer.batch_file import load_batch
 from trainer.checkpoint import find_latest
 from trainer.ppo.rollback import Rollbacks
 from trainer.run_dir import EVENTS, read_lines, read_metrics
@@ -203,9 +203,8 @@ def test_an_update_that_is_not_finite_is_skipped_dumped_and_told(task: Path, tmp
     assert not all(torch.equal(weight, third[name]) for name, weight in first.items())
     ((step, text),) = told(tmp_path, "skipped")
     assert step == 2 and text.startswith("an update was skipped, on all ranks alike: actor: loss nan,")
-    kept = load_file(tmp_path / "logs/nonfinite/step_2_actor/batch.safetensors")
-    assert len(kept["lengths"]) == 32 and len(kept["tokens.advantages"]) == kept["lengths"].sum() == len(kept["tokens.input_ids"])
-    about = json.loads((tmp_path / "logs/nonfinite/step_2_actor/about.json").read_text())
+    kept, about = load_batch(tmp_path / "logs/nonfinite/step_2_actor.safetensors")
+    assert len(kept) == 32 and len(kept.tokens["advantages"]) == kept.total_tokens == len(kept.tokens["input_ids"])
     assert about["metrics"]["loss"] == "NaN" and about["config"]["data"]["train_batch_size"] == 8
 
 

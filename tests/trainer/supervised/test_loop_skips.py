@@ -23,4 +23,4 @@ def test_a_run_that_diverged_stops_and_says_so(tmp_path: Path, capfd: pytest.Cap
     assert code == 3 and [step["train/skipped_updates"] for step in steps] == [0.0] + [1.0] * 5
     errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and errors[0].startswith("error: stopped at step 6 by an alarm: nonfinite:")
-    assert (tmp_path / "run/logs/nonfinite/step_2_model/batch.safetensors").is_file()
+    assert (tmp_path / "run/logs/nonfinite/step_2_model.safetensors").is_file()

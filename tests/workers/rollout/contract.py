@@ -1,6 +1,6 @@
 """What every engine must do that has weights of its own, in requests of LENGTH tokens: checks for the tests of each."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from torch import Tensor
@@ -65,16 +65,16 @@ def check_weights_that_do_not_fit(engine: Rollout, model: PreTrainedModel) -> No
     assert completion.weight_version == 3 and log_prob_error(model, asked, completion) < 1e-5
 
 
-def check_what_sleeps(engine: Rollout, model: PreTrainedModel, requests: Sequence[Request]) -> None:
-    """requests: more than three steps of work."""
+def check_what_sleeps(engine: Rollout, give: Callable[[int], object], requests: Sequence[Request]) -> None:
+    """give: loads or shares weights of a version. requests: more than three steps of work."""
     engine.submit(requests)
     engine.step()
     engine.sleep()
     engine.sleep()
     with pytest.raises(EngineAsleep, match="weights are asleep"):
         engine.step()
-    with pytest.raises(EngineAsleep, match="load_weights: the weights are asleep"):
-        engine.load_weights(model.named_parameters(), 1)
+    with pytest.raises(EngineAsleep, match=r"(load|share)_weights: the weights are asleep"):
+        give(1)
     engine.wake(weights=False, kv_cache=True)
     with pytest.raises(EngineAsleep, match="weights are asleep"):
         engine.step()
@@ -82,7 +82,7 @@ def check_what_sleeps(engine: Rollout, model: PreTrainedModel, requests: Sequenc
     engine.wake(weights=True, kv_cache=False)
     with pytest.raises(EngineAsleep, match="no weights since"):
         engine.step()
-    engine.load_weights(model.named_parameters(), 2)
+    give(2)
     with pytest.raises(EngineAsleep, match="KV cache is asleep"):
         engine.step()
     engine.wake(weights=False, kv_cache=True)

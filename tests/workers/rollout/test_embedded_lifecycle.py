@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tests.workers.rollout.contract import check_what_sleeps
 from tests.workers.rollout.engines import hf_logits, log_prob_error, make_engine, make_model, ragged_prompts, request, spec_of
 from workers.rollout.base import Completion, EngineAsleep
 from workers.rollout.embedded import EmbeddedRollout
@@ -224,35 +225,21 @@ def test_new_weights_compute_the_old_tokens_anew(model: PreTrainedModel, tmp_pat
 # Sleep
 
 
-def test_step_says_what_sleeps(model: PreTrainedModel) -> None:
+@pytest.mark.parametrize("shared", [True, False])
+def test_step_says_what_sleeps(model: PreTrainedModel, shared: bool) -> None:
     lent = dict(model.named_parameters())
     engine = EmbeddedRollout(spec_of(model.config._name_or_path))
     with pytest.raises(EngineAsleep, match="load_weights or share_weights"):
         engine.step()
-    engine.share_weights(lent, 1)
-    engine.submit([request(0, (2, 3))])
-    engine.step()
+
+    def give(version: int) -> object:
+        return engine.share_weights(lent, version) if shared else engine.load_weights(iter(lent.items()), version)
+
+    give(1)
+    check_what_sleeps(engine, give, [request(0, (2, 3))])
     engine.sleep()
-    with pytest.raises(EngineAsleep, match="weights are asleep"):
-        engine.step()
-    with pytest.raises(EngineAsleep, match="share_weights: the weights are asleep"):
-        engine.share_weights(lent, 1)
-    with pytest.raises(EngineAsleep, match="load_weights: the weights are asleep"):
-        engine.load_weights(iter(lent.items()), 1)
-    engine.wake(weights=False, kv_cache=True)
-    with pytest.raises(EngineAsleep, match="weights are asleep"):
-        engine.step()
-    engine.sleep()
-    engine.wake(weights=True, kv_cache=False)
-    with pytest.raises(EngineAsleep, match="no weights since"):
-        engine.step()
-    engine.share_weights(lent, 2)
-    with pytest.raises(EngineAsleep, match="KV cache is asleep"):
-        engine.step()
-    engine.wake(weights=False, kv_cache=True)
-    engine.step()
-    engine.wake(weights=True, kv_cache=True)  # awake already: nothing is lost
-    engine.step()
+    with pytest.raises(EngineAsleep, match=f"{'share' if shared else 'load'}_weights: the weights are asleep"):
+        give(3)
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -246,7 +246,11 @@ def test_logits_that_are_not_finite_are_an_error(engine: SGLangRollout, model: P
 
 
 def test_step_says_what_sleeps(engine: SGLangRollout, model: PreTrainedModel) -> None:
-    check_what_sleeps(engine, model, [request(i, (2, 3), ignore_eos=True, max_tokens=2 + 60 * i) for i in range(3)])
+    check_what_sleeps(
+        engine,
+        lambda version: engine.load_weights(model.named_parameters(), version),
+        [request(i, (2, 3), ignore_eos=True, max_tokens=2 + 60 * i) for i in range(3)],
+    )
     assert engine.unfinished == 0
 
 
