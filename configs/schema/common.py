@@ -15,7 +15,7 @@ PositiveFloat = Annotated[float, Gt(0.0)]
 Fraction = Annotated[float, Ge(0.0), Le(1.0)]
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 AggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-Strategy = Literal["fsdp"]
+Strategy = Literal["fsdp", "megatron"]
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -47,6 +47,21 @@ class FSDPConfig:
     reshard_after_forward: bool
     param_offload: bool
     optimizer_offload: bool
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class MegatronConfig:
+    tensor_model_parallel_size: Positive
+    pipeline_model_parallel_size: Positive
+    virtual_pipeline_model_parallel_size: Positive | None
+    context_parallel_size: Positive
+    sequence_parallel: bool
+    use_distributed_optimizer: bool
+    dtype: Dtype
+    param_offload: bool
+    grad_offload: bool
+    optimizer_offload: bool
+    override_transformer_config: dict[str, Any]
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -10,3 +10,7 @@ def make_engine(spec: EngineSpec) -> TrainEngine:
             from workers.engine.fsdp.engine import FSDPEngine
 
             return FSDPEngine(spec)
+        case "megatron":
+            from workers.engine.megatron.engine import MegatronEngine
+
+            return MegatronEngine(spec)

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from configs.schema.common import FSDPConfig, ModelConfig, Strategy
+from configs.schema.common import FSDPConfig, MegatronConfig, ModelConfig, Strategy
 from workers.batch import Batch
 from workers.metric import Metrics
 from workers.plan import MicroBatches
@@ -91,6 +91,7 @@ class EngineSpec:
     optimizer: OptimizerSpec | None
     device: Literal["cpu", "cuda"]
     seed: int
+    megatron: MegatronConfig | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,12 +7,42 @@ same time).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
+
+
+@dataclass(frozen=True, slots=True)
+class VocabShard:
+    """The head's rows [start, start + rows) are on this rank of ``group``; every rank has the same hidden states.
+
+    What comes out is equal on all ranks; gradients of hidden states are each rank's part, and have to be summed by the caller.
+    """
+
+    group: dist.ProcessGroup
+    start: int
+    rows: int
+
+    def sum(self, mine: Tensor) -> Tensor:
+        dist.all_reduce(mine, group=self.group)
+        return mine
+
+    def gather(self, mine: Tensor) -> Tensor:
+        """(...) of each rank -> (ranks, ...). Shapes must be equal."""
+        whole = mine.new_empty(self.group.size() * mine.numel())
+        dist.all_gather_into_tensor(whole, mine.flatten(), group=self.group)
+        return whole.view(-1, *mine.shape)
+
+    def local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of this shard for token ids, any where the token is another rank's, and where it is this one's."""
+        rows = targets - self.start
+        mine = (rows >= 0) & (rows < self.rows)
+        return rows.where(mine, 0), mine
 
 
 def chunk_size(vocabulary: int) -> int:
@@ -29,22 +59,28 @@ def head_log_probs(
     temperature: float,
     want_entropy: bool,
     chunk: int | None = None,
+    shard: VocabShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """log_softmax(hidden @ weight.T / temperature) at ``targets``, and the entropy of that distribution, in nats.
 
     hidden (N, H), weight (V, H), bias (V,), targets int64 (N,) -> log_probs (N,), entropy (N,) or None. The product is
     made in hidden's dtype, everything after it in float32 (float64 for float64). Both results are differentiable once.
+    shard: weight and bias are these rows of the whole; collective over its group.
     """
     chunk = chunk or chunk_size(weight.shape[0])
-    log_probs, entropy = _HeadLogProbs.apply(hidden, weight, bias, targets, temperature, want_entropy, chunk)
+    log_probs, entropy = _HeadLogProbs.apply(hidden, weight, bias, targets, temperature, want_entropy, chunk, shard)
     return log_probs, entropy if want_entropy else None
 
 
 @torch.no_grad()
-def head_sum_pi_squared(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, temperature: float) -> Tensor:
+def head_sum_pi_squared(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, *, temperature: float, shard: VocabShard | None = None
+) -> Tensor:
     """The sum over the vocabulary of the squared probabilities, (N, H) -> (N,), without gradient, a chunk at a time."""
-    size = chunk_size(weight.shape[0])
-    parts = [(2 * _logits(part, weight, bias, temperature).log_softmax(-1)).logsumexp(-1).exp() for part in hidden.split(size)]
+    parts = []
+    for part in hidden.split(chunk_size(weight.shape[0])):
+        logits = _logits(part, weight, bias, temperature)
+        parts.append((_logsumexp(2 * logits, shard) - 2 * _logsumexp(logits, shard)).exp())
     return torch.cat(parts)
 
 
@@ -55,14 +91,34 @@ def head_all_log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, t
 
 
 @torch.no_grad()
-def head_top_log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, temperature: float) -> Tensor:
+def head_top_log_probs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, *, temperature: float, shard: VocabShard | None = None
+) -> Tensor:
     """The two largest log-probs of each distribution, the larger first: (N, H) -> (N, 2), without gradient, chunk by chunk."""
-    size = chunk_size(weight.shape[0])
     parts = []
-    for part in hidden.split(size):
+    for part in hidden.split(chunk_size(weight.shape[0])):
         logits = _logits(part, weight, bias, temperature)
-        parts.append(logits.topk(2).values - logits.logsumexp(-1, keepdim=True))
+        top = logits.topk(2).values
+        if shard is not None:
+            top = shard.gather(top).movedim(0, 1).flatten(1).topk(2).values
+        parts.append(top - _logsumexp(logits, shard)[:, None])
     return torch.cat(parts)
+
+
+def _logsumexp(logits: Tensor, shard: VocabShard | None) -> Tensor:
+    mine = logits.logsumexp(-1)
+    return mine if shard is None else shard.gather(mine).logsumexp(0)
+
+
+def _at(logits: Tensor, targets: Tensor, shard: VocabShard | None) -> Tensor:
+    if shard is None:
+        return logits.gather(1, targets[:, None])[:, 0]
+    rows, mine = shard.local(targets)
+    return shard.sum(logits.gather(1, rows[:, None])[:, 0].where(mine, 0.0))
+
+
+def _summed(parts: Tensor, shard: VocabShard | None) -> Tensor:
+    return parts if shard is None else shard.sum(parts)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
@@ -86,19 +142,20 @@ class _HeadLogProbs(torch.autograd.Function):
         temperature: float,
         want_entropy: bool,
         chunk: int,
+        shard: VocabShard | None,
     ) -> tuple[Tensor, Tensor]:
         log_probs = hidden.new_zeros(len(hidden), dtype=_accurate(hidden.dtype))
         normaliser, entropy = torch.zeros_like(log_probs), torch.zeros_like(log_probs)
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
             logits = _logits(hidden[part], weight, bias, temperature)
-            normaliser[part] = logits.logsumexp(-1)
-            log_probs[part] = logits.gather(1, targets[part, None])[:, 0] - normaliser[part]
+            normaliser[part] = _logsumexp(logits, shard)
+            log_probs[part] = _at(logits, targets[part], shard) - normaliser[part]
             if want_entropy:
                 log_p = logits.sub_(normaliser[part, None])
-                entropy[part] = -log_p.exp().mul_(log_p).sum(-1)
+                entropy[part] = -_summed(log_p.exp().mul_(log_p).sum(-1), shard)
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy)
-        ctx.temperature, ctx.want_entropy, ctx.chunk = temperature, want_entropy, chunk
+        ctx.temperature, ctx.want_entropy, ctx.chunk, ctx.shard = temperature, want_entropy, chunk, shard
         if not want_entropy:
             ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
@@ -120,7 +177,11 @@ class _HeadLogProbs(torch.autograd.Function):
             scale = d_log_probs[part, None]
             if ctx.want_entropy:
                 scale = log_p.add_(entropy[part, None]).mul_(d_entropy[part, None]).add_(scale)
-            d_logits = p.mul_(scale).neg_().scatter_add_(1, targets[part, None], d_log_probs[part, None])
+            rows, gradient = targets[part], d_log_probs[part]
+            if ctx.shard is not None:
+                rows, mine = ctx.shard.local(rows)
+                gradient = gradient.where(mine, 0.0)
+            d_logits = p.mul_(scale).neg_().scatter_add_(1, rows[:, None], gradient[:, None])
             if ctx.temperature != 1.0:
                 d_logits = d_logits.div_(ctx.temperature)
             if d_bias is not None:
@@ -131,4 +192,4 @@ class _HeadLogProbs(torch.autograd.Function):
                 d_weight += d_logits.T @ hidden[part]
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
         d_bias = None if d_bias is None else d_bias.to(bias.dtype)
-        return d_hidden, d_weight, d_bias, None, None, None, None
+        return d_hidden, d_weight, d_bias, None, None, None, None, None

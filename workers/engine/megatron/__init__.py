@@ -1,0 +1,1 @@
+"""The Megatron engine: tensor, pipeline, context and sequence parallelism from megatron-core."""

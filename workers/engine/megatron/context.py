@@ -1,0 +1,96 @@
+"""Context parallelism: the flat tokens of a micro-batch, cut over the ranks of a context group.
+
+The tokens are cut in 2 * cp chunks, and rank r holds chunks r and 2 * cp - 1 - r: with causal attention the early and cheap one
+goes with a late and dear one (Liu et al. 2023, ring attention's striping, as zigzag). Keys and values are gathered; a rank's
+queries attend to what lies before them in their own rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Queries [start, stop) of this rank attend to keys [keys, ends) of all; the last query sits at the last key."""
+
+    start: int
+    stop: int
+    keys: int
+    ends: int
+
+
+@dataclass(frozen=True, slots=True)
+class ContextCut:
+    """place: int64 (T / cp,), which tokens this rank holds. back: int64 (T,), where each token is when all ranks' are joined."""
+
+    group: dist.ProcessGroup
+    place: Tensor
+    back: Tensor
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> ContextCut:
+        """lengths: of the rows, T together, which 2 * cp divides."""
+        ranks, total = group.size(), sum(lengths)
+        chunk, rest = divmod(total, 2 * ranks)
+        assert rest == 0, f"{total} tokens do not fall into {2 * ranks} chunks"
+        chunks = torch.arange(total, device=device).split(chunk)
+        places = [torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]]) for rank in range(ranks)]
+        rank = group.rank()
+        pieces = []
+        for number, first in ((rank, 0), (2 * ranks - 1 - rank, chunk)):
+            low, high = number * chunk, (number + 1) * chunk
+            for begin, end in zip(accumulate(lengths, initial=0), accumulate(lengths), strict=False):
+                start, stop = max(begin, low), min(end, high)
+                if start < stop:
+                    pieces.append(Piece(first + start - low, first + stop - low, begin, stop))
+        return cls(group, places[rank], torch.cat(places).argsort(), tuple(pieces))
+
+    def gather(self, mine: Tensor) -> Tensor:
+        """(T / cp, ...) of each rank -> (T, ...), in order. The gradient is summed over the ranks: each uses all of it."""
+        joined: Tensor = _Gather.apply(mine, self.group, True)
+        return joined.index_select(0, self.back)
+
+    def gather_alike(self, mine: Tensor) -> Tensor:
+        """The same, where every rank does the same with it afterwards: its gradient is each rank's own part."""
+        joined: Tensor = _Gather.apply(mine, self.group, False)
+        return joined.index_select(0, self.back)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, scaling: float | None) -> Tensor:
+        """q (T / cp, heads, D), k and v (T / cp, kv heads, D) -> (T / cp, heads, D)."""
+        k, v = self.gather(k), self.gather(v)
+        parts = []
+        for piece in self.pieces:
+            queries = q[piece.start : piece.stop].transpose(0, 1)[None]
+            keys, values = (x[piece.keys : piece.ends].transpose(0, 1)[None] for x in (k, v))
+            n, m = queries.shape[2], keys.shape[2]
+            seen = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
+            out = scaled_dot_product_attention(queries, keys, values, attn_mask=seen, scale=scaling, enable_gqa=True)
+            parts.append(out[0].transpose(0, 1))
+        return torch.cat(parts)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, group: dist.ProcessGroup, summed: bool) -> Tensor:
+        ctx.group, ctx.summed = group, summed
+        whole = mine.new_empty(group.size() * len(mine), *mine.shape[1:])
+        dist.all_gather_into_tensor(whole, mine.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        group = ctx.group
+        gradient = gradient.contiguous()
+        if ctx.summed:
+            dist.all_reduce(gradient, group=group)
+        return gradient.chunk(group.size())[group.rank()], None, None

@@ -1,0 +1,68 @@
+"""What makes megatron-core run on a CPU build of torch with gloo. Loaded only where there is no CUDA.
+
+It names "cuda" as the device of what it makes, asks CUDA for its device and its random state, and compiles with inductor.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like")
+
+
+@functools.cache
+def pretend_cuda() -> None:
+    """Once a process, before megatron.core is imported."""
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # megatron compiles small functions; the CPU need not have a compiler
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # asked for with sequence parallelism
+    import torch
+    from torch.utils._device import _device_constructors
+
+    assert not torch.cuda.is_available(), "on CUDA megatron runs as it is"
+    _device_constructors()  # keeps the originals, which `with torch.device("meta")` looks for by identity
+    for name in FACTORIES:
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+    cpu: Any = torch.device("cpu")
+    torch.cuda.current_device = lambda: cpu  # type: ignore[assignment]
+    torch.cuda.synchronize = lambda *args, **kwargs: None  # type: ignore[assignment]
+    torch.cuda.empty_cache = lambda: None
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign,assignment]
+    torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign,assignment]
+    torch.Tensor.type = with_cuda_names(torch.Tensor.type)  # type: ignore[method-assign]
+    torch.cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()  # type: ignore[assignment]
+    torch.cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)  # type: ignore[assignment]
+    torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed) and None  # type: ignore[assignment]
+    from megatron.core.tensor_parallel import random
+
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+
+def on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
+    """A factory of tensors that puts on the CPU what is asked for on CUDA, and pins nothing."""
+
+    @functools.wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is not None and not isinstance(device, int) and str(device).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
+        return make(*args, **kwargs)
+
+    return made
+
+
+def with_cuda_names(type_of: Callable[..., Any]) -> Callable[..., Any]:
+    """Tensor.type() that says torch.cuda.FloatTensor, which optimizers look for, and understands it."""
+
+    def renamed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], str):
+            args = (args[0].replace("torch.cuda.", "torch."), *args[1:])
+        found = type_of(self, *args, **kwargs)
+        is_name = isinstance(found, str) and not found.startswith("torch.cuda")
+        return found.replace("torch.", "torch.cuda.", 1) if is_name else found
+
+    return renamed

@@ -1,0 +1,222 @@
+"""A transformers configuration as a Megatron model: its own layers where they pack, ours where they do not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from configs.schema.common import MegatronConfig
+from workers.engine.attention import PackedRows, packed_attention
+from workers.engine.hf_model import DTYPES
+from workers.engine.megatron.context import ContextCut
+
+SUPPORTED = ("llama", "qwen2", "qwen3")
+
+
+@dataclass
+class Packed(PackedSeqParams):
+    """What every layer needs to know of a micro-batch. cos, sin: (tokens of this rank, D)."""
+
+    rows: PackedRows | None = None
+    cut: ContextCut | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+
+
+class RMSNorm(nn.Module):
+    """Megatron's own, without Transformer Engine, refuses sequence parallelism. Zhang & Sennrich 2019, in float32."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device()))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined] # megatron sums its gradient over tp
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        wide = hidden.float()
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(hidden.dtype)
+
+
+class PackedAttention(nn.Module):
+    """Rotary embedding, as transformers computes it, and attention over packed rows. Megatron's own refuses packed rows."""
+
+    def __init__(self, config: TransformerConfig, layer_number: int, *_: Any, **__: Any) -> None:
+        super().__init__()
+        self.window = (config.window_size or (None,))[0]
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: Packed,
+        **_: Any,
+    ) -> Tensor:
+        """query (T, heads, D), key and value (T, kv heads, D) of this rank -> (T, heads, D)."""
+        packed = packed_seq_params
+        assert packed.cos is not None and packed.sin is not None and packed.rows is not None
+        q, k = (rotate(x, packed.cos, packed.sin) for x in (query, key))
+        if packed.cut is not None:
+            return packed.cut.attention(q, k, value, None)
+        states = (x.transpose(0, 1)[None] for x in (q, k, value))
+        return packed_attention(self, *states, None, packed_rows=packed.rows, sliding_window=self.window)[0][0]
+
+
+def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """states (T, heads, D), cos and sin (T, D). Su et al. 2021, eq. 34, halves as transformers pairs them."""
+    low, high = states.chunk(2, -1)
+    return states * cos[:, None] + torch.cat([-high, low], -1) * sin[:, None]
+
+
+class ValueHead(nn.Linear):
+    """H -> 1, whole on every tensor-parallel rank."""
+
+
+class PackedGPT(GPTModel):
+    """Answers with the last hidden states; what is made of them is the engine's."""
+
+    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        return hidden_states
+
+    def head_weight(self) -> Tensor:
+        """(V / tp, H), padded."""
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+
+def transformer_config(hf: PretrainedConfig, config: MegatronConfig, *, recompute: bool) -> TransformerConfig:
+    """Raises ValueError for what the model has and Megatron, or our table of weights, does not."""
+    if hf.model_type not in SUPPORTED:
+        raise ValueError(f"strategy=megatron knows {', '.join(SUPPORTED)}, not {hf.model_type}; strategy=fsdp takes it")
+    heads, kv_heads, tp = hf.num_attention_heads, hf.num_key_value_heads, config.tensor_model_parallel_size
+    if heads % tp or kv_heads % tp:
+        raise ValueError(
+            f"megatron.tensor_model_parallel_size={tp} does not divide the model's {heads} heads and {kv_heads} heads of keys"
+        )
+    stages = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
+    if hf.num_hidden_layers % stages:
+        raise ValueError(f"the model's {hf.num_hidden_layers} layers do not fall into {stages} pipeline stages")
+    dtype = DTYPES[config.dtype]
+    settings: dict[str, Any] = {
+        "num_layers": hf.num_hidden_layers,
+        "hidden_size": hf.hidden_size,
+        "ffn_hidden_size": hf.intermediate_size,
+        "num_attention_heads": heads,
+        "num_query_groups": kv_heads,
+        "kv_channels": getattr(hf, "head_dim", None) or hf.hidden_size // heads,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": hf.rms_norm_eps,
+        "qk_layernorm": hf.model_type == "qwen3",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": hf.model_type == "qwen2" or bool(getattr(hf, "attention_bias", False)),
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "sequence_parallel": config.sequence_parallel and tp > 1,
+        "variable_seq_lengths": True,
+        "calculate_per_token_loss": True,  # losses are sums, and gradients are summed over ranks
+        "moe_token_dispatcher_type": "alltoall",  # asked for with variable lengths
+        "use_cpu_initialization": True,
+        "perform_initialization": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+    }
+    settings |= {name: size for name, size in _sizes(config).items()}
+    if recompute:
+        settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    unknown = config.override_transformer_config.keys() - TransformerConfig.__dataclass_fields__.keys()
+    if unknown:
+        raise ValueError(f"megatron.override_transformer_config: {', '.join(sorted(unknown))}: no such field of TransformerConfig")
+    return TransformerConfig(**(settings | config.override_transformer_config))
+
+
+def _sizes(config: MegatronConfig) -> dict[str, int | None]:
+    return {
+        "tensor_model_parallel_size": config.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": config.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": config.virtual_pipeline_model_parallel_size,
+        "context_parallel_size": config.context_parallel_size,
+    }
+
+
+def build_chunks(config: TransformerConfig, hf: PretrainedConfig, head: str) -> list[PackedGPT]:
+    """This rank's part of the model, without weights: one, or one for each virtual stage."""
+    chunks = []
+    virtual = config.virtual_pipeline_model_parallel_size
+    for stage in range(virtual or 1):
+        vp_stage = stage if virtual else None
+        chunk = PackedGPT(
+            config=config,
+            transformer_layer_spec=layer_spec(config, vp_stage),
+            vocab_size=padded_vocab(hf.vocab_size, config.tensor_model_parallel_size),
+            max_sequence_length=hf.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            share_embeddings_and_output_weights=bool(hf.tie_word_embeddings) and head == "lm",
+            position_embedding_type="none",  # core attention rotates
+            vp_stage=vp_stage,
+        )
+        if chunk.post_process and head == "value":
+            chunk.output_layer = ValueHead(hf.hidden_size, 1, dtype=config.params_dtype)
+        mark_cut(chunk)
+        chunks.append(chunk)
+    return chunks
+
+
+def mark_cut(chunk: nn.Module) -> None:
+    """Megatron marks what is cut over ranks where it draws the first weights, which it does not here; norms go by the marks."""
+    for module in chunk.modules():
+        match module:
+            case VocabParallelEmbedding() | ColumnParallelLinear():
+                dim = 0
+            case RowParallelLinear():
+                dim = 1
+            case _:
+                continue
+        if module.weight is not None:  # a tied head has none of its own
+            set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
+
+
+def padded_vocab(size: int, tp: int) -> int:
+    """To what tensor parallelism divides, and no further."""
+    return -(-size // tp) * tp
+
+
+def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    spec: ModuleSpec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    n_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[spec] * n_layers, layer_norm=RMSNorm)
