@@ -8,7 +8,7 @@ from typing import Literal
 from transformers import AutoConfig
 
 from configs.checks import micro_batch_limits
-from configs.schema.common import FSDPConfig, ModelConfig, OptimConfig, Strategy
+from configs.schema.common import ModelConfig, OptimConfig, Sharding
 from trainer.budget import Budget
 from trainer.remote import RemoteModel
 from trainer.watchdog import Watchdog
@@ -54,10 +54,9 @@ def start_model(
     hosts: WorkerGroup,
     role: str,
     *,
-    strategy: Strategy,
     model: ModelConfig,
     head: Head,
-    fsdp: FSDPConfig,
+    sharding: Sharding,
     device: Literal["cpu", "cuda"],
     seed: int,
     forward_limits: Limits,
@@ -66,10 +65,9 @@ def start_model(
 ) -> RemoteModel:
     """Build a role on every host. training None: it never learns (a reference)."""
     spec = EngineSpec(
-        strategy=strategy,
         model=model,
         head=head,
-        fsdp=fsdp,
+        sharding=sharding,
         optimizer=training.optimizer if training is not None else None,
         device=device,
         seed=seed,

@@ -58,7 +58,7 @@ class Host:
         """A model role. Returns (which data-parallel share this rank works on, whether it answers for it)."""
         engine = make_engine(spec)
         self.roles[role] = ModelRole(role, engine, loss, self.residency)
-        self.residency.add_model(role, Tenant(engine, spec.fsdp.param_offload, spec.fsdp.optimizer_offload))
+        self.residency.add_model(role, Tenant(engine, spec.sharding.param_offload, spec.sharding.optimizer_offload))
         return engine.mesh.dp_rank, engine.mesh.is_output_rank
 
     def build_rollout(self, role: str, spec: RolloutSpec, source: str) -> tuple[int, bool]:

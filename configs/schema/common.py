@@ -57,11 +57,32 @@ class MegatronConfig:
     context_parallel_size: Positive
     sequence_parallel: bool
     use_distributed_optimizer: bool
-    dtype: Dtype
+    dtype: Literal["float32", "bfloat16"]
     param_offload: bool
     grad_offload: bool
     optimizer_offload: bool
     override_transformer_config: dict[str, Any]
+
+    @property
+    def model_parallel_size(self) -> int:
+        """GPUs that hold one copy of the model, and work on the same rows."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+
+Sharding = FSDPConfig | MegatronConfig
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ShardedConfig:
+    """What every role on a training engine has."""
+
+    strategy: Strategy
+    fsdp_config: FSDPConfig
+    megatron: MegatronConfig
+
+    @property
+    def sharding(self) -> Sharding:
+        return self.fsdp_config if self.strategy == "fsdp" else self.megatron
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -8,13 +8,12 @@ from annotated_types import Ge
 from configs.schema.common import (
     Dtype,
     Fraction,
-    FSDPConfig,
     ModelConfig,
     NonNegative,
     NonNegativeFloat,
     PositiveFloat,
     RayConfig,
-    Strategy,
+    ShardedConfig,
     WorkersConfig,
     WorkersTimeoutsConfig,
 )
@@ -28,15 +27,9 @@ class ParityDataConfig(PromptConfig):
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class TrainerSideConfig:
-    strategy: Strategy
-    fsdp_config: FSDPConfig
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
 class ParityModelsConfig:
     model: ModelConfig
-    actor: TrainerSideConfig
+    actor: ShardedConfig
     rollout: RolloutEngineConfig
 
     def rollout_of(self, engine: str) -> RolloutEngineConfig:

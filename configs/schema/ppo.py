@@ -10,7 +10,6 @@ from configs.schema.common import (
     AggMode,
     Dtype,
     Fraction,
-    FSDPConfig,
     ModelConfig,
     NonNegative,
     NonNegativeFloat,
@@ -19,7 +18,7 @@ from configs.schema.common import (
     PositiveFloat,
     RayConfig,
     RunConfig,
-    Strategy,
+    ShardedConfig,
     TrainingTimeoutsConfig,
 )
 
@@ -66,8 +65,7 @@ class PolicyLossConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class ActorConfig:
-    strategy: Strategy
+class ActorConfig(ShardedConfig):
     ppo_mini_batch_size: Positive
     ppo_micro_batch_size: Positive | None
     ppo_micro_batch_size_per_gpu: Positive | None
@@ -91,17 +89,14 @@ class ActorConfig:
     kl_loss_type: KLKind
     grad_clip: PositiveFloat
     optim: OptimConfig
-    fsdp_config: FSDPConfig
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class RefConfig:
-    strategy: Strategy
+class RefConfig(ShardedConfig):
     log_prob_micro_batch_size: Positive | None
     log_prob_micro_batch_size_per_gpu: Positive | None
     log_prob_use_dynamic_bsz: bool
     log_prob_max_token_len_per_gpu: Positive
-    fsdp_config: FSDPConfig
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -168,9 +163,8 @@ class ActorRolloutRefConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class CriticConfig:
+class CriticConfig(ShardedConfig):
     enable: bool | None
-    strategy: Strategy
     model: ModelConfig
     ppo_mini_batch_size: Positive
     ppo_micro_batch_size: Positive | None
@@ -188,7 +182,6 @@ class CriticConfig:
     loss_scale_factor: Positive | None
     grad_clip: PositiveFloat
     optim: OptimConfig
-    fsdp_config: FSDPConfig
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -5,14 +5,13 @@ from typing import Any, Literal
 
 from configs.schema.alarms import SFTAlarmsConfig
 from configs.schema.common import (
-    FSDPConfig,
     ModelConfig,
     OptimConfig,
     Positive,
     PositiveFloat,
     RayConfig,
     RunConfig,
-    Strategy,
+    ShardedConfig,
     TrainingTimeoutsConfig,
 )
 
@@ -35,10 +34,8 @@ class SFTDataConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class SFTEngineConfig:
-    strategy: Strategy
+class SFTEngineConfig(ShardedConfig):
     grad_clip: PositiveFloat
-    fsdp_config: FSDPConfig
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -35,12 +35,11 @@ def seconds(work: Callable[[], object]) -> float:
 
 def spec_of(path: str) -> EngineSpec:
     return EngineSpec(
-        strategy="fsdp",
         model=ModelConfig(
             path=path, tokenizer_path=None, trust_remote_code=False, enable_gradient_checkpointing=False, override_config={}
         ),
         head="lm",
-        fsdp=FSDPConfig(
+        sharding=FSDPConfig(
             model_dtype="float32", dtype="float32", reshard_after_forward=True, param_offload=False, optimizer_offload=False
         ),
         optimizer=OptimizerSpec(

@@ -146,7 +146,7 @@ def trainer_spec(spec: RolloutSpec) -> EngineSpec:
     fsdp = FSDPConfig(
         model_dtype="float32", dtype="float32", reshard_after_forward=True, param_offload=False, optimizer_offload=False
     )
-    return EngineSpec(strategy="fsdp", model=spec.model, head="lm", fsdp=fsdp, optimizer=None, device="cpu", seed=0)
+    return EngineSpec(model=spec.model, head="lm", sharding=fsdp, optimizer=None, device="cpu", seed=0)
 
 
 def bare_call(rollout: Rollout, ready: Sequence[tuple[str, Tensor]], dtype: torch.dtype) -> Callable[[], None]:

@@ -161,7 +161,7 @@ def start_rollout(config: GenerationConfig, hosts: WorkerGroup, watchdog: Watchd
     spec = rollout_spec(models.model, models.rollout, config.data, config.trainer.device)
     # As the engine wants them, and off the device once it has them.
     fsdp = FSDPConfig(model_dtype=dtype, dtype=dtype, reshard_after_forward=True, param_offload=True, optimizer_offload=False)
-    start_source(hosts, spec, watchdog, strategy="fsdp", fsdp=fsdp, seed=config.trainer.seed)
+    start_source(hosts, spec, watchdog, sharding=fsdp, seed=config.trainer.seed)
     rollout = RemoteRollout(hosts, spec, "actor", watchdog)
     rollout.sync_weights(0)
     return rollout

@@ -6,7 +6,7 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from configs.schema.common import FSDPConfig, ModelConfig, Strategy
+from configs.schema.common import ModelConfig, Sharding
 from configs.schema.ppo import PromptConfig, RolloutEngineConfig
 from trainer.data.chat import stop_token_ids
 from trainer.models import start_model
@@ -28,16 +28,15 @@ def rollout_spec(
 
 
 def start_source(
-    hosts: WorkerGroup, spec: RolloutSpec, watchdog: Watchdog, *, strategy: Strategy, fsdp: FSDPConfig, seed: int
+    hosts: WorkerGroup, spec: RolloutSpec, watchdog: Watchdog, *, sharding: Sharding, seed: int
 ) -> RemoteModel:
     """The role «actor», which is never trained: the engine of ``spec`` gets its weights."""
     return start_model(
         hosts,
         "actor",
-        strategy=strategy,
         model=spec.model,
         head="lm",
-        fsdp=fsdp,
+        sharding=sharding,
         device=spec.device,
         seed=seed_of(seed, "actor"),
         forward_limits=Limits(max_tokens=max(spec.max_model_len, FORWARD_TOKENS)),

@@ -44,8 +44,7 @@ def run(config: ParityConfig, notices: Sequence[str]) -> None:
         prompts=[prompts[index] for index in range(len(prompts))],
         sampling=sampling(models.rollout, tokenizer, models.model, data),
         n=models.rollout.n if models.rollout.do_sample else 0,
-        strategy=models.actor.strategy,
-        fsdp=models.actor.fsdp_config,
+        sharding=models.actor.sharding,
         seed=config.trainer.seed,
     )
     directory = Path(config.trainer.default_local_dir)
@@ -64,7 +63,7 @@ def run(config: ParityConfig, notices: Sequence[str]) -> None:
 def compared(
     config: ParityConfig, tokenizer: PreTrainedTokenizerBase, prompts: PromptDataset, task: Task, measured: Mapping[str, Measured]
 ) -> Parity:
-    dtype = coarser([config.actor_rollout_ref.rollout.dtype, config.actor_rollout_ref.actor.fsdp_config.dtype])
+    dtype = coarser([config.actor_rollout_ref.rollout.dtype, config.actor_rollout_ref.actor.sharding.dtype])
     engines = {name: figures(config, tokenizer, task, of_engine, measured) for name, of_engine in measured.items()}
     begun = heads_of(tokenizer, prompts, config.data.prompt_key)
     return Parity(
@@ -84,7 +83,7 @@ def figures(
 ) -> Engine:
     first = measured[config.engines[0]]
     rollout = config.actor_rollout_ref.rollout
-    dtype = coarser([rollout.dtype, config.actor_rollout_ref.actor.fsdp_config.dtype])
+    dtype = coarser([rollout.dtype, config.actor_rollout_ref.actor.sharding.dtype])
     stops = () if rollout.ignore_eos else task.sampling.stop_token_ids
 
     def of_pass(timed: Timed, reference: Timed | None) -> Pass:

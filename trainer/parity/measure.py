@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from configs.schema.common import FSDPConfig, Strategy
+from configs.schema.common import Sharding
 from trainer.data.dataset import Prompt
 from trainer.generation.rollout import start_source
 from trainer.parity.compare import Answers
@@ -31,8 +31,7 @@ class Task:
     prompts: Sequence[Prompt]
     sampling: Sampling
     n: int
-    strategy: Strategy
-    fsdp: FSDPConfig
+    sharding: Sharding
     seed: int
 
 
@@ -59,7 +58,7 @@ class Measured:
 
 def measure(hosts: WorkerGroup, spec: RolloutSpec, task: Task, watchdog: Watchdog) -> Measured:
     """Start the engine of ``spec`` beside the trainer's model, and ask it everything."""
-    actor = start_source(hosts, spec, watchdog, strategy=task.strategy, fsdp=task.fsdp, seed=task.seed)
+    actor = start_source(hosts, spec, watchdog, sharding=task.sharding, seed=task.seed)
     without = memory(hosts, watchdog)
     started = time.perf_counter()
     rollout = RemoteRollout(hosts, spec, "actor", watchdog)

@@ -239,10 +239,9 @@ class Assembly:
         return start_model(
             self.hosts,
             "actor",
-            strategy=actor.strategy,
             model=models.model,
             head="lm",
-            fsdp=actor.fsdp_config,
+            sharding=actor.sharding,
             device=self.config.trainer.device,
             seed=seed_of(self.config.trainer.seed, "actor"),
             forward_limits=limits(
@@ -276,10 +275,9 @@ class Assembly:
         return start_model(
             self.hosts,
             "ref",
-            strategy=ref.strategy,
             model=models.model,
             head="lm",
-            fsdp=ref.fsdp_config,
+            sharding=ref.sharding,
             device=self.config.trainer.device,
             seed=seed_of(self.config.trainer.seed, "ref"),
             forward_limits=limits(
@@ -298,10 +296,9 @@ class Assembly:
         return start_model(
             self.hosts,
             "critic",
-            strategy=critic.strategy,
             model=critic.model,
             head="value",
-            fsdp=critic.fsdp_config,
+            sharding=critic.sharding,
             device=self.config.trainer.device,
             seed=seed_of(self.config.trainer.seed, "critic"),
             forward_limits=limits(

@@ -84,10 +84,9 @@ def attempt(config: SFTConfig, life: Lifetime) -> None:
         model = start_model(
             hosts,
             "model",
-            strategy=config.engine.strategy,
             model=config.model,
             head="lm",
-            fsdp=config.engine.fsdp_config,
+            sharding=config.engine.sharding,
             device=trainer.device,
             seed=seed_of(trainer.seed, "model"),
             forward_limits=cut,

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from configs.schema.common import FSDPConfig, MegatronConfig, ModelConfig, Strategy
+from configs.schema.common import ModelConfig, Sharding
 from workers.batch import Batch
 from workers.metric import Metrics
 from workers.plan import MicroBatches
@@ -82,16 +82,16 @@ class OptimizerSpec:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """All an engine is built from. optimizer None: the model is never trained (a reference)."""
+    """All an engine is built from. sharding: FSDP's or Megatron's, which says which engine it is. optimizer None: the model is
+    never trained (a reference).
+    """
 
-    strategy: Strategy
     model: ModelConfig
     head: Head
-    fsdp: FSDPConfig
+    sharding: Sharding
     optimizer: OptimizerSpec | None
     device: Literal["cpu", "cuda"]
     seed: int
-    megatron: MegatronConfig | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,10 +62,9 @@ def toy_engine(
         "optimizer_offload": False,
     }
     spec = EngineSpec(
-        strategy="fsdp",
         model=ModelConfig(path=path, **(model | {name: value for name, value in changes.items() if name in model})),
         head=head,
-        fsdp=FSDPConfig(**(fsdp | {name: value for name, value in changes.items() if name in fsdp})),
+        sharding=FSDPConfig(**(fsdp | {name: value for name, value in changes.items() if name in fsdp})),
         optimizer=optimizer,
         device=device,
         seed=1,

@@ -52,10 +52,9 @@ def make_small(path: Path, architecture: str = "qwen2", **changes: object) -> Pr
 
 def actor_spec(model: ModelConfig) -> EngineSpec:
     return EngineSpec(
-        strategy="fsdp",
         model=model,
         head="lm",
-        fsdp=FSDPConfig(
+        sharding=FSDPConfig(
             model_dtype="float32", dtype="float32", reshard_after_forward=True, param_offload=False, optimizer_offload=False
         ),
         optimizer=OptimizerSpec(

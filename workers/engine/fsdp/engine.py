@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from configs.schema.common import FSDPConfig
 from workers.batch import Batch
 from workers.engine.attention import PackedRows
 from workers.engine.base import EngineMesh, EngineSpec, Loss, SavedFile, TrainEngine
@@ -37,9 +38,10 @@ OUTPUTS = {"lm": {"log_probs", "entropy", "sum_pi_squared", "top_log_probs", "al
 class FSDPEngine(TrainEngine):
     """One model, sharded over all ranks of the default process group: a mesh of one dimension, ``dp``."""
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec, fsdp: FSDPConfig) -> None:
         assert dist.is_initialized(), "FSDPEngine: torch.distributed is not initialised"
         self.spec = spec
+        self.fsdp = fsdp
         self.device = torch.device("cuda", torch.cuda.current_device()) if spec.device == "cuda" else torch.device("cpu")
         rank, world = dist.get_rank(), dist.get_world_size()
         self.mesh = EngineMesh(rank=rank, world_size=world, dp_rank=rank, dp_size=world, is_output_rank=True)
@@ -56,12 +58,12 @@ class FSDPEngine(TrainEngine):
             "params": Offloadable(local(param) for param in self._params.values()),
             "optimizer": Offloadable(self._optimizer.moments().values() if self._optimizer else ()),
         }
-        if spec.fsdp.optimizer_offload:
+        if fsdp.optimizer_offload:
             self._places["optimizer"].move("cpu")
 
     def _build(self) -> tuple[PackedModel, PreTrainedModel | None]:
         """The sharded model; and on rank 0 its twin without memory, which knows how transformers would write it."""
-        model, fsdp, head = self.spec.model, self.spec.fsdp, self.spec.head
+        model, fsdp, head = self.spec.model, self.fsdp, self.spec.head
         dtype = DTYPES[fsdp.model_dtype]
         config = model_config(model, head)
         saved_dtype = config.dtype or dtype
@@ -167,7 +169,7 @@ class FSDPEngine(TrainEngine):
             self._model.set_requires_gradient_sync(last)
             self._model.set_is_last_backward(last)
             # Parameters that may stay gathered from forward to backward may stay until the last backward.
-            self._model.set_reshard_after_backward(last or self.spec.fsdp.reshard_after_forward)
+            self._model.set_reshard_after_backward(last or self.fsdp.reshard_after_forward)
 
     def _free_gathered(self) -> None:
         """No backward will do it; and a load would leave what is still gathered stale."""
@@ -226,7 +228,7 @@ class FSDPEngine(TrainEngine):
                 param.grad = None
         if params is not None:
             self._places["params"].move(params)
-        if optimizer is not None and not self.spec.fsdp.optimizer_offload:
+        if optimizer is not None and not self.fsdp.optimizer_offload:
             self._places["optimizer"].move(optimizer)
 
     def _assert_here(self, part: str) -> None:
@@ -235,11 +237,11 @@ class FSDPEngine(TrainEngine):
     @contextmanager
     def _optimizer_here(self) -> Iterator[None]:
         """With optimizer_offload the state is on the device in here alone."""
-        if self.spec.fsdp.optimizer_offload:
+        if self.fsdp.optimizer_offload:
             self._places["optimizer"].move("device")
         self._assert_here("optimizer")
         yield
-        if self.spec.fsdp.optimizer_offload:
+        if self.fsdp.optimizer_offload:
             self._places["optimizer"].move("cpu")
 
     def save(self, path: str, *, background: bool = False) -> Future[list[SavedFile]]:
