@@ -26,6 +26,7 @@ from configs.schema.common import MegatronConfig
 from workers.engine.attention import PackedRows, packed_attention
 from workers.engine.hf_model import DTYPES
 from workers.engine.megatron.context import ContextCut
+from workers.engine.megatron.weights import head_dim
 
 SUPPORTED = ("llama", "qwen2", "qwen3")
 
@@ -59,7 +60,6 @@ class PackedAttention(nn.Module):
 
     def __init__(self, config: TransformerConfig, layer_number: int, *_: Any, **__: Any) -> None:
         super().__init__()
-        self.window = (config.window_size or (None,))[0]
 
     def forward(
         self,
@@ -77,8 +77,8 @@ class PackedAttention(nn.Module):
         q, k = (rotate(x, packed.cos, packed.sin) for x in (query, key))
         if packed.cut is not None:
             return packed.cut.attention(q, k, value, None)
-        states = (x.transpose(0, 1)[None] for x in (q, k, value))
-        return packed_attention(self, *states, None, packed_rows=packed.rows, sliding_window=self.window)[0][0]
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, value))
+        return packed_attention(self, q, k, v, None, packed_rows=packed.rows)[0][0]
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -99,7 +99,8 @@ class PackedGPT(GPTModel):
 
     def head_weight(self) -> Tensor:
         """(V / tp, H), padded."""
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         assert isinstance(weight, Tensor)
         return weight
 
@@ -123,20 +124,19 @@ def transformer_config(hf: PretrainedConfig, config: MegatronConfig, *, recomput
         "ffn_hidden_size": hf.intermediate_size,
         "num_attention_heads": heads,
         "num_query_groups": kv_heads,
-        "kv_channels": getattr(hf, "head_dim", None) or hf.hidden_size // heads,
+        "kv_channels": head_dim(hf),
         "normalization": "RMSNorm",
         "layernorm_epsilon": hf.rms_norm_eps,
         "qk_layernorm": hf.model_type == "qwen3",
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
         "add_bias_linear": False,
-        "add_qkv_bias": hf.model_type == "qwen2" or bool(getattr(hf, "attention_bias", False)),
+        "add_qkv_bias": hf.model_type == "qwen2",
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        "fp16": dtype == torch.float16,
         "sequence_parallel": config.sequence_parallel and tp > 1,
         "variable_seq_lengths": True,
         "calculate_per_token_loss": True,  # losses are sums, and gradients are summed over ranks
@@ -153,9 +153,9 @@ def transformer_config(hf: PretrainedConfig, config: MegatronConfig, *, recomput
     settings |= {name: size for name, size in _sizes(config).items()}
     if recompute:
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    unknown = config.override_transformer_config.keys() - TransformerConfig.__dataclass_fields__.keys()
+    unknown = sorted(config.override_transformer_config.keys() - TransformerConfig.__dataclass_fields__.keys())
     if unknown:
-        raise ValueError(f"megatron.override_transformer_config: {', '.join(sorted(unknown))}: no such field of TransformerConfig")
+        raise ValueError(f"megatron.override_transformer_config: TransformerConfig has no {', '.join(unknown)}")
     return TransformerConfig(**(settings | config.override_transformer_config))
 
 

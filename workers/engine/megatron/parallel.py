@@ -28,7 +28,7 @@ def join(config: MegatronConfig, seed: int) -> EngineMesh:
     global _cut
     wanted = cut_of(config)
     if _cut is None or not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(**wanted)  # type: ignore[arg-type]
+        parallel_state.initialize_model_parallel(**wanted)
         _cut = wanted
         with torch.random.fork_rng(devices=[]):
             model_parallel_cuda_manual_seed(seed % 2**31)

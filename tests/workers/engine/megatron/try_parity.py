@@ -12,13 +12,13 @@ from dataclasses import replace
 def spec_of(path, head="lm", **m):
     base = dict(tensor_model_parallel_size=1, pipeline_model_parallel_size=1, virtual_pipeline_model_parallel_size=None, context_parallel_size=1, sequence_parallel=False, use_distributed_optimizer=False, dtype="float32", param_offload=False, grad_offload=False, optimizer_offload=False, override_transformer_config={})
     gc = m.pop("recompute", False)
-    return EngineSpec(strategy="megatron", model=ModelConfig(path=path, tokenizer_path=None, trust_remote_code=False, enable_gradient_checkpointing=gc, override_config={}), head=head, fsdp=None, optimizer=replace(ADAMW, lr=1e-4), device="cpu", seed=1, megatron=MegatronConfig(**(base | m)))
+    return EngineSpec(model=ModelConfig(path=path, tokenizer_path=None, trust_remote_code=False, enable_gradient_checkpointing=gc, override_config={}), head=head, sharding=MegatronConfig(**(base | m)), optimizer=replace(ADAMW, lr=1e-4), device="cpu", seed=1)
 
 def run(rank, world, file, path, arch, m, head):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
     from workers.engine.megatron.engine import MegatronEngine
-    engine = MegatronEngine(spec_of(path, head, **m))
+    spec = spec_of(path, head, **m); engine = MegatronEngine(spec, spec.sharding)
     from transformers import AutoModelForCausalLM
     plain = plain_model(path) if head == "lm" else None
     # export round trip
