@@ -58,7 +58,7 @@ class MegatronEngine(TrainEngine):
         shell = empty_model(spec.model, config, spec.head, self.config.params_dtype)
         self._shell: PreTrainedModel = shell.hf.to(dtype=config.dtype or self.config.params_dtype)  # type: ignore[call-arg]
         self._rotary: Rotary = rotary_of(shell.hf).to(self.device)
-        self._chunks: list[PackedGPT] = [chunk.to(self.device) for chunk in build_chunks(self.config, config, spec.head)]
+        self._chunks: list[PackedGPT] = [chunk.to(self.device) for chunk in build_chunks(self.config, shell)]
         self._exchange = Exchange(self._chunks, shell)
         self._model: list[Any] = [*self._chunks]  # as it is called: gradients wrapped around it
         self._optimizer: MegatronAdamW | None = None

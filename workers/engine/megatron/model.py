@@ -24,8 +24,9 @@ from transformers import PretrainedConfig
 
 from configs.schema.common import MegatronConfig
 from workers.engine.attention import PackedRows, packed_attention
-from workers.engine.hf_model import DTYPES
+from workers.engine.hf_model import DTYPES, PackedModel
 from workers.engine.megatron.context import ContextCut
+from workers.engine.megatron.parallel import sizes_of
 from workers.engine.megatron.weights import head_dim
 
 SUPPORTED = ("llama", "qwen2", "qwen3")
@@ -88,7 +89,11 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class ValueHead(nn.Linear):
-    """H -> 1, whole on every tensor-parallel rank."""
+    """H -> 1, whole on every tensor-parallel rank. It starts at zero, as FSDP's does."""
+
+    def reset_parameters(self) -> None:
+        for param in self.parameters():
+            nn.init.zeros_(param)
 
 
 class PackedGPT(GPTModel):
@@ -150,7 +155,7 @@ def transformer_config(hf: PretrainedConfig, config: MegatronConfig, *, recomput
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,
     }
-    settings |= {name: size for name, size in _sizes(config).items()}
+    settings |= sizes_of(config)
     if recompute:
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     unknown = sorted(config.override_transformer_config.keys() - TransformerConfig.__dataclass_fields__.keys())
@@ -159,17 +164,11 @@ def transformer_config(hf: PretrainedConfig, config: MegatronConfig, *, recomput
     return TransformerConfig(**(settings | config.override_transformer_config))
 
 
-def _sizes(config: MegatronConfig) -> dict[str, int | None]:
-    return {
-        "tensor_model_parallel_size": config.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": config.pipeline_model_parallel_size,
-        "virtual_pipeline_model_parallel_size": config.virtual_pipeline_model_parallel_size,
-        "context_parallel_size": config.context_parallel_size,
-    }
-
-
-def build_chunks(config: TransformerConfig, hf: PretrainedConfig, head: str) -> list[PackedGPT]:
+def build_chunks(config: TransformerConfig, shell: PackedModel) -> list[PackedGPT]:
     """This rank's part of the model, without weights: one, or one for each virtual stage."""
+    hf, head = shell.hf.config, shell.head
+    embedding = shell.hf.get_input_embeddings()
+    assert isinstance(embedding, nn.Embedding)
     chunks = []
     virtual = config.virtual_pipeline_model_parallel_size
     for stage in range(virtual or 1):
@@ -187,9 +186,23 @@ def build_chunks(config: TransformerConfig, hf: PretrainedConfig, head: str) -> 
         )
         if chunk.post_process and head == "value":
             chunk.output_layer = ValueHead(hf.hidden_size, 1, dtype=config.params_dtype)
+        if chunk.pre_process and embedding.padding_idx is not None:
+            freeze_padding(chunk.embedding.word_embeddings, embedding.padding_idx)
         mark_cut(chunk)
         chunks.append(chunk)
     return chunks
+
+
+def freeze_padding(embedding: VocabParallelEmbedding, token: int) -> None:
+    """The row of this token gets no gradient from where it is looked up: so does transformers' embedding with its padding_idx."""
+
+    def hook(module: VocabParallelEmbedding, args: tuple[Tensor], embedded: Tensor) -> Tensor:
+        ids = args[0]  # (1, T)
+        if module.reduce_scatter_embeddings:  # embedded: (T of this rank, 1, H)
+            ids = ids.T.chunk(module.tp_group.size())[module.tp_group.rank()]
+        return torch.where((ids == token)[..., None], embedded.detach(), embedded)
+
+    embedding.register_forward_hook(hook)
 
 
 def mark_cut(chunk: nn.Module) -> None:

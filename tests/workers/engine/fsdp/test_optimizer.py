@@ -1,6 +1,7 @@
 """AdamW on shards."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
