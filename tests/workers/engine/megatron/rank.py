@@ -17,6 +17,7 @@ TRAINED: dict[int, dict[str, tuple[str, Changes]]] = {
         "tp2 qwen3": ("qwen3", {"tp": 2, "sequence_parallel": True}),
         "pp2": ("qwen2", {"pp": 2}),
         "pp2 tied": ("tied", {"pp": 2}),
+        "pp2 vpp2": ("tied", {"pp": 2, "vpp": 2}),
         "pp2 llama": ("llama", {"pp": 2, "recompute": True}),
         "dp2": ("qwen2", {}),
         "dp2 distributed": ("qwen2", {"use_distributed_optimizer": True}),
