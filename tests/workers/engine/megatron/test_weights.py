@@ -36,7 +36,7 @@ def check(layout: Layout, theirs: Sequence[Tensor], ranks: int) -> list[Tensor]:
 def numbered(*shapes: tuple[int, ...]) -> list[Tensor]:
     """Tensors of these shapes, no number twice."""
     ends = torch.tensor([0, *(torch.Size(shape).numel() for shape in shapes)]).cumsum(0).tolist()
-    return [torch.arange(begin, end).view(shape) for shape, begin, end in zip(shapes, ends, ends[1:], strict=True)]
+    return [torch.arange(begin, end).view(shape) for shape, begin, end in zip(shapes, ends[:-1], ends[1:], strict=True)]
 
 
 @given(Ranks, st.integers(1, 3))
