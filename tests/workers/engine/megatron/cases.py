@@ -109,7 +109,7 @@ def trained(path: str, **changes: Any) -> dict[str, Any]:
         "is_output_rank": engine.mesh.is_output_rank,
         "dp_rank": engine.mesh.dp_rank,
         "round trip": exported(engine),
-        "before": answers(engine, training_batch(0), OUTPUTS, max_tokens=63),  # three micro-batches, and two in training
+        "before": answers(engine, training_batch(0), OUTPUTS, max_tokens=80),
     }
     found["metrics"] = train(engine, range(5))
     found["weights"] = exported(engine)

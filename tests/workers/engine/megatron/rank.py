@@ -49,7 +49,7 @@ RESHARDED: tuple[tuple[str, Changes | None], ...] = (
 )
 INVARIANT: dict[int, dict[str, Changes]] = {
     1: {"one": {}},
-    2: {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {}, "cp2": {"cp": 2}},
+    2: {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "pp2 vpp2": {"pp": 2, "vpp": 2}, "dp2": {}, "cp2": {"cp": 2}},
 }
 
 
