@@ -77,7 +77,7 @@ class PackedAttention(nn.Module):
         assert packed.cos is not None and packed.sin is not None and packed.rows is not None
         q, k = (rotate(x, packed.cos, packed.sin) for x in (query, key))
         if packed.cut is not None:
-            return packed.cut.attention(q, k, value, None)
+            return packed.cut.attention(q, k, value)
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, value))
         return packed_attention(self, q, k, v, None, packed_rows=packed.rows)[0][0]
 
