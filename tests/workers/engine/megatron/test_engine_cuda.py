@@ -17,6 +17,11 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 CUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
     "tp2 sp recomputed": {"tp": 2, "sequence_parallel": True, "recompute": True},
+    "tp2 sp without Transformer Engine": {
+        "tp": 2,
+        "sequence_parallel": True,
+        "override_transformer_config": {"transformer_impl": "local"},
+    },
     "pp2": {"pp": 2},
     "dp2 distributed": {"use_distributed_optimizer": True},
     "cp2": {"cp": 2},
