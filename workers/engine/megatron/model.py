@@ -147,6 +147,10 @@ def transformer_config(hf: PretrainedConfig, config: MegatronConfig, *, recomput
         "bf16": dtype == torch.bfloat16,
         "sequence_parallel": config.sequence_parallel and tp > 1,
         "variable_seq_lengths": True,
+        # The interleaved schedule sends both ways at once. As one batch that waits for a neighbour which runs another batch, and
+        # between two ranks, each the other's previous and next, it does not say which message is which. Each way apart does.
+        "overlap_p2p_comm": config.virtual_pipeline_model_parallel_size is not None,
+        "batch_p2p_comm": config.virtual_pipeline_model_parallel_size is None,
         "calculate_per_token_loss": True,  # losses are sums, and gradients are summed over ranks
         "moe_token_dispatcher_type": "alltoall",  # asked for with variable lengths
         "use_cpu_initialization": True,

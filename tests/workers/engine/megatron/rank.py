@@ -24,6 +24,7 @@ TRAINED: dict[int, dict[str, tuple[str, Changes]]] = {
         "tp2 qwen3": ("qwen3", {"tp": 2, "sequence_parallel": True}),
         "pp2": ("qwen2", {"pp": 2}),
         "pp2 tied": ("tied", {"pp": 2}),
+        "pp2 vpp2": ("tied", {"pp": 2, "vpp": 2}),
         "pp2 llama": ("llama", {"pp": 2, "recompute": True}),
         "dp2": ("qwen2", {}),
         "dp2 distributed": ("qwen2", {"use_distributed_optimizer": True}),
@@ -48,7 +49,7 @@ RESHARDED: tuple[tuple[str, Changes | None], ...] = (
 )
 INVARIANT: dict[int, dict[str, Changes]] = {
     1: {"one": {}},
-    2: {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {}, "cp2": {"cp": 2}},
+    2: {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "pp2 vpp2": {"pp": 2, "vpp": 2}, "dp2": {}, "cp2": {"cp": 2}},
 }
 
 
