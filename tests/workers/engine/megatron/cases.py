@@ -69,7 +69,13 @@ def megatron_config(**changes: Any) -> MegatronConfig:
 
 
 def megatron_engine(
-    path: str, head: str = "lm", *, optimizer: OptimizerSpec | None = ADAMW, recompute: bool = False, **changes: Any
+    path: str,
+    head: str = "lm",
+    *,
+    optimizer: OptimizerSpec | None = ADAMW,
+    recompute: bool = False,
+    device: str = "cpu",
+    **changes: Any,
 ) -> MegatronEngine:
     """changes: see megatron_config."""
     model = ModelConfig(
@@ -77,16 +83,16 @@ def megatron_engine(
     )
     sharding = megatron_config(**changes)
     engine = make_engine(
-        EngineSpec(model=model, head=head, sharding=sharding, optimizer=optimizer, device="cpu", seed=1)  # type: ignore[arg-type]
+        EngineSpec(model=model, head=head, sharding=sharding, optimizer=optimizer, device=device, seed=1)  # type: ignore[arg-type]
     )
     assert isinstance(engine, MegatronEngine)
     return engine
 
 
 @contextmanager
-def ranks(path: Path, name: str, rank: int, size: int) -> Iterator[None]:
+def ranks(path: Path, name: str, rank: int, size: int, backend: str = "gloo") -> Iterator[None]:
     """A process group of its own: Megatron cuts a group in one way only."""
-    dist.init_process_group("gloo", init_method=f"file://{path / f'rendezvous_{name}_{size}'}", rank=rank, world_size=size)
+    dist.init_process_group(backend, init_method=f"file://{path / f'rendezvous_{name}_{size}'}", rank=rank, world_size=size)
     yield
     dist.destroy_process_group()
 
