@@ -117,6 +117,8 @@ def trained(path: str, **changes: Any) -> dict[str, Any]:
         "round trip": exported(engine),
         "before": answers(engine, training_batch(0), OUTPUTS, max_tokens=80),
     }
+    reference = megatron_engine(path, optimizer=None, **changes)
+    found["reference"] = answers(reference, training_batch(0), OUTPUTS, max_tokens=80)
     found["metrics"] = train(engine, range(5))
     found["weights"] = exported(engine)
     return found
