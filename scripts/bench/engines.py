@@ -8,6 +8,7 @@ Each case has processes of its own. fsdp2 is FSDP on two ranks; one, tp2, pp2, d
 """
 
 import argparse
+import faulthandler
 import json
 import re
 import statistics
@@ -95,6 +96,7 @@ def measure(case: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]
 def work(rank: int, case: str, args: argparse.Namespace, folder: Path) -> None:
     overrides, ranks = sizes_of(case)
     backend = "gloo"
+    faulthandler.dump_traceback_later(120, exit=True)  # of a case
     torch.set_num_threads(1)
     if args.device == "cuda":
         torch.cuda.set_device(rank)
@@ -137,6 +139,7 @@ def work(rank: int, case: str, args: argparse.Namespace, folder: Path) -> None:
     if rank == 0:
         (folder / f"{case}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
 
 
 def timed(work: Callable[[], object], args: argparse.Namespace) -> float:

@@ -232,10 +232,10 @@ def padded_vocab(size: int, tp: int) -> int:
 
 
 def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Transformer Engine's layers where it is installed, on CUDA; else Megatron's local ones, with a norm of ours. Core attention
-    is ours in both. override_transformer_config.transformer_impl=local: do without Transformer Engine.
+    """Transformer Engine's layers where it is installed, on CUDA in bfloat16 (its float32 products are TF32's); else Megatron's
+    local ones, with a norm of ours. Core attention is ours in both. override_transformer_config.transformer_impl=local: without.
     """
-    if HAVE_TE and torch.cuda.is_available() and config.transformer_impl == "transformer_engine":
+    if HAVE_TE and torch.cuda.is_available() and config.bf16 and config.transformer_impl == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm
 
         spec, norm = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm), TENorm
