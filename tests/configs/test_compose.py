@@ -82,6 +82,28 @@ def test_the_quick_start_is_the_measured_task() -> None:
     assert (actor.fsdp_config.model_dtype, actor.fsdp_config.dtype, rollout.dtype) == ("float32", "float32", "float32")
 
 
+def test_the_megatron_root_is_the_same_tree_on_another_engine() -> None:
+    named = ("--config-name=ppo_megatron_trainer",)
+    tp2 = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
+    (config,) = jobs(*named, "recipe=quickstart", tp2)
+    assert config == ppo("recipe=quickstart", "actor_rollout_ref.actor.strategy=megatron", tp2)
+    actor, critic, ref = config.actor_rollout_ref.actor, config.critic, config.actor_rollout_ref.ref
+    assert actor.strategy == critic.strategy == ref.strategy == "megatron"
+    assert actor.sharding == critic.sharding == ref.sharding == actor.megatron
+    assert (actor.megatron.dtype, actor.megatron.tensor_model_parallel_size) == ("float32", 2)
+    (typed,) = jobs(*named, "actor_rollout_ref.actor.strategy=fsdp", "algorithm=grpo", "rollout=vllm")
+    assert typed == ppo("algorithm=grpo", "rollout=vllm")
+    assert len(jobs("-m", *named, "trainer.seed=1,2", "trainer.default_local_dir=x", "trainer.dry_run=config")) == 2
+
+
+def test_a_role_may_leave_the_actor() -> None:
+    config = ppo("actor_rollout_ref.actor.strategy=megatron", "critic.strategy=fsdp2", "critic.megatron.dtype=fp32")
+    assert config.critic.sharding == config.critic.fsdp_config
+    assert (config.critic.megatron.dtype, config.actor_rollout_ref.ref.megatron.dtype) == ("float32", "bfloat16")
+    with pytest.raises(ConfigError, match=r'critic.megatron.dtype="float16": must be one of float32, bfloat16'):
+        ppo("critic.megatron.dtype=fp16")
+
+
 def test_spelling_of_a_leaf_does_not_matter() -> None:
     typed = ("critic.fsdp.model_dtype=bf16", "trainer.logger=console", "+trainer.seed=7", "data.train_files=a.parquet")
     assert ppo(*typed) == ppo(

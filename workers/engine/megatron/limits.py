@@ -24,9 +24,10 @@ def check_model(hf: PretrainedConfig, config: MegatronConfig) -> None:
 
 
 def overrides(config: MegatronConfig, *, recompute: bool) -> dict[str, Any]:
-    """Fields of TransformerConfig that the configuration sets. recompute: whole layers, unless the fields say what."""
-    asked = {name: value for name, value in config.override_transformer_config.items() if name not in LEFT_OUT}
-    return WHOLE_LAYERS | asked if recompute and "recompute_granularity" not in asked else asked
+    """Fields of TransformerConfig that the configuration sets; null sets none. recompute: whole layers, unless they say what."""
+    asked = config.override_transformer_config
+    given = {name: value for name, value in asked.items() if value is not None and name not in LEFT_OUT}
+    return WHOLE_LAYERS | given if recompute and "recompute_granularity" not in given else given
 
 
 def _foreign(hf: dict[str, Any]) -> Iterator[str]:
