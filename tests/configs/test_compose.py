@@ -13,6 +13,7 @@ from configs.compose import compose, run_jobs
 from configs.keys import CONFIG_DIR, ConfigError, described
 from configs.load import load
 from configs.schema.ppo import PPOConfig
+from configs.schema.sft import SFTConfig
 
 
 def ppo(*overrides: str) -> PPOConfig:
@@ -94,6 +95,14 @@ def test_the_megatron_root_is_the_same_tree_on_another_engine() -> None:
     (typed,) = jobs(*named, "actor_rollout_ref.actor.strategy=fsdp", "algorithm=grpo", "rollout=vllm")
     assert typed == ppo("algorithm=grpo", "rollout=vllm")
     assert len(jobs("-m", *named, "trainer.seed=1,2", "trainer.default_local_dir=x", "trainer.dry_run=config")) == 2
+
+
+def test_the_recipes_compute_alike_on_both_engines() -> None:
+    for strategy in ("fsdp", "megatron"):
+        config = compose("sft_trainer", SFTConfig, ["sft_recipe=sort_digits", f"engine.strategy={strategy}"])
+        assert config.engine.sharding.dtype == "float32"
+        actor = ppo("recipe=quickstart", f"actor_rollout_ref.actor.strategy={strategy}").actor_rollout_ref.actor
+        assert actor.sharding.dtype == "float32"
 
 
 def test_a_role_may_leave_the_actor() -> None:
