@@ -26,7 +26,7 @@ from trainer.manifest import INCOMPLETE, MANIFEST, Checkpoint, Damaged, read_che
 from trainer.remote_copies import RemoteCopies, is_url
 from trainer.run_dir import fsync_tree
 from workers.engine.base import Head
-from workers.engine.fsdp.checkpoint import saved_tensors
+from workers.engine.checkpoint import saved_tensors
 from workers.engine.hf_model import auto_class
 
 WEIGHTS = "model."

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import transformers
+from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GenericForTokenClassification
@@ -104,6 +106,12 @@ def model_path(model: ModelConfig) -> str:
                 )
             raise FileNotFoundError(f"model.path {model.path}: no {pattern} there (expected a Hugging Face model directory)")
     return str(path)
+
+
+def model_files(model: ModelConfig) -> str:
+    """The directory where the weights are; those of a hub name are fetched."""
+    path = model_path(model)
+    return path if Path(path).is_dir() else snapshot_download(path, allow_patterns=["*.safetensors", "*.json"])
 
 
 def model_config(model: ModelConfig, head: Head) -> PretrainedConfig:
@@ -228,6 +236,30 @@ def write_description(model: PreTrainedModel, directory: Path) -> list[str]:
         return ["config.json"]
     model.generation_config.save_pretrained(directory)
     return ["config.json", "generation_config.json"]
+
+
+def export_model(shell: PreTrainedModel | None, weights: Iterable[tuple[str, Tensor]], path: str) -> None:
+    """A Hugging Face directory, written by the rank that has ``shell``, in its dtype. Every rank has the weights. Collective."""
+    state = {}
+    for name, weight in weights:
+        if shell is not None:
+            state[name] = weight.to("cpu", shell.dtype) if weight.is_floating_point() else weight.cpu()
+    if shell is not None:
+        shell.save_pretrained(path, state_dict=state)
+    dist.barrier()
+
+
+def model_flops(config: PretrainedConfig, head: Head, n_params: int, lengths: Sequence[int], *, backward: bool) -> float:
+    """See TrainEngine.flops. The embedding is a lookup and costs nothing, unless it is the head too. The head counts for every
+    token, as the field counts it, though only response tokens pass it here. Attention is causal: half of each square.
+    """
+    text = config.get_text_config()
+    if not (head == "lm" and text.tie_word_embeddings):
+        n_params -= text.vocab_size * text.hidden_size
+    head_dim = text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads
+    pair = 2 * text.num_hidden_layers * text.num_attention_heads * head_dim
+    forward = sum(2.0 * n_params * length + pair * length * length for length in lengths)
+    return 3 * forward if backward else forward
 
 
 def auto_class(config: PretrainedConfig, head: Head) -> type[AutoModelForCausalLM | AutoModelForTokenClassification]:

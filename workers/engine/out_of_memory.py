@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import torch
 
 # What torch raises as a bare RuntimeError: its CPU allocator, and cuBLAS when it cannot have its workspace.
@@ -20,3 +24,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return type(error) is RuntimeError and any(saying in str(error) for saying in SAYINGS)
+
+
+@contextmanager
+def told_without_memory(undo: Callable[[], None] | None) -> Iterator[None]:
+    """If memory runs out within, that is told as OutOfMemory; as RepeatableOutOfMemory, after ``undo``, if there is one."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        traceback.clear_frames(error.__traceback__)  # they hold the graph
+        said = str(error).splitlines()[0]
+        if undo is None:
+            raise OutOfMemory(said) from None
+        undo()
+        raise RepeatableOutOfMemory(said) from None

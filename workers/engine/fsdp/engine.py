@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import traceback
-from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Collection, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,18 +19,25 @@ from configs.schema.common import FSDPConfig
 from workers.batch import Batch
 from workers.engine.attention import PackedRows
 from workers.engine.base import EngineMesh, EngineSpec, Loss, SavedFile, TrainEngine
-from workers.engine.fsdp.checkpoint import Shard, load_sharded
-from workers.engine.fsdp.offload import Offloadable, Place
+from workers.engine.checkpoint import Shard, load_sharded, save_shard
 from workers.engine.fsdp.optimizer import ShardedAdamW, global_norm
-from workers.engine.fsdp.sharding import fill, full, like, local, recompute_layers, shard
-from workers.engine.hf_model import DTYPES, PackedModel, empty_model, load_model, model_config, write_description
-from workers.engine.out_of_memory import OutOfMemory, RepeatableOutOfMemory, is_out_of_memory
-from workers.engine.saving import in_background, saved_files
+from workers.engine.fsdp.sharding import fill, full, like, local, parts, recompute_layers, shard
+from workers.engine.hf_model import (
+    DTYPES,
+    PackedModel,
+    empty_model,
+    export_model,
+    load_model,
+    model_config,
+    model_flops,
+)
+from workers.engine.micro_batch import Answers, micro_batch, weighted
+from workers.engine.offload import Offloadable, Place
+from workers.engine.out_of_memory import told_without_memory
 from workers.metric import Metric, Metrics, join_metrics
 from workers.plan import MicroBatches
 
 CAN_RESET = "reset_iter_state" in vars(FSDPModule)  # torch 2.13 and later
-OUTPUTS = {"lm": {"log_probs", "entropy", "sum_pi_squared", "top_log_probs", "all_log_probs"}, "value": {"values"}}
 
 
 class FSDPEngine(TrainEngine):
@@ -81,26 +86,20 @@ class FSDPEngine(TrainEngine):
 
     def forward(self, batch: Batch, plan: MicroBatches, outputs: set[str]) -> Batch | None:
         self._assert_here("params")
-        assert outputs and outputs <= OUTPUTS[self.spec.head], f"a {self.spec.head} head answers {OUTPUTS[self.spec.head]}"
-        vocabulary = self._model.hf.config.get_text_config().vocab_size
-        wide = {"top_log_probs": (batch.total_tokens, 2), "all_log_probs": (batch.total_tokens, vocabulary)}
-        tokens = {name: torch.zeros(wide.get(name, (batch.total_tokens,))) for name in sorted(outputs)}
-        rows = {"last_value": torch.zeros(len(batch))} if self.spec.head == "value" else {}
-        placed = batch.with_tokens(_place=torch.arange(batch.total_tokens)).with_rows(_place=torch.arange(len(batch)))
+        answers = Answers(batch, outputs, self.spec.head, self._model.hf.config.get_text_config().vocab_size)
         with torch.no_grad():
             for chosen in plan:
-                micro_batch = self._micro_batch(placed, chosen)
-                results = self._run(micro_batch, outputs)
+                rows = micro_batch(answers.batch, chosen, self.device)
+                results = self._run(rows, outputs)
                 if chosen:
-                    for columns, place in ((tokens, micro_batch.tokens["_place"]), (rows, micro_batch.rows["_place"])):
-                        for name, column in columns.items():
-                            column[place.cpu()] = results[name].float().cpu()
+                    answers.put(rows, results)
         self._free_gathered()
-        return Batch(lengths=batch.lengths, tokens=tokens, rows=rows, meta=dict(batch.meta))
+        return answers.whole()
 
     def train_step(self, batch: Batch, plan: MicroBatches, loss: Loss) -> Metrics:
         assert self._optimizer is not None, "this engine was built without an optimizer"
-        with self._undone_without_memory():
+        alone = self.mesh.world_size == 1 and (CAN_RESET or not isinstance(self._model, FSDPModule))
+        with told_without_memory(self._drop_step if alone else None):
             metrics = self.accumulate(batch, plan, loss)
             grads = {name: local(param.grad) for name, param in self._params.items() if param.grad is not None}
             loss_here = metrics["loss"]
@@ -120,33 +119,15 @@ class FSDPEngine(TrainEngine):
         Metrics: the loss's own, and ``loss``: this rank's part of sum(loss_weight * token_loss).
         """
         self._assert_here("params")
-        parts: list[Metrics] = [{"loss": Metric.sum(0.0)}]
+        told: list[Metrics] = [{"loss": Metric.sum(0.0)}]
         for i, chosen in enumerate(plan):
             self._reduce_gradients(i == len(plan) - 1)
-            micro_batch = self._micro_batch(batch, chosen)
-            token_loss, metrics = loss(self._run(micro_batch, loss.needs), micro_batch)
-            weight = micro_batch.tokens["loss_weight"]
-            # A token without weight takes no part, whatever its loss: 0 * inf is not 0.
-            total = torch.where(weight != 0, weight * token_loss, 0.0).sum()
+            rows = micro_batch(batch, chosen, self.device)
+            total, metrics = weighted(loss, self._run(rows, loss.needs), rows)
             total.backward()
             if chosen:
-                parts.append({**metrics, "loss": Metric.sum(total.detach())})
-        return join_metrics(parts)
-
-    @contextmanager
-    def _undone_without_memory(self) -> Iterator[None]:
-        """If memory runs out within, that is told as OutOfMemory; where this rank is alone, nothing is left of the step."""
-        try:
-            yield
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            traceback.clear_frames(error.__traceback__)  # they hold the graph
-            said = str(error).splitlines()[0]
-            if self.mesh.world_size > 1 or (isinstance(self._model, FSDPModule) and not CAN_RESET):
-                raise OutOfMemory(said) from None
-            self._drop_step()
-            raise RepeatableOutOfMemory(said) from None
+                told.append({**metrics, "loss": Metric.sum(total.detach())})
+        return join_metrics(told)
 
     def _drop_step(self) -> None:
         """After an exception anywhere in ``accumulate``: no gradient, nothing gathered, and the memory back."""
@@ -157,7 +138,7 @@ class FSDPEngine(TrainEngine):
             self._reduce_gradients(True)
             empty = torch.zeros(0, dtype=torch.int64)
             nobody = Batch(lengths=empty, tokens={"input_ids": empty, "response_mask": empty}, meta={"temperature": 1.0})
-            outputs = self._run(self._micro_batch(nobody, ()), {"log_probs"})
+            outputs = self._run(micro_batch(nobody, (), self.device), {"log_probs"})
             outputs["values" if self.spec.head == "value" else "log_probs"].sum().backward()
         self.move(grads="cpu")
         if self.device.type == "cuda":
@@ -177,32 +158,13 @@ class FSDPEngine(TrainEngine):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def _micro_batch(self, batch: Batch, chosen: Sequence[int]) -> Batch:
-        """These rows, the longest first, with columns on the device (lengths stay); no rows: one dummy row of zeros."""
-        if chosen:
-            part = batch.select(sorted(chosen, key=lambda row: (-int(batch.lengths[row]), row)))
-        else:
-            part = Batch(
-                lengths=torch.tensor([2]),
-                tokens={name: column.new_zeros(2, *column.shape[1:]) for name, column in batch.tokens.items()},
-                rows={name: column.new_zeros(1, *column.shape[1:]) for name, column in batch.rows.items()},
-                meta=batch.meta,
-            )
-        return Batch(
-            lengths=part.lengths,
-            tokens={name: column.to(self.device) for name, column in part.tokens.items()},
-            rows={name: column.to(self.device) for name, column in part.rows.items()},
-            meta=part.meta,
-        )
-
-    def _run(self, micro_batch: Batch, outputs: Collection[str]) -> dict[str, Tensor]:
-        input_ids, positions = micro_batch.tokens["input_ids"], micro_batch.positions().to(self.device)
-        rows = PackedRows.of(micro_batch.lengths.tolist(), self.device)
+    def _run(self, rows: Batch, outputs: Collection[str]) -> dict[str, Tensor]:
+        input_ids, positions = rows.tokens["input_ids"], rows.positions().to(self.device)
+        packed = PackedRows.of(rows.lengths.tolist(), self.device)
         if self.spec.head == "value":
-            return self._model(input_ids, positions, rows)
-        predicted = (micro_batch.tokens["response_mask"].bool() & (positions > 0)).nonzero()[:, 0]
-        temperature = micro_batch.meta["temperature"]
-        return self._model(input_ids, positions, rows, predicted, temperature=temperature, outputs=outputs)
+            return self._model(input_ids, positions, packed)
+        predicted = (rows.tokens["response_mask"].bool() & (positions > 0)).nonzero()[:, 0]
+        return self._model(input_ids, positions, packed, predicted, temperature=rows.meta["temperature"], outputs=outputs)
 
     def export_weights(self, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         self._assert_here("params")
@@ -247,21 +209,8 @@ class FSDPEngine(TrainEngine):
     def save(self, path: str, *, background: bool = False) -> Future[list[SavedFile]]:
         self._assert_here("params")
         with self._optimizer_here():
-            shard = Shard(self._checkpoint_state(), self.mesh.rank, self.mesh.world_size)
-            if background:
-                shard.to_host(self._host)
-            saving = in_background(partial(self._write, shard, Path(path)))
-            if not background:
-                wait([saving])
-        return saving
-
-    def _write(self, shard: Shard, directory: Path) -> list[SavedFile]:
-        directory.mkdir(exist_ok=True)
-        shard.write(directory)
-        written = [shard.file]
-        if self._shell is not None:
-            written += write_description(self._shell, directory)
-        return saved_files(directory, written)
+            shard = Shard(parts(self._checkpoint_state(), self.mesh.rank), self.mesh.rank, self.mesh.world_size)
+            return save_shard(shard, Path(path), self._shell, buffers=self._host if background else None)
 
     def load(self, path: str) -> None:
         self._assert_here("params")
@@ -281,23 +230,8 @@ class FSDPEngine(TrainEngine):
         return state
 
     def export_hf(self, path: str) -> None:
-        state = {}
-        for name, weight in self.export_weights():
-            if self._shell is not None:
-                state[name] = weight.to("cpu", self._shell.dtype) if weight.is_floating_point() else weight.cpu()
-        if self._shell is not None:
-            self._shell.save_pretrained(path, state_dict=state)
-        dist.barrier()
+        export_model(self._shell, self.export_weights(), path)
 
     def flops(self, lengths: list[int], *, backward: bool) -> float:
-        """The embedding is a lookup and costs nothing, unless it is the head too. The head counts for every token, as the
-        field counts it, though only response tokens pass it here. Attention is causal: half of each square.
-        """
-        config = self._model.hf.config.get_text_config()
         n_params = sum(param.numel() for param in self._params.values())
-        if not (self.spec.head == "lm" and config.tie_word_embeddings):
-            n_params -= config.vocab_size * config.hidden_size
-        head_dim = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
-        pair = 2 * config.num_hidden_layers * config.num_attention_heads * head_dim
-        forward = sum(2.0 * n_params * length + pair * length * length for length in lengths)
-        return 3 * forward if backward else forward
+        return model_flops(self._model.hf.config, self.spec.head, n_params, lengths, backward=backward)

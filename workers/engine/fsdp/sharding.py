@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -73,6 +74,11 @@ def offsets(tensor: Tensor) -> list[int]:
         rows = -(-len(tensor) // tensor.device_mesh.size())
         begin[0] = min(rows * tensor.device_mesh.get_local_rank(), len(tensor))
     return begin
+
+
+def parts(state: Mapping[str, Tensor], rank: int) -> dict[str, tuple[Tensor, list[int]]]:
+    """This rank's, and where they begin. Of tensors that all ranks hold, the first rank has them."""
+    return {name: (local(tensor), offsets(tensor)) for name, tensor in state.items() if isinstance(tensor, DTensor) or rank == 0}
 
 
 def like(param: Tensor, shard: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like")
 
@@ -26,15 +26,15 @@ def pretend_cuda() -> None:
     for name in FACTORIES:
         setattr(torch, name, on_cpu(getattr(torch, name)))
     cpu: Any = torch.device("cpu")
-    torch.cuda.current_device = lambda: cpu  # type: ignore[assignment]
-    torch.cuda.synchronize = lambda *args, **kwargs: None  # type: ignore[assignment]
+    torch.cuda.current_device = lambda: cpu
+    torch.cuda.synchronize = lambda *args, **kwargs: None
     torch.cuda.empty_cache = lambda: None
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign,assignment]
-    torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign,assignment]
-    torch.Tensor.type = with_cuda_names(torch.Tensor.type)  # type: ignore[method-assign]
-    torch.cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()  # type: ignore[assignment]
-    torch.cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)  # type: ignore[assignment]
-    torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed) and None  # type: ignore[assignment]
+    tensor, module = cast(Any, torch.Tensor), cast(Any, torch.nn.Module)
+    tensor.cuda = module.cuda = lambda self, *args, **kwargs: self
+    tensor.type = with_cuda_names(tensor.type)
+    torch.cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    torch.cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    cast(Any, torch.cuda).manual_seed = torch.manual_seed
     from megatron.core.tensor_parallel import random
 
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()

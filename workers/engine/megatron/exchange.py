@@ -1,104 +1,104 @@
-"""Weights between Hugging Face's names and this rank's part of a Megatron model, a line of the table at a time."""
+"""This rank's part of a Megatron model, under Hugging Face's names: from files, to other ranks, and to files.
+
+A line of the table at a time, so that no rank ever holds more than one line's whole tensors.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from safetensors import safe_open
 from torch import Tensor
-from transformers import PretrainedConfig
 
-from configs.schema.common import ModelConfig
-from workers.engine.hf_model import model_path
+from workers.engine.checkpoint import Files
+from workers.engine.hf_model import PackedModel
 from workers.engine.megatron.model import PackedGPT
 from workers.engine.megatron.weights import Line, table
 
-INDEX = "model.safetensors.index.json"
+VALUE_HEAD = ("score.weight", "score.bias")
+NOT_WEIGHTS = ("rotary_emb.inv_freq", "attention.bias", "masked_bias")  # older files have these buffers
 
 
 class Exchange:
-    def __init__(self, chunks: Sequence[PackedGPT], config: PretrainedConfig, head: str) -> None:
-        """Collective over the pipeline's ranks."""
-        self.head = head
+    def __init__(self, chunks: Sequence[PackedGPT], shell: PackedModel) -> None:
+        """chunks: of this rank. shell: transformers' model, which has names and shapes. Collective over the pipeline's ranks."""
+        self.shapes = {name: tensor.shape for name, tensor in shell.hf.state_dict().items()}
         self.params = {name: param for chunk in chunks for name, param in global_names(chunk)}
-        self.lines = table(config, head)
-        self.group = parallel_state.get_pipeline_model_parallel_group()
-        held: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{} for _ in range(self.group.size())]
-        mine = {name: (param.shape, param.dtype) for name, param in self.params.items()}
-        dist.all_gather_object(held, mine, group=self.group)
+        self.tp = parallel_state.get_tensor_model_parallel_group()
+        self.pp = parallel_state.get_pipeline_model_parallel_group()
+        held: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{} for _ in range(self.pp.size())]
+        dist.all_gather_object(held, {name: (param.shape, param.dtype) for name, param in self.params.items()}, group=self.pp)
         self.owners = {name: (stage, *place) for stage, names in reversed([*enumerate(held)]) for name, place in names.items()}
-        known = {line.ours for line in self.lines}
-        unknown = sorted(self.owners.keys() - known)
-        assert not unknown, f"the table of weights lacks {unknown}"
+        self.lines = [line for line in table(shell.hf.config, shell.head) if line.ours in self.owners]
+        unknown = self.owners.keys() - {line.ours for line in self.lines}
+        assert not unknown, f"the table of weights lacks {sorted(unknown)}"
 
-    def load(self, model: ModelConfig) -> None:
-        """This rank's part of each tensor, from the model's files. Raises ValueError for what is missing or does not fit."""
-        rank = parallel_state.get_tensor_model_parallel_rank()
-        size = parallel_state.get_tensor_model_parallel_world_size()
-        files = Files(model)
+    @property
+    def own_lines(self) -> list[Line]:
+        """Each of Hugging Face's tensors once: of tied ones the first."""
+        first = {line.theirs: line for line in reversed(self.lines)}
+        return [line for line in self.lines if first[line.theirs] is line]
+
+    def fill(self, files: Files, put: Callable[[Tensor, Tensor], None], prefix: str = "") -> None:
+        """``put(parameter, part)`` for each parameter of this rank, with this rank's part of what the files have of it.
+
+        prefix: of the names in the files. A value head that they do not have is left as it is. Raises ValueError for what else
+        is missing or does not fit.
+        """
         for line in self.lines:
-            if line.ours not in self.params:
+            param = self.params.get(line.ours)
+            if param is None or (line.theirs[0] in VALUE_HEAD and prefix + line.theirs[0] not in files):
                 continue
-            param = self.params[line.ours]
-            if self.head == "value" and line.ours.startswith("output_layer") and not files.has(line):
-                torch.nn.init.zeros_(param)
-                continue
-            with torch.no_grad():
-                part = line.cut([files.read(name) for name in line.theirs], rank, size)
-                if part.shape != param.shape:
-                    raise ValueError(f"model.path {model.path}: {line.theirs[0]} does not fit: {tuple(part.shape)}, {tuple(param.shape)}")
-                param.copy_(part)
+            theirs = [files.read(prefix + name) for name in line.theirs]
+            for name, tensor in zip(line.theirs, theirs, strict=True):
+                if tensor.shape != self.shapes[name]:
+                    sizes = f"{tuple(tensor.shape)} there and {tuple(self.shapes[name])} in this model"
+                    raise ValueError(f"{files.place}: {prefix}{name} is {sizes}")
+            put(param, line.layout.cut(theirs, self.tp.rank(), self.tp.size()))
+
+    def refuse_strangers(self, files: Files) -> None:
+        """Raises ValueError for weights in the files that the table does not know: the model does more than Megatron would."""
+        known = {name for line in self.lines for name in line.theirs} | {"lm_head.weight", *VALUE_HEAD}
+        strangers = sorted(name for name in files if name not in known and not name.endswith(NOT_WEIGHTS))
+        if strangers:
+            raise ValueError(
+                f"{files.place}: strategy=megatron does not know {len(strangers)} of its weights, such as {strangers[0]}; "
+                "strategy=fsdp takes it"
+            )
 
     def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face names and whole tensors, one line at a time, on every rank. Collective."""
-        tp = parallel_state.get_tensor_model_parallel_group()
-        seen: set[str] = set()
-        for line in self.lines:
-            if line.ours not in self.owners or seen & set(line.theirs):
-                continue
-            seen |= set(line.theirs)
+        """Hugging Face's names and whole tensors, on every rank; see TrainEngine.export_weights. Collective."""
+        for line in self.own_lines:
             stage, shape, kept = self.owners[line.ours]
             crossing = dtype if dtype is not None and dtype.itemsize < kept.itemsize else kept
-            if self.group.rank() == stage:
-                part = self.params[line.ours].detach().to(crossing)
+            if self.pp.rank() == stage:
+                part = self.params[line.ours].detach().to(crossing).contiguous()
             else:
                 part = torch.empty(shape, dtype=crossing, device=torch.cuda.current_device())
-            if self.group.size() > 1:
-                dist.broadcast(part, dist.get_global_rank(self.group, stage), group=self.group)
+            if self.pp.size() > 1:
+                dist.broadcast(part, dist.get_global_rank(self.pp, stage), group=self.pp)
             parts = [part]
-            if tp.size() > 1:
-                parts = list(part.new_empty(tp.size(), *part.shape))
-                dist.all_gather(parts, part.contiguous(), group=tp)
+            if line.layout.dim is not None and self.tp.size() > 1:
+                parts = [torch.empty_like(part) for _ in range(self.tp.size())]
+                dist.all_gather(parts, part, group=self.tp)
             yield from zip(line.theirs, line.join(parts), strict=True)
 
+    def parts(self, whole: Callable[[Tensor], Tensor | None], prefix: str = "") -> Iterator[tuple[str, tuple[Tensor, list[int]]]]:
+        """Hugging Face's names, this rank's part, and where it begins in the whole. Every tensor is with one rank.
 
-class Files:
-    """The tensors of a Hugging Face directory."""
-
-    def __init__(self, model: ModelConfig) -> None:
-        self.model = model
-        self.folder = Path(model_path(model))
-        index = self.folder / INDEX
-        if index.exists():
-            self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        else:
-            (path,) = self.folder.glob("*.safetensors")
-            with safe_open(path, "pt") as file:
-                self._file_of = dict.fromkeys(file.keys(), path.name)
-
-    def has(self, line: Line) -> bool:
-        return all(name in self._file_of for name in line.theirs)
-
-    def read(self, name: str) -> Tensor:
-        if name not in self._file_of:
-            raise ValueError(f"model.path {self.model.path}: weight {name} is not there")
-        with safe_open(self.folder / self._file_of[name], "pt") as file:
-            return file.get_tensor(name)
+        whole: something shaped as the parameter that it gets; None: another rank has it. What all tensor-parallel ranks have, the
+        first gives.
+        """
+        for line in self.own_lines:
+            if self.pp.rank() != self.owners[line.ours][0]:
+                continue
+            ours = whole(self.params[line.ours])
+            if ours is None or (line.layout.dim is None and self.tp.rank() > 0):
+                continue
+            for name, (part, start) in zip(line.theirs, line.layout.uncut(ours, self.tp.rank(), self.tp.size()), strict=True):
+                yield prefix + name, (part.contiguous(), [start if dim == line.layout.dim else 0 for dim in range(part.dim())])
 
 
 def global_names(chunk: PackedGPT) -> Iterator[tuple[str, torch.nn.Parameter]]:

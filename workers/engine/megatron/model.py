@@ -24,8 +24,10 @@ from transformers import PretrainedConfig
 
 from configs.schema.common import MegatronConfig
 from workers.engine.attention import PackedRows, packed_attention
-from workers.engine.hf_model import DTYPES
+from workers.engine.hf_model import DTYPES, PackedModel
 from workers.engine.megatron.context import ContextCut
+from workers.engine.megatron.parallel import sizes_of
+from workers.engine.megatron.weights import head_dim
 
 SUPPORTED = ("llama", "qwen2", "qwen3")
 
@@ -59,7 +61,6 @@ class PackedAttention(nn.Module):
 
     def __init__(self, config: TransformerConfig, layer_number: int, *_: Any, **__: Any) -> None:
         super().__init__()
-        self.window = (config.window_size or (None,))[0]
 
     def forward(
         self,
@@ -77,8 +78,8 @@ class PackedAttention(nn.Module):
         q, k = (rotate(x, packed.cos, packed.sin) for x in (query, key))
         if packed.cut is not None:
             return packed.cut.attention(q, k, value, None)
-        states = (x.transpose(0, 1)[None] for x in (q, k, value))
-        return packed_attention(self, *states, None, packed_rows=packed.rows, sliding_window=self.window)[0][0]
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, value))
+        return packed_attention(self, q, k, v, None, packed_rows=packed.rows)[0][0]
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -88,7 +89,11 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class ValueHead(nn.Linear):
-    """H -> 1, whole on every tensor-parallel rank."""
+    """H -> 1, whole on every tensor-parallel rank. It starts at zero, as FSDP's does."""
+
+    def reset_parameters(self) -> None:
+        for param in self.parameters():
+            nn.init.zeros_(param)
 
 
 class PackedGPT(GPTModel):
@@ -99,7 +104,8 @@ class PackedGPT(GPTModel):
 
     def head_weight(self) -> Tensor:
         """(V / tp, H), padded."""
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         assert isinstance(weight, Tensor)
         return weight
 
@@ -123,20 +129,19 @@ def transformer_config(hf: PretrainedConfig, config: MegatronConfig, *, recomput
         "ffn_hidden_size": hf.intermediate_size,
         "num_attention_heads": heads,
         "num_query_groups": kv_heads,
-        "kv_channels": getattr(hf, "head_dim", None) or hf.hidden_size // heads,
+        "kv_channels": head_dim(hf),
         "normalization": "RMSNorm",
         "layernorm_epsilon": hf.rms_norm_eps,
         "qk_layernorm": hf.model_type == "qwen3",
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
         "add_bias_linear": False,
-        "add_qkv_bias": hf.model_type == "qwen2" or bool(getattr(hf, "attention_bias", False)),
+        "add_qkv_bias": hf.model_type == "qwen2",
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        "fp16": dtype == torch.float16,
         "sequence_parallel": config.sequence_parallel and tp > 1,
         "variable_seq_lengths": True,
         "calculate_per_token_loss": True,  # losses are sums, and gradients are summed over ranks
@@ -150,26 +155,20 @@ def transformer_config(hf: PretrainedConfig, config: MegatronConfig, *, recomput
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,
     }
-    settings |= {name: size for name, size in _sizes(config).items()}
+    settings |= sizes_of(config)
     if recompute:
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    unknown = config.override_transformer_config.keys() - TransformerConfig.__dataclass_fields__.keys()
+    unknown = sorted(config.override_transformer_config.keys() - TransformerConfig.__dataclass_fields__.keys())
     if unknown:
-        raise ValueError(f"megatron.override_transformer_config: {', '.join(sorted(unknown))}: no such field of TransformerConfig")
+        raise ValueError(f"megatron.override_transformer_config: TransformerConfig has no {', '.join(unknown)}")
     return TransformerConfig(**(settings | config.override_transformer_config))
 
 
-def _sizes(config: MegatronConfig) -> dict[str, int | None]:
-    return {
-        "tensor_model_parallel_size": config.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": config.pipeline_model_parallel_size,
-        "virtual_pipeline_model_parallel_size": config.virtual_pipeline_model_parallel_size,
-        "context_parallel_size": config.context_parallel_size,
-    }
-
-
-def build_chunks(config: TransformerConfig, hf: PretrainedConfig, head: str) -> list[PackedGPT]:
+def build_chunks(config: TransformerConfig, shell: PackedModel) -> list[PackedGPT]:
     """This rank's part of the model, without weights: one, or one for each virtual stage."""
+    hf, head = shell.hf.config, shell.head
+    embedding = shell.hf.get_input_embeddings()
+    assert isinstance(embedding, nn.Embedding)
     chunks = []
     virtual = config.virtual_pipeline_model_parallel_size
     for stage in range(virtual or 1):
@@ -187,9 +186,23 @@ def build_chunks(config: TransformerConfig, hf: PretrainedConfig, head: str) -> 
         )
         if chunk.post_process and head == "value":
             chunk.output_layer = ValueHead(hf.hidden_size, 1, dtype=config.params_dtype)
+        if chunk.pre_process and embedding.padding_idx is not None:
+            freeze_padding(chunk.embedding.word_embeddings, embedding.padding_idx)
         mark_cut(chunk)
         chunks.append(chunk)
     return chunks
+
+
+def freeze_padding(embedding: VocabParallelEmbedding, token: int) -> None:
+    """The row of this token gets no gradient from where it is looked up: so does transformers' embedding with its padding_idx."""
+
+    def hook(module: VocabParallelEmbedding, args: tuple[Tensor], embedded: Tensor) -> Tensor:
+        ids = args[0]  # (1, T)
+        if module.reduce_scatter_embeddings:  # embedded: (T of this rank, 1, H)
+            ids = ids.T.chunk(module.tp_group.size())[module.tp_group.rank()]
+        return torch.where((ids == token)[..., None], embedded.detach(), embedded)
+
+    embedding.register_forward_hook(hook)
 
 
 def mark_cut(chunk: nn.Module) -> None:

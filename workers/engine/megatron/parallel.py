@@ -10,8 +10,10 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from configs.schema.common import MegatronConfig
 from workers.engine.base import EngineMesh
 
+_joined: tuple[dist.ProcessGroup, dict[str, int | None]] | None = None  # all ranks, and how they are cut
 
-def cut_of(config: MegatronConfig) -> dict[str, int | None]:
+
+def sizes_of(config: MegatronConfig) -> dict[str, int | None]:
     return {
         "tensor_model_parallel_size": config.tensor_model_parallel_size,
         "pipeline_model_parallel_size": config.pipeline_model_parallel_size,
@@ -20,20 +22,23 @@ def cut_of(config: MegatronConfig) -> dict[str, int | None]:
     }
 
 
-_cut: dict[str, int | None] | None = None
-
-
 def join(config: MegatronConfig, seed: int) -> EngineMesh:
     """This rank's place. Collective, the first time. Raises ValueError if another model of this process is cut otherwise."""
-    global _cut
-    wanted = cut_of(config)
-    if _cut is None or not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(**wanted)  # type: ignore[arg-type]
-        _cut = wanted
+    global _joined
+    world, wanted = dist.group.WORLD, sizes_of(config)
+    assert world is not None, "torch.distributed is not initialised"
+    if _joined is not None and _joined[0] is not world:  # of an earlier group, which is gone
+        parallel_state.destroy_model_parallel()
+        _joined = None
+    if _joined is None:
+        if world.size() % config.model_parallel_size:
+            raise ValueError(f"megatron: {world.size()} ranks do not fall into models of {config.model_parallel_size}")
+        parallel_state.initialize_model_parallel(**wanted)
+        _joined = world, wanted
         with torch.random.fork_rng(devices=[]):
             model_parallel_cuda_manual_seed(seed % 2**31)
-    elif wanted != _cut:
-        raise ValueError(f"models that share GPUs are cut alike by Megatron: one has {_cut}, another {wanted}")
+    elif wanted != _joined[1]:
+        raise ValueError(f"models that share GPUs are cut alike by Megatron: one has {_joined[1]}, another {wanted}")
     return EngineMesh(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),

@@ -1,120 +1,154 @@
-"""Hugging Face names and Megatron's, as one table; and tensors from one to the other, cut over tensor-parallel ranks.
+"""Hugging Face's names and Megatron's, as one table; and how Megatron cuts what they name over tensor-parallel ranks.
 
-    model.embed_tokens.weight                 embedding.word_embeddings.weight        rows (vocabulary, padded)
-    model.layers.N.self_attn.{q,k,v}_proj     layers.N.self_attention.linear_qkv      groups of heads
-    model.layers.N.mlp.{gate,up}_proj         layers.N.mlp.linear_fc1                 each one's rows
-    ...
-
-A family is added by a name in model.SUPPORTED, and lines here for what it has beside these.
+A family is added by its name in limits.FAMILIES, and by lines here for what it has beside these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-LAYER = "model.layers.{n}."
-OURS = "decoder.layers.{n}."
 
-Cut = Callable[[Sequence[Tensor], int, int], Tensor]
-"""Of the whole tensors of a line: what rank r of n holds, as Megatron keeps it."""
-Join = Callable[[Sequence[Tensor]], list[Tensor]]
-"""Of all ranks' parts: the whole tensors."""
+class Layout(ABC):
+    """dim: of Hugging Face's tensors, along which rank after rank holds a part; None: every rank holds all of it."""
+
+    dim: ClassVar[int | None]
+
+    @abstractmethod
+    def cut(self, theirs: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
+        """Of the whole tensors: what the rank holds, as Megatron keeps it."""
+
+    @abstractmethod
+    def uncut(self, ours: Tensor, rank: int, ranks: int) -> list[tuple[Tensor, int]]:
+        """The inverse: the rank's part of each of theirs, and where along ``dim`` it begins."""
+
+
+class Whole(Layout):
+    dim = None
+
+    def cut(self, theirs: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
+        return theirs[0]
+
+    def uncut(self, ours: Tensor, rank: int, ranks: int) -> list[tuple[Tensor, int]]:
+        return [(ours, 0)]
+
+
+class Columns(Layout):
+    dim = 1
+
+    def cut(self, theirs: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
+        return theirs[0].chunk(ranks, 1)[rank]
+
+    def uncut(self, ours: Tensor, rank: int, ranks: int) -> list[tuple[Tensor, int]]:
+        return [(ours, rank * ours.shape[1])]
+
+
+class RowsOfEach(Layout):
+    """(gate, up) -> the rank's rows of gate, then those of up."""
+
+    dim = 0
+
+    def cut(self, theirs: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
+        return torch.cat([tensor.chunk(ranks)[rank] for tensor in theirs])
+
+    def uncut(self, ours: Tensor, rank: int, ranks: int) -> list[tuple[Tensor, int]]:
+        return [(part, rank * len(part)) for part in ours.chunk(2)]
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary(Layout):
+    """Rows, of which the last rank's end with zeros where ranks do not divide ``size``."""
+
+    size: int
+    dim = 0
+
+    def cut(self, theirs: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
+        rows = -(-self.size // ranks)
+        mine = theirs[0][rank * rows : (rank + 1) * rows]
+        return torch.cat([mine, mine.new_zeros(rows - len(mine), *mine.shape[1:])])
+
+    def uncut(self, ours: Tensor, rank: int, ranks: int) -> list[tuple[Tensor, int]]:
+        start = rank * len(ours)
+        return [(ours[: max(0, self.size - start)], start)]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadGroups(Layout):
+    """(q, k, v) -> for each of the rank's groups of heads: its queries' rows, its key's, its value's. Weights or biases."""
+
+    groups: int
+    head_dim: int
+    dim = 0
+
+    def cut(self, theirs: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
+        here = self.groups // ranks
+        q, k, v = (tensor.unflatten(0, (self.groups, -1))[rank * here : (rank + 1) * here] for tensor in theirs)
+        return torch.cat([q, k, v], 1).flatten(0, 1)
+
+    def uncut(self, ours: Tensor, rank: int, ranks: int) -> list[tuple[Tensor, int]]:
+        together = ours.unflatten(0, (self.groups // ranks, -1))
+        queries = together.shape[1] - 2 * self.head_dim
+        parts = [part.flatten(0, 1) for part in together.split([queries, self.head_dim, self.head_dim], 1)]
+        return [(part, rank * len(part)) for part in parts]
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """theirs: Hugging Face names of the tensors that ``ours`` is made of."""
+    """theirs: Hugging Face's names of the tensors that Megatron's ``ours`` is made of."""
 
     ours: str
     theirs: tuple[str, ...]
-    cut: Cut
-    join: Join
+    layout: Layout
+
+    def join(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """All ranks' parts -> the whole tensors."""
+        if self.layout.dim is None:
+            return [parts[0]]
+        uncut = [self.layout.uncut(part, rank, len(parts)) for rank, part in enumerate(parts)]
+        return [torch.cat([part for part, _ in pieces], self.layout.dim) for pieces in zip(*uncut, strict=True)]
 
 
 def table(config: PretrainedConfig, head: str) -> list[Line]:
-    """Every tensor of the model, layers in order. Of tied ones the first."""
-    lines = [Line("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), *vocabulary(config.vocab_size))]
+    """Every parameter of the model, layers in order. Tied ones are two of Megatron's, and one of theirs."""
+    rows = Vocabulary(config.vocab_size)
+    lines = [Line("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), rows)]
     for n in range(config.num_hidden_layers):
-        lines += [
-            Line(OURS.format(n=n) + line.ours, tuple(LAYER.format(n=n) + name for name in line.theirs), line.cut, line.join)
-            for line in layer_table(config)
-        ]
-    lines.append(Line("decoder.final_layernorm.weight", ("model.norm.weight",), *whole()))
+        for line in layer_table(config):
+            theirs = tuple(f"model.layers.{n}.{name}" for name in line.theirs)
+            lines.append(Line(f"decoder.layers.{n}.{line.ours}", theirs, line.layout))
+    lines.append(Line("decoder.final_layernorm.weight", ("model.norm.weight",), Whole()))
     if head == "value":
-        lines += [Line(f"output_layer.{leaf}", (f"score.{leaf}",), *whole()) for leaf in ("weight", "bias")]
-    elif not config.tie_word_embeddings:
-        lines.append(Line("output_layer.weight", ("lm_head.weight",), *vocabulary(config.vocab_size)))
+        lines += [Line(f"output_layer.{leaf}", (f"score.{leaf}",), Whole()) for leaf in ("weight", "bias")]
+    else:
+        tied = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+        lines.append(Line("output_layer.weight", (tied,), rows))
     return lines
 
 
 def layer_table(config: PretrainedConfig) -> list[Line]:
     """One decoder layer; names below it."""
-    heads, groups = config.num_attention_heads, config.num_key_value_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads = HeadGroups(config.num_key_value_heads, head_dim(config))
     qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    biased = config.model_type == "qwen2" or bool(getattr(config, "attention_bias", False))
     lines = [
-        Line("input_layernorm.weight", ("input_layernorm.weight",), *whole()),
-        *(
-            Line(f"self_attention.linear_qkv.{leaf}", tuple(f"{name}.{leaf}" for name in qkv), *head_groups(groups, dim))
-            for leaf in ("weight", "bias")[: 1 + biased]
-        ),
-        Line("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), *columns()),
-        Line("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), *whole()),
-        Line("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), *rows_of_each()),
-        Line("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), *columns()),
+        Line("input_layernorm.weight", ("input_layernorm.weight",), Whole()),
+        Line("self_attention.linear_qkv.weight", tuple(f"{name}.weight" for name in qkv), heads),
+        Line("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), Columns()),
+        Line("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Whole()),
+        Line("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), RowsOfEach()),
+        Line("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), Columns()),
     ]
+    if config.model_type == "qwen2":
+        lines.append(Line("self_attention.linear_qkv.bias", tuple(f"{name}.bias" for name in qkv), heads))
     if config.model_type == "qwen3":
-        lines += [Line(f"self_attention.{x}_layernorm.weight", (f"self_attn.{x}_norm.weight",), *whole()) for x in "qk"]
+        lines += [Line(f"self_attention.{x}_layernorm.weight", (f"self_attn.{x}_norm.weight",), Whole()) for x in "qk"]
     return lines
 
 
-def whole() -> tuple[Cut, Join]:
-    """The same on every rank."""
-    return lambda tensors, rank, size: tensors[0], lambda parts: [parts[0]]
-
-
-def columns() -> tuple[Cut, Join]:
-    return lambda tensors, rank, size: tensors[0].chunk(size, 1)[rank], lambda parts: [torch.cat(list(parts), 1)]
-
-
-def rows_of_each() -> tuple[Cut, Join]:
-    """(a, b) -> a's rows of the rank, then b's."""
-
-    def join(parts: Sequence[Tensor]) -> list[Tensor]:
-        halves = [part.chunk(2) for part in parts]
-        return [torch.cat([half[i] for half in halves]) for i in range(2)]
-
-    return lambda tensors, rank, size: torch.cat([tensor.chunk(size)[rank] for tensor in tensors]), join
-
-
-def vocabulary(size: int) -> tuple[Cut, Join]:
-    """Rows, padded with zeros until the ranks divide them."""
-
-    def cut(tensors: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
-        rows = -(-size // ranks)
-        mine = tensors[0][rank * rows : (rank + 1) * rows]
-        return torch.cat([mine, mine.new_zeros(rows - len(mine), *mine.shape[1:])])
-
-    return cut, lambda parts: [torch.cat(list(parts))[:size]]
-
-
-def head_groups(groups: int, dim: int) -> tuple[Cut, Join]:
-    """(q, k, v) -> for each group of the rank: its queries' rows, its key's, its value's. Of weights (rows, H) or biases (rows,)."""
-
-    def cut(tensors: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
-        here = groups // ranks
-        q, k, v = (tensor.unflatten(0, (groups, -1))[rank * here : (rank + 1) * here] for tensor in tensors)
-        return torch.cat([q, k, v], 1).flatten(0, 1)
-
-    def join(parts: Sequence[Tensor]) -> list[Tensor]:
-        together = torch.cat(list(parts)).unflatten(0, (groups, -1))
-        queries = together.shape[1] - 2 * dim
-        return [part.flatten(0, 1) for part in together.split([queries, dim, dim], 1)]
-
-    return cut, join
+def head_dim(config: PretrainedConfig) -> int:
+    return int(config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads)

@@ -20,8 +20,9 @@ from tests.workers.engine.fsdp.cases import exported, train
 from tests.workers.engine.fsdp.test_engine_checkpoint import assert_same_bits
 from tests.workers.engine.toy import distance, toy_engine
 from trainer.export import check, export
-from workers.engine.fsdp.checkpoint import Shard, saved_tensors
+from workers.engine.checkpoint import Shard, saved_tensors
 from workers.engine.fsdp.engine import FSDPEngine
+from workers.engine.fsdp.sharding import parts
 from workers.engine.saving import sha256_of
 
 TwoRanks = tuple[Path, list[dict[str, Any]]]
@@ -132,7 +133,7 @@ def test_a_disk_that_takes_no_more_is_an_error_that_leaves_the_training_alone(
 
 def test_torchs_own_reader_reads_a_shard(tmp_path: Path) -> None:
     state = {"matrix": torch.arange(12.0).reshape(4, 3), "count": torch.tensor(7)}
-    Shard(state, 0, 1).write(tmp_path)
+    Shard(parts(state, 0), 0, 1).write(tmp_path)
     empty = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     dcp.load(empty, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
     assert_same_bits(empty, state)

@@ -1,0 +1,121 @@
+"""Small Megatron engines, and what ranks find out with them, a cut of the model at a time."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from configs.schema.common import MegatronConfig, ModelConfig
+from tests.tiny import save_tiny_model
+from tests.workers.engine.fsdp.cases import exported, train, training_batch
+from tests.workers.engine.toy import ADAMW, ToyLoss, ValueLoss, cut
+from workers.batch import Batch
+from workers.engine import make_engine
+from workers.engine.base import EngineSpec, OptimizerSpec
+from workers.engine.megatron.engine import MegatronEngine
+
+OUTPUTS = {"log_probs", "entropy", "sum_pi_squared", "top_log_probs", "all_log_probs"}
+
+
+def save_models(root: Path) -> dict[str, str]:
+    """Four layers each; two ranks do not divide the vocabulary of 61."""
+    return {
+        "qwen2": save_tiny_model(root / "qwen2", "qwen2", num_hidden_layers=4),
+        "tied": save_tiny_model(root / "tied", "qwen2", num_hidden_layers=4, tie_word_embeddings=True),
+        "qwen3": save_tiny_model(root / "qwen3", "qwen3", num_hidden_layers=4),
+        "llama": save_tiny_model(root / "llama", "llama", num_hidden_layers=4),
+    }
+
+
+def megatron_config(**changes: Any) -> MegatronConfig:
+    """changes: tp, pp, vpp, cp for the long names, and others as they are."""
+    short = {
+        "tp": "tensor_model_parallel_size",
+        "pp": "pipeline_model_parallel_size",
+        "vpp": "virtual_pipeline_model_parallel_size",
+        "cp": "context_parallel_size",
+    }
+    fields: dict[str, Any] = {
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "context_parallel_size": 1,
+        "sequence_parallel": False,
+        "use_distributed_optimizer": False,
+        "dtype": "float32",
+        "param_offload": False,
+        "grad_offload": False,
+        "optimizer_offload": False,
+        "override_transformer_config": {},
+    }
+    return MegatronConfig(**(fields | {short.get(name, name): value for name, value in changes.items()}))
+
+
+def megatron_engine(
+    path: str, head: str = "lm", *, optimizer: OptimizerSpec | None = ADAMW, recompute: bool = False, **changes: Any
+) -> MegatronEngine:
+    """changes: see megatron_config."""
+    model = ModelConfig(
+        path=path, tokenizer_path=None, trust_remote_code=False, enable_gradient_checkpointing=recompute, override_config={}
+    )
+    sharding = megatron_config(**changes)
+    engine = make_engine(
+        EngineSpec(model=model, head=head, sharding=sharding, optimizer=optimizer, device="cpu", seed=1)  # type: ignore[arg-type]
+    )
+    assert isinstance(engine, MegatronEngine)
+    return engine
+
+
+@contextmanager
+def ranks(path: Path, name: str, rank: int, size: int) -> Iterator[None]:
+    """A process group of its own: Megatron cuts a group in one way only."""
+    dist.init_process_group("gloo", init_method=f"file://{path / f'rendezvous_{name}_{size}'}", rank=rank, world_size=size)
+    yield
+    dist.destroy_process_group()
+
+
+def answers(engine: MegatronEngine, batch: Batch, outputs: set[str], **limits: int) -> dict[str, Tensor]:
+    """Of this rank's share; {} on ranks that do not answer."""
+    shares, plans = cut(batch, engine.mesh.dp_size, **limits)
+    found = engine.forward(shares[engine.mesh.dp_rank], plans[engine.mesh.dp_rank], outputs)
+    assert (found is None) == (not engine.mesh.is_output_rank)
+    if found is None:
+        return {}
+    columns = {name: shares[engine.mesh.dp_rank].tokens[name] for name in ("input_ids", "response_mask")}
+    return {"lengths": found.lengths, **columns, **found.tokens, **found.rows}
+
+
+def trained(path: str, **changes: Any) -> dict[str, Any]:
+    """Answers before, five steps of training, and the parameters after; see test_engine_parity."""
+    engine = megatron_engine(path, **changes)
+    found: dict[str, Any] = {
+        "is_output_rank": engine.mesh.is_output_rank,
+        "dp_rank": engine.mesh.dp_rank,
+        "round trip": exported(engine),
+        "before": answers(engine, training_batch(0), OUTPUTS, max_tokens=80),
+    }
+    found["metrics"] = train(engine, range(5))
+    found["weights"] = exported(engine)
+    return found
+
+
+def trained_critic(path: str, **changes: Any) -> dict[str, Any]:
+    engine = megatron_engine(path, "value", **changes)
+    metrics = train(engine, range(3), ValueLoss())
+    return {
+        "is_output_rank": engine.mesh.is_output_rank,
+        "metrics": metrics,
+        "weights": exported(engine),
+        "after": answers(engine, training_batch(0), {"values"}, max_tokens=80),
+    }
+
+
+def gradient(engine: MegatronEngine, batch: Batch, **limits: int) -> dict[str, tuple[Tensor, list[int]]]:
+    """This rank's parts of the whole gradient, in Hugging Face's names, as a checkpoint has them."""
+    shares, plans = cut(batch, engine.mesh.dp_size, **limits)
+    engine.accumulate(shares[engine.mesh.dp_rank], plans[engine.mesh.dp_rank], ToyLoss())
+    parts = engine._exchange.parts(lambda param: param.main_grad) if engine.mesh.dp_rank == 0 else ()
+    return {name: (part.clone(), begin) for name, (part, begin) in parts}

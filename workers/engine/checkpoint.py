@@ -1,0 +1,144 @@
+"""Sharded checkpoints: every rank writes what it holds as one safetensors file, as torch.distributed.checkpoint lays it out.
+
+dcp itself could write them too: it gathers all ranks' plans first, and it serialises a rank's file in memory. Here a rank needs
+nobody, so it may write in a thread while the others train, and the file is written from the tensors where they lie.
+torch.distributed.checkpoint reads them, however many ranks wrote and read. Neither runs a pickle.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import PreTrainedModel
+
+from workers.engine.base import SavedFile
+from workers.engine.hf_model import write_description
+from workers.engine.saving import in_background, saved_files
+
+INDEX = "model.safetensors.index.json"
+DCP_OFFSETS = "DCP_SHARDING_INFO"  # the key in a file's header where dcp.HuggingFaceStorageReader looks
+
+
+class Shard:
+    """What one rank writes of a state: parts of tensors, which together are each tensor once.
+
+    parts: {name: (this rank's part, where it begins in the whole, by dimension)}. ``tensors`` are these until ``to_host``.
+    """
+
+    def __init__(self, parts: Mapping[str, tuple[Tensor, Sequence[int]]], rank: int, world_size: int) -> None:
+        self.tensors = {name: part for name, (part, _) in parts.items() if part.numel()}
+        self.offsets = {name: list(parts[name][1]) for name in self.tensors}
+        self.file = f"shard-{rank + 1:05d}-of-{world_size:05d}.safetensors"
+
+    def to_host(self, buffers: dict[str, Tensor]) -> None:
+        """Copy the tensors into ``buffers``, those of the last time if there are any: training may go on."""
+        for name, tensor in self.tensors.items():
+            if name not in buffers:
+                buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            buffers[name].copy_(tensor, non_blocking=True)
+        if any(tensor.is_cuda for tensor in self.tensors.values()):
+            torch.cuda.synchronize()
+        self.tensors = {name: buffers[name] for name in self.tensors}
+
+    def write(self, directory: Path) -> None:
+        """Raises OSError."""
+        # One entry only: with several their order in the header, and so the bytes, would differ from run to run.
+        where = {name: {"saved_offsets": begin} for name, begin in self.offsets.items()}
+        try:
+            save_file(self.tensors, directory / self.file, metadata={DCP_OFFSETS: json.dumps(where)})
+        except SafetensorError as error:
+            raise OSError(f"{directory / self.file}: {error}") from error
+
+
+def save_shard(
+    shard: Shard, directory: Path, shell: PreTrainedModel | None, *, buffers: dict[str, Tensor] | None
+) -> Future[list[SavedFile]]:
+    """See TrainEngine.save. shell: what this rank describes. buffers: of saves in the background; None: it is waited for."""
+    if buffers is not None:
+        shard.to_host(buffers)
+
+    def write() -> list[SavedFile]:
+        directory.mkdir(exist_ok=True)
+        shard.write(directory)
+        described = write_description(shell, directory) if shell is not None else []
+        return saved_files(directory, [shard.file, *described])
+
+    saving = in_background(write)
+    if buffers is None:
+        wait([saving])
+    return saving
+
+
+def load_sharded(state: dict[str, Tensor], path: str) -> None:
+    """Fill ``state`` in place, however many ranks wrote it. Collective.
+
+    Raises FileNotFoundError if there is no checkpoint, ValueError if it is not one of this model.
+    """
+    if not any(Path(path).glob("*.safetensors")):
+        raise FileNotFoundError(f"{path}: no checkpoint there")
+    saved = saved_tensors(path)
+    for name, tensor in state.items():
+        if name not in saved:
+            raise ValueError(f"{path}: no {name} in this checkpoint: it is another model's")
+        if saved[name].shape != tensor.shape:
+            raise ValueError(f"{path}: {name} is {tuple(saved[name].shape)} there and {tuple(tensor.shape)} in this model")
+    dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(path))
+
+
+def saved_tensors(path: str) -> dict[str, Tensor]:
+    """{name: a full tensor of that shape and type, without memory} of a checkpoint."""
+    found = {}
+    for name, entry in dcp.HuggingFaceStorageReader(path).read_metadata().state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata)
+        found[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+    return found
+
+
+class Files:
+    """The tensors in a directory, of a model or of a checkpoint, read one at a time."""
+
+    def __init__(self, directory: str, place: str) -> None:
+        """place: what it is called in messages."""
+        self.place = place
+        folder = Path(directory)
+        index = folder / INDEX
+        names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else None
+        self._pieces: dict[str, list[tuple[Path, list[int] | None]]] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            if names is None or path.name in names:
+                with safe_open(path, "pt") as file:
+                    where = json.loads((file.metadata() or {}).get(DCP_OFFSETS, "{}"))
+                    for name in file.keys():  # noqa: SIM118 # it is no dict
+                        self._pieces.setdefault(name, []).append((path, where[name]["saved_offsets"] if where else None))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._pieces
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pieces)
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor, on the CPU. Raises ValueError if it is not there."""
+        if name not in self._pieces:
+            raise ValueError(f"{self.place}: no {name} there: it is another model's")
+        parts = []
+        for path, begin in self._pieces[name]:
+            with safe_open(path, "pt") as file:
+                part = file.get_tensor(name)
+            parts.append((part, begin or [0] * part.dim()))
+        if len(parts) == 1:
+            return parts[0][0]
+        ends = [[start + size for start, size in zip(begin, part.shape, strict=True)] for part, begin in parts]
+        whole = torch.empty([max(sizes) for sizes in zip(*ends, strict=True)], dtype=parts[0][0].dtype)
+        for (part, begin), end in zip(parts, ends, strict=True):
+            whole[tuple(slice(*span) for span in zip(begin, end, strict=True))] = part
+        return whole
