@@ -142,6 +142,9 @@ class MegatronEngine(TrainEngine):
     ) -> list[Any]:
         """``reduce`` of each micro-batch and its results, on the last stage; elsewhere nothing. Collective over a model."""
         self._assert_here("params")
+        several = len(self._model) > 1
+        if several:  # the interleaved schedule takes as many micro-batches at a time as there are stages
+            plan = (*plan, *[()] * (-len(plan) % self.megatron.pipeline_model_parallel_size))
         packs = [pack(micro_batch(batch, chosen, self.device), self.config, self._rotary, is_dummy=not chosen) for chosen in plan]
 
         def step(data: Iterator[Pack], model: Any) -> tuple[Tensor, Callable[..., Any]]:
@@ -149,7 +152,6 @@ class MegatronEngine(TrainEngine):
             hidden = model(one.input_ids[None], one.positions[None], None, packed_seq_params=one.packed)
             return hidden, lambda hidden, **_: reduce(one, self._results(one, hidden, outputs))
 
-        several = len(self._model) > 1
         made: list[Any] = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=[iter(packs) for _ in self._model] if several else iter(packs),

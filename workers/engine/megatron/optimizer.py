@@ -44,7 +44,7 @@ class MegatronAdamW:
         )
         self._megatron = get_megatron_optimizer(settings, list(model))
         (self._inner,) = self._megatron.chained_optimizers
-        self._adamw: torch.optim.AdamW = self._inner.optimizer
+        self._adamw: torch.optim.Optimizer = self._inner.optimizer
         self.group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         for kept in (kept for group in self._adamw.param_groups for kept in group["params"]):
             # From the start, so that it can be loaded into; and each its own count, which a loaded state would share.
@@ -73,7 +73,7 @@ class MegatronAdamW:
         self.steps += 1
         return lr
 
-    def kept(self, param: Tensor, kind: Kind) -> tuple[Tensor, int] | None:
+    def kept(self, param: Any, kind: Kind) -> tuple[Tensor, int] | None:
         """What this rank has of it, and with which element of the parameter that begins; None: nothing."""
         start = 0
         if self.is_distributed:
@@ -83,7 +83,7 @@ class MegatronAdamW:
             main = self._adamw.param_groups[group]["params"][place]
             start = self._inner._get_model_param_range_map(param)["param"].start
         else:
-            main = getattr(param, "main_param", param)  # megatron sets it where the parameter is not float32
+            main = param if param.dtype == torch.float32 else param.main_param
         return (main if kind == "param" else self._adamw.state[main][kind]), start
 
     def put(self, kind: Kind, param: Tensor, whole: Tensor) -> None:
@@ -111,6 +111,9 @@ class MegatronAdamW:
         return [*mains, *(self._adamw.state[main][kind] for main in mains for kind in MOMENTS)]
 
     def set_steps(self, steps: int) -> None:
+        """torch counts with each parameter, Transformer Engine with each group."""
         self.steps = steps
         for state in self._adamw.state.values():
             state["step"].fill_(steps)
+        for group in self._adamw.param_groups:
+            group["step"] = steps
