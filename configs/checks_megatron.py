@@ -18,7 +18,7 @@ CUT = (
 HEEDED = (
     "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules",
     "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
-    "bias_activation_fusion", "bias_dropout_fusion", "deallocate_pipeline_outputs",
+    "bias_activation_fusion", "bias_dropout_fusion", "deallocate_pipeline_outputs", "transformer_impl",
 )  # fmt: skip
 RECOMPUTED = ("core_attn", "mlp")  # parts of a layer, with recompute_granularity=selective
 # Those that are left out, as they are no more than a choice of kernels.
