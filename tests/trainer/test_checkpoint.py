@@ -259,6 +259,7 @@ def test_how_models_are_cut_may_change_and_what_they_compute_in_may_not() -> Non
     keys = {key for tree in trees for key in leaves(tree) if ".megatron." in key or key.endswith("strategy")}
     assert {key.rpartition(".")[2] for key in keys if not _is_safe(key)} == {"dtype", "override_transformer_config"}
     assert len(keys) == 4 * 12 and not _is_safe("critic.megatron.override_transformer_config.recompute_num_layers")
+    assert not _is_safe("actor_rollout_ref.rollout.tensor_model_parallel_size"), "that engine's log-probs would be others"
 
 
 def test_a_checkpoint_that_was_being_removed_is_gone_when_the_run_starts_again(tmp_path: Path) -> None:
