@@ -73,10 +73,7 @@ def repeat_problems(roles: Mapping[str, ShardedConfig], trainer: RunConfig) -> I
     """What was never measured is not promised."""
     keys = [key for key, role in roles.items() if role.strategy == "megatron"]
     if keys and trainer.deterministic and trainer.device == "cuda":
-        yield (
-            f"trainer.deterministic=true: {keys[0]}.strategy=megatron is not known to repeat itself on CUDA; "
-            "strategy=fsdp is"
-        )
+        yield (f"trainer.deterministic=true: {keys[0]}.strategy=megatron is not known to repeat itself on CUDA; strategy=fsdp is")
 
 
 def _cut_problems(key: str, megatron: MegatronConfig, trainer: WorkersConfig) -> Iterator[str]:
