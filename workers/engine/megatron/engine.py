@@ -28,8 +28,8 @@ from transformers import PreTrainedModel
 from configs.schema.common import MegatronConfig
 from workers.batch import Batch
 from workers.engine.base import EngineMesh, EngineSpec, Loss, SavedFile, TrainEngine
-from workers.engine.checkpoint import Files, Shard, save_shard
-from workers.engine.hf_model import empty_model, export_model, model_config, model_files, model_flops
+from workers.engine.checkpoint import Files, Shard, save_shard, write_model
+from workers.engine.hf_model import empty_model, model_config, model_files, model_flops
 from workers.engine.megatron.exchange import Exchange
 from workers.engine.megatron.head import log_probs, values
 from workers.engine.megatron.model import PackedGPT, build_chunks, transformer_config
@@ -190,7 +190,7 @@ class MegatronEngine(TrainEngine):
         return None  # Megatron's tensors hold several of Hugging Face's
 
     def export_hf(self, path: str) -> None:
-        export_model(self._shell if self.mesh.rank == 0 else None, self.export_weights(), path)
+        write_model(self._shell if self.mesh.rank == 0 else None, self.export_weights(), Path(path))
 
     def _put_param(self, param: Tensor, whole: Tensor) -> None:
         with torch.no_grad():
