@@ -49,7 +49,7 @@ PROGRAM = Program(
         "actor_rollout_ref.model.path",
         "actor_rollout_ref.actor.optim.lr",
         "actor_rollout_ref.actor.ppo_mini_batch_size",
-        "actor_rollout_ref.actor.use_kl_loss",
+        "actor_rollout_ref.actor.strategy",
         "actor_rollout_ref.rollout.n",
         "critic.model.path",
         "algorithm.adv_estimator",
@@ -67,7 +67,6 @@ PROGRAM = Program(
     examples=(
         "recipe=quickstart trainer.default_local_dir=runs/first",
         "algorithm=grpo actor_rollout_ref.rollout.n=8 actor_rollout_ref.model.path=Qwen/Qwen3-0.6B trainer.n_gpus_per_node=4",
-        "--config-name=ppo_megatron_trainer actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
         "--multirun recipe=quickstart actor_rollout_ref.actor.optim.lr=1e-4,3e-4",
     ),
     check=check,
