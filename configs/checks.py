@@ -2,9 +2,10 @@
 
 import os
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 
 from configs.checks_alarms import alarm_notes, alarm_problems, sft_alarm_problems
+from configs.checks_batches import Cut, batch_problems, length_problems, model_length_problems, roles_of, shares_in_words
+from configs.checks_megatron import data_parallel_size, megatron_notes, megatron_problems, repeat_problems
 from configs.checks_rollout import ROLLOUT, determinism_problems, engine_notes, engine_problems, workers_in_words, world_size
 from configs.keys import ConfigError
 from configs.schema.common import RunConfig, WorkersConfig
@@ -27,11 +28,14 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
     """
     rollout = config.actor_rollout_ref.rollout
     has_critic = needs_values or config.critic.enable is True
+    roles = roles_of(config, has_critic=has_critic)
     problems = [
         *_run_problems(config.trainer),
         *_replay_problems(config.trainer.replay),
-        *_batch_problems(config, has_critic),
-        *_length_problems(config, has_critic),
+        *megatron_problems(roles, config.trainer),
+        *repeat_problems(roles, config.trainer),
+        *batch_problems(config, has_critic=has_critic),
+        *length_problems(config, has_critic=has_critic),
         *engine_problems(
             rollout,
             config.trainer,
@@ -51,20 +55,26 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
         )
     if problems:
         raise ConfigError("\n".join(problems))
-    return [*_run_notes(config.trainer), *_ppo_notes(config, typed), *alarm_notes(config, typed)]
+    return [*_run_notes(config.trainer), *_ppo_notes(config, typed), *megatron_notes(roles), *alarm_notes(config, typed)]
 
 
 def check_sft(config: SFTConfig, typed: Collection[str]) -> list[str]:
     """See check_ppo."""
-    data, workers = config.data, world_size(config.trainer)
-    problems = [*_run_problems(config.trainer), *sft_alarm_problems(config.alarms)]
-    if data.train_batch_size < workers:
-        problems.append(f"data.train_batch_size={data.train_batch_size}: fewer rows than {workers_in_words(config.trainer)}")
-    cut = Cut("data", "", data.micro_batch_size_per_gpu, None, data.use_dynamic_bsz, data.max_token_len_per_gpu)
-    problems += cut.problems(workers, data.max_length, f"data.max_length = {data.max_length}")
+    data, engine, trainer = config.data, config.engine, config.trainer
+    roles, shares = {"engine": engine}, data_parallel_size(engine, trainer)
+    problems = [
+        *_run_problems(trainer),
+        *megatron_problems(roles, trainer),
+        *repeat_problems(roles, trainer),
+        *sft_alarm_problems(config.alarms),
+    ]
+    if data.train_batch_size < shares:
+        problems.append(f"data.train_batch_size={data.train_batch_size}: fewer rows than {shares_in_words(shares, trainer)}")
+    cut = Cut("data", engine, "", data.micro_batch_size_per_gpu, None, data.use_dynamic_bsz, data.max_token_len_per_gpu)
+    problems += cut.problems(trainer, data.max_length, f"data.max_length = {data.max_length}")
     if problems:
         raise ConfigError("\n".join(problems))
-    return list(_run_notes(config.trainer))
+    return [*_run_notes(trainer), *megatron_notes(roles)]
 
 
 def check_generation(config: GenerationConfig, typed: Collection[str]) -> list[str]:
@@ -95,130 +105,6 @@ def check_evaluation(config: EvaluationConfig, typed: Collection[str]) -> list[s
         return []
     ignored = sorted(key for key in typed if key.startswith("reward."))
     return [f"{key} has no effect: data.score_key={config.data.score_key} has the scores" for key in ignored]
-
-
-def micro_batch_limits(
-    per_gpu: int | None, over_all: int | None, dynamic: bool, max_tokens: int, world_size: int
-) -> tuple[int | None, int | None]:
-    """(tokens, rows) of a micro-batch at most, one of them None: tokens if ``dynamic`` or no count is given, else rows.
-
-    per_gpu: rows on one worker. over_all: the older count, over all workers; at least one row each. Raises ValueError if
-    over_all does not divide by the workers.
-    """
-    if dynamic or (per_gpu is None and over_all is None):
-        return max_tokens, None
-    if per_gpu is not None:
-        return None, per_gpu
-    assert over_all is not None
-    if over_all > world_size and over_all % world_size:
-        quotient = f"{over_all} / {world_size} = {over_all / world_size:.4g}"
-        raise ValueError(f"so many sequences do not divide by the workers ({quotient})")
-    return None, max(1, over_all // world_size)
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """How a role cuts micro-batches. The keys are role.<kind>micro_batch_size and so on."""
-
-    role: str
-    kind: str
-    per_gpu: int | None
-    over_all: int | None
-    dynamic: bool
-    max_tokens: int
-
-    def problems(self, workers: int, longest: int, longest_in_words: str) -> Iterator[str]:
-        """longest: tokens that a row may have."""
-        try:
-            tokens, _ = micro_batch_limits(self.per_gpu, self.over_all, self.dynamic, self.max_tokens, workers)
-        except ValueError as error:
-            key = f"{self.role}.{self.kind}micro_batch_size"
-            yield f"{key}={self.over_all}: {error}; {self.kind}micro_batch_size_per_gpu counts for one"
-            return
-        if tokens is not None and tokens < longest:
-            key = f"{self.role}.{self.kind}max_token_len_per_gpu"
-            yield f"{key}={tokens}: a micro-batch of so many tokens does not hold the longest row, {longest_in_words}"
-
-
-def _cuts(config: PPOConfig, *, has_critic: bool) -> Iterator[Cut]:
-    models, critic = config.actor_rollout_ref, config.critic
-    actor, rollout, ref = models.actor, models.rollout, models.ref
-    yield Cut(
-        "actor_rollout_ref.actor",
-        "ppo_",
-        actor.ppo_micro_batch_size_per_gpu,
-        actor.ppo_micro_batch_size,
-        actor.use_dynamic_bsz,
-        actor.ppo_max_token_len_per_gpu,
-    )
-    yield Cut(
-        ROLLOUT,
-        "log_prob_",
-        rollout.log_prob_micro_batch_size_per_gpu,
-        rollout.log_prob_micro_batch_size,
-        rollout.log_prob_use_dynamic_bsz,
-        rollout.log_prob_max_token_len_per_gpu,
-    )
-    if actor.use_kl_loss or config.algorithm.use_kl_in_reward:
-        yield Cut(
-            "actor_rollout_ref.ref",
-            "log_prob_",
-            ref.log_prob_micro_batch_size_per_gpu,
-            ref.log_prob_micro_batch_size,
-            ref.log_prob_use_dynamic_bsz,
-            ref.log_prob_max_token_len_per_gpu,
-        )
-    if has_critic:
-        yield Cut(
-            "critic",
-            "ppo_",
-            critic.ppo_micro_batch_size_per_gpu,
-            critic.ppo_micro_batch_size,
-            critic.use_dynamic_bsz,
-            critic.ppo_max_token_len_per_gpu,
-        )
-        yield Cut(
-            "critic",
-            "forward_",
-            critic.forward_micro_batch_size_per_gpu,
-            critic.forward_micro_batch_size,
-            critic.use_dynamic_bsz,
-            critic.forward_max_token_len_per_gpu,
-        )
-
-
-def _batch_problems(config: PPOConfig, has_critic: bool) -> Iterator[str]:
-    n, batch, most = config.actor_rollout_ref.rollout.n, config.data.train_batch_size, config.data.train_max_samples
-    mini_batches = {config.actor_rollout_ref.actor.ppo_mini_batch_size: "actor_rollout_ref.actor"}
-    if has_critic:
-        mini_batches.setdefault(config.critic.ppo_mini_batch_size, "critic")
-    for size, role in mini_batches.items():
-        if batch % size:
-            division = f"{batch} = {batch // size} * {size} + {batch % size}"
-            yield f"{role}.ppo_mini_batch_size={size}: data.train_batch_size={batch} is not a multiple of it ({division})"
-    if batch * n < world_size(config.trainer):
-        product = f"data.train_batch_size * {ROLLOUT}.n = {batch} * {n} = {batch * n}"
-        yield f"data.train_batch_size={batch}: {product} sequences a step are fewer than {workers_in_words(config.trainer)}"
-    if 0 <= most < batch:
-        yield f"data.train_max_samples={most}: that is less than one batch, data.train_batch_size={batch}"
-
-
-def _length_problems(config: PPOConfig, has_critic: bool) -> Iterator[str]:
-    prompt, response = config.data.max_prompt_length, config.data.max_response_length
-    longest = prompt + response
-    in_words = _longest_in_words(prompt, response)
-    yield from model_length_problems(prompt, response, config.actor_rollout_ref.rollout.max_model_len)
-    for cut in _cuts(config, has_critic=has_critic):
-        yield from cut.problems(world_size(config.trainer), longest, in_words)
-
-
-def _longest_in_words(prompt: int, response: int) -> str:
-    return f"data.max_prompt_length + data.max_response_length = {prompt} + {response} = {prompt + response}"
-
-
-def model_length_problems(prompt: int, response: int, max_model_len: int | None) -> Iterator[str]:
-    if max_model_len is not None and max_model_len < prompt + response:
-        yield f"{ROLLOUT}.max_model_len={max_model_len}: less than {_longest_in_words(prompt, response)}"
 
 
 def _selection_problems(config: GenerationConfig) -> Iterator[str]:

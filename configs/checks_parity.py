@@ -3,7 +3,9 @@
 from collections.abc import Collection
 from typing import get_args, get_type_hints
 
-from configs.checks import ROLLOUT, engine_notes, engine_problems, model_length_problems, worker_problems
+from configs.checks import ROLLOUT, engine_notes, engine_problems, worker_problems
+from configs.checks_batches import model_length_problems
+from configs.checks_megatron import megatron_notes, megatron_problems
 from configs.keys import ConfigError, did_you_mean
 from configs.schema.parity import ParityConfig
 from configs.schema.ppo import RolloutEngineConfig
@@ -12,9 +14,11 @@ from configs.schema.ppo import RolloutEngineConfig
 def check_parity(config: ParityConfig, typed: Collection[str]) -> list[str]:
     """See check_ppo."""
     data, rollout = config.data, config.actor_rollout_ref.rollout
+    roles = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor}
     known = get_args(get_type_hints(RolloutEngineConfig)["name"])
     problems = [
         *worker_problems(config.trainer),
+        *megatron_problems(roles, config.trainer),
         *model_length_problems(data.max_prompt_length, data.max_response_length, rollout.max_model_len),
     ]
     if f"{ROLLOUT}.name" in typed:
@@ -25,7 +29,7 @@ def check_parity(config: ParityConfig, typed: Collection[str]) -> list[str]:
         problems.append(f"engines=[{','.join(config.engines)}]: one engine at least, and none twice")
     unknown = [name for name in config.engines if name not in known]
     problems += [f"engines: {name}: no such engine; known: {', '.join(known)}{did_you_mean(name, known)}" for name in unknown]
-    notes: list[str] = []
+    notes = list(megatron_notes(roles))
     for name in config.engines:
         if name in known:
             own = config.actor_rollout_ref.rollout_of(name)

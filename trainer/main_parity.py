@@ -32,6 +32,7 @@ PROGRAM = Program(
         "actor_rollout_ref.rollout.dtype",
         "actor_rollout_ref.rollout.tensor_model_parallel_size",
         "actor_rollout_ref.actor.fsdp_config.dtype",
+        "actor_rollout_ref.actor.megatron.dtype",
         "bounds.token_agreement",
         "bounds.log_prob_max.float32",
         "bounds.log_prob_max.bfloat16",

@@ -49,7 +49,7 @@ PROGRAM = Program(
         "actor_rollout_ref.model.path",
         "actor_rollout_ref.actor.optim.lr",
         "actor_rollout_ref.actor.ppo_mini_batch_size",
-        "actor_rollout_ref.actor.use_kl_loss",
+        "actor_rollout_ref.actor.strategy",
         "actor_rollout_ref.rollout.n",
         "critic.model.path",
         "algorithm.adv_estimator",

@@ -7,8 +7,8 @@ from typing import Literal
 
 from transformers import AutoConfig
 
-from configs.checks import micro_batch_limits
-from configs.schema.common import ModelConfig, OptimConfig, Sharding
+from configs.checks_batches import micro_batch_limits
+from configs.schema.common import ModelConfig, OptimConfig, ShardedConfig, Sharding, WorkersConfig
 from trainer.budget import Budget
 from trainer.remote import RemoteModel
 from trainer.watchdog import Watchdog
@@ -91,7 +91,15 @@ def hidden_size(model: ModelConfig) -> int:
     return int(config.get_text_config().hidden_size)
 
 
-def limits(*, per_gpu: int | None, over_all: int | None, dynamic: bool, max_tokens: int, world_size: int) -> Limits:
-    """See configs.checks.micro_batch_limits."""
-    tokens, rows = micro_batch_limits(per_gpu, over_all, dynamic, max_tokens, world_size)
+def limits(
+    role: ShardedConfig,
+    trainer: WorkersConfig,
+    *,
+    per_gpu: int | None,
+    over_all: int | None,
+    dynamic: bool,
+    max_tokens: int,
+) -> Limits:
+    """See configs.checks_batches.micro_batch_limits."""
+    tokens, rows = micro_batch_limits(per_gpu, over_all, dynamic, max_tokens, role, trainer)
     return Limits(max_tokens=tokens, max_rows=rows)

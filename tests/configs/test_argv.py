@@ -1,5 +1,6 @@
 """What becomes of each word on the command line, and of each key of a user's YAML."""
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,11 @@ import pytest
 from configs.argv import CommandLine, normalise, normalise_tree
 from configs.compose import compose
 from configs.keys import ConfigError
+from configs.schema.common import MegatronConfig
 from configs.schema.ppo import PPOConfig
 from configs.schema.sft import SFTConfig
+
+VERL_MEGATRON = Path(__file__).with_name("verl_megatron.tsv")
 
 
 def ppo(*argv: str) -> CommandLine:
@@ -107,7 +111,20 @@ def test_two_bounds_are_not_one_number(typed: str, kept: str) -> None:
         ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=1,2", "leave it at 1"),
         ("actor_rollout_ref.model.lora_rank=8", "no LoRA yet"),
         ("data.trust_remote_code=True", "set actor_rollout_ref.model.trust_remote_code=true"),
-        ("+actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "strategy=fsdp"),
+        ("+actor_rollout_ref.actor.megatron.expert_model_parallel_size=8", "no mixture-of-experts models yet"),
+        ("actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=2", "no mixture-of-experts models yet"),
+        ("actor_rollout_ref.ref.megatron.dist_checkpointing_path=mcore", "model.path, a Hugging Face directory"),
+        ("actor_rollout_ref.actor.megatron.use_megatron_fsdp=True", "set strategy=fsdp"),
+        ("critic.megatron.dynamic_context_parallel=True", "cut over context_parallel_size GPUs"),
+        ("actor_rollout_ref.actor.megatron.max_seqlen_per_dp_cp_rank=4096", "ppo_max_token_len_per_gpu"),
+        ("+actor_rollout_ref.actor.megatron.override_ddp_config.overlap_grad_reduce=True", "summed in float32, once"),
+        ("actor_rollout_ref.actor.megatron.override_ddp_config={overlap_grad_reduce: true}", "summed in float32, once"),
+        ("+actor_rollout_ref.actor.megatron.override_mcore_model_config.hidden_size=3", "override_transformer_config"),
+        ("actor_rollout_ref.actor.megatron.qat.enable=True", "no quantisation-aware training"),
+        ("actor_rollout_ref.actor.megatron.router_replay.mode=R2", "no routing replay yet"),
+        ("+actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload=True", "optimizer_offload saves memory"),
+        ("actor_rollout_ref.actor.optim.lr_decay_style=cosine", "set lr_scheduler_type beside it"),
+        ("actor_rollout_ref.actor.optim.lr_warmup_init=1e-7", "rises from 0"),
         ("reward_model.model.path=x", "reward.custom_reward_function.path"),
         ("algorithm.use_pf_ppo=True", "no PF-PPO"),
     ],
@@ -115,6 +132,18 @@ def test_two_bounds_are_not_one_number(typed: str, kept: str) -> None:
 def test_what_would_change_a_result_is_refused_with_advice(typed: str, told: str) -> None:
     line = complaint(typed)
     assert told in line and "\n" not in line
+
+
+@pytest.mark.parametrize("role", ["actor_rollout_ref.actor", "critic"])
+def test_keys_of_verls_megatron_at_their_defaults_are_ours_or_left_out(role: str) -> None:
+    """None of them is unknown, and none is refused: a command line may spell out what is so anyway."""
+    defaults = dict(line.split("\t") for line in VERL_MEGATRON.read_text().splitlines()[1:])
+    command = ppo(*(f"{role}.{key}={value}" for key, value in defaults.items()))
+    ours = {field.name for field in fields(MegatronConfig)}
+    real = {f"{role}.{key}" for key in defaults if key.split(".")[1] in ours}
+    left_out = {f"{role}.{key}" for key in defaults} - real
+    assert len(real) == 15 and command.typed == real
+    assert {note.split()[0] for note in command.notes} == left_out
 
 
 @pytest.mark.parametrize(
@@ -128,6 +157,11 @@ def test_what_would_change_a_result_is_refused_with_advice(typed: str, told: str
         ("data.ppo_mini_batch_size=1", "actor_rollout_ref.actor.ppo_mini_batch_size"),
         ("~trainer.sed", "trainer.seed"),
         ("critic.fsdp.param_ofload=1", "critic.fsdp_config.param_offload"),
+        ("critic.megatron.tensor_parallel_size=2", "critic.megatron.tensor_model_parallel_size"),
+        (
+            "actor_rollout_ref.actor.megatron.pipeline_model_paralel_size=2",
+            "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size",
+        ),
     ],
 )
 def test_an_unknown_key_names_the_nearest(typed: str, nearest: str) -> None:

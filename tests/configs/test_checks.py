@@ -2,7 +2,7 @@
 
 import pytest
 
-from configs.checks import check_generation, check_ppo, check_sft, micro_batch_limits
+from configs.checks import check_generation, check_ppo, check_sft
 from configs.compose import compose
 from configs.keys import ConfigError
 from configs.schema.generation import GenerationConfig
@@ -92,7 +92,7 @@ def test_defaults_and_the_quick_start_work() -> None:
         (
             [f"{ACTOR}.ppo_micro_batch_size=12"],
             [
-                f"{ACTOR}.ppo_micro_batch_size=12: so many sequences do not divide by the workers (12 / 8 = 1.5); "
+                f"{ACTOR}.ppo_micro_batch_size=12: so many sequences do not divide by the data-parallel size (12 / 8 = 1.5); "
                 "ppo_micro_batch_size_per_gpu counts for one"
             ],
         ),
@@ -294,30 +294,6 @@ def test_supervised_checks() -> None:
     (line,) = sft_lines("data.max_length=9000")
     assert line == f"error: data.max_token_len_per_gpu=8192: {TOO_SMALL}, data.max_length = 9000"
     assert sft_lines("data.max_length=9000", "data.use_dynamic_bsz=false", "data.micro_batch_size_per_gpu=2") == []
-
-
-@pytest.mark.parametrize(
-    ("per_gpu", "over_all", "dynamic", "limits"),
-    [
-        (None, None, False, (100, None)),
-        (None, None, True, (100, None)),
-        (4, None, True, (100, None)),
-        (4, None, False, (None, 4)),
-        (4, 6, False, (None, 4)),
-        (None, 16, False, (None, 8)),
-        (None, 2, False, (None, 1)),
-        (None, 1, False, (None, 1)),
-    ],
-)
-def test_micro_batch_limits(
-    per_gpu: int | None, over_all: int | None, dynamic: bool, limits: tuple[int | None, int | None]
-) -> None:
-    assert micro_batch_limits(per_gpu, over_all, dynamic, 100, 2) == limits
-
-
-def test_a_count_over_all_divides_by_the_workers() -> None:
-    with pytest.raises(ValueError, match=r"5 / 2 = 2\.5"):
-        micro_batch_limits(None, 5, False, 100, 2)
 
 
 def generation_lines(*overrides: str) -> list[str]:

@@ -13,6 +13,7 @@ from configs.compose import compose, run_jobs
 from configs.keys import CONFIG_DIR, ConfigError, described
 from configs.load import load
 from configs.schema.ppo import PPOConfig
+from configs.schema.sft import SFTConfig
 
 
 def ppo(*overrides: str) -> PPOConfig:
@@ -80,6 +81,36 @@ def test_the_quick_start_is_the_measured_task() -> None:
     assert (rollout.temperature, actor.grad_clip, trainer.total_training_steps) == (1.0, 1.0, 250)
     assert actor.fsdp_config == config.critic.fsdp_config == config.actor_rollout_ref.ref.fsdp_config
     assert (actor.fsdp_config.model_dtype, actor.fsdp_config.dtype, rollout.dtype) == ("float32", "float32", "float32")
+
+
+def test_the_megatron_root_is_the_same_tree_on_another_engine() -> None:
+    named = ("--config-name=ppo_megatron_trainer",)
+    tp2 = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
+    (config,) = jobs(*named, "recipe=quickstart", tp2)
+    assert config == ppo("recipe=quickstart", "actor_rollout_ref.actor.strategy=megatron", tp2)
+    actor, critic, ref = config.actor_rollout_ref.actor, config.critic, config.actor_rollout_ref.ref
+    assert actor.strategy == critic.strategy == ref.strategy == "megatron"
+    assert actor.sharding == critic.sharding == ref.sharding == actor.megatron
+    assert (actor.megatron.dtype, actor.megatron.tensor_model_parallel_size) == ("float32", 2)
+    (typed,) = jobs(*named, "actor_rollout_ref.actor.strategy=fsdp", "algorithm=grpo", "rollout=vllm")
+    assert typed == ppo("algorithm=grpo", "rollout=vllm")
+    assert len(jobs("-m", *named, "trainer.seed=1,2", "trainer.default_local_dir=x", "trainer.dry_run=config")) == 2
+
+
+def test_the_recipes_compute_alike_on_both_engines() -> None:
+    for strategy in ("fsdp", "megatron"):
+        config = compose("sft_trainer", SFTConfig, ["sft_recipe=sort_digits", f"engine.strategy={strategy}"])
+        assert config.engine.sharding.dtype == "float32"
+        actor = ppo("recipe=quickstart", f"actor_rollout_ref.actor.strategy={strategy}").actor_rollout_ref.actor
+        assert actor.sharding.dtype == "float32"
+
+
+def test_a_role_may_leave_the_actor() -> None:
+    config = ppo("actor_rollout_ref.actor.strategy=megatron", "critic.strategy=fsdp2", "critic.megatron.dtype=fp32")
+    assert config.critic.sharding == config.critic.fsdp_config
+    assert (config.critic.megatron.dtype, config.actor_rollout_ref.ref.megatron.dtype) == ("float32", "bfloat16")
+    with pytest.raises(ConfigError, match=r'critic.megatron.dtype="float16": must be one of float32, bfloat16'):
+        ppo("critic.megatron.dtype=fp16")
 
 
 def test_spelling_of_a_leaf_does_not_matter() -> None:

@@ -96,5 +96,16 @@ def test_groups_and_recipes_set_leaves_and_nothing_else(schema: type, path: Path
     assert yaml_leaves(tree) <= set(keys_of(schema).leaves)
 
 
+def test_the_megatron_root_sets_a_leaf_of_the_same_tree() -> None:
+    tree: Any = OmegaConf.to_container(OmegaConf.load(CONFIG_DIR / "ppo_megatron_trainer.yaml"))
+    assert tree.pop("defaults") == ["ppo_trainer", "_self_"]
+    assert yaml_leaves(tree) == {"actor_rollout_ref.actor.strategy"}
+
+
+def test_every_root_is_a_programs_or_starts_from_one() -> None:
+    others = {"compat", "ppo_megatron_trainer"}
+    assert {path.stem for path in CONFIG_DIR.glob("*.yaml")} == {root for root, _ in PROGRAMS} | others
+
+
 def test_every_option_belongs_to_a_program() -> None:
     assert {path for _, path in OPTIONS} == set(CONFIG_DIR.glob("*/*.yaml"))

@@ -254,6 +254,14 @@ def test_safe_keys_exist_and_no_key_of_the_algorithm_is_among_them() -> None:
     }
 
 
+def test_how_models_are_cut_may_change_and_what_they_compute_in_may_not() -> None:
+    trees = [yaml.safe_load((ROOT / "configs" / name).read_text()) for name in ("ppo_trainer.yaml", "sft_trainer.yaml")]
+    keys = {key for tree in trees for key in leaves(tree) if ".megatron." in key or key.endswith("strategy")}
+    assert {key.rpartition(".")[2] for key in keys if not _is_safe(key)} == {"dtype", "override_transformer_config"}
+    assert len(keys) == 4 * 12 and not _is_safe("critic.megatron.override_transformer_config.recompute_num_layers")
+    assert not _is_safe("actor_rollout_ref.rollout.tensor_model_parallel_size"), "that engine's log-probs would be others"
+
+
 def test_a_checkpoint_that_was_being_removed_is_gone_when_the_run_starts_again(tmp_path: Path) -> None:
     for step, role in ((5, "actor.incomplete"), (10, "actor")):
         (tmp_path / f"global_step_{step}" / role).mkdir(parents=True)

@@ -121,6 +121,24 @@ def test_train_step_joins_over_ranks_and_keeps_flops_apart(model: Any) -> None:
     assert actor.take_flops() == 30.0 and actor.take_flops() == 0.0
 
 
+class Halved(Mirror):
+    """Two ranks hold a copy of the model; the second, the last stage say, answers for both."""
+
+    def build_model(self, role: str, spec: object, loss: object) -> tuple[int, bool]:
+        return self.rank // 2, self.rank % 2 == 1
+
+
+def test_what_several_ranks_compute_together_counts_once() -> None:
+    ones = torch.ones(sum(SIZES))
+    batch = numbered(SIZES).with_tokens(response_mask=ones, loss_weight=ones, advantages=ones)
+    with LocalBackend() as backend:
+        actor = start(backend.start_group("hosts", ResourcePool((4,), "cpu", "pool"), Halved))
+        metrics = actor.train_step(batch, ("advantages",))
+        result = actor.forward(batch, ["log_probs"])
+    assert metrics["rows"].value == len(SIZES) and actor.take_flops() == 20.0
+    assert torch.equal(result.tokens["log_probs"], batch.tokens["input_ids"].double() / 2)
+
+
 def test_stats_are_added_up_over_the_engines(model: Any) -> None:
     assert RemoteRollout(model, spec_of("somewhere"), "actor", PATIENT).stats() == {"prompt_tokens": 33.0}
 

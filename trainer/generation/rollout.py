@@ -27,9 +27,7 @@ def rollout_spec(
     return RolloutSpec(model=model, rollout=rollout, max_model_len=max_model_len, device=device)
 
 
-def start_source(
-    hosts: WorkerGroup, spec: RolloutSpec, watchdog: Watchdog, *, sharding: Sharding, seed: int
-) -> RemoteModel:
+def start_source(hosts: WorkerGroup, spec: RolloutSpec, watchdog: Watchdog, *, sharding: Sharding, seed: int) -> RemoteModel:
     """The role «actor», which is never trained: the engine of ``spec`` gets its weights."""
     return start_model(
         hosts,

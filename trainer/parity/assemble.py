@@ -24,6 +24,7 @@ from trainer.parity.report import WIDTH, Parity, page, table
 from trainer.run_dir import redact, write_atomic
 from trainer.tracking import environment
 from trainer.watchdog import Watchdog
+from workers.engine import check_engine
 from workers.rollout import check_installed
 
 JSON, PAGE = "parity.json", "parity.html"
@@ -36,6 +37,7 @@ def run(config: ParityConfig, notices: Sequence[str]) -> None:
     for engine in config.engines:
         check_installed(engine)
     models, data = config.actor_rollout_ref, config.data
+    check_engine("actor_rollout_ref.actor", models.actor, models.model, "lm")
     tokenizer = load_tokenizer(models.model)
     prompts = PromptDataset(data.files, tokenizer, data, max_samples=data.max_samples, seed=config.trainer.seed, scored=False)
     for notice in prompts.notices:

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from configs.checks import world_size
+from configs.checks_batches import roles_of, wants_ref
 from configs.schema.ppo import PPOConfig
 from trainer.alarms import ppo_alarms
 from trainer.algorithms.actor_loss import ActorLoss, ActorLossConfig
@@ -43,6 +44,7 @@ from trainer.skips import Skips
 from trainer.tracking import Tracker
 from trainer.watchdog import Watchdog
 from workers.controller.group import WorkerGroup
+from workers.engine import check_engine
 from workers.engine.base import LossSpec
 from workers.engine.hf_model import vocab_size
 from workers.rollout import check_installed
@@ -75,6 +77,7 @@ def attempt(config: PPOConfig, life: Lifetime) -> None:
 @contextmanager
 def opened(assembly: type[Assembly], config: PPOConfig, life: Lifetime, resume: Checkpoint | None) -> Iterator[Loop]:
     """The loop with all that it works with, which ends when the block does."""
+    check_engines(config)
     with ExitStack() as stack:
         rewards = stack.enter_context(RewardRunner(config.reward))
         rewards.start()
@@ -88,6 +91,19 @@ def opened(assembly: type[Assembly], config: PPOConfig, life: Lifetime, resume: 
         stack.callback(loop.tracker.close)
         life.started = True
         yield loop
+
+
+def check_engines(config: PPOConfig) -> None:
+    """Before any process starts. See workers.engine.check_engine."""
+    for key, role in roles_of(config, has_critic=wants_critic(config)).items():
+        if role is config.critic:
+            check_engine(key, role, config.critic.model, "value")
+        else:
+            check_engine(key, role, config.actor_rollout_ref.model, "lm")
+
+
+def wants_critic(config: PPOConfig) -> bool:
+    return config.critic.enable is True or "values" in ADVANTAGES.needs(config.algorithm.adv_estimator)
 
 
 def finish(run_dir: Path) -> None:
@@ -169,11 +185,11 @@ class Assembly:
 
     @property
     def wants_ref(self) -> bool:
-        return self.config.actor_rollout_ref.actor.use_kl_loss or self.config.algorithm.use_kl_in_reward
+        return wants_ref(self.config)
 
     @property
     def wants_critic(self) -> bool:
-        return self.config.critic.enable is True or "values" in ADVANTAGES.needs(self.config.algorithm.adv_estimator)
+        return wants_critic(self.config)
 
     def stream(self) -> PromptStream:
         """With filter_groups a round may have another size than a step's batch."""
@@ -245,22 +261,24 @@ class Assembly:
             device=self.config.trainer.device,
             seed=seed_of(self.config.trainer.seed, "actor"),
             forward_limits=limits(
+                actor,
+                self.config.trainer,
                 per_gpu=rollout.log_prob_micro_batch_size_per_gpu,
                 over_all=rollout.log_prob_micro_batch_size,
                 dynamic=rollout.log_prob_use_dynamic_bsz,
                 max_tokens=rollout.log_prob_max_token_len_per_gpu,
-                world_size=world_size(self.config.trainer),
             ),
             training=Training(
                 optim=actor.optim,
                 grad_clip=actor.grad_clip,
                 loss=LossSpec("trainer.algorithms.actor_loss:ActorLoss", self.actor_loss()),
                 limits=limits(
+                    actor,
+                    self.config.trainer,
                     per_gpu=actor.ppo_micro_batch_size_per_gpu,
                     over_all=actor.ppo_micro_batch_size,
                     dynamic=actor.use_dynamic_bsz,
                     max_tokens=actor.ppo_max_token_len_per_gpu,
-                    world_size=world_size(self.config.trainer),
                 ),
                 budget=self.life.budget("actor"),
                 steps=self.total_steps,
@@ -281,11 +299,12 @@ class Assembly:
             device=self.config.trainer.device,
             seed=seed_of(self.config.trainer.seed, "ref"),
             forward_limits=limits(
+                ref,
+                self.config.trainer,
                 per_gpu=ref.log_prob_micro_batch_size_per_gpu,
                 over_all=ref.log_prob_micro_batch_size,
                 dynamic=ref.log_prob_use_dynamic_bsz,
                 max_tokens=ref.log_prob_max_token_len_per_gpu,
-                world_size=world_size(self.config.trainer),
             ),
             training=None,
             watchdog=self.watchdog,
@@ -302,22 +321,24 @@ class Assembly:
             device=self.config.trainer.device,
             seed=seed_of(self.config.trainer.seed, "critic"),
             forward_limits=limits(
+                critic,
+                self.config.trainer,
                 per_gpu=critic.forward_micro_batch_size_per_gpu,
                 over_all=critic.forward_micro_batch_size,
                 dynamic=critic.use_dynamic_bsz,
                 max_tokens=critic.forward_max_token_len_per_gpu,
-                world_size=world_size(self.config.trainer),
             ),
             training=Training(
                 optim=critic.optim,
                 grad_clip=critic.grad_clip,
                 loss=LossSpec("trainer.algorithms.value_losses:CriticLoss", critic),
                 limits=limits(
+                    critic,
+                    self.config.trainer,
                     per_gpu=critic.ppo_micro_batch_size_per_gpu,
                     over_all=critic.ppo_micro_batch_size,
                     dynamic=critic.use_dynamic_bsz,
                     max_tokens=critic.ppo_max_token_len_per_gpu,
-                    world_size=world_size(self.config.trainer),
                 ),
                 budget=self.life.budget("critic"),
                 steps=self.total_steps,

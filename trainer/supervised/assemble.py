@@ -28,12 +28,14 @@ from trainer.skips import Skips
 from trainer.supervised.loop import SupervisedLoop
 from trainer.tracking import Tracker
 from trainer.watchdog import Watchdog
+from workers.engine import check_engine
 from workers.engine.base import LossSpec
 from workers.seeding import seed_of
 
 
 def run(config: SFTConfig, notices: Sequence[str]) -> None:
     """Train as ``config`` says, and export the model if it says so. notices: what the user was told about the configuration."""
+    check_engine("engine", config.engine, config.model, "lm")
     life = Lifetime(config.trainer, Path(config.trainer.default_local_dir))
     keep_going(life, lambda: attempt(config, life))
 
@@ -75,11 +77,12 @@ def attempt(config: SFTConfig, life: Lifetime) -> None:
         )
         life.started = True
         cut = limits(
+            config.engine,
+            trainer,
             per_gpu=config.data.micro_batch_size_per_gpu,
             over_all=None,
             dynamic=config.data.use_dynamic_bsz,
             max_tokens=config.data.max_token_len_per_gpu,
-            world_size=world_size(trainer),
         )
         model = start_model(
             hosts,

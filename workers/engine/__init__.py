@@ -1,7 +1,30 @@
 """Training engines."""
 
-from configs.schema.common import FSDPConfig, MegatronConfig
-from workers.engine.base import EngineSpec, TrainEngine
+from importlib.util import find_spec
+
+from configs.schema.common import FSDPConfig, MegatronConfig, ModelConfig, ShardedConfig
+from workers.engine.base import EngineSpec, Head, TrainEngine
+
+
+def check_engine(key: str, role: ShardedConfig, model: ModelConfig, head: Head) -> None:
+    """Whether the engine of the role is there, and can hold the model. key: the role's, for words to the user.
+
+    Raises ValueError, which says what to do, and FileNotFoundError where the model is not.
+    """
+    if not isinstance(role.sharding, MegatronConfig):
+        return
+    if find_spec("megatron") is None or find_spec("megatron.core") is None:
+        raise ValueError(
+            f"{key}.strategy=megatron: megatron-core is not installed here; "
+            "run scripts/install_engine.sh megatron cpu, or on a machine with a GPU scripts/install_engine.sh megatron cuda"
+        )
+    from workers.engine.hf_model import model_config
+    from workers.engine.megatron.limits import check_model
+
+    try:
+        check_model(model_config(model, head), role.sharding)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
 
 
 def make_engine(spec: EngineSpec) -> TrainEngine:

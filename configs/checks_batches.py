@@ -1,0 +1,168 @@
+"""Batches, rows and micro-batches that do not go together; see configs/checks.py."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from configs.checks_megatron import context_parallel_size, data_parallel_size
+from configs.checks_rollout import ROLLOUT, workers_in_words, world_size
+from configs.schema.common import ShardedConfig, WorkersConfig
+from configs.schema.ppo import PPOConfig
+
+
+def wants_ref(config: PPOConfig) -> bool:
+    """Some KL term compares with the reference."""
+    return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+
+
+def roles_of(config: PPOConfig, *, has_critic: bool) -> dict[str, ShardedConfig]:
+    """By their keys, the roles of the run that have a training engine. They share all GPUs."""
+    models = config.actor_rollout_ref
+    roles: dict[str, ShardedConfig] = {"actor_rollout_ref.actor": models.actor}
+    if wants_ref(config):
+        roles["actor_rollout_ref.ref"] = models.ref
+    if has_critic:
+        roles["critic"] = config.critic
+    return roles
+
+
+def shares_in_words(shares: int, trainer: WorkersConfig) -> str:
+    """The data-parallel size, which is that of the workers unless a copy of the model takes several."""
+    if shares == world_size(trainer):
+        return workers_in_words(trainer)
+    return f"the data-parallel size {shares} = {workers_in_words(trainer)} / {world_size(trainer) // shares}"
+
+
+def micro_batch_limits(
+    per_gpu: int | None, over_all: int | None, dynamic: bool, max_tokens: int, role: ShardedConfig, trainer: WorkersConfig
+) -> tuple[int | None, int | None]:
+    """(tokens, rows) of a micro-batch at most, one of them None: tokens if ``dynamic`` or no count is given, else rows.
+
+    per_gpu: rows that the GPUs of one copy of the model work on. over_all: the older count, over all of them; at least one row
+    each. max_tokens: on one GPU; context parallelism spreads a micro-batch over several. Raises ValueError if over_all does
+    not divide by the data-parallel size.
+    """
+    if dynamic or (per_gpu is None and over_all is None):
+        return max_tokens * context_parallel_size(role), None
+    if per_gpu is not None:
+        return None, per_gpu
+    assert over_all is not None
+    shares = data_parallel_size(role, trainer)
+    if over_all > shares and over_all % shares:
+        quotient = f"{over_all} / {shares} = {over_all / shares:.4g}"
+        raise ValueError(f"so many sequences do not divide by the data-parallel size ({quotient})")
+    return None, max(1, over_all // shares)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a role cuts micro-batches. key: of the role; others are key.<kind>micro_batch_size and so on."""
+
+    key: str
+    role: ShardedConfig
+    kind: str
+    per_gpu: int | None
+    over_all: int | None
+    dynamic: bool
+    max_tokens: int
+
+    def problems(self, trainer: WorkersConfig, longest: int, longest_in_words: str) -> Iterator[str]:
+        """longest: tokens that a row may have."""
+        try:
+            tokens, _ = micro_batch_limits(self.per_gpu, self.over_all, self.dynamic, self.max_tokens, self.role, trainer)
+        except ValueError as error:
+            key = f"{self.key}.{self.kind}micro_batch_size"
+            yield f"{key}={self.over_all}: {error}; {self.kind}micro_batch_size_per_gpu counts for one"
+            return
+        if tokens is not None and tokens < longest:
+            ranks = context_parallel_size(self.role)
+            size = "so many tokens" if ranks == 1 else f"{self.max_tokens} * {ranks} (context_parallel_size) = {tokens} tokens"
+            key = f"{self.key}.{self.kind}max_token_len_per_gpu"
+            yield f"{key}={self.max_tokens}: a micro-batch of {size} does not hold the longest row, {longest_in_words}"
+
+
+def _cuts(config: PPOConfig, *, has_critic: bool) -> Iterator[Cut]:
+    models, critic = config.actor_rollout_ref, config.critic
+    actor, rollout, ref = models.actor, models.rollout, models.ref
+    yield Cut(
+        "actor_rollout_ref.actor",
+        actor,
+        "ppo_",
+        actor.ppo_micro_batch_size_per_gpu,
+        actor.ppo_micro_batch_size,
+        actor.use_dynamic_bsz,
+        actor.ppo_max_token_len_per_gpu,
+    )
+    yield Cut(
+        ROLLOUT,
+        actor,
+        "log_prob_",
+        rollout.log_prob_micro_batch_size_per_gpu,
+        rollout.log_prob_micro_batch_size,
+        rollout.log_prob_use_dynamic_bsz,
+        rollout.log_prob_max_token_len_per_gpu,
+    )
+    if wants_ref(config):
+        yield Cut(
+            "actor_rollout_ref.ref",
+            ref,
+            "log_prob_",
+            ref.log_prob_micro_batch_size_per_gpu,
+            ref.log_prob_micro_batch_size,
+            ref.log_prob_use_dynamic_bsz,
+            ref.log_prob_max_token_len_per_gpu,
+        )
+    if has_critic:
+        yield Cut(
+            "critic",
+            critic,
+            "ppo_",
+            critic.ppo_micro_batch_size_per_gpu,
+            critic.ppo_micro_batch_size,
+            critic.use_dynamic_bsz,
+            critic.ppo_max_token_len_per_gpu,
+        )
+        yield Cut(
+            "critic",
+            critic,
+            "forward_",
+            critic.forward_micro_batch_size_per_gpu,
+            critic.forward_micro_batch_size,
+            critic.use_dynamic_bsz,
+            critic.forward_max_token_len_per_gpu,
+        )
+
+
+def batch_problems(config: PPOConfig, *, has_critic: bool) -> Iterator[str]:
+    n, batch, most = config.actor_rollout_ref.rollout.n, config.data.train_batch_size, config.data.train_max_samples
+    mini_batches = {config.actor_rollout_ref.actor.ppo_mini_batch_size: "actor_rollout_ref.actor"}
+    if has_critic:
+        mini_batches.setdefault(config.critic.ppo_mini_batch_size, "critic")
+    for size, role in mini_batches.items():
+        if batch % size:
+            division = f"{batch} = {batch // size} * {size} + {batch % size}"
+            yield f"{role}.ppo_mini_batch_size={size}: data.train_batch_size={batch} is not a multiple of it ({division})"
+    trainer, roles = config.trainer, roles_of(config, has_critic=has_critic).values()
+    shares = max(data_parallel_size(role, trainer) for role in roles)
+    if batch * n < shares:
+        product = f"data.train_batch_size * {ROLLOUT}.n = {batch} * {n} = {batch * n}"
+        yield f"data.train_batch_size={batch}: {product} sequences a step are fewer than {shares_in_words(shares, trainer)}"
+    if 0 <= most < batch:
+        yield f"data.train_max_samples={most}: that is less than one batch, data.train_batch_size={batch}"
+
+
+def length_problems(config: PPOConfig, *, has_critic: bool) -> Iterator[str]:
+    prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    longest = prompt + response
+    in_words = _longest_in_words(prompt, response)
+    yield from model_length_problems(prompt, response, config.actor_rollout_ref.rollout.max_model_len)
+    for cut in _cuts(config, has_critic=has_critic):
+        yield from cut.problems(config.trainer, longest, in_words)
+
+
+def _longest_in_words(prompt: int, response: int) -> str:
+    return f"data.max_prompt_length + data.max_response_length = {prompt} + {response} = {prompt + response}"
+
+
+def model_length_problems(prompt: int, response: int, max_model_len: int | None) -> Iterator[str]:
+    if max_model_len is not None and max_model_len < prompt + response:
+        yield f"{ROLLOUT}.max_model_len={max_model_len}: less than {_longest_in_words(prompt, response)}"

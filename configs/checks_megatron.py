@@ -1,0 +1,127 @@
+"""How Megatron cuts models over GPUs, and which cuts cannot be; see configs/checks.py."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from configs.checks_rollout import workers_in_words, world_size
+from configs.keys import did_you_mean
+from configs.schema.common import MegatronConfig, RunConfig, ShardedConfig, WorkersConfig
+
+CUT = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+)
+# Fields of megatron-core's TransformerConfig that the engine's layers heed, and that no key of ours says.
+HEEDED = (
+    "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules",
+    "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
+    "bias_activation_fusion", "bias_dropout_fusion", "deallocate_pipeline_outputs", "transformer_impl",
+)  # fmt: skip
+RECOMPUTED = ("core_attn", "mlp")  # parts of a layer, with recompute_granularity=selective
+# Those that are left out, as they are no more than a choice of kernels.
+OWN_ATTENTION = "the engine has its own attention over packed rows"
+LEFT_OUT = {
+    "attention_backend": OWN_ATTENTION,
+    "apply_rope_fusion": OWN_ATTENTION,
+    "masked_softmax_fusion": OWN_ATTENTION,
+    "persist_layer_norm": "the engine has its own norm",
+    "cross_entropy_loss_fusion": "the engine has its own log-probs, computed in chunks",
+    "gradient_accumulation_fusion": "a matter of speed alone, and its kernel is no part of megatron-core",
+}
+
+
+def data_parallel_size(role: ShardedConfig, trainer: WorkersConfig) -> int:
+    """The shares that a batch of the role falls into: GPUs by those that hold one copy of the model together. 1 where that does
+    not divide, which megatron_problems tells."""
+    return max(1, world_size(trainer) // (role.megatron.model_parallel_size if role.strategy == "megatron" else 1))
+
+
+def context_parallel_size(role: ShardedConfig) -> int:
+    """GPUs that the tokens of one micro-batch are spread over."""
+    return role.megatron.context_parallel_size if role.strategy == "megatron" else 1
+
+
+def megatron_problems(roles: Mapping[str, ShardedConfig], trainer: WorkersConfig) -> Iterator[str]:
+    """roles: by their key, those that share GPUs."""
+    cut = {key: role.megatron for key, role in roles.items() if role.strategy == "megatron"}
+    if not cut:
+        return
+    first, *others = cut
+    yield from _cut_problems(first, cut[first], trainer)
+    for other in others:
+        yield from _unlike(first, cut[first], other, cut[other])
+    told: list[Mapping[str, Any]] = []
+    for key, megatron in cut.items():
+        if megatron.override_transformer_config not in told:  # the others follow the actor
+            told.append(megatron.override_transformer_config)
+            yield from _override_problems(f"{key}.megatron.override_transformer_config", megatron.override_transformer_config)
+
+
+def megatron_notes(roles: Mapping[str, ShardedConfig]) -> Iterator[str]:
+    told: set[str] = set()
+    for key, role in roles.items():
+        asked = role.megatron.override_transformer_config.keys() if role.strategy == "megatron" else set()
+        for name in sorted(asked & LEFT_OUT.keys() - told):
+            told.add(name)
+            yield f"{key}.megatron.override_transformer_config.{name} has no effect: {LEFT_OUT[name]}"
+
+
+def repeat_problems(roles: Mapping[str, ShardedConfig], trainer: RunConfig) -> Iterator[str]:
+    """What was never measured is not promised."""
+    keys = [key for key, role in roles.items() if role.strategy == "megatron"]
+    if keys and trainer.deterministic and trainer.device == "cuda":
+        yield (f"trainer.deterministic=true: {keys[0]}.strategy=megatron is not known to repeat itself on CUDA; strategy=fsdp is")
+
+
+def _cut_problems(key: str, megatron: MegatronConfig, trainer: WorkersConfig) -> Iterator[str]:
+    sizes = (megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size, megatron.context_parallel_size)
+    size, workers = megatron.model_parallel_size, world_size(trainer)
+    if workers % size:
+        product = f"{' * '.join(map(str, sizes))} = {size}"
+        division = f"{workers} = {workers // size} * {size} + {workers % size}"
+        yield (
+            f"{key}.megatron: tensor_model_parallel_size * pipeline_model_parallel_size * context_parallel_size = {product} "
+            f"does not divide {workers_in_words(trainer)} ({division})"
+        )
+    parts, stages = megatron.virtual_pipeline_model_parallel_size, megatron.pipeline_model_parallel_size
+    if parts is not None and (parts == 1 or stages == 1):
+        needs = "takes 2 at least" if parts == 1 else f"needs pipeline_model_parallel_size of 2 at least, not {stages}"
+        yield f"{key}.megatron.virtual_pipeline_model_parallel_size={parts}: {needs}; null leaves the layers of a GPU in one part"
+
+
+def _unlike(first: str, one: MegatronConfig, second: str, other: MegatronConfig) -> Iterator[str]:
+    """Two roles in the same processes."""
+    mine, theirs = asdict(one), asdict(other)
+    for name in CUT:
+        if mine[name] != theirs[name]:
+            yield (
+                f"{second}.megatron.{name}={_typed(theirs[name])}: {first}.megatron.{name}={_typed(mine[name])}, and models that "
+                "share GPUs are cut alike: Megatron's process groups are global to a process; leave it out to follow the actor"
+            )
+
+
+def _override_problems(key: str, own: Mapping[str, Any]) -> Iterator[str]:
+    for name in sorted(own.keys() - {*HEEDED, *LEFT_OUT}):
+        why = "the model or another key says it, or the engine's layers do not heed it"
+        yield f"{key}.{name}: {why}{did_you_mean(name, HEEDED)}; there are {', '.join(HEEDED)}"
+    granularity = own.get("recompute_granularity")
+    method, layers, parts = own.get("recompute_method"), own.get("recompute_num_layers"), own.get("recompute_modules")
+    if granularity not in (None, "full", "selective"):
+        yield f"{key}.recompute_granularity={granularity}: must be one of full, selective or null"
+    if granularity == "full" and (method not in ("uniform", "block") or not layers):
+        yield (
+            f"{key}.recompute_granularity=full: wants recompute_method=uniform or block and recompute_num_layers=1 or more "
+            f"beside it, not {_typed(method)} and {_typed(layers)}"
+        )
+    if granularity == "selective" and (method is not None or layers is not None):
+        yield f"{key}.recompute_granularity=selective: recompute_method and recompute_num_layers go with full; leave them at null"
+    for part in parts or ():
+        if part not in RECOMPUTED:
+            yield f"{key}.recompute_modules: {part}: these layers can recompute {' and '.join(RECOMPUTED)}"
+
+
+def _typed(value: object) -> str:
+    return "null" if value is None else str(value)

@@ -1,0 +1,53 @@
+"""Whether an engine is there and can hold a model, before a worker is asked."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from configs.defaults import ppo_config
+from configs.schema.common import ModelConfig, ShardedConfig
+from tests.tiny import save_tiny_model
+from workers import engine
+from workers.engine import check_engine
+
+ACTOR = "actor_rollout_ref.actor"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    path = save_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+    return replace(ppo_config().actor_rollout_ref.model, path=path)
+
+
+def role(strategy: Any, **changes: Any) -> ShardedConfig:
+    actor = ppo_config().actor_rollout_ref.actor
+    return replace(actor, strategy=strategy, megatron=replace(actor.megatron, **changes))
+
+
+def test_what_it_can_hold(model: ModelConfig) -> None:
+    check_engine(ACTOR, role("megatron", tensor_model_parallel_size=2), model, "lm")
+    check_engine("critic", role("megatron", pipeline_model_parallel_size=2), model, "value")
+    check_engine(ACTOR, role("fsdp", tensor_model_parallel_size=3), replace(model, path="not/there/at/all"), "lm")
+
+
+def test_what_it_cannot(model: ModelConfig) -> None:
+    with pytest.raises(ValueError, match=r"^critic: megatron.tensor_model_parallel_size=3 does not divide"):
+        check_engine("critic", role("megatron", tensor_model_parallel_size=3), model, "value")
+    with pytest.raises(FileNotFoundError, match="no such directory"):
+        check_engine(ACTOR, role("megatron"), replace(model, path="not/there/at/all"), "lm")
+    changed = replace(model, override_config={"num_hidden_layers": 3})
+    with pytest.raises(ValueError, match="num_hidden_layers=3 do not fall"):
+        check_engine(ACTOR, role("megatron", pipeline_model_parallel_size=2), changed, "lm")
+
+
+@pytest.mark.parametrize("there", [(), ("megatron",)], ids=["nothing", "another_package_of_that_name"])
+def test_a_missing_engine_is_one_line(there: tuple[str, ...], model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "find_spec", lambda name: object() if name in there else None)
+    with pytest.raises(ValueError) as error:
+        check_engine(ACTOR, role("megatron"), model, "lm")
+    assert str(error.value) == (
+        f"{ACTOR}.strategy=megatron: megatron-core is not installed here; run scripts/install_engine.sh megatron cpu, "
+        "or on a machine with a GPU scripts/install_engine.sh megatron cuda"
+    )
+    check_engine(ACTOR, role("fsdp"), model, "lm")
