@@ -29,10 +29,9 @@ from configs.schema.common import MegatronConfig
 from workers.engine.attention import PackedRows, packed_attention
 from workers.engine.hf_model import DTYPES, PackedModel
 from workers.engine.megatron.context import ContextCut
+from workers.engine.megatron.limits import check_model, overrides
 from workers.engine.megatron.parallel import sizes_of
 from workers.engine.megatron.weights import head_dim
-
-SUPPORTED = ("llama", "qwen2", "qwen3")
 
 
 @dataclass
@@ -114,17 +113,9 @@ class PackedGPT(GPTModel):
 
 
 def transformer_config(hf: PretrainedConfig, config: MegatronConfig, *, recompute: bool) -> TransformerConfig:
-    """Raises ValueError for what the model has and Megatron, or our table of weights, does not."""
-    if hf.model_type not in SUPPORTED:
-        raise ValueError(f"strategy=megatron knows {', '.join(SUPPORTED)}, not {hf.model_type}; strategy=fsdp takes it")
-    heads, kv_heads, tp = hf.num_attention_heads, hf.num_key_value_heads, config.tensor_model_parallel_size
-    if heads % tp or kv_heads % tp:
-        raise ValueError(
-            f"megatron.tensor_model_parallel_size={tp} does not divide the model's {heads} heads and {kv_heads} heads of keys"
-        )
-    stages = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
-    if hf.num_hidden_layers % stages:
-        raise ValueError(f"the model's {hf.num_hidden_layers} layers do not fall into {stages} pipeline stages")
+    """Raises ValueError, see check_model, and for a field that Megatron does not have."""
+    check_model(hf, config)
+    heads, kv_heads = hf.num_attention_heads, hf.num_key_value_heads
     dtype = DTYPES[config.dtype]
     settings: dict[str, Any] = {
         "num_layers": hf.num_hidden_layers,
@@ -145,7 +136,7 @@ def transformer_config(hf: PretrainedConfig, config: MegatronConfig, *, recomput
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        "sequence_parallel": config.sequence_parallel and tp > 1,
+        "sequence_parallel": config.sequence_parallel and config.tensor_model_parallel_size > 1,
         "variable_seq_lengths": True,
         # The interleaved schedule sends both ways at once. As one batch that waits for a neighbour which runs another batch, and
         # between two ranks, each the other's previous and next, it does not say which message is which. Each way apart does.
@@ -163,12 +154,10 @@ def transformer_config(hf: PretrainedConfig, config: MegatronConfig, *, recomput
         "persist_layer_norm": False,
     }
     settings |= sizes_of(config)
-    if recompute:
-        settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     unknown = sorted(config.override_transformer_config.keys() - TransformerConfig.__dataclass_fields__.keys())
     if unknown:
         raise ValueError(f"megatron.override_transformer_config: TransformerConfig has no {', '.join(unknown)}")
-    return TransformerConfig(**(settings | config.override_transformer_config))
+    return TransformerConfig(**(settings | overrides(config, recompute=recompute)))
 
 
 def build_chunks(config: TransformerConfig, shell: PackedModel) -> list[PackedGPT]:
