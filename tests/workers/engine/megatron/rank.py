@@ -57,9 +57,24 @@ RESHARDED: tuple[tuple[str, Changes | None], ...] = (
     ("dp2 distributed", {"use_distributed_optimizer": True}),
     ("cp2 distributed", {"cp": 2, "use_distributed_optimizer": True}),
 )
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
+BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}
+FUSED = {"bias_activation_fusion": True, "bias_dropout_fusion": True, "deallocate_pipeline_outputs": True}
+UNEVEN = {"num_layers_in_first_pipeline_stage": 1}
 INVARIANT: dict[int, dict[str, Changes]] = {
-    1: {"one": {}},
-    2: {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "pp2 vpp2": {"pp": 2, "vpp": 2}, "dp2": {}, "cp2": {"cp": 2}},
+    1: {
+        "one": {},
+        "one, some parts recomputed": {"override_transformer_config": SELECTIVE},
+        "one, some layers recomputed, fused": {"override_transformer_config": BLOCK | FUSED},
+    },
+    2: {
+        "tp2": {"tp": 2},
+        "pp2": {"pp": 2},
+        "pp2 uneven, fused": {"pp": 2, "override_transformer_config": UNEVEN | FUSED},
+        "pp2 vpp2": {"pp": 2, "vpp": 2},
+        "dp2": {},
+        "cp2": {"cp": 2},
+    },
 }
 
 
