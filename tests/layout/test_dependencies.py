@@ -16,7 +16,6 @@ CONSTRAINTS = (ROOT / "requirements/constraints-cpu.txt").read_text()
 ENGINES = ("vllm", "sglang", "megatron")
 # Distribution -> why it is declared though nothing imports it.
 NOT_IMPORTED: dict[str, str] = {
-    "megatron-core": "installed by scripts/install_engine.sh, beside the others; its engine is to come",
     "mypy": "a tool of scripts/test.sh",
     "pre-commit": "a tool of those who commit",
     "pytest-timeout": "a plugin: pyproject.toml sets its limit",
