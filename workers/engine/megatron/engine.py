@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from configs.schema.common import MegatronConfig
 from workers.batch import Batch
-from workers.engine.base import EngineMesh, EngineSpec, Loss, SavedFile, TrainEngine
+from workers.engine.base import EngineMesh, EngineSpec, Loss, OptimizerSpec, SavedFile, TrainEngine
 from workers.engine.checkpoint import Files, Shard, save_shard, write_model
 from workers.engine.hf_model import empty_model, model_config, model_files, model_flops
 from workers.engine.megatron.exchange import Exchange
@@ -62,27 +62,24 @@ class MegatronEngine(TrainEngine):
         self._exchange = Exchange(self._chunks, shell)
         self._model: list[Any] = [*self._chunks]  # as it is called: gradients wrapped around it
         self._optimizer: MegatronAdamW | None = None
-        if spec.optimizer is None:
-            for chunk in self._chunks:
-                chunk.requires_grad_(False)
-        else:
-            ddp = DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True, use_distributed_optimizer=megatron.use_distributed_optimizer
-            )
-            self._model = [
-                DistributedDataParallel(self.config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(self._chunks)
-            ]
-            self._optimizer = MegatronAdamW(
-                self._model, spec.optimizer, self.config, distributed=megatron.use_distributed_optimizer
-            )
+        if spec.optimizer is not None:
+            self._model, self._optimizer = self._trained(spec.optimizer)
         for chunk in self._model:
-            chunk.train(spec.optimizer is not None)  # recomputation looks at it; there is no dropout
+            chunk.requires_grad_(self._optimizer is not None)
+            chunk.train(self._optimizer is not None)  # recomputation looks at it; there is no dropout
         files = Files(model_files(spec.model), f"model.path {spec.model.path}")
         self._exchange.refuse_strangers(files)
         self._exchange.fill(files, self._put_param)
         self._grads_place: Place = "device"
         self._places = {"params": Offloadable(self._exchange.params.values()), "optimizer": Offloadable(self._own_state())}
         self._host: dict[str, Tensor] = {}  # copies that a thread writes from
+
+    def _trained(self, optimizer: OptimizerSpec) -> tuple[list[Any], MegatronAdamW]:
+        """The chunks with gradients around them, and what applies these."""
+        distributed = self.megatron.use_distributed_optimizer
+        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
+        model = [DistributedDataParallel(self.config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(self._chunks)]
+        return model, MegatronAdamW(model, optimizer, self.config, distributed=distributed)
 
     # Computing
 

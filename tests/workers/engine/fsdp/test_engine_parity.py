@@ -5,20 +5,25 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from tests.workers.engine.fsdp.cases import exported, train, training_batch
 from tests.workers.engine.toy import ADAMW, plain_loss, plain_model, toy_engine
 
 
-def plain_training(path: str, steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(metrics, parameters): clip at 1, AdamW, weight decay on matrices alone."""
-    model = plain_model(path)
+def plain_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Weight decay on matrices alone."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     groups = [{"params": matrices, "weight_decay": ADAMW.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=ADAMW.lr, betas=ADAMW.betas, foreach=False, fused=False)
+    return torch.optim.AdamW(groups, lr=ADAMW.lr, betas=ADAMW.betas, foreach=False, fused=False)
+
+
+def plain_training(path: str, steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(metrics, parameters): clip at 1, AdamW, weight decay on matrices alone."""
+    model = plain_model(path)
+    optimizer = plain_optimizer(model)
     losses, norms = [], []
     for step in range(steps):
         optimizer.zero_grad()

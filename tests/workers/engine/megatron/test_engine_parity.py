@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForTokenClassification
 
 from tests.workers.engine.fsdp.cases import training_batch
-from tests.workers.engine.fsdp.test_engine_parity import plain_training
+from tests.workers.engine.fsdp.test_engine_parity import plain_optimizer, plain_training
 from tests.workers.engine.megatron.cases import OUTPUTS
 from tests.workers.engine.megatron.rank import CRITICS, SOAK, TRAINED, soak
 from tests.workers.engine.toy import ADAMW, plain_model
@@ -136,10 +136,7 @@ def plain_critic(path: str, steps: int) -> tuple[nn.Module, dict[str, Tensor]]:
     model = AutoModelForTokenClassification.from_pretrained(path, num_labels=1, dtype=torch.float32).eval()
     for parameter in model.score.parameters():
         nn.init.zeros_(parameter)
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": ADAMW.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=ADAMW.lr, betas=ADAMW.betas, foreach=False, fused=False)
+    optimizer = plain_optimizer(model)
     losses, norms = [], []
     for step in range(steps):
         optimizer.zero_grad()
