@@ -78,7 +78,8 @@ class MegatronEngine(TrainEngine):
         """The chunks with gradients around them, and what applies these."""
         distributed = self.megatron.use_distributed_optimizer
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
-        model = [DistributedDataParallel(self.config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(self._chunks)]
+        around = partial(DistributedDataParallel, self.config, ddp)
+        model = [around(chunk, disable_bucketing=i > 0) for i, chunk in enumerate(self._chunks)]
         return model, MegatronAdamW(model, optimizer, self.config, distributed=distributed)
 
     # Computing
