@@ -23,12 +23,13 @@ OUTPUTS = {"log_probs", "entropy", "sum_pi_squared", "top_log_probs", "all_log_p
 
 
 def save_models(root: Path) -> dict[str, str]:
-    """Four layers each; two ranks do not divide the vocabulary of 61."""
+    """Four layers each; two ranks do not divide the vocabulary of 61. Halves of three layers end in the middle of a matrix."""
     return {
         "qwen2": save_tiny_model(root / "qwen2", "qwen2", num_hidden_layers=4),
         "tied": save_tiny_model(root / "tied", "qwen2", num_hidden_layers=4, tie_word_embeddings=True),
         "qwen3": save_tiny_model(root / "qwen3", "qwen3", num_hidden_layers=4),
         "llama": save_tiny_model(root / "llama", "llama", num_hidden_layers=4),
+        "three": save_tiny_model(root / "three", "qwen2", num_hidden_layers=3),
         "wide": save_tiny_model(root / "wide", "qwen2", num_hidden_layers=4, intermediate_size=96),
         "strange": save_tiny_model(root / "strange", "llama", attention_bias=True),
         "incomplete": without(save_tiny_model(root / "incomplete", "llama"), "model.norm.weight"),

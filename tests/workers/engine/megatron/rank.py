@@ -149,14 +149,14 @@ def half_precision(rank: int, size: int, path: Path, models: dict[str, str]) -> 
     found: dict[str, Any] = {}
     for name, changes in {"tp2": {"tp": 2}, "distributed": {"use_distributed_optimizer": True}}.items():
         with ranks(path, f"half {name}", rank, size):
-            engine = megatron_engine(models["qwen2"], dtype="bfloat16", **changes)
+            engine = megatron_engine(models["three"], dtype="bfloat16", **changes)
             start = answers(engine, training_batch(0), {"log_probs"}, max_tokens=80)
             engine.save(str(path / f"half {name} 0")).result()
             train(engine, range(2))
             engine.save(str(path / f"half {name}")).result()
             saved, metrics, weights = exported(engine), train(engine, range(2, 4)), exported(engine)
             dist.barrier()
-            resumed = megatron_engine(models["qwen2"], dtype="bfloat16", **changes)
+            resumed = megatron_engine(models["three"], dtype="bfloat16", **changes)
             resumed.load(str(path / f"half {name}"))
             again = train(resumed, range(2, 4))
             found[name] = {"answers": start, "saved": saved, "metrics": [metrics, again], "weights": [weights, exported(resumed)]}

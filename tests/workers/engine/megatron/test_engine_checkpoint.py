@@ -65,7 +65,7 @@ def test_half_precision_keeps_float32_copies(ranks_of: RanksOf, ranks_path: Path
         found = rank["half_precision"][name]
         assert_same_bits(*found["metrics"])
         assert_same_bits(*found["weights"])
-    assert_same_bits(read_weights(ranks_path / f"half {name} 0", torch.float32), dict(plain_model(models["qwen2"]).state_dict()))
+    assert_same_bits(read_weights(ranks_path / f"half {name} 0", torch.float32), dict(plain_model(models["three"]).state_dict()))
     exact = read_weights(ranks_path / f"half {name}", torch.float32)
     rounded = {key: weight.bfloat16() for key, weight in exact.items()}
     assert_same_bits(rounded, found["saved"])
