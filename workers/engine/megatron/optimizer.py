@@ -73,7 +73,7 @@ class MegatronAdamW:
         self.steps += 1
         return lr
 
-    def kept(self, param: Tensor, kind: Kind) -> tuple[Tensor, int] | None:
+    def kept(self, param: Any, kind: Kind) -> tuple[Tensor, int] | None:
         """What this rank has of it, and with which element of the parameter that begins; None: nothing."""
         start = 0
         if self.is_distributed:
@@ -83,7 +83,7 @@ class MegatronAdamW:
             main = self._adamw.param_groups[group]["params"][place]
             start = self._inner._get_model_param_range_map(param)["param"].start
         else:
-            main = getattr(param, "main_param", param)  # megatron sets it where the parameter is not float32
+            main = param if param.dtype == torch.float32 else param.main_param
         return (main if kind == "param" else self._adamw.state[main][kind]), start
 
     def put(self, kind: Kind, param: Tensor, whole: Tensor) -> None:

@@ -50,13 +50,6 @@ def test_forward_answers_in_the_order_asked(group: None, models: dict[str, str],
             torch.testing.assert_close(ours[1:], theirs.detach() * mask[1:], rtol=0, atol=1e-5)
 
 
-def test_rows_equally_long_lie_side_by_side(group: None, models: dict[str, str]) -> None:
-    """So that they are one attention call: see PackedRows."""
-    engine = toy_engine(models["qwen2"], optimizer=None)
-    micro_batch = engine._micro_batch(toy_batch(LENGTHS), range(len(LENGTHS)))
-    assert micro_batch.lengths.tolist() == sorted(LENGTHS, reverse=True)
-
-
 def test_the_first_token_of_a_row_has_no_log_prob(group: None, models: dict[str, str]) -> None:
     """Whatever its mask says: nothing precedes it in its row, only another row's end."""
     engine, batch = toy_engine(models["qwen2"], optimizer=None), toy_batch(LENGTHS)

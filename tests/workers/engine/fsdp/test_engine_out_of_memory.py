@@ -8,42 +8,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from tests.workers.engine.strike import TOO_MUCH, strike
 from tests.workers.engine.toy import ToyLoss, ValueLoss, cut, distance, gradients, toy_batch, toy_engine
 from workers.batch import Batch
 from workers.engine.fsdp.engine import FSDPEngine
 from workers.engine.out_of_memory import OutOfMemory, RepeatableOutOfMemory, is_out_of_memory
 
-TOO_MUCH = 2**50  # bytes: no machine has a petabyte
 LENGTHS = [9, 30, 1, 14, 22, 7]
 
 
-class Greedy(torch.autograd.Function):
-    """Asks for too much in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        torch.empty(TOO_MUCH, dtype=torch.uint8)
-        return grad
-
-
-def strike(engine: FSDPEngine, call: int, where: str) -> Any:
-    """A forward hook of the first layer that runs out of memory in its ``call``-th call, or in that call's backward. Once."""
-    calls = 0
-
-    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
-        nonlocal calls
-        calls += 1
-        if calls != call:
-            return None
-        if where == "forward":
-            torch.empty(TOO_MUCH, dtype=torch.uint8)
-        return Greedy.apply(output)
-
-    return engine._model.hf.base_model.layers[0].mlp.register_forward_hook(hook)
+def first_mlp(engine: FSDPEngine) -> nn.Module:
+    return engine._model.hf.base_model.layers[0].mlp
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -60,7 +35,7 @@ def test_nothing_is_left_of_a_step_that_ran_out_of_memory(
     expected = gradients(engine, share, plan, loss)
     before = {name: param.detach().clone() for name, param in engine._params.items()}
     for call in (1, 2, 3):
-        handle = strike(engine, call, where)
+        handle = strike(first_mlp(engine), call, where)
         with pytest.raises(RepeatableOutOfMemory, match="can't allocate memory"):
             engine.train_step(share, plan, loss)
         handle.remove()

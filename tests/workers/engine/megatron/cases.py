@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from configs.schema.common import MegatronConfig, ModelConfig
@@ -16,6 +17,7 @@ from workers.batch import Batch
 from workers.engine import make_engine
 from workers.engine.base import EngineSpec, OptimizerSpec
 from workers.engine.megatron.engine import MegatronEngine
+from workers.plan import MicroBatches
 
 OUTPUTS = {"log_probs", "entropy", "sum_pi_squared", "top_log_probs", "all_log_probs"}
 
@@ -27,7 +29,19 @@ def save_models(root: Path) -> dict[str, str]:
         "tied": save_tiny_model(root / "tied", "qwen2", num_hidden_layers=4, tie_word_embeddings=True),
         "qwen3": save_tiny_model(root / "qwen3", "qwen3", num_hidden_layers=4),
         "llama": save_tiny_model(root / "llama", "llama", num_hidden_layers=4),
+        "wide": save_tiny_model(root / "wide", "qwen2", num_hidden_layers=4, intermediate_size=96),
+        "strange": save_tiny_model(root / "strange", "llama", attention_bias=True),
+        "incomplete": without(save_tiny_model(root / "incomplete", "llama"), "model.norm.weight"),
     }
+
+
+def without(path: str, name: str) -> str:
+    """The model, with one weight less."""
+    file = Path(path) / "model.safetensors"
+    weights = load_file(file)
+    del weights[name]
+    save_file(weights, file, metadata={"format": "pt"})
+    return path
 
 
 def megatron_config(**changes: Any) -> MegatronConfig:
@@ -113,9 +127,7 @@ def trained_critic(path: str, **changes: Any) -> dict[str, Any]:
     }
 
 
-def gradient(engine: MegatronEngine, batch: Batch, **limits: int) -> dict[str, tuple[Tensor, list[int]]]:
+def gradient(engine: MegatronEngine, shares: list[Batch], plans: list[MicroBatches]) -> dict[str, tuple[Tensor, list[int]]]:
     """This rank's parts of the whole gradient, in Hugging Face's names, as a checkpoint has them."""
-    shares, plans = cut(batch, engine.mesh.dp_size, **limits)
     engine.accumulate(shares[engine.mesh.dp_rank], plans[engine.mesh.dp_rank], ToyLoss())
-    parts = engine._exchange.parts(lambda param: param.main_grad) if engine.mesh.dp_rank == 0 else ()
-    return {name: (part.clone(), begin) for name, (part, begin) in parts}
+    return {name: (part.clone(), begin) for name, (part, begin) in engine._exchange.parts(lambda param: param.main_grad)}

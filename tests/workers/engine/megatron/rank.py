@@ -1,11 +1,18 @@
 """Runs in each of several processes: everything that needs so many ranks, once. The tests look at what is written here."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from tests.workers.engine.megatron.cases import ranks, trained, trained_critic
+from tests.workers.engine.fsdp.cases import all_cuts, exported, invariance_batch, train, training_batch
+from tests.workers.engine.megatron.cases import answers, gradient, megatron_engine, ranks, trained, trained_critic
+from tests.workers.engine.strike import strike
+from tests.workers.engine.toy import Shifted, ToyLoss, cut, toy_batch, toy_engine
+from workers.engine.out_of_memory import RepeatableOutOfMemory
+from workers.metric import plain_numbers
 
 Changes = dict[str, Any]
 
@@ -31,14 +38,156 @@ CRITICS: dict[int, dict[str, Changes]] = {
 }
 
 
-def main(rank: int, size: int, directory: str, models: dict[str, str], soak: bool) -> None:
+# Each cut goes on from what the one before it saved.
+RESHARDED: tuple[tuple[str, Changes | None], ...] = (
+    ("tp2 sp", {"tp": 2, "sequence_parallel": True}),
+    ("pp2", {"pp": 2}),
+    ("fsdp", None),
+    ("dp2 distributed", {"use_distributed_optimizer": True}),
+    ("cp2 distributed", {"cp": 2, "use_distributed_optimizer": True}),
+)
+INVARIANT: dict[int, dict[str, Changes]] = {
+    1: {"one": {}},
+    2: {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {}, "cp2": {"cp": 2}},
+}
+
+
+def main(rank: int, size: int, directory: str, models: dict[str, str]) -> None:
     torch.set_num_threads(1)
     path = Path(directory)
     found: dict[str, Any] = {}
-    for name, (model, changes) in TRAINED[size].items():
+    for name, (model, changes) in TRAINED.get(size, {}).items():
         with ranks(path, name, rank, size):
             found[name] = trained(models[model], **changes)
     for name, changes in CRITICS.get(size, {}).items():
         with ranks(path, f"critic {name}", rank, size):
             found[f"critic {name}"] = trained_critic(models["qwen2"], **changes)
+    for name, changes in INVARIANT.get(size, {}).items():
+        with ranks(path, f"invariance {name}", rank, size):
+            found[f"invariance {name}"] = invariance(models["qwen2"], changes)
+    for check in {1: (out_of_memory, refusals), 2: (resharding, half_precision, skipping)}.get(size, ()):
+        found[check.__name__] = check(rank, size, path, models)
     torch.save(found, path / f"{size}_{rank}.pt")
+
+
+def invariance(model: str, changes: Changes) -> dict[str, Any]:
+    """{how it is cut into micro-batches: this rank's parts of the gradient}"""
+    engine = megatron_engine(model, **changes)
+    batch = invariance_batch("token-mean", torch.float32)
+    return {name: gradient(engine, shares, plans) for name, (shares, plans) in all_cuts(batch, engine.mesh.dp_size).items()}
+
+
+def resharding(rank: int, size: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    before: str | None = None
+    for i, (name, changes) in enumerate(RESHARDED):
+        with ranks(path, f"resharding {name}", rank, size):
+            engine = toy_engine(models["qwen2"]) if changes is None else megatron_engine(models["qwen2"], **changes)
+            if before is not None:
+                engine.load(str(path / before))
+            loaded = exported(engine)
+            train(engine, range(i, i + 1))
+            saving = engine.save(str(path / name), background=True)
+            saved, uninterrupted = exported(engine), train(engine, range(i + 1, i + 3))
+            weights = exported(engine)
+            files = {file.name: file.sha256 for file in saving.result()}
+            dist.barrier()
+            engine.load(str(path / name))  # back, over later state
+            engine.save(str(path / f"{name} again")).result()
+            again = {file.name: file.read_bytes() for file in (path / f"{name} again").glob(f"shard-{rank + 1:05d}*")}
+            assert again == {file.name: file.read_bytes() for file in (path / name).glob(f"shard-{rank + 1:05d}*")}
+            found[name] = {
+                "loaded": loaded,
+                "saved": saved,
+                "files": files,
+                "metrics": [uninterrupted, train(engine, range(i + 1, i + 3))],
+                "weights": [weights, exported(engine)],
+            }
+            dist.barrier()
+        before = name
+    return found
+
+
+def half_precision(rank: int, size: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
+    """In bfloat16 the optimizer's float32 copies are what is loaded and saved."""
+    found: dict[str, Any] = {}
+    for name, changes in {"tp2": {"tp": 2}, "distributed": {"use_distributed_optimizer": True}}.items():
+        with ranks(path, f"half {name}", rank, size):
+            engine = megatron_engine(models["qwen2"], dtype="bfloat16", **changes)
+            start = answers(engine, training_batch(0), {"log_probs"}, max_tokens=80)
+            engine.save(str(path / f"half {name} 0")).result()
+            train(engine, range(2))
+            engine.save(str(path / f"half {name}")).result()
+            saved, metrics, weights = exported(engine), train(engine, range(2, 4)), exported(engine)
+            dist.barrier()
+            resumed = megatron_engine(models["qwen2"], dtype="bfloat16", **changes)
+            resumed.load(str(path / f"half {name}"))
+            again = train(resumed, range(2, 4))
+            found[name] = {"answers": start, "saved": saved, "metrics": [metrics, again], "weights": [weights, exported(resumed)]}
+            dist.barrier()
+    return found
+
+
+def skipping(rank: int, size: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
+    """Of three updates the second is broken: on one data-parallel rank, or on the last stage alone."""
+    found: dict[str, Any] = {}
+    for name, changes in {"gradient": {"use_distributed_optimizer": True}, "loss alone": {"pp": 2}}.items():
+        with ranks(path, f"skipping {name}", rank, size):
+            engine = megatron_engine(models["qwen2"], **changes)
+            told = []
+            for step in range(3):
+                shares, plans = cut(training_batch(step), engine.mesh.dp_size, max_tokens=80)
+                share, before = shares[engine.mesh.dp_rank], exported(engine)
+                loss: ToyLoss = ToyLoss()
+                if step == 1 and name == "loss alone":
+                    loss = Shifted(torch.nan)
+                if step == 1 and name == "gradient" and rank == 1:
+                    share = share.with_tokens(advantages=torch.full((share.total_tokens,), torch.nan))
+                told.append(plain_numbers(engine.train_step(share, plans[engine.mesh.dp_rank], loss)))
+                if step == 1:
+                    found[name] = {"before": before, "after": exported(engine)}
+            found[name] |= {"told": told, "weights": exported(engine)}
+    return found
+
+
+def out_of_memory(rank: int, size: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
+    """In the second of three micro-batches, in its backward: the same step gives the same gradient afterwards."""
+    with ranks(path, "out of memory", rank, size):
+        engine = megatron_engine(models["qwen2"])
+        batch = toy_batch([9, 30, 1, 14, 22, 7])
+        shares, plans = cut(batch, max_tokens=40)
+        expected = gradient(engine, shares, plans)
+        hook = strike(engine._chunks[0].decoder.layers[0].mlp, 2, "backward")
+        try:
+            engine.train_step(shares[0], plans[0], ToyLoss())
+            said = ""
+        except RepeatableOutOfMemory as error:
+            said = str(error)
+        hook.remove()
+        return {"said": said, "gradients": [expected, gradient(engine, shares, plans)], "parts": len(plans[0])}
+
+
+def refusals(rank: int, size: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
+    """{what is wrong: what is said}"""
+
+    def complaint(make: Callable[[], object]) -> str:
+        try:
+            make()
+        except (ValueError, FileNotFoundError) as error:
+            return str(error)
+        return ""
+
+    found = {}
+    with ranks(path, "refusals", rank, size):
+        engine = megatron_engine(models["qwen2"])
+        found["another cut"] = complaint(lambda: megatron_engine(models["qwen2"], pp=2))
+        found["weights that it does not know"] = complaint(lambda: megatron_engine(models["strange"]))
+        found["a weight that is missing"] = complaint(lambda: megatron_engine(models["incomplete"]))
+        found["no checkpoint"] = complaint(lambda: engine.load(str(path)))
+        engine.save(str(path / "of qwen2")).result()
+        megatron_engine(models["qwen2"], optimizer=None).save(str(path / "of a reference")).result()
+        found["no optimizer there"] = complaint(lambda: engine.load(str(path / "of a reference")))
+        found["another model's"] = complaint(lambda: megatron_engine(models["qwen3"]).load(str(path / "of qwen2")))
+        found["of another size"] = complaint(lambda: megatron_engine(models["wide"]).load(str(path / "of qwen2")))
+        found["unknown field"] = complaint(lambda: megatron_engine(models["qwen2"], override_transformer_config={"bias": 1}))
+    return found
