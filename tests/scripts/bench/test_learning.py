@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench.learning import ENGINE_STEPS, ENGINES, HEADS, METHODS, SEEDS, Curve, draw, learn, rise, warm_up
+from scripts.bench.learning import ENGINE_STEPS, ENGINES, HEADS, MEGATRON, METHODS, SEEDS, Curve, draw, learn, rise, warm_up
 from tests.workers.rollout.vllm_hosts import CPU_BUILD
 
 pytestmark = pytest.mark.timeout(1800)
@@ -21,6 +21,15 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 def test_every_method_rises_within_60_steps(warm: dict[int, Path], tmp_path: Path, method: str) -> None:
     curves = [learn(model, tmp_path / str(seed), seed, METHODS[method]) for seed, model in warm.items()]
     print(f"{method}:", *(f"{curve[0][1]:.2f} -> {curve[-1][1]:.2f}" for curve in curves))
+    assert all(curve[0][0] == 0 and curve[-1][0] == 60 for curve in curves)
+    assert rise(curves) >= 0.15
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("way", list(MEGATRON))
+def test_what_megatron_trains_rises_too(warm: dict[int, Path], tmp_path: Path, way: str) -> None:
+    curves = [learn(model, tmp_path / str(seed), seed, MEGATRON[way]) for seed, model in warm.items()]
+    print(f"{way}:", *(f"{curve[0][1]:.2f} -> {curve[-1][1]:.2f}" for curve in curves))
     assert all(curve[0][0] == 0 and curve[-1][0] == 60 for curve in curves)
     assert rise(curves) >= 0.15
 
