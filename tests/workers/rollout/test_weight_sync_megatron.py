@@ -8,6 +8,7 @@ import pytest
 
 from tests.workers.engine.megatron.cases import megatron_config
 from tests.workers.rollout.ranks import Run, start_hosts
+from tests.workers.rollout.test_sglang_ranks import processes
 from tests.workers.rollout.vllm_hosts import CPU_BUILD
 from workers.controller.group import WorkerGroup
 from workers.controller.ray_backend import RayBackend
@@ -32,4 +33,6 @@ def test_two_stages(hosts: WorkerGroup, name: str, tmp_path: Path) -> None:
     engine, size, changes = RUNS[name]
     run = Run(hosts, tmp_path / "model", engine, size, verify_weights="full", sharding=megatron_config(pp=2), **changes)
     run.check_rounds(tmp_path)
+    for server in processes("sglang_server"):
+        assert "TORCHDYNAMO_DISABLE" not in server.environ(), "what Megatron is loaded with stays with it"
     run.start_over()
