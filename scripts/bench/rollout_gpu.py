@@ -27,27 +27,18 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from configs.compose import compose
 from configs.schema.ppo import PPOConfig
+from scripts.bench.shapes import SHAPES, Likelihood
 from workers.batch import Batch
 from workers.controller.group import WorkerInfo
 from workers.controller.shell import free_port
 from workers.engine.base import EngineSpec, LossSpec, OptimizerSpec
 from workers.engine.hf_model import DTYPES
 from workers.host import Host
-from workers.metric import Metrics
 from workers.plan import Limits, make_plan
 from workers.roles.model import ModelRole
 from workers.roles.rollout import RolloutRole
 from workers.rollout.base import Completion, Request, RolloutSpec, Sampling
 from workers.rollout.vllm import VLLMRollout
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
-             "intermediate_size": 96, "vocab_size": 320, "tie_word_embeddings": True},
-    "0.5b": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
-             "intermediate_size": 4864, "vocab_size": 151936, "tie_word_embeddings": True},
-    "7b": {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
-           "intermediate_size": 18944, "vocab_size": 152064, "tie_word_embeddings": False},
-}  # fmt: skip
 
 
 def main() -> None:
@@ -100,15 +91,6 @@ def likelihood(config: None) -> Any:
     return Likelihood()
 
 
-class Likelihood:
-    """Any loss that changes every weight."""
-
-    needs = frozenset({"log_probs"})
-
-    def __call__(self, outputs: dict[str, Tensor], micro_batch: Batch) -> tuple[Tensor, Metrics]:
-        return -outputs["log_probs"], {}
-
-
 def configure(args: argparse.Namespace) -> PPOConfig:
     trained = args.trainer_dtype or args.dtype
     return compose(
@@ -144,7 +126,7 @@ class Bench:
         )  # fmt: skip
         self.host = Host(WorkerInfo(0, 1, 0, 0, "127.0.0.1", free_port()), args.device, 1800.0)
         self.used = {"before": used(args.device)}
-        spec = EngineSpec("fsdp", models.model, "lm", models.actor.fsdp_config, optimizer if trained else None, args.device, 0)
+        spec = EngineSpec(models.model, "lm", models.actor.sharding, optimizer if trained else None, args.device, 0)
         self.host.build_model("actor", spec, LossSpec(f"{__name__}:likelihood", None) if trained else None)
         self.used["actor"] = used(args.device)
         start = time.perf_counter()

@@ -67,7 +67,8 @@ def packed_attention(
         raise ValueError(f"{type(module).__name__}: packed attention supports no masks, score caps or sinks of a model's own")
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-        return _varlen(q, k, v, packed_rows, scaling, sliding_window)[None], None
+        places = packed_rows.cu_seqlens, packed_rows.longest
+        return varlen(q, k, v, places, places, scaling=scaling, sliding_window=sliding_window)[None], None
     # split, never slices: each slice's backward writes a buffer of full length.
     sizes = [rows * length for rows, length in packed_rows.blocks]
     parts = zip(packed_rows.blocks, q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
@@ -86,18 +87,29 @@ def _block_attention(
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, rows: PackedRows, scaling: float | None, sliding_window: int | None) -> Tensor:
-    """The same on CUDA, all rows in one kernel: q (T, heads, D), k and v (T, kv heads, D) -> (T, heads, D)."""
+def varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: tuple[Tensor, int],
+    keys: tuple[Tensor, int],
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """The same on CUDA, all rows in one kernel: q (T, heads, D), k and v (T', kv heads, D) -> (T, heads, D).
+
+    queries, keys: where each row starts, and the end, int32 (B + 1,); and the longest. A row's last query sits at its last key.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     left = -1 if sliding_window is None else sliding_window - 1
-    ends, longest = rows.cu_seqlens, rows.longest
     attend: Callable[..., Tensor | tuple[Tensor, Tensor]] = varlen_attn
     if "enable_gqa" in signature(varlen_attn).parameters:
         attend = partial(varlen_attn, enable_gqa=True)
     else:  # torch 2.11: as many key heads as query heads
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    out = attend(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=(left, 0))
+    out = attend(q, k, v, queries[0], keys[0], queries[1], keys[1], scale=scaling, window_size=(left, 0))
     assert isinstance(out, Tensor)
     repeat_backward(out)
     return out

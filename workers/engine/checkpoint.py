@@ -8,11 +8,12 @@ torch.distributed.checkpoint reads them, however many ranks wrote and read. Neit
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -25,6 +26,7 @@ from workers.engine.hf_model import write_description
 from workers.engine.saving import in_background, saved_files
 
 INDEX = "model.safetensors.index.json"
+SHARD = 5 * 10**9  # bytes, as transformers cuts a model
 DCP_OFFSETS = "DCP_SHARDING_INFO"  # the key in a file's header where dcp.HuggingFaceStorageReader looks
 
 
@@ -101,6 +103,40 @@ def saved_tensors(path: str) -> dict[str, Tensor]:
         assert isinstance(entry, TensorStorageMetadata)
         found[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
     return found
+
+
+def write_model(shell: PreTrainedModel | None, weights: Iterable[tuple[str, Tensor]], directory: Path, most: int = SHARD) -> None:
+    """A Hugging Face directory, as the weights come, so that no more than ``most`` bytes of them are held: by the rank that has
+    ``shell``, in its dtype. Collective: weights go through every rank.
+    """
+    written: list[dict[str, Tensor]] = []  # without memory, once they are on disk
+    held: dict[str, Tensor] = {}
+
+    def write() -> None:
+        save_file(held, directory / f"part-{len(written)}.safetensors", metadata={"format": "pt"})
+        written.append({name: weight.to("meta") for name, weight in held.items()})
+        held.clear()
+
+    for name, weight in weights:
+        if shell is None:
+            continue
+        directory.mkdir(parents=True, exist_ok=True)
+        if held and sum(tensor.nbytes for tensor in held.values()) + weight.numel() * shell.dtype.itemsize > most:
+            write()
+        held[name] = weight.to("cpu", shell.dtype, copy=True).contiguous()
+    if shell is not None:
+        write()
+        names = [f"model-{i + 1:05d}-of-{len(written):05d}.safetensors" for i in range(len(written))]
+        if len(written) > 1:
+            places = {name: file for file, part in zip(names, written, strict=True) for name in part}
+            total = sum(tensor.nbytes for part in written for tensor in part.values())
+            (directory / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2))
+        else:
+            names = ["model.safetensors"]
+        for i, name in enumerate(names):
+            (directory / f"part-{i}.safetensors").rename(directory / name)
+        write_description(shell, directory)
+    dist.barrier()
 
 
 class Files:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import transformers
 from huggingface_hub import snapshot_download
 from torch import Tensor, nn
@@ -236,17 +235,6 @@ def write_description(model: PreTrainedModel, directory: Path) -> list[str]:
         return ["config.json"]
     model.generation_config.save_pretrained(directory)
     return ["config.json", "generation_config.json"]
-
-
-def export_model(shell: PreTrainedModel | None, weights: Iterable[tuple[str, Tensor]], path: str) -> None:
-    """A Hugging Face directory, written by the rank that has ``shell``, in its dtype. Every rank has the weights. Collective."""
-    state = {}
-    for name, weight in weights:
-        if shell is not None:
-            state[name] = weight.to("cpu", shell.dtype) if weight.is_floating_point() else weight.cpu()
-    if shell is not None:
-        shell.save_pretrained(path, state_dict=state)
-    dist.barrier()
 
 
 def model_flops(config: PretrainedConfig, head: Head, n_params: int, lengths: Sequence[int], *, backward: bool) -> float:

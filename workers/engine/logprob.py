@@ -36,7 +36,7 @@ class VocabShard:
         """(...) of each rank -> (ranks, ...). Shapes must be equal."""
         whole = mine.new_empty(self.group.size() * mine.numel())
         dist.all_gather_into_tensor(whole, mine.flatten(), group=self.group)
-        return whole.view(-1, *mine.shape)
+        return whole.view(self.group.size(), *mine.shape)
 
     def local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of this shard for token ids, any where the token is another rank's, and where it is this one's."""

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from workers.determinism import repeating_kernels
-from workers.engine.attention import PackedRows, _varlen, packed_attention
+from workers.engine.attention import PackedRows, packed_attention, varlen
 
 LENGTHS = [[5, 5, 5], [7, 3, 3, 1], [1, 9, 2, 9, 1], [1]]
 MODULE = torch.nn.Module()
@@ -80,7 +80,8 @@ def test_the_kernel_of_a_gpu_repeats_itself_if_that_is_asked_for(monkeypatch: py
     Kernel.strict = []
     q, k, v = (x[0].transpose(0, 1) for x in states(6))
     rows = PackedRows.of([6], q.device)
-    _varlen(q, k, v, rows, None, None).sum().backward()
+    places = rows.cu_seqlens, rows.longest
+    varlen(q, k, v, places, places).sum().backward()
     with repeating_kernels():
-        _varlen(q, k, v, rows, None, None).sum().backward()
+        varlen(q, k, v, places, places).sum().backward()
     assert Kernel.strict == [False, True]

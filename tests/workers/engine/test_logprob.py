@@ -4,10 +4,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from workers.engine.logprob import chunk_size, head_all_log_probs, head_log_probs, head_sum_pi_squared, head_top_log_probs
+from workers.engine.logprob import (
+    VocabShard,
+    chunk_size,
+    head_all_log_probs,
+    head_log_probs,
+    head_sum_pi_squared,
+    head_top_log_probs,
+)
 
 
 def inputs(n: int, vocabulary: int, hidden: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -77,6 +85,20 @@ def test_no_positions_still_give_gradients() -> None:
     (log_probs.sum() + entropy.sum()).backward()
     assert weight.grad is not None and not weight.grad.any()
     assert hidden.grad is not None
+
+
+def test_no_positions_on_a_cut_head(group: None) -> None:
+    """A micro-batch in which nothing is trained, where every rank has a part of the vocabulary."""
+    hidden, weight, _, targets = inputs(7, 13, 5)
+    world = dist.group.WORLD
+    assert world is not None
+    shard = VocabShard(world, 0, 13)
+    log_probs, entropy = head_log_probs(hidden[:0], weight, None, targets[:0], temperature=0.6, want_entropy=True, shard=shard)
+    assert entropy is not None
+    (log_probs.sum() + entropy.sum()).backward()
+    assert weight.grad is not None and not weight.grad.any()
+    assert head_sum_pi_squared(hidden[:0], weight, None, temperature=0.6, shard=shard).shape == (0,)
+    assert head_top_log_probs(hidden[:0], weight, None, temperature=0.6, shard=shard).shape == (0, 2)
 
 
 def test_entropy_is_left_out_unless_wanted() -> None:

@@ -26,7 +26,6 @@ from workers.engine.hf_model import (
     DTYPES,
     PackedModel,
     empty_model,
-    export_model,
     load_model,
     model_config,
     model_flops,
@@ -230,7 +229,13 @@ class FSDPEngine(TrainEngine):
         return state
 
     def export_hf(self, path: str) -> None:
-        export_model(self._shell, self.export_weights(), path)
+        state = {}
+        for name, weight in self.export_weights():
+            if self._shell is not None:
+                state[name] = weight.to("cpu", self._shell.dtype) if weight.is_floating_point() else weight.cpu()
+        if self._shell is not None:  # whole: transformers may give weights other names in files than in the model
+            self._shell.save_pretrained(path, state_dict=state)
+        dist.barrier()
 
     def flops(self, lengths: list[int], *, backward: bool) -> float:
         n_params = sum(param.numel() for param in self._params.values())

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from workers.engine.attention import varlen
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -30,12 +32,17 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ContextCut:
-    """place: int64 (T / cp,), which tokens this rank holds. back: int64 (T,), where each token is when all ranks' are joined."""
+    """place: int64 (T / cp,), which tokens this rank holds. back: int64 (T,), where each token is when all ranks' are joined.
+
+    pieces: in the order of this rank's tokens. queries, seen: see attention.varlen.
+    """
 
     group: dist.ProcessGroup
     place: Tensor
     back: Tensor
     pieces: tuple[Piece, ...]
+    queries: tuple[Tensor, int]
+    seen: tuple[Tensor, int]
 
     @classmethod
     def of(cls, lengths: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> ContextCut:
@@ -53,7 +60,10 @@ class ContextCut:
                 start, stop = max(begin, low), min(end, high)
                 if start < stop:
                     pieces.append(Piece(first + start - low, first + stop - low, begin, stop))
-        return cls(group, places[rank], torch.cat(places).argsort(), tuple(pieces))
+        queries = [piece.stop - piece.start for piece in pieces]
+        seen = [piece.ends - piece.keys for piece in pieces]
+        back = torch.cat(places).argsort()
+        return cls(group, places[rank], back, tuple(pieces), ends_of(queries, device), ends_of(seen, device))
 
     def gather(self, mine: Tensor) -> Tensor:
         """(T / cp, ...) of each rank -> (T, ...), in order. The gradient is summed over the ranks: each uses all of it."""
@@ -65,18 +75,25 @@ class ContextCut:
         joined: Tensor = _Gather.apply(mine, self.group, False)
         return joined.index_select(0, self.back)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, scaling: float | None) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (T / cp, heads, D), k and v (T / cp, kv heads, D) -> (T / cp, heads, D)."""
         k, v = self.gather(k), self.gather(v)
+        if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+            k, v = (torch.cat([x[piece.keys : piece.ends] for piece in self.pieces]) for x in (k, v))
+            return varlen(q, k, v, self.queries, self.seen)
         parts = []
         for piece in self.pieces:
             queries = q[piece.start : piece.stop].transpose(0, 1)[None]
             keys, values = (x[piece.keys : piece.ends].transpose(0, 1)[None] for x in (k, v))
             n, m = queries.shape[2], keys.shape[2]
             seen = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
-            out = scaled_dot_product_attention(queries, keys, values, attn_mask=seen, scale=scaling, enable_gqa=True)
+            out = scaled_dot_product_attention(queries, keys, values, attn_mask=seen, enable_gqa=True)
             parts.append(out[0].transpose(0, 1))
         return torch.cat(parts)
+
+
+def ends_of(lengths: Sequence[int], device: torch.device) -> tuple[Tensor, int]:
+    return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32), max(lengths)
 
 
 class _Gather(torch.autograd.Function):

@@ -28,8 +28,8 @@ from transformers import PreTrainedModel
 from configs.schema.common import MegatronConfig
 from workers.batch import Batch
 from workers.engine.base import EngineMesh, EngineSpec, Loss, SavedFile, TrainEngine
-from workers.engine.checkpoint import Files, Shard, save_shard
-from workers.engine.hf_model import empty_model, export_model, model_config, model_files, model_flops
+from workers.engine.checkpoint import Files, Shard, save_shard, write_model
+from workers.engine.hf_model import empty_model, model_config, model_files, model_flops
 from workers.engine.megatron.exchange import Exchange
 from workers.engine.megatron.head import log_probs, values
 from workers.engine.megatron.model import PackedGPT, build_chunks, transformer_config
@@ -142,6 +142,9 @@ class MegatronEngine(TrainEngine):
     ) -> list[Any]:
         """``reduce`` of each micro-batch and its results, on the last stage; elsewhere nothing. Collective over a model."""
         self._assert_here("params")
+        several = len(self._model) > 1
+        if several:  # the interleaved schedule takes as many micro-batches at a time as there are stages
+            plan = (*plan, *[()] * (-len(plan) % self.megatron.pipeline_model_parallel_size))
         packs = [pack(micro_batch(batch, chosen, self.device), self.config, self._rotary, is_dummy=not chosen) for chosen in plan]
 
         def step(data: Iterator[Pack], model: Any) -> tuple[Tensor, Callable[..., Any]]:
@@ -149,7 +152,6 @@ class MegatronEngine(TrainEngine):
             hidden = model(one.input_ids[None], one.positions[None], None, packed_seq_params=one.packed)
             return hidden, lambda hidden, **_: reduce(one, self._results(one, hidden, outputs))
 
-        several = len(self._model) > 1
         made: list[Any] = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=[iter(packs) for _ in self._model] if several else iter(packs),
@@ -188,7 +190,7 @@ class MegatronEngine(TrainEngine):
         return None  # Megatron's tensors hold several of Hugging Face's
 
     def export_hf(self, path: str) -> None:
-        export_model(self._shell if self.mesh.rank == 0 else None, self.export_weights(), path)
+        write_model(self._shell if self.mesh.rank == 0 else None, self.export_weights(), Path(path))
 
     def _put_param(self, param: Tensor, whole: Tensor) -> None:
         with torch.no_grad():

@@ -18,6 +18,10 @@ from workers.engine.megatron.model import PackedGPT
 from workers.engine.megatron.weights import Line, table
 
 VALUE_HEAD = ("score.weight", "score.bias")
+FUSED_NORMS = {  # Transformer Engine's
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
 NOT_WEIGHTS = ("rotary_emb.inv_freq", "attention.bias", "masked_bias")  # older files have these buffers
 
 
@@ -102,9 +106,9 @@ class Exchange:
 
 
 def global_names(chunk: PackedGPT) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Layers count from the first of the model, not of the stage."""
+    """Layers count from the first of the model, not of the stage; norms have the names of layers that are not fused."""
     for name, param in chunk.named_parameters():
         if name.startswith("decoder.layers."):
             _, _, local, rest = name.split(".", 3)
-            name = f"decoder.layers.{chunk.decoder.layers[int(local)].layer_number - 1}.{rest}"
+            name = f"decoder.layers.{chunk.decoder.layers[int(local)].layer_number - 1}.{FUSED_NORMS.get(rest, rest)}"
         yield name, param

@@ -8,7 +8,11 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    HAVE_TE,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -16,7 +20,6 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -77,7 +80,7 @@ class PackedAttention(nn.Module):
         assert packed.cos is not None and packed.sin is not None and packed.rows is not None
         q, k = (rotate(x, packed.cos, packed.sin) for x in (query, key))
         if packed.cut is not None:
-            return packed.cut.attention(q, k, value, None)
+            return packed.cut.attention(q, k, value)
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, value))
         return packed_attention(self, q, k, v, None, packed_rows=packed.rows)[0][0]
 
@@ -144,6 +147,10 @@ def transformer_config(hf: PretrainedConfig, config: MegatronConfig, *, recomput
         "bf16": dtype == torch.bfloat16,
         "sequence_parallel": config.sequence_parallel and tp > 1,
         "variable_seq_lengths": True,
+        # The interleaved schedule sends both ways at once. As one batch that waits for a neighbour which runs another batch, and
+        # between two ranks, each the other's previous and next, it does not say which message is which. Each way apart does.
+        "overlap_p2p_comm": config.virtual_pipeline_model_parallel_size is not None,
+        "batch_p2p_comm": config.virtual_pipeline_model_parallel_size is None,
         "calculate_per_token_loss": True,  # losses are sums, and gradients are summed over ranks
         "moe_token_dispatcher_type": "alltoall",  # asked for with variable lengths
         "use_cpu_initialization": True,
@@ -225,11 +232,19 @@ def padded_vocab(size: int, tp: int) -> int:
 
 
 def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    spec: ModuleSpec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    attention.core_attention = PackedAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    """Transformer Engine's layers where it is installed, on CUDA; else Megatron's local ones, with a norm of ours. Core attention
+    is ours in both. override_transformer_config.transformer_impl=local: do without Transformer Engine.
+    """
+    if HAVE_TE and torch.cuda.is_available() and config.transformer_impl == "transformer_engine":
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        spec, norm = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm), TENorm
+    else:
+        spec, norm = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm"), RMSNorm
+        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
+        if config.qk_layernorm:
+            attention = spec.submodules.self_attention.submodules
+            attention.q_layernorm = attention.k_layernorm = norm
+    spec.submodules.self_attention.submodules.core_attention = PackedAttention
     n_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[spec] * n_layers, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[spec] * n_layers, layer_norm=norm)

@@ -44,7 +44,7 @@ class MegatronAdamW:
         )
         self._megatron = get_megatron_optimizer(settings, list(model))
         (self._inner,) = self._megatron.chained_optimizers
-        self._adamw: torch.optim.AdamW = self._inner.optimizer
+        self._adamw: torch.optim.Optimizer = self._inner.optimizer
         self.group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         for kept in (kept for group in self._adamw.param_groups for kept in group["params"]):
             # From the start, so that it can be loaded into; and each its own count, which a loaded state would share.
@@ -111,6 +111,9 @@ class MegatronAdamW:
         return [*mains, *(self._adamw.state[main][kind] for main in mains for kind in MOMENTS)]
 
     def set_steps(self, steps: int) -> None:
+        """torch counts with each parameter, Transformer Engine with each group."""
         self.steps = steps
         for state in self._adamw.state.values():
             state["step"].fill_(steps)
+        for group in self._adamw.param_groups:
+            group["step"] = steps

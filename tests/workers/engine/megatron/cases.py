@@ -69,7 +69,13 @@ def megatron_config(**changes: Any) -> MegatronConfig:
 
 
 def megatron_engine(
-    path: str, head: str = "lm", *, optimizer: OptimizerSpec | None = ADAMW, recompute: bool = False, **changes: Any
+    path: str,
+    head: str = "lm",
+    *,
+    optimizer: OptimizerSpec | None = ADAMW,
+    recompute: bool = False,
+    device: str = "cpu",
+    **changes: Any,
 ) -> MegatronEngine:
     """changes: see megatron_config."""
     model = ModelConfig(
@@ -77,16 +83,16 @@ def megatron_engine(
     )
     sharding = megatron_config(**changes)
     engine = make_engine(
-        EngineSpec(model=model, head=head, sharding=sharding, optimizer=optimizer, device="cpu", seed=1)  # type: ignore[arg-type]
+        EngineSpec(model=model, head=head, sharding=sharding, optimizer=optimizer, device=device, seed=1)  # type: ignore[arg-type]
     )
     assert isinstance(engine, MegatronEngine)
     return engine
 
 
 @contextmanager
-def ranks(path: Path, name: str, rank: int, size: int) -> Iterator[None]:
+def ranks(path: Path, name: str, rank: int, size: int, backend: str = "gloo") -> Iterator[None]:
     """A process group of its own: Megatron cuts a group in one way only."""
-    dist.init_process_group("gloo", init_method=f"file://{path / f'rendezvous_{name}_{size}'}", rank=rank, world_size=size)
+    dist.init_process_group(backend, init_method=f"file://{path / f'rendezvous_{name}_{size}'}", rank=rank, world_size=size)
     yield
     dist.destroy_process_group()
 
@@ -111,9 +117,40 @@ def trained(path: str, **changes: Any) -> dict[str, Any]:
         "round trip": exported(engine),
         "before": answers(engine, training_batch(0), OUTPUTS, max_tokens=80),
     }
+    reference = megatron_engine(path, optimizer=None, **changes)
+    found["reference"] = answers(reference, training_batch(0), OUTPUTS, max_tokens=80)
     found["metrics"] = train(engine, range(5))
     found["weights"] = exported(engine)
+    found["holds"] = holds(engine)
     return found
+
+
+def holds(engine: MegatronEngine) -> dict[str, Any]:
+    """What is on this rank: layers, parameters, numbers of the optimizer; and what a step works on there.
+
+    tokens: of each micro-batch, as a layer sees them. attended: how often a layer's attention runs in a step of one micro-batch.
+    """
+    tokens: list[int] = []
+    attended: list[int] = []
+    layer = engine._chunks[0].decoder.layers[0]
+    hooks = [
+        layer.mlp.register_forward_hook(lambda module, args, out: tokens.append(args[0].shape[0])),
+        layer.self_attention.core_attention.register_forward_hook(lambda *_: attended.append(1)),
+    ]
+    shares, _ = cut(training_batch(0), engine.mesh.dp_size, max_tokens=200)
+    share = shares[engine.mesh.dp_rank]
+    engine.accumulate(share, (tuple(range(len(share))),), ToyLoss())
+    for hook in hooks:
+        hook.remove()
+    assert engine._optimizer is not None
+    return {
+        "layers": [layer.layer_number for chunk in engine._chunks for layer in chunk.decoder.layers],
+        "parameters": sum(param.numel() for chunk in engine._chunks for param in chunk.parameters()),
+        "moments": sum(tensor.numel() for tensor in engine._own_state()),
+        "share": share.total_tokens,
+        "tokens": tokens[0],
+        "attended": len(attended),
+    }
 
 
 def trained_critic(path: str, **changes: Any) -> dict[str, Any]:

@@ -24,6 +24,7 @@ TRAINED: dict[int, dict[str, tuple[str, Changes]]] = {
         "tp2 qwen3": ("qwen3", {"tp": 2, "sequence_parallel": True}),
         "pp2": ("qwen2", {"pp": 2}),
         "pp2 tied": ("tied", {"pp": 2}),
+        "pp2 vpp2": ("tied", {"pp": 2, "vpp": 2}),
         "pp2 llama": ("llama", {"pp": 2, "recompute": True}),
         "dp2": ("qwen2", {}),
         "dp2 distributed": ("qwen2", {"use_distributed_optimizer": True}),
@@ -32,6 +33,16 @@ TRAINED: dict[int, dict[str, tuple[str, Changes]]] = {
     4: {
         "tp2 pp2 sp": ("tied", {"tp": 2, "pp": 2, "sequence_parallel": True, "use_distributed_optimizer": True}),
     },
+}
+SOAK: dict[str, tuple[str, Changes]] = {  # with those above, every pair of ways to cut; four ranks each
+    "tp2 dp2 sp": ("qwen3", {"tp": 2, "sequence_parallel": True, "use_distributed_optimizer": True}),
+    "tp2 cp2 sp": ("qwen2", {"tp": 2, "cp": 2, "sequence_parallel": True, "recompute": True, "use_distributed_optimizer": True}),
+    "pp2 dp2": ("tied", {"pp": 2, "recompute": True, "use_distributed_optimizer": True}),
+    "pp2 cp2": ("tied", {"pp": 2, "cp": 2}),
+    "cp2 dp2": ("llama", {"cp": 2, "use_distributed_optimizer": True}),
+    "pp2 vpp2 tp2 sp": ("qwen3", {"pp": 2, "vpp": 2, "tp": 2, "sequence_parallel": True}),
+    "pp2 vpp2 dp2": ("tied", {"pp": 2, "vpp": 2, "recompute": True, "use_distributed_optimizer": True}),
+    "pp2 vpp2 cp2": ("qwen2", {"pp": 2, "vpp": 2, "cp": 2}),
 }
 CRITICS: dict[int, dict[str, Changes]] = {
     2: {"tp2 sp": {"tp": 2, "sequence_parallel": True}, "pp2": {"pp": 2}, "cp2": {"cp": 2, "use_distributed_optimizer": True}},
@@ -48,8 +59,18 @@ RESHARDED: tuple[tuple[str, Changes | None], ...] = (
 )
 INVARIANT: dict[int, dict[str, Changes]] = {
     1: {"one": {}},
-    2: {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {}, "cp2": {"cp": 2}},
+    2: {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "pp2 vpp2": {"pp": 2, "vpp": 2}, "dp2": {}, "cp2": {"cp": 2}},
 }
+
+
+def soak(rank: int, directory: str, models: dict[str, str]) -> None:
+    torch.set_num_threads(1)
+    path = Path(directory)
+    found: dict[str, Any] = {}
+    for name, (model, changes) in SOAK.items():
+        with ranks(path, f"soak {name}", rank, 4):
+            found[name] = trained(models[model], **changes)
+    torch.save(found, path / f"soak_{rank}.pt")
 
 
 def main(rank: int, size: int, directory: str, models: dict[str, str]) -> None:
