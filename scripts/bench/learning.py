@@ -3,7 +3,7 @@
     python scripts/bench/learning.py                              # every method, seeds 21 22 23, 60 steps: 15 minutes
     python scripts/bench/learning.py --methods grpo rloo --picture docs/learning.png
     python scripts/bench/learning.py --engines embedded vllm sglang      # GRPO on each of them, 120 steps
-    python scripts/bench/learning.py --megatron grpo-tp2 grpo-pp2 ppo-tp2 ppo-pp2    # two workers, 60 steps
+    python scripts/bench/learning.py --megatron grpo-tp2 grpo-pp2 ppo-tp2 ppo-pp2    # two workers, 80 steps
 
 Each seed has a model of its own, warmed up as scripts/quickstart.sh does it. Methods run one after the other.
 """
@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-STEPS, ENGINE_STEPS, TEST_FREQ = 60, 120, 10
+STEPS, ENGINE_STEPS, MEGATRON_STEPS, TEST_FREQ = 60, 120, 80, 10
 SEEDS = (21, 22, 23)
 ACTOR = "actor_rollout_ref.actor"
 LOSS = f"{ACTOR}.policy_loss.loss_mode"
@@ -113,7 +113,12 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--picture", type=Path)
     arguments = parser.parse_args()
-    ways, shape, steps = (ENGINES, HEADS, ENGINE_STEPS) if arguments.engines else (METHODS | MEGATRON, (), STEPS)
+    shape = HEADS if arguments.engines else ()
+    ways, steps = METHODS, STEPS
+    if arguments.engines:
+        ways, steps = ENGINES, ENGINE_STEPS
+    if arguments.megatron:
+        ways, steps = MEGATRON, MEGATRON_STEPS
     with tempfile.TemporaryDirectory() as folder:
         warm = {seed: warm_up(Path(folder), seed, *shape) for seed in arguments.seeds}
         curves: dict[str, list[Curve]] = {}
