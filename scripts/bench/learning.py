@@ -3,6 +3,7 @@
     python scripts/bench/learning.py                              # every method, seeds 21 22 23, 60 steps: 15 minutes
     python scripts/bench/learning.py --methods grpo rloo --picture docs/learning.png
     python scripts/bench/learning.py --engines embedded vllm sglang      # GRPO on each of them, 120 steps
+    python scripts/bench/learning.py --megatron grpo-tp2 grpo-pp2 ppo-tp2 ppo-pp2    # two workers, 80 steps
 
 Each seed has a model of its own, warmed up as scripts/quickstart.sh does it. Methods run one after the other.
 """
@@ -16,7 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-STEPS, ENGINE_STEPS, TEST_FREQ = 60, 120, 10
+STEPS, ENGINE_STEPS, MEGATRON_STEPS, TEST_FREQ = 60, 120, 80, 10
 SEEDS = (21, 22, 23)
 ACTOR = "actor_rollout_ref.actor"
 LOSS = f"{ACTOR}.policy_loss.loss_mode"
@@ -37,6 +38,12 @@ ENGINES: dict[str, tuple[str, ...]] = {
     "embedded": (),
     "vllm": ("rollout=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"),
     "sglang": ("rollout=sglang", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"),
+}
+MEGATRON_ACTOR = ("trainer.n_gpus_per_node=2", f"{ACTOR}.strategy=megatron")
+MEGATRON: dict[str, tuple[str, ...]] = {
+    f"{method}-{cut}2": (*METHODS[method], *MEGATRON_ACTOR, f"{ACTOR}.megatron.{size}=2")
+    for method in ("grpo", "ppo")
+    for cut, size in (("tp", "tensor_model_parallel_size"), ("pp", "pipeline_model_parallel_size"))
 }
 HEADS = ("--num_attention_heads=3", "--num_key_value_heads=1")  # of 32 numbers: on CPU vLLM has attention for no smaller ones
 Curve = list[tuple[int, float]]
@@ -102,14 +109,20 @@ def main() -> None:
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), help="each on the embedded engine")
     choice.add_argument("--engines", nargs="+", choices=list(ENGINES), help="GRPO on each")
+    choice.add_argument("--megatron", nargs="+", choices=list(MEGATRON), help="two workers with one model")
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--picture", type=Path)
     arguments = parser.parse_args()
-    ways, shape, steps = (ENGINES, HEADS, ENGINE_STEPS) if arguments.engines else (METHODS, (), STEPS)
+    shape = HEADS if arguments.engines else ()
+    ways, steps = METHODS, STEPS
+    if arguments.engines:
+        ways, steps = ENGINES, ENGINE_STEPS
+    if arguments.megatron:
+        ways, steps = MEGATRON, MEGATRON_STEPS
     with tempfile.TemporaryDirectory() as folder:
         warm = {seed: warm_up(Path(folder), seed, *shape) for seed in arguments.seeds}
         curves: dict[str, list[Curve]] = {}
-        for way in arguments.engines or arguments.methods:
+        for way in arguments.engines or arguments.megatron or arguments.methods:
             curves[way] = [learn(model, Path(folder) / f"{way}-{seed}", seed, ways[way], steps) for seed, model in warm.items()]
             first_last = [f"{curve[0][1]:.2f} -> {curve[-1][1]:.2f}" for curve in curves[way]]
             print(f"{way}: {', '.join(first_last)}; median rise {rise(curves[way]):.2f}", file=sys.stderr, flush=True)

@@ -25,6 +25,7 @@ PPO = (
     "algorithm.kl_ctrl.horizon=100", "critic.normalize_targets=true",
 )  # fmt: skip
 GRPO = ("algorithm=grpo", "actor_rollout_ref.actor.use_kl_loss=true")
+MEGATRON = ("actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2")
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +100,7 @@ SOAK: dict[str, tuple[tuple[str, ...], int, list[Kill]]] = {
         Kill(2, "reward"), Kill(3, "update_actor", 0.02, "workers"), Kill(4, "sync", "end", "alone"),
         Kill(6, "remove", first="workers"), Kill(8, "latest"),
     ]),
+    "ppo_megatron": ((*PPO, *MEGATRON), 2, [Kill(2, "update_critic", 0.02, "workers"), Kill(3, "save_checkpoint", 0.02)]),
 }  # fmt: skip
 
 

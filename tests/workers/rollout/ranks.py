@@ -1,4 +1,4 @@
-"""An actor with FSDP2 shards and a rollout engine beside it on two ranks, on Ray."""
+"""An actor, with FSDP2 shards if nothing else is said, and a rollout engine beside it on two ranks, on Ray."""
 
 from pathlib import Path
 from typing import Literal
@@ -6,11 +6,11 @@ from typing import Literal
 import torch
 from transformers import AutoModelForCausalLM
 
-from configs.schema.common import Dtype
+from configs.schema.common import Dtype, Sharding
 from tests.trainer.watchdogs import watchdog
 from tests.workers.engine.toy import toy_batch
 from tests.workers.rollout.engines import ragged_prompts, request, spec_of
-from tests.workers.rollout.vllm_hosts import ACTOR_LOSS, LENGTH, actor_spec, greedy_error, make_small
+from tests.workers.rollout.vllm_hosts import ACTOR_LOSS, FSDP, LENGTH, actor_spec, greedy_error, make_small
 from trainer.budget import Budget
 from trainer.remote import RemoteModel, RemoteRollout
 from workers.batch import Batch
@@ -34,15 +34,17 @@ class Run:
         self,
         group: WorkerGroup,
         path: Path,
-        engine: Literal["vllm", "sglang"],
+        engine: Literal["embedded", "vllm", "sglang"],
         tensor_model_parallel_size: int,
         *,
         verify_weights: Literal["sample", "full"],
         dtype: Dtype = "float32",
-        num_key_value_heads: int = 2,
+        sharding: Sharding = FSDP,
+        **changes: object,
     ) -> None:
+        """changes: of the model's configuration."""
         self.size, self.path = tensor_model_parallel_size, path
-        make_small(path, num_key_value_heads=num_key_value_heads)
+        make_small(path, **changes)
         patient = watchdog(path)
         rollout = spec_of(
             str(path), name=engine, max_model_len=LENGTH, slots=16, tensor_model_parallel_size=tensor_model_parallel_size,
@@ -51,7 +53,7 @@ class Run:
         self.sync_spoiled = lambda name, place: group.call("sync_spoiled", name, place).result()
         limits = Limits(max_tokens=LENGTH)
         self.actor = RemoteModel(
-            group, "actor", actor_spec(rollout.model), ACTOR_LOSS, forward_limits=limits, train_limits=limits,
+            group, "actor", actor_spec(rollout.model, sharding), ACTOR_LOSS, forward_limits=limits, train_limits=limits,
             budget=Budget("actor"), attention_cost=0.0, watchdog=patient,
         )  # fmt: skip
         self.rollout = RemoteRollout(group, rollout, "actor", patient)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from configs.schema.common import FSDPConfig, ModelConfig
+from configs.schema.common import FSDPConfig, ModelConfig, Sharding
 from tests.workers.engine.toy import ToyLoss
 from tests.workers.rollout.engines import log_prob_error, make_model, one_off, request, spec_of, spoil_loading
 from workers.controller.group import WorkerInfo
@@ -35,6 +35,9 @@ CPU_BUILD = pytest.mark.skipif(DEVICE == "cuda", reason="of vLLM's CPU build alo
 VLLM = pytest.mark.skipif(DEVICE == "cuda" and find_spec("vllm") is None, reason="scripts/setup_env.sh installs no vLLM on a GPU")
 """For one module alone: on CUDA a process can have one engine with vLLM's sleep mode, and no other after it."""
 
+FSDP = FSDPConfig(
+    model_dtype="float32", dtype="float32", reshard_after_forward=True, param_offload=False, optimizer_offload=False
+)
 ACTOR_LOSS = LossSpec("tests.workers.rollout.vllm_hosts:toy_loss", None)
 
 
@@ -50,13 +53,11 @@ def make_small(path: Path, architecture: str = "qwen2", **changes: object) -> Pr
     return make_model(path, architecture, **(SIZES | changes))
 
 
-def actor_spec(model: ModelConfig) -> EngineSpec:
+def actor_spec(model: ModelConfig, sharding: Sharding = FSDP) -> EngineSpec:
     return EngineSpec(
         model=model,
         head="lm",
-        sharding=FSDPConfig(
-            model_dtype="float32", dtype="float32", reshard_after_forward=True, param_offload=False, optimizer_offload=False
-        ),
+        sharding=sharding,
         optimizer=OptimizerSpec(
             lr=1e-2, betas=(0.9, 0.999), weight_decay=0.0, schedule="constant", warmup_steps=0, total_steps=10,
             min_lr_ratio=0.0, num_cycles=0.5, clip_grad=1.0,

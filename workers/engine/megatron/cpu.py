@@ -10,13 +10,14 @@ import os
 from collections.abc import Callable
 from typing import Any, cast
 
+from workers.controller.session import set_environment
+
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like")
 
 
 @functools.cache
 def pretend_cuda() -> None:
     """Once a process, before megatron.core is imported."""
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # megatron compiles small functions; the CPU need not have a compiler
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # asked for with sequence parallelism
     import torch
     from torch.utils._device import _device_constructors
@@ -35,7 +36,11 @@ def pretend_cuda() -> None:
     torch.cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     torch.cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     cast(Any, torch.cuda).manual_seed = torch.manual_seed
-    from megatron.core.tensor_parallel import random
+    # Megatron compiles small functions; the CPU need not have a compiler. Children, SGLang's among them, have the variable not.
+    with set_environment({"TORCHDYNAMO_DISABLE": "1"}):
+        from megatron.core import jit
+        from megatron.core.tensor_parallel import random
+    jit.disable_jit_fuser()  # of what is loaded from here on
 
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
