@@ -54,6 +54,12 @@ def no_process_left_behind() -> Iterator[None]:
     assert not named, f"left behind: {named}"
 
 
+def shared_folder(temporary: pytest.TempPathFactory) -> Path:
+    """Of all test processes of this run: with pytest -n each has a folder of its own in it."""
+    own = temporary.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """With several test processes (pytest -n), a test marked ``alone`` waits until no other one runs, and the others wait for it.
