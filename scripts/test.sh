@@ -16,5 +16,5 @@ if [ "${1:-}" = soak ]; then
 fi
 "$python" -m ruff check .
 "$python" -m mypy
-[ $# -gt 0 ] || set -- -n 2 --dist loadfile
+[ $# -gt 0 ] || set -- -n 2 --dist loadfile --no-loadscope-reorder
 exec "$python" -m pytest "$@" </dev/null
