@@ -1,17 +1,17 @@
-"""Rules for every test: one thread a process, no process left behind, and the machine for itself where it is asked for."""
+"""Rules for every test: one thread a process, no process left behind, and turns where there are several test processes."""
 
-import fcntl
 import os
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from hypothesis import settings
+
+from tests.turns import pytest_runtest_protocol  # noqa: F401 - a hook
 
 settings.register_profile("tandem", deadline=None, derandomize=True)  # the same examples every time
 settings.load_profile("tandem")
@@ -58,18 +58,3 @@ def shared_folder(temporary: pytest.TempPathFactory) -> Path:
     """Of all test processes of this run: with pytest -n each has a folder of its own in it."""
     own = temporary.getbasetemp()
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """With several test processes (pytest -n), a test marked ``alone`` waits until no other one runs, and the others wait for it.
-    Tests hold ``machine``, together or alone; the way to it is through ``turn``, so that whoever waits alone comes next."""
-    with ExitStack() as held:
-        if "PYTEST_XDIST_WORKER" in os.environ:
-            shared = Path(item.config.getoption("basetemp")).parent
-            machine, turn = (held.enter_context((shared / name).open("w")) for name in ("machine", "turn"))
-            held.callback(fcntl.flock, machine, fcntl.LOCK_UN)  # closing is not enough: what the test has forked has it open too
-            fcntl.flock(turn, fcntl.LOCK_EX)
-            fcntl.flock(machine, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
-            fcntl.flock(turn, fcntl.LOCK_UN)
-        return (yield)
