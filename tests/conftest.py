@@ -52,9 +52,3 @@ def no_process_left_behind() -> Iterator[None]:
     for process in left:
         process.kill()
     assert not named, f"left behind: {named}"
-
-
-def shared_folder(temporary: pytest.TempPathFactory) -> Path:
-    """Of all test processes of this run: with pytest -n each has a folder of its own in it."""
-    own = temporary.getbasetemp()
-    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own

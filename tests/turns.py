@@ -1,8 +1,11 @@
-"""With several test processes (pytest -n), a test marked ``alone`` has no other test beside it. A plugin that conftest.py has."""
+"""Several test processes (pytest -n): a test marked ``alone`` has no other beside it, and what is dear is made once for all.
+
+conftest.py has it as a plugin.
+"""
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,3 +35,19 @@ def turn(folder: Path, *, alone: bool) -> Iterator[None]:
             yield
         finally:
             fcntl.flock(here, fcntl.LOCK_UN)  # closing is not enough: processes that were forked meanwhile have it open too
+
+
+def shared_folder(temporary: pytest.TempPathFactory) -> Path:
+    """Of all test processes of this run."""
+    own = temporary.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+def made_once(path: Path, make: Callable[[Path], None]) -> Path:
+    """A directory in which ``make`` has written what it makes, in the test process that asked first; the others wait for it."""
+    with path.with_suffix(".making").open("w") as making:
+        fcntl.flock(making, fcntl.LOCK_EX)
+        if not path.exists():
+            path.mkdir()
+            make(path)
+    return path

@@ -1,4 +1,4 @@
-"""Tests that are alone, among several test processes."""
+"""Turns of several test processes."""
 
 import json
 import multiprocessing
@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Event
 
 from tests.layout.source import ROOT
-from tests.turns import turn
+from tests.turns import made_once, turn
 
 TESTS = """
 import json, time
@@ -89,3 +89,19 @@ def test_what_was_forked_holds_nobody_up(tmp_path: Path) -> None:
         assert child.is_alive()
     child.kill()
     child.join()
+
+
+def test_what_is_made_once_is_whole_for_all(tmp_path: Path) -> None:
+    makers = []
+
+    def make(path: Path) -> None:
+        makers.append(path)
+        time.sleep(0.2)
+        (path / "whole").touch()
+
+    def ask(_: int) -> bool:
+        return (made_once(tmp_path / "dear", make) / "whole").exists()
+
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(ask, range(3))) == [True] * 3
+    assert makers == [tmp_path / "dear"]

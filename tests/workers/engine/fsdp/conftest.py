@@ -1,6 +1,6 @@
 """What two ranks found out: one pair of processes for all tests that need two."""
 
-import fcntl
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.multiprocessing
 
-from tests.conftest import shared_folder
+from tests.turns import made_once, shared_folder
 from tests.workers.engine.fsdp.cases import exported, train
 from tests.workers.engine.fsdp.two_ranks import main
 from tests.workers.engine.toy import one_rank, toy_engine
@@ -19,16 +19,11 @@ Found = dict[str, Any]
 @pytest.fixture(scope="session")
 def two_ranks(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Found]]:
     """(Their directory, what each rank found by name.) The first to ask has it made, also for the other test processes."""
-    path = shared_folder(tmp_path_factory) / "two_ranks"
-    with path.with_suffix(".lock").open("w") as making:
-        fcntl.flock(making, fcntl.LOCK_EX)
-        if not path.exists():
-            path.mkdir()
-            find_out(path, models)
+    path = made_once(shared_folder(tmp_path_factory) / "two_ranks", partial(find_out, models))
     return path, [torch.load(path / f"rank_{rank}.pt", weights_only=True) for rank in range(2)]
 
 
-def find_out(path: Path, models: dict[str, str]) -> None:
+def find_out(models: dict[str, str], path: Path) -> None:
     with one_rank(path):
         engine = toy_engine(models["qwen2"])
         train(engine, range(2))
