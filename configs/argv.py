@@ -182,10 +182,11 @@ def normalise_tree(tree: Mapping[str, Any], schema: type, typed: Collection[str]
     return nested, notes
 
 
-def groups_of(root: str) -> list[str]:
+@cache
+def groups_of(root: str) -> tuple[str, ...]:
     """The groups in the defaults list of a root YAML, in its order."""
     tree: Any = OmegaConf.load(CONFIG_DIR / f"{root}.yaml")
-    return [name for entry in tree.defaults if entry != "_self_" for name in entry]
+    return tuple(name for entry in tree.defaults if entry != "_self_" for name in entry)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Rules for every test: one thread a process, and no process left behind."""
+"""Rules for every test: one thread a process, no process left behind, and turns where there are several test processes."""
 
 import os
 import time
@@ -10,6 +10,8 @@ import psutil
 import pytest
 import torch
 from hypothesis import settings
+
+from tests.turns import pytest_runtest_protocol  # noqa: F401 - a hook
 
 settings.register_profile("tandem", deadline=None, derandomize=True)  # the same examples every time
 settings.load_profile("tandem")

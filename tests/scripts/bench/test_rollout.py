@@ -6,20 +6,25 @@ from typing import Any
 
 import pytest
 
-from scripts.bench.rollout import ratios
+from scripts.bench import rollout
 from tests.workers.rollout.vllm_hosts import CPU_BUILD
 
 ROOT = Path(__file__).parents[3]
 
 
 def bench(*arguments: str) -> dict[str, Any]:
+    """In a process of its own, whose output is the report and nothing else."""
     command = [sys.executable, "-m", "scripts.bench.rollout", "--quick", *arguments]
     return json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)["workloads"]
 
 
-def test_a_quick_run_compares_equal_numbers_of_tokens() -> None:
+def test_a_quick_run_compares_equal_numbers_of_tokens(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """scripts/bench/rollout.py itself refuses a contender that makes more or fewer."""
-    report = bench("--engines", "embedded")
+    monkeypatch.setattr(sys, "argv", ["rollout.py", "--quick", "--engines", "embedded"])
+    rollout.main()
+    report = json.loads(capsys.readouterr().out)["workloads"]
     assert set(report) == {"ragged", "even", "quickstart"}
     for name, result in report.items():
         assert result["requests"] == 16 and result["response_tokens"] >= 16, name
@@ -40,5 +45,5 @@ def test_engines_beside_each_other_and_one_that_does_not_take_the_model() -> Non
 
 def test_a_ratio_is_of_speed_and_of_one_round() -> None:
     """A round in which the machine was busy slows both."""
-    found = ratios({"a": [1.0, 10.0, 2.0], "b": [0.5, 5.0, 4.0]}, "a")
+    found = rollout.ratios({"a": [1.0, 10.0, 2.0], "b": [0.5, 5.0, 4.0]}, "a")
     assert found == {"a": 1.0, "b": pytest.approx(2.0)}

@@ -270,6 +270,7 @@ def test_built_in_scorers_and_an_unknown_source(num_workers: int) -> None:
             runner.score([*known, Answer("chess", "e4", "e4", {}, finished=True)])
 
 
+@pytest.mark.alone
 def test_a_warm_pool_is_quick() -> None:
     """4,096 GSM8K answers take 0.05 s on two idle cores, 256 short ones 3 ms. The bounds leave room for a busy machine."""
     solution = "She sold 48 / 2 = <<48/2=24>>24 clips in May, and 48 + 24 altogether.\n" * 4

@@ -328,6 +328,7 @@ def test_an_argument_for_all_is_put_once(backend: RayBackend) -> None:
     assert not isinstance(ship(small), ray.ObjectRef) and ship(small) is ship(small)
 
 
+@pytest.mark.alone
 def test_a_large_batch_travels_at_the_speed_of_numpy(backend: RayBackend) -> None:
     """100 MB to a worker and back: at most 4 x Ray's own round trip of the same bytes as numpy arrays, which is zero-copy (ours
     copies once at each end; torch tensors take 8 x). The best of several, of more if the machine is busy with something else."""

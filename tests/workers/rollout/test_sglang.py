@@ -145,8 +145,9 @@ def test_what_waits_can_be_aborted(engine: SGLangRollout) -> None:
 
 
 def test_running_answers_go_on_with_new_weights(engine: SGLangRollout, model: PreTrainedModel) -> None:
-    requests = [request(i, prompt, temperature=0.0, ignore_eos=True, max_tokens=3 if i == 0 else 40 + i)
-                for i, prompt in enumerate(ragged_prompts(5))]  # fmt: skip
+    lengths = (3, 40, 90, 140, 200)  # far apart: SGLang goes on while this process is busy with something else
+    requests = [request(i, prompt, temperature=0.0, ignore_eos=True, max_tokens=length)
+                for i, (prompt, length) in enumerate(zip(ragged_prompts(5), lengths, strict=True))]  # fmt: skip
     expected = engine.generate(requests)
     engine.submit(requests)
     done = engine.step()

@@ -1,0 +1,53 @@
+"""Several test processes (pytest -n): a test marked ``alone`` has no other beside it, and what is dear is made once for all.
+
+conftest.py has it as a plugin.
+"""
+
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Waiting comes before pytest-timeout's clock starts."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return (yield)
+    with turn(Path(item.config.getoption("basetemp")).parent, alone=item.get_closest_marker("alone") is not None):
+        return (yield)
+
+
+@contextmanager
+def turn(folder: Path, *, alone: bool) -> Iterator[None]:
+    """Beside others that are not alone, or when nobody else is here. Who waits to be alone comes before those that come later.
+
+    folder: the same for all processes.
+    """
+    with (folder / "here").open("w") as here, (folder / "door").open("w") as door:
+        fcntl.flock(door, fcntl.LOCK_EX)
+        fcntl.flock(here, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(door, fcntl.LOCK_UN)
+        try:
+            yield
+        finally:
+            fcntl.flock(here, fcntl.LOCK_UN)  # closing is not enough: processes that were forked meanwhile have it open too
+
+
+def shared_folder(temporary: pytest.TempPathFactory) -> Path:
+    """Of all test processes of this run."""
+    own = temporary.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+def made_once(path: Path, make: Callable[[Path], None]) -> Path:
+    """A directory in which ``make`` has written what it makes, in the test process that asked first; the others wait for it."""
+    with path.with_suffix(".making").open("w") as making:
+        fcntl.flock(making, fcntl.LOCK_EX)
+        if not path.exists():
+            path.mkdir()
+            make(path)
+    return path
