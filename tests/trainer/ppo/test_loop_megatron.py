@@ -13,6 +13,10 @@ from tests.runs import make_task, repeatable, run_ppo
 from trainer import main_export
 from trainer.run_dir import SAMPLES
 
+pytestmark = [  # pytest has filters of its own for each test, without those of workers.engine.megatron
+    pytest.mark.filterwarnings(r"ignore:::megatron\."),
+    pytest.mark.filterwarnings(r"ignore:`torch\.distributed:FutureWarning"),
+]
 PPO = (
     "algorithm=ppo", "algorithm.use_kl_in_reward=true", "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
     "trainer.total_training_steps=3", "trainer.save_freq=1",
