@@ -4,7 +4,7 @@ import shutil
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -181,22 +181,33 @@ def test_a_missing_engine_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Recorder:
-    """In SGLang's place. Notes what is asked."""
+    """In SGLang's place. Notes what is asked; and how many calls have no answer, on ranks and otherwise."""
 
     facts: ClassVar[dict[str, int]] = {"max_total_num_tokens": 1}
 
     def __init__(self, arguments: object, environment: object) -> None:
         self.calls: list[str] = []
+        self.begun = self.on_ranks = 0
 
     def call(self, method: str, *args: object) -> None:
-        self.calls.append(method)
+        self.begin(method)
+        self.begun = 0
 
-    begin = begin_on_ranks = call
+    def begin(self, method: str, *args: object) -> None:
+        assert self.on_ranks == 0, "an update ends when all is there"
+        self.calls.append(method)
+        self.begun += 1
+
+    def begin_on_ranks(self, method: str, *args: object) -> None:
+        assert self.begun == 0, "SGLang has said that it takes weights"
+        self.calls.append(method)
+        self.on_ranks += 1
 
     def wait(self, left: int = 0) -> None:
-        pass
+        self.begun = min(left, self.begun)
 
-    wait_for_ranks = wait
+    def wait_for_ranks(self, left: int = 0) -> None:
+        self.on_ranks = min(left, self.on_ranks)
 
 
 def test_no_bucket_outlives_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,9 +229,16 @@ def test_no_bucket_outlives_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyP
             peak = max(peak, sum(storage.nbytes() for storage in alive))
             yield name, tensor
 
+    recorder, fill = engine.engine, SharedBucket.views
+    assert isinstance(recorder, Recorder)
+
+    def fill_one_that_is_free(bucket: SharedBucket, named: Sequence[tuple[str, torch.Tensor]]) -> object:
+        assert recorder.on_ranks <= 1, "of two buckets the other one alone may be in use"
+        return fill(bucket, named)
+
+    monkeypatch.setattr(SharedBucket, "views", fill_one_that_is_free)
     engine.load_weights(gathered(), 1)
-    assert isinstance(engine.engine, Recorder)
-    begin, update, *loads, end, flush = engine.engine.calls
+    begin, update, *loads, end, flush = recorder.calls
     assert (begin, update, end, flush) == ("begin_update", "update", "end_update", "flush")
     assert set(loads) == {"load"} and len(loads) > 2
     assert peak <= engine.bucket_bytes + 2 * largest, "and the two that are on their way"
