@@ -164,7 +164,7 @@ class Findings:
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """False proves nothing. On CPU numpy's comparison: 5 (float32) to 9 (bfloat16) times as fast as torch.equal."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
+    if one.dtype != other.dtype:
         return False
     one, other = (tensor.view(WORDS[tensor.itemsize]) for tensor in (one, other))
     return torch.equal(one, other) if one.is_cuda else np.array_equal(one.numpy(), other.numpy())
