@@ -27,6 +27,7 @@ from workers.rollout.sglang_client import Client, SharedBucket, buckets
 from workers.rollout.verification import HeldWeight, Lines, cost_of_reading
 from workers.rollout.weights import ExpectedWeights
 
+AHEAD = 2**25  # bytes that are filled on CPU while SGLang takes as many: of a larger bucket less would be
 NO_WEIGHTS = bytes(ForkingPickler.dumps([]))
 RESERVED = 8  # tokens of its context that SGLang keeps from prompts and answers (6 of them at 0.5.23)
 ENVIRONMENT = {
@@ -65,7 +66,8 @@ class SGLangRollout(Rollout):
         self.tensor_parallel_size = spec.rollout.tensor_model_parallel_size
         self.max_length = spec.max_model_len
         self.dtype = DTYPES[spec.rollout.dtype]
-        self.bucket_bytes = spec.rollout.update_weights_bucket_megabytes * 2**20 // 2  # as many are gathered meanwhile
+        allowed = spec.rollout.update_weights_bucket_megabytes * 2**20 // 2  # as many are gathered meanwhile
+        self.bucket_bytes = min(allowed, AHEAD) if spec.device == "cpu" else allowed
         self.device = torch.device("cpu") if spec.device == "cpu" else torch.device("cuda", place.local_rank)
         model = empty_model(spec.model, model_config(spec.model, "lm"), "lm", self.dtype).hf
         self.expected = ExpectedWeights(model)

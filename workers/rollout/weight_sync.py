@@ -105,7 +105,7 @@ class WeightSync:
         return self.source.export_weights(dtype=DTYPES[self.config.dtype])
 
     def _due(self) -> list[Lines]:
-        """Found for all turns at once: a sync empties the caches of the processor, and to go through all weights then takes time."""
+        """Found for all turns at once: a sync empties the processor's caches, and going through all weights then takes time."""
         self._turns = self._turns or [list(due(self._held_weights(), turn)) for turn in range(TURNS)]
         return self._turns[self._turn % TURNS]
 

@@ -210,6 +210,17 @@ class Recorder:
         self.on_ranks = min(left, self.on_ranks)
 
 
+def test_two_buckets_are_what_the_key_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPU there are small ones, so that there is a next one to fill while SGLang takes one."""
+    monkeypatch.setattr("workers.rollout.sglang.Client", Recorder)
+    make_small(tmp_path)
+    found = {}
+    for device, megabytes in (("cpu", 2048), ("cpu", 8), ("cuda", 2048)):
+        spec = replace(spec_of(str(tmp_path), name="sglang", update_weights_bucket_megabytes=megabytes), device=device)
+        found[device, megabytes] = SGLangRollout(spec, place()).bucket_bytes // 2**20
+    assert found == {("cpu", 2048): 32, ("cpu", 8): 4, ("cuda", 2048): 1024}
+
+
 def test_no_bucket_outlives_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While one is gathered, the tensors of the one before are gone: beside the shared memory there is one at a time."""
     monkeypatch.setattr("workers.rollout.sglang.Client", Recorder)
