@@ -163,7 +163,8 @@ class Findings:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """False proves nothing. On CPU numpy's comparison: 5 (float32) to 9 (bfloat16) times as fast as torch.equal."""
+    """False proves nothing. On CPU numpy compares, 5 (float32) to 9 (bfloat16) times as fast as torch.equal in the processor's
+    cache, 1.5 to 2.4 times outside of it."""
     if one.dtype != other.dtype:
         return False
     one, other = (tensor.view(WORDS[tensor.itemsize]) for tensor in (one, other))
