@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from workers.roles.model import ModelRole
 from workers.roles.rollout import RolloutRole
 from workers.rollout.base import Rollout, RolloutSpec
 from workers.rollout.sglang import SGLangRollout
-from workers.rollout.sglang_client import SharedBucket, shared_payload
+from workers.rollout.sglang_client import SharedBucket
 from workers.rollout.vllm import VLLMRollout
 from workers.rollout.weight_sync import WeightSync
 
@@ -154,11 +155,11 @@ def bare_call(rollout: Rollout, ready: Sequence[tuple[str, Tensor]], dtype: torc
     if isinstance(rollout, VLLMRollout):
         return lambda: rollout._on_worker("reload_weights", weights_iterator=iter(ready))
     if isinstance(rollout, SGLangRollout) and rollout.engine is not None:
-        client, there = rollout.engine, SharedBucket(rollout.device, dtype).views(ready)
+        client, there = rollout.engine, SharedBucket(2, rollout.device, dtype).views(ready)
 
         def update() -> None:
             client.call("begin_update")
-            client.call("update", [shared_payload(there) for _ in range(rollout.tensor_parallel_size)])
+            client.call("update", [bytes(ForkingPickler.dumps(there)) for _ in range(rollout.tensor_parallel_size)])
             client.call("end_update")
             client.call("flush")
 

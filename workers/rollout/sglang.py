@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal
 
 import torch
@@ -22,13 +23,12 @@ from workers.controller.shell import free_port
 from workers.engine.hf_model import DTYPES, empty_model, model_config, vocab_size
 from workers.rollout.attention import CACHED_ATTENTION, probe_cache_shape
 from workers.rollout.base import Completion, Request, Rollout, RolloutSpec, check_requests
-from workers.rollout.sglang_client import Client, SharedBucket, buckets, shared_payload
-from workers.rollout.sglang_scheduler import ERROR
+from workers.rollout.sglang_client import Client, SharedBucket, buckets
 from workers.rollout.verification import HeldWeight, Lines, cost_of_reading
 from workers.rollout.weights import ExpectedWeights
 
-READ = "workers.rollout.sglang_scheduler.read_weights"
-ERROR_BYTES = 4000
+AHEAD = 2**25  # bytes that are filled on CPU while SGLang takes as many: of a larger bucket less would be
+NO_WEIGHTS = bytes(ForkingPickler.dumps([]))
 RESERVED = 8  # tokens of its context that SGLang keeps from prompts and answers (6 of them at 0.5.23)
 ENVIRONMENT = {
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by RESERVED; what requests may have is checked here
@@ -66,12 +66,13 @@ class SGLangRollout(Rollout):
         self.tensor_parallel_size = spec.rollout.tensor_model_parallel_size
         self.max_length = spec.max_model_len
         self.dtype = DTYPES[spec.rollout.dtype]
-        self.bucket_bytes = spec.rollout.update_weights_bucket_megabytes * 2**20 // 2  # as many are gathered meanwhile
+        allowed = spec.rollout.update_weights_bucket_megabytes * 2**20 // 2  # as many are gathered meanwhile
+        self.bucket_bytes = min(allowed, AHEAD) if spec.device == "cpu" else allowed
         self.device = torch.device("cpu") if spec.device == "cpu" else torch.device("cuda", place.local_rank)
         model = empty_model(spec.model, model_config(spec.model, "lm"), "lm", self.dtype).hf
         self.expected = ExpectedWeights(model)
         self.vocab_size = vocab_size(spec.model)
-        self._shared = [SharedBucket(self.device, self.dtype) for _ in range(2)]
+        self._shared = [SharedBucket(number, self.device, self.dtype) for number in range(2)]
         self.engine: Client | None = None
         self._cache_bytes = 0.0
         if place.rank % self.tensor_parallel_size == 0:
@@ -178,12 +179,17 @@ class SGLangRollout(Rollout):
                 pass
         else:
             self.engine.begin("begin_update")
+            self.engine.begin("update", [NO_WEIGHTS] * self.tensor_parallel_size)  # or SGLang says why it takes none
             fitting, shared = self.expected.fitting(weights, came), cycle(self._shared)
             for named in buckets(fitting, lambda item: item[1].numel() * self.dtype.itemsize, self.bucket_bytes):
-                payloads = next(shared).filled(named, copies=self.tensor_parallel_size)
+                self.engine.wait_for_ranks(left=1)  # the bucket before the last one has been taken: it is filled now
+                bucket = next(shared)
+                filled = [(name, tuple(view.shape), view.storage_offset()) for name, view in bucket.views(named)]
                 named.clear()
-                self.engine.begin("update", payloads)
-            self.engine.call("end_update")
+                self.engine.wait()
+                self.engine.begin_on_ranks("load", *bucket.handle(), filled)
+            self.engine.wait_for_ranks()
+            self.engine.begin("end_update")
             self.engine.call("flush")
             self._let_go()
         self.expected.check(came)
@@ -207,19 +213,12 @@ class SGLangRollout(Rollout):
         """
         if self.engine is None or not wanted:
             return []
-        sizes = [stop - start for _, start, stop in wanted]
-        shape = self.tensor_parallel_size, sum(sizes)
-        copies = self._shared[0].room(math.prod(shape) * self.dtype.itemsize).view(self.dtype).view(shape).fill_(torch.nan)
-        said = torch.zeros((self.tensor_parallel_size, ERROR_BYTES), dtype=torch.uint8).share_memory_()
-        keys = [held.key(start) for held, start, _ in wanted]
-        payloads = [
-            shared_payload([*zip(keys, copy.split(sizes), strict=True), (ERROR, text)])
-            for copy, text in zip(copies, said, strict=True)
-        ]
-        self.engine.call("read", payloads, READ)
-        if said.any():
-            text = bytes(said[(said != 0).any(1)][0].tolist()).rstrip(b"\0").decode(errors="replace")
-            raise RuntimeError(f"SGLang's weights cannot be read; verify_weights=off leaves them unproven:\n{text}")
+        sizes, ranks = [stop - start for _, start, stop in wanted], self.engine.ranks
+        copies = self._shared[0].room(len(ranks) * sum(sizes)).view(len(ranks), -1)
+        handle, which = self._shared[0].handle(), [(held.names[0], held.shape, start, stop) for held, start, stop in wanted]
+        for rank, copy in zip(ranks, copies, strict=True):
+            rank.begin("read", *handle, which, copy.storage_offset())
+        self.engine.wait_for_ranks()
         self._let_go()
         return list(agreed(copies).split(sizes))
 
@@ -262,10 +261,7 @@ class WeightInSGLang(HeldWeight):
     def __init__(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
         self.names, self.lines, self.line_bytes = (name,), math.prod(shape) if shape else 0, dtype.itemsize
         self.cost = cost_of_reading(self.line_bytes, self.lines)
-        self._shape, self._dtype = shape, dtype
-
-    def key(self, start: int) -> str:
-        return f"{self.names[0]}|{','.join(map(str, self._shape))}|{start}"
+        self.shape, self._dtype = tuple(shape), dtype
 
     def expected(self, part: int, tensor: Tensor, start: int, stop: int) -> tuple[Tensor, float]:
         return tensor.detach().flatten()[start:stop].to(self._dtype, copy=True), 0.0
@@ -310,7 +306,6 @@ def engine_arguments(spec: RolloutSpec, first_gpu: int) -> dict[str, Any]:
         "base_gpu_id": first_gpu,
         "nccl_port": free_port(),
         "log_level": "error",
-        "custom_weight_loader": [READ],
         **rollout.engine_kwargs.sglang,
     }
 

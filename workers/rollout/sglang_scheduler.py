@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import gc
-import traceback
+import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from multiprocessing.connection import Client
+from threading import Thread
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ERROR = "error"
-"""Name of the tensor that takes the text of an error in read_weights, as bytes."""
+from workers.rollout.sglang_calls import RANKS, answer_calls
+
+Shape = tuple[int, ...]
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
-    """SGLang's process of one rank; but only what a request says ends an answer, not the model's directory."""
+    """SGLang's process of one rank; but only what a request says ends an answer, not the model's directory. And the worker can
+    reach the model's weights, by a thread that waits for it: a round of SGLang's own calls takes milliseconds."""
     from sglang.srt.managers import scheduler
 
     class Scheduler(scheduler.Scheduler):
@@ -26,27 +31,54 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.model_config.hf_eos_token_id = set()
             gc.freeze()  # on CPU SGLang collects garbage in each flush: 0.3 s, of what lives as long as this process
+            weights = Weights(self.tp_worker.model_runner.model)
+            Thread(target=answer_calls, args=(Client(os.environ[RANKS]), weights), daemon=True).start()
 
     scheduler.Scheduler = Scheduler
     scheduler.run_scheduler_process(*args, **kwargs)
 
 
-def read_weights(model: nn.Module, wanted: Sequence[tuple[str, Tensor]]) -> None:
-    """SGLang calls this as if it loaded weights; it reads them, into the memory that came.
+class Weights:
+    """A rank's model, and the worker's memory that weights come and go in (SharedBucket.handle)."""
 
-    wanted: ("name|size,size|start", tensor): the trainer's tensor ``name`` of these sizes, numbers from ``start`` of it
-    flattened, as many as the tensor has. Those that this rank has are written, others left. A failure goes into the tensor ERROR.
-    """
-    try:
-        for key, out in wanted:
-            if key != ERROR:
-                name, sizes, start = key.split("|")
-                for place in places_of(model, name, tuple(map(int, sizes.split(",")))):
-                    place.read(int(start), out)
-    except Exception:
-        room = dict(wanted)[ERROR]
-        text = torch.frombuffer(bytearray(traceback.format_exc().encode()[-len(room) :]), dtype=torch.uint8)
-        room[: len(text)] = text
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self._mapped: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def load(self, number: int, memory: Tensor, named: Sequence[tuple[str, Shape, int]]) -> None:
+        """By SGLang's own loader, within an update. named: the trainer's name and shape, and where its numbers begin in there."""
+        memory = self._opened(number, memory)
+        self.model.load_weights([(name, memory[start : start + math.prod(shape)].view(shape)) for name, shape, start in named])
+        finish(memory)
+
+    @torch.no_grad()
+    def read(self, number: int, memory: Tensor, wanted: Sequence[tuple[str, Shape, int, int]], offset: int) -> None:
+        """wanted: (name, shape, start, stop), numbers [start, stop) of the trainer's flattened tensor, one after the other from
+        ``offset`` on in the memory. Those that this rank has not are NaN there."""
+        memory = self._opened(number, memory)
+        for name, shape, start, stop in wanted:
+            out = memory[offset : offset + stop - start].fill_(torch.nan)
+            try:
+                places = places_of(self.model, name, shape)
+            except Exception as error:
+                raise RuntimeError(f"{name} cannot be read; verify_weights=off leaves all weights unproven") from error
+            for place in places:
+                place.read(start, out)
+            offset += stop - start
+        finish(memory)
+
+    def _opened(self, number: int, memory: Tensor) -> Tensor:
+        """On CPU it stays mapped until another of this number comes. A GPU's comes each time: it is the trainer's afterwards."""
+        if not memory.is_cuda:
+            memory = self._mapped[number] = memory if len(memory) else self._mapped[number]
+        return memory
+
+
+def finish(memory: Tensor) -> None:
+    """What is copied to or from it. It is the worker's again when the call has its answer."""
+    if memory.is_cuda:
+        torch.cuda.synchronize(memory.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +115,7 @@ def copy_inside(held: Tensor, offset: int, strides: Sequence[int], out: Tensor) 
 
 
 @cache
-def places_of(model: Any, name: str, shape: tuple[int, ...]) -> list[Place]:
+def places_of(model: Any, name: str, shape: Shape) -> list[Place]:
     """SGLang's own loader shows them: it is given a tensor without numbers, and what it would copy where is written down."""
     given = torch.empty(shape, device="meta")
     with torch.no_grad(), Watch(given) as watch:

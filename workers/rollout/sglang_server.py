@@ -12,16 +12,15 @@ import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from operator import methodcaller
 from types import FrameType
 from typing import Any, NoReturn
 
 from workers.controller.stacks import answer_for_stacks
 from workers.controller.stop import die_with_parent
+from workers.rollout.sglang_calls import answer_calls
 
 if __name__ in ("__main__", "__mp_main__") and os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     from workers.rollout.sglang_cpu import install_stand_ins
@@ -132,22 +131,16 @@ class Server:
         if self.bracketed:
             check(self.engine.begin_weight_update())
 
-    def update(self, payloads: list[bytes], load_format: str | None = None) -> None:
+    def update(self, payloads: list[bytes]) -> None:
         """payloads: for each rank a list of (name, tensor), as torch pickles tensors for other processes."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
-        request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=payloads, load_format=load_format, flush_cache=False)
+        request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=payloads, flush_cache=False)
         check(self.loop.run_until_complete(self.manager.update_weights_from_tensor(request, None)))
 
     def end_update(self) -> None:
         if self.bracketed:
             check(self.engine.end_weight_update())
-
-    def read(self, payloads: list[bytes], load_format: str) -> None:
-        """As update, with a loader that changes nothing."""
-        self.begin_update()
-        self.update(payloads, load_format)
-        self.end_update()
 
     def flush(self) -> None:
         """Forget keys and values of the past. Raises RuntimeError if SGLang does not."""
@@ -177,20 +170,12 @@ def check(answer: tuple[bool, str]) -> None:
 
 
 def serve(connection: Connection) -> None:
-    """Answers each (method, args) with (True, result) or (False, traceback), until the worker closes."""
+    """Until the worker closes."""
     multiprocessing.current_process().authkey, arguments = connection.recv()
     server = Server(arguments)
     connection.send((True, server.facts()))
-    while True:
-        try:
-            method, args = connection.recv()
-        except EOFError:
-            leave(server.children, 0)
-        try:
-            answer = True, methodcaller(method, *args)(server)
-        except Exception:
-            answer = False, traceback.format_exc()
-        connection.send(answer)
+    answer_calls(connection, server)
+    leave(server.children, 0)
 
 
 def leave(children: Sequence[BaseProcess], status: int) -> NoReturn:

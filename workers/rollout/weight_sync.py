@@ -13,7 +13,17 @@ from workers.engine.base import TrainEngine
 from workers.engine.hf_model import DTYPES
 from workers.metric import Metric, Metrics
 from workers.rollout.base import Rollout
-from workers.rollout.verification import Findings, HeldWeight, Sample, check_places, compare_all, compare_identity, due
+from workers.rollout.verification import (
+    TURNS,
+    Findings,
+    HeldWeight,
+    Lines,
+    Sample,
+    check_places,
+    compare_all,
+    compare_identity,
+    due,
+)
 
 
 class Stopwatch:
@@ -35,6 +45,7 @@ class WeightSync:
     def __init__(self, rollout: Rollout, source: TrainEngine, config: RolloutEngineConfig, rank: int) -> None:
         self.rollout, self.source, self.config, self.rank = rollout, source, config, rank
         self._places: Sequence[HeldWeight] | None = None
+        self._turns: list[list[Lines]] = []
         self._found: Collection[str] = ()  # names that have their places
         self._version = -1
         self._turn = 0
@@ -66,7 +77,7 @@ class WeightSync:
             self._turn = version if self._version < 0 or went_back else self._turn + 1
             self._version = version
             sampled = self.config.verify_weights == "sample"
-            sample = Sample(list(due(self._held_weights(), self._turn)) if sampled else [])
+            sample = Sample(self._due() if sampled else [])
         came: dict[str, None] = {}
 
         def sampled_stream() -> Iterator[tuple[str, Tensor]]:
@@ -92,6 +103,11 @@ class WeightSync:
     def _stream(self) -> Iterator[tuple[str, Tensor]]:
         """A tensor at a time: with what an engine keeps until a layer or a bucket is whole, two buckets are not passed."""
         return self.source.export_weights(dtype=DTYPES[self.config.dtype])
+
+    def _due(self) -> list[Lines]:
+        """Found for all turns at once: a sync empties the processor's caches, and going through all weights then takes time."""
+        self._turns = self._turns or [list(due(self._held_weights(), turn)) for turn in range(TURNS)]
+        return self._turns[self._turn % TURNS]
 
     def _held_weights(self) -> Sequence[HeldWeight]:
         if self._places is None:

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import psutil
@@ -26,7 +27,7 @@ from tests.workers.rollout.vllm_hosts import CPU_BUILD, LENGTH, greedy_errors, m
 from workers.rollout import make_rollout
 from workers.rollout.base import Completion, EngineAsleep, Request
 from workers.rollout.sglang import SGLangRollout, WeightInSGLang, agreed
-from workers.rollout.sglang_client import EngineDied, SharedBucket
+from workers.rollout.sglang_calls import EngineDied
 from workers.rollout.verification import Lines
 
 pytestmark = CPU_BUILD
@@ -217,14 +218,14 @@ def test_what_is_read_is_what_sglang_computes_with(engine: SGLangRollout, model:
     other[3, 5] += 1
     assert engine.engine is not None
     engine.engine.call("begin_update")
-    engine.engine.call("update", SharedBucket(engine.device, engine.dtype).filled([(name, other)], copies=1))
+    engine.engine.call("update", [bytes(ForkingPickler.dumps([(name, other)]))])
     engine.engine.call("end_update")
     ((got,),) = engine.read_held([Lines(weights[name], 0, other.numel())])
     assert torch.equal(got, other.flatten()) and int((got != model.get_parameter(name).flatten()).sum()) == 1
 
 
 def test_weights_that_sglang_has_no_place_for_are_said(engine: SGLangRollout) -> None:
-    with pytest.raises(RuntimeError, match=r"cannot be read; verify_weights=off(.|\n)*copies nothing of model\.extra"):
+    with pytest.raises(RuntimeError, match=r"copies nothing of model\.extra(.|\n)*cannot be read; verify_weights=off"):
         engine.read_weights([(WeightInSGLang("model.extra", (3,), torch.float32), 0, 3)])
     assert engine.generate([request(0, (2, 3))]), "it lives on"
 
@@ -236,6 +237,18 @@ def test_what_sglang_refuses_is_raised(engine: SGLangRollout) -> None:
         engine.engine.call("update", [b""])
     with pytest.raises(RuntimeError, match="no weight-update session is open"):
         engine.engine.call("end_update")
+
+
+def test_after_a_failure_the_next_sync_is_its_own(engine: SGLangRollout, model: PreTrainedModel) -> None:
+    assert engine.engine is not None
+    engine.engine.call("begin_update")
+    with pytest.raises(RuntimeError, match=r"SGLang failed in begin_update:(.|\n)*already open"):
+        engine.load_weights(model.named_parameters(), 2)
+    engine.engine.call("end_update")
+    with pytest.raises(RuntimeError, match=r"SGLang failed in load:(.|\n)*KeyError: 9"):
+        engine.engine.ranks[0].call("load", 9, torch.empty(0), [])
+    engine.load_weights(model.named_parameters(), 3)
+    assert max(greedy_errors(model, engine, ragged_prompts(2))) < 1e-5
 
 
 def test_logits_that_are_not_finite_are_an_error(engine: SGLangRollout, model: PreTrainedModel) -> None:

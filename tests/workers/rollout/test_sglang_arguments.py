@@ -4,7 +4,7 @@ import shutil
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,8 @@ from tests.workers.rollout.vllm_hosts import LENGTH, make_small, place
 from workers import rollout as engines
 from workers.rollout.base import Sampling
 from workers.rollout.sglang import RESERVED, Asked, SGLangRollout, engine_arguments, prompt_of, sampling_arguments
-from workers.rollout.sglang_client import Client, EngineDied, SharedBucket
+from workers.rollout.sglang_calls import EngineDied
+from workers.rollout.sglang_client import Client, SharedBucket
 from workers.rollout.sglang_cpu import completed, install_stand_ins
 from workers.rollout.sglang_server import Server
 
@@ -114,7 +115,7 @@ def test_on_cpu_the_cache_holds_all_sequences_within_the_memory_that_engines_sha
 
 
 def test_a_bucket_is_cast_and_its_memory_used_again() -> None:
-    bucket = SharedBucket(torch.device("cpu"), torch.bfloat16)
+    bucket = SharedBucket(0, torch.device("cpu"), torch.bfloat16)
     weights = [("a", torch.randn(3, 5, dtype=torch.float64)), ("b", torch.randn(7))]
     for scale in (1.0, 2.0):
         views = bucket.views([(name, tensor * scale) for name, tensor in weights])
@@ -126,7 +127,7 @@ def test_a_bucket_is_cast_and_its_memory_used_again() -> None:
 
 def test_too_little_shared_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
-    bucket = SharedBucket(torch.device("cpu"), torch.float32)
+    bucket = SharedBucket(0, torch.device("cpu"), torch.float32)
     bucket.views([("a", torch.zeros(16))])
     with pytest.raises(RuntimeError, match=r"/dev/shm has 100 bytes free, and 128 bytes .*update_weights_bucket_megabytes"):
         bucket.views([("a", torch.zeros(32))])
@@ -141,7 +142,7 @@ def test_before_there_were_brackets_none_are_asked_for() -> None:
 
 def test_an_engine_that_does_not_start_is_named_with_what_it_wrote(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(EngineDied, match=r"SGLang died in start: process \d+ ended with 1\nit wrote last:\n(.|\n)*Python"):
-        Client({}, {"PYTHONHOME": "/nowhere"})
+        Client({"tp_size": 1}, {"PYTHONHOME": "/nowhere"})
 
 
 def test_a_start_that_is_broken_off_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +152,7 @@ def test_a_start_that_is_broken_off_leaves_nothing_running(monkeypatch: pytest.M
     monkeypatch.setattr(Client, "_answer", interrupted)
     before = set(psutil.Process().children())
     with pytest.raises(KeyboardInterrupt):
-        Client({}, {})
+        Client({"tp_size": 1}, {})
     assert set(psutil.Process().children()) == before
 
 
@@ -180,17 +181,44 @@ def test_a_missing_engine_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Recorder:
-    """In SGLang's place. Notes what is asked."""
+    """In SGLang's place. Notes what is asked; and how many calls have no answer, on ranks and otherwise."""
 
     facts: ClassVar[dict[str, int]] = {"max_total_num_tokens": 1}
 
     def __init__(self, arguments: object, environment: object) -> None:
         self.calls: list[str] = []
+        self.begun = self.on_ranks = 0
 
     def call(self, method: str, *args: object) -> None:
-        self.calls.append(method)
+        self.begin(method)
+        self.begun = 0
 
-    begin = call
+    def begin(self, method: str, *args: object) -> None:
+        assert self.on_ranks == 0, "an update ends when all is there"
+        self.calls.append(method)
+        self.begun += 1
+
+    def begin_on_ranks(self, method: str, *args: object) -> None:
+        assert self.begun == 0, "SGLang has said that it takes weights"
+        self.calls.append(method)
+        self.on_ranks += 1
+
+    def wait(self, left: int = 0) -> None:
+        self.begun = min(left, self.begun)
+
+    def wait_for_ranks(self, left: int = 0) -> None:
+        self.on_ranks = min(left, self.on_ranks)
+
+
+def test_two_buckets_are_what_the_key_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPU there are small ones, so that there is a next one to fill while SGLang takes one."""
+    monkeypatch.setattr("workers.rollout.sglang.Client", Recorder)
+    make_small(tmp_path)
+    found = {}
+    for device, megabytes in (("cpu", 2048), ("cpu", 8), ("cuda", 2048)):
+        spec = replace(spec_of(str(tmp_path), name="sglang", update_weights_bucket_megabytes=megabytes), device=device)
+        found[device, megabytes] = SGLangRollout(spec, place()).bucket_bytes // 2**20
+    assert found == {("cpu", 2048): 32, ("cpu", 8): 4, ("cuda", 2048): 1024}
 
 
 def test_no_bucket_outlives_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,10 +240,18 @@ def test_no_bucket_outlives_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyP
             peak = max(peak, sum(storage.nbytes() for storage in alive))
             yield name, tensor
 
+    recorder, fill = engine.engine, SharedBucket.views
+    assert isinstance(recorder, Recorder)
+
+    def fill_one_that_is_free(bucket: SharedBucket, named: Sequence[tuple[str, torch.Tensor]]) -> object:
+        assert recorder.on_ranks <= 1, "of two buckets the other one alone may be in use"
+        return fill(bucket, named)
+
+    monkeypatch.setattr(SharedBucket, "views", fill_one_that_is_free)
     engine.load_weights(gathered(), 1)
-    assert isinstance(engine.engine, Recorder)
-    first, *updates, end, flush = engine.engine.calls
-    assert (first, end, flush) == ("begin_update", "end_update", "flush") and set(updates) == {"update"} and len(updates) > 2
+    begin, update, *loads, end, flush = recorder.calls
+    assert (begin, update, end, flush) == ("begin_update", "update", "end_update", "flush")
+    assert set(loads) == {"load"} and len(loads) > 2
     assert peak <= engine.bucket_bytes + 2 * largest, "and the two that are on their way"
     memory = [bucket._memory for bucket in engine._shared]
     engine.load_weights(gathered(), 2)

@@ -146,6 +146,7 @@ def test_bits_are_compared_wherever_they_lie(start: int, size: int, place: int, 
     other[start + place % size] += 1
     assert not same_bits(one[start : start + size], other[start : start + size])
     assert not same_bits(one[:size], one[: size + 1])
+    assert not same_bits(one, one.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[one.itemsize])), "of another type"
 
 
 def test_rounding_is_no_error_and_anything_beyond_it_is() -> None:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -31,16 +32,16 @@ def save_models(root: Path) -> dict[str, str]:
         "llama": save_tiny_model(root / "llama", "llama", num_hidden_layers=4),
         "three": save_tiny_model(root / "three", "qwen2", num_hidden_layers=3),
         "wide": save_tiny_model(root / "wide", "qwen2", num_hidden_layers=4, intermediate_size=96),
-        "strange": save_tiny_model(root / "strange", "llama", attention_bias=True),
-        "incomplete": without(save_tiny_model(root / "incomplete", "llama"), "model.norm.weight"),
+        "strange": rewritten(save_tiny_model(root / "strange", "llama"), add="model.layers.0.self_attn.sinks"),
+        "incomplete": rewritten(save_tiny_model(root / "incomplete", "llama"), remove="model.norm.weight"),
     }
 
 
-def without(path: str, name: str) -> str:
-    """The model, with one weight less."""
+def rewritten(path: str, *, add: str = "", remove: str = "") -> str:
+    """The model, with one weight more or less."""
     file = Path(path) / "model.safetensors"
     weights = load_file(file)
-    del weights[name]
+    weights = {name: weight for name, weight in weights.items() if name != remove} | ({add: torch.ones(4)} if add else {})
     save_file(weights, file, metadata={"format": "pt"})
     return path
 

@@ -1,6 +1,7 @@
 """What ranks found out: one set of processes for all tests that need so many."""
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.multiprocessing
 
+from tests.turns import made_once, shared_folder
 from tests.workers.engine.megatron.cases import save_models
 from tests.workers.engine.megatron.rank import main
 
@@ -21,20 +23,22 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def ranks_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the ranks leave files."""
-    return tmp_path_factory.mktemp("megatron_ranks")
+def path_of(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Where so many ranks have left files. They are processes of their own: Megatron's shim changes torch."""
+
+    def of(size: int) -> Path:
+        folder = shared_folder(tmp_path_factory) / f"megatron_ranks_{size}"
+        return made_once(folder, lambda path: torch.multiprocessing.spawn(main, args=(size, str(path), models), nprocs=size))
+
+    return of
 
 
 @pytest.fixture(scope="session")
-def ranks_of(models: dict[str, str], ranks_path: Path) -> Callable[[int], list[Found]]:
-    """Of how many ranks there are: what each found, by name. They are processes of their own: Megatron's shim changes torch."""
-    found: dict[int, list[Found]] = {}
+def ranks_of(path_of: Callable[[int], Path]) -> Callable[[int], list[Found]]:
+    """Of how many ranks there are: what each found, by name."""
 
+    @cache
     def of(size: int) -> list[Found]:
-        if size not in found:
-            torch.multiprocessing.spawn(main, args=(size, str(ranks_path), models), nprocs=size)
-            found[size] = [torch.load(ranks_path / f"{size}_{rank}.pt", weights_only=True) for rank in range(size)]
-        return found[size]
+        return [torch.load(path_of(size) / f"{size}_{rank}.pt", weights_only=True) for rank in range(size)]
 
     return of

@@ -1,7 +1,6 @@
 """Five optimizer steps, cut in every way, against plain transformers and torch's AdamW in one process."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,9 +49,10 @@ def test_a_rank_holds_its_part_alone(ranks_of: RanksOf, size: int, name: str) ->
 
 
 @pytest.fixture(scope="module")
-def soaked(models: dict[str, str], ranks_path: Path) -> list[dict[str, Any]]:
-    torch.multiprocessing.spawn(soak, args=(str(ranks_path), models), nprocs=4)
-    return [torch.load(ranks_path / f"soak_{rank}.pt", weights_only=True) for rank in range(4)]
+def soaked(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    path = tmp_path_factory.mktemp("soak")
+    torch.multiprocessing.spawn(soak, args=(str(path), models), nprocs=4)
+    return [torch.load(path / f"soak_{rank}.pt", weights_only=True) for rank in range(4)]
 
 
 @pytest.mark.soak
