@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from configs.defaults import ppo_config
 from configs.schema.common import ModelConfig, ShardedConfig
@@ -26,28 +27,39 @@ def role(strategy: Any, **changes: Any) -> ShardedConfig:
 
 
 def test_what_it_can_hold(model: ModelConfig) -> None:
-    check_engine(ACTOR, role("megatron", tensor_model_parallel_size=2), model, "lm")
-    check_engine("critic", role("megatron", pipeline_model_parallel_size=2), model, "value")
-    check_engine(ACTOR, role("fsdp", tensor_model_parallel_size=3), replace(model, path="not/there/at/all"), "lm")
+    check_engine(ACTOR, role("megatron", tensor_model_parallel_size=2), model, "lm", "cpu")
+    check_engine("critic", role("megatron", pipeline_model_parallel_size=2), model, "value", "cpu")
+    check_engine(ACTOR, role("fsdp", tensor_model_parallel_size=3), replace(model, path="not/there/at/all"), "lm", "cpu")
 
 
 def test_what_it_cannot(model: ModelConfig) -> None:
     with pytest.raises(ValueError, match=r"^critic: megatron.tensor_model_parallel_size=3 does not divide"):
-        check_engine("critic", role("megatron", tensor_model_parallel_size=3), model, "value")
+        check_engine("critic", role("megatron", tensor_model_parallel_size=3), model, "value", "cpu")
     with pytest.raises(FileNotFoundError, match="no such directory"):
-        check_engine(ACTOR, role("megatron"), replace(model, path="not/there/at/all"), "lm")
+        check_engine(ACTOR, role("megatron"), replace(model, path="not/there/at/all"), "lm", "cpu")
     changed = replace(model, override_config={"num_hidden_layers": 3})
     with pytest.raises(ValueError, match="num_hidden_layers=3 do not fall"):
-        check_engine(ACTOR, role("megatron", pipeline_model_parallel_size=2), changed, "lm")
+        check_engine(ACTOR, role("megatron", pipeline_model_parallel_size=2), changed, "lm", "cpu")
+
+
+def test_a_cpu_of_a_machine_with_gpus(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron asks torch for CUDA's device, whatever it is told."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(
+        ValueError, match="takes the GPUs of a machine that has some; .* CUDA_VISIBLE_DEVICES= before the command"
+    ):
+        check_engine(ACTOR, role("megatron"), model, "lm", "cpu")
+    check_engine(ACTOR, role("megatron"), model, "lm", "cuda")
+    check_engine(ACTOR, role("fsdp"), model, "lm", "cpu")
 
 
 @pytest.mark.parametrize("there", [(), ("megatron",)], ids=["nothing", "another_package_of_that_name"])
 def test_a_missing_engine_is_one_line(there: tuple[str, ...], model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "find_spec", lambda name: object() if name in there else None)
     with pytest.raises(ValueError) as error:
-        check_engine(ACTOR, role("megatron"), model, "lm")
+        check_engine(ACTOR, role("megatron"), model, "lm", "cpu")
     assert str(error.value) == (
         f"{ACTOR}.strategy=megatron: megatron-core is not installed here; run scripts/install_engine.sh megatron cpu, "
         "or on a machine with a GPU scripts/install_engine.sh megatron cuda"
     )
-    check_engine(ACTOR, role("fsdp"), model, "lm")
+    check_engine(ACTOR, role("fsdp"), model, "lm", "cpu")

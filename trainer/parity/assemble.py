@@ -37,7 +37,7 @@ def run(config: ParityConfig, notices: Sequence[str]) -> None:
     for engine in config.engines:
         check_installed(engine)
     models, data = config.actor_rollout_ref, config.data
-    check_engine("actor_rollout_ref.actor", models.actor, models.model, "lm")
+    check_engine("actor_rollout_ref.actor", models.actor, models.model, "lm", config.trainer.device)
     tokenizer = load_tokenizer(models.model)
     prompts = PromptDataset(data.files, tokenizer, data, max_samples=data.max_samples, seed=config.trainer.seed, scored=False)
     for notice in prompts.notices:

@@ -95,11 +95,12 @@ def opened(assembly: type[Assembly], config: PPOConfig, life: Lifetime, resume: 
 
 def check_engines(config: PPOConfig) -> None:
     """Before any process starts. See workers.engine.check_engine."""
+    device = config.trainer.device
     for key, role in roles_of(config, has_critic=wants_critic(config)).items():
         if role is config.critic:
-            check_engine(key, role, config.critic.model, "value")
+            check_engine(key, role, config.critic.model, "value", device)
         else:
-            check_engine(key, role, config.actor_rollout_ref.model, "lm")
+            check_engine(key, role, config.actor_rollout_ref.model, "lm", device)
 
 
 def wants_critic(config: PPOConfig) -> bool:

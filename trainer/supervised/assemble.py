@@ -35,7 +35,7 @@ from workers.seeding import seed_of
 
 def run(config: SFTConfig, notices: Sequence[str]) -> None:
     """Train as ``config`` says, and export the model if it says so. notices: what the user was told about the configuration."""
-    check_engine("engine", config.engine, config.model, "lm")
+    check_engine("engine", config.engine, config.model, "lm", config.trainer.device)
     life = Lifetime(config.trainer, Path(config.trainer.default_local_dir))
     keep_going(life, lambda: attempt(config, life))
 

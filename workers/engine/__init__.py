@@ -1,12 +1,13 @@
 """Training engines."""
 
 from importlib.util import find_spec
+from typing import Literal
 
 from configs.schema.common import FSDPConfig, MegatronConfig, ModelConfig, ShardedConfig
 from workers.engine.base import EngineSpec, Head, TrainEngine
 
 
-def check_engine(key: str, role: ShardedConfig, model: ModelConfig, head: Head) -> None:
+def check_engine(key: str, role: ShardedConfig, model: ModelConfig, head: Head, device: Literal["cpu", "cuda"]) -> None:
     """Whether the engine of the role is there, and can hold the model. key: the role's, for words to the user.
 
     Raises ValueError, which says what to do, and FileNotFoundError where the model is not.
@@ -18,9 +19,16 @@ def check_engine(key: str, role: ShardedConfig, model: ModelConfig, head: Head) 
             f"{key}.strategy=megatron: megatron-core is not installed here; "
             "run scripts/install_engine.sh megatron cpu, or on a machine with a GPU scripts/install_engine.sh megatron cuda"
         )
+    import torch
+
     from workers.engine.hf_model import model_config
     from workers.engine.megatron.limits import check_model
 
+    if device == "cpu" and torch.cuda.is_available():
+        raise ValueError(
+            f"{key}.strategy=megatron takes the GPUs of a machine that has some; for trainer.device=cpu hide them: "
+            "CUDA_VISIBLE_DEVICES= before the command"
+        )
     try:
         check_model(model_config(model, head), role.sharding)
     except ValueError as error:

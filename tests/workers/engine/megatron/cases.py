@@ -1,9 +1,11 @@
 """Small Megatron engines, and what ranks find out with them, a cut of the model at a time."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +19,10 @@ from tests.workers.engine.toy import ADAMW, ToyLoss, ValueLoss, cut
 from workers.batch import Batch
 from workers.engine import make_engine
 from workers.engine.base import EngineSpec, OptimizerSpec
-from workers.engine.megatron.engine import MegatronEngine
 from workers.plan import MicroBatches
+
+if TYPE_CHECKING:  # loading it changes torch: in processes of its own alone
+    from workers.engine.megatron.engine import MegatronEngine
 
 OUTPUTS = {"log_probs", "entropy", "sum_pi_squared", "top_log_probs", "all_log_probs"}
 
@@ -87,8 +91,7 @@ def megatron_engine(
     engine = make_engine(
         EngineSpec(model=model, head=head, sharding=sharding, optimizer=optimizer, device=device, seed=1)  # type: ignore[arg-type]
     )
-    assert isinstance(engine, MegatronEngine)
-    return engine
+    return engine  # type: ignore[return-value]
 
 
 @contextmanager

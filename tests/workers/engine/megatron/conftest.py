@@ -27,6 +27,8 @@ def path_of(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
     """Where so many ranks have left files. They are processes of their own: Megatron's shim changes torch."""
 
     def of(size: int) -> Path:
+        if torch.cuda.is_available():
+            pytest.skip("Megatron takes the GPUs: test_engine_cuda.py")
         folder = shared_folder(tmp_path_factory) / f"megatron_ranks_{size}"
         return made_once(folder, lambda path: torch.multiprocessing.spawn(main, args=(size, str(path), models), nprocs=size))
 
