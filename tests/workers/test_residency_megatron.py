@@ -15,7 +15,6 @@ from tests.workers.engine.megatron.cases import megatron_config
 from tests.workers.engine.toy import ToyLoss, cut, toy_batch
 from tests.workers.rollout.engines import spec_of
 from tests.workers.rollout.vllm_hosts import ACTOR_LOSS, actor_spec, place
-from workers.engine.megatron.engine import MegatronEngine
 from workers.host import Host
 from workers.roles.model import ModelRole
 from workers.roles.rollout import RolloutRole
@@ -30,6 +29,8 @@ AWAY = ("another forward", "sync", "generate", "rest")
 
 def main(offloads: int, path: str) -> None:
     """Two rounds of what an actor with a reference and a rollout engine beside it goes through; then everything too early."""
+    from workers.engine.megatron.engine import MegatronEngine  # loading it changes torch: in these processes alone
+
     torch.set_num_threads(1)
     host = Host(place(), "cpu", 600.0)
     sharding = megatron_config(**(OFFLOAD if offloads else {}))
