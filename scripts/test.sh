@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes what the tests need, then ruff, mypy and pytest. Arguments go to pytest; it ends with pytest's summary.
-#     scripts/test.sh                   all but the long ones
-#     scripts/test.sh tests/layout -x   some of them
+#     scripts/test.sh                   all but the long ones, two files at a time
+#     scripts/test.sh tests/layout -x   some of them, one at a time
 #     scripts/test.sh soak              the long ones: learning tables, kills
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -16,4 +16,5 @@ if [ "${1:-}" = soak ]; then
 fi
 "$python" -m ruff check .
 "$python" -m mypy
+[ $# -gt 0 ] || set -- -n 2 --dist loadfile --no-loadscope-reorder
 exec "$python" -m pytest "$@" </dev/null

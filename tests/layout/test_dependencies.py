@@ -19,7 +19,7 @@ NOT_IMPORTED: dict[str, str] = {
     "mypy": "a tool of scripts/test.sh",
     "pre-commit": "a tool of those who commit",
     "pytest-timeout": "a plugin: pyproject.toml sets its limit",
-    "pytest-xdist": "a plugin: pytest -n",
+    "pytest-xdist": "a plugin: scripts/test.sh has two files tested at a time",
     "ruff": "a tool of scripts/test.sh",
     "safetensors": "torch.distributed.checkpoint writes through it",
     "sglang": "installed by scripts/install_engine.sh, beside the others",
