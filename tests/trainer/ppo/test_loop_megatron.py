@@ -55,16 +55,27 @@ def resumed(task: Path, run_dir: Path, source: Path, *overrides: str) -> list[di
     return run_ppo(task, run_dir, *PPO, *first, *overrides)
 
 
-def test_engines_go_on_from_each_others_checkpoints(task: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def one_worker(task: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Steps]:
+    """Three steps of FSDP."""
+    run_dir = tmp_path_factory.mktemp("run") / "fsdp"
+    return run_dir, run_ppo(task, run_dir, *PPO)
+
+
+@pytest.mark.parametrize("roles", [(MEGATRON, "critic.strategy=fsdp"), ("critic.strategy=megatron",)], ids=["actor", "critic"])
+def test_an_engine_for_each_role(roles: Sequence[str], task: Path, one_worker: tuple[Path, Steps], tmp_path: Path) -> None:
+    assert_alike(run_ppo(task, tmp_path / "run", *PPO, *roles), one_worker[1])
+
+
+def test_engines_go_on_from_each_others_checkpoints(task: Path, one_worker: tuple[Path, Steps], tmp_path: Path) -> None:
     """With one worker each: actor, critic, their moments, and the schedule."""
-    fsdp = run_ppo(task, tmp_path / "fsdp", *PPO)
+    fsdp = one_worker[1]
     assert fsdp[1]["actor/grad_norm"] > 0 and fsdp[1]["critic/grad_norm"] > 0
-    megatron = resumed(task, tmp_path / "megatron", tmp_path / "fsdp", MEGATRON)
+    megatron = resumed(task, tmp_path / "megatron", one_worker[0], MEGATRON)
     assert_alike(megatron, fsdp[1:])
-    back = ("trainer.total_training_steps=4", "trainer.resume_mode=resume_path")
-    again = run_ppo(task, tmp_path / "back", *PPO, *back, f"trainer.resume_from_path={tmp_path}/megatron/global_step_3")
-    whole = run_ppo(task, tmp_path / "fsdp", *PPO, "trainer.total_training_steps=4")
-    assert_alike(again, whole[3:])
+    on = (*PPO, "trainer.total_training_steps=4", "trainer.resume_mode=resume_path")
+    back = run_ppo(task, tmp_path / "back", *on, f"trainer.resume_from_path={tmp_path}/megatron/global_step_3")
+    assert_alike(back, run_ppo(task, tmp_path / "on", *on, f"trainer.resume_from_path={one_worker[0]}/global_step_3"))
 
 
 @pytest.fixture(scope="module")

@@ -148,7 +148,7 @@ def plain_critic(path: str, steps: int) -> tuple[nn.Module, dict[str, Tensor]]:
             before = torch.cat([after.new_zeros(1), after[:-1]])
             loss = (weight * (before - targets) ** 2).sum()
             loss.backward()
-            total += float(loss)
+            total += float(loss.detach())
         losses.append(total)
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), ADAMW.clip_grad)))
         optimizer.step()
