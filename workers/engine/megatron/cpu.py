@@ -6,7 +6,6 @@ It names "cuda" as the device of what it makes, asks CUDA for its device and its
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -18,7 +17,6 @@ FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like",
 @functools.cache
 def pretend_cuda() -> None:
     """Once a process, before megatron.core is imported."""
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # asked for with sequence parallelism
     import torch
     from torch.utils._device import _device_constructors
 

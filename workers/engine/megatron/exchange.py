@@ -22,7 +22,7 @@ FUSED_NORMS = {  # Transformer Engine's
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-NOT_WEIGHTS = ("rotary_emb.inv_freq", "attention.bias", "masked_bias")  # older files have these buffers
+NOT_WEIGHTS = "rotary_emb.inv_freq"  # a buffer that older files have
 
 
 class Exchange:
@@ -48,12 +48,12 @@ class Exchange:
     def fill(self, files: Files, put: Callable[[Tensor, Tensor], None], prefix: str = "") -> None:
         """``put(parameter, part)`` for each parameter of this rank, with this rank's part of what the files have of it.
 
-        prefix: of the names in the files. A value head that they do not have is left as it is. Raises ValueError for what else
-        is missing or does not fit.
+        prefix: of the names in the files; none in a model's, where a value head may be missing and is left as it is. Raises
+        ValueError for what else is missing or does not fit.
         """
         for line in self.lines:
             param = self.params.get(line.ours)
-            if param is None or (line.theirs[0] in VALUE_HEAD and prefix + line.theirs[0] not in files):
+            if param is None or (not prefix and line.theirs[0] in VALUE_HEAD and line.theirs[0] not in files):
                 continue
             theirs = [files.read(prefix + name) for name in line.theirs]
             for name, tensor in zip(line.theirs, theirs, strict=True):

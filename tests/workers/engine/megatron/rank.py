@@ -224,6 +224,7 @@ def refusals(rank: int, size: int, path: Path, models: dict[str, str]) -> dict[s
         megatron_engine(models["qwen2"], optimizer=None).save(str(path / "of a reference")).result()
         found["no optimizer there"] = complaint(lambda: engine.load(str(path / "of a reference")))
         found["another model's"] = complaint(lambda: megatron_engine(models["qwen3"]).load(str(path / "of qwen2")))
+        found["an actor's"] = complaint(lambda: megatron_engine(models["qwen2"], "value").load(str(path / "of qwen2")))
         found["of another size"] = complaint(lambda: megatron_engine(models["wide"]).load(str(path / "of qwen2")))
         found["unknown field"] = complaint(lambda: megatron_engine(models["qwen2"], override_transformer_config={"bias": 1}))
     return found

@@ -40,6 +40,7 @@ REFUSED = {
     "no checkpoint": "no checkpoint there",
     "no optimizer there": "no optimizer.exp_avg.model.embed_tokens.weight there",
     "another model's": "no model.model.layers.0.self_attn.q_norm.weight there",
+    "an actor's": "no model.score.weight there",
     "of another size": "model.model.layers.0.mlp.gate_proj.weight is (64, 32) there and (96, 32) in this model",
     "unknown field": "megatron.override_transformer_config: TransformerConfig has no bias",
 }
