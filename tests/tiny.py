@@ -1,9 +1,12 @@
 """Tiny models made on the spot: real transformers architectures, random weights."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from configs.schema.common import FSDPConfig, ModelConfig
 
 ARCHITECTURES: dict[str, type[PretrainedConfig]] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
 
@@ -41,3 +44,33 @@ def save_tiny_model(
                 parameter.normal_(0.0, 0.05)
     model.to(dtype).save_pretrained(path)
     return str(path)
+
+
+def model_config(path: str, **changes: Any) -> ModelConfig:
+    """Of the model at ``path``, all of it trained, nothing recomputed."""
+    fields: dict[str, Any] = {
+        "tokenizer_path": None,
+        "trust_remote_code": False,
+        "enable_gradient_checkpointing": False,
+        "override_config": {},
+        "lora_rank": 0,
+        "lora_alpha": 16.0,
+        "target_modules": "all-linear",
+        "lora_adapter_path": None,
+        "router_aux_loss_coef": 0.0,
+    }
+    return ModelConfig(path=path, **(fields | changes))
+
+
+def fsdp_config(dtype: str = "float32", **changes: Any) -> FSDPConfig:
+    """Sharded over all ranks, all of it on the device."""
+    fields: dict[str, Any] = {
+        "model_dtype": dtype,
+        "dtype": dtype,
+        "reshard_after_forward": True,
+        "param_offload": False,
+        "optimizer_offload": False,
+        "fsdp_size": -1,
+        "ulysses_sequence_parallel_size": 1,
+    }
+    return FSDPConfig(**(fields | changes))

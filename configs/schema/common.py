@@ -25,6 +25,16 @@ class ModelConfig:
     trust_remote_code: bool
     enable_gradient_checkpointing: bool
     override_config: dict[str, Any]
+    lora_rank: NonNegative
+    lora_alpha: PositiveFloat
+    target_modules: str | list[str]
+    lora_adapter_path: str | None
+    router_aux_loss_coef: NonNegativeFloat
+
+    @property
+    def has_adapter(self) -> bool:
+        """It has a LoRA adapter, which alone is trained."""
+        return self.lora_rank > 0 or self.lora_adapter_path is not None
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -47,6 +57,8 @@ class FSDPConfig:
     reshard_after_forward: bool
     param_offload: bool
     optimizer_offload: bool
+    fsdp_size: Annotated[int, Ge(-1)]
+    ulysses_sequence_parallel_size: Positive
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

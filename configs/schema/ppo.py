@@ -141,6 +141,7 @@ class RolloutEngineConfig:
     free_cache_engine: bool
     update_weights_bucket_megabytes: Positive
     verify_weights: Literal["off", "sample", "full"]
+    lora_sync: Literal["merged", "adapter"]
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -36,11 +36,26 @@ def seconds(work: Callable[[], object]) -> float:
 def spec_of(path: str) -> EngineSpec:
     return EngineSpec(
         model=ModelConfig(
-            path=path, tokenizer_path=None, trust_remote_code=False, enable_gradient_checkpointing=False, override_config={}
+            path=path,
+            tokenizer_path=None,
+            trust_remote_code=False,
+            enable_gradient_checkpointing=False,
+            override_config={},
+            lora_rank=0,
+            lora_alpha=16.0,
+            target_modules="all-linear",
+            lora_adapter_path=None,
+            router_aux_loss_coef=0.0,
         ),
         head="lm",
         sharding=FSDPConfig(
-            model_dtype="float32", dtype="float32", reshard_after_forward=True, param_offload=False, optimizer_offload=False
+            model_dtype="float32",
+            dtype="float32",
+            reshard_after_forward=True,
+            param_offload=False,
+            optimizer_offload=False,
+            fsdp_size=-1,
+            ulysses_sequence_parallel_size=1,
         ),
         optimizer=OptimizerSpec(
             lr=1e-4,

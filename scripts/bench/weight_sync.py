@@ -145,7 +145,13 @@ def rollout_spec(args: argparse.Namespace, folder: str, engine: str, dtype: str)
 def trainer_spec(spec: RolloutSpec) -> EngineSpec:
     """In float32, never trained: sharded over all ranks."""
     fsdp = FSDPConfig(
-        model_dtype="float32", dtype="float32", reshard_after_forward=True, param_offload=False, optimizer_offload=False
+        model_dtype="float32",
+        dtype="float32",
+        reshard_after_forward=True,
+        param_offload=False,
+        optimizer_offload=False,
+        fsdp_size=-1,
+        ulysses_sequence_parallel_size=1,
     )
     return EngineSpec(model=spec.model, head="lm", sharding=fsdp, optimizer=None, device="cpu", seed=0)
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from configs.schema.common import ModelConfig
 from data_preprocess import tiny_model
 from data_preprocess.tiny_model import character_tokenizer
+from tests.tiny import model_config
 from trainer.data.chat import load_tokenizer, stop_token_ids
 
 SMALL = ["--hidden_size", "16", "--intermediate_size", "32", "--num_hidden_layers", "1"]
@@ -28,9 +28,7 @@ def test_directory_loads_with_the_auto_classes(tmp_path: Path, architecture: str
     assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == "502913="
     assert tokenizer.apply_chat_template([{"role": "user", "content": "1="}], tokenize=False, add_generation_prompt=True) == "1="
     assert model(torch.tensor([ids])).logits.shape == (1, 7, 13)
-    config = ModelConfig(
-        path=str(tmp_path), tokenizer_path=None, trust_remote_code=False, enable_gradient_checkpointing=False, override_config={}
-    )
+    config = model_config(str(tmp_path))
     assert stop_token_ids(load_tokenizer(config), config) == (tokenizer.eos_token_id,) != (tokenizer.pad_token_id,)
 
 

@@ -160,7 +160,15 @@ def start_rollout(config: GenerationConfig, hosts: WorkerGroup, watchdog: Watchd
     models, dtype = config.actor_rollout_ref, config.actor_rollout_ref.rollout.dtype
     spec = rollout_spec(models.model, models.rollout, config.data, config.trainer.device)
     # As the engine wants them, and off the device once it has them.
-    fsdp = FSDPConfig(model_dtype=dtype, dtype=dtype, reshard_after_forward=True, param_offload=True, optimizer_offload=False)
+    fsdp = FSDPConfig(
+        model_dtype=dtype,
+        dtype=dtype,
+        reshard_after_forward=True,
+        param_offload=True,
+        optimizer_offload=False,
+        fsdp_size=-1,
+        ulysses_sequence_parallel_size=1,
+    )
     start_source(hosts, spec, watchdog, sharding=fsdp, seed=config.trainer.seed)
     rollout = RemoteRollout(hosts, spec, "actor", watchdog)
     rollout.sync_weights(0)

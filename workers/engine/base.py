@@ -21,6 +21,7 @@ from workers.metric import Metrics
 from workers.plan import MicroBatches
 
 Head = Literal["lm", "value"]
+Weights = Literal["full", "merged", "adapter"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +110,9 @@ class TrainEngine(ABC):
     mesh: EngineMesh
 
     @abstractmethod
-    def forward(self, batch: Batch, plan: MicroBatches, outputs: set[str]) -> Batch | None:
-        """Without gradient. ``batch`` is this rank's share: input_ids, response_mask, meta["temperature"].
+    def forward(self, batch: Batch, plan: MicroBatches, outputs: set[str], *, adapter: bool = True) -> Batch | None:
+        """Without gradient. ``batch`` is this rank's share: input_ids, response_mask, meta["temperature"]. adapter: with a LoRA
+        adapter, if the model has one; False: the base model alone.
 
         outputs of a language head, where response_mask is set, 0 elsewhere: "log_probs", "entropy", "sum_pi_squared" (sum over
         the vocabulary of pi^2), "top_log_probs" ((T, 2), the two largest), neither ever with a gradient, "all_log_probs" ((T, V),
@@ -130,9 +132,11 @@ class TrainEngine(ABC):
         """
 
     @abstractmethod
-    def export_weights(self, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    def export_weights(self, *, dtype: torch.dtype | None = None, kind: Weights = "merged") -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names, one full tensor at a time, of tied ones the first. Collective: every rank iterates to the end.
 
+        kind: with a LoRA adapter, the weights with it added in (merged), without it (full), or its own alone (adapter), under
+        peft's names for files. Without one, merged and full are the same.
         dtype: what they are copied into afterwards: those that have to be gathered may come in it already, if it is narrower.
         """
 

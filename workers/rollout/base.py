@@ -5,13 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
 from configs.schema.common import ModelConfig
 from configs.schema.ppo import RolloutEngineConfig
 from workers.rollout.verification import HeldWeight, Lines
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +133,14 @@ class Rollout(ABC):
     def share_weights(self, weights: dict[str, Tensor], version: int) -> bool:
         """Use the trainer's own tensors, no copy. False: this engine, or these tensors, cannot; call load_weights."""
         return False
+
+    def load_adapter(self, config: LoraConfig, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """Replace the LoRA adapter that lies beside the weights, which load_weights has brought; answers from now on are with it.
+
+        weights: under peft's names for files, full tensors. With ``lora_sync=adapter`` alone; raises ValueError for what does not
+        fit. Engines that have no adapters are refused when the configuration is checked.
+        """
+        raise NotImplementedError(f"{type(self).__name__} takes no adapters")
 
     @abstractmethod
     def held_weights(self, *, exact: bool) -> Sequence[HeldWeight]:

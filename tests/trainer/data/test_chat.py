@@ -5,18 +5,13 @@ from typing import Any
 import pytest
 
 from configs.schema.common import ModelConfig
+from tests.tiny import model_config
 from tests.trainer.data.tokenizers import byte_tokenizer
 from trainer.data.chat import load_tokenizer, stop_token_ids
 
 
 def model(path: Path, tokenizer_path: str | None = None) -> ModelConfig:
-    return ModelConfig(
-        path=str(path),
-        tokenizer_path=tokenizer_path,
-        trust_remote_code=False,
-        enable_gradient_checkpointing=False,
-        override_config={},
-    )
+    return model_config(str(path), tokenizer_path=tokenizer_path)
 
 
 def test_load_tokenizer_takes_the_other_path_and_names_a_missing_one(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from configs.schema.common import FSDPConfig, ModelConfig
+from configs.schema.common import ModelConfig
+from tests.tiny import fsdp_config, model_config
 from workers.batch import Batch
 from workers.engine import make_engine
 from workers.engine.base import EngineSpec, OptimizerSpec
@@ -53,18 +55,11 @@ def toy_engine(
     **changes: Any,
 ) -> FSDPEngine:
     """changes: fields of ModelConfig and FSDPConfig."""
-    model = {"tokenizer_path": None, "trust_remote_code": False, "enable_gradient_checkpointing": False, "override_config": {}}
-    fsdp = {
-        "model_dtype": dtype,
-        "dtype": dtype,
-        "reshard_after_forward": True,
-        "param_offload": False,
-        "optimizer_offload": False,
-    }
+    of_model = {field.name for field in fields(ModelConfig)}
     spec = EngineSpec(
-        model=ModelConfig(path=path, **(model | {name: value for name, value in changes.items() if name in model})),
+        model=model_config(path, **{name: value for name, value in changes.items() if name in of_model}),
         head=head,
-        sharding=FSDPConfig(**(fsdp | {name: value for name, value in changes.items() if name in fsdp})),
+        sharding=fsdp_config(dtype, **{name: value for name, value in changes.items() if name not in of_model}),
         optimizer=optimizer,
         device=device,
         seed=1,

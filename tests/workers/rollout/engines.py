@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from configs.schema.common import Dtype, ModelConfig
+from configs.schema.common import Dtype
 from configs.schema.ppo import EngineKwargsConfig, RolloutConfig, SamplingConfig
-from tests.tiny import save_tiny_model
+from tests.tiny import model_config, save_tiny_model
 from workers.rollout.base import Completion, Request, Rollout, RolloutSpec, Sampling
 from workers.rollout.embedded import EmbeddedRollout
 from workers.rollout.weight_sync import WeightSync
@@ -30,13 +30,11 @@ def spec_of(
     tensor_model_parallel_size: int = 1,
     update_weights_bucket_megabytes: int = 64,
     verify_weights: Literal["off", "sample", "full"] = "sample",
+    lora_sync: Literal["merged", "adapter"] = "merged",
     **own: object,
 ) -> RolloutSpec:
     """own: arguments of the engine's own."""
-    model = ModelConfig(
-        path=path, tokenizer_path=None, trust_remote_code=False, enable_gradient_checkpointing=False,
-        override_config=override_config or {},
-    )  # fmt: skip
+    model = model_config(path, override_config=override_config or {})
     rollout = RolloutConfig(
         name=name, n=1, do_sample=True, temperature=1.0, top_k=-1, top_p=1.0, ignore_eos=False, dtype=dtype,
         max_num_seqs=slots, max_model_len=max_model_len, tensor_model_parallel_size=tensor_model_parallel_size,
@@ -44,6 +42,7 @@ def spec_of(
         enable_chunked_prefill=True, enable_prefix_caching=True, load_format="dummy", seed=42,
         engine_kwargs=EngineKwargsConfig(vllm=own, sglang=own), free_cache_engine=True,
         update_weights_bucket_megabytes=update_weights_bucket_megabytes, verify_weights=verify_weights,
+        lora_sync=lora_sync,
         log_prob_micro_batch_size=None, log_prob_micro_batch_size_per_gpu=None,
         log_prob_use_dynamic_bsz=False, log_prob_max_token_len_per_gpu=1024,
         val_kwargs=SamplingConfig(n=1, do_sample=False, temperature=0.0, top_k=-1, top_p=1.0),

@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from configs.schema.common import FSDPConfig, ModelConfig, Sharding
+from configs.schema.common import ModelConfig, Sharding
+from tests.tiny import fsdp_config
 from tests.workers.engine.toy import ToyLoss
 from tests.workers.rollout.engines import log_prob_error, make_model, one_off, request, spec_of, spoil_loading
 from workers.controller.group import WorkerInfo
@@ -35,9 +36,7 @@ CPU_BUILD = pytest.mark.skipif(DEVICE == "cuda", reason="of vLLM's CPU build alo
 VLLM = pytest.mark.skipif(DEVICE == "cuda" and find_spec("vllm") is None, reason="scripts/setup_env.sh installs no vLLM on a GPU")
 """For one module alone: on CUDA a process can have one engine with vLLM's sleep mode, and no other after it."""
 
-FSDP = FSDPConfig(
-    model_dtype="float32", dtype="float32", reshard_after_forward=True, param_offload=False, optimizer_offload=False
-)
+FSDP = fsdp_config()
 ACTOR_LOSS = LossSpec("tests.workers.rollout.vllm_hosts:toy_loss", None)
 
 

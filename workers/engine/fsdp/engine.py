@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from configs.schema.common import FSDPConfig
 from workers.batch import Batch
 from workers.engine.attention import PackedRows
-from workers.engine.base import EngineMesh, EngineSpec, Loss, SavedFile, TrainEngine
+from workers.engine.base import EngineMesh, EngineSpec, Loss, SavedFile, TrainEngine, Weights
 from workers.engine.checkpoint import Shard, load_sharded, save_shard
 from workers.engine.fsdp.optimizer import ShardedAdamW, global_norm
 from workers.engine.fsdp.sharding import fill, full, like, local, parts, recompute_layers, shard
@@ -83,7 +83,7 @@ class FSDPEngine(TrainEngine):
             return sharded, None
         return sharded, source.hf.to(device="meta", dtype=saved_dtype)  # type: ignore[call-arg] # a wrapped method
 
-    def forward(self, batch: Batch, plan: MicroBatches, outputs: set[str]) -> Batch | None:
+    def forward(self, batch: Batch, plan: MicroBatches, outputs: set[str], *, adapter: bool = True) -> Batch | None:
         self._assert_here("params")
         answers = Answers(batch, outputs, self.spec.head, self._model.hf.config.get_text_config().vocab_size)
         with torch.no_grad():
@@ -165,7 +165,7 @@ class FSDPEngine(TrainEngine):
         predicted = (rows.tokens["response_mask"].bool() & (positions > 0)).nonzero()[:, 0]
         return self._model(input_ids, positions, packed, predicted, temperature=rows.meta["temperature"], outputs=outputs)
 
-    def export_weights(self, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    def export_weights(self, *, dtype: torch.dtype | None = None, kind: Weights = "merged") -> Iterator[tuple[str, Tensor]]:
         self._assert_here("params")
         for name, weight in self._own_weights().items():
             yield name, full(weight, dtype)

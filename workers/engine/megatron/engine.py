@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from configs.schema.common import MegatronConfig
 from workers.batch import Batch
-from workers.engine.base import EngineMesh, EngineSpec, Loss, OptimizerSpec, SavedFile, TrainEngine
+from workers.engine.base import EngineMesh, EngineSpec, Loss, OptimizerSpec, SavedFile, TrainEngine, Weights
 from workers.engine.checkpoint import Files, Shard, save_shard, write_model
 from workers.engine.hf_model import empty_model, model_config, model_files, model_flops
 from workers.engine.megatron.exchange import Exchange
@@ -84,7 +84,7 @@ class MegatronEngine(TrainEngine):
 
     # Computing
 
-    def forward(self, batch: Batch, plan: MicroBatches, outputs: set[str]) -> Batch | None:
+    def forward(self, batch: Batch, plan: MicroBatches, outputs: set[str], *, adapter: bool = True) -> Batch | None:
         answers = Answers(batch, outputs, self.spec.head, self._shell.config.vocab_size)
 
         def keep(pack: Pack, results: dict[str, Tensor]) -> None:
@@ -180,7 +180,7 @@ class MegatronEngine(TrainEngine):
 
     # Weights
 
-    def export_weights(self, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    def export_weights(self, *, dtype: torch.dtype | None = None, kind: Weights = "merged") -> Iterator[tuple[str, Tensor]]:
         self._assert_here("params")
         return self._exchange.export(dtype)
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from configs.schema.common import MegatronConfig, ModelConfig
-from tests.tiny import save_tiny_model
+from configs.schema.common import MegatronConfig
+from tests.tiny import model_config, save_tiny_model
 from tests.workers.engine.fsdp.cases import exported, train, training_batch
 from tests.workers.engine.toy import ADAMW, ToyLoss, ValueLoss, cut
 from workers.batch import Batch
@@ -84,9 +84,7 @@ def megatron_engine(
     **changes: Any,
 ) -> MegatronEngine:
     """changes: see megatron_config."""
-    model = ModelConfig(
-        path=path, tokenizer_path=None, trust_remote_code=False, enable_gradient_checkpointing=recompute, override_config={}
-    )
+    model = model_config(path, enable_gradient_checkpointing=recompute)
     sharding = megatron_config(**changes)
     engine = make_engine(
         EngineSpec(model=model, head=head, sharding=sharding, optimizer=optimizer, device=device, seed=1)  # type: ignore[arg-type]
