@@ -60,24 +60,39 @@ class PackedModel(nn.Module):
         outputs: Collection[str] = ("log_probs",),
     ) -> dict[str, Tensor]:
         """input_ids, positions: int64 (T,), positions starting from 0 in each row. predicted: int64 (N,), the tokens
-        whose log-probs are wanted, none of them the first of its row; a value head answers for every token.
+        whose log-probs are wanted, none of them the first of its row; a value head answers for every token. Where ``rows``
+        are cut over ranks, all of them get the same, all T of it, and return the same.
 
         Returns, at least in float32: log_probs and what else ``outputs`` names, 0 where not predicted; or values (T,), of the
         state before each token, 0 for a row's first, and last_value (B,), of the state after each row.
         """
-        body = self.hf.base_model(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, packed_rows=rows)
+        here = None if predicted is None else rows.own_places(predicted - 1, len(input_ids))
+        body = self.hf.base_model(
+            input_ids=rows.own(input_ids)[None],
+            position_ids=rows.own(positions)[None],
+            use_cache=False,
+            packed_rows=rows,
+        )
         hidden = body.last_hidden_state[0]
         if self.head == "value":
-            after = self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0]
+            after = rows.whole(self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0])
             values = torch.where(positions == 0, 0.0, after.roll(1))
             return {"values": values, "last_value": after.index_select(0, rows.cu_seqlens[1:] - 1)}
-        assert predicted is not None, "a language head wants to know which tokens"
+        assert here is not None, "a language head wants to know which tokens"
+        # What each token predicts is the next one, on whichever rank that is.
+        targets = rows.own(input_ids.roll(-1))[here]
+        found = self._language_head(hidden.index_select(0, here), targets, temperature, outputs)
+        return {
+            name: rows.whole(out.new_zeros(len(hidden), *out.shape[1:]).index_copy(0, here, out)).roll(1, 0)
+            for name, out in found.items()
+        }
+
+    def _language_head(self, before: Tensor, targets: Tensor, temperature: float, outputs: Collection[str]) -> dict[str, Tensor]:
+        """before (N, H), targets int64 (N,) -> log_probs (N,), and what else ``outputs`` names."""
         lm_head = self.hf.get_output_embeddings()
-        before, weight, bias = hidden.index_select(0, predicted - 1), lm_head.weight, lm_head.bias
+        weight, bias = lm_head.weight, lm_head.bias
         want_entropy = "entropy" in outputs
-        log_probs, entropy = head_log_probs(
-            before, weight, bias, input_ids[predicted], temperature=temperature, want_entropy=want_entropy
-        )
+        log_probs, entropy = head_log_probs(before, weight, bias, targets, temperature=temperature, want_entropy=want_entropy)
         found = {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
         if "sum_pi_squared" in outputs:
             found["sum_pi_squared"] = head_sum_pi_squared(before, weight, bias, temperature=temperature)
@@ -85,7 +100,7 @@ class PackedModel(nn.Module):
             found["top_log_probs"] = head_top_log_probs(before, weight, bias, temperature=temperature)
         if "all_log_probs" in outputs:
             found["all_log_probs"] = head_all_log_probs(before, weight, bias, temperature=temperature)
-        return {name: out.new_zeros(len(input_ids), *out.shape[1:]).index_copy(0, predicted, out) for name, out in found.items()}
+        return found
 
 
 def model_path(model: ModelConfig) -> str:

@@ -1,4 +1,4 @@
-"""The FSDP2 engine: parameters, gradients and optimizer state sharded over the data-parallel ranks."""
+"""The FSDP2 engine: parameters, gradients and optimizer state are sharded over ranks, and tokens too if that is asked for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
@@ -21,7 +20,7 @@ from workers.engine.attention import PackedRows
 from workers.engine.base import EngineMesh, EngineSpec, Loss, SavedFile, TrainEngine, Weights
 from workers.engine.checkpoint import Shard, load_sharded, save_shard
 from workers.engine.fsdp.optimizer import ShardedAdamW, global_norm
-from workers.engine.fsdp.sharding import fill, full, like, local, parts, recompute_layers, shard
+from workers.engine.fsdp.sharding import copies, device_mesh, fill, full, like, local, parts, recompute_layers, shard
 from workers.engine.hf_model import (
     DTYPES,
     PackedModel,
@@ -30,9 +29,10 @@ from workers.engine.hf_model import (
     model_config,
     model_flops,
 )
-from workers.engine.micro_batch import Answers, micro_batch, weighted
+from workers.engine.micro_batch import Answers, flat_rows, micro_batch, weighted
 from workers.engine.offload import Offloadable, Place
 from workers.engine.out_of_memory import told_without_memory
+from workers.engine.ulysses import TokenCut
 from workers.metric import Metric, Metrics, join_metrics
 from workers.plan import MicroBatches
 
@@ -40,16 +40,21 @@ CAN_RESET = "reset_iter_state" in vars(FSDPModule)  # torch 2.13 and later
 
 
 class FSDPEngine(TrainEngine):
-    """One model, sharded over all ranks of the default process group: a mesh of one dimension, ``dp``."""
+    """One model over all ranks of the default process group. How parameters are sharded (sharding.device_mesh) and which ranks
+    work on the same rows (ulysses.TokenCut) have nothing to do with each other: a gradient is a sum over all ranks.
+    """
 
     def __init__(self, spec: EngineSpec, fsdp: FSDPConfig) -> None:
         assert dist.is_initialized(), "FSDPEngine: torch.distributed is not initialised"
         self.spec = spec
         self.fsdp = fsdp
         self.device = torch.device("cuda", torch.cuda.current_device()) if spec.device == "cuda" else torch.device("cpu")
-        rank, world = dist.get_rank(), dist.get_world_size()
-        self.mesh = EngineMesh(rank=rank, world_size=world, dp_rank=rank, dp_size=world, is_output_rank=True)
-        self._device_mesh = init_device_mesh(spec.device, (world,), mesh_dim_names=("dp",))
+        rank, world, sp = dist.get_rank(), dist.get_world_size(), fsdp.ulysses_sequence_parallel_size
+        self.mesh = EngineMesh(
+            rank=rank, world_size=world, dp_rank=rank // sp, dp_size=world // sp, is_output_rank=rank % sp == 0
+        )
+        self._device_mesh = device_mesh(spec.device, fsdp.fsdp_size)
+        self._token_cut = TokenCut.over(sp, spec.device)
         self._model, self._shell = self._build()
         # While parameters are gathered, others take their place in the modules: from here on, these are the parameters.
         self._params = dict(self._model.hf.named_parameters())
@@ -90,10 +95,10 @@ class FSDPEngine(TrainEngine):
             for chosen in plan:
                 rows = micro_batch(answers.batch, chosen, self.device)
                 results = self._run(rows, outputs)
-                if chosen:
+                if chosen and self.mesh.is_output_rank:
                     answers.put(rows, results)
         self._free_gathered()
-        return answers.whole()
+        return answers.whole() if self.mesh.is_output_rank else None
 
     def train_step(self, batch: Batch, plan: MicroBatches, loss: Loss) -> Metrics:
         assert self._optimizer is not None, "this engine was built without an optimizer"
@@ -104,7 +109,8 @@ class FSDPEngine(TrainEngine):
             loss_here = metrics["loss"]
             assert isinstance(loss_here, Metric)
             # A loss may be infinite where its gradient is not: as 0 * loss it is part of the one number that all ranks decide by.
-            norm = float(global_norm([*grads.values(), torch.tensor([0.0 * loss_here.value], device=self.device)], self.device))
+            doubt = torch.tensor([0.0 * loss_here.value], device=self.device)
+            norm = float(global_norm([*grads.values(), doubt], self.device, copies(self._device_mesh)[1]))
         metrics |= {"grad_norm": Metric.max(norm), "skipped_updates": Metric.max(not math.isfinite(norm))}
         if math.isfinite(norm):
             with self._optimizer_here():
@@ -158,12 +164,14 @@ class FSDPEngine(TrainEngine):
                 module.reshard()
 
     def _run(self, rows: Batch, outputs: Collection[str]) -> dict[str, Tensor]:
-        input_ids, positions = rows.tokens["input_ids"], rows.positions().to(self.device)
-        packed = PackedRows.of(rows.lengths.tolist(), self.device)
+        input_ids, positions, lengths = flat_rows(rows, self.fsdp.ulysses_sequence_parallel_size)
+        packed, total = PackedRows.of(lengths, self.device, self._token_cut), rows.total_tokens
         if self.spec.head == "value":
-            return self._model(input_ids, positions, packed)
-        predicted = (rows.tokens["response_mask"].bool() & (positions > 0)).nonzero()[:, 0]
-        return self._model(input_ids, positions, packed, predicted, temperature=rows.meta["temperature"], outputs=outputs)
+            results = self._model(input_ids, positions, packed)
+            return {"values": results["values"][:total], "last_value": results["last_value"][: len(rows)]}
+        predicted = (rows.tokens["response_mask"].bool() & (positions[:total] > 0)).nonzero()[:, 0]
+        results = self._model(input_ids, positions, packed, predicted, temperature=rows.meta["temperature"], outputs=outputs)
+        return {name: out[:total] for name, out in results.items()}
 
     def export_weights(self, *, dtype: torch.dtype | None = None, kind: Weights = "merged") -> Iterator[tuple[str, Tensor]]:
         self._assert_here("params")
@@ -208,7 +216,9 @@ class FSDPEngine(TrainEngine):
     def save(self, path: str, *, background: bool = False) -> Future[list[SavedFile]]:
         self._assert_here("params")
         with self._optimizer_here():
-            shard = Shard(parts(self._checkpoint_state(), self.mesh.rank), self.mesh.rank, self.mesh.world_size)
+            shard = Shard(
+                parts(self._checkpoint_state(), self.mesh.rank, copies(self._device_mesh)), self.mesh.rank, self.mesh.world_size
+            )
             return save_shard(shard, Path(path), self._shell, buffers=self._host if background else None)
 
     def load(self, path: str) -> None:
