@@ -57,7 +57,7 @@ class VLLMRollout(Rollout):
         self.max_length = spec.max_model_len
         self._dtype = DTYPES[spec.rollout.dtype]
         model = empty_model(spec.model, model_config(spec.model, "lm"), "lm", self._dtype).hf
-        self.expected = ExpectedWeights(model)
+        self.expected = ExpectedWeights(model.state_dict(keep_vars=True))
         self.vocab_size = vocab_size(spec.model)
         arguments = engine_arguments(spec)
         with ExitStack() as opening:
