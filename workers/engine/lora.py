@@ -111,7 +111,7 @@ def inject(packed: PackedModel, model: ModelConfig, *, trained: bool, seed: int)
     with torch.random.fork_rng(devices=[]), torch.device("meta" if on_meta else "cpu"):
         torch.default_generator.manual_seed(seed)
         own = copy.deepcopy(config)
-        own.target_modules, own.modules_to_save = set(targets), None
+        own.target_modules, own.modules_to_save = targets, None
         inject_adapter_in_model(own, hf, adapter_name=NAME)
     hf.requires_grad_(False)
     for param in _own(packed):
@@ -191,7 +191,8 @@ class Adapter:
     def off(self) -> Iterator[None]:
         """The base model alone answers in here.
 
-        peft freezes an adapter that is off. But what FSDP gathers for the first time stays frozen if it is frozen then: flags stay.
+        peft freezes an adapter that is off; but what is frozen when FSDP gathers it for the first time stays so for good. So the
+        flags are put back at once.
         """
         flags = [param.requires_grad for param in self._params]
 
