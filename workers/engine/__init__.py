@@ -13,6 +13,13 @@ def check_engine(key: str, role: ShardedConfig, model: ModelConfig, head: Head, 
     Raises ValueError, which says what to do, and FileNotFoundError where the model is not.
     """
     if not isinstance(role.sharding, MegatronConfig):
+        if model.has_adapter:
+            from workers.engine.lora import check_adapter
+
+            try:
+                check_adapter(model, head)
+            except ValueError as error:
+                raise ValueError(f"{key}: {error}") from error
         return
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
         raise ValueError(

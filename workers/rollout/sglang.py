@@ -30,7 +30,7 @@ from workers.rollout.weights import ExpectedWeights
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-    from workers.rollout.sglang_lora import Adapter
+    from workers.rollout.sglang_lora import AdapterInSGLang
 
 AHEAD = 2**25  # bytes that are filled on CPU while SGLang takes as many: of a larger bucket less would be
 NO_WEIGHTS = bytes(ForkingPickler.dumps([]))
@@ -78,11 +78,11 @@ class SGLangRollout(Rollout):
         self.expected = ExpectedWeights(model.state_dict(keep_vars=True))
         self.vocab_size = vocab_size(spec.model)
         self._shared = [SharedBucket(number, self.device, self.dtype) for number in range(2)]
-        self.adapter: Adapter | None = None
+        self.adapter: AdapterInSGLang | None = None
         if spec.rollout.lora_sync == "adapter":
-            from workers.rollout import sglang_lora  # loads peft
+            from workers.rollout.sglang_lora import AdapterInSGLang  # loads peft
 
-            self.adapter = sglang_lora.adapter_of(spec.model)
+            self.adapter = AdapterInSGLang(spec.model)
         self.keeps_weights = self.adapter is not None
         self._base_there = False
         self.engine: Client | None = None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from configs.schema.ppo import RolloutEngineConfig
-from workers.engine.base import TrainEngine
+from workers.engine.base import TrainEngine, Weights
 from workers.engine.hf_model import DTYPES
 from workers.metric import Metric, Metrics
 from workers.rollout.base import Rollout
@@ -24,6 +24,9 @@ from workers.rollout.verification import (
     compare_identity,
     due,
 )
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 
 class Stopwatch:
@@ -49,6 +52,7 @@ class WeightSync:
         self._found: Collection[str] = ()  # names that have their places
         self._version = -1
         self._turn = 0
+        self._base_is_there = False  # of what an adapter lies beside
 
     def __call__(self, version: int) -> tuple[bool, Metrics]:
         """Whether the engine now works with the trainer's own tensors; and what was verified, unless nothing is. Collective.
@@ -56,9 +60,17 @@ class WeightSync:
         Raises WeightMismatch once all ranks have their weights, ValueError for weights that do not fit.
         """
         found, watch = Findings(), Stopwatch()
-        live = self.source.live_weights()
+        live, adapter = self.source.live_weights(), self._adapter_alone
         shared = live is not None and self.rollout.share_weights(live, version)
-        if not shared:
+        if adapter is not None:
+            if not self._base_is_there:
+                self._load(version, found, watch)
+            self._base_is_there = self.rollout.keeps_weights or not self.config.free_cache_engine
+            self.rollout.load_adapter(adapter, self._adapter_stream(), version)
+            if self.config.verify_weights != "off":
+                with watch:
+                    self._compare_adapter(found)
+        elif not shared:
             self._load(version, found, watch)
         elif live is not None and self.config.verify_weights != "off":
             with watch:
@@ -70,6 +82,11 @@ class WeightSync:
             "timing_s/verify_weights": Metric.max(watch.seconds),
             "rollout/verified_bytes": Metric.sum(found.nbytes),
         }
+
+    @property
+    def _adapter_alone(self) -> LoraConfig | None:
+        """The adapter that goes to the engine by itself; None: whole weights go, with it if there is one."""
+        return self.source.adapter_config if self.config.lora_sync == "adapter" else None
 
     def _load(self, version: int, found: Findings, watch: Stopwatch) -> None:
         with watch:
@@ -102,7 +119,21 @@ class WeightSync:
 
     def _stream(self) -> Iterator[tuple[str, Tensor]]:
         """A tensor at a time: with what an engine keeps until a layer or a bucket is whole, two buckets are not passed."""
-        return self.source.export_weights(dtype=DTYPES[self.config.dtype])
+        kind: Weights = "merged" if self._adapter_alone is None else "full"
+        return self.source.export_weights(dtype=DTYPES[self.config.dtype], kind=kind)
+
+    def _adapter_stream(self) -> Iterator[tuple[str, Tensor]]:
+        return self.source.export_weights(dtype=DTYPES[self.config.dtype], kind="adapter")
+
+    def _compare_adapter(self, found: Findings) -> None:
+        """All of it, each time: it is small."""
+        held = self.rollout.held_adapter()
+        sample, came = Sample([Lines(one, 0, one.lines) for one in held if one.lines]), set()
+        for name, tensor in self._adapter_stream():
+            sample.take(name, tensor)
+            came.add(name)
+        check_places(held, came)
+        sample.compare(found, self.rollout.read_held)
 
     def _due(self) -> list[Lines]:
         """Found for all turns at once: a sync empties the processor's caches, and going through all weights then takes time."""
