@@ -79,7 +79,7 @@ class SGLangRollout(Rollout):
         self.vocab_size = vocab_size(spec.model)
         self._shared = [SharedBucket(number, self.device, self.dtype) for number in range(2)]
         self.adapter: AdapterInSGLang | None = None
-        if spec.rollout.lora_sync == "adapter":
+        if spec.rollout.lora_sync == "adapter" and spec.model.has_adapter:
             from workers.rollout.sglang_lora import AdapterInSGLang  # loads peft
 
             self.adapter = AdapterInSGLang(spec.model)
@@ -90,7 +90,7 @@ class SGLangRollout(Rollout):
         if place.rank % self.tensor_parallel_size == 0:
             arguments, environment = engine_arguments(spec, place.local_rank), ENVIRONMENT
             if self.adapter is not None:
-                arguments |= self.adapter.arguments()
+                arguments |= self.adapter.arguments(spec.device)
             if spec.device == "cpu":
                 from workers.rollout import sglang_cpu
 
@@ -229,8 +229,8 @@ class SGLangRollout(Rollout):
             memory = SharedBucket(len(self._shared), torch.device("cpu"), self.dtype)
             views = memory.views(self.adapter.complete(named))
             filled = [(name, tuple(view.shape), view.storage_offset()) for name, view in views]
-            self.engine.call("load_adapter", self.adapter.in_words(config), memory.handle()[1], filled)
-            self.engine.begin_on_ranks("take_adapter", self.adapter.places)
+            name = self.engine.call("load_adapter", self.adapter.in_words(config), memory.handle()[1], filled)
+            self.engine.begin_on_ranks("take_adapter", name, self.adapter.places)
             self.engine.wait_for_ranks()
             self.engine.call("flush")
         self._weights_there, self._version = True, version
@@ -348,7 +348,6 @@ def engine_arguments(spec: RolloutSpec, first_gpu: int) -> dict[str, Any]:
         "load_format": rollout.load_format,
         "random_seed": rollout.seed,
         "enable_memory_saver": spec.device == "cuda",
-        "enable_weights_cpu_backup": spec.device == "cuda" and spec.rollout.lora_sync == "adapter",
         "skip_tokenizer_init": True,
         "sleep_on_idle": True,
         "base_gpu_id": first_gpu,

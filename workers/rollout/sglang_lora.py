@@ -62,9 +62,11 @@ class AdapterInSGLang:
                     self.zeros[name] = shapes[part]
         self.modules.update(FUSED[layer])
 
-    def arguments(self) -> dict[str, Any]:
-        """Of SGLang's ServerArgs. There is room for two: one is none, which SGLang starts with."""
+    def arguments(self, device: str) -> dict[str, Any]:
+        """Of SGLang's ServerArgs. There is room for two: one is none, which SGLang starts with. While it sleeps, the host has the
+        base."""
         return {
+            "enable_weights_cpu_backup": device == "cuda",
             "enable_lora": True,
             "max_lora_rank": self.rank,
             "lora_target_modules": sorted(self.modules),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from workers.rollout.sglang_calls import RANKS, answer_calls
 
 Shape = tuple[int, ...]
+ATTEMPTS, PAUSE = 6000, 0.005  # the first rank alone says that it has an adapter; others are behind by a moment
 
 
 def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:
@@ -82,10 +84,17 @@ class Weights:
             place.read(start, out)
 
     @torch.no_grad()
-    def take_adapter(self, places: Mapping[str, AdapterPlace]) -> None:
-        """Of the one adapter that SGLang has been given, which it would take with the next request: what does not fit ends its
-        process then. Raises what SGLang does."""
-        (name,) = self.adapters.lora_refs
+    def take_adapter(self, name: str, places: Mapping[str, AdapterPlace]) -> None:
+        """Now, and not with the next request, where what does not fit ends the process. Raises what SGLang does.
+
+        name: what SGLang knows it by, once the main thread of this rank has come to it.
+        """
+        for _ in range(ATTEMPTS):
+            if name in self.adapters.lora_refs:
+                break
+            time.sleep(PAUSE)
+        else:
+            raise RuntimeError(f"SGLang has not brought the adapter {name} to this rank within {ATTEMPTS * PAUSE:g} s")
         self.adapters.fetch_new_loras({name})
         self._adapter = HeldAdapter(self.adapters, name, places)
         if self.adapters.device.type == "cuda":

@@ -149,8 +149,9 @@ class Server:
         if self.bracketed:
             check(self.engine.end_weight_update())
 
-    def load_adapter(self, config: dict[str, Any], memory: Tensor, named: Sequence[tuple[str, tuple[int, ...], int]]) -> None:
+    def load_adapter(self, config: dict[str, Any], memory: Tensor, named: Sequence[tuple[str, tuple[int, ...], int]]) -> str:
         """In the place of the one before. config: peft's; named: its name for a tensor, its shape, and where it begins in there.
+        What SGLang knows it by; the first rank has it now, the others will.
 
         SGLang takes no second one under a name that it knows, and keeps the first: it says so in its result.
         """
@@ -162,6 +163,7 @@ class Server:
         answer = self.engine.load_lora_adapter_from_tensors(ADAPTER, tensors, config)
         check((answer.success, answer.error_message))
         self.adapter = ADAPTER
+        return str(self.manager.lora_ref_cache[ADAPTER].lora_id)
 
     def flush(self) -> None:
         """Forget keys and values of the past. Raises RuntimeError if SGLang does not."""
