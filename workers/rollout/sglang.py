@@ -70,7 +70,7 @@ class SGLangRollout(Rollout):
         self.bucket_bytes = min(allowed, AHEAD) if spec.device == "cpu" else allowed
         self.device = torch.device("cpu") if spec.device == "cpu" else torch.device("cuda", place.local_rank)
         model = empty_model(spec.model, model_config(spec.model, "lm"), "lm", self.dtype).hf
-        self.expected = ExpectedWeights(model)
+        self.expected = ExpectedWeights(model.state_dict(keep_vars=True))
         self.vocab_size = vocab_size(spec.model)
         self._shared = [SharedBucket(number, self.device, self.dtype) for number in range(2)]
         self.engine: Client | None = None
