@@ -96,7 +96,7 @@ class Rollout(ABC):
     tensor_parallel_size = 1
     """Consecutive ranks that are one engine: they get the same calls with the same arguments, and answer alike."""
     keeps_weights = False
-    """What load_weights has brought outlives sleep, so that load_adapter alone has to follow."""
+    """Weights that load_weights brought are still there after sleep and wake."""
     _weights_awake = _cache_awake = True
     _weights_there = False
     """Loaded or shared, since the engine was made or its weights woke."""

@@ -1,8 +1,8 @@
 """One LoRA adapter in vLLM, beside the weights: how it comes, how it is computed with, and where it is. Loaded with one alone.
 
-vLLM's layers and its loading are used; its kernels are not. They choose an adapter for each token, by ids that adapters are cached
-by: one that comes under an id that is there already is passed over. On CUDA they have no float32, and on CPU they copy the adapter
-for every token. Here is one, and every token has it.
+vLLM's layers and its loading are used; its kernels are not. They look up an adapter for each token, by ids that adapters are
+cached by: one that comes under an id that is there already is passed over. On CUDA they have no float32, and on CPU they copy the
+adapter for every token. Here is one, and every token has it.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def replace_adapter(worker: Any, config: LoraConfig, tensors: dict[str, Tensor])
     runner = worker.model_runner
     manager = runner.lora_manager._adapter_manager
     assert all(isinstance(layer.punica_wrapper, EveryToken) for layer in layers_of(runner).values()), "worker_cls is another"
-    described = PEFTHelper(config.r, config.lora_alpha, sorted(config.target_modules), use_rslora=config.use_rslora)
+    described = PEFTHelper(config.r, config.lora_alpha, target_modules=[], use_rslora=config.use_rslora)
     adapter = LoRAModel.from_lora_tensors(ID, tensors, described, device="cpu", dtype=runner.lora_config.lora_dtype)
     manager.remove_all_adapters()  # else the one that is there stays
     added, activated = manager.add_adapter(adapter), manager.activate_adapter(ID)

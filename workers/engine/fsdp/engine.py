@@ -39,8 +39,6 @@ from workers.metric import Metric, Metrics, join_metrics
 from workers.plan import MicroBatches
 
 if TYPE_CHECKING:
-    from peft import LoraConfig
-
     from workers.engine.lora import Adapter
 
 CAN_RESET = "reset_iter_state" in vars(FSDPModule)  # torch 2.13 and later
@@ -57,16 +55,15 @@ class FSDPEngine(TrainEngine):
         rank, world = dist.get_rank(), dist.get_world_size()
         self.mesh = EngineMesh(rank=rank, world_size=world, dp_rank=rank, dp_size=world, is_output_rank=True)
         self._device_mesh = init_device_mesh(spec.device, (world,), mesh_dim_names=("dp",))
-        self._adapter_config: LoraConfig | None = None
         self._model, self._shell = self._build()
         # While parameters are gathered, others take their place in the modules: from here on, these are the parameters.
         self._params = dict(self._model.hf.named_parameters())
         self._weights: dict[str, Tensor] = self._model.hf.state_dict(keep_vars=True)  # tied names and buffers too
         self._adapter: Adapter | None = None
-        if self._adapter_config is not None:
+        if self.adapter_config is not None:
             from workers.engine.lora import Adapter
 
-            self._adapter = Adapter(self._model, self._adapter_config)
+            self._adapter = Adapter(self._model, self.adapter_config)
             self._weights = self._adapter.base
         self._host: dict[str, Tensor] = {}  # copies that a thread writes from
         self._optimizer: ShardedAdamW | None = None
@@ -93,7 +90,7 @@ class FSDPEngine(TrainEngine):
             from workers.engine.lora import add_adapter
 
             trained = self.spec.optimizer is not None
-            self._adapter_config = add_adapter(sharded, source, model, trained=trained, seed=self.spec.seed)
+            self.adapter_config = add_adapter(sharded, source, model, trained=trained, seed=self.spec.seed)
         if model.enable_gradient_checkpointing:
             recompute_layers(sharded)
         shard(sharded, self._device_mesh, fsdp)
@@ -235,7 +232,7 @@ class FSDPEngine(TrainEngine):
         self._assert_here("params")
         with self._optimizer_here():
             shard = Shard(parts(self._checkpoint_state(), self.mesh.rank), self.mesh.rank, self.mesh.world_size)
-            adapter, buffers = self._adapter_config, self._host if background else None
+            adapter, buffers = self.adapter_config, self._host if background else None
             return save_shard(shard, Path(path), self._shell, adapter=adapter, buffers=buffers)
 
     def load(self, path: str) -> None:
@@ -247,9 +244,10 @@ class FSDPEngine(TrainEngine):
             self._optimizer.set_steps(int(state["optimizer.steps"]))
 
     def _checkpoint_state(self) -> dict[str, Tensor]:
-        """Views of what is live, and the count of steps, which is all of the schedule's state. Of a model with an adapter, that."""
-        state: dict[str, Tensor] = {f"model.{name}": weight.detach() for name, weight in self._own_weights().items()}
-        if self._adapter is not None:
+        """Views of what is live, and the count of steps, which is all of the schedule's state. Without what is frozen."""
+        if self._adapter is None:
+            state: dict[str, Tensor] = {f"model.{name}": weight.detach() for name, weight in self._own_weights().items()}
+        else:
             state = {f"{ADAPTER}{name}": weight.detach() for name, weight in self._adapter.own.items()}
         if self._optimizer is not None:
             state["optimizer.steps"] = torch.tensor(self._optimizer.steps)
