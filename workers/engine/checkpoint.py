@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 INDEX = "model.safetensors.index.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's files
 ADAPTER = "adapter."  # begins the names of a LoRA adapter's weights in a checkpoint, peft's names follow
 SHARD = 5 * 10**9  # bytes, as transformers cuts a model
 DCP_OFFSETS = "DCP_SHARDING_INFO"  # the key in a file's header where dcp.HuggingFaceStorageReader looks
@@ -96,7 +97,7 @@ def save_shard(
 def write_adapter_config(adapter: LoraConfig, directory: Path) -> str:
     """As peft writes it. Returns the file's name."""
     adapter.save_pretrained(str(directory))
-    return "adapter_config.json"
+    return ADAPTER_CONFIG
 
 
 def load_sharded(state: dict[str, Tensor], path: str) -> None:

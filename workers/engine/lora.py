@@ -23,10 +23,10 @@ from transformers import PreTrainedModel
 
 from configs.schema.common import ModelConfig
 from workers.engine.base import Head
+from workers.engine.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from workers.engine.fsdp.sharding import full
 from workers.engine.hf_model import PackedModel, empty_model, model_config
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of a module's name in peft's files
 NAME = "default"  # of the adapter in the model
 TASKS: dict[Head, str] = {"lm": "CAUSAL_LM", "value": "TOKEN_CLS"}
@@ -55,20 +55,20 @@ def adapter_path(model: ModelConfig) -> Path:
     """Where the files of ``lora_adapter_path`` are. Raises FileNotFoundError."""
     assert model.lora_adapter_path is not None
     path = Path(model.lora_adapter_path).expanduser()
-    for name in (CONFIG, WEIGHTS):
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (path / name).is_file():
             raise FileNotFoundError(f"model.lora_adapter_path {path}: no {name} there (expected a directory of peft's)")
     return path
 
 
 def _written(path: Path, rank: int) -> LoraConfig:
-    written: dict[str, Any] = json.loads((path / CONFIG).read_text())
+    written: dict[str, Any] = json.loads((path / ADAPTER_CONFIG).read_text())
     if written.get("peft_type") != "LORA":
         raise ValueError(f"model.lora_adapter_path {path}: peft_type is {written.get('peft_type')}, not LORA")
     usual = LoraConfig().to_dict()
     more = sorted(key for key, value in written.items() if key not in HEEDED | IDLE and value and value != usual.get(key))
     if more:
-        raise ValueError(f"model.lora_adapter_path {path}: {', '.join(more)} in {CONFIG}: more than LoRA, which is all there is")
+        raise ValueError(f"model.lora_adapter_path {path}: {', '.join(more)} in {ADAPTER_CONFIG}: that is more than LoRA")
     if rank not in (0, written["r"]):
         raise ValueError(
             f"model.lora_rank={rank}: the adapter in model.lora_adapter_path {path} has r={written['r']}; leave it out"
@@ -76,12 +76,12 @@ def _written(path: Path, rank: int) -> LoraConfig:
     return LoraConfig(**{key: written[key] for key in HEEDED & written.keys()})
 
 
-def check_adapter(model: ModelConfig, head: Head) -> None:
+def check_fit(model: ModelConfig, head: Head) -> None:
     """Whether the model takes its adapter: names and shapes, no weights. Raises ValueError, FileNotFoundError."""
     packed = empty_model(model, model_config(model, head), head, torch.float32)
     inject(packed, model, trained=False, seed=0)
     if model.lora_adapter_path is not None:
-        _check_fit(Adapter(packed), adapter_path(model))
+        _compare(Adapter(packed), adapter_path(model))
 
 
 def add_adapter(sharded: PackedModel, source: PackedModel | None, model: ModelConfig, *, trained: bool, seed: int) -> LoraConfig:
@@ -100,25 +100,42 @@ def inject(packed: PackedModel, model: ModelConfig, *, trained: bool, seed: int)
     A is drawn by peft from ``seed``, B is zero. A value head is trained as a whole beside the adapter. What is trained is kept in
     float32 at least. Raises ValueError for names of modules that are none.
     """
-    hf, head = packed.hf, packed.head
     config = adapter_config(model)
     assert config is not None, "the model has no adapter"
-    targets = _modules_on_disk(adapter_path(model)) if model.lora_adapter_path is not None else _matched(packed, model)
-    config.target_modules = _in_short(hf, targets)
+    on_disk = model.lora_adapter_path is not None
+    targets = _modules_on_disk(packed, adapter_path(model)) if on_disk else _matched(packed, model)
+    config.target_modules = _in_short(packed.hf, targets)
     config.base_model_name_or_path = model.path
-    config.task_type = TASKS[head]
-    on_meta = next(hf.parameters()).is_meta
-    with torch.random.fork_rng(devices=[]), torch.device("meta" if on_meta else "cpu"):
-        torch.default_generator.manual_seed(seed)
-        own = copy.deepcopy(config)
-        own.target_modules, own.modules_to_save = targets, None
-        inject_adapter_in_model(own, hf, adapter_name=NAME)
-    hf.requires_grad_(False)
+    config.task_type = TASKS[packed.head]
+    config.modules_to_save = [_head_name(packed)] if packed.head == "value" else None
+    _put_in(packed, config, targets, seed)
+    packed.hf.requires_grad_(False)
     for param in _own(packed):
         param.requires_grad_(trained)
         param.data = param.data.to(torch.promote_types(param.dtype, torch.float32))
-    config.modules_to_save = [_head_name(packed)] if head == "value" else None
     return config
+
+
+def _put_in(packed: PackedModel, config: LoraConfig, targets: list[str], seed: int) -> None:
+    """peft's own, to these modules and no other."""
+    exact = copy.deepcopy(config)
+    exact.target_modules, exact.modules_to_save = targets, None
+    on_meta = next(packed.hf.parameters()).is_meta
+    with torch.random.fork_rng(devices=[]), torch.device("meta" if on_meta else "cpu"):
+        torch.default_generator.manual_seed(seed)
+        inject_adapter_in_model(exact, packed.hf, adapter_name=NAME)
+
+
+@torch.no_grad()
+def merge_from(path: Path, packed: PackedModel) -> dict[str, Tensor]:
+    """{Hugging Face name: weight} of the model with the adapter of peft's directory ``path``, in the place of the model's own."""
+    _put_in(packed, _written(path, 0), _modules_on_disk(packed, path), seed=0)
+    adapter = Adapter(packed)
+    adapter.read(path)
+    for name, weight in adapter.base.items():
+        if name in adapter.scaling:
+            weight.copy_(adapter.merged(name, None))
+    return adapter.base
 
 
 def _head_name(packed: PackedModel) -> str:
@@ -144,9 +161,15 @@ def _matched(packed: PackedModel, model: ModelConfig) -> list[str]:
         return layers
     known = f"linear layers there are {', '.join(sorted({name.rpartition('.')[2] for name in layers}))}"
     if isinstance(wanted, str):
-        found = [name for name in layers if re.fullmatch(wanted, name)]
+        try:
+            found = [name for name in layers if re.fullmatch(wanted, name)]
+        except re.error as error:
+            raise ValueError(f"model.target_modules={wanted}: no pattern: {error}") from error
         if not found:
-            raise ValueError(f"model.target_modules={wanted}: the pattern fits no name, such as {layers[0]}; {known}")
+            raise ValueError(
+                f"model.target_modules={wanted}: a pattern that fits no whole name, such as {layers[0]}; names alone are a list, "
+                f"[q_proj,v_proj]; {known}"
+            )
         return found
     for end in wanted:
         if not any(name == end or name.endswith(f".{end}") for name in layers):
@@ -154,11 +177,16 @@ def _matched(packed: PackedModel, model: ModelConfig) -> list[str]:
     return [name for name in layers if any(name == end or name.endswith(f".{end}") for end in wanted)]
 
 
-def _modules_on_disk(path: Path) -> list[str]:
-    with safe_open(path / WEIGHTS, "pt") as file:
+def _modules_on_disk(packed: PackedModel, path: Path) -> list[str]:
+    with safe_open(path / ADAPTER_WEIGHTS, "pt") as file:
         names = sorted(file.keys())
-    ending = ".lora_A.weight"
-    return [name.removeprefix(PREFIX).removesuffix(ending) for name in names if name.endswith(ending)]
+    ending, layers = ".lora_A.weight", set(_linear(packed))
+    found = [name.removeprefix(PREFIX).removesuffix(ending) for name in names if name.endswith(ending)]
+    if strange := [name for name in found if name not in layers]:
+        raise ValueError(f"model.lora_adapter_path {path}: {strange[0]} is no linear layer in the body of this model")
+    if not found:
+        raise ValueError(f"model.lora_adapter_path {path}: no weight of LoRA in {ADAPTER_WEIGHTS}")
+    return found
 
 
 def _in_short(hf: PreTrainedModel, targets: Sequence[str]) -> list[str]:
@@ -172,6 +200,7 @@ class Adapter:
     """The adapter in a model whose parameters have come to their places. Names are peft's for files, without the adapter's own.
 
     base: {Hugging Face name: weight} of the model without it. own: {peft's name: weight} of all that is trained.
+    scaling: {Hugging Face name of a weight that is adapted: what B A is multiplied by}.
     """
 
     def __init__(self, packed: PackedModel, config: LoraConfig | None = None) -> None:
@@ -185,7 +214,7 @@ class Adapter:
         if packed.head == "value":
             head = _head_name(packed)
             self.own |= {f"{PREFIX}{name}": weight for name, weight in state.items() if name.startswith(f"{head}.")}
-        self._scaling = {f"{name}.weight": layer.scaling[NAME] for name, layer in self._layers.items()}
+        self.scaling = {f"{name}.weight": layer.scaling[NAME] for name, layer in self._layers.items()}
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -206,27 +235,28 @@ class Adapter:
         yield
         switch(True)
 
+    @torch.no_grad()
     def merged(self, name: str, dtype: torch.dtype | None) -> Tensor:
         """The base's weight with the adapter's part, if it has one, in float32 at least before it is cast. Collective."""
-        if name not in self._scaling:
+        if name not in self.scaling:
             return full(self.base[name], dtype)
         weight = full(self.base[name])
         a, b = (full(self.own[f"{PREFIX}{name.removesuffix('.weight')}.lora_{part}.weight"]) for part in "AB")
-        whole = weight.to(torch.promote_types(weight.dtype, torch.float32)) + (b @ a) * self._scaling[name]
+        whole = weight.to(torch.promote_types(weight.dtype, torch.float32)) + (b @ a) * self.scaling[name]
         return whole if dtype is None else whole.to(dtype)
 
     @torch.no_grad()
     def read(self, path: Path) -> None:
         """The weights of peft's directory. Raises ValueError for those that are missing, too many, or do not fit."""
-        _check_fit(self, path)
-        with safe_open(path / WEIGHTS, "pt") as file:
+        _compare(self, path)
+        with safe_open(path / ADAPTER_WEIGHTS, "pt") as file:
             for name in file.keys():  # noqa: SIM118 # it is no dict
                 self.own[name].copy_(file.get_tensor(name))
 
 
-def _check_fit(adapter: Adapter, path: Path) -> None:
+def _compare(adapter: Adapter, path: Path) -> None:
     """Raises ValueError. A value head need not be there: then it is as it is in the model."""
-    with safe_open(path / WEIGHTS, "pt") as file:
+    with safe_open(path / ADAPTER_WEIGHTS, "pt") as file:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 # it is no dict
     wanted = {name: tuple(weight.shape) for name, weight in adapter.own.items()}
     place = f"model.lora_adapter_path {path}"

@@ -66,10 +66,7 @@ class WeightSync:
             if not self._base_is_there:
                 self._load(version, found, watch)
             self._base_is_there = self.rollout.keeps_weights or not self.config.free_cache_engine
-            self.rollout.load_adapter(adapter, self._adapter_stream(), version)
-            if self.config.verify_weights != "off":
-                with watch:
-                    self._compare_adapter(found)
+            self._load_adapter(adapter, version, found, watch)
         elif not shared:
             self._load(version, found, watch)
         elif live is not None and self.config.verify_weights != "off":
@@ -93,7 +90,7 @@ class WeightSync:
             went_back = version < self._version  # a rollback: what is verified is what a resumed run verifies
             self._turn = version if self._version < 0 or went_back else self._turn + 1
             self._version = version
-            sampled = self.config.verify_weights == "sample"
+            sampled = self.config.verify_weights == "sample" and not self._comes_once
             sample = Sample(self._due() if sampled else [])
         came: dict[str, None] = {}
 
@@ -117,23 +114,25 @@ class WeightSync:
             else:
                 compare_all(self._held_weights(), self._stream(), found, self.rollout.read_held)
 
+    @property
+    def _comes_once(self) -> bool:
+        """No later sync could read the rest of a sample."""
+        return self._adapter_alone is not None and self.rollout.keeps_weights
+
+    def _load_adapter(self, adapter: LoraConfig, version: int, found: Findings, watch: Stopwatch) -> None:
+        """It is small: all of it is verified each time."""
+        weights = dict(self.source.export_weights(kind="adapter"))
+        self.rollout.load_adapter(adapter, iter(weights.items()), version)
+        if self.config.verify_weights != "off":
+            with watch:
+                held = self.rollout.held_adapter()
+                check_places(held, weights)
+                compare_all(held, iter(weights.items()), found, self.rollout.read_held)
+
     def _stream(self) -> Iterator[tuple[str, Tensor]]:
         """A tensor at a time: with what an engine keeps until a layer or a bucket is whole, two buckets are not passed."""
         kind: Weights = "merged" if self._adapter_alone is None else "full"
         return self.source.export_weights(dtype=DTYPES[self.config.dtype], kind=kind)
-
-    def _adapter_stream(self) -> Iterator[tuple[str, Tensor]]:
-        return self.source.export_weights(dtype=DTYPES[self.config.dtype], kind="adapter")
-
-    def _compare_adapter(self, found: Findings) -> None:
-        """All of it, each time: it is small."""
-        held = self.rollout.held_adapter()
-        sample, came = Sample([Lines(one, 0, one.lines) for one in held if one.lines]), set()
-        for name, tensor in self._adapter_stream():
-            sample.take(name, tensor)
-            came.add(name)
-        check_places(held, came)
-        sample.compare(found, self.rollout.read_held)
 
     def _due(self) -> list[Lines]:
         """Found for all turns at once: a sync empties the processor's caches, and going through all weights then takes time."""
