@@ -83,6 +83,8 @@ class SGLangRollout(Rollout):
             from workers.rollout.sglang_lora import AdapterInSGLang  # loads peft
 
             self.adapter = AdapterInSGLang(spec.model)
+            if spec.device == "cpu":
+                self.adapter.check_even(self.tensor_parallel_size)
         self.keeps_weights = self.adapter is not None
         self._base_there = False
         self.engine: Client | None = None
@@ -224,7 +226,7 @@ class SGLangRollout(Rollout):
         named = list(self.adapter.expected.fitting(weights, came))
         self.adapter.expected.check(came)
         if not self._base_there:
-            raise EngineAsleep("load_adapter: the engine has no weights beside which it could be; call load_weights")
+            raise EngineAsleep("load_adapter: the engine has no weights that it could be beside; call load_weights")
         if self.engine is not None:
             memory = SharedBucket(len(self._shared), torch.device("cpu"), self.dtype)
             views = memory.views(self.adapter.complete(named))

@@ -25,6 +25,8 @@ FUSED = {
     "down_proj": ("down_proj",),
 }
 """SGLang's linear layers, and which of transformers' they are, in this order."""
+PADDED_TO = 32
+"""A rank's part of the MLP, on CPU."""
 LAYER_OF = {leaf: layer for layer, leaves in FUSED.items() for leaf in leaves}
 TAKEN = re.compile(rf"{re.escape(lora.PREFIX)}(.+\.layers\.\d+\.(?:self_attn|mlp))\.({'|'.join(LAYER_OF)})\.lora_[AB]\.weight")
 
@@ -42,9 +44,11 @@ class AdapterInSGLang:
         self.expected = ExpectedWeights(lora.Adapter(packed).own)
         self.zeros: dict[str, tuple[int, int]] = {}
         self.places: dict[str, AdapterPlace] = {}
-        self.modules: set[str] = set()
-        layers = dict.fromkeys(map(block_and_layer, self.expected.shapes))
-        for path, layer in layers:
+        self.sizes = packed.hf.config.get_text_config()
+        places = dict.fromkeys(map(block_and_layer, self.expected.shapes))
+        self.layers = {layer for _, layer in places}
+        self.modules = sorted(leaf for layer in self.layers for leaf in FUSED[layer])
+        for path, layer in places:
             self._place(packed.hf.get_submodule(path), path, layer)
 
     def _place(self, block: nn.Module, path: str, layer: str) -> None:
@@ -60,7 +64,21 @@ class AdapterInSGLang:
                     self.places[name] = AdapterPlace(f"{path}.{layer}", side, tuple(shapes), part)
                 else:
                     self.zeros[name] = shapes[part]
-        self.modules.update(FUSED[layer])
+
+    def check_even(self, ranks: int) -> None:
+        """On CPU SGLang makes layers larger that its ranks could not share, but not an adapter of them. Raises ValueError."""
+        for layers, key, step in (
+            ({"qkv_proj", "o_proj"}, "num_attention_heads", ranks),
+            ({"qkv_proj", "o_proj"}, "num_key_value_heads", ranks),
+            ({"gate_up_proj", "down_proj"}, "intermediate_size", PADDED_TO * ranks),
+        ):
+            size = getattr(self.sizes, key)
+            if size % step and not layers.isdisjoint(self.layers):
+                raise ValueError(
+                    f"actor_rollout_ref.rollout.lora_sync=adapter: on CPU, with tensor_model_parallel_size={ranks}, SGLang takes "
+                    f"an adapter of {' and '.join(sorted(layers))} if {key} is a multiple of {step}, and it is {size}; set "
+                    "lora_sync=merged"
+                )
 
     def arguments(self, device: str) -> dict[str, Any]:
         """Of SGLang's ServerArgs. There is room for two: one is none, which SGLang starts with. While it sleeps, the host has the
@@ -69,7 +87,7 @@ class AdapterInSGLang:
             "enable_weights_cpu_backup": device == "cuda",
             "enable_lora": True,
             "max_lora_rank": self.rank,
-            "lora_target_modules": sorted(self.modules),
+            "lora_target_modules": self.modules,
             "max_loras_per_batch": 2,
             "lora_strict_loading": True,
         }
@@ -80,7 +98,7 @@ class AdapterInSGLang:
     def in_words(self, config: LoraConfig) -> dict[str, Any]:
         """peft's configuration as SGLang reads it, which takes lora_alpha / r for the scaling, whatever ``use_rslora`` says."""
         scaling = config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
-        return {"peft_type": "LORA", "r": config.r, "lora_alpha": scaling * config.r, "target_modules": sorted(self.modules)}
+        return {"peft_type": "LORA", "r": config.r, "lora_alpha": scaling * config.r, "target_modules": self.modules}
 
 
 def block_and_layer(name: str) -> tuple[str, str]:

@@ -84,17 +84,17 @@ class Weights:
             place.read(start, out)
 
     @torch.no_grad()
-    def take_adapter(self, name: str, places: Mapping[str, AdapterPlace]) -> None:
+    def take_adapter(self, name: str, places: Mapping[str, AdapterPlace], attempts: int = ATTEMPTS) -> None:
         """Now, and not with the next request, where what does not fit ends the process. Raises what SGLang does.
 
         name: what SGLang knows it by, once the main thread of this rank has come to it.
         """
-        for _ in range(ATTEMPTS):
+        for _ in range(attempts):
             if name in self.adapters.lora_refs:
                 break
             time.sleep(PAUSE)
         else:
-            raise RuntimeError(f"SGLang has not brought the adapter {name} to this rank within {ATTEMPTS * PAUSE:g} s")
+            raise RuntimeError(f"SGLang has not brought the adapter {name} to this rank within {attempts * PAUSE:g} s")
         self.adapters.fetch_new_loras({name})
         self._adapter = HeldAdapter(self.adapters, name, places)
         if self.adapters.device.type == "cuda":
