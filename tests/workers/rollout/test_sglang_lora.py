@@ -277,12 +277,14 @@ def test_layers_that_sglang_takes_no_adapter_of_are_named() -> None:
     ],
 )
 def test_layers_that_sglang_makes_larger_on_cpu_are_refused(
-    changes: dict[str, int], ranks: int, message: str | None, tmp_path: Path
+    changes: dict[str, int], ranks: int, message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("workers.rollout.sglang.Client", Recorder)
     make_small(tmp_path, **(SIZES | changes))
-    adapter = AdapterInSGLang(spec_with(str(tmp_path), PARTS).model)
+    spec = spec_with(str(tmp_path), PARTS)
+    spec = replace(spec, rollout=replace(spec.rollout, tensor_model_parallel_size=ranks))
     with pytest.raises(ValueError, match=message) if message else nullcontext():
-        adapter.check_even(ranks)
+        make_rollout(spec, replace(place(), world_size=ranks))
 
 
 def test_memory_that_cannot_be_pinned_is_ordinary_memory() -> None:
