@@ -65,7 +65,7 @@ class WeightSync:
         if adapter is not None:
             if not self._base_is_there:
                 self._load(version, found, watch)
-            self._base_is_there = self.rollout.keeps_weights or not self.config.free_cache_engine
+            self._base_is_there = self._base_stays
             self._load_adapter(adapter, version, found, watch)
         elif not shared:
             self._load(version, found, watch)
@@ -90,7 +90,7 @@ class WeightSync:
             went_back = version < self._version  # a rollback: what is verified is what a resumed run verifies
             self._turn = version if self._version < 0 or went_back else self._turn + 1
             self._version = version
-            sampled = self.config.verify_weights == "sample" and not self._comes_once
+            sampled = self.config.verify_weights == "sample" and not self._base_stays
             sample = Sample(self._due() if sampled else [])
         came: dict[str, None] = {}
 
@@ -115,9 +115,9 @@ class WeightSync:
                 compare_all(self._held_weights(), self._stream(), found, self.rollout.read_held)
 
     @property
-    def _comes_once(self) -> bool:
-        """No later sync could read the rest of a sample."""
-        return self._adapter_alone is not None and self.rollout.keeps_weights
+    def _base_stays(self) -> bool:
+        """It comes once: no later sync could read the rest of a sample."""
+        return self._adapter_alone is not None and (self.rollout.keeps_weights or not self.config.free_cache_engine)
 
     def _load_adapter(self, adapter: LoraConfig, version: int, found: Findings, watch: Stopwatch) -> None:
         """It is small: all of it is verified each time."""

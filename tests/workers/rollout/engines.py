@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -31,10 +32,11 @@ def spec_of(
     update_weights_bucket_megabytes: int = 64,
     verify_weights: Literal["off", "sample", "full"] = "sample",
     lora_sync: Literal["merged", "adapter"] = "merged",
+    lora: dict[str, object] | None = None,
     **own: object,
 ) -> RolloutSpec:
-    """own: arguments of the engine's own."""
-    model = model_config(path, override_config=override_config or {})
+    """lora: an adapter's fields of ModelConfig. own: arguments of the engine's own."""
+    model = model_config(path, override_config=override_config or {}, **(lora or {}))
     rollout = RolloutConfig(
         name=name, n=1, do_sample=True, temperature=1.0, top_k=-1, top_p=1.0, ignore_eos=False, dtype=dtype,
         max_num_seqs=slots, max_model_len=max_model_len, tensor_model_parallel_size=tensor_model_parallel_size,
@@ -111,12 +113,19 @@ def weight_sync(engine: Rollout, source: ModelSource, spec: RolloutSpec, mode: L
 
 def spoil_loading(engine: Rollout, change: Callable[[str, Tensor], Tensor]) -> None:
     """What this engine loads from now on is changed on the way, when the trainer's side has let go of it."""
-    load = type(engine).load_weights
 
-    def changed(weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        load(engine, ((name, change(name, tensor)) for name, tensor in weights), version)
+    def changed(load: Callable[..., None], weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        load(((name, change(name, tensor)) for name, tensor in weights), version=version)
 
-    engine.load_weights = changed  # type: ignore[method-assign]
+    engine.load_weights = partial(changed, partial(type(engine).load_weights, engine))  # type: ignore[method-assign]
+    engine.load_adapter = lambda config, weights, version: changed(  # type: ignore[method-assign]
+        partial(type(engine).load_adapter, engine, config), weights, version
+    )
+
+
+def load_unspoiled(engine: Rollout) -> None:
+    for name in ("load_weights", "load_adapter"):
+        vars(engine).pop(name, None)
 
 
 def one_off(wanted: str, place: int, by: float = 0.1) -> Callable[[str, Tensor], Tensor]:
