@@ -142,7 +142,7 @@ class Rollout(ABC):
         weights: under peft's names for files, full tensors. With ``lora_sync=adapter`` alone; raises ValueError for what does not
         fit. Engines that have no adapters are refused when the configuration is checked.
         """
-        raise NotImplementedError(f"{type(self).__name__} takes no adapters")
+        raise ValueError(f"actor_rollout_ref.rollout.lora_sync=adapter: {type(self).__name__} takes no adapters")
 
     @abstractmethod
     def held_weights(self, *, exact: bool) -> Sequence[HeldWeight]:
