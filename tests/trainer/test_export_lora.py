@@ -53,13 +53,13 @@ def test_an_adapter_is_a_directory_of_pefts(task: Path, run_dir: Path, tmp_path:
     assert names >= {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} and "config.json" not in names
     assert f"weights of its adapter in {tmp_path}" in told
     base = AutoModelForCausalLM.from_pretrained(task / "base")
-    before, begin = logits(base), greedy(base)
+    before = logits(base)
     model = PeftModel.from_pretrained(base, tmp_path / "adapter")
     assert export(tmp_path / "whole", f"checkpoint={run_dir}", "merge=true") == 0
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     assert "adapter_config.json" not in {path.name for path in (tmp_path / "whole").iterdir()}
-    assert (logits(model) - logits(whole)).abs().max() < 1e-5 < (logits(whole) - before).abs().max()
-    assert greedy(model) == greedy(whole) != begin
+    assert (logits(model) - logits(whole)).abs().max() < 1e-5 < 1e-2 < (logits(whole) - before).abs().max()
+    assert greedy(model) == greedy(whole)
     merged = model.merge_and_unload()
     assert all(torch.equal(param, merged.get_parameter(name)) for name, param in whole.named_parameters())
     for name in ("adapter", "whole"):
