@@ -138,6 +138,7 @@ def merged_weights(source: Path, config: PretrainedConfig, head: Head, trust_rem
     from workers.engine.lora import merge_from
 
     base = json.loads((source / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
+    transformers.logging.set_verbosity_error()  # a table of what a new value head misses: the adapter brings it
     try:
         hf = auto_class(config, head).from_pretrained(
             base, config=config, dtype=config.dtype, trust_remote_code=trust_remote_code

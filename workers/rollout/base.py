@@ -142,7 +142,7 @@ class Rollout(ABC):
         weights: under peft's names for files, full tensors. With ``lora_sync=adapter`` alone; raises ValueError for what does not
         fit. Engines that have no adapters are refused when the configuration is checked.
         """
-        raise NotImplementedError(f"{type(self).__name__} takes no adapters")
+        raise ValueError(f"actor_rollout_ref.rollout.lora_sync=adapter: {type(self).__name__} takes no adapters")
 
     @abstractmethod
     def held_weights(self, *, exact: bool) -> Sequence[HeldWeight]:
@@ -153,7 +153,7 @@ class Rollout(ABC):
 
     def held_adapter(self) -> Sequence[HeldWeight]:
         """The same of the adapter that load_adapter has brought, under peft's names for files."""
-        raise NotImplementedError(f"{type(self).__name__} takes no adapters")
+        return ()
 
     def read_held(self, lines: Sequence[Lines]) -> Iterable[list[Tensor]]:
         """``HeldWeight.read`` for each; an engine that is asked over a wire answers all at once."""

@@ -72,7 +72,7 @@ class VLLMRollout(Rollout):
             opening.enter_context(set_environment(ENVIRONMENT | addresses(place)))
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
             self._fenced, self._packed = fenced, nothing_packed
-            if spec.rollout.lora_sync == "adapter":
+            if spec.rollout.lora_sync == "adapter" and spec.model.has_adapter:
                 from workers.rollout.vllm_lora import ExpectedAdapter
 
                 self._adapter, self.keeps_weights = ExpectedAdapter(spec.model), True

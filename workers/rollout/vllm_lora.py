@@ -124,7 +124,7 @@ def replace_adapter(worker: Any, config: LoraConfig, tensors: dict[str, Tensor])
 def held_adapter(worker: Any, expected: ExpectedAdapter) -> list[HeldWeight]:
     """Where this rank has the adapter: padded to vLLM's rank, cut as the layer's weight is, B with the scaling in it."""
     runner, config = worker.model_runner, expected.config
-    fused = getattr(runner.model, "packed_modules_mapping", {})  # models without fused layers have none
+    fused: Mapping[str, Sequence[str]] = runner.lora_manager._adapter_manager.packed_modules_mapping
     scaling = config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
     found: list[HeldWeight] = []
     for path, layer in layers_of(runner).items():

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from configs.schema.common import Dtype
 from configs.schema.ppo import EngineKwargsConfig, RolloutConfig, SamplingConfig
 from tests.tiny import model_config, save_tiny_model
+from workers.engine.base import Weights
 from workers.rollout.base import Completion, Request, Rollout, RolloutSpec, Sampling
 from workers.rollout.embedded import EmbeddedRollout
 from workers.rollout.weight_sync import WeightSync
@@ -100,7 +101,7 @@ class ModelSource:
     def live_weights(self) -> dict[str, Tensor] | None:
         return dict(self.model.named_parameters()) if self.lends else None
 
-    def export_weights(self, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def export_weights(self, *, dtype: torch.dtype, kind: Weights = "merged") -> Iterator[tuple[str, Tensor]]:
         self.streams.append(dtype)
         for name, weight in self.model.named_parameters():
             self.given += 1
