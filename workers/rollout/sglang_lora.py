@@ -67,12 +67,12 @@ class AdapterInSGLang:
 
     def check_even(self, ranks: int) -> None:
         """On CPU SGLang makes layers larger that its ranks could not share, but not an adapter of them. Raises ValueError."""
-        for layers, key, step in (
-            ({"qkv_proj", "o_proj"}, "num_attention_heads", ranks),
-            ({"qkv_proj", "o_proj"}, "num_key_value_heads", ranks),
-            ({"gate_up_proj", "down_proj"}, "intermediate_size", PADDED_TO * ranks),
+        attention, mlp, config = {"qkv_proj", "o_proj"}, {"gate_up_proj", "down_proj"}, self.sizes
+        for layers, key, size, step in (
+            (attention, "num_attention_heads", config.num_attention_heads, ranks),
+            (attention, "num_key_value_heads", config.num_key_value_heads, ranks),
+            (mlp, "intermediate_size", config.intermediate_size, PADDED_TO * ranks),
         ):
-            size = getattr(self.sizes, key)
             if size % step and not layers.isdisjoint(self.layers):
                 raise ValueError(
                     f"actor_rollout_ref.rollout.lora_sync=adapter: on CPU, with tensor_model_parallel_size={ranks}, SGLang takes "
