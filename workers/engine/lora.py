@@ -220,8 +220,8 @@ class Adapter:
     def off(self) -> Iterator[None]:
         """The base model alone answers in here.
 
-        peft freezes an adapter that is off; but what is frozen when FSDP gathers it for the first time stays so for good. So the
-        flags are put back at once.
+        peft freezes an adapter that is off, and thaws it afterwards, also where nothing is trained; FSDP looks at these flags as
+        it gathers. They are put back at once.
         """
         flags = [param.requires_grad for param in self._params]
 

@@ -12,6 +12,7 @@ import torch
 import torch.compiler
 from torch import nn
 from transformers import PreTrainedModel
+from vllm.lora.utils import is_moe_model
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -87,10 +88,16 @@ class SleepingWorker(CPUWorker):
         """Parameters without their numbers: what they are like, on the meta device."""
 
     def load_model(self, **kwargs: Any) -> None:
+        """Raises ValueError for a mixture of experts beside an adapter: there vLLM takes Triton's kernels, which CPUs have not."""
         super().load_model(**kwargs)
         if self.vllm_config.lora_config is not None:
             from workers.rollout.vllm_lora import for_every_token
 
+            if is_moe_model(self.model_runner.model):
+                raise ValueError(
+                    "actor_rollout_ref.rollout.lora_sync=adapter: on CPU vLLM has no adapters beside a mixture of experts; "
+                    "set lora_sync=merged"
+                )
             for_every_token(self.model_runner)
 
     def sleep(self, level: int = 1) -> None:

@@ -13,9 +13,10 @@ from configs.compose import compose
 from configs.schema.ppo import PPOConfig
 from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
 from trainer import main_ppo
-from trainer.remote import BaseModel, RemoteModel
+from trainer.remote import RemoteModel
 from workers.batch import Batch
 from workers.host import Host
+from workers.plan import Limits
 from workers.residency import Residency, Tenant
 
 LORA = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.optim.lr=1e-2")
@@ -72,12 +73,12 @@ def test_the_reference_is_the_base_and_no_second_copy(task: Path, tmp_path: Path
 
 
 def test_the_reference_is_cut_as_its_own_keys_say(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    forward = BaseModel.forward
-    monkeypatch.setattr(BaseModel, "forward", lambda self, *words: asked.append(self._limits) or forward(self, *words))
+    asked: list[Limits] = []
+    plan = RemoteModel._plan
+    monkeypatch.setattr(RemoteModel, "_plan", lambda self, batch, limits: asked.append(limits) or plan(self, batch, limits))
     rows = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=3"
     run_ppo(task, tmp_path, *LORA, *KL, rows, "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=false")
-    assert [(limits.max_rows, limits.max_tokens) for limits in asked] == [(3, None)] * 2
+    assert [limits.max_rows for limits in asked] == [3, None] * 2, "the reference, and an update, of each step"
 
 
 def test_no_reference_is_counted_where_there_is_none() -> None:

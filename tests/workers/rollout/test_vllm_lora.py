@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -217,3 +218,17 @@ def test_a_rank_that_vllm_has_no_room_for_is_refused(tmp_path: Path) -> None:
 def spec_with_rank(path: Path, rank: int) -> RolloutSpec:
     make_small(path)
     return spec_of(str(path), lora={"lora_rank": rank, "target_modules": ["q_proj"]})
+
+
+def test_a_mixture_of_experts_is_refused_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would fail in its first step: beside an adapter its experts are Triton's."""
+    from vllm.model_executor.layers.fused_moe import MoERunner
+
+    from workers.rollout.vllm_cpu import CPUWorker, SleepingWorker
+
+    monkeypatch.setattr(CPUWorker, "load_model", lambda self: None)
+    worker: Any = object.__new__(SleepingWorker)
+    worker.vllm_config = SimpleNamespace(lora_config="one")
+    worker.model_runner = SimpleNamespace(model=torch.nn.ModuleList([object.__new__(MoERunner)]))
+    with pytest.raises(ValueError, match=r"lora_sync=adapter: on CPU vLLM has no adapters beside a mixture of experts; set"):
+        worker.load_model()

@@ -122,7 +122,7 @@ def test_gradients_are_pefts(group: None, models: dict[str, str], tmp_path: Path
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_adapter_that_was_off_first_is_trained(group: None, models: dict[str, str], dtype: str) -> None:
-    """What is frozen when FSDP gathers it for the first time stays frozen; on one rank it gathers for bfloat16."""
+    """FSDP, which is there on one rank for bfloat16, looks at what is frozen when it gathers for the first time."""
     engine = lora_engine(models["qwen2"], dtype=dtype, model_dtype=dtype)
     log_probs(engine, toy_batch(LENGTHS), adapter=False)
     before = adapter_of(engine)
