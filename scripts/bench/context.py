@@ -12,12 +12,14 @@ import argparse
 import json
 import tempfile
 import time
+from inspect import signature
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.nn.attention.varlen import varlen_attn
 from transformers import Qwen2Config
 
 from configs.schema.common import FSDPConfig, ModelConfig
@@ -37,7 +39,6 @@ ADAMW = OptimizerSpec(
     lr=1e-6, betas=(0.9, 0.999), weight_decay=0.0, schedule="constant", warmup_steps=0, total_steps=100,
     min_lr_ratio=0.0, num_cycles=0.5, clip_grad=1.0,
 )  # fmt: skip
-WHOLE = ((0,),)  # one micro-batch, of one row
 
 
 def main() -> None:
@@ -49,6 +50,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048], help="rows to measure, the shortest first")
     parser.add_argument("--card", type=int, choices=CARDS, default=141, help="GB; a larger device is held to it")
     parser.add_argument("--gpus", type=int, default=1, help="of the drawing")
+    parser.add_argument("--micro_batches", type=int, default=1, help="of a step, each of one such row")
     parser.add_argument("--optimizer_offload", action="store_true")
     parser.add_argument("--forward", action="store_true", help="log-probs alone")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -110,6 +112,9 @@ def build(args: argparse.Namespace, folder: Path) -> fsdp.FSDPEngine:
     torch.manual_seed(0)
     for name, weight in (engine.live_weights() or {}).items():
         weight.fill_(1.0) if "norm" in name else weight.normal_(0.0, 0.02)
+    for name, buffer in engine._model.named_buffers():
+        assert name.endswith("inv_freq"), name
+        buffer.copy_(10_000.0 ** -torch.linspace(0, 1, len(buffer)))
     return engine
 
 
@@ -124,7 +129,8 @@ def measure(args: argparse.Namespace) -> None:
         compute=DTYPES[args.dtype].itemsize,
         trained=not args.forward,
         optimizer_offload=args.optimizer_offload,
-        gqa=False,
+        several=args.micro_batches > 1,
+        gqa="enable_gqa" in signature(varlen_attn).parameters,
     )
     phase = scoring if args.forward else training
     with tempfile.TemporaryDirectory() as folder:
@@ -145,21 +151,23 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def step(engine: fsdp.FSDPEngine, args: argparse.Namespace, tokens: int) -> dict[str, Any]:
-    """One row of so many tokens, once. Peaks are the allocator's: of tensors, and of what it holds of the device."""
+    """Rows of so many tokens, once. Peaks are the allocator's: of tensors, and of what it holds of the device."""
+    rows = args.micro_batches
     draw = torch.Generator().manual_seed(1)
-    row = Batch(lengths=torch.tensor([tokens]), meta={"temperature": 1.0}).with_tokens(
-        input_ids=torch.randint(2, SHAPES[args.shape]["vocab_size"], (tokens,), generator=draw),
-        response_mask=torch.ones(tokens, dtype=torch.int64),
-        loss_weight=torch.full((tokens,), 1.0 / tokens),
+    batch = Batch(lengths=torch.tensor([tokens] * rows), meta={"temperature": 1.0}).with_tokens(
+        input_ids=torch.randint(2, SHAPES[args.shape]["vocab_size"], (rows * tokens,), generator=draw),
+        response_mask=torch.ones(rows * tokens, dtype=torch.int64),
+        loss_weight=torch.full((rows * tokens,), 1.0 / (rows * tokens)),
     )
+    plan = tuple((row,) for row in range(rows))
     if args.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
     if args.forward:
-        engine.forward(row, WHOLE, {"log_probs"})
+        engine.forward(batch, plan, {"log_probs"})
     else:
-        metrics = engine.train_step(row, WHOLE, Likelihood())
+        metrics = engine.train_step(batch, plan, Likelihood())
         assert "lr" in metrics, "the update was skipped"
     if args.device != "cuda":
         return {"seconds": round(time.perf_counter() - start, 2)}

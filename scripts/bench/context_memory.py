@@ -117,8 +117,9 @@ def gathered(shape: Shape, setting: Setting, layers: int) -> float:
 
 
 def head_gradient(shape: Shape, setting: Setting) -> float:
-    """Of the language head, whole, in the compute dtype: it waits for the embedding's, at the end of the backward."""
-    return setting.compute * shape.vocabulary * shape.hidden if setting.trained else 0.0
+    """Of the language head, whole, in the compute dtype: it waits for the embedding's, at the end of the backward. With several
+    micro-batches it is among theirs."""
+    return setting.compute * shape.vocabulary * shape.hidden if setting.trained and not setting.several else 0.0
 
 
 def reducing(shape: Shape, setting: Setting) -> float:
