@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.nn.attention.varlen import varlen_attn
 from transformers import Qwen2Config
 
-from configs.schema.common import FSDPConfig, ModelConfig
+from configs.schema.common import FSDPConfig, ModelConfig, TiledMLPConfig
 from scripts.bench.context_memory import Setting, Shape, longest, scoring, training
 from scripts.bench.shapes import SHAPES, Likelihood
 from workers.batch import Batch
@@ -51,6 +51,8 @@ def main() -> None:
     parser.add_argument("--card", type=int, choices=CARDS, default=141, help="GB; a larger device is held to it")
     parser.add_argument("--gpus", type=int, default=1, help="of the drawing")
     parser.add_argument("--micro_batches", type=int, default=1, help="of a step, each of one such row")
+    parser.add_argument("--offload", action="store_true", help="layer inputs on the host")
+    parser.add_argument("--pieces", type=int, default=1, help="of the tokens that an MLP takes in turn")
     parser.add_argument("--optimizer_offload", action="store_true")
     parser.add_argument("--forward", action="store_true", help="log-probs alone")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -99,6 +101,7 @@ def build(args: argparse.Namespace, folder: Path) -> fsdp.FSDPEngine:
     (folder / "model.safetensors").touch()
     model = ModelConfig(
         path=str(folder), tokenizer_path=None, trust_remote_code=False, enable_gradient_checkpointing=True, override_config={},
+        enable_activation_offload=args.offload, tiled_mlp=TiledMLPConfig(enabled=args.pieces > 1, num_shards=args.pieces),
         lora_rank=0, lora_alpha=16.0, target_modules="all-linear", lora_adapter_path=None, router_aux_loss_coef=0.0,
     )  # fmt: skip
     sharding = FSDPConfig(
@@ -130,6 +133,8 @@ def measure(args: argparse.Namespace) -> None:
         trained=not args.forward,
         optimizer_offload=args.optimizer_offload,
         several=args.micro_batches > 1,
+        offload=args.offload,
+        pieces=args.pieces,
         gqa="enable_gqa" in signature(varlen_attn).parameters,
     )
     phase = scoring if args.forward else training

@@ -77,6 +77,7 @@ class Setting:
     gpus: over which parameters are sharded. sp: Ulysses ranks a row is cut over. kept, compute: bytes of a number in model_dtype and
     dtype. trained: all weights; False: a frozen base, as under LoRA, whose adapter is left out of the count. several: a step has more
     than one micro-batch, whose gradients add up unsharded. gqa: attention's kernel takes fewer key heads than query heads.
+    offload, pieces: model.enable_activation_offload, and model.tiled_mlp's num_shards, 1 without it.
     """
 
     gpus: int = 1
@@ -87,6 +88,8 @@ class Setting:
     optimizer_offload: bool = False
     several: bool = False
     gqa: bool = True
+    offload: bool = False
+    pieces: int = 1
 
 
 def parameters(shape: Shape, setting: Setting) -> float:
@@ -128,8 +131,8 @@ def reducing(shape: Shape, setting: Setting) -> float:
 
 
 def layer_inputs(shape: Shape, setting: Setting, layers: float) -> float:
-    """Bytes a token: what recomputation keeps, the input of each of ``layers`` layers: layers * H."""
-    return setting.compute * shape.hidden * layers
+    """Bytes a token: what recomputation keeps, the input of each of ``layers`` layers: layers * H; or on the host, but for one."""
+    return setting.compute * shape.hidden * (min(layers, 1) if setting.offload else layers)
 
 
 def rotary(shape: Shape, setting: Setting) -> float:
@@ -152,15 +155,25 @@ def attention_kept(shape: Shape, setting: Setting) -> float:
     return setting.compute * (2 * shape.queries + 2 * keys) + FLOAT32 * shape.heads
 
 
+def norm_backward(shape: Shape, setting: Setting) -> float:
+    """Bytes a token in the backward of the norm before the MLP, with the other one kept: its input in float32 and five more of that
+    size, and the gradient that goes around it."""
+    return shape.hidden * (6 * FLOAT32 + setting.compute) + norms(shape, setting) / 2
+
+
 def mlp_backward(shape: Shape, setting: Setting) -> float:
-    """Bytes a token at the MLP's fullest moment: gate, its activation, up, and the gradients of three such: 6 I; and the
-    gradient that comes in: H."""
-    return setting.compute * (6 * shape.intermediate + shape.hidden)
+    """Bytes a token at the MLP's fullest moment: gate, its activation, up, and the gradients of three such: 6 I, of a piece of the
+    tokens; the gradient that comes in; and, in pieces, the whole that goes out."""
+    states = 1 if setting.pieces == 1 else 2
+    return setting.compute * (6 * shape.intermediate / setting.pieces + states * shape.hidden)
 
 
 def mlp_gradients(shape: Shape, setting: Setting) -> float:
-    """At that moment down's gradient is there, whole."""
-    return setting.compute * shape.hidden * shape.intermediate if setting.trained else 0.0
+    """At that moment down's gradient is there, whole; in pieces, all three's sums in float32 too."""
+    if not setting.trained:
+        return 0.0
+    sums = 0 if setting.pieces == 1 else 3 * FLOAT32
+    return (sums + setting.compute) * shape.hidden * shape.intermediate
 
 
 def head_chunk(shape: Shape, setting: Setting) -> float:
@@ -180,9 +193,11 @@ def columns(shape: Shape, setting: Setting) -> float:
     return 20 * 8.0
 
 
-def mlp_forward(shape: Shape, setting: Setting) -> float:
-    """Bytes a token without gradient: activation, up and their product; and four states: embedding, layer's input, attention's sum, norm."""
-    return setting.compute * (3 * shape.intermediate + 4 * shape.hidden)
+def layer_forward(shape: Shape, setting: Setting) -> float:
+    """Bytes a token without gradient, the more of two: in the MLP activation, up and their product, and four states (embedding,
+    layer's input, attention's sum, norm); in attention four times q's width, k, v, and three states."""
+    mlp = 3 * shape.intermediate / setting.pieces + (4 if setting.pieces == 1 else 5) * shape.hidden
+    return setting.compute * max(mlp, 4 * shape.queries + 2 * shape.keys + 3 * shape.hidden)
 
 
 def resident(shape: Shape, setting: Setting) -> Parts:
@@ -194,16 +209,21 @@ def resident(shape: Shape, setting: Setting) -> Parts:
 
 
 def in_layer(shape: Shape, setting: Setting, row: float, layers_left: int) -> Parts:
-    """In the backward of a layer, at its MLP's fullest moment, when ``layers_left`` layers have their inputs kept, this one's among
-    them. row: tokens, of which this rank has 1 / sp."""
+    """In the backward of a layer, when ``layers_left`` layers have their inputs kept, this one's among them: in its MLP, or, if that
+    is more, in the norm before it. row: tokens, of which this rank has 1 / sp."""
     tokens = row / setting.sp
+    attention = attention_kept(shape, setting) + rotary(shape, setting)
+    whole = 3 * setting.compute * shape.hidden * shape.intermediate if setting.trained else 0.0
+    in_mlp = (mlp_gradients(shape, setting), norms(shape, setting) + attention, mlp_backward(shape, setting))
+    in_norm = (whole, norm_backward(shape, setting) + attention, 0.0)
+    of_weights, kept, mlp = max(in_mlp, in_norm, key=lambda most: most[0] + tokens * (most[1] + most[2]))
     return {
         **resident(shape, setting),
-        "gradients": gradients(shape, setting, layers_left) + head_gradient(shape, setting) + mlp_gradients(shape, setting),
+        "gradients": gradients(shape, setting, layers_left) + head_gradient(shape, setting) + of_weights,
         "gathered": gathered(shape, setting, 2) + reducing(shape, setting),
         "layer inputs": tokens * layer_inputs(shape, setting, layers_left),
-        "norms, attention": tokens * (norms(shape, setting) + attention_kept(shape, setting) + rotary(shape, setting)),
-        "MLP": tokens * mlp_backward(shape, setting),
+        "norms, attention": tokens * kept,
+        "MLP": tokens * mlp,
         "head, columns": row * columns(shape, setting),
     }
 
@@ -271,7 +291,7 @@ def scoring(shape: Shape, setting: Setting, row: float) -> Parts:
     here = {**resident(shape, setting), "gathered": gathered(shape, setting, 2)}
     chunk = (2 * FLOAT32 + setting.compute) * chunk_size(shape.vocabulary) * shape.vocabulary
     head = chunk + tokens * 3 * setting.compute * shape.hidden
-    mlp = tokens * (mlp_forward(shape, setting) + rotary(shape, setting))
+    mlp = tokens * (layer_forward(shape, setting) + rotary(shape, setting))
     most = {"MLP": mlp, "head, columns": 0.0} if mlp > head else {"MLP": 0.0, "head, columns": head}
     return {**here, **most, "head, columns": most["head, columns"] + row * columns(shape, setting)}
 
