@@ -12,6 +12,7 @@ import argparse
 import json
 import tempfile
 import time
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from workers.engine.out_of_memory import OutOfMemory, is_out_of_memory
 MODELS = ("0.5b", "1.5b", "7b", "32b", "72b")
 CARDS = {24: 23.6, 40: 39.4, 80: 79.1, 141: 139.8}  # GiB that torch sees of a GPU sold as so many GB
 OUTSIDE = 0.7e9  # bytes: the driver's context, and libraries' workspaces
-SLACK = 0.03  # of the rest: what the allocator cannot use
+SLACK = 0.03  # of the rest: what the allocator cannot use, with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 ADAMW = OptimizerSpec(
     lr=1e-6, betas=(0.9, 0.999), weight_decay=0.0, schedule="constant", warmup_steps=0, total_steps=100,
     min_lr_ratio=0.0, num_cycles=0.5, clip_grad=1.0,
@@ -71,32 +72,37 @@ def usable(card: int) -> float:
     return (CARDS[card] * 2**30 - OUTSIDE) * (1 - SLACK)
 
 
+KINDS = {
+    "all weights": (Setting(), training),
+    "all weights, both options": (Setting(offload=True, pieces=8), training),
+    "frozen base": (Setting(kept=2, trained=False), training),
+    "frozen base, both options": (Setting(kept=2, trained=False, offload=True, pieces=8), training),
+    "log-probs alone": (Setting(kept=2, trained=False), scoring),
+}
+
+
 def tables() -> str:
-    """Markdown: rows are models and how they are trained, columns GPUs."""
-    frozen = Setting(kept=2, trained=False)
-    kinds = {"all weights": (Setting(), training), "frozen base": (frozen, training), "log-probs alone": (frozen, scoring)}
-    head = ["model", "what", "GPUs", "Ulysses", *(f"{card} GB" for card in CARDS)]
-    lines = [head, ["---"] * len(head)]
+    """Markdown. A cell: on one GPU, on 8, on 8 of Ulysses."""
+    lines = [["model", "what", *(f"{card} GB" for card in CARDS)], ["---"] * (2 + len(CARDS))]
     for name in MODELS:
         shape = Shape.of(SHAPES[name])
-        for kind, (setting, phase) in kinds.items():
-            for gpus, sp in ((1, 1), (8, 1), (8, 8)):
-                cut = Setting(kept=setting.kept, trained=setting.trained, gpus=gpus, sp=sp)
-                found = [rounded(longest(phase, shape, cut, usable(card))) for card in CARDS]
-                lines.append([name, kind, str(gpus), str(sp), *found])
+        for kind, (setting, phase) in KINDS.items():
+            cuts = [replace(setting, gpus=gpus, sp=sp) for gpus, sp in ((1, 1), (8, 1), (8, 8))]
+            cells = [" / ".join(rounded(longest(phase, shape, cut, usable(card))) for cut in cuts) for card in CARDS]
+            lines.append([name, kind, *cells])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def rounded(tokens: int) -> str:
-    """Thousands, down; less than one is none."""
+    """Thousands or millions, down; less than a thousand is none."""
+    if tokens >= 1_000_000:
+        return f"{tokens // 100_000 / 10}M"
     return f"{tokens // 1000}k" if tokens >= 1000 else "-"
 
 
 def build(args: argparse.Namespace, folder: Path) -> fsdp.FSDPEngine:
     """An engine of one rank whose weights were drawn on the device."""
-    config = Qwen2Config(
-        max_position_embeddings=1 << 22, bos_token_id=None, eos_token_id=1, pad_token_id=0, **SHAPES[args.shape]
-    )
+    config = Qwen2Config(max_position_embeddings=1 << 22, bos_token_id=None, eos_token_id=1, pad_token_id=0, **SHAPES[args.shape])
     config.save_pretrained(folder)
     (folder / "model.safetensors").touch()
     model = ModelConfig(
@@ -108,7 +114,9 @@ def build(args: argparse.Namespace, folder: Path) -> fsdp.FSDPEngine:
         model_dtype=args.model_dtype, dtype=args.dtype, reshard_after_forward=True, param_offload=False,
         optimizer_offload=args.optimizer_offload, fsdp_size=-1, ulysses_sequence_parallel_size=1,
     )  # fmt: skip
-    dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1
+    )
     optimizer = None if args.forward else ADAMW
     with mock.patch.object(fsdp, "load_model", return_value=None):
         engine = fsdp.FSDPEngine(EngineSpec(model, "lm", sharding, optimizer, args.device, 0), sharding)
@@ -190,7 +198,10 @@ def draw(args: argparse.Namespace) -> None:
 
     shape = Shape.of(SHAPES[args.shape])
     figure, panes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True)
-    kinds = {"all weights trained, float32": Setting(gpus=args.gpus), "frozen base, bfloat16": Setting(gpus=args.gpus, kept=2, trained=False)}
+    kinds = {
+        "all weights trained, float32": Setting(gpus=args.gpus),
+        "frozen base, bfloat16": Setting(gpus=args.gpus, kept=2, trained=False),
+    }
     for pane, (title, setting) in zip(panes, kinds.items(), strict=True):
         most = longest(training, shape, setting, usable(args.card))
         rows = [most * i / 50 for i in range(51)]

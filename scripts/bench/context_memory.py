@@ -1,7 +1,8 @@
 """How much memory a row of T tokens takes on one GPU of the FSDP engine: a model in plain arithmetic, term by term.
 
-Decoders of Qwen2's kind: RMSNorm in float32, attention with fewer key heads, an MLP of gate, up and down; layers recomputed in the
-backward. One micro-batch of one row. Bytes on one rank; 1 GB is 10^9 bytes. `scripts/bench/context.py` sets it beside what a device measures.
+Decoders of Qwen2's kind: RMSNorm in float32, attention with fewer key heads, an MLP of gate, up and down; layers recomputed
+in the backward. One micro-batch of one row. Bytes on one rank; 1 GB is 10^9 bytes. `scripts/bench/context.py` sets it
+beside what a device measures.
 """
 
 from __future__ import annotations
@@ -74,10 +75,11 @@ class Shape:
 class Setting:
     """How the engine holds the model, and what of it is trained.
 
-    gpus: over which parameters are sharded. sp: Ulysses ranks a row is cut over. kept, compute: bytes of a number in model_dtype and
-    dtype. trained: all weights; False: a frozen base, as under LoRA, whose adapter is left out of the count. several: a step has more
-    than one micro-batch, whose gradients add up unsharded. gqa: attention's kernel takes fewer key heads than query heads.
-    offload, pieces: model.enable_activation_offload, and model.tiled_mlp's num_shards, 1 without it.
+    gpus: over which parameters are sharded. sp: Ulysses ranks a row is cut over. kept, compute: bytes of a number in
+    model_dtype and dtype. trained: all weights; False: a frozen base, as under LoRA, whose adapter is left out of the
+    count. several: a step has more than one micro-batch, whose gradients add up unsharded. gqa: attention's kernel takes
+    fewer key heads than query heads. offload, pieces: model.enable_activation_offload, and model.tiled_mlp's num_shards, 1
+    without it.
     """
 
     gpus: int = 1
@@ -131,7 +133,9 @@ def reducing(shape: Shape, setting: Setting) -> float:
 
 
 def layer_inputs(shape: Shape, setting: Setting, layers: float) -> float:
-    """Bytes a token: what recomputation keeps, the input of each of ``layers`` layers: layers * H; or on the host, but for one."""
+    """Bytes a token: what recomputation keeps, the input of each of ``layers`` layers: layers * H; or on the host, but for
+    one.
+    """
     return setting.compute * shape.hidden * (min(layers, 1) if setting.offload else layers)
 
 
@@ -156,14 +160,16 @@ def attention_kept(shape: Shape, setting: Setting) -> float:
 
 
 def norm_backward(shape: Shape, setting: Setting) -> float:
-    """Bytes a token in the backward of the norm before the MLP, with the other one kept: its input in float32 and five more of that
-    size, and the gradient that goes around it."""
+    """Bytes a token in the backward of the norm before the MLP, with the other one kept: its input in float32 and five more of
+    that size, and the gradient that goes around it.
+    """
     return shape.hidden * (6 * FLOAT32 + setting.compute) + norms(shape, setting) / 2
 
 
 def mlp_backward(shape: Shape, setting: Setting) -> float:
-    """Bytes a token at the MLP's fullest moment: gate, its activation, up, and the gradients of three such: 6 I, of a piece of the
-    tokens; the gradient that comes in; and, in pieces, the whole that goes out."""
+    """Bytes a token at the MLP's fullest moment: gate, its activation, up, and the gradients of three such: 6 I, of a piece of
+    the tokens; the gradient that comes in; and, in pieces, the whole that goes out.
+    """
     states = 1 if setting.pieces == 1 else 2
     return setting.compute * (6 * shape.intermediate / setting.pieces + states * shape.hidden)
 
@@ -177,8 +183,9 @@ def mlp_gradients(shape: Shape, setting: Setting) -> float:
 
 
 def head_chunk(shape: Shape, setting: Setting) -> float:
-    """The language head's logits of one chunk of positions (workers/engine/logprob.py): log-probs and probabilities in float32, the
-    next chunk's log-probs beside them, and logits in the compute dtype, twice."""
+    """The language head's logits of one chunk of positions (workers/engine/logprob.py): log-probs and probabilities in
+    float32, the next chunk's log-probs beside them, and logits in the compute dtype, twice.
+    """
     return (3 * FLOAT32 + 2 * setting.compute) * chunk_size(shape.vocabulary) * shape.vocabulary
 
 
@@ -189,7 +196,9 @@ def head_backward(shape: Shape, setting: Setting) -> float:
 
 
 def columns(shape: Shape, setting: Setting) -> float:
-    """Bytes a token of the whole row, on every rank: token ids, masks, weights, log-probs old and new, advantages and gradients."""
+    """Bytes a token of the whole row, on every rank: token ids, masks, weights, log-probs old and new, advantages and
+    gradients.
+    """
     return 20 * 8.0
 
 
@@ -209,8 +218,9 @@ def resident(shape: Shape, setting: Setting) -> Parts:
 
 
 def in_layer(shape: Shape, setting: Setting, row: float, layers_left: int) -> Parts:
-    """In the backward of a layer, when ``layers_left`` layers have their inputs kept, this one's among them: in its MLP, or, if that
-    is more, in the norm before it. row: tokens, of which this rank has 1 / sp."""
+    """In the backward of a layer, when ``layers_left`` layers have their inputs kept, this one's among them: in its MLP, or,
+    if that is more, in the norm before it. row: tokens, of which this rank has 1 / sp.
+    """
     tokens = row / setting.sp
     attention = attention_kept(shape, setting) + rotary(shape, setting)
     whole = 3 * setting.compute * shape.hidden * shape.intermediate if setting.trained else 0.0
@@ -229,7 +239,9 @@ def in_layer(shape: Shape, setting: Setting, row: float, layers_left: int) -> Pa
 
 
 def in_head(shape: Shape, setting: Setting, row: float) -> Parts:
-    """In the backward of the language head, whose own gradient is summed in float32, a chunk's part in the compute dtype beside it."""
+    """In the backward of the language head, whose own gradient is summed in float32, a chunk's part in the compute dtype
+    beside it.
+    """
     tokens = row / setting.sp
     summed = (FLOAT32 + setting.compute) * shape.vocabulary * shape.hidden if setting.trained else 0.0
     return {
