@@ -211,7 +211,7 @@ def draw(args: argparse.Namespace) -> None:
         pane.axhline(CARDS[args.card] * 2**30 / 1e9, color="black", linewidth=1)
         pane.set(title=title, xlabel="tokens of a row, thousands", xlim=(0, most / 1000))
     panes[0].set_ylabel("GB on a GPU")
-    panes[0].legend(loc="lower right", fontsize=7, reverse=True)
+    panes[0].legend(loc="upper left", fontsize=7, reverse=True)
     figure.suptitle(f"{args.shape}, {args.gpus} x {args.card} GB")
     figure.tight_layout()
     figure.savefig(args.output, metadata={"Date": None} if args.output.suffix == ".svg" else None)
