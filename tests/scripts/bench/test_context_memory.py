@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from configs.schema.common import TiledMLPConfig
-from scripts.bench.context import CARDS, usable
+from scripts.bench.context import CARDS, rounded, tables, usable
 from scripts.bench.context_memory import Setting, Shape, in_layer, layer_inputs, longest, parameters, scoring, training
 from scripts.bench.shapes import SHAPES, Likelihood
 from tests.tiny import save_tiny_model
@@ -132,6 +132,12 @@ def test_the_longest_row_is_the_longest_that_fits(phase: Any) -> None:
     found = longest(phase, shape, Setting(), room)
     assert sum(phase(shape, Setting(), found).values()) <= room < sum(phase(shape, Setting(), found + 1).values())
     assert longest(phase, Shape.of(SHAPES["72b"]), Setting(), usable(max(CARDS))) == 0
+
+
+def test_the_tables() -> None:
+    assert [rounded(tokens) for tokens in (999, 1000, 138_241, 1_949_999)] == ["-", "1k", "138k", "1.9M"]
+    (row,) = (line for line in tables().splitlines() if line.startswith("| 72b | all weights |"))
+    assert row == "| 72b | all weights |" + " - / - / - |" * 4  # 16 bytes for each of 72.7G parameters, over 8
 
 
 # (shape, setting, tokens, GB of tensors at most): torch 2.11 on one H200; docs/performance.md.
