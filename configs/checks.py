@@ -3,6 +3,7 @@
 import os
 from collections.abc import Collection, Iterator
 
+from configs.checks_activations import activation_problems
 from configs.checks_alarms import alarm_notes, alarm_problems, sft_alarm_problems
 from configs.checks_batches import (
     Cut,
@@ -43,6 +44,8 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
         *_replay_problems(config.trainer.replay),
         *megatron_problems(roles, config.trainer),
         *repeat_problems(roles, config.trainer),
+        *activation_problems("actor_rollout_ref.model", config.actor_rollout_ref.model, config.actor_rollout_ref.actor),
+        *(activation_problems("critic.model", config.critic.model, config.critic) if has_critic else ()),
         *batch_problems(config, has_critic=has_critic),
         *length_problems(config, has_critic=has_critic),
         *engine_problems(
@@ -86,6 +89,7 @@ def check_sft(config: SFTConfig, typed: Collection[str]) -> list[str]:
         *megatron_problems(roles, trainer),
         *repeat_problems(roles, trainer),
         *lora_problems({"model": (config.model, engine)}),
+        *activation_problems("model", config.model, engine),
         *sft_alarm_problems(config.alarms),
     ]
     if data.train_batch_size < shares:

@@ -21,6 +21,7 @@ from workers.batch import Batch
 from workers.engine.attention import PackedRows
 from workers.engine.base import EngineMesh, EngineSpec, Loss, SavedFile, TrainEngine, Weights
 from workers.engine.checkpoint import ADAPTER, Shard, load_sharded, save_shard
+from workers.engine.fsdp.activations import keep_inputs_on_host, tile_mlps
 from workers.engine.fsdp.optimizer import ShardedAdamW, global_norm
 from workers.engine.fsdp.sharding import fill, full, like, local, parts, recompute_layers, shard
 from workers.engine.hf_model import (
@@ -93,6 +94,10 @@ class FSDPEngine(TrainEngine):
             self.adapter_config = add_adapter(sharded, source, model, trained=trained, seed=self.spec.seed)
         if model.enable_gradient_checkpointing:
             recompute_layers(sharded)
+        if model.enable_activation_offload:
+            keep_inputs_on_host(sharded)
+        if model.tiled_mlp.enabled:
+            tile_mlps(sharded, model.tiled_mlp.num_shards)
         shard(sharded, self._device_mesh, fsdp)
         sharded.to_empty(device=self.device)
         sharded.hf.tie_weights()

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from configs.schema.common import TiledMLPConfig
 from tests.workers.engine.fsdp.cases import MODES, all_cuts, exported, invariance_batch, shards, train, training_batch
 from tests.workers.engine.toy import Shifted, ToyLoss, ValueLoss, cut, gradients, toy_batch, toy_engine
 from workers.metric import plain_numbers
@@ -100,6 +101,8 @@ def options(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
         "recomputed": {"enable_gradient_checkpointing": True},
         "gathered": {"reshard_after_forward": False},
         "offloaded": {"optimizer_offload": True},
+        "inputs offloaded": {"enable_gradient_checkpointing": True, "enable_activation_offload": True},
+        "in pieces": {"enable_gradient_checkpointing": True, "tiled_mlp": TiledMLPConfig(enabled=True, num_shards=4)},
     }.items():
         engine = toy_engine(models["qwen3"], **changes)
         train(engine, range(2))
