@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -214,6 +215,12 @@ def load_model(model: ModelConfig, config: PretrainedConfig, head: Head, dtype: 
     return packed
 
 
+def without_memory(hf: PreTrainedModel) -> PreTrainedModel:
+    """A copy on the meta device, with all that from_pretrained told the model."""
+    on_meta: dict[int, Tensor] = {id(param): nn.Parameter(param.detach().to("meta")) for param in hf.parameters()}
+    return copy.deepcopy(hf, on_meta | {id(buffer): buffer.to("meta") for buffer in hf.buffers()})
+
+
 @torch.no_grad()
 def _check_packing(model: PackedModel, path: str) -> None:
     """Two short rows, packed, must get what transformers itself gives each alone.
@@ -252,9 +259,12 @@ def write_description(model: PreTrainedModel, directory: Path) -> list[str]:
     return ["config.json", "generation_config.json"]
 
 
-def model_flops(config: PretrainedConfig, head: Head, n_params: int, lengths: Sequence[int], *, backward: bool) -> float:
+def model_flops(
+    config: PretrainedConfig, head: Head, n_params: int, lengths: Sequence[int], *, backward: bool, n_trained: int | None = None
+) -> float:
     """See TrainEngine.flops. The embedding is a lookup and costs nothing, unless it is the head too. The head counts for every
     token, as the field counts it, though only response tokens pass it here. Attention is causal: half of each square.
+    n_trained: of the parameters; the others have no gradient of their own, which leaves 4 of 6. None: all.
     """
     text = config.get_text_config()
     if not (head == "lm" and text.tie_word_embeddings):
@@ -262,7 +272,10 @@ def model_flops(config: PretrainedConfig, head: Head, n_params: int, lengths: Se
     head_dim = text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads
     pair = 2 * text.num_hidden_layers * text.num_attention_heads * head_dim
     forward = sum(2.0 * n_params * length + pair * length * length for length in lengths)
-    return 3 * forward if backward else forward
+    if not backward:
+        return forward
+    n_frozen = 0 if n_trained is None else n_params - n_trained
+    return 3 * forward - 2.0 * n_frozen * sum(lengths)
 
 
 def auto_class(config: PretrainedConfig, head: Head) -> type[AutoModelForCausalLM | AutoModelForTokenClassification]:
