@@ -72,7 +72,7 @@ def _written(path: Path, rank: int) -> LoraConfig:
         raise ValueError(f"model.lora_adapter_path {path}: {', '.join(more)} in {ADAPTER_CONFIG}: that is more than LoRA")
     if written.get("init_lora_weights", True) not in PLAIN_BEGINNINGS:
         raise ValueError(
-            f"model.lora_adapter_path {path}: init_lora_weights={written['init_lora_weights']} in {ADAPTER_CONFIG}: such an adapter "
+            f"model.lora_adapter_path {path}: init_lora_weights={written['init_lora_weights']} in {ADAPTER_CONFIG}: the adapter "
             "may belong to a base that was changed with it; have peft convert it to plain LoRA"
         )
     config = LoraConfig(**{key: written[key] for key in HEEDED & written.keys()})
