@@ -141,7 +141,7 @@ def merged_weights(source: Path, config: PretrainedConfig, head: Head, trust_rem
     transformers.logging.set_verbosity_error()  # a table of what a new value head misses: the adapter brings it
     try:
         hf = auto_class(config, head).from_pretrained(
-            base, config=config, dtype=config.dtype, trust_remote_code=trust_remote_code
+            base, config=config, dtype=config.dtype, trust_remote_code=trust_remote_code, use_safetensors=True
         )
     except OSError as error:
         raise ValueError(

@@ -36,6 +36,7 @@ IDLE = {
     "auto_mapping", "base_model_name_or_path", "exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern",
     "layers_to_transform", "lora_dropout", "peft_type", "peft_version", "revision", "task_type",
 }  # fmt: skip
+PLAIN_BEGINNINGS = (True, False, "gaussian")  # of init_lora_weights: PiSSA and others take something off the base
 
 
 def adapter_config(model: ModelConfig) -> LoraConfig | None:
@@ -69,11 +70,15 @@ def _written(path: Path, rank: int) -> LoraConfig:
     more = sorted(key for key, value in written.items() if key not in HEEDED | IDLE and value and value != usual.get(key))
     if more:
         raise ValueError(f"model.lora_adapter_path {path}: {', '.join(more)} in {ADAPTER_CONFIG}: that is more than LoRA")
-    if rank not in (0, written["r"]):
+    if written.get("init_lora_weights", True) not in PLAIN_BEGINNINGS:
         raise ValueError(
-            f"model.lora_rank={rank}: the adapter in model.lora_adapter_path {path} has r={written['r']}; leave it out"
+            f"model.lora_adapter_path {path}: init_lora_weights={written['init_lora_weights']} in {ADAPTER_CONFIG}: the adapter "
+            "may belong to a base that was changed with it; have peft convert it to plain LoRA"
         )
-    return LoraConfig(**{key: written[key] for key in HEEDED & written.keys()})
+    config = LoraConfig(**{key: written[key] for key in HEEDED & written.keys()})
+    if rank not in (0, config.r):
+        raise ValueError(f"model.lora_rank={rank}: the adapter in model.lora_adapter_path {path} has r={config.r}; leave it out")
+    return config
 
 
 def check_fit(model: ModelConfig, head: Head) -> None:

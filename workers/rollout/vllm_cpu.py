@@ -88,7 +88,7 @@ class SleepingWorker(CPUWorker):
         """Parameters without their numbers: what they are like, on the meta device."""
 
     def load_model(self, **kwargs: Any) -> None:
-        """Raises ValueError for a mixture of experts beside an adapter: there vLLM takes Triton's kernels, which CPUs have not."""
+        """Raises ValueError for a mixture of experts beside an adapter: there vLLM takes kernels that CPUs have not."""
         super().load_model(**kwargs)
         if self.vllm_config.lora_config is not None:
             from workers.rollout.vllm_lora import for_every_token

@@ -90,6 +90,7 @@ def test_an_adapter_of_another_rank(models: dict[str, str], adapter: Path) -> No
         ({"use_dora": True}, "use_dora in adapter_config.json: that is more than LoRA"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern in adapter_config.json"),
         ({"bias": "all"}, "bias in adapter_config.json"),
+        ({"init_lora_weights": "pissa"}, "may belong to a base that was changed with it"),
         ({"target_modules": ["lm_head"]}, "lm_head is no linear layer in the body of this model"),
     ],
 )

@@ -18,7 +18,7 @@ from workers.host import Host
 from workers.rollout.weight_sync import WeightSync
 
 pytestmark = pytest.mark.skipif(DEVICE == "cpu" or find_spec("vllm") is None, reason="needs a GPU, and vLLM")
-SIZES = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 4096}
+SIZES = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 4096}
 WAYS: dict[str, dict[str, Any]] = {
     "one kernel after the other": {},
     "compiled, in graphs": {"enforce_eager": False, "cudagraph_capture_sizes": [1, 4, 8]},
