@@ -7,6 +7,7 @@ from configs.checks_alarms import alarm_notes, alarm_problems, sft_alarm_problem
 from configs.checks_batches import Cut, batch_problems, length_problems, model_length_problems, roles_of, shares_in_words
 from configs.checks_megatron import data_parallel_size, megatron_notes, megatron_problems, repeat_problems
 from configs.checks_rollout import ROLLOUT, determinism_problems, engine_notes, engine_problems, workers_in_words, world_size
+from configs.checks_stability import stability_notes, stability_problems
 from configs.keys import ConfigError
 from configs.schema.common import RunConfig, WorkersConfig
 from configs.schema.evaluation import EvaluationConfig
@@ -47,6 +48,7 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
         *_shaping_problems(config.reward),
         *_reward_problems(config.reward),
         *alarm_problems(config),
+        *stability_problems(config),
     ]
     if needs_values and config.critic.enable is False:
         problems.append(
@@ -55,7 +57,13 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
         )
     if problems:
         raise ConfigError("\n".join(problems))
-    return [*_run_notes(config.trainer), *_ppo_notes(config, typed), *megatron_notes(roles), *alarm_notes(config, typed)]
+    return [
+        *_run_notes(config.trainer),
+        *_ppo_notes(config, typed),
+        *stability_notes(config, typed, has_critic=has_critic),
+        *megatron_notes(roles),
+        *alarm_notes(config, typed),
+    ]
 
 
 def check_sft(config: SFTConfig, typed: Collection[str]) -> list[str]:

@@ -30,6 +30,7 @@ from workers.engine.checkpoint import saved_tensors
 from workers.engine.hf_model import auto_class
 
 WEIGHTS = "model."
+AVERAGES = "optimizer.ema."
 WRITTEN_ANEW = ("config.json", "generation_config.json")
 
 
@@ -45,11 +46,12 @@ def run(config: ExportConfig) -> None:
         if partial.exists():
             shutil.rmtree(partial)
         partial.mkdir(parents=True)
-        export(checkpoint.role(role), partial, trust_remote_code=config.trust_remote_code)
+        export(checkpoint.role(role), partial, trust_remote_code=config.trust_remote_code, which=config.which)
         n_weights = check(partial, trust_remote_code=config.trust_remote_code)
         fsync_tree(partial)
         partial.rename(output)
-        print(f"{role} of step {checkpoint.step}: {n_weights:,} weights in {output}")
+        what = "weights" if config.which == "trained" else "weights, their moving average,"
+        print(f"{role} of step {checkpoint.step}: {n_weights:,} {what} in {output}")
 
 
 @contextmanager
@@ -88,7 +90,7 @@ def role_of(checkpoint: Checkpoint, role: str | None) -> str:
     return role
 
 
-def export(source: Path, target: Path, *, trust_remote_code: bool) -> None:
+def export(source: Path, target: Path, *, trust_remote_code: bool, which: str = "trained") -> None:
     """source: a role's directory. target: an empty one."""
     transformers.logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
@@ -99,7 +101,9 @@ def export(source: Path, target: Path, *, trust_remote_code: bool) -> None:
         )
     if head == "lm":
         shell.generation_config = GenerationConfig.from_pretrained(source)
-    weights = read_weights(source, shell.dtype)
+    weights = read_weights(source, WEIGHTS, shell.dtype)
+    if which == "ema":
+        weights |= read_averages(source, shell.dtype)
     shell.save_pretrained(target, state_dict=weights)
     for path in source.rglob("*"):
         if path.is_file() and path.suffix != ".safetensors" and path.name not in WRITTEN_ANEW:  # the tokenizer's
@@ -108,17 +112,27 @@ def export(source: Path, target: Path, *, trust_remote_code: bool) -> None:
             shutil.copyfile(path, place)
 
 
-def read_weights(source: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The full tensors under their Hugging Face names, floating point ones in ``dtype``, however many ranks wrote them."""
+def read_averages(source: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+    """As read_weights does, the moving averages of what is trained. Raises ValueError if there are none."""
+    averages = read_weights(source, AVERAGES, dtype)
+    if not averages:
+        raise ValueError(
+            f"which=ema: {source} has no moving average; a run with actor_rollout_ref.actor.ema_decay keeps the actor's"
+        )
+    return averages
+
+
+def read_weights(source: Path, prefix: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The full tensors whose names begin so, without that, floating point ones in ``dtype``, however many ranks wrote them."""
     weights = {
         name: torch.empty(saved.shape, dtype=dtype if saved.is_floating_point() else saved.dtype)
         for name, saved in saved_tensors(str(source)).items()
-        if name.startswith(WEIGHTS)
+        if name.startswith(prefix)
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is what we want
         dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(str(source)), no_dist=True)
-    return {name.removeprefix(WEIGHTS): weight for name, weight in weights.items()}
+    return {name.removeprefix(prefix): weight for name, weight in weights.items()}
 
 
 def check(directory: Path, *, trust_remote_code: bool) -> int:

@@ -1,6 +1,7 @@
 """The typed tree of `trainer.main_export`. The YAML twin is configs/export.yaml; a test holds the two equal."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from configs.schema.common import ProgramConfig
 
@@ -11,4 +12,5 @@ class ExportConfig:
     output: str
     trust_remote_code: bool
     role: str | None
+    which: Literal["trained", "ema"]
     trainer: ProgramConfig

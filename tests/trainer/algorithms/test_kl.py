@@ -52,6 +52,12 @@ def test_a_kl_that_is_not_finite_moves_nothing(kl: float) -> None:
 
 def test_the_penalty_is_taken_where_the_mask_is() -> None:
     rewards, kl = reward_with_kl(
-        torch.tensor([0.0, 1.0]), torch.tensor([-1.0, -1.0]), torch.tensor([-3.0, -3.0]), torch.tensor([0.0, 1.0]), "kl", 0.1
+        torch.tensor([0.0, 1.0]),
+        torch.tensor([-1.0, -1.0]),
+        torch.tensor([-3.0, -3.0]),
+        torch.tensor([0.0, 1.0]),
+        "kl",
+        0.1,
+        None,
     )
     assert kl.tolist() == [0.0, 2.0] and rewards.tolist() == pytest.approx([0.0, 0.8])

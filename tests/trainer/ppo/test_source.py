@@ -132,7 +132,7 @@ def make(
         groups=groups,
         filter_groups=FilterGroupsConfig(enable=cap is not None, metric=metric, max_num_gen_batches=cap or 0),
         with_baselines=with_baselines,
-        reward_kwargs=config.reward.reward_kwargs,
+        reward=config.reward,
         shaping=Shaping(config.reward.shaping, RunningMoments()),
         rollbacks=Rollbacks(),
     )
