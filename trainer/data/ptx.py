@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from configs.schema.ppo import ActorConfig, DataConfig
+from configs.schema.ppo import DataConfig
+from trainer.algorithms.weights import token_weights
 from trainer.data.order import DataOrder
 from trainer.data.sft import SFTDataset
 from workers.batch import Batch
@@ -35,17 +36,12 @@ class PtxStream:
         coefficient * their mean, and 0 in every other column. Objects are left out.
         """
         texts = self._draw(int(self.ratio * mini_batch.total_tokens))
-        mask = texts.tokens["response_mask"]
+        weights = self.coefficient * token_weights("token-mean", texts.tokens["response_mask"], texts.lengths, norm_length=1)
         columns = {name: column.new_zeros(texts.total_tokens, *column.shape[1:]) for name, column in mini_batch.tokens.items()}
-        columns |= texts.tokens | {"loss_weight": mask * (self.coefficient / mask.sum().clamp(min=1.0))}
+        columns |= texts.tokens | {"loss_weight": weights, "ptx": torch.ones(texts.total_tokens)}
         rows = {name: column.new_zeros(len(texts), *column.shape[1:]) for name, column in mini_batch.rows.items()}
         ours = mini_batch.only(tokens=list(mini_batch.tokens), rows=list(mini_batch.rows))
-        return Batch.concat(
-            [
-                ours.with_tokens(ptx=torch.zeros(ours.total_tokens)),
-                Batch(texts.lengths, tokens=columns | {"ptx": torch.ones(texts.total_tokens)}, rows=rows),
-            ]
-        )
+        return Batch.concat([ours.with_tokens(ptx=torch.zeros(ours.total_tokens)), Batch(texts.lengths, columns, rows)])
 
     def _draw(self, most: int) -> Batch:
         """The next rows, ``most`` tokens together unless the first one alone has more."""
@@ -71,7 +67,9 @@ class PtxStream:
         self.drawn = state["drawn"]
 
 
-def ptx_stream(data: DataConfig, actor: ActorConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> PtxStream | None:
+def ptx_stream(
+    data: DataConfig, coefficient: float, ratio: float, tokenizer: PreTrainedTokenizerBase, seed: int
+) -> PtxStream | None:
     """What data.ptx_files and the keys beside it say; None without them. seed: of the data's order."""
     if data.ptx_files is None:
         return None
@@ -86,4 +84,4 @@ def ptx_stream(data: DataConfig, actor: ActorConfig, tokenizer: PreTrainedTokeni
         keys="data.ptx_",
     )
     order = DataOrder(len(texts), 1, seed_of(seed, "ptx"), data.shuffle)
-    return PtxStream(texts, order, actor.ptx_coef, actor.ptx_ratio)
+    return PtxStream(texts, order, coefficient, ratio)

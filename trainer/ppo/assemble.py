@@ -121,7 +121,8 @@ class Assembly:
         self.data, self.held_out = self.prompts()
         seed = config.trainer.seed if config.data.seed is None else config.data.seed
         self.order = DataOrder(len(self.data), config.data.train_batch_size, seed, config.data.shuffle)
-        self.ptx = ptx_stream(config.data, config.actor_rollout_ref.actor, self.tokenizer, seed)
+        actor = config.actor_rollout_ref.actor
+        self.ptx = ptx_stream(config.data, actor.ptx_coef, actor.ptx_ratio, self.tokenizer, seed)
         for prompts in (self.data, self.held_out):
             prompts.check_tokens(vocab_size(config.actor_rollout_ref.model))
         if scores_by_source(config.reward):
