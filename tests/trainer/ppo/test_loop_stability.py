@@ -42,6 +42,17 @@ def test_texts_enter_the_gradient_and_not_the_policys_metrics(task: Path, tmp_pa
     assert losses[2] < losses[1] < losses[0], "the texts are learnt"
 
 
+@pytest.mark.filterwarnings(r"ignore:::megatron\.")
+@pytest.mark.filterwarnings(r"ignore:`torch\.distributed:FutureWarning")
+def test_texts_enter_on_megatron_as_on_fsdp(task: Path, tmp_path: Path) -> None:
+    steps = [
+        run_ppo(task, tmp_path / strategy, *ptx(task), *ONE_STEP, f"{ACTOR}.strategy={strategy}")[0]
+        for strategy in ("fsdp", "megatron")
+    ]
+    for name in ("actor/ptx_loss", "actor/grad_norm", "actor/loss", "actor/pg_loss"):
+        assert steps[1][name] == pytest.approx(steps[0][name], rel=1e-5)
+
+
 def test_the_place_in_the_texts_and_the_average_resume_to_the_bit(task: Path, tmp_path: Path) -> None:
     overrides = (*ptx(task), *EMA, f"{ACTOR}.ppo_mini_batch_size=4", "trainer.save_freq=2", "trainer.total_training_steps=4")
     whole = run_ppo(task, tmp_path / "whole", *overrides)
