@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.runs import make_task, repeatable, run_ppo
-from trainer import main_export
+from tests.runs import make_task, ppo_arguments, repeatable, run_ppo
+from trainer import main_export, main_ppo
 
 ACTOR = "actor_rollout_ref.actor"
 ONE_STEP = ("trainer.total_training_steps=1",)
@@ -83,6 +83,27 @@ def test_the_average_is_exported_as_a_model(task: Path, tmp_path: Path, capfd: p
     assert main_export.PROGRAM([f"checkpoint={tmp_path}/without", f"output={tmp_path}/none", "which=ema"]) == 2
     assert "has no moving average; a run with actor_rollout_ref.actor.ema_decay keeps the actor's" in capfd.readouterr().err
     assert not (tmp_path / "none").exists()
+
+
+def test_two_workers_learn_from_the_same_texts_to_the_same_average(task: Path, tmp_path: Path) -> None:
+    overrides = (*ptx(task), *EMA, "trainer.save_freq=2")
+    two = ("trainer.backend=ray", "trainer.n_gpus_per_node=2")
+    runs = {name: run_ppo(task, tmp_path / name, *overrides, *more) for name, more in (("one", ()), ("two", two))}
+    for name in ("actor/ptx_loss", "actor/grad_norm", "actor/pg_loss"):
+        assert [step[name] for step in runs["two"]] == pytest.approx([step[name] for step in runs["one"]], rel=1e-4, abs=1e-6)
+    averages = []
+    for name in runs:
+        assert main_export.PROGRAM([f"checkpoint={tmp_path / name}", f"output={tmp_path}/{name}_ema", "which=ema"]) == 0
+        averages.append(load_file(tmp_path / f"{name}_ema/model.safetensors"))
+    for name, weight in averages[0].items():
+        torch.testing.assert_close(averages[1][name], weight, atol=1e-5, rtol=1e-4)
+
+
+def test_a_step_with_texts_is_replayed_to_the_bit(task: Path, tmp_path: Path) -> None:
+    overrides = (*ptx(task), "trainer.save_freq=1", f"trainer.rollout_data_dir={tmp_path}/rollouts")
+    run_ppo(task, tmp_path / "run", *overrides)
+    asked = ("trainer.replay.mode=train", f"trainer.replay.path={tmp_path}/rollouts/step_2.safetensors")
+    assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", *overrides, *asked)) == 0
 
 
 def test_the_critic_begins_as_the_reward_model_that_is_named(
