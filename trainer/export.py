@@ -112,16 +112,6 @@ def export(source: Path, target: Path, *, trust_remote_code: bool, which: str = 
             shutil.copyfile(path, place)
 
 
-def read_averages(source: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """As read_weights does, the moving averages of what is trained. Raises ValueError if there are none."""
-    averages = read_weights(source, AVERAGES, dtype)
-    if not averages:
-        raise ValueError(
-            f"which=ema: {source} has no moving average; a run with actor_rollout_ref.actor.ema_decay keeps the actor's"
-        )
-    return averages
-
-
 def read_weights(source: Path, prefix: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """The full tensors whose names begin so, without that, floating point ones in ``dtype``, however many ranks wrote them."""
     weights = {
@@ -150,3 +140,13 @@ def check(directory: Path, *, trust_remote_code: bool) -> int:
 def head_of(config: PretrainedConfig) -> Head:
     assert config.architectures, "write_description names it"
     return "value" if config.architectures[0].endswith("ForTokenClassification") else "lm"
+
+
+def read_averages(source: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+    """As read_weights does, the moving averages of what is trained. Raises ValueError if there are none."""
+    averages = read_weights(source, AVERAGES, dtype)
+    if not averages:
+        raise ValueError(
+            f"which=ema: {source} has no moving average; a run with actor_rollout_ref.actor.ema_decay keeps the actor's"
+        )
+    return averages
