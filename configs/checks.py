@@ -18,6 +18,7 @@ from configs.checks_lora import lora_notes, lora_problems, lora_sync_notes, lora
 from configs.checks_megatron import megatron_notes, megatron_problems, repeat_problems
 from configs.checks_parallel import data_parallel_size, parallel_notes, parallel_problems
 from configs.checks_rollout import ROLLOUT, determinism_problems, engine_notes, engine_problems, workers_in_words, world_size
+from configs.checks_stability import stability_notes, stability_problems
 from configs.keys import ConfigError
 from configs.schema.common import ModelConfig, RunConfig, ShardedConfig, WorkersConfig
 from configs.schema.evaluation import EvaluationConfig
@@ -63,6 +64,7 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
         *_shaping_problems(config.reward),
         *_reward_problems(config.reward),
         *alarm_problems(config),
+        *stability_problems(config),
     ]
     if needs_values and config.critic.enable is False:
         problems.append(
@@ -74,6 +76,7 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
     return [
         *_run_notes(config.trainer),
         *_ppo_notes(config, typed),
+        *stability_notes(config, typed, has_critic=has_critic),
         *parallel_notes(roles),
         *megatron_notes(roles),
         *alarm_notes(config, typed),

@@ -32,6 +32,7 @@ from workers.engine.checkpoint import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, 
 from workers.engine.hf_model import PackedModel, auto_class
 
 WEIGHTS = "model."
+AVERAGES = "optimizer.ema."
 WRITTEN_ANEW = ("config.json", "generation_config.json")
 
 
@@ -48,16 +49,18 @@ def run(config: ExportConfig) -> None:
             shutil.rmtree(partial)
         partial.mkdir(parents=True)
         source = checkpoint.role(role)
-        trained = "weights"
-        if (source / ADAPTER_CONFIG).exists() and not config.merge:
-            trained = "weights of its adapter"
-            n_weights = export_adapter(source, partial)
+        has_adapter = (source / ADAPTER_CONFIG).exists()
+        if has_adapter and config.which == "ema":
+            raise ValueError(f"which=ema: {source} holds a LoRA adapter, of which no average is kept")
+        if has_adapter and not config.merge:
+            what, n_weights = "weights of its adapter", export_adapter(source, partial)
         else:
-            export(source, partial, trust_remote_code=config.trust_remote_code)
+            what = "weights" if config.which == "trained" else "weights, their moving average,"
+            export(source, partial, trust_remote_code=config.trust_remote_code, which=config.which)
             n_weights = check(partial, trust_remote_code=config.trust_remote_code)
         fsync_tree(partial)
         partial.rename(output)
-        print(f"{role} of step {checkpoint.step}: {n_weights:,} {trained} in {output}")
+        print(f"{role} of step {checkpoint.step}: {n_weights:,} {what} in {output}")
 
 
 @contextmanager
@@ -96,7 +99,7 @@ def role_of(checkpoint: Checkpoint, role: str | None) -> str:
     return role
 
 
-def export(source: Path, target: Path, *, trust_remote_code: bool) -> None:
+def export(source: Path, target: Path, *, trust_remote_code: bool, which: str = "trained") -> None:
     """source: a role's directory. target: an empty one."""
     transformers.logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
@@ -109,6 +112,8 @@ def export(source: Path, target: Path, *, trust_remote_code: bool) -> None:
         shell.generation_config = GenerationConfig.from_pretrained(source)
     merge = (source / ADAPTER_CONFIG).exists()
     weights = merged_weights(source, config, head, trust_remote_code) if merge else read_weights(source, WEIGHTS, shell.dtype)
+    if which == "ema":
+        weights |= read_averages(source, shell.dtype)
     shell.save_pretrained(target, state_dict=weights)
     copy_others(source, target, {*WRITTEN_ANEW, ADAPTER_CONFIG})
 
@@ -181,3 +186,13 @@ def check(directory: Path, *, trust_remote_code: bool) -> int:
 def head_of(config: PretrainedConfig) -> Head:
     assert config.architectures, "write_description names it"
     return "value" if config.architectures[0].endswith("ForTokenClassification") else "lm"
+
+
+def read_averages(source: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+    """As read_weights does, the moving averages of what is trained. Raises ValueError if there are none."""
+    averages = read_weights(source, AVERAGES, dtype)
+    if not averages:
+        raise ValueError(
+            f"which=ema: {source} has no moving average; a run with actor_rollout_ref.actor.ema_decay keeps the actor's"
+        )
+    return averages

@@ -20,7 +20,7 @@ from workers.plan import Limits
 @dataclass(frozen=True, slots=True)
 class Training:
     """How a role learns. limits, budget: of micro-batches, as configured, and since memory ran out. steps: training steps of the
-    run; updates: optimizer steps in each.
+    run; updates: optimizer steps in each. ema_decay: see OptimizerSpec.
     """
 
     optim: OptimConfig
@@ -30,6 +30,7 @@ class Training:
     budget: Budget
     steps: int
     updates: int
+    ema_decay: float | None = None
 
     @property
     def optimizer(self) -> OptimizerSpec:
@@ -47,6 +48,7 @@ class Training:
             min_lr_ratio=optim.min_lr_ratio,
             num_cycles=optim.num_cycles,
             clip_grad=self.grad_clip,
+            ema_decay=self.ema_decay,
         )
 
 
@@ -89,6 +91,14 @@ def hidden_size(model: ModelConfig) -> int:
     """H of the language model."""
     config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     return int(config.get_text_config().hidden_size)
+
+
+def value_head(model: ModelConfig) -> str:
+    """For people: what the critic's values begin as. A classifier's head has the same name, whatever it was trained for."""
+    config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    architecture = (config.architectures or [config.model_type])[0]
+    begins = "with that model's own head" if "Classification" in architecture else "with a new head: its values are 0"
+    return f"critic.model.path={model.path}: {architecture}; the critic begins {begins}"
 
 
 def limits(

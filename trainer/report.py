@@ -111,6 +111,15 @@ class Answered:
     last: Sample | None
 
 
+def finish(run_dir: Path) -> None:
+    """However the run ended: write the report, and say where it is."""
+    path, series = write_report(run_dir), series_of(read_metrics(run_dir))
+    if ACCURACY in series:
+        accuracies, problems = series[ACCURACY][1], series[PROBLEMS][1]
+        print(f"held-out accuracy: {accuracies[0]:.2f} -> {accuracies[-1]:.2f} ({problems[-1]:g} problems)")
+    print(f"report: {path}")
+
+
 def write_report(run_dir: Path) -> Path:
     """``run_dir``/report.html: one file without outside parts, readable also while the run goes on. Returns its path."""
     steps = read_metrics(run_dir)

@@ -1,6 +1,7 @@
 """The typed tree of `trainer.main_export`. The YAML twin is configs/export.yaml; a test holds the two equal."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from configs.schema.common import ProgramConfig
 
@@ -12,4 +13,5 @@ class ExportConfig:
     trust_remote_code: bool
     merge: bool
     role: str | None
+    which: Literal["trained", "ema"]
     trainer: ProgramConfig

@@ -52,6 +52,11 @@ class DataConfig(PromptConfig):
     gen_batch_size: Positive | None
     val_batch_size: Positive | None
     seed: int | None
+    ptx_files: list[str] | None
+    ptx_prompt_key: str
+    ptx_response_key: str
+    ptx_max_length: Positive
+    ptx_truncation: Literal["error", "left", "right"]
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -87,6 +92,9 @@ class ActorConfig(ShardedConfig):
     use_kl_loss: bool
     kl_loss_coef: float
     kl_loss_type: KLKind
+    ptx_coef: PositiveFloat
+    ptx_ratio: PositiveFloat
+    ema_decay: Annotated[float, Gt(0.0), Lt(1.0)] | None
     grad_clip: PositiveFloat
     optim: OptimConfig
 
@@ -221,9 +229,11 @@ class AlgorithmConfig:
     norm_adv_by_std_in_grpo: bool
     gdpo_reward_keys: list[str] | None
     gdpo_reward_weights: list[float] | None
+    whiten_advantages: Literal["batch", "group"] | None
     truncated_answers: Literal["keep", "mask", "bootstrap"]
     use_kl_in_reward: bool
     kl_penalty: KLKind
+    kl_clip: PositiveFloat | None
     kl_ctrl: KLControlConfig
     rollout_correction: RolloutCorrectionConfig
     filter_groups: FilterGroupsConfig
@@ -308,6 +318,7 @@ class RewardConfig(ScoringConfig):
     """And how the score becomes the reward that training sees."""
 
     reward_kwargs: RewardKwargsConfig
+    missing_eos_penalty: PositiveFloat | None
     shaping: ShapingConfig
 
 

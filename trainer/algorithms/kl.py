@@ -77,11 +77,18 @@ class KLController:
 
 
 def reward_with_kl(
-    token_rewards: Tensor, log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, kind: KLKind, coefficient: float
+    token_rewards: Tensor,
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    mask: Tensor,
+    kind: KLKind,
+    coefficient: float,
+    clip: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Token rewards less coefficient * KL, and the KL itself, zero outside ``mask``; all (T,). For full, log-probs (T, V).
 
-    Ziegler et al. 2019, arXiv:1909.08593, eq. 2.
+    Ziegler et al. 2019, arXiv:1909.08593, eq. 2. clip: the reward takes the KL of a token within
+    [-clip, clip], so that no single one decides about an answer; the KL that is told is all of it.
     """
     kl = torch.where(mask.bool(), kl_estimate(kind, log_probs, ref_log_probs), 0.0)
-    return token_rewards - coefficient * kl, kl
+    return token_rewards - coefficient * (kl if clip is None else kl.clamp(-clip, clip)), kl

@@ -25,8 +25,10 @@ class SFTDataset:
         max_length: int,
         truncation: Truncation,
         apply_chat_template_kwargs: dict[str, Any],
+        keys: str = "data.",
     ) -> None:
         """max_length: tokens of a row, prompt, response and EOS together; what is over is an error or cut (truncation).
+        keys: what stands before max_length and truncation in the configuration.
 
         Raises ValueError, one line, for missing files, columns or rows, for an empty prompt, and for a row that is too long.
         """
@@ -46,8 +48,8 @@ class SFTDataset:
             if len(ids) > max_length:
                 if truncation == "error":
                     raise ValueError(
-                        f"{rows.where(row)}: {len(ids)} tokens with EOS, data.max_length is {max_length}: raise it, or set "
-                        "data.truncation=left or right"
+                        f"{rows.where(row)}: {len(ids)} tokens with EOS, {keys}max_length is {max_length}: raise it, or set "
+                        f"{keys}truncation=left or right"
                     )
                 cut += 1
                 ids, mask = truncate(ids, max_length, truncation), truncate(mask, max_length, truncation)
@@ -58,8 +60,8 @@ class SFTDataset:
         if cut:
             untrained = sum(not mask.any() for mask in self._masks)
             self.notices = (
-                f"{cut} of {len(rows)} rows are longer than data.max_length={max_length} tokens and are cut "
-                f"(data.truncation={truncation}); {untrained} of them keep no token of the response",
+                f"{cut} of {len(rows)} rows are longer than {keys}max_length={max_length} tokens and are cut "
+                f"({keys}truncation={truncation}); {untrained} of them keep no token of the response",
             )
 
     def __len__(self) -> int:

@@ -21,6 +21,7 @@ def as_reward(scoring: ScoringConfig) -> RewardConfig:
         reward_kwargs=RewardKwargsConfig(
             max_resp_len=1, overlong_buffer_cfg=OverlongConfig(enable=False, len=0, penalty_factor=0.0, log=False)
         ),
+        missing_eos_penalty=None,
         shaping=ShapingConfig(clip=None, normalize=None),
     )
 

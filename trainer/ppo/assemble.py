@@ -21,24 +21,24 @@ from trainer.checkpoint import Checkpoint, check_config
 from trainer.data.chat import load_tokenizer
 from trainer.data.dataset import PromptDataset
 from trainer.data.order import DataOrder
+from trainer.data.ptx import ptx_stream
 from trainer.data.stream import PromptStream
 from trainer.determinism import KernelWatch, worker_environment
 from trainer.events import Events
 from trainer.generation.rollout import rollout_spec, sampling
 from trainer.metrics import Phases, peak_flops
-from trainer.models import Training, limits, start_model
+from trainer.models import Training, limits, start_model, value_head
 from trainer.ppo.loop import Loop, old_log_probs_come_from_update
 from trainer.ppo.rollback import Rollbacks
 from trainer.ppo.source import Source
 from trainer.ppo.update import UpdateSpec
 from trainer.ppo.validation import Validation
 from trainer.remote import BaseModel, RemoteModel, RemoteRollout
-from trainer.report import ACCURACY, PROBLEMS, series_of, write_report
+from trainer.report import finish
 from trainer.restart import Lifetime, keep_going
 from trainer.rewards.registry import check_data_sources, scores_by_source
 from trainer.rewards.runner import RewardRunner
 from trainer.rewards.shaping import Shaping
-from trainer.run_dir import read_metrics
 from trainer.saving import Saver
 from trainer.skips import Skips
 from trainer.tracking import Tracker
@@ -48,8 +48,10 @@ from workers.engine import check_engine
 from workers.engine.base import LossSpec
 from workers.engine.hf_model import vocab_size
 from workers.rollout import check_installed
-from workers.rollout.base import RolloutSpec, Sampling
+from workers.rollout.base import Sampling
 from workers.seeding import seed_of
+
+ACTOR_LOSS, ACTOR_AND_PTX_LOSS = "trainer.algorithms.actor_loss:ActorLoss", "trainer.algorithms.ptx:ActorAndPtxLoss"
 
 
 def run(config: PPOConfig, notices: Sequence[str]) -> None:
@@ -107,15 +109,6 @@ def wants_critic(config: PPOConfig) -> bool:
     return config.critic.enable is True or "values" in ADVANTAGES.needs(config.algorithm.adv_estimator)
 
 
-def finish(run_dir: Path) -> None:
-    """However the run ended: write the report, and say where it is."""
-    path, series = write_report(run_dir), series_of(read_metrics(run_dir))
-    if ACCURACY in series:
-        accuracies, problems = series[ACCURACY][1], series[PROBLEMS][1]
-        print(f"held-out accuracy: {accuracies[0]:.2f} -> {accuracies[-1]:.2f} ({problems[-1]:g} problems)")
-    print(f"report: {path}")
-
-
 class Assembly:
     """The parts of a loop, each from its part of the configuration."""
 
@@ -128,11 +121,14 @@ class Assembly:
         self.data, self.held_out = self.prompts()
         seed = config.trainer.seed if config.data.seed is None else config.data.seed
         self.order = DataOrder(len(self.data), config.data.train_batch_size, seed, config.data.shuffle)
+        actor = config.actor_rollout_ref.actor
+        self.ptx = ptx_stream(config.data, actor.ptx_coef, actor.ptx_ratio, self.tokenizer, seed)
         for prompts in (self.data, self.held_out):
             prompts.check_tokens(vocab_size(config.actor_rollout_ref.model))
         if scores_by_source(config.reward):
             check_data_sources(self.data.data_sources | self.held_out.data_sources)
-        for notice in (*self.data.notices, *self.held_out.notices, self.stream().order.notice):
+        texts = () if self.ptx is None else self.ptx.data.notices
+        for notice in (*self.data.notices, *self.held_out.notices, *texts, self.stream().order.notice):
             if notice is not None:
                 print(f"note: {notice}", file=sys.stderr)
         self.total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * self.order.steps_per_epoch
@@ -144,6 +140,8 @@ class Assembly:
         actor = self.actor()
         ref = self.ref(actor) if self.wants_ref else None
         critic = self.critic() if self.wants_critic else None
+        if critic is not None and resume is None:
+            print(f"note: {value_head(config.critic.model)}", file=sys.stderr)
         rollout = self.rollout()
         source = self.source(rollout, rewards)
         events = Events(run_dir)
@@ -151,6 +149,7 @@ class Assembly:
             config=config,
             run_dir=run_dir,
             prompts=self.stream(),
+            ptx=self.ptx,
             data_sources=self.data.data_sources,
             source=source,
             actor=actor,
@@ -210,7 +209,7 @@ class Assembly:
             groups=config.data.train_batch_size,
             filter_groups=config.algorithm.filter_groups,
             with_baselines="baselines" in ADVANTAGES.needs(config.algorithm.adv_estimator),
-            reward_kwargs=config.reward.reward_kwargs,
+            reward=config.reward,
             shaping=Shaping(config.reward.shaping, RunningMoments()),
             rollbacks=Rollbacks(),
         )
@@ -272,7 +271,8 @@ class Assembly:
             training=Training(
                 optim=actor.optim,
                 grad_clip=actor.grad_clip,
-                loss=LossSpec("trainer.algorithms.actor_loss:ActorLoss", self.actor_loss()),
+                loss=LossSpec(ACTOR_LOSS if self.ptx is None else ACTOR_AND_PTX_LOSS, self.actor_loss()),
+                ema_decay=actor.ema_decay,
                 limits=limits(
                     actor,
                     self.config.trainer,
@@ -362,9 +362,10 @@ class Assembly:
             shuffle=actor.shuffle,
             agg_mode=actor.loss_agg_mode,
             norm_length=actor.loss_scale_factor or self.config.data.max_response_length,
-            columns=loss.columns,
+            columns=loss.columns if self.ptx is None else (*loss.columns, "ptx"),
             seed=seed_of(self.config.trainer.seed, "actor_update"),
             prepare=loss.prepare if loss.wants_preparation else None,
+            beside=self.ptx.beside if self.ptx is not None else None,
         )
 
     def critic_update(self) -> UpdateSpec:
@@ -380,11 +381,9 @@ class Assembly:
         )
 
     def rollout(self) -> RemoteRollout:
-        return RemoteRollout(self.hosts, self.rollout_spec(), "actor", self.watchdog)
-
-    def rollout_spec(self) -> RolloutSpec:
         models = self.config.actor_rollout_ref
-        return rollout_spec(models.model, models.rollout, self.config.data, self.config.trainer.device)
+        spec = rollout_spec(models.model, models.rollout, self.config.data, self.config.trainer.device)
+        return RemoteRollout(self.hosts, spec, "actor", self.watchdog)
 
     def sampling(self) -> Sampling:
         models = self.config.actor_rollout_ref

@@ -15,7 +15,9 @@ from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.correction import is_enabled, mismatch, rollout_correction
 from trainer.algorithms.kl import KLController, reward_with_kl
 from trainer.algorithms.moments import RunningMoments
+from trainer.algorithms.whitening import whitened
 from trainer.checkpoint import Checkpoint, Stateful
+from trainer.data.ptx import PtxStream
 from trainer.data.stream import PromptStream
 from trainer.determinism import KernelWatch
 from trainer.events import Events
@@ -37,11 +39,12 @@ from workers.metric import plain_numbers
 
 @dataclass
 class Loop:
-    """Built by assemble.py; ``fit`` runs it. ref and critic are None where the algorithm has no use for them."""
+    """Built by assemble.py; ``fit`` runs it. ref, critic and ptx are None where the algorithm has no use for them."""
 
     config: PPOConfig
     run_dir: Path
     prompts: PromptStream
+    ptx: PtxStream | None
     data_sources: frozenset[str]
     source: Source
     actor: RemoteModel
@@ -175,12 +178,18 @@ class Loop:
             if algorithm.use_kl_in_reward:
                 column, mask = kl.columns(algorithm.kl_penalty), tokens["response_mask"]
                 old, ref = tokens[f"old_{column}"], tokens[f"ref_{column}"]
-                rewards, penalty = reward_with_kl(rewards, old, ref, mask, algorithm.kl_penalty, self.kl.coefficient)
+                kind, clip = algorithm.kl_penalty, algorithm.kl_clip
+                rewards, penalty = reward_with_kl(rewards, old, ref, mask, kind, self.kl.coefficient, clip)
+                if clip is not None:
+                    self.metrics["actor/reward_kl_clipfrac"] = float((penalty.abs() > clip).sum() / mask.sum())
                 mean_kl = float(penalty.double().sum() / mask.sum())
                 self.metrics |= {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": self.kl.coefficient}
                 self.kl.update(mean_kl, len(batch))
             result = ADVANTAGES[algorithm.adv_estimator](advantage_inputs(batch, rewards, algorithm), algorithm)
-        columns = {"token_level_rewards": rewards, "advantages": result.advantages, "returns": result.returns}
+            advantages, over = result.advantages, algorithm.whiten_advantages
+            if over is not None:
+                advantages = whitened(advantages, tokens["response_mask"], batch.lengths, batch.rows["uid"], over)
+        columns = {"token_level_rewards": rewards, "advantages": advantages, "returns": result.returns}
         return Batch(batch.lengths, tokens=columns)
 
     def loss_mask(self, batch: Batch) -> Batch:
@@ -261,6 +270,7 @@ class Loop:
             "kl": self.kl,
             "returns": self.returns,
             "data": self.prompts,
+            **({} if self.ptx is None else {"ptx": self.ptx}),
             "reward": self.source.shaping.running,
             "alarms": self.alarms,
             "skips": self.skips,

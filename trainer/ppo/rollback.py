@@ -39,7 +39,7 @@ class Rollbacks:
 
 
 def roll_back(loop: Loop, alarm: Alarm) -> None:
-    """In place, with the workers that are there. What the prompts' stream has drawn stays drawn.
+    """In place, with the workers that are there. What the streams of prompts and texts have drawn stays drawn.
 
     A run that is killed before its next checkpoint resumes from the one gone back to, without a memory of this: it takes
     the same steps to the same alarm, and goes back again, to the same bits. Raises Found where it cannot go back.
@@ -54,9 +54,12 @@ def roll_back(loop: Loop, alarm: Alarm) -> None:
             f"stopped at step {loop.step}: an alarm asks for a rollback, and there is no checkpoint of step "
             f"{max(alarm.healthy_until, 0)} or before (trainer.save_freq, trainer.max_actor_ckpt_to_keep): {alarm.text}"
         )
-    left, count, drawn = loop.step, loop.rollbacks.count + 1, loop.prompts.drawn
+    left, count = loop.step, loop.rollbacks.count + 1
+    drawn = [(stream, stream.drawn) for stream in (loop.prompts, loop.ptx) if stream is not None]
     loop.load(checkpoint)
-    loop.rollbacks.count, loop.prompts.drawn = count, drawn
+    loop.rollbacks.count = count
+    for stream, rounds in drawn:
+        stream.drawn = rounds
     aside = loop.tracker.go_back(checkpoint.step)
     loop.events.add(
         left,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from configs.schema.ppo import FilterGroupsConfig, RewardKwargsConfig
+from configs.schema.ppo import FilterGroupsConfig, RewardConfig
 from trainer.algorithms.segments import sum_by
 from trainer.data.dataset import Prompt
 from trainer.data.stream import PromptStream
@@ -16,7 +16,7 @@ from trainer.ppo.filtering import Tally, judge_groups, metric_values
 from trainer.ppo.rollback import Rollbacks
 from trainer.remote import RemoteRollout
 from trainer.rewards.runner import Answer, RewardRunner, Score
-from trainer.rewards.shaping import Shaping, overlong_penalty
+from trainer.rewards.shaping import Shaping, missing_eos_penalty, overlong_penalty
 from trainer.watchdog import Watchdog
 from workers.batch import Batch
 from workers.rollout.base import Sampling
@@ -39,14 +39,14 @@ class Source:
         groups: int,
         filter_groups: FilterGroupsConfig,
         with_baselines: bool,
-        reward_kwargs: RewardKwargsConfig,
+        reward: RewardConfig,
         shaping: Shaping,
         rollbacks: Rollbacks,
     ) -> None:
         """n: answers a prompt; sampling: how they are drawn, from ``seed``. groups: prompts that a step's batch has.
 
-        with_baselines: a greedy answer to each training prompt is scored too. reward_kwargs: the overlong penalty of training
-        answers. shaping: of their rewards. rollbacks: of the run; each gives training other draws.
+        with_baselines: a greedy answer to each training prompt is scored too. reward: penalties of training answers.
+        shaping: of their rewards. rollbacks: of the run; each gives training other draws.
         """
         self.rollout = rollout
         self.rewards = rewards
@@ -58,7 +58,7 @@ class Source:
         self.groups = groups
         self.filter_groups = filter_groups
         self.with_baselines = with_baselines
-        self.reward_kwargs = reward_kwargs
+        self.reward = reward
         self.shaping = shaping
         self.rollbacks = rollbacks
 
@@ -117,7 +117,7 @@ class Source:
         return batch.with_meta({"metrics": {"reward/failed": failed} | tally.metrics(), "generated_tokens": generated})
 
     def _answer_to_train(self, prompts: Sequence[Prompt], purpose: str, step: int, phases: Phases) -> Batch:
-        """Answers with rows reward (the score and the overlong penalty) and, with_baselines, baseline (the greedy answer's).
+        """Answers with rows reward (the score and its penalties) and, with_baselines, baseline (the greedy answer's).
 
         meta["generated_tokens"]: response tokens of all of them, greedy ones included.
         """
@@ -125,12 +125,13 @@ class Source:
         batch = self.answer(prompts, self.n, self.sampling, phases, purpose=purpose, step=step, with_greedy=self.with_baselines)
         generated = int((batch.lengths - batch.rows["prompt_length"]).sum())
         trained = sum_by(batch.tokens["response_mask"], batch.segment_ids(), len(batch))
-        penalty = overlong_penalty(trained, self.reward_kwargs)
-        if self.reward_kwargs.overlong_buffer_cfg.log:
+        penalty = overlong_penalty(trained, self.reward.reward_kwargs)
+        if self.reward.reward_kwargs.overlong_buffer_cfg.log:
             batch.objects["reward_extra"] = [
                 extra | {"overlong_reward": value, "overlong": float(value < 0)}
                 for extra, value in zip(batch.objects["reward_extra"], penalty.tolist(), strict=True)
             ]
+        penalty = penalty + missing_eos_penalty(batch.rows["finished"], self.reward.missing_eos_penalty)
         batch = batch.with_rows(reward=batch.rows["score"] + penalty)
         if self.with_baselines:
             batch = take_baselines(batch, self.n)

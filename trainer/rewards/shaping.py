@@ -1,4 +1,4 @@
-"""From the scorer's score to the reward that is trained on: the overlong penalty, then clipping, then normalisation."""
+"""From the scorer's score to the reward that is trained on: penalties of length, then clipping, then normalisation."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ def overlong_penalty(response_lengths: Tensor, config: RewardKwargsConfig) -> Te
         return torch.zeros(len(response_lengths))
     over = (response_lengths.double() - (config.max_resp_len - buffer.len)) / buffer.len
     return (-buffer.penalty_factor * over.clamp(0.0, 1.0)).float()
+
+
+def missing_eos_penalty(finished: Tensor, penalty: float | None) -> Tensor:
+    """-penalty for each answer that was cut, finished (B,) 0: float32 (B,). As TRL's key of this name."""
+    return torch.where(finished.bool(), 0.0, -(penalty or 0.0))
 
 
 def group_moments(rewards: Tensor, uid: Tensor) -> tuple[Tensor, Tensor]:

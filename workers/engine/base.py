@@ -71,7 +71,10 @@ class LossSpec:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
-    """AdamW with warm-up and schedule. Steps are optimizer steps; ``total_steps`` is the length of the cosine."""
+    """AdamW with warm-up and schedule. Steps are optimizer steps; ``total_steps`` is the length of the cosine.
+
+    ema_decay: of a moving average of the parameters that goes along; None: none.
+    """
 
     lr: float
     betas: tuple[float, float]
@@ -82,6 +85,7 @@ class OptimizerSpec:
     min_lr_ratio: float
     num_cycles: float
     clip_grad: float
+    ema_decay: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,24 @@ def test_a_kl_that_is_not_finite_moves_nothing(kl: float) -> None:
 
 def test_the_penalty_is_taken_where_the_mask_is() -> None:
     rewards, kl = reward_with_kl(
-        torch.tensor([0.0, 1.0]), torch.tensor([-1.0, -1.0]), torch.tensor([-3.0, -3.0]), torch.tensor([0.0, 1.0]), "kl", 0.1
+        torch.tensor([0.0, 1.0]),
+        torch.tensor([-1.0, -1.0]),
+        torch.tensor([-3.0, -3.0]),
+        torch.tensor([0.0, 1.0]),
+        "kl",
+        0.1,
+        None,
     )
     assert kl.tolist() == [0.0, 2.0] and rewards.tolist() == pytest.approx([0.0, 0.8])
+
+
+def test_a_token_counts_at_most_so_much_in_the_reward_and_all_of_it_in_what_is_told() -> None:
+    log_probs, ref, mask = (
+        torch.tensor([-1.0, -9.0, -3.0, -2.0]),
+        torch.tensor([-6.0, -2.0, -2.5, -9.0]),
+        torch.tensor([1.0, 1, 1, 0]),
+    )
+    rewards, kl = reward_with_kl(torch.zeros(4), log_probs, ref, mask, "kl", 0.1, 2.0)
+    assert kl.tolist() == [5.0, -7.0, -0.5, 0.0] and rewards.tolist() == pytest.approx([-0.2, 0.2, 0.05, 0.0])
+    unbounded, _ = reward_with_kl(torch.zeros(4), log_probs, ref, mask, "kl", 0.1, None)
+    assert unbounded.tolist() == pytest.approx([-0.5, 0.7, 0.05, 0.0])

@@ -42,5 +42,10 @@ def data_config(**changes: Any) -> DataConfig:
         "shuffle": True,
         "seed": None,
         "apply_chat_template_kwargs": {},
+        "ptx_files": None,
+        "ptx_prompt_key": "prompt",
+        "ptx_response_key": "response",
+        "ptx_max_length": 64,
+        "ptx_truncation": "right",
     }
     return DataConfig(**(keys | changes))

@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pyarrow.parquet as pq
 import pytest
@@ -15,9 +16,10 @@ from safetensors.torch import load_file
 
 from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
 from trainer import main_ppo
+from trainer.alarms import Alarm
 from trainer.batch_file import load_batch
 from trainer.checkpoint import find_latest
-from trainer.ppo.rollback import Rollbacks
+from trainer.ppo.rollback import Rollbacks, roll_back
 from trainer.run_dir import EVENTS, read_lines, read_metrics
 from workers.seeding import seed_of
 
@@ -149,6 +151,26 @@ def test_stopped_after_the_rollback_it_ends_alike(task: Path, whole: Path, tmp_p
     run_ppo(task, tmp_path, *GOES_BACK)
     assert len(told(tmp_path, "rollback")) == 1
     assert_the_same(tmp_path, whole)
+
+
+def test_no_stream_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither that of the prompts nor that of texts beside them (data.ptx_files): what made the run ill may be among them."""
+    prompts, texts = SimpleNamespace(drawn=7), SimpleNamespace(drawn=30)
+
+    def load(checkpoint: Any) -> None:
+        prompts.drawn, texts.drawn = 2, 9
+
+    monkeypatch.setattr("trainer.ppo.rollback.find_up_to", lambda run_dir, step: SimpleNamespace(step=step))
+    loop = SimpleNamespace(
+        prompts=prompts, ptx=texts, rollbacks=Rollbacks(), load=load, step=7, run_dir=None, sync_weights=lambda step: None,
+        config=SimpleNamespace(alarms=SimpleNamespace(max_rollbacks=2)), saver=SimpleNamespace(settle=lambda: None),
+        tracker=SimpleNamespace(go_back=lambda step: Path("earlier_1")), events=SimpleNamespace(add=lambda *event: None),
+    )  # fmt: skip
+    roll_back(cast(Any, loop), Alarm("rollback", "fell", healthy_until=2))
+    assert (prompts.drawn, texts.drawn, loop.rollbacks.count) == (7, 30, 1)
+    loop.ptx = None
+    roll_back(cast(Any, loop), Alarm("rollback", "fell", healthy_until=2))
+    assert prompts.drawn == 7
 
 
 def ends_with(task: Path, run_dir: Path, capfd: pytest.CaptureFixture[str], *overrides: str) -> str:

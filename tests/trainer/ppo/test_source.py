@@ -32,9 +32,13 @@ SAMPLING = Sampling(temperature=1.0, top_k=-1, top_p=1.0, max_tokens=8, stop_tok
 
 @dataclass
 class Engine:
-    """Writes ``length`` tokens and the stop token: greedily 1s, else a token of the seed. Keeps what it was asked."""
+    """Writes ``length`` tokens and the stop token: greedily 1s, else a token of the seed. Keeps what it was asked.
+
+    cut: those that it writes without the stop token, by their place in a call.
+    """
 
     length: int = 2
+    cut: tuple[int, ...] = ()
     asked: list[Batch] = field(default_factory=list)
 
     def generate(self, questions: Batch, sampling: Sampling, group_size: int) -> Batch:
@@ -42,11 +46,14 @@ class Engine:
         self.asked.append(questions)
         first = torch.where(questions.rows["greedy"], 1, questions.rows["seed"] % 1000 + 2)
         n = len(questions)
-        ids = torch.cat([first[:, None].expand(n, self.length), torch.full((n, 1), STOP)], dim=1).flatten()
+        finished = torch.ones(n, dtype=torch.int64)
+        finished[list(self.cut)] = 0
+        ids = torch.cat([first[:, None].expand(n, self.length), torch.full((n, 1), STOP)], dim=1)
+        ids = ids[torch.stack([torch.ones(n), torch.ones(n), finished], dim=1).bool()] if self.cut else ids.flatten()
         return Batch(
-            lengths=torch.full((n,), self.length + 1),
+            lengths=self.length + finished,
             tokens={"input_ids": ids, "rollout_log_probs": torch.zeros(len(ids))},
-            rows={"finished": torch.ones(n, dtype=torch.int64), "weight_version": torch.zeros(n, dtype=torch.int64)},
+            rows={"finished": finished, "weight_version": torch.zeros(n, dtype=torch.int64)},
         )
 
     @property
@@ -132,7 +139,7 @@ def make(
         groups=groups,
         filter_groups=FilterGroupsConfig(enable=cap is not None, metric=metric, max_num_gen_batches=cap or 0),
         with_baselines=with_baselines,
-        reward_kwargs=config.reward.reward_kwargs,
+        reward=config.reward,
         shaping=Shaping(config.reward.shaping, RunningMoments()),
         rollbacks=Rollbacks(),
     )
@@ -294,6 +301,23 @@ def test_shaped_rewards_are_trained_on_and_the_score_stays() -> None:
     assert sums == pytest.approx(expected)
     assert all(row[-1] == row.sum() for row in batch.split_rows("token_level_scores")), "at the last token"
     assert batch.objects["reward_extra"][1] == {"twice": 2.0, "overlong_reward": pytest.approx(penalty), "overlong": 1.0}
+
+
+def test_an_answer_that_was_cut_pays_at_its_own_last_token() -> None:
+    """Before clipping, beside the overlong penalty, in training alone; the score stays, and a greedy baseline pays too."""
+    overrides = ("missing_eos_penalty=0.7", *OVERLONG[:4], "shaping.clip=[-0.9,2.0]")
+    case = make(["mixed", "low"], *overrides, groups=2, per_round=2, cap=None)
+    case.engine.cut = (1, 4)
+    batch = case.collect()
+    whole, cut = -0.8 * 2 / 4, -0.8 * 1 / 4 - 0.7  # three trained tokens, and two
+    assert batch.rows["reward"].tolist() == pytest.approx([whole, 1 + cut, whole, 1 + whole, -0.9, whole, whole, whole])
+    assert batch.rows["score"].tolist() == [0.0, 1.0, 0.0, 1.0] + [0.0] * 4
+    assert batch.lengths.tolist() == [4, 3, 4, 4, 3, 4, 4, 4]
+    for row, reward in zip(batch.split_rows("token_level_scores"), batch.rows["reward"], strict=True):
+        assert row[-1] == reward and not row[:-1].any(), "at EOS, or where the answer was cut"
+    greedy = make(["mixed"], "missing_eos_penalty=0.7", groups=1, per_round=1, cap=None, with_baselines=True)
+    greedy.engine.cut = (N,)
+    assert greedy.collect().rows["baseline"].tolist() == pytest.approx([0.5 - 0.7] * N)
 
 
 def test_running_statistics_see_the_training_batch_alone() -> None:

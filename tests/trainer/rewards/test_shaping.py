@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from configs.schema.ppo import OverlongConfig, RewardKwargsConfig, ShapingConfig
 from trainer.algorithms.moments import RunningMoments
-from trainer.rewards.shaping import Shaping, group_moments, overlong_penalty
+from trainer.rewards.shaping import Shaping, group_moments, missing_eos_penalty, overlong_penalty
 
 REWARDS = torch.tensor([0.0, 1.0, 3.0, -2.0, 0.5, 0.5, 7.0])
 UIDS = torch.tensor([3, 3, 3, 3, 9, 9, 1])
@@ -30,6 +30,12 @@ def test_the_penalty_grows_in_the_buffer_alone(length: int, penalty: float) -> N
     """DAPO, eq. 13, with a limit of 20 and a buffer of 4 tokens."""
     assert overlong_penalty(torch.tensor([length]), overlong()).tolist() == [penalty]
     assert overlong_penalty(torch.tensor([length]), overlong(enable=False)).tolist() == [0.0]
+
+
+def test_answers_that_were_cut_pay_for_it() -> None:
+    finished = torch.tensor([1, 0, 1, 0])
+    assert missing_eos_penalty(finished, 0.75).tolist() == [0.0, -0.75, 0.0, -0.75]
+    assert missing_eos_penalty(finished, None).tolist() == [0.0] * 4
 
 
 def shaping(clip: tuple[float, float] | None = None, normalize: str | None = None) -> Shaping:

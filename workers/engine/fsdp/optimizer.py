@@ -12,6 +12,7 @@ from workers.engine.base import OptimizerSpec
 from workers.engine.schedule import learning_rate
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+AVERAGE = "ema"
 
 
 def global_norm(grads: Iterable[Tensor], device: torch.device, n_copies: int) -> Tensor:
@@ -24,6 +25,11 @@ def global_norm(grads: Iterable[Tensor], device: torch.device, n_copies: int) ->
         squares += torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)).double().square()
     dist.all_reduce(squares)
     return (squares / n_copies).sqrt()
+
+
+def wide(param: Tensor) -> Tensor:
+    """At least float32."""
+    return param.detach().to(torch.promote_types(param.dtype, torch.float32))
 
 
 class ShardedAdamW:
@@ -45,10 +51,13 @@ class ShardedAdamW:
         for param in self.params.values():
             self._adamw.state[param] = {kind: torch.zeros_like(param) for kind in MOMENTS}
             self._adamw.state[param]["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+        self._averages = {name: wide(param).clone() for name, param in self.params.items()} if spec.ema_decay is not None else {}
 
     def moments(self) -> dict[tuple[str, str], Tensor]:
-        """{("exp_avg" or "exp_avg_sq", name): local shard}: the live state, sharded as the parameters are."""
-        return {(kind, name): self._adamw.state[param][kind] for name, param in self.params.items() for kind in MOMENTS}
+        """{("exp_avg" or "exp_avg_sq", name): local shard}: the live state, sharded as the parameters are. And ("ema", name): the
+        moving average of each parameter, if it is kept."""
+        moments = {(kind, name): self._adamw.state[param][kind] for name, param in self.params.items() for kind in MOMENTS}
+        return moments | {(AVERAGE, name): average for name, average in self._averages.items()}
 
     def set_steps(self, steps: int) -> None:
         self.steps = steps
@@ -66,4 +75,13 @@ class ShardedAdamW:
         self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
         self.steps += 1
+        if self.spec.ema_decay is not None:
+            self._follow(self.spec.ema_decay)
         return lr
+
+    @torch.no_grad()
+    def _follow(self, decay: float) -> None:
+        """average += (1 - decay) * (parameter - average), at least in float32 (Polyak & Juditsky 1992,
+        doi:10.1137/0330046, with weights that fall off): it begins as the parameters do."""
+        for name, average in self._averages.items():
+            average.lerp_(wide(self.params[name]), 1.0 - decay)

@@ -1,5 +1,7 @@
 """Saved, loaded and continued is the same as never stopped."""
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.workers.engine.fsdp.cases import exported, shards, train
-from tests.workers.engine.toy import ADAMW, ValueLoss, distance, toy_engine
+from tests.workers.engine.fsdp.cases import exported, shards, train, training_batch
+from tests.workers.engine.toy import ADAMW, Shifted, ValueLoss, cut, distance, toy_engine
 
 
 def assert_same_bits(some: dict[str, Tensor], others: dict[str, Tensor]) -> None:
@@ -26,6 +28,29 @@ def test_continue_on_one_rank_to_the_bit(group: None, models: dict[str, str], tm
     resumed.load(str(tmp_path / "checkpoint"))
     assert_same_bits(train(resumed, range(2, 5)), metrics)
     assert_same_bits(shards(resumed), shards(engine))
+
+
+def test_the_moving_average_is_saved_resumed_and_offloaded(group: None, models: dict[str, str], tmp_path: Path) -> None:
+    """It is what the plain formula gives after each update that is applied, and none that is skipped."""
+    optimizer = replace(ADAMW, ema_decay=0.9)
+    engine, resumed = (toy_engine(models["qwen2"], optimizer=optimizer, optimizer_offload=True) for _ in range(2))
+    expected = {name: weight.double() for name, weight in exported(engine).items()}
+    for step in range(2):
+        train(engine, range(step, step + 1))
+        expected = {name: 0.9 * expected[name] + 0.1 * weight.double() for name, weight in exported(engine).items()}
+        (share,), (plan,) = cut(training_batch(step), max_tokens=80)
+        assert engine.train_step(share, plan, Shifted(math.nan))["skipped_updates"].value == 1
+    averages = {name.removeprefix("ema."): held for name, held in shards(engine).items() if name.startswith("ema.")}
+    assert averages.keys() == expected.keys() and distance(averages, expected) < 1e-6
+    assert distance(averages, exported(engine)) > 1e-5
+    engine.save(str(tmp_path / "checkpoint"))
+    resumed.load(str(tmp_path / "checkpoint"))
+    train(engine, range(3, 5))
+    train(resumed, range(3, 5))
+    assert_same_bits(shards(resumed), shards(engine))
+    with pytest.raises(ValueError, match=r"no optimizer\.ema\..* in this checkpoint"):
+        toy_engine(models["qwen2"]).save(str(tmp_path / "without"))
+        resumed.load(str(tmp_path / "without"))
 
 
 def test_continue_on_two_ranks_to_the_bit(two_ranks: tuple[Path, list[dict[str, Any]]]) -> None:

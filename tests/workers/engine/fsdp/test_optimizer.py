@@ -48,3 +48,20 @@ def test_the_count_of_steps_is_the_schedules_state() -> None:
     optimizer.set_steps(5)
     assert optimizer.step({"a": torch.ones(2, 2)}, norm=2.0) == learning_rate(changes, 5)
     assert optimizer.steps == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_moving_average_follows_the_parameters(dtype: torch.dtype) -> None:
+    """From where they begin, at least in float32: bfloat16 would lose steps of a hundredth."""
+    param = torch.linspace(-1, 1, 6, dtype=dtype).reshape(2, 3)
+    optimizer = ShardedAdamW({"weight": param}, dataclasses.replace(ADAMW, lr=0.1, ema_decay=0.99))
+    average = optimizer.moments()["ema", "weight"]
+    expected = param.double().clone()
+    for step in range(5):
+        optimizer.step({"weight": torch.full_like(param, 1.0 + step)}, norm=1.0)
+        expected = 0.99 * expected + 0.01 * param.double()
+        torch.testing.assert_close(average.double(), expected, atol=1e-7, rtol=1e-6)
+    assert average.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert average.data_ptr() == optimizer.moments()["ema", "weight"].data_ptr() != param.data_ptr()
+    without = ShardedAdamW({"weight": param}, ADAMW)
+    assert set(without.moments()) == {("exp_avg", "weight"), ("exp_avg_sq", "weight")}
