@@ -20,6 +20,7 @@ from configs.schema.common import (
 class SFTDataConfig:
     train_files: list[str]
     val_files: list[str]
+    messages_key: str | None
     prompt_key: str
     response_key: str
     max_length: Positive

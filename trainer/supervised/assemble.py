@@ -146,6 +146,7 @@ def pairs(config: SFTConfig, files: Sequence[str], tokenizer: PreTrainedTokenize
     return SFTDataset(
         files,
         tokenizer,
+        messages_key=config.data.messages_key,
         prompt_key=config.data.prompt_key,
         response_key=config.data.response_key,
         max_length=config.data.max_length,
