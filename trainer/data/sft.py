@@ -14,7 +14,7 @@ from workers.batch import Batch
 
 
 class SFTDataset:
-    """Each row: the prompt (chat or text), the response and EOS; or a conversation. Trained are the answers, and what ends each."""
+    """Each row: the prompt (chat or text), the response and EOS; or a conversation. Trained are the answers and their ends."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class SFTDataset:
         truncation: Truncation,
         apply_chat_template_kwargs: dict[str, Any],
     ) -> None:
-        """messages_key: column of conversations; None: prompt_key and response_key have pairs. Rows without an answer are left out.
+        """messages_key: column of conversations; None: prompt_key and response_key have pairs. A row without answer is left out.
 
         max_length: tokens of a row, all of it and EOS together; what is over is an error or cut (truncation).
 
@@ -98,7 +98,8 @@ def _notices(turns: Sequence[Turns], rows: Rows) -> Iterator[str]:
         yield f"{len(silent)} of {len(turns)} rows have no assistant's turn and are left out ({rows.where(silent[0])} the first)"
     empty = [row for row, found in enumerate(turns) if found.n_empty]
     if empty:
-        yield f"{len(empty)} of {len(turns)} rows have an empty answer: its end is all they teach ({rows.where(empty[0])} the first)"
+        first = rows.where(empty[0])
+        yield f"{len(empty)} of {len(turns)} rows have an empty answer: they teach its end alone ({first} the first)"
     still_open = sum(found.n_open for found in turns)
     if still_open:
         yield (

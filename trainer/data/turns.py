@@ -1,4 +1,4 @@
-"""Conversations as tokens, and which of these are the assistant's: what supervised training learns, and what a reward model reads."""
+"""Conversations as tokens, and which of these are the assistant's."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_the_answer_and_its_end_are_trained(make: Any) -> None:
     assert trained(data, 0) == ("<user>502913=<a>012359<eos>", "012359<eos>")
     assert trained(data, 1) == ("<user>1<a><eos>", "<eos>")
     (notice,) = data.notices
-    assert notice.startswith("1 of 2 rows have an empty answer: its end") and "sft.parquet, row 1 the first" in notice
+    assert notice.startswith("1 of 2 rows have an empty answer: they teach its end") and "sft.parquet, row 1 the first" in notice
 
 
 def test_a_batch_is_flat_and_in_the_order_asked(make: Any) -> None:

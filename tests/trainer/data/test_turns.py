@@ -16,7 +16,8 @@ ENDED = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ end }}{{ line 
 ASKED = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 MARKED = (
     "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}"
-    "{% generation %}{{ m.content }}{{ end }}{% endgeneration %}{% else %}{{ m.content }}{{ end }}{% endif %}{{ line }}{% endfor %}"
+    "{% generation %}{{ m.content }}{{ end }}{% endgeneration %}{% else %}{{ m.content }}{{ end }}{% endif %}"
+    "{{ line }}{% endfor %}"
 )
 # As Qwen3's: what the assistant thought is written in its last turn alone.
 THINKS = ENDED.replace("{{ m.content }}", "{% if loop.last and m.role == 'assistant' %}<think>{% endif %}{{ m.content }}")
