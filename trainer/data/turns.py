@@ -120,7 +120,7 @@ class TurnEncoder:
         And whether nothing ends it. EOS right behind it, outside of a template's marks, belongs to it.
         """
         last = end
-        while last > start and not self.tokenizer.decode(ids[last - 1 : last]).strip():
+        while last > start and not str(self.tokenizer.decode(ids[last - 1 : last])).strip():
             last -= 1
         if last > start and int(ids[last - 1]) in self._special:
             return last, False

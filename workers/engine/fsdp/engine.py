@@ -138,7 +138,7 @@ class FSDPEngine(TrainEngine):
             empty = torch.zeros(0, dtype=torch.int64)
             nobody = Batch(lengths=empty, tokens={"input_ids": empty, "response_mask": empty}, meta={"temperature": 1.0})
             outputs = self._run(micro_batch(nobody, (), self.device), {"log_probs"})
-            outputs["values" if self.spec.head == "value" else "log_probs"].sum().backward()
+            next(iter(outputs.values())).sum().backward()
         self.move(grads="cpu")
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -160,7 +160,7 @@ class FSDPEngine(TrainEngine):
     def _run(self, rows: Batch, outputs: Collection[str]) -> dict[str, Tensor]:
         input_ids, positions = rows.tokens["input_ids"], rows.positions().to(self.device)
         packed = PackedRows.of(rows.lengths.tolist(), self.device)
-        if self.spec.head == "value":
+        if self.spec.head != "lm":
             return self._model(input_ids, positions, packed)
         predicted = (rows.tokens["response_mask"].bool() & (positions > 0)).nonzero()[:, 0]
         return self._model(input_ids, positions, packed, predicted, temperature=rows.meta["temperature"], outputs=outputs)
