@@ -289,6 +289,11 @@ def model_flops(config: PretrainedConfig, head: Head, n_params: int, lengths: Se
     return 3 * forward if backward else forward
 
 
+def scores_tokens(config: PretrainedConfig, head: Head) -> bool:
+    """The model is a token classifier, whose head has a bias: a critic, or a reward model that came as one."""
+    return head == "value" or (head == "reward" and (config.architectures or [""])[0].endswith("ForTokenClassification"))
+
+
 AutoClass = type[AutoModelForCausalLM | AutoModelForTokenClassification | AutoModelForSequenceClassification]
 
 
@@ -301,7 +306,7 @@ def auto_class(config: PretrainedConfig, head: Head) -> AutoClass:
     auto: Any = AutoModelForSequenceClassification
     known: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
     generic: type = GenericForSequenceClassification
-    if head == "value" or (config.architectures or [""])[0].endswith("ForTokenClassification"):
+    if scores_tokens(config, head):
         auto, known = AutoModelForTokenClassification, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
         generic = GenericForTokenClassification
     kind = type(config)

@@ -73,11 +73,20 @@ def test_without_held_out_pairs_the_statistics_are_the_trainings(task: Path, tmp
     assert told["mean"] == pytest.approx(float(scores(tmp_path / "exported", task / "preferences.parquet").mean()), abs=1e-6)
 
 
-def test_how_the_work_is_cut_changes_nothing(task: Path, tmp_path: Path) -> None:
-    """Two workers of Ray's, one pair in a micro-batch: no pair is torn, and the mean is over all of them."""
+PAIR_BY_PAIR = ("data.micro_batch_size_per_gpu=1", "data.use_dynamic_bsz=false")
+ENGINES = {
+    "two workers of Ray's, pair by pair": ("trainer.backend=ray", "trainer.n_gpus_per_node=2", *PAIR_BY_PAIR),
+    "megatron": ("engine.strategy=megatron",),
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_other_engines_and_more_workers_learn_the_same(task: Path, tmp_path: Path, name: str) -> None:
+    """No pair is torn, and the mean is over all of them."""
     one = run(task, tmp_path / "one")
-    pair_by_pair = ("data.micro_batch_size_per_gpu=1", "data.use_dynamic_bsz=false")
-    two = run(task, tmp_path / "two", "trainer.backend=ray", "trainer.n_gpus_per_node=2", *pair_by_pair)
+    two = run(task, tmp_path / "two", *ENGINES[name], f"trainer.export_dir={tmp_path}/model")
+    found = scores(tmp_path / "model", task / "preferences_test.parquet")
+    assert float(found.mean()) == pytest.approx(two[-1]["val/score_mean"], abs=1e-5)
     names = ("train/loss", "train/grad_norm", "train/accuracy", "val/loss", "val/score_mean", "val/score_std")
     for mine, others in zip(one, two, strict=True):
         assert {name: mine[name] for name in names} == pytest.approx({name: others[name] for name in names}, rel=1e-3, abs=1e-5)

@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from workers.engine.base import Head
+from workers.engine.hf_model import scores_tokens
+
 
 class Layout(ABC):
     """dim: of Hugging Face's tensors, along which rank after rank holds a part; None: every rank holds all of it."""
@@ -114,7 +117,7 @@ class Line:
         return [torch.cat([part for part, _ in pieces], self.layout.dim) for pieces in zip(*uncut, strict=True)]
 
 
-def table(config: PretrainedConfig, head: str) -> list[Line]:
+def table(config: PretrainedConfig, head: Head) -> list[Line]:
     """Every parameter of the model, layers in order. Tied ones are two of Megatron's, and one of theirs."""
     rows = Vocabulary(config.vocab_size)
     lines = [Line("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), rows)]
@@ -123,8 +126,9 @@ def table(config: PretrainedConfig, head: str) -> list[Line]:
             theirs = tuple(f"model.layers.{n}.{name}" for name in line.theirs)
             lines.append(Line(f"decoder.layers.{n}.{line.ours}", theirs, line.layout))
     lines.append(Line("decoder.final_layernorm.weight", ("model.norm.weight",), Whole()))
-    if head == "value":
-        lines += [Line(f"output_layer.{leaf}", (f"score.{leaf}",), Whole()) for leaf in ("weight", "bias")]
+    if head != "lm":
+        leaves = ("weight", "bias") if scores_tokens(config, head) else ("weight",)
+        lines += [Line(f"output_layer.{leaf}", (f"score.{leaf}",), Whole()) for leaf in leaves]
     else:
         tied = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
         lines.append(Line("output_layer.weight", (tied,), rows))
