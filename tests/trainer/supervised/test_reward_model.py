@@ -10,8 +10,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from data_preprocess import sort_digits
 from tests.runs import make_task, metrics_of, repeatable
+from tests.tiny import model_config
 from trainer import main_export, main_reward_model
-from trainer.supervised.reward_model import STATISTICS
+from trainer.supervised.reward_model import STATISTICS, with_padding
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,16 @@ def test_resumed_to_the_bit_and_exported_with_its_scores(task: Path, tmp_path: P
     differences = found[0][:, 0] - found[0][:, 1]
     assert last["val/loss"] == pytest.approx(float(-differences.sigmoid().log().mean()), abs=1e-6)
     assert last["val/accuracy"] == float((differences > 0).double().mean())
+
+
+def test_the_tokenizers_padding_is_the_models_unless_it_ends_rows(task: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(task / "base")
+    model = model_config(str(task / "base"), override_config={"rms_norm_eps": 1e-5})
+    assert with_padding(model, tokenizer).override_config == {"pad_token_id": 0, "rms_norm_eps": 1e-5}
+    tokenizer.pad_token = tokenizer.eos_token
+    assert with_padding(model, tokenizer) == model
+    tokenizer.add_special_tokens({"pad_token": "<beyond the vocabulary>"})
+    assert with_padding(model, tokenizer) == model
 
 
 def test_without_held_out_pairs_the_statistics_are_the_trainings(task: Path, tmp_path: Path) -> None:

@@ -65,6 +65,14 @@ def test_gradients_of_pairs_over_two_ranks(
     assert {name: value for name, value in apart.items() if not value <= BOUNDS[dtype]} == {} and len(apart) == 5
 
 
+def test_the_head_is_exact_under_bfloat16(group: None, scorer: str) -> None:
+    engine, batch = toy_engine(scorer, "reward", dtype="bfloat16", model_dtype="float32"), pair_batch()
+    seen: list[torch.dtype] = []
+    engine._model.value_head.register_forward_hook(lambda module, args, out: seen.extend([module.weight.dtype, out.dtype]))
+    engine.forward(batch, ((*range(14),),), {"scores"})
+    assert seen == [torch.float32] * 2
+
+
 def test_a_language_models_new_head_starts_at_zero_and_learns(group: None, models: dict[str, str], tmp_path: Path) -> None:
     assert scores(models["qwen3"]).tolist() == [0.0] * 4
     engine, batch = toy_engine(models["qwen3"], "reward"), pair_batch()
