@@ -39,6 +39,8 @@ def test_the_calibration_error_by_hand() -> None:
     logit = [math.log(p / (1 - p)) for p in (0.72, 0.74, 0.98)]
     found = calibration_error(torch.tensor([logit[0], -logit[1], logit[2]], dtype=DTYPE))
     assert found == pytest.approx((abs(1 - 0.72 - 0.74) + abs(1 - 0.98)) / 3, rel=1e-9)
+    apart = [math.log(p / (1 - p)) for p in (0.72, 0.78)]  # two bins: what one is short of, the other does not make good
+    assert calibration_error(torch.tensor([apart[0], -apart[1]], dtype=DTYPE)) == pytest.approx((0.28 + 0.78) / 2, rel=1e-9)
     certain = torch.full((4,), 50.0)
     assert calibration_error(certain) == pytest.approx(0.0, abs=1e-12) and calibration_error(-certain) == pytest.approx(1.0)
     assert calibration_error(torch.zeros(3)) == 0.0
