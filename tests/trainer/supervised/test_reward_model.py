@@ -6,6 +6,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from data_preprocess import sort_digits
@@ -82,6 +83,20 @@ def test_without_held_out_pairs_the_statistics_are_the_trainings(task: Path, tmp
     assert (told["answers"], told["data"]) == (128, "train") and "val/loss" not in steps[0]
     assert main_export.PROGRAM([f"checkpoint={tmp_path}/run", f"output={tmp_path}/exported"]) == 0
     assert told["mean"] == pytest.approx(float(scores(tmp_path / "exported", task / "preferences.parquet").mean()), abs=1e-6)
+    run(task, tmp_path / "unseen", "trainer.test_freq=-1", "trainer.total_training_steps=1")
+    unseen = statistics(tmp_path / "unseen/global_step_1/model")
+    assert (unseen["answers"], unseen["data"]) == (64, "validation"), "held out, though nothing was validated"
+
+
+def test_a_run_that_diverged_keeps_the_pairs_that_it_could_not_learn(task: Path, tmp_path: Path) -> None:
+    words = [
+        "reward_recipe=sort_digits", "trainer.backend=local", f"data.train_files={task}/preferences.parquet", "data.val_files=[]",
+        f"model.path={task}/base", "data.train_batch_size=16", "trainer.test_freq=-1", f"trainer.default_local_dir={tmp_path}",
+        "optim.lr=1e30",
+    ]  # fmt: skip
+    assert main_reward_model.PROGRAM(words) == 3
+    kept = sorted((tmp_path / "logs/nonfinite").glob("*.safetensors"))
+    assert kept and load_file(kept[0])["rows.side"].tolist() == [1, -1] * 16
 
 
 PAIR_BY_PAIR = ("data.micro_batch_size_per_gpu=1", "data.use_dynamic_bsz=false")

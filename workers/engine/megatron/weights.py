@@ -14,9 +14,6 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from workers.engine.base import Head
-from workers.engine.hf_model import scores_tokens
-
 
 class Layout(ABC):
     """dim: of Hugging Face's tensors, along which rank after rank holds a part; None: every rank holds all of it."""
@@ -117,8 +114,10 @@ class Line:
         return [torch.cat([part for part, _ in pieces], self.layout.dim) for pieces in zip(*uncut, strict=True)]
 
 
-def table(config: PretrainedConfig, head: Head) -> list[Line]:
-    """Every parameter of the model, layers in order. Tied ones are two of Megatron's, and one of theirs."""
+def table(config: PretrainedConfig, head: str) -> list[Line]:
+    """Every parameter that the model may have, layers in order; a reward head's bias need not be. Tied ones are two of Megatron's,
+    and one of theirs.
+    """
     rows = Vocabulary(config.vocab_size)
     lines = [Line("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), rows)]
     for n in range(config.num_hidden_layers):
@@ -127,8 +126,7 @@ def table(config: PretrainedConfig, head: Head) -> list[Line]:
             lines.append(Line(f"decoder.layers.{n}.{line.ours}", theirs, line.layout))
     lines.append(Line("decoder.final_layernorm.weight", ("model.norm.weight",), Whole()))
     if head != "lm":
-        leaves = ("weight", "bias") if scores_tokens(config, head) else ("weight",)
-        lines += [Line(f"output_layer.{leaf}", (f"score.{leaf}",), Whole()) for leaf in leaves]
+        lines += [Line(f"output_layer.{leaf}", (f"score.{leaf}",), Whole()) for leaf in ("weight", "bias")]
     else:
         tied = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
         lines.append(Line("output_layer.weight", (tied,), rows))
