@@ -115,8 +115,8 @@ class Line:
 
 
 def table(config: PretrainedConfig, head: str) -> list[Line]:
-    """Every parameter that the model may have, layers in order; a reward head's bias need not be. Tied ones are two of Megatron's,
-    and one of theirs.
+    """Every parameter that the model may have, layers in order; a reward head's bias need not be. Tied ones are two of
+    Megatron's, and one of theirs.
     """
     rows = Vocabulary(config.vocab_size)
     lines = [Line("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), rows)]
