@@ -4,19 +4,11 @@ import os
 from collections.abc import Collection, Iterator
 
 from configs.checks_activations import activation_problems
-from configs.checks_alarms import alarm_notes, alarm_problems, sft_alarm_problems
-from configs.checks_batches import (
-    Cut,
-    batch_problems,
-    length_problems,
-    model_length_problems,
-    roles_of,
-    shares_in_words,
-    wants_ref,
-)
+from configs.checks_alarms import alarm_notes, alarm_problems
+from configs.checks_batches import batch_problems, length_problems, model_length_problems, roles_of, wants_ref
 from configs.checks_lora import lora_notes, lora_problems, lora_sync_notes, lora_sync_problems
 from configs.checks_megatron import megatron_notes, megatron_problems, repeat_problems
-from configs.checks_parallel import data_parallel_size, parallel_notes, parallel_problems
+from configs.checks_parallel import parallel_notes, parallel_problems
 from configs.checks_rollout import ROLLOUT, determinism_problems, engine_notes, engine_problems, workers_in_words, world_size
 from configs.checks_stability import stability_notes, stability_problems
 from configs.keys import ConfigError
@@ -24,7 +16,6 @@ from configs.schema.common import ModelConfig, RunConfig, ShardedConfig, Workers
 from configs.schema.evaluation import EvaluationConfig
 from configs.schema.generation import GenerationConfig
 from configs.schema.ppo import PPOConfig, ReplayConfig, RewardConfig, ScoringConfig
-from configs.schema.sft import SFTConfig
 from configs.secret_names import USER_IN_ADDRESS
 from configs.walltime import seconds_of
 
@@ -42,7 +33,7 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
     has_critic = needs_values or config.critic.enable is True
     roles = roles_of(config, has_critic=has_critic)
     problems = [
-        *_run_problems(config.trainer),
+        *run_problems(config.trainer),
         *_replay_problems(config.trainer.replay),
         *parallel_problems(roles, config.trainer),
         *megatron_problems(roles, config.trainer),
@@ -74,7 +65,7 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
     if problems:
         raise ConfigError("\n".join(problems))
     return [
-        *_run_notes(config.trainer),
+        *run_notes(config.trainer),
         *_ppo_notes(config, typed),
         *stability_notes(config, typed, has_critic=has_critic),
         *parallel_notes(roles),
@@ -89,28 +80,6 @@ def _models(config: PPOConfig, has_critic: bool) -> dict[str, tuple[ModelConfig,
         "actor_rollout_ref.model": (config.actor_rollout_ref.model, config.actor_rollout_ref.actor)
     }
     return models | ({"critic.model": (config.critic.model, config.critic)} if has_critic else {})
-
-
-def check_sft(config: SFTConfig, typed: Collection[str]) -> list[str]:
-    """See check_ppo."""
-    data, engine, trainer = config.data, config.engine, config.trainer
-    roles, shares = {"engine": engine}, data_parallel_size(engine, trainer)
-    problems = [
-        *_run_problems(trainer),
-        *parallel_problems(roles, trainer),
-        *megatron_problems(roles, trainer),
-        *repeat_problems(roles, trainer),
-        *lora_problems({"model": (config.model, engine)}),
-        *activation_problems("model", config.model, engine),
-        *sft_alarm_problems(config.alarms),
-    ]
-    if data.train_batch_size < shares:
-        problems.append(f"data.train_batch_size={data.train_batch_size}: fewer rows than {shares_in_words(shares, trainer)}")
-    cut = Cut("data", engine, "", data.micro_batch_size_per_gpu, None, data.use_dynamic_bsz, data.max_token_len_per_gpu)
-    problems += cut.problems(trainer, data.max_length, f"data.max_length = {data.max_length}")
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return [*_run_notes(trainer), *parallel_notes(roles), *megatron_notes(roles), *lora_notes("model", config.model, typed)]
 
 
 def check_generation(config: GenerationConfig, typed: Collection[str]) -> list[str]:
@@ -236,7 +205,7 @@ def worker_problems(trainer: WorkersConfig) -> Iterator[str]:
         yield f"trainer.backend=local: runs one worker, in this process, not {workers_in_words(trainer)}"
 
 
-def _run_problems(trainer: RunConfig) -> Iterator[str]:
+def run_problems(trainer: RunConfig) -> Iterator[str]:
     yield from worker_problems(trainer)
     for key, name in (("project_name", trainer.project_name), ("experiment_name", trainer.experiment_name)):
         if name.startswith("/") or ".." in name.split("/"):
@@ -260,7 +229,7 @@ def _replay_problems(replay: ReplayConfig) -> Iterator[str]:
         yield f"trainer.replay.path={replay.path}: trainer.replay.mode is null; rollout draws the step again, train trains it"
 
 
-def _run_notes(trainer: RunConfig) -> Iterator[str]:
+def run_notes(trainer: RunConfig) -> Iterator[str]:
     if trainer.best_metric is not None and trainer.save_freq <= 0:
         yield f"trainer.best_metric has no effect: trainer.save_freq={trainer.save_freq} saves no checkpoint"
     if trainer.resume_from_path is not None and trainer.resume_mode != "resume_path":

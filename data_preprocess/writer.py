@@ -32,6 +32,11 @@ def sft_row(prompt: str, response: str) -> dict[str, Any]:
     return {"prompt": chat(prompt), "response": response}
 
 
+def preference_row(prompt: str, chosen: str, rejected: str) -> dict[str, Any]:
+    """A row for training a reward model."""
+    return {"prompt": chat(prompt), "chosen": chosen, "rejected": rejected}
+
+
 def write(rows: Sequence[dict[str, Any]], directory: str, split: str) -> Path:
     """``directory/split.parquet``, whole or not at all. Says what it wrote."""
     path = Path(directory).expanduser() / f"{split}.parquet"

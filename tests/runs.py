@@ -15,8 +15,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 
 def make_task(folder: Path, **sizes: int) -> Path:
-    """Data, a model with random weights and a reward: folder/{train,test,sft}.parquet, folder/base, folder/reward.py."""
-    plain = {"train_size": 512, "test_size": 32, "sft_size": 512}
+    """Data, a model with random weights and a reward: folder/{train,test,sft,preferences,preferences_test}.parquet, folder/base,
+    folder/reward.py.
+    """
+    plain = {"train_size": 512, "test_size": 32, "sft_size": 512, "preferences_size": 64, "preferences_test_size": 32}
     sort_digits.main([f"--local_save_dir={folder}", *(f"--{name}={value}" for name, value in (plain | sizes).items())])
     tiny_model.main([f"--save_dir={folder / 'base'}"])
     (folder / "reward.py").write_text(REWARD)

@@ -185,7 +185,8 @@ def check(directory: Path, *, trust_remote_code: bool) -> int:
 
 def head_of(config: PretrainedConfig) -> Head:
     assert config.architectures, "write_description names it"
-    return "value" if config.architectures[0].endswith("ForTokenClassification") else "lm"
+    kinds: dict[str, Head] = {"ForTokenClassification": "value", "ForSequenceClassification": "reward"}
+    return next((head for name, head in kinds.items() if config.architectures[0].endswith(name)), "lm")
 
 
 def read_averages(source: Path, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
-"""python -m trainer.main_sft: supervised fine-tuning on pairs of prompt and answer."""
+"""python -m trainer.main_sft: supervised fine-tuning on answers and on conversations."""
 
-from configs.checks import check_sft
+from configs.checks_supervised import check_sft
 from configs.schema.sft import SFTConfig
 from trainer.entry import Program
 
@@ -19,6 +19,7 @@ PROGRAM = Program(
     often_used=(
         "data.train_files",
         "data.val_files",
+        "data.messages_key",
         "data.prompt_key",
         "data.response_key",
         "data.max_length",
@@ -32,7 +33,7 @@ PROGRAM = Program(
     ),
     examples=(
         "sft_recipe=sort_digits trainer.export_dir=data/sort_digits/warm",
-        "data.train_files=chats.parquet model.path=Qwen/Qwen3-0.6B optim.lr=1e-5 trainer.n_gpus_per_node=4",
+        "data.train_files=chats.parquet data.messages_key=messages model.path=Qwen/Qwen3-0.6B trainer.n_gpus_per_node=4",
     ),
     check=check_sft,
     run=run,

@@ -58,18 +58,20 @@ class RemoteModel:
         needed = batch.only(tokens=["input_ids", "response_mask"])
         return plan.collect(self._call("forward", "forward", plan, needed, list(outputs), adapter))
 
-    def train_step(self, mini_batch: Batch, columns: Sequence[str]) -> Metrics:
-        """One optimizer step on a global mini-batch that carries loss_weight; ``columns``: what the loss reads.
+    def train_step(self, mini_batch: Batch, columns: Sequence[str], *, rows: Sequence[str] = (), together: int = 1) -> Metrics:
+        """One optimizer step on a global mini-batch that carries loss_weight; ``columns``, ``rows``: what the loss reads. Of each
+        ``together`` rows all are in one micro-batch: limits and budget are then those of such a group.
 
         If memory runs out, the budget is halved. A rank that is alone repeats the step, and the metric out_of_memory says how
         often; among several, which may hang in a collective by then, it leaves as WorkerError, its kind OutOfMemory.
         """
-        needed = mini_batch.only(tokens=["input_ids", "response_mask", "loss_weight", *columns])
-        lengths, repeats = mini_batch.lengths.tolist(), 0
+        needed = mini_batch.only(tokens=["input_ids", "response_mask", "loss_weight", *columns], rows=rows)
+        groups = Batch(mini_batch.lengths.view(-1, together).sum(1))
+        lengths, repeats = groups.lengths.tolist(), 0
         while True:
-            plan = self._plan(mini_batch, self.budget.limits(self.train_limits, lengths))
+            plan = self._plan(groups, self.budget.limits(self.train_limits, lengths))
             try:
-                metrics = join_metrics(self._call("update", "train_step", plan, needed))
+                metrics = join_metrics(self._call("update", "train_step", plan.of_rows(together), needed))
                 break
             except WorkerError as error:
                 if error.kind not in ("OutOfMemory", "RepeatableOutOfMemory"):

@@ -45,13 +45,17 @@ from workers.engine.saving import in_background, saved_files
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A checkpoint in the making: its directory under the incomplete name, and who writes into it."""
+    """A checkpoint in the making: its directory under the incomplete name, and who writes into it.
+
+    beside: files in each role that are not the workers'.
+    """
 
     folder: Path
     step: int
     models: Mapping[str, RemoteModel]
     state: dict[str, Any]
     metrics: dict[str, float]
+    beside: tuple[str, ...]
 
 
 class Saver:
@@ -87,10 +91,19 @@ class Saver:
         self._copying: tuple[int, Future[None]] | None = None
         self._unmeasured = False
 
-    def save(self, step: int, models: Mapping[str, RemoteModel], state: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+    def save(
+        self,
+        step: int,
+        models: Mapping[str, RemoteModel],
+        state: Mapping[str, Any],
+        metrics: Mapping[str, float],
+        *,
+        beside: Mapping[str, bytes] | None = None,
+    ) -> None:
         """A checkpoint after ``step``, each model in a directory of its name. One at a time: it waits for the one before.
 
-        state: the controller's. metrics: the step's. With async_save it returns when the models' state is copied to the host.
+        state: the controller's. metrics: the step's. beside: files that go with each model, besides the tokenizer's. With
+        async_save it returns when the models' state is copied to the host.
         """
         self.settle()
         folder = _incomplete(checkpoint_dir(self.run_dir, step))
@@ -98,14 +111,15 @@ class Saver:
             if folder.exists():
                 shutil.rmtree(folder)
             folder.mkdir()
+            ours = self._tokenizer_files | dict(beside or {})
             for role in models:
-                self._write_tokenizer(folder / role)
+                _write(ours, folder / role)
             for role, model in models.items():
                 model.save(str(folder / role), background=self.background)
                 if not self.background:
                     model.saved()
             plain_state = json.loads(json.dumps(state))  # as it is now: in the background the run goes on
-            self._pending = Pending(folder, step, models, plain_state, self._measured(step, metrics))
+            self._pending = Pending(folder, step, models, plain_state, self._measured(step, metrics), tuple(ours))
         if not self.background:
             self.settle()
 
@@ -145,11 +159,6 @@ class Saver:
             found = f"the last whole one is {checkpoint_dir(self.run_dir, int(last))}" if last else "there is none"
             raise NotSaved(f"the last checkpoint is missing: {self.problem}; {found}")
 
-    def _write_tokenizer(self, folder: Path) -> None:
-        for name, content in self._tokenizer_files.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(content)
-
     def _written(self, pending: Pending, *, patient: bool) -> dict[str, FileEntry] | None:
         """What all models wrote; None while one is still at it. Raises SaveFailed when all have ended and one could not."""
         files: dict[str, FileEntry] = {}
@@ -168,7 +177,7 @@ class Saver:
         return files
 
     def _make_whole(self, pending: Pending, files: dict[str, FileEntry]) -> Checkpoint:
-        ours = [f"{role}/{name}" for role in pending.models for name in self._tokenizer_files]
+        ours = [f"{role}/{name}" for role in pending.models for name in pending.beside]
         files |= {file.name: FileEntry(size=file.size, sha256=file.sha256) for file in saved_files(pending.folder, ours)}
         manifest = Manifest(
             step=pending.step,
@@ -251,6 +260,12 @@ class Saver:
             self.tokenizer.save_pretrained(folder)
             files = [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]
             return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def _write(files: Mapping[str, bytes], folder: Path) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
 
 
 def _incomplete(path: Path) -> Path:

@@ -28,6 +28,15 @@ class Plan:
         """The batch's share for each data-parallel rank."""
         return [batch.select(share) for share in self.shares]
 
+    def of_rows(self, n: int) -> Plan:
+        """This is a plan of units, each of n rows that follow one another: the same of the rows."""
+
+        def rows(units: Sequence[int]) -> tuple[int, ...]:
+            return tuple(unit * n + i for unit in units for i in range(n))
+
+        cuts = tuple(tuple(rows(part) for part in cut) for cut in self.micro_batches)
+        return Plan(shares=tuple(rows(share) for share in self.shares), micro_batches=cuts)
+
     def collect(self, parts: Sequence[Batch]) -> Batch:
         """What the ranks answered, rows back in the order of the global batch."""
         order = torch.tensor([row for share in self.shares for row in share], dtype=torch.int64)

@@ -208,6 +208,19 @@ def test_names_of_the_other_program_are_not_renamed() -> None:
     assert complaint("model.fsdp_config.dtype=fp32").startswith("model.fsdp_config.dtype: there is no such key")
 
 
+def test_columns_of_conversations_by_other_names() -> None:
+    def typed(*words: str) -> tuple[str, ...]:
+        return normalise(words, SFTConfig, "sft_trainer").overrides
+
+    assert typed("data.multiturn.messages_key=chat", "+data.multiturn.enable=false") == ("data.messages_key=chat",)
+    for word, told in (
+        ("data.multiturn.enable=true", "set data.messages_key"),
+        ("data.multiturn.tools_key=t", "only text is learnt"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            typed(word)
+
+
 def test_keys_of_a_yaml_follow_the_same_rules() -> None:
     tree = {
         "critic": {"fsdp_config": {"param_offload": False}, "model": {"fsdp_config": {"param_offload": True}}},

@@ -2,7 +2,8 @@
 
 import pytest
 
-from configs.checks import check_generation, check_ppo, check_sft
+from configs.checks import check_generation, check_ppo
+from configs.checks_supervised import check_sft
 from configs.compose import compose
 from configs.keys import ConfigError
 from configs.schema.generation import GenerationConfig
@@ -287,13 +288,6 @@ def test_alarms_that_cannot_do_what_they_are_asked() -> None:
 def test_the_bound_of_the_mismatch_is_the_corrections() -> None:
     config = compose("ppo_trainer", PPOConfig, ["algorithm.rollout_correction.mismatch_bound=null"])
     assert config.alarms.mismatch.bound is None
-
-
-def test_supervised_checks() -> None:
-    assert sft_lines("data.train_batch_size=7") == [f"error: data.train_batch_size=7: fewer rows than {WORKERS}"]
-    (line,) = sft_lines("data.max_length=9000")
-    assert line == f"error: data.max_token_len_per_gpu=8192: {TOO_SMALL}, data.max_length = 9000"
-    assert sft_lines("data.max_length=9000", "data.use_dynamic_bsz=false", "data.micro_batch_size_per_gpu=2") == []
 
 
 def generation_lines(*overrides: str) -> list[str]:

@@ -2,8 +2,9 @@
 
 import pytest
 
-from configs.checks import check_generation, check_ppo, check_sft
+from configs.checks import check_generation, check_ppo
 from configs.checks_parity import check_parity
+from configs.checks_supervised import check_sft
 from configs.compose import compose
 from configs.keys import ConfigError
 from configs.schema.generation import GenerationConfig

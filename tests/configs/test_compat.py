@@ -19,6 +19,7 @@ from configs.schema.export import ExportConfig
 from configs.schema.generation import GenerationConfig
 from configs.schema.parity import ParityConfig
 from configs.schema.ppo import PPOConfig
+from configs.schema.reward_model import RewardModelConfig
 from configs.schema.sft import SFTConfig
 
 VERL_DEFAULTS = Path(__file__).with_name("verl_defaults.tsv")
@@ -84,7 +85,7 @@ def test_listed_differences_are_differences() -> None:
         assert written != entry["verl"] and entry["why"], key
 
 
-SCHEMAS = (PPOConfig, SFTConfig, GenerationConfig, EvaluationConfig, ParityConfig, ExportConfig)
+SCHEMAS = (PPOConfig, SFTConfig, RewardModelConfig, GenerationConfig, EvaluationConfig, ParityConfig, ExportConfig)
 
 
 def test_aliases_lead_to_keys_of_some_program_and_hide_none() -> None:

@@ -13,11 +13,13 @@ from configs.schema.export import ExportConfig
 from configs.schema.generation import GenerationConfig
 from configs.schema.parity import ParityConfig
 from configs.schema.ppo import PPOConfig
+from configs.schema.reward_model import RewardModelConfig
 from configs.schema.sft import SFTConfig
 
 PROGRAMS = [
     ("ppo_trainer", PPOConfig),
     ("sft_trainer", SFTConfig),
+    ("reward_model_trainer", RewardModelConfig),
     ("generation", GenerationConfig),
     ("evaluation", EvaluationConfig),
     ("parity", ParityConfig),
@@ -71,6 +73,15 @@ def test_keys_that_training_has_too_have_its_default(root: str) -> None:
     shared -= OWN_DEFAULTS_OF.get(root, set())
     assert len(shared) > 25
     assert {key for key in shared if OmegaConf.select(ours, key) != OmegaConf.select(training, key)} == set()
+
+
+def test_supervised_training_has_the_same_defaults_in_both_programs() -> None:
+    ours, others = (OmegaConf.load(CONFIG_DIR / f"{name}.yaml") for name in ("reward_model_trainer", "sft_trainer"))
+    shared = set(keys_of(RewardModelConfig).leaves) & set(keys_of(SFTConfig).leaves)
+    own = {f"data.{name}" for name in ("train_files", "val_files", "train_batch_size")}
+    own |= {"trainer.project_name", "trainer.default_local_dir", "trainer.total_epochs"}
+    assert len(shared) > 80
+    assert {key for key in shared if OmegaConf.select(ours, key) != OmegaConf.select(others, key)} == own
 
 
 def test_described_reads_values_and_comments() -> None:

@@ -12,16 +12,18 @@ from trainer.data.dataset import PromptDataset
 from trainer.rewards.registry import compute_score
 
 SIZES = ["--train_size", "300", "--test_size", "50", "--sft_size", "100"]
+PAIRS = ["--preferences_size", "60", "--preferences_test_size", "20"]
+FILES = ("train", "test", "sft", "preferences", "preferences_test")
 
 
 def make(directory: Path, *flags: str) -> dict[str, list[dict[str, Any]]]:
-    sort_digits.main(["--local_save_dir", str(directory), *SIZES, *flags])
-    return {split: pq.read_table(directory / f"{split}.parquet").to_pylist() for split in ("train", "test", "sft")}
+    sort_digits.main(["--local_save_dir", str(directory), *SIZES, *PAIRS, *flags])
+    return {split: pq.read_table(directory / f"{split}.parquet").to_pylist() for split in FILES}
 
 
 def test_rows_are_problems_and_their_answers(tmp_path: Path) -> None:
     files = make(tmp_path)
-    assert {split: len(rows) for split, rows in files.items()} == {"train": 300, "test": 50, "sft": 100}
+    assert [len(files[split]) for split in FILES] == [300, 50, 100, 60, 20]
     for split in ("train", "test"):
         for i, row in enumerate(files[split]):
             question = row["prompt"][0]["content"]
@@ -34,9 +36,19 @@ def test_rows_are_problems_and_their_answers(tmp_path: Path) -> None:
         assert row["response"] == "".join(sorted(row["prompt"][0]["content"][:6]))
 
 
+def test_the_rejected_answer_is_the_chosen_one_with_a_mistake(tmp_path: Path) -> None:
+    rows = [row for split in FILES[3:] for row in make(tmp_path)[split]]
+    lengths = set()
+    for row in rows:
+        assert row["chosen"] == "".join(sorted(row["prompt"][0]["content"][:6])) != row["rejected"]
+        assert row["rejected"].isdigit()
+        lengths.add(len(row["rejected"]))
+    assert lengths == {5, 6, 7} and any(sorted(row["chosen"]) == sorted(row["rejected"]) for row in rows)
+
+
 def test_no_problem_is_in_two_files_or_twice(tmp_path: Path) -> None:
     questions = [row["prompt"][0]["content"] for rows in make(tmp_path).values() for row in rows]
-    assert len(set(questions)) == len(questions) == 450
+    assert len(set(questions)) == len(questions) == 530
 
 
 def test_the_seed_alone_chooses(tmp_path: Path) -> None:
@@ -49,8 +61,8 @@ def test_the_seed_alone_chooses(tmp_path: Path) -> None:
 def test_sizes_that_cannot_be_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         make(tmp_path, "--digits", "2")
-    assert "50 + 300 + 100 = 450 problems are wanted, 2 digits make only 100" in capsys.readouterr().err
-    assert len({row["prompt"][0]["content"] for rows in make(tmp_path, "--digits", "3").values() for row in rows}) == 450
+    assert "50 + 300 + 100 + 20 + 60 = 530 problems are wanted, 2 digits make only 100" in capsys.readouterr().err
+    assert len({row["prompt"][0]["content"] for rows in make(tmp_path, "--digits", "3").values() for row in rows}) == 530
 
 
 def test_the_tiny_tokenizer_reads_it(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from configs.schema.common import AggMode
 from tests.layout.source import ROOT
-from trainer import main_eval, main_export, main_generation, main_parity, main_ppo, main_sft
+from trainer import main_eval, main_export, main_generation, main_parity, main_ppo, main_reward_model, main_sft
 from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.policy_losses import POLICY_LOSSES
 
@@ -31,7 +31,8 @@ def commands(page: str) -> list[list[str]]:
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 COMMANDS = [(page, words) for page in ("README.md", "CONTRIBUTING.md") for words in commands(page)]
 PROGRAMS = {
-    module.PROGRAM.name: module.PROGRAM for module in (main_ppo, main_sft, main_generation, main_eval, main_parity, main_export)
+    module.PROGRAM.name: module.PROGRAM
+    for module in (main_ppo, main_sft, main_reward_model, main_generation, main_eval, main_parity, main_export)
 }
 TRAINING = [words for _, words in COMMANDS if words[1:2] == ["-m"] and words[2] in PROGRAMS]
 

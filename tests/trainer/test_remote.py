@@ -121,6 +121,28 @@ def test_train_step_joins_over_ranks_and_keeps_flops_apart(model: Any) -> None:
     assert actor.take_flops() == 30.0 and actor.take_flops() == 0.0
 
 
+class Paired(Mirror):
+    """Notes which rows its micro-batches have."""
+
+    def train_step(self, batch: Batch, plan: MicroBatches) -> dict[str, Metric]:
+        assert batch.rows.keys() == {"side"} and batch.tokens.keys() == {"input_ids", "response_mask", "loss_weight"}
+        torn = sum(int(batch.rows["side"][list(part)].sum() != 0) for part in plan)
+        most = max(int(batch.lengths[list(part)].sum()) for part in plan)
+        return {"flops": Metric.sum(0.0), "torn": Metric.sum(torn), "cuts": Metric.sum(len(plan)), "most": Metric.max(most)}
+
+
+def test_rows_that_belong_together_are_in_one_micro_batch() -> None:
+    sizes = [1, 9, 4, 4, 10, 1, 2, 3, 6, 6]
+    ones = torch.ones(sum(sizes))
+    batch = numbered(sizes).with_tokens(response_mask=ones, loss_weight=ones).with_rows(side=torch.tensor([1, -1] * 5))
+    with LocalBackend() as backend:
+        actor = start(backend.start_group("hosts", ResourcePool((2,), "cpu", "pool"), Paired))
+        together = actor.train_step(batch, (), rows=("side",), together=2)
+        alone = actor.train_step(batch, (), rows=("side",))
+    assert together["torn"].value == 0 < alone["torn"].value
+    assert together["cuts"].value >= 4 and together["most"].value == 12
+
+
 class Halved(Mirror):
     """Two ranks hold a copy of the model; the second, the last stage say, answers for both."""
 

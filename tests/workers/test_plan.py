@@ -73,3 +73,17 @@ def test_shuffled_membership_depends_on_seed_and_uid_alone(order: list[int], see
 def test_unshuffled_mini_batches_follow_the_batch() -> None:
     assert mini_batches([5, 5, 3, 3, 9, 9], 2) == [[0, 1, 2, 3], [4, 5]]
     assert mini_batches(torch.tensor([5, 3, 5]).tolist(), 1) == [[0, 2], [1]]
+
+
+@given(st.lists(st.integers(1, 150), min_size=1, max_size=30), st.integers(1, 5), limits, st.integers(1, 3))
+def test_rows_of_a_unit_stay_together(sizes: list[int], n_ranks: int, limit: Limits, n: int) -> None:
+    units = make_plan(sizes, n_ranks, limit)
+    plan = units.of_rows(n)
+    assert sorted(row for share in plan.shares for row in share) == list(range(n * len(sizes)))
+    assert [[len(part) for part in cut] for cut in plan.micro_batches] == [
+        [n * len(p) for p in cut] for cut in units.micro_batches
+    ]
+    for share, cut, of_units, cut_units in zip(plan.shares, plan.micro_batches, units.shares, units.micro_batches, strict=True):
+        for part, chosen in zip(cut, cut_units, strict=True):
+            rows = [share[i] for i in part]
+            assert rows == [of_units[i] * n + k for i in chosen for k in range(n)]

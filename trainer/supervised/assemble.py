@@ -8,16 +8,14 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
-
 from configs.checks import world_size
+from configs.schema.reward_model import RewardModelConfig
 from configs.schema.sft import SFTConfig
 from trainer.alarms import sft_alarms
 from trainer.backend import open_backend, start_hosts
 from trainer.checkpoint import check_config
 from trainer.data.chat import load_tokenizer
 from trainer.data.order import DataOrder
-from trainer.data.sft import SFTDataset
 from trainer.determinism import KernelWatch, worker_environment
 from trainer.events import Events
 from trainer.metrics import Phases
@@ -26,21 +24,26 @@ from trainer.restart import Lifetime, keep_going
 from trainer.saving import Saver
 from trainer.skips import Skips
 from trainer.supervised.loop import SupervisedLoop
+from trainer.supervised.reward_model import RewardModel
+from trainer.supervised.sft import SFT
+from trainer.supervised.task import Task
 from trainer.tracking import Tracker
 from trainer.watchdog import Watchdog
 from workers.engine import check_engine
-from workers.engine.base import LossSpec
 from workers.seeding import seed_of
 
+Config = SFTConfig | RewardModelConfig
 
-def run(config: SFTConfig, notices: Sequence[str]) -> None:
+
+def run(config: Config, notices: Sequence[str]) -> None:
     """Train as ``config`` says, and export the model if it says so. notices: what the user was told about the configuration."""
-    check_engine("engine", config.engine, config.model, "lm", config.trainer.device)
+    head = SFT.head if isinstance(config, SFTConfig) else RewardModel.head
+    check_engine("engine", config.engine, config.model, head, config.trainer.device)
     life = Lifetime(config.trainer, Path(config.trainer.default_local_dir))
     keep_going(life, lambda: attempt(config, life))
 
 
-def attempt(config: SFTConfig, life: Lifetime) -> None:
+def attempt(config: Config, life: Lifetime) -> None:
     """From the last checkpoint on, in processes of its own, none of which is left."""
     trainer, run_dir, resume = config.trainer, life.run_dir, life.resume()
     if resume is not None:
@@ -53,11 +56,10 @@ def attempt(config: SFTConfig, life: Lifetime) -> None:
         hosts = start_hosts(backend, trainer, config.timeouts, deterministic=deterministic, env=environment)
         watchdog = Watchdog(asdict(config.timeouts), run_dir)
         tokenizer = load_tokenizer(config.model)
-        data = pairs(config, config.data.train_files, tokenizer)
-        held_out = pairs(config, config.data.val_files, tokenizer) if trainer.test_freq > 0 else None
+        task: Task = SFT(config, tokenizer) if isinstance(config, SFTConfig) else RewardModel(config, tokenizer)
         seed = trainer.seed if config.data.seed is None else config.data.seed
-        order = DataOrder(len(data), config.data.train_batch_size, seed, config.data.shuffle)
-        for notice in (*data.notices, *(held_out.notices if held_out is not None else ()), order.notice):
+        order = DataOrder(len(task), config.data.train_batch_size, seed, config.data.shuffle)
+        for notice in (*task.notices, order.notice):
             if notice is not None:
                 print(f"note: {notice}", file=sys.stderr)
         total_steps = trainer.total_training_steps or trainer.total_epochs * order.steps_per_epoch
@@ -87,8 +89,8 @@ def attempt(config: SFTConfig, life: Lifetime) -> None:
         model = start_model(
             hosts,
             "model",
-            model=config.model,
-            head="lm",
+            model=task.model,
+            head=task.head,
             sharding=config.engine.sharding,
             device=trainer.device,
             seed=seed_of(trainer.seed, "model"),
@@ -96,7 +98,7 @@ def attempt(config: SFTConfig, life: Lifetime) -> None:
             training=Training(
                 optim=config.optim,
                 grad_clip=config.engine.grad_clip,
-                loss=LossSpec("trainer.algorithms.supervised:NextTokenLoss", None),
+                loss=task.loss,
                 limits=cut,
                 budget=life.budget("model"),
                 steps=total_steps,
@@ -108,8 +110,7 @@ def attempt(config: SFTConfig, life: Lifetime) -> None:
         loop = SupervisedLoop(
             config=config,
             run_dir=run_dir,
-            data=data,
-            held_out=held_out,
+            task=task,
             order=order,
             model=model,
             tracker=tracker,
@@ -139,16 +140,6 @@ def attempt(config: SFTConfig, life: Lifetime) -> None:
         if trainer.export_dir is not None:
             model.export_hf(trainer.export_dir)
             tokenizer.save_pretrained(trainer.export_dir)
+            for name, content in task.beside(model, loop.step).items():
+                Path(trainer.export_dir, name).write_bytes(content)
             print(f"model: {trainer.export_dir}")
-
-
-def pairs(config: SFTConfig, files: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> SFTDataset:
-    return SFTDataset(
-        files,
-        tokenizer,
-        prompt_key=config.data.prompt_key,
-        response_key=config.data.response_key,
-        max_length=config.data.max_length,
-        truncation=config.data.truncation,
-        apply_chat_template_kwargs=config.data.apply_chat_template_kwargs,
-    )

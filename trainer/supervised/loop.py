@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from configs.checks import world_size
-from configs.schema.sft import SFTConfig
+from configs.schema.supervised import SupervisedConfig
 from trainer.alarms import Alarms, react
-from trainer.algorithms.weights import token_weights
 from trainer.checkpoint import Checkpoint, Stateful
 from trainer.data.order import DataOrder
-from trainer.data.sft import SFTDataset
 from trainer.determinism import KernelWatch
 from trainer.events import Events
 from trainer.metrics import Phases
@@ -20,6 +18,7 @@ from trainer.remote import RemoteModel
 from trainer.saving import Saver
 from trainer.skips import Skips
 from trainer.stopping import Stopping
+from trainer.supervised.task import Task
 from trainer.tracking import Tracker
 from trainer.watchdog import Watchdog
 from workers.batch import Batch
@@ -30,10 +29,9 @@ from workers.metric import plain_numbers
 class SupervisedLoop:
     """Built by assemble.py; ``fit`` runs it."""
 
-    config: SFTConfig
+    config: SupervisedConfig
     run_dir: Path
-    data: SFTDataset
-    held_out: SFTDataset | None
+    task: Task
     order: DataOrder
     model: RemoteModel
     tracker: Tracker
@@ -55,9 +53,8 @@ class SupervisedLoop:
             self.load(self.resume)
         for step, batch in self.remaining_steps():
             with self.phases("step"):
-                weights = token_weights("token-mean", batch.tokens["response_mask"], batch.lengths, norm_length=1)
-                batch = batch.with_tokens(loss_weight=weights)
-                metrics = plain_numbers(self.model.train_step(batch, columns=()))
+                told = self.model.train_step(batch, columns=(), rows=self.task.rows, together=self.task.together)
+                metrics = plain_numbers(told)
                 self.skips.see("model", step, batch, metrics)
             self.after(step, batch, metrics)
 
@@ -70,8 +67,7 @@ class SupervisedLoop:
                 return
             self.phases.seconds.clear()
             self.watchdog.step = step
-            batch = self.data.batch(self.order.batch(step - 1))
-            yield step, batch.with_meta({"temperature": 1.0})
+            yield step, self.task.batch(self.order.batch(step - 1))
 
     def after(self, step: int, batch: Batch, metrics: dict[str, float]) -> None:
         """Validate, log, and save: a checkpoint's step is always in the log already. A sick run stops here."""
@@ -79,9 +75,9 @@ class SupervisedLoop:
         self.model.budget.tell(self.events, step)
         values = {name if "/" in name else f"train/{name}": value for name, value in metrics.items()} | self.skips.tell(step)
         values["training/epoch"] = (step - 1) // self.order.steps_per_epoch
-        if self.held_out is not None and config.test_freq > 0 and (is_last or step % config.test_freq == 0):
+        if config.test_freq > 0 and (is_last or step % config.test_freq == 0):
             with self.phases("testing"):
-                values["val/loss"] = self.validation_loss()
+                values |= self.task.validate(self.model, step)
         seconds = self.phases.seconds
         values |= {f"timing_s/{phase}": spent for phase, spent in seconds.items()}
         values["perf/throughput"] = batch.total_tokens / (seconds["step"] * world_size(config))
@@ -94,17 +90,11 @@ class SupervisedLoop:
             self.save(step)
         self.saver.settle(patient=False)
 
-    def validation_loss(self) -> float:
-        """Mean cross-entropy of the answers' tokens over all held-out rows."""
-        assert self.held_out is not None
-        batch = self.held_out.batch(range(len(self.held_out))).with_meta({"temperature": 1.0})
-        log_probs = self.model.forward(batch, ["log_probs"]).tokens["log_probs"].double()
-        return float(-log_probs.sum() / batch.tokens["response_mask"].sum())
-
     def save(self, step: int) -> None:
         state = {name: part.state() for name, part in self.stateful().items()}
         with self.phases("save_checkpoint"):
-            self.saver.save(step, {"model": self.model}, state, self.metrics)
+            beside = self.task.beside(self.model, step)
+            self.saver.save(step, {"model": self.model}, state, self.metrics, beside=beside)
 
     def stateful(self) -> dict[str, Stateful]:
         """What the controller remembers from step to step."""

@@ -23,7 +23,7 @@ from workers.plan import MicroBatches
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-Head = Literal["lm", "value"]
+Head = Literal["lm", "value", "reward"]
 Weights = Literal["full", "merged", "adapter"]
 
 
@@ -44,7 +44,8 @@ class EngineMesh:
 class Loss(Protocol):
     """``needs`` names the outputs (see TrainEngine.forward). Called for a micro-batch of whole rows:
 
-    outputs: {name: (T,)} with gradient; micro_batch: the flat rows with their columns (``loss_weight`` is the engine's).
+    outputs: {name: (T,), of a reward head (B,)} with gradient; micro_batch: the flat rows with their
+    columns (``loss_weight`` is the engine's).
     Returns the loss of each token (T,), unweighted, and metrics. The engine adds sum(loss_weight * token_loss).
     """
 
@@ -112,7 +113,7 @@ class SavedFile:
 
 
 class TrainEngine(ABC):
-    """Built with a head (lm, value) and, if it is trained, an optimizer."""
+    """Built with a head (lm, value, reward) and, if it is trained, an optimizer."""
 
     mesh: EngineMesh
     adapter_config: LoraConfig | None = None
@@ -125,7 +126,8 @@ class TrainEngine(ABC):
 
         outputs of a language head, where response_mask is set, 0 elsewhere: "log_probs", "entropy", "sum_pi_squared" (sum over
         the vocabulary of pi^2), "top_log_probs" ((T, 2), the two largest), neither ever with a gradient, "all_log_probs" ((T, V),
-        the one that costs such memory); of a value head "values", which adds rows["last_value"] too.
+        the one that costs such memory); of a value head "values", which adds rows["last_value"] too; of a reward head "scores",
+        which are rows: one for each, at its last token.
 
         Returns a Batch of the same rows in the same order with these columns (float32, CPU),
         None on ranks that do not answer. Collective: every rank runs the same number of micro-batches.

@@ -1,18 +1,30 @@
-"""A transformers model that runs on packed rows and answers with log-probs or values instead of logits."""
+"""A transformers model that runs on packed rows and answers with log-probs, values or scores instead of logits."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from huggingface_hub import snapshot_download
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PretrainedConfig, PreTrainedModel
-from transformers.modeling_layers import GenericForTokenClassification
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+)
 
 from configs.schema.common import Dtype, ModelConfig
 from workers.engine.attention import PACKED_ATTENTION, PackedRows
@@ -61,11 +73,11 @@ class PackedModel(nn.Module):
         outputs: Collection[str] = ("log_probs",),
     ) -> dict[str, Tensor]:
         """input_ids, positions: int64 (T,), positions starting from 0 in each row. predicted: int64 (N,), the tokens
-        whose log-probs are wanted, none of them the first of its row; a value head answers for every token. Where ``rows``
-        are cut over ranks, all of them get the same, all T of it, and return the same.
+        whose log-probs are wanted, none of them the first of its row; a value head answers for every token, a reward head
+        for each row's last. Where ``rows`` are cut over ranks, all of them get the same, all T of it, and return the same.
 
         Returns, at least in float32: log_probs and what else ``outputs`` names, 0 where not predicted; or values (T,), of the
-        state before each token, 0 for a row's first, and last_value (B,), of the state after each row.
+        state before each token, 0 for a row's first, and last_value (B,), of the state after each row; or scores (B,), of that.
         """
         here = None if predicted is None else rows.own_places(predicted - 1, len(input_ids))
         body = self.hf.base_model(
@@ -75,10 +87,12 @@ class PackedModel(nn.Module):
             packed_rows=rows,
         )
         hidden = body.last_hidden_state[0]
-        if self.head == "value":
+        if self.head != "lm":
             after = rows.whole(self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0])
-            values = torch.where(positions == 0, 0.0, after.roll(1))
-            return {"values": values, "last_value": after.index_select(0, rows.cu_seqlens[1:] - 1)}
+            last = after.index_select(0, rows.cu_seqlens[1:] - 1)
+            if self.head == "reward":
+                return {"scores": last}
+            return {"values": torch.where(positions == 0, 0.0, after.roll(1)), "last_value": last}
         assert here is not None, "a language head wants to know which tokens"
         # What each token predicts is the next one, on whichever rank that is.
         targets = rows.own(input_ids.roll(-1))[here]
@@ -144,7 +158,9 @@ def model_config(model: ModelConfig, head: Head) -> PretrainedConfig:
     unknown.pop("trust_remote_code", None)
     if unknown:
         raise ValueError(f"model.override_config: {', '.join(unknown)} not in the config of {model.path} ({config.model_type})")
-    if head == "value":
+    if head == "reward":
+        prepare_scoring(model.path, config)
+    if head != "lm":
         config.num_labels = 1
     as_dict = config.to_dict()
     layers = set(as_dict.get("layer_types") or ()) - PACKABLE_LAYERS
@@ -153,6 +169,18 @@ def model_config(model: ModelConfig, head: Head) -> PretrainedConfig:
     if refused:
         raise ValueError(f"model.path {model.path}: {config.model_type} cannot be packed: it has {', '.join(refused)}")
     return config
+
+
+def prepare_scoring(path: str, config: PretrainedConfig) -> None:
+    """Raises ValueError for a classifier with several labels. No token pads if it is one that ends rows: transformers scores the
+    last token that is no padding, and would pass over the end.
+    """
+    made = (config.architectures or [""])[0]
+    if made.endswith("Classification") and config.num_labels != 1:
+        raise ValueError(f"model.path {path}: a {made} with {config.num_labels} labels; a reward model has one")
+    text = config.get_text_config()
+    if text.pad_token_id in (text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]):
+        text.pad_token_id = None
 
 
 def check_own_code(path: str, error: ValueError) -> None:
@@ -183,8 +211,8 @@ def empty_model(model: ModelConfig, config: PretrainedConfig, head: Head, dtype:
 def load_model(model: ModelConfig, config: PretrainedConfig, head: Head, dtype: torch.dtype) -> PackedModel:
     """The model with its weights, on the CPU, checked against transformers' own forward.
 
-    A value head that the checkpoint does not have starts at zero: values are 0 until the first update, and no draw is
-    needed. Raises ValueError for weights that are missing or do not fit.
+    A value or reward head that the checkpoint does not have starts at zero: so does what it answers, and no draw is needed.
+    Raises ValueError for weights that are missing or do not fit.
     """
     transformers.logging.disable_progress_bar()
     verbosity = transformers.logging.get_verbosity()
@@ -204,14 +232,16 @@ def load_model(model: ModelConfig, config: PretrainedConfig, head: Head, dtype: 
     transformers.logging.set_verbosity(verbosity)
     packed = PackedModel(hf.eval(), head)
     missing = set(report["missing_keys"])
-    if head == "value":
+    new: list[Tensor] = []
+    if head != "lm":
         own = {name: value for name, value in hf.named_parameters() if not name.startswith(hf.base_model_prefix + ".")}
-        for name in own.keys() & missing:
-            nn.init.zeros_(own[name])
+        new = [own[name] for name in own.keys() & missing]
         missing -= own.keys()
     if missing:
         raise ValueError(f"model.path {model.path}: {len(missing)} weights are not there, such as {min(missing)}")
     _check_packing(packed, model.path)
+    for weight in new:  # only now: at zero, any packing would do
+        nn.init.zeros_(weight)
     return packed
 
 
@@ -227,16 +257,23 @@ def _check_packing(model: PackedModel, path: str) -> None:
 
     Finds out what no list of architectures could: scaled or capped logits, own attention, state across rows.
     """
-    hf, vocabulary = model.hf, model.hf.config.get_text_config().vocab_size
-    rows = [(torch.arange(n) * 7 + n) % vocabulary for n in (5, 3)]
+    hf, text = model.hf, model.hf.config.get_text_config()
+    rows = [(torch.arange(n) * 7 + n + (text.pad_token_id or 0)) % text.vocab_size for n in (5, 3)]  # no row ends with padding
     lengths = [len(row) for row in rows]
     positions = torch.cat([torch.arange(n) for n in lengths])
     packed = model(torch.cat(rows), positions, PackedRows.of(lengths, positions.device), positions.nonzero()[:, 0])
     hf.set_attn_implementation("eager")
-    for row, ours in zip(rows, packed["values" if model.head == "value" else "log_probs"].split(lengths), strict=True):
-        logits = hf(input_ids=row[None], use_cache=False).logits[0, :-1].to(ours.dtype)
-        theirs = logits[:, 0] if model.head == "value" else logits.log_softmax(-1).gather(1, row[1:, None])[:, 0]
-        difference = float((ours[1:] - theirs).abs().max())
+    (name, answers), *_ = packed.items()
+    for row, ours in zip(rows, answers.split(1 if name == "scores" else lengths), strict=True):
+        logits = hf(input_ids=row[None], use_cache=False).logits.to(ours.dtype)
+        match name:
+            case "scores":
+                difference = float((ours - logits.flatten()[-1]).abs())
+            case "values":
+                difference = float((ours[1:] - logits[0, :-1, 0]).abs().max())
+            case _:
+                theirs = logits[0, :-1].log_softmax(-1).gather(1, row[1:, None])[:, 0]
+                difference = float((ours[1:] - theirs).abs().max())
         if not difference < (1e-3 if hf.dtype in (torch.float32, torch.float64) else 0.2):
             raise ValueError(
                 f"model.path {path}: {hf.config.model_type} is not supported: its head or attention does something more, "
@@ -278,15 +315,32 @@ def model_flops(
     return 3 * forward - 2.0 * n_frozen * sum(lengths)
 
 
-def auto_class(config: PretrainedConfig, head: Head) -> type[AutoModelForCausalLM | AutoModelForTokenClassification]:
-    """A critic is transformers' token classifier with one label. Where it has none for this body, one is made its way."""
+def scores_tokens(config: PretrainedConfig, head: Head) -> bool:
+    """The model is a token classifier, whose head has a bias: a critic, or a reward model that came as one."""
+    return head == "value" or (head == "reward" and (config.architectures or [""])[0].endswith("ForTokenClassification"))
+
+
+AutoClass = type[AutoModelForCausalLM | AutoModelForTokenClassification | AutoModelForSequenceClassification]
+
+
+def auto_class(config: PretrainedConfig, head: Head) -> AutoClass:
+    """A critic is transformers' token classifier with one label, a reward model its sequence classifier, unless it came as the
+    other. Where there is none for this body, one is made its way.
+    """
     if head == "lm":
         return AutoModelForCausalLM
+    auto: Any = AutoModelForSequenceClassification
+    known: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    generic: type = GenericForSequenceClassification
+    if scores_tokens(config, head):
+        auto, known = AutoModelForTokenClassification, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+        generic = GenericForTokenClassification
     kind = type(config)
-    if kind not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING and kind in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if kind not in known and kind in MODEL_FOR_CAUSAL_LM_MAPPING:
         causal: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[kind]  # type: ignore[assignment] # never a pair for text
-        name = causal.__name__.replace("ForCausalLM", "ForTokenClassification")
+        name = causal.__name__.replace("ForCausalLM", generic.__name__.removeprefix("Generic"))
         own = {"base_model_prefix": causal.base_model_prefix}
-        made = type(name, (GenericForTokenClassification, causal.__bases__[0]), own)
-        AutoModelForTokenClassification.register(kind, made, exist_ok=True)  # transformers ignores it without
-    return AutoModelForTokenClassification
+        made = type(name, (generic, causal.__bases__[0]), own)
+        auto.register(kind, made, exist_ok=True)  # transformers ignores it without
+    chosen: AutoClass = auto
+    return chosen

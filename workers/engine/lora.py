@@ -29,7 +29,7 @@ from workers.engine.hf_model import PackedModel, empty_model, model_config
 
 PREFIX = "base_model.model."  # of a module's name in peft's files
 NAME = "default"  # of the adapter in the model
-TASKS: dict[Head, str] = {"lm": "CAUSAL_LM", "value": "TOKEN_CLS"}
+TASKS: dict[Head, str] = {"lm": "CAUSAL_LM", "value": "TOKEN_CLS", "reward": "SEQ_CLS"}
 # What an adapter_config.json may say: the first is heeded, the second does not matter here: weights say which modules have some.
 HEEDED = {"r", "lora_alpha", "target_modules", "use_rslora", "modules_to_save"}
 IDLE = {
@@ -102,8 +102,8 @@ def add_adapter(sharded: PackedModel, source: PackedModel | None, model: ModelCo
 def inject(packed: PackedModel, model: ModelConfig, *, trained: bool, seed: int) -> LoraConfig:
     """Give the model its adapter, in place; returns what it is, by the names of its modules. All else is frozen.
 
-    A is drawn by peft from ``seed``, B is zero. A value head is trained as a whole beside the adapter. What is trained is kept in
-    float32 at least. Raises ValueError for names of modules that are none.
+    A is drawn by peft from ``seed``, B is zero. A value or reward head is trained as a whole beside the adapter. What is trained
+    is kept in float32 at least. Raises ValueError for names of modules that are none.
     """
     config = adapter_config(model)
     assert config is not None, "the model has no adapter"
@@ -112,7 +112,7 @@ def inject(packed: PackedModel, model: ModelConfig, *, trained: bool, seed: int)
     config.target_modules = _in_short(packed.hf, targets)
     config.base_model_name_or_path = model.path
     config.task_type = TASKS[packed.head]
-    config.modules_to_save = [_head_name(packed)] if packed.head == "value" else None
+    config.modules_to_save = [_head_name(packed)] if packed.head != "lm" else None
     _put_in(packed, config, targets, seed)
     packed.hf.requires_grad_(False)
     for param in _own(packed):
@@ -148,7 +148,7 @@ def _head_name(packed: PackedModel) -> str:
 
 
 def _own(packed: PackedModel) -> list[nn.Parameter]:
-    head = list(packed.value_head.parameters()) if packed.head == "value" else []
+    head = list(packed.value_head.parameters()) if packed.head != "lm" else []
     return [param for name, param in packed.hf.named_parameters() if ".lora_" in name] + head
 
 
@@ -216,7 +216,7 @@ class Adapter:
         state: dict[str, Tensor] = hf.state_dict(keep_vars=True)
         self.base = {name.replace(".base_layer.", "."): weight for name, weight in state.items() if ".lora_" not in name}
         self.own = {f"{PREFIX}{name.replace(f'.{NAME}.', '.')}": weight for name, weight in state.items() if ".lora_" in name}
-        if packed.head == "value":
+        if packed.head != "lm":
             head = _head_name(packed)
             self.own |= {f"{PREFIX}{name}": weight for name, weight in state.items() if name.startswith(f"{head}.")}
         self.scaling = {f"{name}.weight": layer.scaling[NAME] for name, layer in self._layers.items()}

@@ -11,7 +11,12 @@ from workers.batch import Batch
 from workers.engine.base import Head, Loss
 from workers.metric import Metrics
 
-OUTPUTS = {"lm": {"log_probs", "entropy", "sum_pi_squared", "top_log_probs", "all_log_probs"}, "value": {"values"}}
+OUTPUTS = {
+    "lm": {"log_probs", "entropy", "sum_pi_squared", "top_log_probs", "all_log_probs"},
+    "value": {"values"},
+    "reward": {"scores"},
+}
+ROWS = {"lm": (), "value": ("last_value",), "reward": ("scores",)}
 
 
 def micro_batch(batch: Batch, chosen: Sequence[int], device: torch.device) -> Batch:
@@ -59,8 +64,8 @@ class Answers:
         total = batch.total_tokens
         wide = {"top_log_probs": (total, 2), "all_log_probs": (total, vocabulary)}
         self.batch = batch.with_tokens(_place=torch.arange(total)).with_rows(_place=torch.arange(len(batch)))
-        self._tokens = {name: torch.zeros(wide.get(name, (total,))) for name in sorted(outputs)}
-        self._rows = {"last_value": torch.zeros(len(batch))} if head == "value" else {}
+        self._tokens = {name: torch.zeros(wide.get(name, (total,))) for name in sorted({*outputs} - {*ROWS[head]})}
+        self._rows = {name: torch.zeros(len(batch)) for name in ROWS[head]}
 
     def put(self, micro_batch: Batch, results: dict[str, Tensor]) -> None:
         for columns, place in ((self._tokens, micro_batch.tokens["_place"]), (self._rows, micro_batch.rows["_place"])):

@@ -10,6 +10,7 @@ from trainer.data.sft import SFTDataset
 
 TOKENIZER = byte_tokenizer()
 SETTINGS: dict[str, Any] = {
+    "messages_key": None,
     "prompt_key": "prompt",
     "response_key": "response",
     "max_length": 64,
@@ -38,7 +39,8 @@ def test_the_answer_and_its_end_are_trained(make: Any) -> None:
     data = make(("502913=", "012359"), ("1", ""))
     assert trained(data, 0) == ("<user>502913=<a>012359<eos>", "012359<eos>")
     assert trained(data, 1) == ("<user>1<a><eos>", "<eos>")
-    assert data.notices == ()
+    (notice,) = data.notices
+    assert notice.startswith("1 of 2 rows have an empty answer: they teach its end") and "sft.parquet, row 1 the first" in notice
 
 
 def test_a_batch_is_flat_and_in_the_order_asked(make: Any) -> None:
@@ -88,3 +90,37 @@ def test_a_tokenizer_without_end_is_refused(tmp_path: Path) -> None:
     path = write([sft_row("a", "b")], str(tmp_path), "sft")
     with pytest.raises(ValueError, match="no EOS token"):
         SFTDataset([str(path)], tokenizer, **SETTINGS)
+
+
+CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]
+ENDED = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def conversations(folder: Path, *chats: list[dict[str, str]], template: str = ENDED, **changes: Any) -> SFTDataset:
+    path = write([{"messages": chat} for chat in chats], str(folder), "chats")
+    return SFTDataset([str(path)], byte_tokenizer(chat_template=template), **(SETTINGS | {"messages_key": "messages"} | changes))
+
+
+def test_of_conversations_the_assistants_turns_are_trained(tmp_path: Path) -> None:
+    data = conversations(tmp_path, CHAT[:1], [*CHAT, *CHAT], CHAT)
+    assert trained(data, 0) == ("<user>a<eos><assistant>bc<eos>" * 2, "bc<eos>bc<eos>")
+    assert data.batch([1, 0]).rows["uid"].tolist() == [2, 1] and len(data) == 2
+    (notice,) = data.notices
+    assert notice.startswith("1 of 3 rows have no assistant's turn and are left out") and "row 0 the first" in notice
+
+
+def test_conversations_that_teach_nothing_or_no_end(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"row 0: no assistant's turn, nor in any other row"):
+        conversations(tmp_path, CHAT[:1], CHAT[:1])
+    (notice,) = conversations(tmp_path, [*CHAT, *CHAT], template=ENDED.replace("<eos>", "")).notices
+    assert notice.startswith("1 turns of the assistant that others follow are ended by no special token")
+
+
+def test_a_long_conversation_is_an_error_or_cut(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"chats\.parquet, row 1: 44 tokens with EOS, data\.max_length is 30"):
+        conversations(tmp_path, CHAT, [*CHAT, *CHAT], max_length=30)
+    data = conversations(tmp_path, CHAT, [*CHAT, *CHAT], max_length=30, truncation="left")
+    assert trained(data, 1)[1] == "bc<eos>bc<eos>" and data.batch([1]).total_tokens == 30
+    assert "1 of 2 rows are longer" in data.notices[0]

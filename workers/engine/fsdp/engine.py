@@ -166,7 +166,7 @@ class FSDPEngine(TrainEngine):
             empty = torch.zeros(0, dtype=torch.int64)
             nobody = Batch(lengths=empty, tokens={"input_ids": empty, "response_mask": empty}, meta={"temperature": 1.0})
             outputs = self._run(micro_batch(nobody, (), self.device), {"log_probs"})
-            outputs["values" if self.spec.head == "value" else "log_probs"].sum().backward()
+            next(iter(outputs.values())).sum().backward()
         self.move(grads="cpu")
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -188,9 +188,9 @@ class FSDPEngine(TrainEngine):
     def _run(self, rows: Batch, outputs: Collection[str]) -> dict[str, Tensor]:
         input_ids, positions, lengths = flat_rows(rows, self.fsdp.ulysses_sequence_parallel_size)
         packed, total = PackedRows.of(lengths, self.device, self._token_cut), rows.total_tokens
-        if self.spec.head == "value":
+        if self.spec.head != "lm":
             results = self._model(input_ids, positions, packed)
-            return {"values": results["values"][:total], "last_value": results["last_value"][: len(rows)]}
+            return {name: out[: total if name == "values" else len(rows)] for name, out in results.items()}
         predicted = (rows.tokens["response_mask"].bool() & (positions[:total] > 0)).nonzero()[:, 0]
         results = self._model(input_ids, positions, packed, predicted, temperature=rows.meta["temperature"], outputs=outputs)
         return {name: out[:total] for name, out in results.items()}

@@ -48,7 +48,7 @@ def shard(model: PackedModel, mesh: DeviceMesh, fsdp: FSDPConfig) -> None:
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=fsdp.reshard_after_forward)
-    if model.head == "value":
+    if model.head != "lm":
         fully_shard(model.value_head, mesh=mesh, reshard_after_forward=False)  # in the parameters' own dtype
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for module in model.modules():

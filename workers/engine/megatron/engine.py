@@ -165,6 +165,8 @@ class MegatronEngine(TrainEngine):
     def _results(self, pack: Pack, hidden: Tensor, outputs: Collection[str]) -> dict[str, Tensor]:
         if self.spec.head == "value":
             return values(self._chunks[-1], pack, hidden)
+        if self.spec.head == "reward":
+            return {"scores": values(self._chunks[-1], pack, hidden)["last_value"]}
         return log_probs(self._chunks[-1], pack, hidden, outputs, self._shell.config.vocab_size)
 
     def _zero_grad(self) -> None:

@@ -180,8 +180,8 @@ def build_chunks(config: TransformerConfig, shell: PackedModel) -> list[PackedGP
             position_embedding_type="none",  # core attention rotates
             vp_stage=vp_stage,
         )
-        if chunk.post_process and head == "value":
-            chunk.output_layer = ValueHead(hf.hidden_size, 1, dtype=config.params_dtype)
+        if chunk.post_process and head != "lm":
+            chunk.output_layer = ValueHead(hf.hidden_size, 1, shell.value_head.bias is not None, dtype=config.params_dtype)
         if chunk.pre_process and embedding.padding_idx is not None:
             freeze_padding(chunk.embedding.word_embeddings, embedding.padding_idx)
         mark_cut(chunk)

@@ -115,7 +115,9 @@ class Line:
 
 
 def table(config: PretrainedConfig, head: str) -> list[Line]:
-    """Every parameter of the model, layers in order. Tied ones are two of Megatron's, and one of theirs."""
+    """Every parameter that the model may have, layers in order; a reward head's bias need not be. Tied ones are two of
+    Megatron's, and one of theirs.
+    """
     rows = Vocabulary(config.vocab_size)
     lines = [Line("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), rows)]
     for n in range(config.num_hidden_layers):
@@ -123,7 +125,7 @@ def table(config: PretrainedConfig, head: str) -> list[Line]:
             theirs = tuple(f"model.layers.{n}.{name}" for name in line.theirs)
             lines.append(Line(f"decoder.layers.{n}.{line.ours}", theirs, line.layout))
     lines.append(Line("decoder.final_layernorm.weight", ("model.norm.weight",), Whole()))
-    if head == "value":
+    if head != "lm":
         lines += [Line(f"output_layer.{leaf}", (f"score.{leaf}",), Whole()) for leaf in ("weight", "bias")]
     else:
         tied = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"

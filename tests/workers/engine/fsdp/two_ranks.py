@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from configs.schema.common import TiledMLPConfig
 from tests.workers.engine.fsdp.cases import MODES, all_cuts, exported, invariance_batch, shards, train, training_batch
+from tests.workers.engine.fsdp.pairs import pair_batch, pair_cuts, reward_loss, save_reward_model
 from tests.workers.engine.toy import Shifted, ToyLoss, ValueLoss, cut, gradients, toy_batch, toy_engine
 from workers.metric import plain_numbers
 
@@ -16,7 +17,7 @@ def main(rank: int, directory: str, models: dict[str, str]) -> None:
     torch.set_num_threads(1)
     path = Path(directory)
     dist.init_process_group("gloo", init_method=f"file://{path / 'rendezvous_of_two'}", rank=rank, world_size=2)
-    checks = (invariance, parity, checkpoint, from_one_rank, value_head, options, export, skipping, lora)
+    checks = (invariance, parity, checkpoint, from_one_rank, value_head, options, export, skipping, lora, reward_head)
     found: dict[str, Any] = {check.__name__: check(rank, path, models) for check in checks}
     torch.save(found, path / f"rank_{rank}.pt")
     dist.destroy_process_group()
@@ -91,6 +92,26 @@ def value_head(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
         "values": values.tokens["values"],
         "last_value": values.rows["last_value"],
     }
+
+
+def reward_head(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
+    """Gradients of pairs: {dtype: {cut: gradients}}."""
+    if rank == 0:
+        save_reward_model(path / "scorer", models["qwen2"])
+    dist.barrier()
+    found: dict[str, Any] = {}
+    for dtype in (torch.float64, torch.float32):
+        engine = toy_engine(str(path / "scorer"), "reward", dtype=str(dtype).removeprefix("torch."))
+        found[str(dtype)] = {
+            name: gradients(engine, shares[rank], plans[rank], reward_loss())
+            for name, (shares, plans) in pair_cuts(pair_batch(), 2).items()
+        }
+        engine = toy_engine(
+            str(path / "scorer"), "reward", dtype=str(dtype).removeprefix("torch."), ulysses_sequence_parallel_size=2
+        )
+        (share,), (plan,) = pair_cuts(pair_batch(), 1)["with empty slots"]
+        found[str(dtype)]["ulysses"] = gradients(engine, share, plan, reward_loss())
+    return found
 
 
 def options(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:

@@ -1,0 +1,118 @@
+"""Whose tokens are whose, by templates of several makes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from tests.trainer.data.tokenizers import byte_tokenizer
+from trainer.data.files import Rows
+from trainer.data.turns import TurnEncoder, Turns
+
+ENDED = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ end }}{{ line }}{% endfor %}"
+ASKED = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+MARKED = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}{{ end }}{% endgeneration %}{% else %}{{ m.content }}{{ end }}{% endif %}"
+    "{{ line }}{% endfor %}"
+)
+# As Qwen3's: what the assistant thought is written in its last turn alone.
+THINKS = ENDED.replace("{{ m.content }}", "{% if loop.last and m.role == 'assistant' %}<think>{% endif %}{{ m.content }}")
+CHAT = [
+    {"role": "system", "content": "be kind"},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "hello"},
+    {"role": "user", "content": "more"},
+    {"role": "assistant", "content": "no"},
+]
+
+
+def tokenizer(template: str, *, end: str = "<eos>", line: str = "{{ '\\n' }}") -> PreTrainedTokenizerFast:
+    made = byte_tokenizer(chat_template=template.replace("{{ end }}", end).replace("{{ line }}", line))
+    if end == "<end>":
+        made.add_special_tokens({"additional_special_tokens": ["<end>"]})
+    return made
+
+
+def encode(tmp_path: Path, reader: PreTrainedTokenizerFast, *chats: Any, **kwargs: Any) -> list[Turns]:
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    rows = Rows([str(tmp_path / "chats.jsonl")], ["messages"])
+    return TurnEncoder(reader, kwargs).chats(rows, rows.column("messages"))
+
+
+def trained(reader: PreTrainedTokenizerFast, turns: Turns) -> list[str]:
+    """The text of each run of trained tokens."""
+    edges = np.flatnonzero(np.diff(turns.trained.astype(int), prepend=0, append=0)).reshape(-1, 2)
+    return [reader.decode(turns.ids[start:end]) for start, end in edges]
+
+
+@pytest.mark.parametrize("template", [ENDED + ASKED, MARKED + ASKED], ids=["prefixes", "marks"])
+@pytest.mark.parametrize("end", ["<eos>", "<end>"])
+def test_the_assistants_turns_and_their_ends_are_trained(tmp_path: Path, template: str, end: str) -> None:
+    reader = tokenizer(template, end=end)
+    (turns,) = encode(tmp_path, reader, CHAT)
+    text = "".join(f"<|{message['role']}|>{message['content']}{end}\n" for message in CHAT)
+    assert reader.decode(turns.ids) == text and turns.ids.dtype == np.int64
+    assert trained(reader, turns) == [f"hello{end}", f"no{end}"]
+    assert (turns.n_turns, turns.n_empty, turns.n_open) == (2, 0, 0)
+    assert reader.decode(turns.up_to_the_end()) == text.removesuffix("\n")
+
+
+def test_eos_outside_of_the_marks_belongs_to_the_turn(tmp_path: Path) -> None:
+    reader = tokenizer(MARKED.replace("{{ end }}{% endgeneration %}", "{% endgeneration %}{{ end }}"))
+    (turns,) = encode(tmp_path, reader, CHAT)
+    assert trained(reader, turns) == ["hello<eos>", "no<eos>"] and turns.n_open == 0
+
+
+def test_where_a_template_ends_no_turn_eos_ends_the_last(tmp_path: Path) -> None:
+    for template in (ENDED + ASKED, MARKED):
+        reader = tokenizer(template, end="", line="")
+        first, second = encode(tmp_path, reader, CHAT, CHAT[:-1])
+        assert trained(reader, first) == ["hello", "no<eos>"] and reader.decode(first.ids).endswith("no<eos>")
+        assert (first.n_open, second.n_open) == (1, 1) and trained(reader, second) == ["hello"]
+
+
+def test_a_conversation_may_end_with_the_user_and_an_answer_be_empty(tmp_path: Path) -> None:
+    reader = tokenizer(ENDED + ASKED)
+    asked, silent, none = encode(tmp_path, reader, CHAT[:4], [CHAT[1], {"role": "assistant", "content": ""}], CHAT[:2])
+    assert trained(reader, asked) == ["hello<eos>"] and reader.decode(asked.up_to_the_end()).endswith("hello<eos>")
+    assert trained(reader, silent) == ["<eos>"] and silent.n_empty == 1
+    assert trained(reader, none) == [] and none.n_turns == 0
+
+
+def test_the_template_gets_its_arguments(tmp_path: Path) -> None:
+    reader = tokenizer("{{ head }}" + ENDED + ASKED)
+    (turns,) = encode(tmp_path, reader, CHAT, head="!")
+    assert reader.decode(turns.ids).startswith("!<|system|>") and trained(reader, turns) == ["hello<eos>", "no<eos>"]
+
+
+def test_a_template_that_rewrites_earlier_turns_is_told(tmp_path: Path) -> None:
+    reader = tokenizer(THINKS + ASKED)
+    with pytest.raises(ValueError, match=r"chats\.jsonl, row 1, message 2: which tokens .* otherwise than in the whole"):
+        encode(tmp_path, reader, [CHAT[1], CHAT[2]], CHAT)
+    marked = tokenizer(MARKED.replace("{% generation %}", "{% generation %}{% if loop.last %}<think>{% endif %}"))
+    assert trained(marked, encode(tmp_path, marked, CHAT)[0]) == ["hello<eos>", "<think>no<eos>"]
+
+
+REFUSED = {
+    "not a conversation": [],
+    "message 1: the role is 'tool'; only system, developer, user, assistant": [CHAT[1], {"role": "tool", "content": "x"}],
+    "message 0: the content is a list; only text": [{"role": "user", "content": ["a picture"]}],
+    "message 1: has reasoning_content besides": [CHAT[1], {"role": "assistant", "content": "a", "reasoning_content": "hm"}],
+    "message 1: has tool_calls besides": [CHAT[1], {"role": "assistant", "content": "a", "tool_calls": [{"name": "f"}]}],
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_only_text_is_read(tmp_path: Path, words: str) -> None:
+    with pytest.raises(ValueError, match=rf"chats\.jsonl, row 0[:,].*{words}"):
+        encode(tmp_path, tokenizer(ENDED + ASKED), REFUSED[words])
+
+
+def test_what_a_template_refuses_is_told_with_its_row(tmp_path: Path) -> None:
+    reader = tokenizer("{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}" + ENDED)
+    with pytest.raises(ValueError, match=r"row 0: the chat template refuses it: user first"):
+        encode(tmp_path, reader, CHAT)

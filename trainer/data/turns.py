@@ -1,0 +1,150 @@
+"""Conversations as tokens, and which of these are the assistant's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from trainer.data.encoding import Messages, encode, render, token_ids
+from trainer.data.files import Rows
+
+ROLES = ("system", "developer", "user", "assistant")
+MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """A conversation. ids: int64 (n,). trained: bool (n,), the assistant's tokens and what ends each of its turns.
+
+    n_turns: of the assistant. n_empty: those of them that say nothing. n_open: those that nothing ends.
+    """
+
+    ids: np.ndarray
+    trained: np.ndarray
+    n_turns: int
+    n_empty: int
+    n_open: int
+
+    def up_to_the_end(self) -> np.ndarray:
+        """ids without what a template writes behind the last answer, such as a line's end."""
+        return self.ids[: int(np.flatnonzero(self.trained)[-1]) + 1]
+
+
+class TurnEncoder:
+    """Raises ValueError, one line, for a tokenizer without EOS: a model could not learn to stop."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any]) -> None:
+        if tokenizer.eos_token_id is None:
+            raise ValueError(f"the tokenizer of {tokenizer.name_or_path} has no EOS token: a model could not learn to stop")
+        self.tokenizer = tokenizer
+        self.template_kwargs = template_kwargs
+
+    def pairs(self, rows: Rows, prompts: Sequence[Messages], answers: Sequence[str]) -> list[Turns]:
+        """Each prompt as in RL, then its answer and EOS. Raises ValueError, one line, for an answer that is no text."""
+        for row, answer in enumerate(answers):
+            if not isinstance(answer, str):
+                raise ValueError(f"{rows.where(row)}: the answer is a {type(answer).__name__}, not a text")
+        encoded = encode(self.tokenizer, prompts, self.template_kwargs)
+        found = []
+        for (_, prompt), answer, ids in zip(encoded, answers, token_ids(self.tokenizer, [*answers], special=False), strict=True):
+            whole = np.concatenate([prompt, ids, [self.tokenizer.eos_token_id]]).astype(np.int64)
+            found.append(Turns(whole, np.arange(len(whole)) >= len(prompt), 1, int(not answer.strip()), 0))
+        return found
+
+    def chats(self, rows: Rows, chats: Sequence[Any]) -> list[Turns]:
+        """Each conversation by the chat template. EOS closes the last turn where the template does not.
+
+        What is the assistant's is what the template marks with {% generation %}; where it has no such marks, what a turn adds to
+        the tokens of the conversation before it. Raises ValueError, one line, for what is no conversation of texts, and where a
+        template writes the first turns otherwise when others follow.
+        """
+        marked = MARKS.search(str(self.tokenizer.chat_template)) is not None
+        return [self._chat(rows.where(row), messages, marked=marked) for row, messages in enumerate(chats)]
+
+    def _chat(self, where: str, messages: Any, *, marked: bool) -> Turns:
+        messages = texts_alone(where, messages)
+        try:
+            ids, spans = self._by_marks(messages) if marked else self._by_prefixes(where, messages)
+        except TemplateError as error:
+            raise ValueError(f"{where}: the chat template refuses it: {error}") from error
+        trained = np.zeros(len(ids), dtype=bool)
+        n_open, is_open = 0, False
+        for start, end in spans:
+            end, is_open = self._end(ids, start, end)
+            trained[start:end] = True
+            n_open += is_open
+        said = [message["content"] for message in messages if message["role"] == "assistant"]
+        if is_open and messages[-1]["role"] == "assistant":
+            ids, trained = np.append(ids, self.tokenizer.eos_token_id), np.append(trained, True)
+            n_open -= 1
+        return Turns(ids.astype(np.int64), trained, len(said), sum(not text.strip() for text in said), n_open)
+
+    def _by_marks(self, messages: list[dict[str, str]]) -> tuple[np.ndarray, list[tuple[int, int]]]:
+        found: Any = self.tokenizer.apply_chat_template(
+            messages, **self.template_kwargs, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        edges = np.flatnonzero(np.diff(found["assistant_masks"], prepend=0, append=0))
+        return np.array(found["input_ids"]), [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
+
+    def _by_prefixes(self, where: str, messages: list[dict[str, str]]) -> tuple[np.ndarray, list[tuple[int, int]]]:
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        texts = [self._render(messages)]
+        for turn in turns:
+            texts += [self._render(messages[:turn], add_generation_prompt=True), self._render(messages[: turn + 1])]
+        whole, *prefixes = token_ids(self.tokenizer, texts, special=False)
+        spans = []
+        for turn, before, after in zip(turns, prefixes[::2], prefixes[1::2], strict=True):
+            for prefix in (before, after):
+                if not np.array_equal(whole[: len(prefix)], prefix):
+                    raise ValueError(
+                        f"{where}, message {turn}: which tokens are the assistant's cannot be told: the chat template writes the "
+                        "conversation up to there otherwise than in the whole of it; mark them in the template with "
+                        "{% generation %} and {% endgeneration %}"
+                    )
+            spans.append((len(before), len(after)))
+        return whole, spans
+
+    def _render(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = False) -> str:
+        return render(self.tokenizer, messages, self.template_kwargs | {"add_generation_prompt": add_generation_prompt})
+
+    def _end(self, ids: np.ndarray, start: int, end: int) -> tuple[int, bool]:
+        """Where the turn [start, end) ends: after its last special token, less a template's white space behind that.
+
+        And whether nothing ends it. EOS right behind it, outside of a template's marks, belongs to it.
+        """
+        last = end
+        while last > start and not str(self.tokenizer.decode(ids[last - 1 : last])).strip():
+            last -= 1
+        if last > start and int(ids[last - 1]) in self._special:
+            return last, False
+        if end < len(ids) and ids[end] == self.tokenizer.eos_token_id:
+            return end + 1, False
+        return end, True
+
+    @cached_property
+    def _special(self) -> set[int]:
+        added = self.tokenizer.added_tokens_decoder
+        return {*self.tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
+
+
+def texts_alone(where: str, messages: Any) -> list[dict[str, str]]:
+    """The messages with role and content alone. Raises ValueError, one line, if there is more than text in them."""
+    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
+        raise ValueError(f"{where}: not a conversation; a list of messages {{role, content}} is expected")
+    for i, message in enumerate(messages):
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES:
+            raise ValueError(f"{where}, message {i}: the role is {role!r}; only {', '.join(ROLES)} are read")
+        if not isinstance(content, str):
+            raise ValueError(f"{where}, message {i}: the content is a {type(content).__name__}; only text is read")
+        more = sorted(name for name, value in message.items() if name not in ("role", "content") and value not in (None, [], ""))
+        if more:
+            raise ValueError(f"{where}, message {i}: has {', '.join(more)} besides role and content; only text is read")
+    return [{"role": message["role"], "content": message["content"]} for message in messages]
