@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from configs.schema.common import TiledMLPConfig
 from tests.tiny import save_tiny_model
 from tests.workers.engine.fsdp.cases import exported, shards, train
 from tests.workers.engine.toy import ToyLoss, cut, distance, gradients, one_rank, toy_batch, toy_engine
@@ -81,3 +83,44 @@ def test_kernels_that_repeat_themselves_give_the_same_gradients_to_the_bit(model
         first, *others = (gradients(engine, share, plan, ToyLoss()) for _ in range(4))
     assert all(torch.equal(grad, first[name]) for other in others for name, grad in other.items())
     assert kernels == set()
+
+
+def test_an_adapter_in_float32_beside_a_base_in_bfloat16(models: dict[str, str]) -> None:
+    """Both rest on the host between steps, as the optimizer does: the same bits as on the device."""
+    lora: dict[str, Any] = {"lora_rank": 3, "lora_alpha": 6.0}
+    here, there = (
+        toy_engine(models["qwen2"], dtype="bfloat16", device="cuda", param_offload=away, optimizer_offload=away, **lora)
+        for away in (False, True)
+    )
+    base = {name: weight.clone() for name, weight in there.export_weights(kind="full")}
+    norms = {
+        name: train(engine, range(3))["grad_norm"]
+        for name, engine in (("here", here), ("exact", toy_engine(models["qwen2"], **lora)))
+    }
+    for step in range(3):
+        there.move(params="cpu", grads="cpu", optimizer="cpu")
+        there.move(params="device", optimizer="device")
+        assert train(there, range(step, step + 1))["grad_norm"] == norms["here"][step]
+    torch.testing.assert_close(norms["here"], norms["exact"], rtol=0.1, atol=0)
+    adapter = dict(there.export_weights(kind="adapter"))
+    assert {weight.dtype for weight in adapter.values()} == {torch.float32}
+    assert {weight.dtype for weight in base.values()} == {torch.bfloat16}
+    assert all(torch.equal(weight, adapter[name]) for name, weight in here.export_weights(kind="adapter"))
+    assert all(torch.equal(weight, base[name]) for name, weight in there.export_weights(kind="full"))
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 0.05)])
+@pytest.mark.parametrize(
+    "changes",
+    [{"enable_activation_offload": True}, {"tiled_mlp": TiledMLPConfig(enabled=True, num_shards=4)}],
+    ids=["inputs on the host", "mlp in pieces"],
+)
+def test_what_long_rows_cost_less_with_gives_the_same_gradient(
+    models: dict[str, str], changes: dict[str, Any], dtype: str, bound: float
+) -> None:
+    (share,), (plan,) = cut(toy_batch(LENGTHS), 1, max_tokens=310)
+    plain, less = (
+        toy_engine(models["qwen2"], enable_gradient_checkpointing=True, **(MIXED | {"dtype": dtype} | more))
+        for more in ({}, changes)
+    )
+    assert distance(gradients(less, share, plan, ToyLoss()), gradients(plain, share, plan, ToyLoss())) < bound

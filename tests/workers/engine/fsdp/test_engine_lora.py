@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from tests.workers.engine.fsdp.cases import exported, shards, train
+from tests.workers.engine.fsdp.cases import exported, shards, train, training_batch
 from tests.workers.engine.toy import (
     ToyLoss,
     ValueLoss,
@@ -270,3 +270,16 @@ def test_two_ranks_train_the_adapter_that_one_does(
         for kind, weights in mine.items():
             assert distance(theirs[kind], weights()) < 1e-5, kind
         assert all(torch.equal(weight, two_ranks[1][0]["lora"]["resumed"][name]) for name, weight in theirs["adapter"].items())
+
+
+def test_an_adapter_over_cut_tokens(two_ranks: tuple[Path, list[dict[str, Any]]], models: dict[str, str], group: None) -> None:
+    """Ulysses: gradients of the adapter that two ranks have trained are those of one rank."""
+    path, ranks = two_ranks
+    engine, batch = lora_engine(models["qwen3"]), training_batch(5)
+    engine.load(str(path / "lora"))
+    engine.accumulate(batch, cut(batch, max_tokens=80)[1][0], ToyLoss())
+    assert engine._adapter is not None
+    wanted = {name: full(weight.grad).clone() for name, weight in engine._adapter.own.items() if weight.grad is not None}
+    assert len(wanted) == 28
+    for rank in ranks:
+        assert distance(rank["lora"]["gradients of cut tokens"], wanted) < 1e-6

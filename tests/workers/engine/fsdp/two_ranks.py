@@ -10,6 +10,7 @@ from configs.schema.common import TiledMLPConfig
 from tests.workers.engine.fsdp.cases import MODES, all_cuts, exported, invariance_batch, shards, train, training_batch
 from tests.workers.engine.fsdp.pairs import pair_batch, pair_cuts, reward_loss, save_reward_model
 from tests.workers.engine.toy import Shifted, ToyLoss, ValueLoss, cut, gradients, toy_batch, toy_engine
+from workers.engine.fsdp.sharding import full
 from workers.metric import plain_numbers
 
 
@@ -166,7 +167,14 @@ def lora(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
     engine.save(str(path / "lora"))
     resumed = toy_engine(models["qwen3"], **changes)
     resumed.load(str(path / "lora"))
+    cut_tokens = toy_engine(models["qwen3"], ulysses_sequence_parallel_size=2, **changes)
+    cut_tokens.load(str(path / "lora"))
+    batch = training_batch(5)
+    cut_tokens.accumulate(batch, cut(batch, max_tokens=80)[1][0], ToyLoss())
+    assert cut_tokens._adapter is not None
+    grads = {name: full(weight.grad).clone() for name, weight in cut_tokens._adapter.own.items() if weight.grad is not None}
     return {
+        "gradients of cut tokens": grads,
         "grad_norm": metrics["grad_norm"],
         "merged": exported(engine),
         "full": {name: weight.clone() for name, weight in engine.export_weights(kind="full")},
