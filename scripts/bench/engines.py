@@ -3,7 +3,7 @@
     python scripts/bench/engines.py fsdp dp2 tp2 pp2 cp2 --shape 0.5b          # two GPUs
     python scripts/bench/engines.py fsdp megatron --shape tiny --device cpu    # the smoke version
 
-Each case has processes of its own. fsdp2 is FSDP on two ranks; one, tp2, pp2, dp2, cp2 are Megatron's cuts, a dot between several
+Each case has processes of its own. fsdp2 is FSDP on two ranks, fsdp2.sp2 with Ulysses over both, fsdp2.shard1 a copy on each; one, tp2, pp2, dp2, cp2 are Megatron's cuts, a dot between several
 (tp2.dp2); -local behind one: without Transformer Engine. x: tokens per second and GPU of a train step, to the first case's.
 """
 
@@ -38,6 +38,7 @@ SIZES = {
     "vpp": "virtual_pipeline_model_parallel_size",
     "cp": "context_parallel_size",
 }
+SHARING = {"sp": "ulysses_sequence_parallel_size", "shard": "fsdp_size"}
 ADAMW = OptimizerSpec(
     lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, schedule="constant", warmup_steps=0, total_steps=100,
     min_lr_ratio=0.0, num_cycles=0.5, clip_grad=1.0,
@@ -78,8 +79,10 @@ def sizes_of(case: str) -> tuple[list[str], int]:
     cuts, _, local = case.partition("-")
     for kind, number in re.findall(r"([a-z]+)(\d*)", cuts):
         size = int(number or 1)
-        ranks *= 1 if kind == "vpp" else size
-        if kind in SIZES:
+        ranks *= 1 if kind in ("vpp", *SHARING) else size
+        if kind in SHARING:
+            overrides.append(f"actor_rollout_ref.actor.fsdp_config.{SHARING[kind]}={size}")
+        elif kind in SIZES:
             overrides.append(f"actor_rollout_ref.actor.megatron.{SIZES[kind]}={size}")
     if local:
         overrides.append(f"+actor_rollout_ref.actor.megatron.override_transformer_config.transformer_impl={local}")
