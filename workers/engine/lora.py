@@ -242,8 +242,10 @@ class Adapter:
                 param.requires_grad_(flag)
 
         switch(False)
-        yield
-        switch(True)
+        try:
+            yield
+        finally:  # a forward may run out of memory: an update without the adapter would change nothing, and say nothing
+            switch(True)
 
     @torch.no_grad()
     def merged(self, name: str, dtype: torch.dtype | None) -> Tensor:
