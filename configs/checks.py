@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from configs.checks_activations import activation_problems
 from configs.checks_alarms import alarm_notes, alarm_problems
 from configs.checks_batches import batch_problems, length_problems, model_length_problems, roles_of, wants_ref
-from configs.checks_lora import lora_notes, lora_problems, lora_sync_notes, lora_sync_problems
+from configs.checks_lora import lora_notes, lora_problems, lora_sync_notes, lora_sync_problems, reference_notes
 from configs.checks_megatron import megatron_notes, megatron_problems, repeat_problems
 from configs.checks_parallel import parallel_notes, parallel_problems
 from configs.checks_rollout import ROLLOUT, determinism_problems, engine_notes, engine_problems, workers_in_words, world_size
@@ -241,6 +241,8 @@ def _lora_notes(config: PPOConfig, typed: Collection[str]) -> Iterator[str]:
     yield from lora_notes("actor_rollout_ref.model", model, typed)
     yield from lora_notes("critic.model", config.critic.model, typed)
     yield from lora_sync_notes(model, config.actor_rollout_ref.rollout)
+    if model.has_adapter and wants_ref(config):
+        yield from reference_notes(typed)
     if model.lora_adapter_path is not None and wants_ref(config):
         yield "the reference is actor_rollout_ref.model.path alone, without the adapter of lora_adapter_path"
 

@@ -7,6 +7,7 @@ from configs.schema.common import ModelConfig, ShardedConfig
 from configs.schema.ppo import RolloutEngineConfig
 
 SHAPE = ("lora_alpha", "target_modules")
+REFERENCE = ("actor_rollout_ref.ref.strategy", "actor_rollout_ref.ref.fsdp_config.", "actor_rollout_ref.ref.megatron.")
 
 
 def lora_problems(models: Mapping[str, tuple[ModelConfig, ShardedConfig]]) -> Iterator[str]:
@@ -28,6 +29,12 @@ def lora_notes(key: str, model: ModelConfig, typed: Collection[str]) -> Iterator
         yield from (f"{name} has no effect: the adapter in {key}.lora_adapter_path has its own" for name in ignored)
     elif not model.lora_rank:
         yield from (f"{name} has no effect: {key}.lora_rank=0, all parameters are trained" for name in ignored)
+
+
+def reference_notes(typed: Collection[str]) -> Iterator[str]:
+    """Of a run whose policy is an adapter."""
+    for key in sorted(key for key in typed if key.startswith(REFERENCE)):
+        yield f"{key} has no effect: beside a LoRA adapter the reference is the actor's engine, with the adapter off"
 
 
 def lora_sync_notes(model: ModelConfig, rollout: RolloutEngineConfig) -> Iterator[str]:

@@ -13,6 +13,7 @@ from configs.schema.ppo import PPOConfig
 from configs.schema.sft import SFTConfig
 
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+UNREAD = "beside a LoRA adapter the reference is the actor's engine, with the adapter off"
 CHECKS = {
     "ppo_trainer": (PPOConfig, lambda config, typed: check_ppo(config, typed, needs_values=True)),
     "sft_trainer": (SFTConfig, check_sft),
@@ -25,7 +26,7 @@ def lines(root: str, *overrides: str) -> list[str]:
     schema, check = CHECKS[root]
     typed = {word.partition("=")[0] for word in overrides}
     try:
-        return [line for line in check(compose(root, schema, list(overrides)), typed) if "lora" in line]
+        return [line for line in check(compose(root, schema, list(overrides)), typed) if "lora" in line.lower()]
     except ConfigError as error:
         return str(error).splitlines()
 
@@ -82,6 +83,21 @@ def lines(root: str, *overrides: str) -> list[str]:
                 f"the reference is {MODEL}.path alone, without the adapter of lora_adapter_path",
             ],
         ),
+        (
+            "ppo_trainer",
+            [
+                f"{MODEL}.lora_rank=2",
+                "actor_rollout_ref.actor.use_kl_loss=true",
+                "actor_rollout_ref.ref.strategy=fsdp",
+                "actor_rollout_ref.ref.fsdp_config.param_offload=true",
+                "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=true",
+            ],
+            [
+                "actor_rollout_ref.ref.fsdp_config.param_offload has no effect: " + UNREAD,
+                "actor_rollout_ref.ref.strategy has no effect: " + UNREAD,
+            ],
+        ),
+        ("ppo_trainer", ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.ref.strategy=fsdp"], []),
     ],
 )  # fmt: skip
 def test_lines(root: str, overrides: list[str], told: list[str]) -> None:

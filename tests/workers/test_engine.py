@@ -1,14 +1,16 @@
 """Whether an engine is there and can hold a model, before a worker is asked."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3MoeConfig
 
 from configs.defaults import ppo_config
-from configs.schema.common import ModelConfig, ShardedConfig
-from tests.tiny import save_tiny_model
+from configs.schema.common import ModelConfig, ShardedConfig, TiledMLPConfig
+from tests.tiny import model_config, save_tiny_model, tiny_config
 from workers import engine
 from workers.engine import check_engine
 
@@ -40,6 +42,16 @@ def test_what_it_cannot(model: ModelConfig) -> None:
     changed = replace(model, override_config={"num_hidden_layers": 3})
     with pytest.raises(ValueError, match="num_hidden_layers=3 do not fall"):
         check_engine(ACTOR, role("megatron", pipeline_model_parallel_size=2), changed, "lm", "cpu")
+
+
+def test_mlps_that_cannot_be_taken_in_pieces(tmp_path: Path) -> None:
+    sizes = tiny_config("qwen3").to_diff_dict()
+    Qwen3MoeConfig(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, **sizes).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    experts = model_config(str(tmp_path), tiled_mlp=TiledMLPConfig(enabled=True, num_shards=2))
+    with pytest.raises(ValueError, match=rf"^{ACTOR}: model.tiled_mlp.enabled=true: Qwen3MoeDecoderLayer has no MLP of gate"):
+        check_engine(ACTOR, role("fsdp"), experts, "lm", "cpu")
+    check_engine(ACTOR, role("fsdp"), model_config(save_tiny_model(tmp_path / "dense"), tiled_mlp=experts.tiled_mlp), "lm", "cpu")
 
 
 def test_a_cpu_of_a_machine_with_gpus(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:

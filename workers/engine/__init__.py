@@ -14,6 +14,7 @@ def check_engine(key: str, role: ShardedConfig, model: ModelConfig, head: Head, 
     """
     if isinstance(role.sharding, FSDPConfig):
         check_shared_heads(key, role.sharding, model, head)
+        check_tiling(key, model, head)
         return check_adapter(key, model, head)
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
         raise ValueError(
@@ -47,6 +48,21 @@ def check_shared_heads(key: str, fsdp: FSDPConfig, model: ModelConfig, head: Hea
         check_heads(model_config(model, head), fsdp.ulysses_sequence_parallel_size)
     except ValueError as error:
         raise ValueError(f"{key}.{error}") from error
+
+
+def check_tiling(key: str, model: ModelConfig, head: Head) -> None:
+    """Whether the model's MLPs can take their tokens in pieces, if they are to. See check_engine."""
+    if not model.tiled_mlp.enabled:
+        return
+    import torch
+
+    from workers.engine.fsdp.activations import tile_mlps
+    from workers.engine.hf_model import empty_model, model_config
+
+    try:
+        tile_mlps(empty_model(model, model_config(model, head), head, torch.float32), model.tiled_mlp.num_shards)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
 
 
 def check_adapter(key: str, model: ModelConfig, head: Head) -> None:

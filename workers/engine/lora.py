@@ -122,13 +122,15 @@ def inject(packed: PackedModel, model: ModelConfig, *, trained: bool, seed: int)
 
 
 def _put_in(packed: PackedModel, config: LoraConfig, targets: list[str], seed: int) -> None:
-    """peft's own, to these modules and no other."""
+    """peft's own, to these modules and no other, in float32 at least: to peft they are as the base is."""
     exact = copy.deepcopy(config)
     exact.target_modules, exact.modules_to_save = targets, None
     on_meta = next(packed.hf.parameters()).is_meta
     with torch.random.fork_rng(devices=[]), torch.device("meta" if on_meta else "cpu"):
         torch.default_generator.manual_seed(seed)
         inject_adapter_in_model(exact, packed.hf, adapter_name=NAME)
+    for param in _thin(packed):
+        param.data = param.data.to(torch.promote_types(param.dtype, torch.float32))
 
 
 @torch.no_grad()
@@ -148,8 +150,11 @@ def _head_name(packed: PackedModel) -> str:
 
 
 def _own(packed: PackedModel) -> list[nn.Parameter]:
-    head = list(packed.value_head.parameters()) if packed.head != "lm" else []
-    return [param for name, param in packed.hf.named_parameters() if ".lora_" in name] + head
+    return _thin(packed) + (list(packed.value_head.parameters()) if packed.head != "lm" else [])
+
+
+def _thin(packed: PackedModel) -> list[nn.Parameter]:
+    return [param for name, param in packed.hf.named_parameters() if ".lora_" in name]
 
 
 def _linear(packed: PackedModel) -> list[str]:
@@ -237,8 +242,10 @@ class Adapter:
                 param.requires_grad_(flag)
 
         switch(False)
-        yield
-        switch(True)
+        try:
+            yield
+        finally:  # a forward may run out of memory: an update without the adapter would change nothing, and say nothing
+            switch(True)
 
     @torch.no_grad()
     def merged(self, name: str, dtype: torch.dtype | None) -> Tensor:

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from tests.pickles import malicious_pickle
 from tests.tiny import model_config
 from workers.engine import check_adapter
-from workers.engine.lora import adapter_config, check_fit
+from workers.engine.hf_model import PackedModel
+from workers.engine.lora import adapter_config, check_fit, merge_from
 
 ALL = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
@@ -132,3 +133,14 @@ def test_nothing_but_two_files_is_read(models: dict[str, str], adapter: Path, na
     line = complaint(model_config(models["qwen2"], lora_adapter_path=str(adapter)))
     assert line == f"model.lora_adapter_path {adapter}: no {name} there (expected a directory of peft's)"
     assert not (adapter / "harmed").exists()
+
+
+@torch.no_grad()
+def test_an_adapter_is_merged_in_float32_whatever_its_base_is_in(models: dict[str, str], tmp_path: Path) -> None:
+    """In bfloat16, which peft gives it beside such a base, its numbers would be rounded twice more."""
+    path = save_adapter(models["qwen2"], tmp_path / "adapter", init_lora_weights=False)
+    hf = AutoModelForCausalLM.from_pretrained(models["qwen2"], dtype=torch.bfloat16)
+    name, own = "model.layers.0.self_attn.q_proj", load_file(path / "adapter_model.safetensors")
+    a, b = (own[f"base_model.model.{name}.lora_{side}.weight"] for side in "AB")
+    wanted = hf.get_parameter(f"{name}.weight").float() + (b @ a) * 2
+    assert torch.equal(merge_from(path, PackedModel(hf, "lm"))[f"{name}.weight"], wanted.bfloat16())

@@ -1,6 +1,7 @@
 """A LoRA adapter in the engine, against peft's own around a plain transformers model."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,15 @@ def test_an_adapter_that_was_off_first_is_trained(group: None, models: dict[str,
     log_probs(engine, toy_batch(LENGTHS), adapter=False)
     train(engine, range(1, 2))
     assert all(not torch.equal(weight, after[name]) for name, weight in adapter_of(engine).items())
+
+
+def test_an_adapter_is_on_again_after_a_forward_that_failed(group: None, models: dict[str, str]) -> None:
+    engine, batch = lora_engine(models["qwen2"]), toy_batch(LENGTHS)
+    with pytest.raises(KeyError, match="temperature"):
+        engine.forward(replace(batch, meta={}), ((0,),), {"log_probs"}, adapter=False)
+    before = adapter_of(engine)
+    train(engine, range(1))
+    assert all(not torch.equal(weight, before[name]) for name, weight in adapter_of(engine).items() if ".lora_B." in name)
 
 
 def test_only_the_adapter_is_trained_and_in_float32(group: None, models: dict[str, str]) -> None:
