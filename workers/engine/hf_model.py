@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from configs.schema.common import Dtype, ModelConfig
 from workers.engine.attention import PACKED_ATTENTION, PackedRows
+from workers.engine.balance import measure
 from workers.engine.base import Head
 from workers.engine.logprob import head_all_log_probs, head_log_probs, head_sum_pi_squared, head_top_log_probs
 
@@ -38,6 +39,9 @@ class PackedModel(nn.Module):
         super().__init__()
         self.hf = hf
         self.head = head
+        routed = "router_logits" in (hf.base_model._can_record_outputs or {})
+        self.top_k: int | None = hf.config.get_text_config().to_dict().get("num_experts_per_tok") if routed else None
+        """Experts of each token; None: there are no routers."""
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -58,19 +62,28 @@ class PackedModel(nn.Module):
         predicted: Tensor | None = None,
         temperature: float = 1.0,
         outputs: Collection[str] = ("log_probs",),
+        routing: bool | None = None,
     ) -> dict[str, Tensor]:
         """input_ids, positions: int64 (T,), positions starting from 0 in each row. predicted: int64 (N,), the tokens
         whose log-probs are wanted, none of them the first of its row; a value head answers for every token.
 
         Returns, at least in float32: log_probs and what else ``outputs`` names, 0 where not predicted; or values (T,), of the
-        state before each token, 0 for a row's first, and last_value (B,), of the state after each row.
+        state before each token, 0 for a row's first, and last_value (B,), of the state after each row. And what the routers did,
+        unless ``routing`` is None: expert_load and router_probs, see balance.measure, with a gradient if it is True.
         """
-        body = self.hf.base_model(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, packed_rows=rows)
-        hidden = body.last_hidden_state[0]
+        told = {"output_router_logits": True} if routing is not None else {}
+        body = self.hf.base_model(
+            input_ids=input_ids[None], position_ids=positions[None], use_cache=False, packed_rows=rows, **told
+        )
+        hidden, found = body.last_hidden_state[0], {}
+        if routing is not None:
+            assert self.top_k is not None, "routers alone do that"
+            logits = body.router_logits if routing else [layer.detach() for layer in body.router_logits]
+            found["expert_load"], found["router_probs"] = measure(logits, self.top_k)
         if self.head == "value":
             after = self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0]
             values = torch.where(positions == 0, 0.0, after.roll(1))
-            return {"values": values, "last_value": after.index_select(0, rows.cu_seqlens[1:] - 1)}
+            return found | {"values": values, "last_value": after.index_select(0, rows.cu_seqlens[1:] - 1)}
         assert predicted is not None, "a language head wants to know which tokens"
         lm_head = self.hf.get_output_embeddings()
         before, weight, bias = hidden.index_select(0, predicted - 1), lm_head.weight, lm_head.bias
@@ -78,14 +91,16 @@ class PackedModel(nn.Module):
         log_probs, entropy = head_log_probs(
             before, weight, bias, input_ids[predicted], temperature=temperature, want_entropy=want_entropy
         )
-        found = {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
+        per_token = {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
         if "sum_pi_squared" in outputs:
-            found["sum_pi_squared"] = head_sum_pi_squared(before, weight, bias, temperature=temperature)
+            per_token["sum_pi_squared"] = head_sum_pi_squared(before, weight, bias, temperature=temperature)
         if "top_log_probs" in outputs:
-            found["top_log_probs"] = head_top_log_probs(before, weight, bias, temperature=temperature)
+            per_token["top_log_probs"] = head_top_log_probs(before, weight, bias, temperature=temperature)
         if "all_log_probs" in outputs:
-            found["all_log_probs"] = head_all_log_probs(before, weight, bias, temperature=temperature)
-        return {name: out.new_zeros(len(input_ids), *out.shape[1:]).index_copy(0, predicted, out) for name, out in found.items()}
+            per_token["all_log_probs"] = head_all_log_probs(before, weight, bias, temperature=temperature)
+        for name, out in per_token.items():
+            found[name] = out.new_zeros(len(input_ids), *out.shape[1:]).index_copy(0, predicted, out)
+        return found
 
 
 def model_path(model: ModelConfig) -> str:
@@ -161,7 +176,18 @@ def empty_model(model: ModelConfig, config: PretrainedConfig, head: Head, dtype:
         )
     if not hf._supports_attention_backend or hf._is_stateful:
         raise ValueError(f"model.path {model.path}: {config.model_type} cannot be packed: its attention or state is its own")
-    return PackedModel(hf.eval(), head)
+    packed = PackedModel(choose_experts(hf.eval()), head)
+    if model.router_aux_loss_coef and packed.top_k is None:
+        coefficient = f"model.router_aux_loss_coef={model.router_aux_loss_coef:g}"
+        raise ValueError(f"{coefficient}: {model.path} ({config.model_type}) has no routers to balance; leave it at 0")
+    return packed
+
+
+def choose_experts(hf: PreTrainedModel) -> PreTrainedModel:
+    """How experts are multiplied. transformers' own choice is torch's grouped_mm, which has no float64; the plain loop has."""
+    if hf.dtype == torch.float64:
+        hf.set_experts_implementation("eager")
+    return hf
 
 
 def load_model(model: ModelConfig, config: PretrainedConfig, head: Head, dtype: torch.dtype) -> PackedModel:
@@ -186,7 +212,7 @@ def load_model(model: ModelConfig, config: PretrainedConfig, head: Head, dtype: 
             output_loading_info=True,
         )
     transformers.logging.set_verbosity(verbosity)
-    packed = PackedModel(hf.eval(), head)
+    packed = PackedModel(choose_experts(hf.eval()), head)
     missing = set(report["missing_keys"])
     if head == "value":
         own = {name: value for name, value in hf.named_parameters() if not name.startswith(hf.base_model_prefix + ".")}
@@ -235,6 +261,14 @@ def write_description(model: PreTrainedModel, directory: Path) -> list[str]:
         return ["config.json"]
     model.generation_config.save_pretrained(directory)
     return ["config.json", "generation_config.json"]
+
+
+def active_parameters(parameters: Mapping[str, Tensor], top_k: int | None) -> int:
+    """How many a token passes: of a layer's E experts, (E, ..., ...), ``top_k``."""
+    return sum(
+        param.numel() * top_k // len(param) if top_k is not None and ".experts." in name else param.numel()
+        for name, param in parameters.items()
+    )
 
 
 def model_flops(config: PretrainedConfig, head: Head, n_params: int, lengths: Sequence[int], *, backward: bool) -> float:

@@ -152,7 +152,10 @@ def probe_cache_shape(model: nn.Module) -> CacheShape:
     """model: a causal LM on the meta device. Raises ValueError for attention that the cache cannot hold."""
     probe = ShapeProbe()
     tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    experts = model.get_experts_implementation()
+    model.set_experts_implementation("batched_mm")
     model(input_ids=tokens, position_ids=tokens, use_cache=False, step=probe)
+    model.set_experts_implementation(experts)
     shapes = set(probe.layers.values())
     if len(shapes) != 1 or sorted(probe.layers) != list(range(len(probe.layers))):
         raise ValueError(

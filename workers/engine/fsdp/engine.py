@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from configs.schema.common import FSDPConfig
 from workers.batch import Batch
 from workers.engine.attention import PackedRows
+from workers.engine.balance import LoadBalance
 from workers.engine.base import EngineMesh, EngineSpec, Loss, SavedFile, TrainEngine, Weights
 from workers.engine.checkpoint import Shard, load_sharded, save_shard
 from workers.engine.fsdp.optimizer import ShardedAdamW, global_norm
@@ -25,6 +26,7 @@ from workers.engine.fsdp.sharding import fill, full, like, local, parts, recompu
 from workers.engine.hf_model import (
     DTYPES,
     PackedModel,
+    active_parameters,
     empty_model,
     load_model,
     model_config,
@@ -115,18 +117,28 @@ class FSDPEngine(TrainEngine):
     def accumulate(self, batch: Batch, plan: MicroBatches, loss: Loss) -> Metrics:
         """The first half of a train step: leaves the gradient, summed over micro-batches and ranks, in the parameters.
 
-        Metrics: the loss's own, and ``loss``: this rank's part of sum(loss_weight * token_loss).
+        Metrics: the loss's own, and ``loss``: this rank's part of sum(loss_weight * token_loss); of a mixture of experts LoadBalance's
+        too, whose loss is not part of that one.
         """
         self._assert_here("params")
         told: list[Metrics] = [{"loss": Metric.sum(0.0)}]
+        coefficient, balance = self.spec.model.router_aux_loss_coef, None
+        if self._model.top_k is not None:
+            tokens = batch.total_tokens if self.mesh.is_output_rank else 0
+            balance = LoadBalance(coefficient, self._model.top_k, tokens, self.device)
         for i, chosen in enumerate(plan):
             self._reduce_gradients(i == len(plan) - 1)
             rows = micro_batch(batch, chosen, self.device)
-            total, metrics = weighted(loss, self._run(rows, loss.needs), rows)
-            total.backward()
+            outputs = self._run(rows, loss.needs, routing=None if balance is None else coefficient > 0)
+            total, metrics = weighted(loss, outputs, rows)
             if chosen:
                 told.append({**metrics, "loss": Metric.sum(total.detach())})
-        return join_metrics(told)
+            if balance is not None:
+                added, metrics = balance.take(outputs["expert_load"], outputs["router_probs"], real=bool(chosen))
+                told.append(metrics)
+                total = total + added
+            total.backward()
+        return join_metrics([*told, balance.metrics()] if balance is not None else told)
 
     def _drop_step(self) -> None:
         """After an exception anywhere in ``accumulate``: no gradient, nothing gathered, and the memory back."""
@@ -157,13 +169,14 @@ class FSDPEngine(TrainEngine):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def _run(self, rows: Batch, outputs: Collection[str]) -> dict[str, Tensor]:
+    def _run(self, rows: Batch, outputs: Collection[str], routing: bool | None = None) -> dict[str, Tensor]:
         input_ids, positions = rows.tokens["input_ids"], rows.positions().to(self.device)
         packed = PackedRows.of(rows.lengths.tolist(), self.device)
         if self.spec.head == "value":
-            return self._model(input_ids, positions, packed)
+            return self._model(input_ids, positions, packed, routing=routing)
         predicted = (rows.tokens["response_mask"].bool() & (positions > 0)).nonzero()[:, 0]
-        return self._model(input_ids, positions, packed, predicted, temperature=rows.meta["temperature"], outputs=outputs)
+        temperature = rows.meta["temperature"]
+        return self._model(input_ids, positions, packed, predicted, temperature=temperature, outputs=outputs, routing=routing)
 
     def export_weights(self, *, dtype: torch.dtype | None = None, kind: Weights = "merged") -> Iterator[tuple[str, Tensor]]:
         self._assert_here("params")
@@ -238,5 +251,5 @@ class FSDPEngine(TrainEngine):
         dist.barrier()
 
     def flops(self, lengths: list[int], *, backward: bool) -> float:
-        n_params = sum(param.numel() for param in self._params.values())
+        n_params = active_parameters(self._params, self._model.top_k)
         return model_flops(self._model.hf.config, self.spec.head, n_params, lengths, backward=backward)
