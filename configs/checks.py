@@ -3,12 +3,22 @@
 import os
 from collections.abc import Collection, Iterator
 
+from configs.checks_activations import activation_problems
 from configs.checks_alarms import alarm_notes, alarm_problems, sft_alarm_problems
-from configs.checks_batches import Cut, batch_problems, length_problems, model_length_problems, roles_of, shares_in_words
+from configs.checks_batches import (
+    Cut,
+    batch_problems,
+    length_problems,
+    model_length_problems,
+    roles_of,
+    shares_in_words,
+    wants_ref,
+)
+from configs.checks_lora import lora_notes, lora_problems, lora_sync_notes, lora_sync_problems
 from configs.checks_megatron import data_parallel_size, megatron_notes, megatron_problems, repeat_problems
 from configs.checks_rollout import ROLLOUT, determinism_problems, engine_notes, engine_problems, workers_in_words, world_size
 from configs.keys import ConfigError
-from configs.schema.common import RunConfig, WorkersConfig
+from configs.schema.common import ModelConfig, RunConfig, ShardedConfig, WorkersConfig
 from configs.schema.evaluation import EvaluationConfig
 from configs.schema.generation import GenerationConfig
 from configs.schema.ppo import PPOConfig, ReplayConfig, RewardConfig, ScoringConfig
@@ -34,6 +44,8 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
         *_replay_problems(config.trainer.replay),
         *megatron_problems(roles, config.trainer),
         *repeat_problems(roles, config.trainer),
+        *activation_problems("actor_rollout_ref.model", config.actor_rollout_ref.model, config.actor_rollout_ref.actor),
+        *(activation_problems("critic.model", config.critic.model, config.critic) if has_critic else ()),
         *batch_problems(config, has_critic=has_critic),
         *length_problems(config, has_critic=has_critic),
         *engine_problems(
@@ -42,6 +54,8 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
             {"temperature": rollout.temperature, "val_kwargs.temperature": rollout.val_kwargs.temperature},
         ),
         *determinism_problems(rollout, config.trainer),
+        *lora_problems(_models(config, has_critic)),
+        *lora_sync_problems(config.actor_rollout_ref.model, rollout),
         *_algorithm_problems(config, has_critic),
         *_filter_problems(config),
         *_shaping_problems(config.reward),
@@ -58,6 +72,14 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
     return [*_run_notes(config.trainer), *_ppo_notes(config, typed), *megatron_notes(roles), *alarm_notes(config, typed)]
 
 
+def _models(config: PPOConfig, has_critic: bool) -> dict[str, tuple[ModelConfig, ShardedConfig]]:
+    """By their keys, those that are trained, with the roles that do it."""
+    models: dict[str, tuple[ModelConfig, ShardedConfig]] = {
+        "actor_rollout_ref.model": (config.actor_rollout_ref.model, config.actor_rollout_ref.actor)
+    }
+    return models | ({"critic.model": (config.critic.model, config.critic)} if has_critic else {})
+
+
 def check_sft(config: SFTConfig, typed: Collection[str]) -> list[str]:
     """See check_ppo."""
     data, engine, trainer = config.data, config.engine, config.trainer
@@ -66,6 +88,8 @@ def check_sft(config: SFTConfig, typed: Collection[str]) -> list[str]:
         *_run_problems(trainer),
         *megatron_problems(roles, trainer),
         *repeat_problems(roles, trainer),
+        *lora_problems({"model": (config.model, engine)}),
+        *activation_problems("model", config.model, engine),
         *sft_alarm_problems(config.alarms),
     ]
     if data.train_batch_size < shares:
@@ -74,7 +98,7 @@ def check_sft(config: SFTConfig, typed: Collection[str]) -> list[str]:
     problems += cut.problems(trainer, data.max_length, f"data.max_length = {data.max_length}")
     if problems:
         raise ConfigError("\n".join(problems))
-    return [*_run_notes(trainer), *megatron_notes(roles)]
+    return [*_run_notes(trainer), *megatron_notes(roles), *lora_notes("model", config.model, typed)]
 
 
 def check_generation(config: GenerationConfig, typed: Collection[str]) -> list[str]:
@@ -84,6 +108,7 @@ def check_generation(config: GenerationConfig, typed: Collection[str]) -> list[s
         *worker_problems(config.trainer),
         *model_length_problems(data.max_prompt_length, data.max_response_length, rollout.max_model_len),
         *engine_problems(rollout, config.trainer, {"temperature": rollout.temperature}),
+        *lora_sync_problems(config.actor_rollout_ref.model, rollout),
         *_reward_problems(config.reward),
         *_selection_problems(config),
     ]
@@ -230,8 +255,18 @@ def _run_notes(trainer: RunConfig) -> Iterator[str]:
         yield f"trainer.resume_from_path has no effect with trainer.resume_mode={trainer.resume_mode}; resume_path reads it"
 
 
+def _lora_notes(config: PPOConfig, typed: Collection[str]) -> Iterator[str]:
+    model = config.actor_rollout_ref.model
+    yield from lora_notes("actor_rollout_ref.model", model, typed)
+    yield from lora_notes("critic.model", config.critic.model, typed)
+    yield from lora_sync_notes(model, config.actor_rollout_ref.rollout)
+    if model.lora_adapter_path is not None and wants_ref(config):
+        yield "the reference is actor_rollout_ref.model.path alone, without the adapter of lora_adapter_path"
+
+
 def _ppo_notes(config: PPOConfig, typed: Collection[str]) -> Iterator[str]:
     yield from engine_notes(config.actor_rollout_ref.rollout, typed)
+    yield from _lora_notes(config, typed)
     estimator, correction = config.algorithm.adv_estimator, config.algorithm.rollout_correction
     if estimator in GROUP_ESTIMATORS and config.actor_rollout_ref.rollout.n == 1:
         yield f"{ROLLOUT}.n=1: {estimator} has nothing to compare an answer with; set n=8, say"

@@ -18,7 +18,7 @@ def roles_of(config: PPOConfig, *, has_critic: bool) -> dict[str, ShardedConfig]
     """By their keys, the roles of the run that have a training engine. They share all GPUs."""
     models = config.actor_rollout_ref
     roles: dict[str, ShardedConfig] = {"actor_rollout_ref.actor": models.actor}
-    if wants_ref(config):
+    if wants_ref(config) and not models.model.has_adapter:  # beside an adapter, the actor has it
         roles["actor_rollout_ref.ref"] = models.ref
     if has_critic:
         roles["critic"] = config.critic
@@ -104,7 +104,7 @@ def _cuts(config: PPOConfig, *, has_critic: bool) -> Iterator[Cut]:
     if wants_ref(config):
         yield Cut(
             "actor_rollout_ref.ref",
-            ref,
+            actor if models.model.has_adapter else ref,
             "log_prob_",
             ref.log_prob_micro_batch_size_per_gpu,
             ref.log_prob_micro_batch_size,

@@ -5,6 +5,7 @@ from typing import get_args, get_type_hints
 
 from configs.checks import ROLLOUT, engine_notes, engine_problems, worker_problems
 from configs.checks_batches import model_length_problems
+from configs.checks_lora import lora_problems, lora_sync_problems
 from configs.checks_megatron import megatron_notes, megatron_problems
 from configs.keys import ConfigError, did_you_mean
 from configs.schema.parity import ParityConfig
@@ -19,6 +20,7 @@ def check_parity(config: ParityConfig, typed: Collection[str]) -> list[str]:
     problems = [
         *worker_problems(config.trainer),
         *megatron_problems(roles, config.trainer),
+        *lora_problems({"actor_rollout_ref.model": (config.actor_rollout_ref.model, config.actor_rollout_ref.actor)}),
         *model_length_problems(data.max_prompt_length, data.max_response_length, rollout.max_model_len),
     ]
     if f"{ROLLOUT}.name" in typed:
@@ -34,6 +36,7 @@ def check_parity(config: ParityConfig, typed: Collection[str]) -> list[str]:
         if name in known:
             own = config.actor_rollout_ref.rollout_of(name)
             problems += engine_problems(own, config.trainer, {"temperature": rollout.temperature})
+            problems += lora_sync_problems(config.actor_rollout_ref.model, own)
             notes += engine_notes(own, typed) if len(config.engines) == 1 else []
     if problems:
         raise ConfigError("\n".join(problems))

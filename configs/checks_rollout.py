@@ -35,7 +35,8 @@ TAKEN_SGLANG_ARGUMENTS = frozenset(
         "max_running_requests", "max_prefill_tokens", "chunked_prefill_size", "disable_cuda_graph", "cuda_graph_bs_decode",
         "disable_radix_cache", "dtype", "load_format", "random_seed", "enable_memory_saver", "skip_tokenizer_init",
         "sleep_on_idle", "base_gpu_id", "gpu_id_step", "custom_weight_loader", "device", "pp_size", "dp_size", "nnodes",
-        "node_rank", "tokenizer_worker_num",
+        "node_rank", "tokenizer_worker_num", "enable_weights_cpu_backup", "enable_lora", "lora_paths", "max_lora_rank",
+        "lora_target_modules", "max_loras_per_batch", "lora_strict_loading",
     )
 )  # fmt: skip
 SGLANG_LOWEST_TEMPERATURE = 1e-6  # SGLang takes a lower one for greedy

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from configs.schema.common import FSDPConfig, ModelConfig
+from configs.schema.common import FSDPConfig, ModelConfig, TiledMLPConfig
 
 ARCHITECTURES: dict[str, type[PretrainedConfig]] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
 MIXTURES: dict[str, type[PretrainedConfig]] = {"qwen3_moe": Qwen3MoeConfig}
@@ -55,6 +55,8 @@ def model_config(path: str, **changes: Any) -> ModelConfig:
         "tokenizer_path": None,
         "trust_remote_code": False,
         "enable_gradient_checkpointing": False,
+        "enable_activation_offload": False,
+        "tiled_mlp": TiledMLPConfig(enabled=False, num_shards=4),
         "override_config": {},
         "lora_rank": 0,
         "lora_alpha": 16.0,

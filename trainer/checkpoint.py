@@ -39,6 +39,7 @@ SAFE_TO_CHANGE = (
     "*.log_prob_micro_batch_size_per_gpu", "*.log_prob_max_token_len_per_gpu", "*.forward_micro_batch_size",
     "*.forward_micro_batch_size_per_gpu", "*.forward_max_token_len_per_gpu",
     "data.micro_batch_size_per_gpu", "data.max_token_len_per_gpu", "*.enable_gradient_checkpointing",
+    "*.enable_activation_offload", "*.tiled_mlp.enabled", "*.tiled_mlp.num_shards",
     "*.reshard_after_forward", "*.param_offload", "*.grad_offload", "*.optimizer_offload", "*.strategy",
     "*.megatron.tensor_model_parallel_size", "*.megatron.pipeline_model_parallel_size",
     "*.megatron.virtual_pipeline_model_parallel_size", "*.megatron.context_parallel_size", "*.megatron.sequence_parallel",

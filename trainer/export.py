@@ -1,4 +1,4 @@
-"""A Hugging Face directory from a checkpoint: on the CPU, in one process, with no process group.
+"""A Hugging Face directory, or peft's, from a checkpoint: on the CPU, in one process, with no process group.
 
 Besides the weights it needs nothing but what lies in the role's directory. The shards are read into tensors of the model's own
 type, one weight at a time, so that it takes the memory of one such copy.
@@ -6,10 +6,11 @@ type, one weight at a time, so that it takes the memory of one such copy.
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,6 +18,7 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 
@@ -26,8 +28,8 @@ from trainer.manifest import INCOMPLETE, MANIFEST, Checkpoint, Damaged, read_che
 from trainer.remote_copies import RemoteCopies, is_url
 from trainer.run_dir import fsync_tree
 from workers.engine.base import Head
-from workers.engine.checkpoint import saved_tensors
-from workers.engine.hf_model import auto_class
+from workers.engine.checkpoint import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS, saved_tensors
+from workers.engine.hf_model import PackedModel, auto_class
 
 WEIGHTS = "model."
 WRITTEN_ANEW = ("config.json", "generation_config.json")
@@ -45,11 +47,17 @@ def run(config: ExportConfig) -> None:
         if partial.exists():
             shutil.rmtree(partial)
         partial.mkdir(parents=True)
-        export(checkpoint.role(role), partial, trust_remote_code=config.trust_remote_code)
-        n_weights = check(partial, trust_remote_code=config.trust_remote_code)
+        source = checkpoint.role(role)
+        trained = "weights"
+        if (source / ADAPTER_CONFIG).exists() and not config.merge:
+            trained = "weights of its adapter"
+            n_weights = export_adapter(source, partial)
+        else:
+            export(source, partial, trust_remote_code=config.trust_remote_code)
+            n_weights = check(partial, trust_remote_code=config.trust_remote_code)
         fsync_tree(partial)
         partial.rename(output)
-        print(f"{role} of step {checkpoint.step}: {n_weights:,} weights in {output}")
+        print(f"{role} of step {checkpoint.step}: {n_weights:,} {trained} in {output}")
 
 
 @contextmanager
@@ -99,26 +107,63 @@ def export(source: Path, target: Path, *, trust_remote_code: bool) -> None:
         )
     if head == "lm":
         shell.generation_config = GenerationConfig.from_pretrained(source)
-    weights = read_weights(source, shell.dtype)
+    merge = (source / ADAPTER_CONFIG).exists()
+    weights = merged_weights(source, config, head, trust_remote_code) if merge else read_weights(source, WEIGHTS, shell.dtype)
     shell.save_pretrained(target, state_dict=weights)
+    copy_others(source, target, {*WRITTEN_ANEW, ADAPTER_CONFIG})
+
+
+def copy_others(source: Path, target: Path, without: Collection[str]) -> None:
+    """What lies beside the weights: the tokenizer's."""
     for path in source.rglob("*"):
-        if path.is_file() and path.suffix != ".safetensors" and path.name not in WRITTEN_ANEW:  # the tokenizer's
+        if path.is_file() and path.suffix != ".safetensors" and path.name not in without:
             place = target / path.relative_to(source)
             place.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, place)
 
 
-def read_weights(source: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The full tensors under their Hugging Face names, floating point ones in ``dtype``, however many ranks wrote them."""
+def export_adapter(source: Path, target: Path) -> int:
+    """peft's directory, which PeftModel.from_pretrained takes beside the base model. Returns how many weights it has."""
+    weights = read_weights(source, ADAPTER, None)
+    save_file(weights, target / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    copy_others(source, target, WRITTEN_ANEW)
+    return sum(weight.numel() for weight in weights.values())
+
+
+def merged_weights(source: Path, config: PretrainedConfig, head: Head, trust_remote_code: bool) -> dict[str, Tensor]:
+    """Those of the base model with the adapter of the checkpoint ``source`` added in, one after the other in its place.
+
+    Raises ValueError if the base model is no longer where it was.
+    """
+    from workers.engine.lora import merge_from
+
+    base = json.loads((source / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
+    transformers.logging.set_verbosity_error()  # a table of what a new value head misses: the adapter brings it
+    try:
+        hf = auto_class(config, head).from_pretrained(
+            base, config=config, dtype=config.dtype, trust_remote_code=trust_remote_code, use_safetensors=True
+        )
+    except OSError as error:
+        raise ValueError(
+            f"merge=true: the adapter's base model is not at {base}, where {source / ADAPTER_CONFIG} says; merge=false needs none"
+        ) from error
+    with TemporaryDirectory() as folder:
+        export_adapter(source, Path(folder))
+        return merge_from(Path(folder), PackedModel(hf, head))
+
+
+def read_weights(source: Path, prefix: str, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The full tensors whose names begin so, without that, floating point ones in ``dtype`` (None: as they are), however many
+    ranks wrote them."""
     weights = {
-        name: torch.empty(saved.shape, dtype=dtype if saved.is_floating_point() else saved.dtype)
+        name: torch.empty(saved.shape, dtype=dtype if dtype and saved.is_floating_point() else saved.dtype)
         for name, saved in saved_tensors(str(source)).items()
-        if name.startswith(WEIGHTS)
+        if name.startswith(prefix)
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is what we want
         dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(str(source)), no_dist=True)
-    return {name.removeprefix(WEIGHTS): weight for name, weight in weights.items()}
+    return {name.removeprefix(prefix): weight for name, weight in weights.items()}
 
 
 def check(directory: Path, *, trust_remote_code: bool) -> int:

@@ -20,7 +20,8 @@ PROGRAM = Program(
     name="trainer.main_export",
     about=(
         "Makes a Hugging Face directory (safetensors, configuration, tokenizer) from a checkpoint, whatever number of workers\n"
-        "wrote it. Needs no GPU and the memory of one copy of the weights; what it has made, it loads once with transformers."
+        "wrote it; of a LoRA adapter a directory of peft's, or with merge=true the whole model. Needs no GPU and the memory of\n"
+        "one copy of the weights; what it has made, it loads once with transformers."
     ),
     root="export",
     schema=ExportConfig,
@@ -29,6 +30,7 @@ PROGRAM = Program(
         "checkpoint=runs/first/global_step_100 output=model",
         "checkpoint=runs/first output=model",
         "checkpoint=s3://bucket/runs/first output=critic role=critic",
+        "checkpoint=runs/lora output=model merge=true",
     ),
     check=check,
     run=run,

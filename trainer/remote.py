@@ -52,11 +52,11 @@ class RemoteModel:
         self.mesh = mesh_of(watchdog.call(group, "start", f"start of {role}", "build_model", role, spec, loss))
         group.register_mesh(role, self.mesh)
 
-    def forward(self, batch: Batch, outputs: Sequence[str]) -> Batch:
-        """Columns ``outputs`` for every row of ``batch``, without gradient; see TrainEngine.forward."""
-        plan = self._plan(batch, self.forward_limits)
+    def forward(self, batch: Batch, outputs: Sequence[str], *, limits: Limits | None = None, adapter: bool = True) -> Batch:
+        """Columns ``outputs`` for every row of ``batch``, without gradient; see TrainEngine.forward. limits: not its own."""
+        plan = self._plan(batch, limits or self.forward_limits)
         needed = batch.only(tokens=["input_ids", "response_mask"])
-        return plan.collect(self._call("forward", "forward", plan, needed, list(outputs)))
+        return plan.collect(self._call("forward", "forward", plan, needed, list(outputs), adapter))
 
     def train_step(self, mini_batch: Batch, columns: Sequence[str]) -> Metrics:
         """One optimizer step on a global mini-batch that carries loss_weight; ``columns``: what the loss reads.
@@ -125,6 +125,19 @@ class RemoteModel:
         work = partial(work_by_rank, plan, batch.lengths.tolist(), self.mesh)
         words = ("run", self.role, method, shares, cuts, *args)
         return self.watchdog.call(self.group, phase, what, *words, mesh=self.role, work=work)
+
+
+class BaseModel:
+    """A model role with its LoRA adapter off, as another model: the reference of a policy that is an adapter."""
+
+    def __init__(self, model: RemoteModel, limits: Limits) -> None:
+        """limits: how large a micro-batch may be."""
+        self._model = model
+        self._limits = limits
+
+    def forward(self, batch: Batch, outputs: Sequence[str]) -> Batch:
+        """See RemoteModel.forward."""
+        return self._model.forward(batch, outputs, limits=self._limits, adapter=False)
 
 
 class RemoteRollout:

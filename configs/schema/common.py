@@ -19,11 +19,19 @@ Strategy = Literal["fsdp", "megatron"]
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class TiledMLPConfig:
+    enabled: bool
+    num_shards: Positive
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class ModelConfig:
     path: str
     tokenizer_path: str | None
     trust_remote_code: bool
     enable_gradient_checkpointing: bool
+    enable_activation_offload: bool
+    tiled_mlp: TiledMLPConfig
     override_config: dict[str, Any]
     lora_rank: NonNegative
     lora_alpha: PositiveFloat

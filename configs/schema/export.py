@@ -10,5 +10,6 @@ class ExportConfig:
     checkpoint: str
     output: str
     trust_remote_code: bool
+    merge: bool
     role: str | None
     trainer: ProgramConfig

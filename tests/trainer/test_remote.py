@@ -41,7 +41,7 @@ class Mirror:
     def run(self, role: str, method: str, *args: Any) -> Any:
         return getattr(self, method)(*args)
 
-    def forward(self, batch: Batch, plan: MicroBatches, outputs: list[str]) -> Batch:
+    def forward(self, batch: Batch, plan: MicroBatches, outputs: list[str], adapter: bool) -> Batch:
         assert sorted(row for part in plan for row in part) == list(range(len(batch)))
         return Batch(batch.lengths, tokens={name: batch.tokens["input_ids"].double() / 2 for name in outputs})
 

@@ -29,6 +29,7 @@ from trainer.rewards.registry import check_data_sources, scores_by_source
 from trainer.rewards.runner import RewardRunner
 from trainer.watchdog import Watchdog
 from workers.controller.group import WorkerGroup
+from workers.engine import check_adapter
 from workers.engine.hf_model import vocab_size
 from workers.rollout import check_installed
 
@@ -47,6 +48,7 @@ MAY_CHANGE = (
 def run(config: GenerationConfig, notices: Sequence[str]) -> None:
     """Make the shards that are missing, then select. notices: what the user was told about the configuration."""
     check_installed(config.actor_rollout_ref.rollout.name)
+    check_adapter("actor_rollout_ref", config.actor_rollout_ref.model, "lm")
     data, selection = config.data, config.selection
     scored = selection.score or selection.best_of_n is not None or selection.sft is not None
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)

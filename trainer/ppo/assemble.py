@@ -32,7 +32,7 @@ from trainer.ppo.rollback import Rollbacks
 from trainer.ppo.source import Source
 from trainer.ppo.update import UpdateSpec
 from trainer.ppo.validation import Validation
-from trainer.remote import RemoteModel, RemoteRollout
+from trainer.remote import BaseModel, RemoteModel, RemoteRollout
 from trainer.report import ACCURACY, PROBLEMS, series_of, write_report
 from trainer.restart import Lifetime, keep_going
 from trainer.rewards.registry import check_data_sources, scores_by_source
@@ -142,7 +142,7 @@ class Assembly:
         config, rollout_config = self.config, self.config.actor_rollout_ref.rollout
         tracker = self.tracker(run_dir, resume)
         actor = self.actor()
-        ref = self.ref() if self.wants_ref else None
+        ref = self.ref(actor) if self.wants_ref else None
         critic = self.critic() if self.wants_critic else None
         rollout = self.rollout()
         source = self.source(rollout, rewards)
@@ -288,9 +288,19 @@ class Assembly:
             watchdog=self.watchdog,
         )
 
-    def ref(self) -> RemoteModel:
-        """The reference: the actor's model as it came, never trained."""
+    def ref(self, actor: RemoteModel) -> RemoteModel | BaseModel:
+        """The reference: the actor's model as it came, never trained. Beside an adapter the actor has it: there is no other."""
         models, ref = self.config.actor_rollout_ref, self.config.actor_rollout_ref.ref
+        cut = limits(
+            models.actor if models.model.has_adapter else ref,
+            self.config.trainer,
+            per_gpu=ref.log_prob_micro_batch_size_per_gpu,
+            over_all=ref.log_prob_micro_batch_size,
+            dynamic=ref.log_prob_use_dynamic_bsz,
+            max_tokens=ref.log_prob_max_token_len_per_gpu,
+        )
+        if models.model.has_adapter:
+            return BaseModel(actor, cut)
         return start_model(
             self.hosts,
             "ref",
@@ -299,14 +309,7 @@ class Assembly:
             sharding=ref.sharding,
             device=self.config.trainer.device,
             seed=seed_of(self.config.trainer.seed, "ref"),
-            forward_limits=limits(
-                ref,
-                self.config.trainer,
-                per_gpu=ref.log_prob_micro_batch_size_per_gpu,
-                over_all=ref.log_prob_micro_batch_size,
-                dynamic=ref.log_prob_use_dynamic_bsz,
-                max_tokens=ref.log_prob_max_token_len_per_gpu,
-            ),
+            forward_limits=cut,
             training=None,
             watchdog=self.watchdog,
         )

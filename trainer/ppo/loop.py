@@ -25,7 +25,7 @@ from trainer.ppo.rollback import Rollbacks, roll_back
 from trainer.ppo.source import Source
 from trainer.ppo.update import UpdateSpec, update
 from trainer.ppo.validation import Validation
-from trainer.remote import RemoteModel, RemoteRollout
+from trainer.remote import BaseModel, RemoteModel, RemoteRollout
 from trainer.saving import Saver
 from trainer.skips import Skips
 from trainer.stopping import Stopping
@@ -45,7 +45,7 @@ class Loop:
     data_sources: frozenset[str]
     source: Source
     actor: RemoteModel
-    ref: RemoteModel | None
+    ref: RemoteModel | BaseModel | None
     critic: RemoteModel | None
     rollout: RemoteRollout
     actor_update: UpdateSpec

@@ -13,7 +13,7 @@ def check_engine(key: str, role: ShardedConfig, model: ModelConfig, head: Head, 
     Raises ValueError, which says what to do, and FileNotFoundError where the model is not.
     """
     if not isinstance(role.sharding, MegatronConfig):
-        return
+        return check_adapter(key, model, head)
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
         raise ValueError(
             f"{key}.strategy=megatron: megatron-core is not installed here; "
@@ -31,6 +31,18 @@ def check_engine(key: str, role: ShardedConfig, model: ModelConfig, head: Head, 
         )
     try:
         check_model(model_config(model, head), role.sharding)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+
+
+def check_adapter(key: str, model: ModelConfig, head: Head) -> None:
+    """Whether the model takes the LoRA adapter that it is to have. See check_engine."""
+    if not model.has_adapter:
+        return
+    from workers.engine.lora import check_fit  # peft takes its time
+
+    try:
+        check_fit(model, head)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
 

@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from workers.determinism import repeat_backward
+from workers.engine.ulysses import TokenCut
 
 PACKED_ATTENTION = "tandem_packed"
 
@@ -30,18 +31,32 @@ class PackedRows:
     Measured (4k tokens, one thread): runs of exactly equal length are as fast as padding like lengths to the longest,
     from 14 to 300 tokens a row, because padding has to copy. So rows should come sorted by length; any order is right.
     cu_seqlens: int32 (B + 1,), where each row starts, and the end.
+    cut: how the tokens are cut over ranks; None: this rank has them all.
     """
 
     blocks: tuple[tuple[int, int], ...]
     cu_seqlens: Tensor
     longest: int
+    cut: TokenCut | None
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> PackedRows:
+    def of(cls, lengths: Sequence[int], device: torch.device, cut: TokenCut | None = None) -> PackedRows:
         """lengths: tokens of each of the B rows, all positive."""
         blocks = tuple((len(list(run)), length) for length, run in groupby(lengths))
         ends = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
-        return cls(blocks, ends, max(lengths))
+        return cls(blocks, ends, max(lengths), cut)
+
+    def own(self, whole: Tensor) -> Tensor:
+        """(T, ...) -> those tokens that this rank has."""
+        return whole if self.cut is None else self.cut.own(whole)
+
+    def own_places(self, places: Tensor, total: int) -> Tensor:
+        """int64 (N,) among all ``total`` tokens -> those of them that this rank has, among its own."""
+        return places if self.cut is None else self.cut.own_places(places, total)
+
+    def whole(self, mine: Tensor) -> Tensor:
+        """Of this rank's tokens -> (T, ...), of all."""
+        return mine if self.cut is None else self.cut.whole(mine)
 
 
 def packed_attention(
@@ -58,7 +73,8 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """query (1, heads, T, D), key and value (1, kv heads, T, D) -> (1, T, heads, D). Dropout is never applied.
+    """query (1, heads, T, D), key and value (1, kv heads, T, D) -> (1, T, heads, D), T being this rank's tokens. Dropout is never
+    applied.
 
     sliding_window: a token sees itself and the ``sliding_window - 1`` before it. Raises ValueError for what is not
     plain attention over whole rows: a mask of the model's own, capped scores, sinks.
@@ -66,13 +82,24 @@ def packed_attention(
     if attention_mask is not None or softcap is not None or s_aux is not None:
         raise ValueError(f"{type(module).__name__}: packed attention supports no masks, score caps or sinks of a model's own")
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+    cut = packed_rows.cut
+    if cut is not None:
+        q, k, v = cut.to_heads(q, k, v)
+    out = _whole_rows_attention(q, k, v, packed_rows, scaling, sliding_window)
+    return (out if cut is None else cut.to_tokens(out))[None], None
+
+
+def _whole_rows_attention(
+    q: Tensor, k: Tensor, v: Tensor, rows: PackedRows, scaling: float | None, sliding_window: int | None
+) -> Tensor:
+    """q (T, heads, D), k and v (T, kv heads, D) -> (T, heads, D)."""
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-        places = packed_rows.cu_seqlens, packed_rows.longest
-        return varlen(q, k, v, places, places, scaling=scaling, sliding_window=sliding_window)[None], None
+        places = rows.cu_seqlens, rows.longest
+        return varlen(q, k, v, places, places, scaling=scaling, sliding_window=sliding_window)
     # split, never slices: each slice's backward writes a buffer of full length.
-    sizes = [rows * length for rows, length in packed_rows.blocks]
-    parts = zip(packed_rows.blocks, q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
-    return torch.cat([_block_attention(*part, scaling, sliding_window) for part in parts])[None], None
+    sizes = [n * length for n, length in rows.blocks]
+    parts = zip(rows.blocks, q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
+    return torch.cat([_block_attention(*part, scaling, sliding_window) for part in parts])
 
 
 def _block_attention(

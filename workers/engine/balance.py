@@ -6,7 +6,7 @@ transformers' load_balancing_loss_func has it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,11 @@ from torch import Tensor
 
 from workers.metric import Metric, Metrics
 
+ROUTED = ("expert_load", "router_probs")
+"""What ``measure`` tells."""
 
-def measure(router_logits: Sequence[Tensor], top_k: int) -> tuple[Tensor, Tensor]:
+
+def measure(router_logits: Iterable[Tensor], top_k: int) -> tuple[Tensor, Tensor]:
     """router_logits: (T, E) of each of L layers. (L, E) each: how many of the tokens have the expert among their top k; and the
     sum over tokens of the router's probabilities, which has a gradient.
     """

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from configs.schema.common import ModelConfig, Sharding
 from workers.batch import Batch
 from workers.metric import Metrics
 from workers.plan import MicroBatches
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 Head = Literal["lm", "value"]
 Weights = Literal["full", "merged", "adapter"]
@@ -108,6 +111,8 @@ class TrainEngine(ABC):
     """Built with a head (lm, value) and, if it is trained, an optimizer."""
 
     mesh: EngineMesh
+    adapter_config: LoraConfig | None = None
+    """Of the model's LoRA adapter, by the names of its modules."""
 
     @abstractmethod
     def forward(self, batch: Batch, plan: MicroBatches, outputs: set[str], *, adapter: bool = True) -> Batch | None:
@@ -157,6 +162,7 @@ class TrainEngine(ABC):
     @abstractmethod
     def save(self, path: str, *, background: bool = False) -> Future[list[SavedFile]]:
         """Model, optimizer and schedule, sharded, and what transformers needs beside the weights, into the directory ``path``.
+        Of a model with a LoRA adapter nothing that is frozen; peft's adapter_config.json lies beside.
 
         Every rank calls it; the result is this rank's files, on disk, or OSError. background: it returns as soon as the state is
         copied to the host, and a thread writes; the next save comes after that one's end. The bytes are the same.
@@ -168,8 +174,8 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def export_hf(self, path: str) -> None:
-        """A Hugging Face directory: safetensors and config. Collective; rank 0 writes."""
+        """A Hugging Face directory: safetensors and config; a LoRA adapter is merged. Collective; rank 0 writes."""
 
     @abstractmethod
     def flops(self, lengths: list[int], *, backward: bool) -> float:
-        """Model FLOPs of a batch with these lengths: 2 or 6 a parameter and token, plus attention."""
+        """Model FLOPs of a batch with these lengths: 2 or 6 a parameter and token, 4 if it is frozen, plus attention."""

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,12 @@ from workers.engine.base import SavedFile
 from workers.engine.hf_model import write_description
 from workers.engine.saving import in_background, saved_files
 
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
 INDEX = "model.safetensors.index.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's files
+ADAPTER = "adapter."  # begins the names of a LoRA adapter's weights in a checkpoint, peft's names follow
 SHARD = 5 * 10**9  # bytes, as transformers cuts a model
 DCP_OFFSETS = "DCP_SHARDING_INFO"  # the key in a file's header where dcp.HuggingFaceStorageReader looks
 
@@ -62,9 +68,15 @@ class Shard:
 
 
 def save_shard(
-    shard: Shard, directory: Path, shell: PreTrainedModel | None, *, buffers: dict[str, Tensor] | None
+    shard: Shard,
+    directory: Path,
+    shell: PreTrainedModel | None,
+    *,
+    adapter: LoraConfig | None = None,
+    buffers: dict[str, Tensor] | None,
 ) -> Future[list[SavedFile]]:
-    """See TrainEngine.save. shell: what this rank describes. buffers: of saves in the background; None: it is waited for."""
+    """See TrainEngine.save. shell: what this rank describes, and its adapter. buffers: of saves in the background; None: it is
+    waited for."""
     if buffers is not None:
         shard.to_host(buffers)
 
@@ -72,12 +84,20 @@ def save_shard(
         directory.mkdir(exist_ok=True)
         shard.write(directory)
         described = write_description(shell, directory) if shell is not None else []
+        if shell is not None and adapter is not None:
+            described.append(write_adapter_config(adapter, directory))
         return saved_files(directory, [shard.file, *described])
 
     saving = in_background(write)
     if buffers is None:
         wait([saving])
     return saving
+
+
+def write_adapter_config(adapter: LoraConfig, directory: Path) -> str:
+    """As peft writes it. Returns the file's name."""
+    adapter.save_pretrained(str(directory))
+    return ADAPTER_CONFIG
 
 
 def load_sharded(state: dict[str, Tensor], path: str) -> None:
@@ -93,6 +113,8 @@ def load_sharded(state: dict[str, Tensor], path: str) -> None:
             raise ValueError(f"{path}: no {name} in this checkpoint: it is another model's")
         if saved[name].shape != tensor.shape:
             raise ValueError(f"{path}: {name} is {tuple(saved[name].shape)} there and {tuple(tensor.shape)} in this model")
+    if more := sorted(name for name in saved.keys() - state.keys() if name.startswith(ADAPTER)):
+        raise ValueError(f"{path}: {more[0]} is in this checkpoint, and not in this model: its adapter has other modules")
     dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(path))
 
 

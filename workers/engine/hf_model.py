@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from configs.schema.common import Dtype, ModelConfig
 from workers.engine.attention import PACKED_ATTENTION, PackedRows
-from workers.engine.balance import measure
+from workers.engine.balance import ROUTED, measure
 from workers.engine.base import Head
 from workers.engine.logprob import head_all_log_probs, head_log_probs, head_sum_pi_squared, head_top_log_probs
 
@@ -39,7 +40,8 @@ class PackedModel(nn.Module):
         super().__init__()
         self.hf = hf
         self.head = head
-        routed = "router_logits" in (hf.base_model._can_record_outputs or {})
+        body: PreTrainedModel = hf.base_model  # type: ignore[assignment] # a property without a type
+        routed = "router_logits" in (body._can_record_outputs or {})
         self.top_k: int | None = hf.config.get_text_config().to_dict().get("num_experts_per_tok") if routed else None
         """Experts of each token; None: there are no routers."""
 
@@ -62,44 +64,57 @@ class PackedModel(nn.Module):
         predicted: Tensor | None = None,
         temperature: float = 1.0,
         outputs: Collection[str] = ("log_probs",),
-        routing: bool | None = None,
+        routed: int | None = None,
+        routed_gradient: bool = False,
     ) -> dict[str, Tensor]:
         """input_ids, positions: int64 (T,), positions starting from 0 in each row. predicted: int64 (N,), the tokens
-        whose log-probs are wanted, none of them the first of its row; a value head answers for every token.
+        whose log-probs are wanted, none of them the first of its row; a value head answers for every token. Where ``rows``
+        are cut over ranks, all of them get the same, all T of it, and return the same.
 
         Returns, at least in float32: log_probs and what else ``outputs`` names, 0 where not predicted; or values (T,), of the
-        state before each token, 0 for a row's first, and last_value (B,), of the state after each row. And what the routers did,
-        unless ``routing`` is None: expert_load and router_probs, see balance.measure, with a gradient if it is True.
+        state before each token, 0 for a row's first, and last_value (B,), of the state after each row. And what the routers did
+        with the first ``routed`` tokens, if that is said: ROUTED, see balance.measure.
         """
-        told = {"output_router_logits": True} if routing is not None else {}
+        told = {"output_router_logits": True} if routed is not None else {}
+        here = None if predicted is None else rows.own_places(predicted - 1, len(input_ids))
         body = self.hf.base_model(
-            input_ids=input_ids[None], position_ids=positions[None], use_cache=False, packed_rows=rows, **told
+            input_ids=rows.own(input_ids)[None],
+            position_ids=rows.own(positions)[None],
+            use_cache=False,
+            packed_rows=rows,
+            **told,
         )
-        hidden, found = body.last_hidden_state[0], {}
-        if routing is not None:
+        hidden, routing = body.last_hidden_state[0], {}
+        if routed is not None:
             assert self.top_k is not None, "routers alone do that"
-            logits = body.router_logits if routing else [layer.detach() for layer in body.router_logits]
-            found["expert_load"], found["router_probs"] = measure(logits, self.top_k)
+            logits = (rows.whole(layer if routed_gradient else layer.detach())[:routed] for layer in body.router_logits)
+            routing = dict(zip(ROUTED, measure(logits, self.top_k), strict=True))
         if self.head == "value":
-            after = self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0]
+            after = rows.whole(self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0])
             values = torch.where(positions == 0, 0.0, after.roll(1))
-            return found | {"values": values, "last_value": after.index_select(0, rows.cu_seqlens[1:] - 1)}
-        assert predicted is not None, "a language head wants to know which tokens"
+            return routing | {"values": values, "last_value": after.index_select(0, rows.cu_seqlens[1:] - 1)}
+        assert here is not None, "a language head wants to know which tokens"
+        # What each token predicts is the next one, on whichever rank that is.
+        targets = rows.own(input_ids.roll(-1))[here]
+        found = self._language_head(hidden.index_select(0, here), targets, temperature, outputs)
+        return routing | {
+            name: rows.whole(out.new_zeros(len(hidden), *out.shape[1:]).index_copy(0, here, out)).roll(1, 0)
+            for name, out in found.items()
+        }
+
+    def _language_head(self, before: Tensor, targets: Tensor, temperature: float, outputs: Collection[str]) -> dict[str, Tensor]:
+        """before (N, H), targets int64 (N,) -> log_probs (N,), and what else ``outputs`` names."""
         lm_head = self.hf.get_output_embeddings()
-        before, weight, bias = hidden.index_select(0, predicted - 1), lm_head.weight, lm_head.bias
+        weight, bias = lm_head.weight, lm_head.bias
         want_entropy = "entropy" in outputs
-        log_probs, entropy = head_log_probs(
-            before, weight, bias, input_ids[predicted], temperature=temperature, want_entropy=want_entropy
-        )
-        per_token = {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
+        log_probs, entropy = head_log_probs(before, weight, bias, targets, temperature=temperature, want_entropy=want_entropy)
+        found = {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
         if "sum_pi_squared" in outputs:
-            per_token["sum_pi_squared"] = head_sum_pi_squared(before, weight, bias, temperature=temperature)
+            found["sum_pi_squared"] = head_sum_pi_squared(before, weight, bias, temperature=temperature)
         if "top_log_probs" in outputs:
-            per_token["top_log_probs"] = head_top_log_probs(before, weight, bias, temperature=temperature)
+            found["top_log_probs"] = head_top_log_probs(before, weight, bias, temperature=temperature)
         if "all_log_probs" in outputs:
-            per_token["all_log_probs"] = head_all_log_probs(before, weight, bias, temperature=temperature)
-        for name, out in per_token.items():
-            found[name] = out.new_zeros(len(input_ids), *out.shape[1:]).index_copy(0, predicted, out)
+            found["all_log_probs"] = head_all_log_probs(before, weight, bias, temperature=temperature)
         return found
 
 
@@ -225,6 +240,12 @@ def load_model(model: ModelConfig, config: PretrainedConfig, head: Head, dtype: 
     return packed
 
 
+def without_memory(hf: PreTrainedModel) -> PreTrainedModel:
+    """A copy on the meta device, with all that from_pretrained told the model."""
+    on_meta: dict[int, Tensor] = {id(param): nn.Parameter(param.detach().to("meta")) for param in hf.parameters()}
+    return copy.deepcopy(hf, on_meta | {id(buffer): buffer.to("meta") for buffer in hf.buffers()})
+
+
 @torch.no_grad()
 def _check_packing(model: PackedModel, path: str) -> None:
     """Two short rows, packed, must get what transformers itself gives each alone.
@@ -271,9 +292,12 @@ def active_parameters(parameters: Mapping[str, Tensor], top_k: int | None) -> in
     )
 
 
-def model_flops(config: PretrainedConfig, head: Head, n_params: int, lengths: Sequence[int], *, backward: bool) -> float:
+def model_flops(
+    config: PretrainedConfig, head: Head, n_params: int, lengths: Sequence[int], *, backward: bool, n_trained: int | None = None
+) -> float:
     """See TrainEngine.flops. The embedding is a lookup and costs nothing, unless it is the head too. The head counts for every
     token, as the field counts it, though only response tokens pass it here. Attention is causal: half of each square.
+    n_trained: of the parameters; the others have no gradient of their own, which leaves 4 of 6. None: all.
     """
     text = config.get_text_config()
     if not (head == "lm" and text.tie_word_embeddings):
@@ -281,7 +305,10 @@ def model_flops(config: PretrainedConfig, head: Head, n_params: int, lengths: Se
     head_dim = text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads
     pair = 2 * text.num_hidden_layers * text.num_attention_heads * head_dim
     forward = sum(2.0 * n_params * length + pair * length * length for length in lengths)
-    return 3 * forward if backward else forward
+    if not backward:
+        return forward
+    n_frozen = 0 if n_trained is None else n_params - n_trained
+    return 3 * forward - 2.0 * n_frozen * sum(lengths)
 
 
 def auto_class(config: PretrainedConfig, head: Head) -> type[AutoModelForCausalLM | AutoModelForTokenClassification]:

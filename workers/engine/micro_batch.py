@@ -33,6 +33,16 @@ def micro_batch(batch: Batch, chosen: Sequence[int], device: torch.device) -> Ba
     )
 
 
+def flat_rows(rows: Batch, unit: int) -> tuple[Tensor, Tensor, list[int]]:
+    """input_ids and positions, int64 (T,), and lengths; one more row, which no loss sees, pads T to a multiple of ``unit``."""
+    ids = rows.tokens["input_ids"]
+    padding = -rows.total_tokens % unit
+    if not padding:
+        return ids, rows.positions().to(ids.device), rows.lengths.tolist()
+    positions = torch.cat([rows.positions(), torch.arange(padding)]).to(ids.device)
+    return torch.cat([ids, ids.new_zeros(padding)]), positions, [*rows.lengths.tolist(), padding]
+
+
 def weighted(loss: Loss, outputs: dict[str, Tensor], rows: Batch) -> tuple[Tensor, Metrics]:
     """sum(loss_weight * token_loss), a scalar, and the loss's metrics."""
     token_loss, metrics = loss(outputs, rows)

@@ -20,10 +20,10 @@ class ModelRole:
         self.residency = residency
         self.saving: Future[list[SavedFile]] | None = None
 
-    def forward(self, batch: Batch, plan: MicroBatches, outputs: list[str]) -> Batch | None:
+    def forward(self, batch: Batch, plan: MicroBatches, outputs: list[str], adapter: bool) -> Batch | None:
         """Columns ``outputs`` of this rank's rows, without gradient; see TrainEngine.forward."""
         self.residency.enter("forward", self.name)
-        return self.engine.forward(batch, plan, set(outputs))
+        return self.engine.forward(batch, plan, set(outputs), adapter=adapter)
 
     def train_step(self, batch: Batch, plan: MicroBatches) -> Metrics:
         """One optimizer step on this rank's rows of a mini-batch; see TrainEngine.train_step. Adds the metric flops."""

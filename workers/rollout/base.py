@@ -95,6 +95,8 @@ def check_requests(requests: Sequence[Request], unfinished: Collection[int], *, 
 class Rollout(ABC):
     tensor_parallel_size = 1
     """Consecutive ranks that are one engine: they get the same calls with the same arguments, and answer alike."""
+    keeps_weights = False
+    """What load_weights has brought outlives sleep, so that load_adapter alone has to follow."""
     _weights_awake = _cache_awake = True
     _weights_there = False
     """Loaded or shared, since the engine was made or its weights woke."""
@@ -145,7 +147,7 @@ class Rollout(ABC):
         weights: under peft's names for files, full tensors. With ``lora_sync=adapter`` alone; raises ValueError for what does not
         fit. Engines that have no adapters are refused when the configuration is checked.
         """
-        raise NotImplementedError(f"{type(self).__name__} takes no adapters")
+        raise ValueError(f"actor_rollout_ref.rollout.lora_sync=adapter: {type(self).__name__} takes no adapters")
 
     @abstractmethod
     def held_weights(self, *, exact: bool) -> Sequence[HeldWeight]:
@@ -153,6 +155,10 @@ class Rollout(ABC):
 
         Of the trainer's tied names, the first. exact: each number by itself is wanted, even where that is dear.
         """
+
+    def held_adapter(self) -> Sequence[HeldWeight]:
+        """The same of the adapter that load_adapter has brought, under peft's names for files."""
+        return ()
 
     def read_held(self, lines: Sequence[Lines]) -> Iterable[list[Tensor]]:
         """``HeldWeight.read`` for each; an engine that is asked over a wire answers all at once."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,11 +22,16 @@ from workers.controller.group import WorkerInfo
 from workers.controller.shell import free_port
 from workers.engine.hf_model import DTYPES, empty_model, model_config, vocab_size
 from workers.rollout.attention import CACHED_ATTENTION, probe_cache_shape
-from workers.rollout.base import Completion, Request, Rollout, RolloutSpec, check_requests
+from workers.rollout.base import Completion, EngineAsleep, Request, Rollout, RolloutSpec, check_requests
 from workers.rollout.file_names import FileNames
 from workers.rollout.sglang_client import Client, SharedBucket, buckets
 from workers.rollout.verification import HeldWeight, Lines, cost_of_reading
 from workers.rollout.weights import ExpectedWeights
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+    from workers.rollout.sglang_lora import AdapterInSGLang
 
 AHEAD = 2**25  # bytes that are filled on CPU while SGLang takes as many: of a larger bucket less would be
 NO_WEIGHTS = bytes(ForkingPickler.dumps([]))
@@ -72,13 +77,24 @@ class SGLangRollout(Rollout):
         self.device = torch.device("cpu") if spec.device == "cpu" else torch.device("cuda", place.local_rank)
         model = empty_model(spec.model, model_config(spec.model, "lm"), "lm", self.dtype).hf
         self._file_names = FileNames(model)
-        self.expected = ExpectedWeights(self.in_its_names(model.state_dict(keep_vars=True).items()))
+        self.expected = ExpectedWeights(dict(self.in_its_names(model.state_dict(keep_vars=True).items())))
         self.vocab_size = vocab_size(spec.model)
         self._shared = [SharedBucket(number, self.device, self.dtype) for number in range(2)]
+        self.adapter: AdapterInSGLang | None = None
+        if spec.rollout.lora_sync == "adapter" and spec.model.has_adapter:
+            from workers.rollout.sglang_lora import AdapterInSGLang  # loads peft
+
+            self.adapter = AdapterInSGLang(spec.model)
+            if spec.device == "cpu":
+                self.adapter.check_even(self.tensor_parallel_size)
+        self.keeps_weights = self.adapter is not None
+        self._base_there = False
         self.engine: Client | None = None
         self._cache_bytes = 0.0
         if place.rank % self.tensor_parallel_size == 0:
             arguments, environment = engine_arguments(spec, place.local_rank), ENVIRONMENT
+            if self.adapter is not None:
+                arguments |= self.adapter.arguments(spec.device)
             if spec.device == "cpu":
                 from workers.rollout import sglang_cpu
 
@@ -177,7 +193,7 @@ class SGLangRollout(Rollout):
         """
         self._check_takes_weights("load_weights")
         self._recall()
-        self._weights_there = False
+        self._weights_there = self._base_there = False
         came: dict[str, torch.Size] = {}
         if self.engine is None:
             for _ in self.expected.fitting(weights, came):
@@ -198,11 +214,44 @@ class SGLangRollout(Rollout):
             self.engine.call("flush")
             self._let_go()
         self.expected.check(came)
+        self._base_there, self._weights_there, self._version = True, self.adapter is None, version
+
+    def load_adapter(self, config: LoraConfig, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """Raises ValueError, naming weights that are missing, unexpected or of another shape, RuntimeError with SGLang's words
+        where it does not take them, and EngineAsleep if it has no weights that the adapter could be beside. The engine then has
+        none.
+
+        It goes over at once; SGLang keeps its memory until the next comes.
+        """
+        self._check_takes_weights("load_adapter")
+        assert self.adapter is not None, "lora_sync=adapter alone"
+        self._recall()
+        self._weights_there = False
+        came: dict[str, torch.Size] = {}
+        named = list(self.adapter.expected.fitting(weights, came))
+        self.adapter.expected.check(came)
+        if not self._base_there:
+            raise EngineAsleep("load_adapter: the engine has no weights that it could be beside; call load_weights")
+        if self.engine is not None:
+            memory = SharedBucket(len(self._shared), torch.device("cpu"), self.dtype)
+            views = memory.views(self.adapter.complete(named))
+            filled = [(name, tuple(view.shape), view.storage_offset()) for name, view in views]
+            name = self.engine.call("load_adapter", self.adapter.in_words(config), memory.handle()[1], filled)
+            self.engine.begin_on_ranks("take_adapter", name, self.adapter.places)
+            self.engine.wait_for_ranks()
+            self.engine.call("flush")
         self._weights_there, self._version = True, version
 
     def held_weights(self, *, exact: bool) -> Sequence[HeldWeight]:
         """On ranks that have no engine nothing can be read."""
-        shapes = self.expected.shapes
+        return self._held(self.expected)
+
+    def held_adapter(self) -> Sequence[HeldWeight]:
+        assert self.adapter is not None, "lora_sync=adapter alone"
+        return self._held(self.adapter.expected)
+
+    def _held(self, expected: ExpectedWeights) -> list[HeldWeight]:
+        shapes = expected.shapes
         return [WeightInSGLang(name, () if self.engine is None else shape, self.dtype) for name, shape in shapes.items()]
 
     def read_held(self, lines: Sequence[Lines]) -> list[list[Tensor]]:

@@ -13,6 +13,8 @@ from types import ModuleType
 from typing import Any
 
 import psutil
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from workers.rollout.base import RolloutSpec
 
@@ -36,7 +38,11 @@ def completed(arguments: dict[str, Any], spec: RolloutSpec, token_bytes: int, en
     """
     share = int(psutil.virtual_memory().total * spec.rollout.gpu_memory_utilization) // engines
     wanted = spec.rollout.max_num_seqs * spec.max_model_len
-    plain = {"max_total_tokens": min(wanted, share // token_bytes), "attention_backend": "torch_native"}
+    plain = {
+        "max_total_tokens": min(wanted, share // token_bytes),
+        "attention_backend": "torch_native",
+        "lora_backend": "torch_native",
+    }
     return plain | arguments | {
         "device": "cpu",
         "base_gpu_id": 0,
@@ -53,6 +59,15 @@ def install_stand_ins() -> None:
     if "torchvision" in missing:
         for name in ("torchvision.transforms", "torchvision.transforms.v2"):  # the only value that SGLang takes from there
             vars(importlib.import_module(name))["InterpolationMode"] = Interpolation
+
+
+class PageableMemory(TorchFunctionMode):
+    """SGLang's LoRA asks for pinned memory on CPU too, which there is with an accelerator alone: it gets ordinary memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.pin_memory:
+            return args[0]
+        return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
 
 
 class Interpolation(enum.Enum):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import math
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import Client
@@ -19,31 +21,38 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from workers.rollout.sglang_calls import RANKS, answer_calls
 
 Shape = tuple[int, ...]
+ATTEMPTS, PAUSE = 6000, 0.005  # the first rank alone says that it has an adapter; others are behind by a moment
 
 
-def run_scheduler(*args: Any, **kwargs: Any) -> None:
+def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:
     """SGLang's process of one rank; but only what a request says ends an answer, not the model's directory. And the worker can
     reach the model's weights, by a thread that waits for it: a round of SGLang's own calls takes milliseconds."""
     from sglang.srt.managers import scheduler
+
+    from workers.rollout.sglang_cpu import PageableMemory
 
     class Scheduler(scheduler.Scheduler):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.model_config.hf_eos_token_id = set()
             gc.freeze()  # on CPU SGLang collects garbage in each flush: 0.3 s, of what lives as long as this process
-            weights = Weights(self.tp_worker.model_runner.model)
+            runner = self.tp_worker.model_runner
+            weights = Weights(runner.model, runner.lora_manager if self.enable_lora else None)
             Thread(target=answer_calls, args=(Client(os.environ[RANKS]), weights), daemon=True).start()
 
     scheduler.Scheduler = Scheduler
-    scheduler.run_scheduler_process(*args, **kwargs)
+    with PageableMemory() if server_args.enable_lora and server_args.device == "cpu" else nullcontext():
+        scheduler.run_scheduler_process(server_args, *args, **kwargs)
 
 
 class Weights:
     """A rank's model, and the worker's memory that weights come and go in (SharedBucket.handle)."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    def __init__(self, model: Any, adapters: Any = None) -> None:
+        """adapters: SGLang's LoRAManager, if it has one."""
+        self.model, self.adapters = model, adapters
         self._mapped: dict[int, Tensor] = {}
+        self._adapter: HeldAdapter | None = None
 
     @torch.no_grad()
     def load(self, number: int, memory: Tensor, named: Sequence[tuple[str, Shape, int]]) -> None:
@@ -59,14 +68,37 @@ class Weights:
         memory = self._opened(number, memory)
         for name, shape, start, stop in wanted:
             out = memory[offset : offset + stop - start].fill_(torch.nan)
-            try:
-                places = places_of(self.model, name, shape)
-            except Exception as error:
-                raise RuntimeError(f"{name} cannot be read; verify_weights=off leaves all weights unproven") from error
-            for place in places:
-                place.read(start, out)
+            if self._adapter is not None and name in self._adapter.places:
+                self._adapter.read(name, start, out)
+            else:
+                self._read_base(name, shape, start, out)
             offset += stop - start
         finish(memory)
+
+    def _read_base(self, name: str, shape: Shape, start: int, out: Tensor) -> None:
+        try:
+            places = places_of(self.model, name, shape)
+        except Exception as error:
+            raise RuntimeError(f"{name} cannot be read; verify_weights=off leaves all weights unproven") from error
+        for place in places:
+            place.read(start, out)
+
+    @torch.no_grad()
+    def take_adapter(self, name: str, places: Mapping[str, AdapterPlace], attempts: int = ATTEMPTS) -> None:
+        """Now, and not with the next request, where what does not fit ends the process. Raises what SGLang does.
+
+        name: what SGLang knows it by, once the main thread of this rank has come to it.
+        """
+        for _ in range(attempts):
+            if name in self.adapters.lora_refs:
+                break
+            time.sleep(PAUSE)
+        else:
+            raise RuntimeError(f"SGLang has not brought the adapter {name} to this rank within {attempts * PAUSE:g} s")
+        self.adapters.fetch_new_loras({name})
+        self._adapter = HeldAdapter(self.adapters, name, places)
+        if self.adapters.device.type == "cuda":
+            torch.cuda.synchronize(self.adapters.device)
 
     def _opened(self, number: int, memory: Tensor) -> Tensor:
         """On CPU it stays mapped until another of this number comes. A GPU's comes each time: it is the trainer's afterwards."""
@@ -79,6 +111,43 @@ def finish(memory: Tensor) -> None:
     """What is copied to or from it. It is the worker's again when the call has its answer."""
     if memory.is_cuda:
         torch.cuda.synchronize(memory.device)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPlace:
+    """Where a tensor of an adapter is: side A or B of SGLang's ``layer``, among others (shapes) on one another, its own the one
+    at ``part``."""
+
+    layer: str
+    side: str
+    shapes: tuple[Shape, ...]
+    part: int
+
+
+class HeldAdapter:
+    """The adapter that SGLang's LoRAManager has under ``name``, as it computes with it."""
+
+    def __init__(self, manager: Any, name: str, places: Mapping[str, AdapterPlace]) -> None:
+        self.manager, self.name, self.places = manager, name, places
+
+    def read(self, name: str, start: int, out: Tensor) -> None:
+        """Write those numbers of the trainer's tensor that this rank has, of [start, start + len(out)), to ``out``.
+
+        SGLang cuts for a rank what it is given whole: so it is given where each number comes from, -1 if from another tensor.
+        """
+        place, pool = self.places[name], self.manager.memory_pool
+        sources = [torch.full(shape, -1) for shape in place.shapes]
+        sources[place.part] = torch.arange(sources[place.part].numel()).view(place.shapes[place.part])
+        number = next(i for i, layers in enumerate(self.manager.lora_modules) if place.layer in layers)
+        module, kind = self.manager.lora_modules[number][place.layer], place.layer.rpartition(".")[2]
+        if place.side == "A":
+            source = module.slice_lora_a_weights(torch.cat(sources))
+            held = pool.A_buffer[kind][number][pool.get_buffer_id(self.name), : len(source)]
+        else:
+            source = module.slice_lora_b_weights(torch.cat(sources))
+            held = pool.B_buffer[kind][number][pool.get_buffer_id(self.name), :, : source.shape[1]]
+        wanted = (source >= start) & (source < start + len(out))
+        out[(source[wanted] - start).to(out.device)] = held[wanted.to(held.device)]
 
 
 @dataclass(frozen=True, slots=True)

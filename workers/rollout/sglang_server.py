@@ -7,6 +7,7 @@ child of it when it ends. None of that is to happen to the trainer. The processe
 from __future__ import annotations
 
 import asyncio
+import math
 import multiprocessing
 import os
 import signal
@@ -17,6 +18,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any, NoReturn
+
+from torch import Tensor
 
 from workers.controller.stacks import answer_for_stacks
 from workers.controller.stop import die_with_parent
@@ -34,6 +37,7 @@ Asked = tuple[str, list[int], dict[str, Any]]
 """Name, prompt, sampling. No name begins as another one does: SGLang aborts what begins with a name."""
 Answer = tuple[str, list[int], list[float], str]
 """Name, tokens, log-probs, and why it ended: stop, length or abort."""
+ADAPTER = "policy"
 FLUSH_ATTEMPTS, FLUSH_PAUSE = 200, 0.02  # the step in which the last answers ended is still being cleared away
 
 
@@ -55,6 +59,7 @@ class Server:
         self.manager, self.loop = self.engine.tokenizer_manager, self.engine.loop
         self.bracketed = "begin_weight_update" in dir(Engine)  # since 0.5.21 an update has a beginning and an end
         self.children = multiprocessing.active_children()
+        self.adapter: str | None = None
         self.running: set[str] = set()
         self.aborted: set[str] = set()
         self.ended: list[asyncio.Task[Any]] = []
@@ -88,7 +93,9 @@ class Server:
 
     def _begin(self, request: Asked) -> None:
         name, prompt_ids, sampling = request
-        work = self.engine.async_generate(input_ids=prompt_ids, sampling_params=sampling, return_logprob=True, rid=name)
+        work = self.engine.async_generate(
+            input_ids=prompt_ids, sampling_params=sampling, return_logprob=True, rid=name, lora_path=self.adapter
+        )
         task = self.loop.create_task(work, name=name)
         self.running.add(name)
         task.add_done_callback(self._note)
@@ -141,6 +148,22 @@ class Server:
     def end_update(self) -> None:
         if self.bracketed:
             check(self.engine.end_weight_update())
+
+    def load_adapter(self, config: dict[str, Any], memory: Tensor, named: Sequence[tuple[str, tuple[int, ...], int]]) -> str:
+        """In the place of the one before. config: peft's; named: its name for a tensor, its shape, and where it begins in there.
+        What SGLang knows it by; the first rank has it now, the others will.
+
+        SGLang takes no second one under a name that it knows, and keeps the first: it says so in its result.
+        """
+        if self.adapter is not None:
+            forgotten, self.adapter = self.adapter, None
+            answer = self.engine.unload_lora_adapter(forgotten)
+            check((answer.success, answer.error_message))
+        tensors = {name: memory[start : start + math.prod(shape)].view(shape) for name, shape, start in named}
+        answer = self.engine.load_lora_adapter_from_tensors(ADAPTER, tensors, config)
+        check((answer.success, answer.error_message))
+        self.adapter = ADAPTER
+        return str(self.manager.lora_ref_cache[ADAPTER].lora_id)
 
     def flush(self) -> None:
         """Forget keys and values of the past. Raises RuntimeError if SGLang does not."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,11 +24,16 @@ from torch import Tensor, nn
 from workers.controller.group import WorkerInfo
 from workers.controller.session import set_environment
 from workers.engine.hf_model import DTYPES, empty_model, model_config, vocab_size
-from workers.rollout.base import Completion, Request, Rollout, RolloutSpec, check_requests
+from workers.rollout.base import Completion, EngineAsleep, Request, Rollout, RolloutSpec, check_requests
 from workers.rollout.file_names import FileNames
 from workers.rollout.sampling import stream_keys
 from workers.rollout.verification import HeldWeight
 from workers.rollout.weights import ExpectedWeights
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+    from workers.rollout.vllm_lora import ExpectedAdapter
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -51,6 +56,9 @@ class Answer:
 class VLLMRollout(Rollout):
     _fenced: Callable[[], AbstractContextManager[None]]
     _packed: Callable[..., list[HeldWeight]]
+    _adapter: ExpectedAdapter | None = None
+    _base_there = False
+    """The weights that an adapter is beside; they outlive sleep."""
 
     def __init__(self, spec: RolloutSpec, place: WorkerInfo) -> None:
         """Collective over all ranks: the process group of the trainer is there, and vLLM's groups are made of its ranks."""
@@ -59,13 +67,18 @@ class VLLMRollout(Rollout):
         self._dtype = DTYPES[spec.rollout.dtype]
         model = empty_model(spec.model, model_config(spec.model, "lm"), "lm", self._dtype).hf
         self._file_names = FileNames(model)
-        self.expected = ExpectedWeights(self.in_its_names(model.state_dict(keep_vars=True).items()))
+        self.expected = ExpectedWeights(dict(self.in_its_names(model.state_dict(keep_vars=True).items())))
         self.vocab_size = vocab_size(spec.model)
         arguments = engine_arguments(spec)
         with ExitStack() as opening:
             opening.enter_context(set_environment(ENVIRONMENT | addresses(place)))
             os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
             self._fenced, self._packed = fenced, nothing_packed
+            if spec.rollout.lora_sync == "adapter" and spec.model.has_adapter:
+                from workers.rollout.vllm_lora import ExpectedAdapter
+
+                self._adapter, self.keeps_weights = ExpectedAdapter(spec.model), True
+                arguments |= self._adapter.arguments()
             if spec.device == "cuda":
                 from workers.rollout import vllm_cuda
 
@@ -156,30 +169,69 @@ class VLLMRollout(Rollout):
         """Raises ValueError, naming weights that are missing, unexpected or of another shape; the engine then has none.
 
         vLLM takes them one after the other, cuts out this rank's part and casts it. Running answers wait for the new weights:
-        what they have is kept, and computed anew.
+        what they have is kept, and computed anew. Those that an adapter is beside are nothing without it.
         """
         self._check_takes_weights("load_weights")
-        self._weights_there = False
+        self._weights_there = self._base_there = False
         self._drop_cached()
         came: dict[str, torch.Size] = {}
         with self._fenced(), torch.no_grad():
-            self._on_worker("reload_weights", weights_iterator=self.expected.fitting(weights, came))
+            fitting = self.expected.fitting(weights, came)
+            self._with_own_layers(lambda worker: worker.reload_weights(weights_iterator=fitting))
         self.expected.check(came)
+        self._weights_there, self._base_there, self._version = self._adapter is None, self._adapter is not None, version
+
+    def load_adapter(self, config: LoraConfig, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """Raises ValueError, naming weights that are missing, unexpected or of another shape, and EngineAsleep if there are no
+        weights that it could be beside; the engine then has none. Running answers go on as with other new weights."""
+        self._check_takes_weights("load_adapter")
+        assert self._adapter is not None, "lora_sync=adapter alone"
+        if not self._base_there:
+            raise EngineAsleep("load_adapter: the engine has no weights that it could be beside; call load_weights")
+        from workers.rollout.vllm_lora import replace_adapter
+
+        self._weights_there = False
+        self._drop_cached()
+        came: dict[str, torch.Size] = {}
+        expected = self._adapter.weights
+        tensors = {name: tensor.to("cpu", copy=True) for name, tensor in expected.fitting(weights, came)}
+        expected.check(came)
+        with self._fenced(), torch.no_grad():
+            self._on_worker(partial(replace_adapter, config=config, tensors=tensors))
         self._weights_there, self._version = True, version
 
     def held_weights(self, *, exact: bool) -> Sequence[HeldWeight]:
         from workers.rollout.vllm_weights import held_weights
 
         packed = partial(self._packed, exact=exact)
-        return self._on_worker(
+        return self._with_own_layers(
             lambda worker: held_weights(worker.model_runner.model, self.expected.first_name, self._dtype, packed)
         )
 
+    def held_adapter(self) -> Sequence[HeldWeight]:
+        assert self._adapter is not None, "lora_sync=adapter alone"
+        from workers.rollout.vllm_lora import held_adapter
+
+        return self._on_worker(partial(held_adapter, expected=self._adapter))
+
+    def _with_own_layers(self, call: Callable[[Any], Any]) -> Any:
+        """``call`` on the worker, with vLLM's layers as they are without an adapter."""
+        if self._adapter is None:
+            return self._on_worker(call)
+        from workers.rollout.vllm_lora import unwrapped
+
+        def calling(worker: Any) -> Any:
+            with unwrapped(worker.model_runner.model):
+                return call(worker)
+
+        return self._on_worker(calling)
+
     def sleep(self) -> None:
-        """Unfinished requests stay, and go on where they are once the engine works again."""
+        """Unfinished requests stay, and go on where they are once the engine works again. Weights that an adapter is beside wait
+        in the host's memory."""
         self._drop_cached()
         if self._weights_awake or self._cache_awake:
-            self._on_worker("sleep", level=2)
+            self._on_worker("sleep", level=1 if self._base_there else 2)
         self._weights_awake = self._weights_there = self._cache_awake = False
 
     def wake(self, *, weights: bool, kv_cache: bool) -> None:

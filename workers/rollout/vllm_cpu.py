@@ -13,6 +13,7 @@ import torch.compiler
 from torch import nn
 from transformers import PreTrainedModel
 from vllm._custom_ops import cpu_prepack_moe_weight
+from vllm.lora.utils import is_moe_model
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -89,16 +90,30 @@ class SleepingWorker(CPUWorker):
         self._asleep: dict[nn.Parameter, torch.Tensor] = {}
         """Parameters without their numbers: what they are like, on the meta device."""
 
+    def load_model(self, **kwargs: Any) -> None:
+        """Raises ValueError for a mixture of experts beside an adapter: there vLLM takes kernels that CPUs have not."""
+        super().load_model(**kwargs)
+        if self.vllm_config.lora_config is not None:
+            from workers.rollout.vllm_lora import for_every_token
+
+            if is_moe_model(self.model_runner.model):
+                raise ValueError(
+                    "actor_rollout_ref.rollout.lora_sync=adapter: on CPU vLLM has no adapters beside a mixture of experts; "
+                    "set lora_sync=merged"
+                )
+            for_every_token(self.model_runner)
+
     def sleep(self, level: int = 1) -> None:
-        assert level == 2, f"level {level}: weights are dropped, not kept"
+        """Level 1 keeps the weights. vLLM moves them to the host's memory then, where they are here anyway."""
         runner = self.model_runner
         clear_layer_kv_caches(self.compilation_config.static_forward_context.values())
         runner.kv_caches.clear()
-        self._drop_packed()
-        if not self._asleep:
-            for parameter in runner.model.parameters():
-                self._asleep[parameter] = torch.empty_like(parameter, device="meta")
-                parameter.data = torch.empty(0, dtype=parameter.dtype)  # whoever reads it gets an error
+        if level == 2:
+            self._drop_packed()
+            if not self._asleep:
+                for parameter in runner.model.parameters():
+                    self._asleep[parameter] = torch.empty_like(parameter, device="meta")
+                    parameter.data = torch.empty(0, dtype=parameter.dtype)  # whoever reads it gets an error
         give_back_free_memory()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
@@ -186,7 +201,8 @@ class PackedWeight(HeldWeight):
 
 
 class PackedExpert(HeldWeight):
-    """Rows of one expert's weight, which lie in memory in an order of vLLM's own, PACK rows at a time, each such line in one piece.
+    """Rows of one expert's weight, which lie in memory in an order of vLLM's own, PACK rows at a time, each such line in one
+    piece.
 
     What they must be is packed by vLLM's own function, which moves numbers and changes none.
     """

@@ -22,6 +22,13 @@ def completed(arguments: dict[str, Any]) -> dict[str, Any]:
 class StagedWorker(Worker):
     """vLLM's worker. Its sleep mode takes for granted that all was awake before, and that the weights wake first (0.26)."""
 
+    def load_model(self, **kwargs: Any) -> None:
+        super().load_model(**kwargs)
+        if self.vllm_config.lora_config is not None:
+            from workers.rollout.vllm_lora import for_every_token
+
+            for_every_token(self.model_runner)
+
     def sleep(self, level: int = 1) -> None:
         """vLLM would give back the memory of what sleeps already a second time, an error: it does not see that here."""
         allocator = get_mem_allocator_instance()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from configs.schema.ppo import RolloutEngineConfig
-from workers.engine.base import TrainEngine
+from workers.engine.base import TrainEngine, Weights
 from workers.engine.hf_model import DTYPES
 from workers.metric import Metric, Metrics
 from workers.rollout.base import Rollout
@@ -24,6 +24,9 @@ from workers.rollout.verification import (
     compare_identity,
     due,
 )
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 
 class Stopwatch:
@@ -49,6 +52,7 @@ class WeightSync:
         self._found: Collection[str] = ()  # names that have their places
         self._version = -1
         self._turn = 0
+        self._base_is_there = False  # of what an adapter lies beside
 
     def __call__(self, version: int) -> tuple[bool, Metrics]:
         """Whether the engine now works with the trainer's own tensors; and what was verified, unless nothing is. Collective.
@@ -56,9 +60,14 @@ class WeightSync:
         Raises WeightMismatch once all ranks have their weights, ValueError for weights that do not fit.
         """
         found, watch = Findings(), Stopwatch()
-        live = self.source.live_weights()
+        live, adapter = self.source.live_weights(), self._adapter_alone
         shared = live is not None and self.rollout.share_weights(live, version)
-        if not shared:
+        if adapter is not None:
+            if not self._base_is_there:
+                self._load(version, found, watch)
+            self._base_is_there = self._base_stays
+            self._load_adapter(adapter, version, found, watch)
+        elif not shared:
             self._load(version, found, watch)
         elif live is not None and self.config.verify_weights != "off":
             with watch:
@@ -71,12 +80,17 @@ class WeightSync:
             "rollout/verified_bytes": Metric.sum(found.nbytes),
         }
 
+    @property
+    def _adapter_alone(self) -> LoraConfig | None:
+        """The adapter that goes to the engine by itself; None: whole weights go, with it if there is one."""
+        return self.source.adapter_config if self.config.lora_sync == "adapter" else None
+
     def _load(self, version: int, found: Findings, watch: Stopwatch) -> None:
         with watch:
             went_back = version < self._version  # a rollback: what is verified is what a resumed run verifies
             self._turn = version if self._version < 0 or went_back else self._turn + 1
             self._version = version
-            sampled = self.config.verify_weights == "sample"
+            sampled = self.config.verify_weights == "sample" and not self._base_stays
             sample = Sample(self._due() if sampled else [])
         came: dict[str, None] = {}
 
@@ -100,9 +114,25 @@ class WeightSync:
             else:
                 compare_all(self._held_weights(), self._stream(), found, self.rollout.read_held)
 
+    @property
+    def _base_stays(self) -> bool:
+        """It comes once: no later sync could read the rest of a sample."""
+        return self._adapter_alone is not None and (self.rollout.keeps_weights or not self.config.free_cache_engine)
+
+    def _load_adapter(self, adapter: LoraConfig, version: int, found: Findings, watch: Stopwatch) -> None:
+        """It is small: all of it is verified each time."""
+        weights = dict(self.source.export_weights(kind="adapter"))
+        self.rollout.load_adapter(adapter, iter(weights.items()), version)
+        if self.config.verify_weights != "off":
+            with watch:
+                held = self.rollout.held_adapter()
+                check_places(held, weights)
+                compare_all(held, iter(weights.items()), found, self.rollout.read_held)
+
     def _stream(self) -> Iterator[tuple[str, Tensor]]:
         """A tensor at a time: with what an engine keeps until a layer or a bucket is whole, two buckets are not passed."""
-        return iter(self.rollout.in_its_names(self.source.export_weights(dtype=DTYPES[self.config.dtype])))
+        kind: Weights = "merged" if self._adapter_alone is None else "full"
+        return iter(self.rollout.in_its_names(self.source.export_weights(dtype=DTYPES[self.config.dtype], kind=kind)))
 
     def _due(self) -> list[Lines]:
         """Found for all turns at once: a sync empties the processor's caches, and going through all weights then takes time."""

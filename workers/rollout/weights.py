@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,11 +19,11 @@ from workers.rollout.verification import HeldWeight, PlainWeight
 class ExpectedWeights:
     """Names and shapes that a model's weights come with. Tied ones may come under any of their names, or all."""
 
-    def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """weights: one tensor more than once, if it is tied."""
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        """weights: with names of one tensor for tied ones."""
         self._shapes: dict[str, torch.Size] = {}
         tied: dict[int, list[str]] = {}
-        for name, tensor in list(weights):
+        for name, tensor in weights.items():
             self._shapes[name] = tensor.shape
             tied.setdefault(id(tensor), []).append(name)
         self._tied = list(tied.values())
@@ -90,7 +90,7 @@ class BorrowedModel:
             weight.places.append((self.module.get_submodule(path), leaf))
         self._weights = list(weights.values())
         self._by_name = {name: weight for weight in self._weights for name in weight.names}
-        self.expected = ExpectedWeights(self.module.state_dict(keep_vars=True).items())
+        self.expected = ExpectedWeights(self.module.state_dict(keep_vars=True))
         self._fill_buffers()
 
     def share(self, tensors: dict[str, Tensor]) -> bool:

@@ -25,6 +25,7 @@ PPO = (
     "algorithm.kl_ctrl.horizon=100", "critic.normalize_targets=true",
 )  # fmt: skip
 GRPO = ("algorithm=grpo", "actor_rollout_ref.actor.use_kl_loss=true")
+LORA = ("actor_rollout_ref.model.lora_rank=4", "critic.model.lora_rank=4", "actor_rollout_ref.actor.optim.lr=1e-2")
 MEGATRON = ("actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2")
 
 
@@ -76,6 +77,16 @@ def test_four_kills_change_nothing(task: Path, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     run_ppo(task, whole, *options, f"trainer.rollout_data_dir={whole / ROLLOUTS}")
     check_cover(whole)
+    assert kill_and_compare(task, tmp_path, options, kills, whole)
+
+
+@pytest.mark.timeout(600)
+def test_kills_change_nothing_for_an_adapter_either(task: Path, tmp_path: Path) -> None:
+    """The actor's and the critic's; the reference is the actor's base."""
+    kills = [Kill(2, "rename", backend="local"), Kill(3, "update_actor", 0.005, backend="local")]
+    options = (*SMALL, *PPO, *LORA, "trainer.total_training_steps=3", "trainer.save_freq=1", "trainer.test_freq=1")
+    whole = tmp_path / "whole"
+    run_ppo(task, whole, *options, f"trainer.rollout_data_dir={whole / ROLLOUTS}")
     assert kill_and_compare(task, tmp_path, options, kills, whole)
 
 

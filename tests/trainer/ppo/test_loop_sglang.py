@@ -17,3 +17,23 @@ def test_the_quick_starts_model_trains_and_its_first_update_is_on_policy(tmp_pat
     for step in (first, second):
         assert step["training/rollout_log_probs_diff_max"] < 1e-5
         assert step["actor/grad_norm"] > 0.0
+
+
+@pytest.mark.soak
+def test_with_an_adapter_that_comes_alone_every_step_is_on_policy(tmp_path: Path) -> None:
+    """The base has come once. An engine that stayed at the first policy would be further off with each step."""
+    lora = [
+        "actor_rollout_ref.model.lora_rank=8",
+        "actor_rollout_ref.model.lora_alpha=32",
+        "actor_rollout_ref.actor.optim.lr=1e-2",
+    ]
+    alone = [
+        "rollout=sglang",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        "actor_rollout_ref.rollout.lora_sync=adapter",
+    ]
+    steps = run_ppo(make_task(tmp_path / "task"), tmp_path / "run", *alone, *lora, "trainer.total_training_steps=4")
+    assert all(step["training/rollout_log_probs_diff_max"] < 1e-5 for step in steps)
+    assert all(step["actor/grad_norm"] > 0.0 for step in steps)
+    (of_adapter,) = {step["rollout/verified_bytes"] for step in steps}
+    assert 0 < of_adapter < 200_000, "the whole model has 900,000"

@@ -35,3 +35,14 @@ def test_awake_all_the_time_it_gives_the_same(task: Path, tmp_path: Path) -> Non
         run_ppo(task, tmp_path / free, *VLLM, f"actor_rollout_ref.rollout.free_cache_engine={free}") for free in ("true", "false")
     )
     assert repeatable(asleep) == repeatable(awake)
+
+
+def test_an_adapter_that_comes_alone(task: Path, tmp_path: Path) -> None:
+    """In each step the engine answers with the adapter of the last update, beside weights that came before the first."""
+    model, rollout = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+    lora = (f"{model}.lora_rank=8", f"{model}.lora_alpha=32", "actor_rollout_ref.actor.optim.lr=1e-2")
+    steps = run_ppo(task, tmp_path, *VLLM, *lora, f"{rollout}.lora_sync=adapter", "trainer.total_training_steps=4")
+    assert len(steps) == 4 and max(step["training/rollout_log_probs_diff_max"] for step in steps) < 1e-5
+    assert all(step["actor/grad_norm"] > 0 for step in steps)
+    sizes = {step["rollout/verified_bytes"] for step in steps}
+    assert len(sizes) == 1 and sizes.pop() < sum(file.stat().st_size for file in (task / "base").glob("*.safetensors")) / 2

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from configs.schema.common import ModelConfig
+from tests import tiny
 from tests.pickles import malicious_pickle
 from tests.tiny import save_tiny_model, tiny_config
 from tests.workers.engine.test_logprob import Largest
@@ -44,8 +45,7 @@ SIZES = {
 
 
 def spec(path: str, **changes: Any) -> ModelConfig:
-    fields = {"tokenizer_path": None, "trust_remote_code": False, "enable_gradient_checkpointing": False, "override_config": {}}
-    return ModelConfig(path=path, **(fields | changes))
+    return tiny.model_config(path, **changes)
 
 
 def load(path: str, head: str = "lm", dtype: torch.dtype = torch.float32, **changes: Any) -> PackedModel:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from configs.schema.common import Dtype
 from configs.schema.ppo import EngineKwargsConfig, RolloutConfig, SamplingConfig
 from tests.tiny import model_config, save_tiny_model
+from workers.engine.base import Weights
 from workers.rollout.base import Completion, Request, Rollout, RolloutSpec, Sampling
 from workers.rollout.embedded import EmbeddedRollout
 from workers.rollout.weight_sync import WeightSync
@@ -31,10 +33,11 @@ def spec_of(
     update_weights_bucket_megabytes: int = 64,
     verify_weights: Literal["off", "sample", "full"] = "sample",
     lora_sync: Literal["merged", "adapter"] = "merged",
+    lora: dict[str, object] | None = None,
     **own: object,
 ) -> RolloutSpec:
-    """own: arguments of the engine's own."""
-    model = model_config(path, override_config=override_config or {})
+    """lora: an adapter's fields of ModelConfig. own: arguments of the engine's own."""
+    model = model_config(path, override_config=override_config or {}, **(lora or {}))
     rollout = RolloutConfig(
         name=name, n=1, do_sample=True, temperature=1.0, top_k=-1, top_p=1.0, ignore_eos=False, dtype=dtype,
         max_num_seqs=slots, max_model_len=max_model_len, tensor_model_parallel_size=tensor_model_parallel_size,
@@ -98,7 +101,7 @@ class ModelSource:
     def live_weights(self) -> dict[str, Tensor] | None:
         return dict(self.model.named_parameters()) if self.lends else None
 
-    def export_weights(self, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def export_weights(self, *, dtype: torch.dtype, kind: Weights = "merged") -> Iterator[tuple[str, Tensor]]:
         self.streams.append(dtype)
         for name, weight in self.model.named_parameters():
             self.given += 1
@@ -111,12 +114,19 @@ def weight_sync(engine: Rollout, source: ModelSource, spec: RolloutSpec, mode: L
 
 def spoil_loading(engine: Rollout, change: Callable[[str, Tensor], Tensor]) -> None:
     """What this engine loads from now on is changed on the way, when the trainer's side has let go of it."""
-    load = type(engine).load_weights
 
-    def changed(weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        load(engine, ((name, change(name, tensor)) for name, tensor in weights), version)
+    def changed(load: Callable[..., None], weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        load(((name, change(name, tensor)) for name, tensor in weights), version=version)
 
-    engine.load_weights = changed  # type: ignore[method-assign]
+    engine.load_weights = partial(changed, partial(type(engine).load_weights, engine))  # type: ignore[method-assign]
+    engine.load_adapter = lambda config, weights, version: changed(  # type: ignore[method-assign]
+        partial(type(engine).load_adapter, engine, config), weights, version
+    )
+
+
+def load_unspoiled(engine: Rollout) -> None:
+    for name in ("load_weights", "load_adapter"):
+        vars(engine).pop(name, None)
 
 
 def one_off(wanted: str, place: int, by: float = 0.1) -> Callable[[str, Tensor], Tensor]:

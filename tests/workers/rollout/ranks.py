@@ -40,15 +40,16 @@ class Run:
         verify_weights: Literal["sample", "full"],
         dtype: Dtype = "float32",
         sharding: Sharding = FSDP,
+        lora: dict[str, object] | None = None,
         **changes: object,
     ) -> None:
-        """changes: of the model's configuration."""
+        """lora: an adapter, which goes to the engine alone. changes: of the model's configuration."""
         self.size, self.path = tensor_model_parallel_size, path
         make_small(path, **changes)
         patient = watchdog(path)
         rollout = spec_of(
             str(path), name=engine, max_model_len=LENGTH, slots=16, tensor_model_parallel_size=tensor_model_parallel_size,
-            verify_weights=verify_weights, dtype=dtype,
+            verify_weights=verify_weights, dtype=dtype, lora=lora, lora_sync="adapter" if lora else "merged",
         )  # fmt: skip
         self.sync_spoiled = lambda name, place: group.call("sync_spoiled", name, place).result()
         limits = Limits(max_tokens=LENGTH)

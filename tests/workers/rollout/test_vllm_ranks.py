@@ -24,7 +24,10 @@ RUNS: dict[str, dict[str, Any]] = {
     "two engines": {"tensor_model_parallel_size": 1},
     "one head of keys and values, which both ranks have": {"tensor_model_parallel_size": 2, "num_key_value_heads": 1},
     "bfloat16": {"tensor_model_parallel_size": 2, "dtype": "bfloat16"},
-}
+    "an adapter, and ranks that share a head": {
+        "tensor_model_parallel_size": 2, "num_key_value_heads": 1, "lora": {"lora_rank": 4, "lora_alpha": 32.0},
+    },
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +100,32 @@ def test_ranks_that_share_a_head_of_keys_and_values(run: Run, tmp_path: Path) ->
     assert said[0] == "" and said[1].startswith("model.layers.0.self_attn.q_proj.weight in vllm on rank 1")
 
 
-@pytest.mark.parametrize("run", list(RUNS)[3:], indirect=True)
+@pytest.mark.parametrize("run", list(RUNS)[3:4], indirect=True)
 def test_half_the_numbers_on_two_ranks(run: Run) -> None:
     """All that is read equals the trainer's float32, cast; what is drawn is near what the trainer says."""
     assert run.sync_spoiled("lm_head.weight", 0)[1] == "", "the first rows are the other rank's, and all else is right"
     run.rollout.sync_weights(3)
     prompts, answers = run.answers(greedy=False)
     assert run.mismatch(prompts, answers) < 0.25
+
+
+ADAPTER_SPOILED = {  # as SPOILED
+    "q_proj": ("layers.0.self_attn.q_proj.lora_B", -1, [1]),
+    "q_proj, what comes before the cut": ("layers.0.self_attn.q_proj.lora_A", 0, [0, 1]),
+    "v_proj, of the head that both have": ("layers.1.self_attn.v_proj.lora_B", 0, [0, 1]),
+    "gate_proj, first rows": ("layers.1.mlp.gate_proj.lora_B", 0, [0]),
+    "o_proj, last columns": ("layers.0.self_attn.o_proj.lora_A", -1, [1]),
+    "down_proj, what comes after the cut": ("layers.1.mlp.down_proj.lora_B", -1, [0, 1]),
+}
+
+
+@pytest.mark.parametrize("run", list(RUNS)[4:], indirect=True)
+def test_an_adapter_over_two_ranks(run: Run, tmp_path: Path) -> None:
+    """It is cut as the layers are. Greedy answers are those of the merged model that the trainer exports."""
+    run.check_rounds(tmp_path)
+    for where, index, has_it in ADAPTER_SPOILED.values():
+        name = f"base_model.model.model.{where}.weight"
+        said = run.sync_spoiled(name, index)
+        for rank in (0, 1):
+            line = f"{name} in vllm on rank {rank} is not the trainer's, weights of version 7: 1 of "
+            assert said[rank].startswith(line) if rank in has_it else said[rank] == "", said

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from configs.schema.common import Dtype
-from tests.workers.rollout.engines import ModelSource, one_off, spec_of, spoil_loading, weight_sync
+from tests.workers.rollout.engines import ModelSource, load_unspoiled, one_off, spec_of, spoil_loading, weight_sync
 from tests.workers.rollout.vllm_hosts import CPU_BUILD, make_small, place, start
 from workers.host import Host
 from workers.metric import plain_numbers
@@ -58,7 +58,7 @@ def shared(request: pytest.FixtureRequest, host: Host, tmp_path_factory: pytest.
 @pytest.fixture
 def case(shared: Case) -> Iterator[Case]:
     yield shared
-    vars(shared.engine).pop("load_weights", None)
+    load_unspoiled(shared.engine)
 
 
 def test_every_byte_is_read_in_64_samples_or_at_once(case: Case) -> None:

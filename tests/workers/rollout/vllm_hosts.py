@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from configs.schema.common import ModelConfig, Sharding
 from tests.tiny import fsdp_config
 from tests.workers.engine.toy import ToyLoss
-from tests.workers.rollout.engines import log_prob_error, make_model, one_off, request, spec_of, spoil_loading
+from tests.workers.rollout.engines import load_unspoiled, log_prob_error, make_model, one_off, request, spec_of, spoil_loading
 from workers.controller.group import WorkerInfo
 from workers.controller.shell import free_port
 from workers.engine.base import EngineSpec, LossSpec, OptimizerSpec
@@ -105,7 +105,7 @@ class SpoilingHost(Host):
         except WeightMismatch as error:
             return str(error)
         finally:
-            vars(role.rollout).pop("load_weights")
+            load_unspoiled(role.rollout)
         return ""
 
 

@@ -1,28 +1,29 @@
-"""The FSDP2 engine: parameters, gradients and optimizer state sharded over the data-parallel ranks."""
+"""The FSDP2 engine: parameters, gradients and optimizer state are sharded over ranks, and tokens too if that is asked for."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from configs.schema.common import FSDPConfig
 from workers.batch import Batch
 from workers.engine.attention import PackedRows
-from workers.engine.balance import LoadBalance
+from workers.engine.balance import ROUTED, LoadBalance
 from workers.engine.base import EngineMesh, EngineSpec, Loss, SavedFile, TrainEngine, Weights
-from workers.engine.checkpoint import Shard, load_sharded, save_shard
+from workers.engine.checkpoint import ADAPTER, Shard, load_sharded, save_shard
+from workers.engine.fsdp.activations import keep_inputs_on_host, tile_mlps
 from workers.engine.fsdp.optimizer import ShardedAdamW, global_norm
-from workers.engine.fsdp.sharding import fill, full, like, local, parts, recompute_layers, shard
+from workers.engine.fsdp.sharding import copies, device_mesh, fill, full, like, local, parts, recompute_layers, shard
 from workers.engine.hf_model import (
     DTYPES,
     PackedModel,
@@ -31,35 +32,52 @@ from workers.engine.hf_model import (
     load_model,
     model_config,
     model_flops,
+    without_memory,
 )
-from workers.engine.micro_batch import Answers, micro_batch, weighted
+from workers.engine.micro_batch import Answers, flat_rows, micro_batch, weighted
 from workers.engine.offload import Offloadable, Place
 from workers.engine.out_of_memory import told_without_memory
+from workers.engine.ulysses import TokenCut
 from workers.metric import Metric, Metrics, join_metrics
 from workers.plan import MicroBatches
+
+if TYPE_CHECKING:
+    from workers.engine.lora import Adapter
 
 CAN_RESET = "reset_iter_state" in vars(FSDPModule)  # torch 2.13 and later
 
 
 class FSDPEngine(TrainEngine):
-    """One model, sharded over all ranks of the default process group: a mesh of one dimension, ``dp``."""
+    """One model over all ranks of the default process group. How parameters are sharded (sharding.device_mesh) and which ranks
+    work on the same rows (ulysses.TokenCut) have nothing to do with each other: a gradient is a sum over all ranks.
+    """
 
     def __init__(self, spec: EngineSpec, fsdp: FSDPConfig) -> None:
         assert dist.is_initialized(), "FSDPEngine: torch.distributed is not initialised"
         self.spec = spec
         self.fsdp = fsdp
         self.device = torch.device("cuda", torch.cuda.current_device()) if spec.device == "cuda" else torch.device("cpu")
-        rank, world = dist.get_rank(), dist.get_world_size()
-        self.mesh = EngineMesh(rank=rank, world_size=world, dp_rank=rank, dp_size=world, is_output_rank=True)
-        self._device_mesh = init_device_mesh(spec.device, (world,), mesh_dim_names=("dp",))
+        rank, world, sp = dist.get_rank(), dist.get_world_size(), fsdp.ulysses_sequence_parallel_size
+        self.mesh = EngineMesh(
+            rank=rank, world_size=world, dp_rank=rank // sp, dp_size=world // sp, is_output_rank=rank % sp == 0
+        )
+        self._device_mesh = device_mesh(spec.device, fsdp.fsdp_size)
+        self._token_cut = TokenCut.over(sp, spec.device)
         self._model, self._shell = self._build()
         # While parameters are gathered, others take their place in the modules: from here on, these are the parameters.
         self._params = dict(self._model.hf.named_parameters())
         self._weights: dict[str, Tensor] = self._model.hf.state_dict(keep_vars=True)  # tied names and buffers too
+        self._adapter: Adapter | None = None
+        if self.adapter_config is not None:
+            from workers.engine.lora import Adapter
+
+            self._adapter = Adapter(self._model, self.adapter_config)
+            self._weights = self._adapter.base
         self._host: dict[str, Tensor] = {}  # copies that a thread writes from
         self._optimizer: ShardedAdamW | None = None
         if spec.optimizer is not None:
-            self._optimizer = ShardedAdamW({name: local(param) for name, param in self._params.items()}, spec.optimizer)
+            trained = {name: local(param) for name, param in self._params.items() if param.requires_grad}
+            self._optimizer = ShardedAdamW(trained, spec.optimizer)
         self._places = {
             "params": Offloadable(local(param) for param in self._params.values()),
             "optimizer": Offloadable(self._optimizer.moments().values() if self._optimizer else ()),
@@ -75,27 +93,36 @@ class FSDPEngine(TrainEngine):
         saved_dtype = config.dtype or dtype
         sharded = empty_model(model, config, head, dtype).requires_grad_(self.spec.optimizer is not None)
         source = load_model(model, config, head, dtype) if self.mesh.rank == 0 else None
+        shell = without_memory(source.hf) if source is not None else None
+        if model.has_adapter:
+            from workers.engine.lora import add_adapter
+
+            trained = self.spec.optimizer is not None
+            self.adapter_config = add_adapter(sharded, source, model, trained=trained, seed=self.spec.seed)
         if model.enable_gradient_checkpointing:
             recompute_layers(sharded)
+        if model.enable_activation_offload:
+            keep_inputs_on_host(sharded)
+        if model.tiled_mlp.enabled:
+            tile_mlps(sharded, model.tiled_mlp.num_shards)
         shard(sharded, self._device_mesh, fsdp)
         sharded.to_empty(device=self.device)
         sharded.hf.tie_weights()
         fill(sharded, source)
-        if source is None:
-            return sharded, None
-        return sharded, source.hf.to(device="meta", dtype=saved_dtype)  # type: ignore[call-arg] # a wrapped method
+        return sharded, shell.to(dtype=saved_dtype) if shell is not None else None  # type: ignore[call-arg] # a wrapped method
 
     def forward(self, batch: Batch, plan: MicroBatches, outputs: set[str], *, adapter: bool = True) -> Batch | None:
         self._assert_here("params")
         answers = Answers(batch, outputs, self.spec.head, self._model.hf.config.get_text_config().vocab_size)
-        with torch.no_grad():
+        alone = self._adapter.off() if self._adapter is not None and not adapter else nullcontext()
+        with torch.no_grad(), alone:
             for chosen in plan:
                 rows = micro_batch(answers.batch, chosen, self.device)
                 results = self._run(rows, outputs)
-                if chosen:
+                if chosen and self.mesh.is_output_rank:
                     answers.put(rows, results)
         self._free_gathered()
-        return answers.whole()
+        return answers.whole() if self.mesh.is_output_rank else None
 
     def train_step(self, batch: Batch, plan: MicroBatches, loss: Loss) -> Metrics:
         assert self._optimizer is not None, "this engine was built without an optimizer"
@@ -106,7 +133,8 @@ class FSDPEngine(TrainEngine):
             loss_here = metrics["loss"]
             assert isinstance(loss_here, Metric)
             # A loss may be infinite where its gradient is not: as 0 * loss it is part of the one number that all ranks decide by.
-            norm = float(global_norm([*grads.values(), torch.tensor([0.0 * loss_here.value], device=self.device)], self.device))
+            doubt = torch.tensor([0.0 * loss_here.value], device=self.device)
+            norm = float(global_norm([*grads.values(), doubt], self.device, copies(self._device_mesh)[1]))
         metrics |= {"grad_norm": Metric.max(norm), "skipped_updates": Metric.max(not math.isfinite(norm))}
         if math.isfinite(norm):
             with self._optimizer_here():
@@ -117,8 +145,8 @@ class FSDPEngine(TrainEngine):
     def accumulate(self, batch: Batch, plan: MicroBatches, loss: Loss) -> Metrics:
         """The first half of a train step: leaves the gradient, summed over micro-batches and ranks, in the parameters.
 
-        Metrics: the loss's own, and ``loss``: this rank's part of sum(loss_weight * token_loss); of a mixture of experts LoadBalance's
-        too, whose loss is not part of that one.
+        Metrics: the loss's own, and ``loss``: this rank's part of sum(loss_weight * token_loss); of a mixture of experts
+        LoadBalance's too, whose loss is not part of that one.
         """
         self._assert_here("params")
         told: list[Metrics] = [{"loss": Metric.sum(0.0)}]
@@ -170,18 +198,27 @@ class FSDPEngine(TrainEngine):
                 module.reshard()
 
     def _run(self, rows: Batch, outputs: Collection[str], routing: bool | None = None) -> dict[str, Tensor]:
-        input_ids, positions = rows.tokens["input_ids"], rows.positions().to(self.device)
-        packed = PackedRows.of(rows.lengths.tolist(), self.device)
+        input_ids, positions, lengths = flat_rows(rows, self.fsdp.ulysses_sequence_parallel_size)
+        packed, total = PackedRows.of(lengths, self.device, self._token_cut), rows.total_tokens
+        told = {} if routing is None else {"routed": total, "routed_gradient": routing}
         if self.spec.head == "value":
-            return self._model(input_ids, positions, packed, routing=routing)
-        predicted = (rows.tokens["response_mask"].bool() & (positions > 0)).nonzero()[:, 0]
+            results = self._model(input_ids, positions, packed, **told)
+            return results | {"values": results["values"][:total], "last_value": results["last_value"][: len(rows)]}
+        predicted = (rows.tokens["response_mask"].bool() & (positions[:total] > 0)).nonzero()[:, 0]
         temperature = rows.meta["temperature"]
-        return self._model(input_ids, positions, packed, predicted, temperature=temperature, outputs=outputs, routing=routing)
+        results = self._model(input_ids, positions, packed, predicted, temperature=temperature, outputs=outputs, **told)
+        return {name: out if name in ROUTED else out[:total] for name, out in results.items()}
 
     def export_weights(self, *, dtype: torch.dtype | None = None, kind: Weights = "merged") -> Iterator[tuple[str, Tensor]]:
         self._assert_here("params")
+        adapter = self._adapter
+        if kind == "adapter":
+            assert adapter is not None, "the model has no adapter"
+            for name, weight in adapter.own.items():
+                yield name, full(weight, dtype)
+            return
         for name, weight in self._own_weights().items():
-            yield name, full(weight, dtype)
+            yield name, adapter.merged(name, dtype) if adapter is not None and kind == "merged" else full(weight, dtype)
 
     def _own_weights(self) -> dict[str, Tensor]:
         """Each weight once, under the first of its names."""
@@ -192,7 +229,7 @@ class FSDPEngine(TrainEngine):
 
     def live_weights(self) -> dict[str, Tensor] | None:
         self._assert_here("params")
-        if self.mesh.world_size > 1:
+        if self.mesh.world_size > 1 or self._adapter is not None:
             return None
         return {name: local(weight) for name, weight in self._weights.items()}
 
@@ -221,8 +258,10 @@ class FSDPEngine(TrainEngine):
     def save(self, path: str, *, background: bool = False) -> Future[list[SavedFile]]:
         self._assert_here("params")
         with self._optimizer_here():
-            shard = Shard(parts(self._checkpoint_state(), self.mesh.rank), self.mesh.rank, self.mesh.world_size)
-            return save_shard(shard, Path(path), self._shell, buffers=self._host if background else None)
+            state = parts(self._checkpoint_state(), self.mesh.rank, copies(self._device_mesh))
+            shard = Shard(state, self.mesh.rank, self.mesh.world_size)
+            adapter, buffers = self.adapter_config, self._host if background else None
+            return save_shard(shard, Path(path), self._shell, adapter=adapter, buffers=buffers)
 
     def load(self, path: str) -> None:
         self._assert_here("params")
@@ -233,8 +272,11 @@ class FSDPEngine(TrainEngine):
             self._optimizer.set_steps(int(state["optimizer.steps"]))
 
     def _checkpoint_state(self) -> dict[str, Tensor]:
-        """Views of what is live, and the count of steps, which is all of the schedule's state."""
-        state: dict[str, Tensor] = {f"model.{name}": weight.detach() for name, weight in self._own_weights().items()}
+        """Views of what is live, and the count of steps, which is all of the schedule's state. Without what is frozen."""
+        if self._adapter is None:
+            state: dict[str, Tensor] = {f"model.{name}": weight.detach() for name, weight in self._own_weights().items()}
+        else:
+            state = {f"{ADAPTER}{name}": weight.detach() for name, weight in self._adapter.own.items()}
         if self._optimizer is not None:
             state["optimizer.steps"] = torch.tensor(self._optimizer.steps)
             for (kind, name), moment in self._optimizer.moments().items():
@@ -252,4 +294,6 @@ class FSDPEngine(TrainEngine):
 
     def flops(self, lengths: list[int], *, backward: bool) -> float:
         n_params = active_parameters(self._params, self._model.top_k)
-        return model_flops(self._model.hf.config, self.spec.head, n_params, lengths, backward=backward)
+        n_trained = sum(weight.numel() for weight in self._adapter.own.values()) if self._adapter is not None else None
+        config, head = self._model.hf.config, self.spec.head
+        return model_flops(config, head, n_params, lengths, backward=backward, n_trained=n_trained)

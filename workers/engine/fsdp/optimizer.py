@@ -14,13 +14,16 @@ from workers.engine.schedule import learning_rate
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def global_norm(grads: Iterable[Tensor], device: torch.device) -> Tensor:
-    """L2 norm over all shards of all ranks, at least in float32: a scalar, equal on every rank. Collective."""
+def global_norm(grads: Iterable[Tensor], device: torch.device, n_copies: int) -> Tensor:
+    """L2 norm over all shards of all ranks, at least in float32: a scalar, equal on every rank. Collective.
+
+    n_copies: how often each shard is there. All of them are in the sum, so that no rank decides otherwise than the rest.
+    """
     squares = torch.zeros((), dtype=torch.float64, device=device)
     for grad in grads:
         squares += torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)).double().square()
     dist.all_reduce(squares)
-    return squares.sqrt()
+    return (squares / n_copies).sqrt()
 
 
 class ShardedAdamW:

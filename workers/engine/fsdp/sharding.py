@@ -8,13 +8,24 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from configs.schema.common import FSDPConfig
 from workers.engine.hf_model import DTYPES, PackedModel
+
+
+def device_mesh(device: str, fsdp_size: int) -> DeviceMesh:
+    """The ranks that hold one copy together, ``shard``: all of them (-1), or neighbours. Then ranks with the same part of several
+    copies are the first dimension, ``replicate``: hybrid sharding, HSDP. Collective.
+    """
+    world = dist.get_world_size()
+    if fsdp_size in (-1, world):
+        return init_device_mesh(device, (world,), mesh_dim_names=("shard",))
+    assert world % fsdp_size == 0, f"{world} ranks do not fall into copies over {fsdp_size}"
+    return init_device_mesh(device, (world // fsdp_size, fsdp_size), mesh_dim_names=("replicate", "shard"))
 
 
 def recompute_layers(model: PackedModel) -> None:
@@ -66,19 +77,37 @@ def local(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
+def one_copy(tensor: DTensor) -> DeviceMesh:
+    """The ranks that hold it together with this one."""
+    *replicated, cut = tensor.placements
+    assert cut == Shard(0) and all(placement == Replicate() for placement in replicated), "fully_shard cuts rows"
+    return tensor.device_mesh["shard"]
+
+
+def copies(mesh: DeviceMesh) -> tuple[int, int]:
+    """(Which copy this rank has a part of, of how many.)"""
+    names = mesh.mesh_dim_names or ()
+    return (mesh.get_local_rank("replicate"), mesh["replicate"].size()) if "replicate" in names else (0, 1)
+
+
 def offsets(tensor: Tensor) -> list[int]:
     """Where this rank's shard begins in the full tensor, by dimension."""
     begin = [0] * tensor.dim()
     if isinstance(tensor, DTensor):
-        assert tensor.placements == (Shard(0),), "fully_shard cuts rows"
-        rows = -(-len(tensor) // tensor.device_mesh.size())
-        begin[0] = min(rows * tensor.device_mesh.get_local_rank(), len(tensor))
+        mesh = one_copy(tensor)
+        rows = -(-len(tensor) // mesh.size())
+        begin[0] = min(rows * mesh.get_local_rank(), len(tensor))
     return begin
 
 
-def parts(state: Mapping[str, Tensor], rank: int) -> dict[str, tuple[Tensor, list[int]]]:
-    """This rank's, and where they begin. Of tensors that all ranks hold, the first rank has them."""
-    return {name: (local(tensor), offsets(tensor)) for name, tensor in state.items() if isinstance(tensor, DTensor) or rank == 0}
+def parts(state: Mapping[str, Tensor], rank: int, copy: tuple[int, int]) -> dict[str, tuple[Tensor, list[int]]]:
+    """What this rank writes, and where it begins. ``copies`` take turns; tensors that all ranks hold are the first rank's."""
+    own, n_copies = copy
+    return {
+        name: (local(tensor), offsets(tensor))
+        for i, (name, tensor) in enumerate(state.items())
+        if (i % n_copies == own if isinstance(tensor, DTensor) else rank == 0)
+    }
 
 
 def like(param: Tensor, shard: Tensor) -> Tensor:
@@ -97,8 +126,7 @@ def full(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     shard = local(weight)
     if not isinstance(weight, DTensor):
         return shard
-    assert weight.placements == (Shard(0),), "fully_shard cuts rows"
-    mesh = weight.device_mesh
+    mesh = one_copy(weight)
     if mesh.size() == 1:
         return shard
     if dtype is not None and dtype.itemsize < shard.itemsize:

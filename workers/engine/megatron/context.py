@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from workers.engine.attention import varlen
+from workers.engine.collectives import gather, gather_alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +67,11 @@ class ContextCut:
 
     def gather(self, mine: Tensor) -> Tensor:
         """(T / cp, ...) of each rank -> (T, ...), in order. The gradient is summed over the ranks: each uses all of it."""
-        joined: Tensor = _Gather.apply(mine, self.group, True)
-        return joined.index_select(0, self.back)
+        return gather(mine, self.group).index_select(0, self.back)
 
     def gather_alike(self, mine: Tensor) -> Tensor:
         """The same, where every rank does the same with it afterwards: its gradient is each rank's own part."""
-        joined: Tensor = _Gather.apply(mine, self.group, False)
-        return joined.index_select(0, self.back)
+        return gather_alike(mine, self.group).index_select(0, self.back)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (T / cp, heads, D), k and v (T / cp, kv heads, D) -> (T / cp, heads, D)."""
@@ -94,20 +92,3 @@ class ContextCut:
 
 def ends_of(lengths: Sequence[int], device: torch.device) -> tuple[Tensor, int]:
     return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32), max(lengths)
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, mine: Tensor, group: dist.ProcessGroup, summed: bool) -> Tensor:
-        ctx.group, ctx.summed = group, summed
-        whole = mine.new_empty(group.size() * len(mine), *mine.shape[1:])
-        dist.all_gather_into_tensor(whole, mine.contiguous(), group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        group = ctx.group
-        gradient = gradient.contiguous()
-        if ctx.summed:
-            dist.all_reduce(gradient, group=group)
-        return gradient.chunk(group.size())[group.rank()], None, None

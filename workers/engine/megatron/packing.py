@@ -14,6 +14,7 @@ from workers.batch import Batch
 from workers.engine.attention import PackedRows
 from workers.engine.megatron.context import ContextCut
 from workers.engine.megatron.model import Packed
+from workers.engine.micro_batch import flat_rows
 
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -37,10 +38,7 @@ def pack(rows: Batch, config: TransformerConfig, rotary: Rotary, *, is_dummy: bo
     device = rows.tokens["input_ids"].device
     cp = config.context_parallel_size
     unit = (2 * cp if cp > 1 else 1) * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
-    padding = -rows.total_tokens % unit
-    lengths = rows.lengths.tolist() + [padding] * (padding > 0)
-    ids = torch.cat([rows.tokens["input_ids"], rows.tokens["input_ids"].new_zeros(padding)])
-    positions = torch.cat([rows.positions(), torch.arange(padding)]).to(device)
+    ids, positions, lengths = flat_rows(rows, unit)
     cut = ContextCut.of(lengths, parallel_state.get_context_parallel_group(), device) if cp > 1 else None
     if cut is not None:
         ids, positions = ids[cut.place], positions[cut.place]

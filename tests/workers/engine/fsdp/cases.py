@@ -49,8 +49,10 @@ def lopsided(batch: Batch, n_ranks: int) -> tuple[list[Batch], list[MicroBatches
     rows = list(range(len(batch)))
     if n_ranks == 1:
         return [batch], [((), tuple(rows[:7]), (), tuple(rows[7:]), ())]
-    shares = [rows[1:2], [*rows[:1], *rows[2:]]]
-    return [batch.select(share) for share in shares], [((0,), (), ()), ((0, 1, 2), (3, 4, 5, 6), (7, 8, 9, 10))]
+    others = [*rows[:1], *rows[2:]]
+    shares = [rows[1:2], *(others[i :: n_ranks - 1] for i in range(n_ranks - 1))]
+    thirds = [tuple(tuple(range(len(share) * i // 3, len(share) * (i + 1) // 3)) for i in range(3)) for share in shares[1:]]
+    return [batch.select(share) for share in shares], [((0,), (), ()), *thirds]
 
 
 def all_cuts(batch: Batch, n_ranks: int) -> dict[str, tuple[list[Batch], list[MicroBatches]]]:

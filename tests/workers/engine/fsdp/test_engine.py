@@ -354,11 +354,16 @@ def test_flops(group: None, models: dict[str, str]) -> None:
         assert engine.flops(lengths, backward=True) == 3 * engine.flops(lengths, backward=False)
 
 
-@pytest.mark.parametrize("option", ["recomputed", "gathered", "offloaded"])
+@pytest.mark.parametrize("option", ["recomputed", "gathered", "offloaded", "inputs offloaded"])
 def test_options_change_nothing_on_two_ranks(two_ranks: tuple[Path, list[dict[str, Any]]], option: str) -> None:
     for rank in two_ranks[1]:
         plain, other = rank["options"]["plain"], rank["options"][option]
         assert all(torch.equal(weight, other[name]) for name, weight in plain.items())
+
+
+def test_mlps_in_pieces_change_little_on_two_ranks(two_ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    for rank in two_ranks[1]:
+        assert distance(rank["options"]["in pieces"], rank["options"]["plain"]) < 1e-6
 
 
 def test_nothing_gathered_outlives_a_load(two_ranks: tuple[Path, list[dict[str, Any]]]) -> None:

@@ -39,7 +39,7 @@ def test_clips_to_the_global_norm(clip: float) -> None:
 def test_global_norm(group: None) -> None:
     """At least in float32: 300 ** 2 does not fit float16."""
     grads = [torch.full((50,), 300.0, dtype=torch.float16), torch.full((2, 2), 4.0, dtype=torch.float16)]
-    assert float(global_norm(grads, torch.device("cpu"))) == pytest.approx(math.sqrt(50 * 300**2 + 4 * 16))
+    assert float(global_norm(grads, torch.device("cpu"), 1)) == pytest.approx(math.sqrt(50 * 300**2 + 4 * 16))
 
 
 def test_the_count_of_steps_is_the_schedules_state() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from configs.schema.common import TiledMLPConfig
 from tests.workers.engine.fsdp.cases import MODES, all_cuts, exported, invariance_batch, shards, train, training_batch
 from tests.workers.engine.toy import Shifted, ToyLoss, ValueLoss, cut, gradients, toy_batch, toy_engine
 from workers.metric import plain_numbers
@@ -15,7 +16,7 @@ def main(rank: int, directory: str, models: dict[str, str]) -> None:
     torch.set_num_threads(1)
     path = Path(directory)
     dist.init_process_group("gloo", init_method=f"file://{path / 'rendezvous_of_two'}", rank=rank, world_size=2)
-    checks = (invariance, parity, checkpoint, from_one_rank, value_head, options, export, skipping)
+    checks = (invariance, parity, checkpoint, from_one_rank, value_head, options, export, skipping, lora, experts)
     found: dict[str, Any] = {check.__name__: check(rank, path, models) for check in checks}
     torch.save(found, path / f"rank_{rank}.pt")
     dist.destroy_process_group()
@@ -100,6 +101,8 @@ def options(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
         "recomputed": {"enable_gradient_checkpointing": True},
         "gathered": {"reshard_after_forward": False},
         "offloaded": {"optimizer_offload": True},
+        "inputs offloaded": {"enable_gradient_checkpointing": True, "enable_activation_offload": True},
+        "in pieces": {"enable_gradient_checkpointing": True, "tiled_mlp": TiledMLPConfig(enabled=True, num_shards=4)},
     }.items():
         engine = toy_engine(models["qwen3"], **changes)
         train(engine, range(2))
@@ -132,6 +135,25 @@ def export(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
     return found
 
 
+def lora(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
+    """An adapter that is off at first, trained, saved and loaded again."""
+    changes: dict[str, Any] = {"lora_rank": 3, "lora_alpha": 6.0}
+    engine = toy_engine(models["qwen3"], **changes)
+    shares, plans = cut(toy_batch([9, 30, 1, 14]), 2, max_rows=1)
+    engine.forward(shares[rank], plans[rank], {"log_probs"}, adapter=False)
+    metrics = train(engine, range(3))
+    engine.save(str(path / "lora"))
+    resumed = toy_engine(models["qwen3"], **changes)
+    resumed.load(str(path / "lora"))
+    return {
+        "grad_norm": metrics["grad_norm"],
+        "merged": exported(engine),
+        "full": {name: weight.clone() for name, weight in engine.export_weights(kind="full")},
+        "adapter": {name: weight.clone() for name, weight in engine.export_weights(kind="adapter")},
+        "resumed": {name: weight.clone() for name, weight in resumed.export_weights(kind="adapter")},
+    }
+
+
 def skipping(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
     """Of three updates the second is broken on rank 1 alone: a loss that is NaN there, with its gradient or without."""
     found: dict[str, Any] = {}
@@ -151,4 +173,22 @@ def skipping(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
             if step == 1:
                 found[kind] = {"before": before, "after the skip": exported(engine), "broken here": broken_here}
         found[kind] |= {"skipped": skipped, "weights": exported(engine)}
+    return found
+
+
+def experts(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for dtype in (torch.float64, torch.float32):
+        engine = toy_engine(models["experts"], dtype=str(dtype).removeprefix("torch."))
+        for name, (shares, plans) in all_cuts(invariance_batch("token-mean", dtype), 2).items():
+            grads = gradients(engine, shares[rank], plans[rank], ToyLoss())
+            found[f"{dtype} {name}"] = grads if rank == 0 else {}
+    cut_in_two = toy_engine(models["experts"], ulysses_sequence_parallel_size=2, router_aux_loss_coef=0.5)
+    (share,), (plan,) = cut(training_batch(0), 1, max_tokens=80)
+    found["ulysses"] = gradients(cut_in_two, share, plan, ToyLoss())
+    found["ulysses metrics"] = plain_numbers(cut_in_two.accumulate(share, plan, ToyLoss()))
+    engine = toy_engine(models["experts"])
+    train(engine, range(2))
+    engine.save(str(path / "experts")).result()
+    found["saved"], found["metrics"] = exported(engine), train(engine, range(2, 4))
     return found

@@ -1,0 +1,87 @@
+"""Where there can be no adapter, and which keys have no effect."""
+
+import pytest
+
+from configs.checks import check_generation, check_ppo, check_sft
+from configs.checks_parity import check_parity
+from configs.compose import compose
+from configs.keys import ConfigError
+from configs.schema.generation import GenerationConfig
+from configs.schema.parity import ParityConfig
+from configs.schema.ppo import PPOConfig
+from configs.schema.sft import SFTConfig
+
+MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+CHECKS = {
+    "ppo_trainer": (PPOConfig, lambda config, typed: check_ppo(config, typed, needs_values=True)),
+    "sft_trainer": (SFTConfig, check_sft),
+    "generation": (GenerationConfig, check_generation),
+    "parity": (ParityConfig, check_parity),
+}
+
+
+def lines(root: str, *overrides: str) -> list[str]:
+    schema, check = CHECKS[root]
+    typed = {word.partition("=")[0] for word in overrides}
+    try:
+        return [line for line in check(compose(root, schema, list(overrides)), typed) if "lora" in line]
+    except ConfigError as error:
+        return str(error).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("root", "overrides", "told"),
+    [
+        ("ppo_trainer", [f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=[q_proj]"], []),
+        ("sft_trainer", ["model.lora_rank=8"], []),
+        (
+            "ppo_trainer",
+            [f"{MODEL}.lora_rank=8", "actor_rollout_ref.actor.strategy=megatron", "critic.strategy=fsdp"],
+            [f"{MODEL}.lora_rank=8: the Megatron engine has no LoRA; take strategy=fsdp, or leave it out"],
+        ),
+        (
+            "ppo_trainer",
+            ["critic.model.lora_adapter_path=there", "critic.strategy=megatron"],
+            ["critic.model.lora_adapter_path=there: the Megatron engine has no LoRA; take strategy=fsdp, or leave it out"],
+        ),
+        (
+            "sft_trainer",
+            ["model.lora_rank=2", "engine.strategy=megatron"],
+            ["model.lora_rank=2: the Megatron engine has no LoRA; take strategy=fsdp, or leave it out"],
+        ),
+        (
+            "parity",
+            [f"{MODEL}.lora_rank=2", "actor_rollout_ref.actor.strategy=megatron"],
+            [f"{MODEL}.lora_rank=2: the Megatron engine has no LoRA; take strategy=fsdp, or leave it out"],
+        ),
+        (
+            "ppo_trainer",
+            ["rollout=embedded", f"{MODEL}.lora_rank=2", f"{ROLLOUT}.lora_sync=adapter"],
+            [f"{ROLLOUT}.lora_sync=adapter: the embedded engine takes whole weights alone; leave it at merged"],
+        ),
+        (
+            "generation",
+            ["rollout=embedded", f"{MODEL}.lora_adapter_path=a", f"{ROLLOUT}.lora_sync=adapter"],
+            [f"{ROLLOUT}.lora_sync=adapter: the embedded engine takes whole weights alone; leave it at merged"],
+        ),
+        ("ppo_trainer", [f"{MODEL}.lora_rank=2", f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.lora_sync=adapter"], []),
+        (
+            "ppo_trainer",
+            [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.lora_sync=adapter", "critic.model.lora_alpha=3"],
+            [
+                "critic.model.lora_alpha has no effect: critic.model.lora_rank=0, all parameters are trained",
+                f"{ROLLOUT}.lora_sync=adapter has no effect: the model has no LoRA adapter",
+            ],
+        ),
+        (
+            "ppo_trainer",
+            [f"{MODEL}.lora_adapter_path=a", f"{MODEL}.target_modules=[q_proj]", "actor_rollout_ref.actor.use_kl_loss=true"],
+            [
+                f"{MODEL}.target_modules has no effect: the adapter in {MODEL}.lora_adapter_path has its own",
+                f"the reference is {MODEL}.path alone, without the adapter of lora_adapter_path",
+            ],
+        ),
+    ],
+)  # fmt: skip
+def test_lines(root: str, overrides: list[str], told: list[str]) -> None:
+    assert lines(root, *overrides) == told

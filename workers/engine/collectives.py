@@ -1,0 +1,58 @@
+"""Collectives that gradients go back through."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def gather(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """(n, ...) of each rank -> (ranks * n, ...), in the order of ranks. The gradient is summed over them: each uses all of it."""
+    whole: Tensor = _Gather.apply(mine, group, True)
+    return whole
+
+
+def gather_alike(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The same, where every rank does the same with it afterwards: its gradient is each rank's own part."""
+    whole: Tensor = _Gather.apply(mine, group, False)
+    return whole
+
+
+def all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """(ranks, ...), a part for each rank -> (ranks, ...), a part from each rank."""
+    received: Tensor = _AllToAll.apply(parts, group)
+    return received
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, group: dist.ProcessGroup, summed: bool) -> Tensor:
+        ctx.group, ctx.summed = group, summed
+        whole = mine.new_empty(group.size() * len(mine), *mine.shape[1:])
+        dist.all_gather_into_tensor(whole, mine.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        group = ctx.group
+        gradient = gradient.contiguous()
+        if ctx.summed:
+            dist.all_reduce(gradient, group=group)
+        return gradient.chunk(group.size())[group.rank()], None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        received = torch.empty_like(parts, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, parts.contiguous(), group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """What came from a rank goes back to it."""
+        return all_to_all(gradient, ctx.group), None

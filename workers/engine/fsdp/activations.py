@@ -1,0 +1,101 @@
+"""What long rows cost in activations, made less: layer inputs on the host, and MLPs a piece of the tokens at a time.
+
+docs/performance.md has what each buys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import save_on_cpu
+
+from workers.engine.hf_model import PackedModel
+
+PARTS_OF_AN_MLP = {"gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn", "activation_fn"}
+Run = Callable[[Tensor], Tensor]
+
+
+def keep_inputs_on_host(model: PackedModel) -> None:
+    """What a layer keeps for its backward is kept in pinned host memory: its input alone, after ``recompute_layers``."""
+    for layer in model.layers:
+        layer.forward = partial(_saving_on_host, layer.forward)
+
+
+def _saving_on_host(forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    with save_on_cpu(pin_memory=torch.cuda.is_available()):
+        return forward(*args, **named)
+
+
+def tile_mlps(model: PackedModel, shards: int) -> None:
+    """Each layer's MLP runs on ``shards`` pieces of the tokens in turn, in the forward and in the backward, where each piece is
+    computed again. Raises ValueError for layers whose MLP is not known to treat every token by itself, in the same way.
+    """
+    for layer in model.layers:
+        children = dict(layer.named_children())
+        if "mlp" not in children or not {name for name, _ in children["mlp"].named_children()} <= PARTS_OF_AN_MLP:
+            raise ValueError(f"model.tiled_mlp.enabled=true: {type(layer).__name__} has no MLP of gate, up and down alone")
+        mlp = children["mlp"]
+        mlp.forward = partial(_tiled, mlp, mlp.forward, shards)
+
+
+def _tiled(mlp: nn.Module, run: Run, shards: int, x: Tensor) -> Tensor:
+    """x (1, T, H) -> (1, T, H). The weights are asked for here: a sharding engine has just put them into the module."""
+    weights = [weight for weight in mlp.parameters() if weight.requires_grad]
+    if not (torch.is_grad_enabled() and (x.requires_grad or weights)):
+        return _in_pieces(run, shards, x)
+    # The input is kept by a node of its own, the last of the layer's to keep anything: a recomputed layer stops there, before the
+    # MLP, which its backward computes anyway.
+    kept: Tensor = _Keep.apply(x.new_empty(0).requires_grad_(), x)
+    tiled: Tensor = _Tiled.apply(run, shards, kept.grad_fn, kept, x, *weights)
+    return tiled
+
+
+def _in_pieces(run: Run, shards: int, x: Tensor) -> Tensor:
+    """Without gradient; no second copy of the whole."""
+    out = torch.empty_like(x)
+    for there, piece in zip(out.chunk(shards, 1), x.chunk(shards, 1), strict=True):
+        there.copy_(run(piece))
+    return out
+
+
+class _Keep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, d_anchor: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Run, shards: int, keeper: Any, kept: Tensor, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.run, ctx.shards, ctx.keeper, ctx.weights = run, shards, keeper, weights
+        return _in_pieces(run, shards, x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.keeper.saved_tensors
+        d_x = torch.empty_like(x)
+        # Sums over pieces are kept in float32 whatever the weights' dtype.
+        sums = [torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) for weight in ctx.weights]
+        pieces = (whole.chunk(ctx.shards, 1) for whole in (x, d_x, d_out))
+        for piece, d_piece, d_there in zip(*pieces, strict=True):
+            piece = piece.detach().requires_grad_()
+            with torch.enable_grad():
+                out = ctx.run(piece)
+            gradient, *of_weights = torch.autograd.grad(out, [piece, *ctx.weights], d_there)
+            d_piece.copy_(gradient)
+            for total, part in zip(sums, of_weights, strict=True):
+                total += part
+            del out, gradient, of_weights  # not beside the next piece's
+        of_weights = [total.to(weight.dtype) for total, weight in zip(sums, ctx.weights, strict=True)]
+        return None, None, None, None, d_x, *of_weights
