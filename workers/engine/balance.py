@@ -58,7 +58,7 @@ class LoadBalance:
         self._load = self._load + load * real
         tokens = int(load[0].sum()) // self._top_k
         loss, counted = balance_loss(load, probabilities, tokens), tokens * real
-        return self._weight * counted * loss, {"moe/aux_loss": Metric(float(loss.detach()), "mean", counted)}
+        return self._weight * counted * loss, {"moe_aux_loss": Metric(float(loss.detach()), "mean", counted)}
 
     def metrics(self) -> Metrics:
         """Over the mini-batch, of all ranks. Collective.
@@ -69,4 +69,4 @@ class LoadBalance:
         dist.all_reduce(self._load)
         busiest = (self._load.amax(1) / self._load.mean(1)).max()
         dead = (self._load == 0).double().mean()
-        return {"moe/load_max_over_mean": Metric(float(busiest), "mean"), "moe/dead_experts": Metric(float(dead), "mean")}
+        return {"moe_load_max_over_mean": Metric(float(busiest), "mean"), "moe_dead_experts": Metric(float(dead), "mean")}
