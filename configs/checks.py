@@ -15,7 +15,8 @@ from configs.checks_batches import (
     wants_ref,
 )
 from configs.checks_lora import lora_notes, lora_problems, lora_sync_notes, lora_sync_problems
-from configs.checks_megatron import data_parallel_size, megatron_notes, megatron_problems, repeat_problems
+from configs.checks_megatron import megatron_notes, megatron_problems, repeat_problems
+from configs.checks_parallel import data_parallel_size, parallel_notes, parallel_problems
 from configs.checks_rollout import ROLLOUT, determinism_problems, engine_notes, engine_problems, workers_in_words, world_size
 from configs.keys import ConfigError
 from configs.schema.common import ModelConfig, RunConfig, ShardedConfig, WorkersConfig
@@ -42,6 +43,7 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
     problems = [
         *_run_problems(config.trainer),
         *_replay_problems(config.trainer.replay),
+        *parallel_problems(roles, config.trainer),
         *megatron_problems(roles, config.trainer),
         *repeat_problems(roles, config.trainer),
         *activation_problems("actor_rollout_ref.model", config.actor_rollout_ref.model, config.actor_rollout_ref.actor),
@@ -69,7 +71,13 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
         )
     if problems:
         raise ConfigError("\n".join(problems))
-    return [*_run_notes(config.trainer), *_ppo_notes(config, typed), *megatron_notes(roles), *alarm_notes(config, typed)]
+    return [
+        *_run_notes(config.trainer),
+        *_ppo_notes(config, typed),
+        *parallel_notes(roles),
+        *megatron_notes(roles),
+        *alarm_notes(config, typed),
+    ]
 
 
 def _models(config: PPOConfig, has_critic: bool) -> dict[str, tuple[ModelConfig, ShardedConfig]]:
@@ -86,6 +94,7 @@ def check_sft(config: SFTConfig, typed: Collection[str]) -> list[str]:
     roles, shares = {"engine": engine}, data_parallel_size(engine, trainer)
     problems = [
         *_run_problems(trainer),
+        *parallel_problems(roles, trainer),
         *megatron_problems(roles, trainer),
         *repeat_problems(roles, trainer),
         *lora_problems({"model": (config.model, engine)}),
@@ -98,7 +107,7 @@ def check_sft(config: SFTConfig, typed: Collection[str]) -> list[str]:
     problems += cut.problems(trainer, data.max_length, f"data.max_length = {data.max_length}")
     if problems:
         raise ConfigError("\n".join(problems))
-    return [*_run_notes(trainer), *megatron_notes(roles), *lora_notes("model", config.model, typed)]
+    return [*_run_notes(trainer), *parallel_notes(roles), *megatron_notes(roles), *lora_notes("model", config.model, typed)]
 
 
 def check_generation(config: GenerationConfig, typed: Collection[str]) -> list[str]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from configs.checks_megatron import context_parallel_size, data_parallel_size
+from configs.checks_parallel import context_parallel_key, context_parallel_size, data_parallel_size
 from configs.checks_rollout import ROLLOUT, workers_in_words, world_size
 from configs.schema.common import ShardedConfig, WorkersConfig
 from configs.schema.ppo import PPOConfig
@@ -74,8 +74,8 @@ class Cut:
             yield f"{key}={self.over_all}: {error}; {self.kind}micro_batch_size_per_gpu counts for one"
             return
         if tokens is not None and tokens < longest:
-            ranks = context_parallel_size(self.role)
-            size = "so many tokens" if ranks == 1 else f"{self.max_tokens} * {ranks} (context_parallel_size) = {tokens} tokens"
+            ranks, name = context_parallel_size(self.role), context_parallel_key(self.role)
+            size = "so many tokens" if ranks == 1 else f"{self.max_tokens} * {ranks} ({name}) = {tokens} tokens"
             key = f"{self.key}.{self.kind}max_token_len_per_gpu"
             yield f"{key}={self.max_tokens}: a micro-batch of {size} does not hold the longest row, {longest_in_words}"
 

@@ -33,17 +33,6 @@ LEFT_OUT = {
 }
 
 
-def data_parallel_size(role: ShardedConfig, trainer: WorkersConfig) -> int:
-    """The shares that a batch of the role falls into: GPUs by those that hold one copy of the model together. 1 where that does
-    not divide, which megatron_problems tells."""
-    return max(1, world_size(trainer) // (role.megatron.model_parallel_size if role.strategy == "megatron" else 1))
-
-
-def context_parallel_size(role: ShardedConfig) -> int:
-    """GPUs that the tokens of one micro-batch are spread over."""
-    return role.megatron.context_parallel_size if role.strategy == "megatron" else 1
-
-
 def megatron_problems(roles: Mapping[str, ShardedConfig], trainer: WorkersConfig) -> Iterator[str]:
     """roles: by their key, those that share GPUs."""
     cut = {key: role.megatron for key, role in roles.items() if role.strategy == "megatron"}

@@ -7,6 +7,7 @@ from configs.checks import ROLLOUT, engine_notes, engine_problems, worker_proble
 from configs.checks_batches import model_length_problems
 from configs.checks_lora import lora_problems, lora_sync_problems
 from configs.checks_megatron import megatron_notes, megatron_problems
+from configs.checks_parallel import parallel_notes, parallel_problems
 from configs.keys import ConfigError, did_you_mean
 from configs.schema.parity import ParityConfig
 from configs.schema.ppo import RolloutEngineConfig
@@ -19,6 +20,7 @@ def check_parity(config: ParityConfig, typed: Collection[str]) -> list[str]:
     known = get_args(get_type_hints(RolloutEngineConfig)["name"])
     problems = [
         *worker_problems(config.trainer),
+        *parallel_problems(roles, config.trainer),
         *megatron_problems(roles, config.trainer),
         *lora_problems({"actor_rollout_ref.model": (config.actor_rollout_ref.model, config.actor_rollout_ref.actor)}),
         *model_length_problems(data.max_prompt_length, data.max_response_length, rollout.max_model_len),
@@ -31,7 +33,7 @@ def check_parity(config: ParityConfig, typed: Collection[str]) -> list[str]:
         problems.append(f"engines=[{','.join(config.engines)}]: one engine at least, and none twice")
     unknown = [name for name in config.engines if name not in known]
     problems += [f"engines: {name}: no such engine; known: {', '.join(known)}{did_you_mean(name, known)}" for name in unknown]
-    notes = list(megatron_notes(roles))
+    notes = [*parallel_notes(roles), *megatron_notes(roles)]
     for name in config.engines:
         if name in known:
             own = config.actor_rollout_ref.rollout_of(name)

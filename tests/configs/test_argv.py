@@ -109,8 +109,8 @@ def test_two_bounds_are_not_one_number(typed: str, kept: str) -> None:
     ("typed", "told"),
     [
         ("trainer.validation_data_dir=x", "shows answers"),
-        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "leave it at 1"),
-        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=1,2", "leave it at 1"),
+        ("actor_rollout_ref.actor.megatron.expert_model_parallel_size=2", "leave it out"),
+        ("actor_rollout_ref.actor.megatron.expert_model_parallel_size=1,2", "leave it out"),
         ("actor_rollout_ref.model.lora.dropout=0.1", "no dropout in training"),
         ("critic.model.exclude_modules=[lm_head]", "model.target_modules, none is excluded"),
         ("actor_rollout_ref.model.lora.type=dora", "the one kind of adapter"),

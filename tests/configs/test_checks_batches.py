@@ -16,10 +16,18 @@ DEFAULTS = compose("ppo_trainer", PPOConfig)
 
 
 def limits(
-    per_gpu: int | None, over_all: int | None, dynamic: bool, *, gpus: int = 2, strategy: Strategy = "fsdp", **sizes: int
+    per_gpu: int | None,
+    over_all: int | None,
+    dynamic: bool,
+    *,
+    gpus: int = 2,
+    strategy: Strategy = "fsdp",
+    ulysses: int = 1,
+    **sizes: int,
 ) -> tuple[int | None, int | None]:
     actor = DEFAULTS.actor_rollout_ref.actor
-    role = replace(actor, strategy=strategy, megatron=replace(actor.megatron, **sizes))  # type: ignore[arg-type] # sizes are numbers
+    fsdp = replace(actor.fsdp_config, ulysses_sequence_parallel_size=ulysses)
+    role = replace(actor, strategy=strategy, fsdp_config=fsdp, megatron=replace(actor.megatron, **sizes))  # type: ignore[arg-type] # sizes are numbers
     return micro_batch_limits(per_gpu, over_all, dynamic, 100, role, replace(DEFAULTS.trainer, n_gpus_per_node=gpus))
 
 
@@ -54,6 +62,15 @@ def test_a_copy_of_the_model_counts_once() -> None:
     assert limits(4, None, False, gpus=8, strategy="megatron", **four) == (None, 4)
     with pytest.raises(ValueError, match=r"5 / 4 = 1\.25"):
         limits(None, 5, False, gpus=8, strategy="megatron", context_parallel_size=2)
+
+
+def test_ulysses_spreads_tokens_and_leaves_fewer_shares() -> None:
+    assert limits(None, None, True, ulysses=2) == (200, None)
+    assert limits(None, 16, False, gpus=8, ulysses=2) == (None, 4)
+    assert limits(4, None, False, gpus=8, ulysses=2) == (None, 4)
+    with pytest.raises(ValueError, match=r"5 / 4 = 1\.25"):
+        limits(None, 5, False, gpus=8, ulysses=2)
+    assert limits(None, None, True, strategy="megatron", ulysses=2) == (100, None)
 
 
 def test_context_parallelism_spreads_the_tokens_of_a_micro_batch() -> None:

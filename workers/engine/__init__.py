@@ -12,7 +12,8 @@ def check_engine(key: str, role: ShardedConfig, model: ModelConfig, head: Head, 
 
     Raises ValueError, which says what to do, and FileNotFoundError where the model is not.
     """
-    if not isinstance(role.sharding, MegatronConfig):
+    if isinstance(role.sharding, FSDPConfig):
+        check_shared_heads(key, role.sharding, model, head)
         return check_adapter(key, model, head)
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
         raise ValueError(
@@ -33,6 +34,19 @@ def check_engine(key: str, role: ShardedConfig, model: ModelConfig, head: Head, 
         check_model(model_config(model, head), role.sharding)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
+
+
+def check_shared_heads(key: str, fsdp: FSDPConfig, model: ModelConfig, head: Head) -> None:
+    """Whether the model's heads can be shared by the GPUs of Ulysses. See check_engine."""
+    if fsdp.ulysses_sequence_parallel_size == 1:
+        return
+    from workers.engine.hf_model import model_config
+    from workers.engine.ulysses import check_heads
+
+    try:
+        check_heads(model_config(model, head), fsdp.ulysses_sequence_parallel_size)
+    except ValueError as error:
+        raise ValueError(f"{key}.{error}") from error
 
 
 def check_adapter(key: str, model: ModelConfig, head: Head) -> None:

@@ -16,8 +16,9 @@ from workers.engine.base import Weights
 class AdapterSource:
     """given: what was asked for, whole weights or the adapter, once for each time."""
 
-    def __init__(self, base: PreTrainedModel, model: ModelConfig) -> None:
-        self.base, self.given = base, list[Weights]()
+    def __init__(self, base: PreTrainedModel, model: ModelConfig, device: str = "cpu") -> None:
+        """device: where the weights come from, as a trainer's do. They are kept on the CPU."""
+        self.base, self.given, self.device = base, list[Weights](), device
         self.adapter_config = LoraConfig(
             r=model.lora_rank, lora_alpha=cast(int, model.lora_alpha), target_modules=cast(Any, model.target_modules)
         )
@@ -44,4 +45,5 @@ class AdapterSource:
 
     def export_weights(self, *, dtype: torch.dtype | None = None, kind: Weights = "merged") -> Iterator[tuple[str, Tensor]]:
         self.given.append(kind)
-        yield from {"full": self.base.named_parameters, "adapter": self.weights().items}[kind]()
+        named = {"full": self.base.named_parameters, "adapter": self.weights().items}[kind]()
+        yield from ((name, weight.to(self.device)) for name, weight in named)

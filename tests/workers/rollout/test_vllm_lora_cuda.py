@@ -29,7 +29,7 @@ def main(rank: int, path: str, way: str) -> None:
     lora: dict[str, Any] = {"lora_rank": 8, "lora_alpha": 32.0}
     host = Host(place(), DEVICE, 600.0)
     model = AutoModelForCausalLM.from_pretrained(path).eval()
-    source = AdapterSource(model, model_config(path, **lora))
+    source = AdapterSource(model, model_config(path, **lora), DEVICE)
     engine = start(host, model, lora=lora, lora_sync="adapter", **WAYS[way])
     config = replace(spec_of(path, name="vllm", lora_sync="adapter").rollout, verify_weights="full")
     sync = WeightSync(engine, cast(Any, source), config, rank=0)

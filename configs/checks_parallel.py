@@ -1,0 +1,54 @@
+"""How the GPUs of a role share rows, tokens and parameters; see configs/checks.py. Megatron's own cuts: checks_megatron.py."""
+
+from collections.abc import Iterator, Mapping
+
+from configs.checks_rollout import workers_in_words, world_size
+from configs.schema.common import ShardedConfig, WorkersConfig
+
+
+def data_parallel_size(role: ShardedConfig, trainer: WorkersConfig) -> int:
+    """The shares that a batch of the role falls into: GPUs by those that work on the same rows. 1 where that does not divide,
+    which parallel_problems and megatron_problems tell."""
+    together = role.megatron.model_parallel_size if role.strategy == "megatron" else context_parallel_size(role)
+    return max(1, world_size(trainer) // together)
+
+
+def context_parallel_size(role: ShardedConfig) -> int:
+    """GPUs that the tokens of one micro-batch are spread over."""
+    if role.strategy == "megatron":
+        return role.megatron.context_parallel_size
+    return role.fsdp_config.ulysses_sequence_parallel_size
+
+
+def context_parallel_key(role: ShardedConfig) -> str:
+    """The last part of the key that says so."""
+    return "context_parallel_size" if role.strategy == "megatron" else "ulysses_sequence_parallel_size"
+
+
+def parallel_problems(roles: Mapping[str, ShardedConfig], trainer: WorkersConfig) -> Iterator[str]:
+    """roles: by their key, those on the FSDP engine among them."""
+    workers = world_size(trainer)
+    for key, role in roles.items():
+        if role.strategy != "fsdp":
+            continue
+        size, ranks = role.fsdp_config.fsdp_size, role.fsdp_config.ulysses_sequence_parallel_size
+        if size == 0:
+            yield f"{key}.fsdp_config.fsdp_size=0: must be -1 (all GPUs share one copy), or so many that do, 1 at least"
+        elif size > 0 and workers % size:
+            yield f"{key}.fsdp_config.fsdp_size={size}: {_does_not_divide(size, trainer)}"
+        if workers % ranks:
+            yield f"{key}.fsdp_config.ulysses_sequence_parallel_size={ranks}: {_does_not_divide(ranks, trainer)}"
+
+
+def parallel_notes(roles: Mapping[str, ShardedConfig]) -> Iterator[str]:
+    for key, role in roles.items():
+        if role.strategy == "megatron" and role.fsdp_config.ulysses_sequence_parallel_size > 1:
+            yield (
+                f"{key}.fsdp_config.ulysses_sequence_parallel_size has no effect with strategy=megatron; "
+                f"{key}.megatron.context_parallel_size cuts rows there"
+            )
+
+
+def _does_not_divide(size: int, trainer: WorkersConfig) -> str:
+    workers = world_size(trainer)
+    return f"does not divide {workers_in_words(trainer)} ({workers} = {workers // size} * {size} + {workers % size})"
