@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from configs.schema.common import FSDPConfig, ModelConfig, TiledMLPConfig
 
 ARCHITECTURES: dict[str, type[PretrainedConfig]] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+MIXTURES: dict[str, type[PretrainedConfig]] = {"qwen3_moe": Qwen3MoeConfig}
 
 
 def tiny_config(architecture: str = "qwen2", **changes: object) -> PretrainedConfig:
@@ -25,9 +26,11 @@ def tiny_config(architecture: str = "qwen2", **changes: object) -> PretrainedCon
         "eos_token_id": 1,
         "pad_token_id": 0,
     }
-    if architecture == "qwen3":
+    if architecture in ("qwen3", "qwen3_moe"):
         sizes["head_dim"] = 8
-    return ARCHITECTURES[architecture](**(sizes | changes))
+    if architecture in MIXTURES:
+        sizes |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    return (ARCHITECTURES | MIXTURES)[architecture](**(sizes | changes))
 
 
 def save_tiny_model(

@@ -3,8 +3,9 @@
     python scripts/bench/engines.py fsdp dp2 tp2 pp2 cp2 --shape 0.5b          # two GPUs
     python scripts/bench/engines.py fsdp megatron --shape tiny --device cpu    # the smoke version
 
-Each case has processes of its own. fsdp2 is FSDP on two ranks, fsdp2.sp2 with Ulysses over both, fsdp2.shard1 a copy on each; one,
-tp2, pp2, dp2, cp2 are Megatron's cuts, a dot between several (tp2.dp2); -local behind one: without Transformer Engine. x: tokens per second and GPU of a train step, to the first case's.
+Each case has processes of its own. fsdp2 is FSDP on two ranks, fsdp2.sp2 with Ulysses over both, fsdp2.shard1 a copy on each.
+one, tp2, pp2, dp2, cp2 are Megatron's cuts, a dot between several (tp2.dp2); -local behind one: without Transformer Engine. x:
+tokens per second and GPU of a train step, to the first case's.
 """
 
 import argparse

@@ -73,3 +73,17 @@ def test_a_missing_engine_is_one_line(there: tuple[str, ...], model: ModelConfig
         "or on a machine with a GPU scripts/install_engine.sh megatron cuda"
     )
     check_engine(ACTOR, role("fsdp"), model, "lm", "cpu")
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "megatron"])
+def test_routers_to_balance(model: ModelConfig, strategy: Any) -> None:
+    """Of either engine: a dense model has none."""
+    with pytest.raises(ValueError, match=r"^critic: model.router_aux_loss_coef=0.01: .* \(qwen2\) has no routers to balance"):
+        check_engine("critic", role(strategy), replace(model, router_aux_loss_coef=0.01), "value", "cpu")
+
+
+def test_a_mixture_of_experts(tmp_path: Path, model: ModelConfig) -> None:
+    mixture = replace(model, path=save_tiny_model(tmp_path, "qwen3_moe"), router_aux_loss_coef=0.01)
+    check_engine(ACTOR, role("fsdp"), mixture, "lm", "cpu")
+    with pytest.raises(ValueError, match=r"strategy=megatron knows llama, qwen2, qwen3, not qwen3_moe; strategy=fsdp takes"):
+        check_engine(ACTOR, role("megatron"), mixture, "lm", "cpu")

@@ -12,6 +12,7 @@ def check_engine(key: str, role: ShardedConfig, model: ModelConfig, head: Head, 
 
     Raises ValueError, which says what to do, and FileNotFoundError where the model is not.
     """
+    check_routers(key, model, head)
     if isinstance(role.sharding, FSDPConfig):
         check_shared_heads(key, role.sharding, model, head)
         check_tiling(key, model, head)
@@ -61,6 +62,18 @@ def check_tiling(key: str, model: ModelConfig, head: Head) -> None:
 
     try:
         tile_mlps(empty_model(model, model_config(model, head), head, torch.float32), model.tiled_mlp.num_shards)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+
+
+def check_routers(key: str, model: ModelConfig, head: Head) -> None:
+    """Whether the model has what model.router_aux_loss_coef is about. See check_engine."""
+    if not model.router_aux_loss_coef:
+        return
+    from workers.engine.hf_model import DTYPES, empty_model, model_config
+
+    try:
+        empty_model(model, model_config(model, head), head, DTYPES["bfloat16"])
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from transformers.models.auto.modeling_auto import (
 
 from configs.schema.common import Dtype, ModelConfig
 from workers.engine.attention import PACKED_ATTENTION, PackedRows
+from workers.engine.balance import ROUTED, measure
 from workers.engine.base import Head
 from workers.engine.logprob import head_all_log_probs, head_log_probs, head_sum_pi_squared, head_top_log_probs
 
@@ -51,6 +52,10 @@ class PackedModel(nn.Module):
         super().__init__()
         self.hf = hf
         self.head = head
+        body: PreTrainedModel = hf.base_model  # type: ignore[assignment] # a property without a type
+        routed = "router_logits" in (body._can_record_outputs or {})
+        self.top_k: int | None = hf.config.get_text_config().to_dict().get("num_experts_per_tok") if routed else None
+        """Experts of each token; None: there are no routers."""
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -71,6 +76,8 @@ class PackedModel(nn.Module):
         predicted: Tensor | None = None,
         temperature: float = 1.0,
         outputs: Collection[str] = ("log_probs",),
+        routed: int | None = None,
+        routed_gradient: bool = False,
     ) -> dict[str, Tensor]:
         """input_ids, positions: int64 (T,), positions starting from 0 in each row. predicted: int64 (N,), the tokens
         whose log-probs are wanted, none of them the first of its row; a value head answers for every token, a reward head
@@ -78,26 +85,33 @@ class PackedModel(nn.Module):
 
         Returns, at least in float32: log_probs and what else ``outputs`` names, 0 where not predicted; or values (T,), of the
         state before each token, 0 for a row's first, and last_value (B,), of the state after each row; or scores (B,), of that.
+        And what the routers did with the first ``routed`` tokens, if that is said: ROUTED, see balance.measure.
         """
+        told = {"output_router_logits": True} if routed is not None else {}
         here = None if predicted is None else rows.own_places(predicted - 1, len(input_ids))
         body = self.hf.base_model(
             input_ids=rows.own(input_ids)[None],
             position_ids=rows.own(positions)[None],
             use_cache=False,
             packed_rows=rows,
+            **told,
         )
-        hidden = body.last_hidden_state[0]
+        hidden, routing = body.last_hidden_state[0], {}
+        if routed is not None:
+            assert self.top_k is not None, "routers alone do that"
+            logits = (rows.whole(layer if routed_gradient else layer.detach())[:routed] for layer in body.router_logits)
+            routing = dict(zip(ROUTED, measure(logits, self.top_k), strict=True))
         if self.head != "lm":
             after = rows.whole(self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0])
             last = after.index_select(0, rows.cu_seqlens[1:] - 1)
             if self.head == "reward":
-                return {"scores": last}
-            return {"values": torch.where(positions == 0, 0.0, after.roll(1)), "last_value": last}
+                return routing | {"scores": last}
+            return routing | {"values": torch.where(positions == 0, 0.0, after.roll(1)), "last_value": last}
         assert here is not None, "a language head wants to know which tokens"
         # What each token predicts is the next one, on whichever rank that is.
         targets = rows.own(input_ids.roll(-1))[here]
         found = self._language_head(hidden.index_select(0, here), targets, temperature, outputs)
-        return {
+        return routing | {
             name: rows.whole(out.new_zeros(len(hidden), *out.shape[1:]).index_copy(0, here, out)).roll(1, 0)
             for name, out in found.items()
         }
@@ -205,7 +219,18 @@ def empty_model(model: ModelConfig, config: PretrainedConfig, head: Head, dtype:
         )
     if not hf._supports_attention_backend or hf._is_stateful:
         raise ValueError(f"model.path {model.path}: {config.model_type} cannot be packed: its attention or state is its own")
-    return PackedModel(hf.eval(), head)
+    packed = PackedModel(choose_experts(hf.eval()), head)
+    if model.router_aux_loss_coef and packed.top_k is None:
+        coefficient = f"model.router_aux_loss_coef={model.router_aux_loss_coef:g}"
+        raise ValueError(f"{coefficient}: {model.path} ({config.model_type}) has no routers to balance; leave it at 0")
+    return packed
+
+
+def choose_experts(hf: PreTrainedModel) -> PreTrainedModel:
+    """How experts are multiplied. transformers' own choice is torch's grouped_mm, which has no float64; the plain loop has."""
+    if hf.dtype == torch.float64:
+        hf.set_experts_implementation("eager")
+    return hf
 
 
 def load_model(model: ModelConfig, config: PretrainedConfig, head: Head, dtype: torch.dtype) -> PackedModel:
@@ -230,7 +255,7 @@ def load_model(model: ModelConfig, config: PretrainedConfig, head: Head, dtype: 
             output_loading_info=True,
         )
     transformers.logging.set_verbosity(verbosity)
-    packed = PackedModel(hf.eval(), head)
+    packed = PackedModel(choose_experts(hf.eval()), head)
     missing = set(report["missing_keys"])
     new: list[Tensor] = []
     if head != "lm":
@@ -294,6 +319,14 @@ def write_description(model: PreTrainedModel, directory: Path) -> list[str]:
         return ["config.json"]
     model.generation_config.save_pretrained(directory)
     return ["config.json", "generation_config.json"]
+
+
+def active_parameters(parameters: Mapping[str, Tensor], top_k: int | None) -> int:
+    """How many a token passes: of a layer's E experts, (E, ..., ...), ``top_k``."""
+    return sum(
+        param.numel() * top_k // len(param) if top_k is not None and ".experts." in name else param.numel()
+        for name, param in parameters.items()
+    )
 
 
 def model_flops(

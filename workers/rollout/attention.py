@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from workers.engine.attention import PackedRows, packed_attention
 from workers.rollout.kv_cache import LANES, CacheShape, KVCache, round_up
@@ -148,11 +148,14 @@ class ShapeProbe:
         return packed_attention(module, query, key, value, attention_mask, packed_rows=rows, **kwargs)[0]
 
 
-def probe_cache_shape(model: nn.Module) -> CacheShape:
+def probe_cache_shape(model: PreTrainedModel) -> CacheShape:
     """model: a causal LM on the meta device. Raises ValueError for attention that the cache cannot hold."""
     probe = ShapeProbe()
     tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    experts = model.get_experts_implementation()
+    model.set_experts_implementation("batched_mm")  # the others have no meta device
     model(input_ids=tokens, position_ids=tokens, use_cache=False, step=probe)
+    model.set_experts_implementation(experts)
     shapes = set(probe.layers.values())
     if len(shapes) != 1 or sorted(probe.layers) != list(range(len(probe.layers))):
         raise ValueError(

@@ -128,9 +128,14 @@ class Rollout(ABC):
             done.update((completion.id, completion) for completion in self.step())
         return [done[request.id] for request in requests]
 
+    def in_its_names(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        """The trainer's weights, which have the names of transformers' modules, as load_weights takes them and held_weights names
+        them: views. An engine that is transformers' own takes them as they are."""
+        return weights
+
     @abstractmethod
     def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Copy weights (Hugging Face names, full tensors) into the engine and drop what depends on the old ones."""
+        """Copy weights (names of in_its_names, full tensors) into the engine and drop what depends on the old ones."""
 
     def share_weights(self, weights: dict[str, Tensor], version: int) -> bool:
         """Use the trainer's own tensors, no copy. False: this engine, or these tensors, cannot; call load_weights."""

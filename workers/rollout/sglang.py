@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from multiprocessing.reduction import ForkingPickler
@@ -23,6 +23,7 @@ from workers.controller.shell import free_port
 from workers.engine.hf_model import DTYPES, empty_model, model_config, vocab_size
 from workers.rollout.attention import CACHED_ATTENTION, probe_cache_shape
 from workers.rollout.base import Completion, EngineAsleep, Request, Rollout, RolloutSpec, check_requests
+from workers.rollout.file_names import FileNames
 from workers.rollout.sglang_client import Client, SharedBucket, buckets
 from workers.rollout.verification import HeldWeight, Lines, cost_of_reading
 from workers.rollout.weights import ExpectedWeights
@@ -75,7 +76,8 @@ class SGLangRollout(Rollout):
         self.bucket_bytes = min(allowed, AHEAD) if spec.device == "cpu" else allowed
         self.device = torch.device("cpu") if spec.device == "cpu" else torch.device("cuda", place.local_rank)
         model = empty_model(spec.model, model_config(spec.model, "lm"), "lm", self.dtype).hf
-        self.expected = ExpectedWeights(model.state_dict(keep_vars=True))
+        self._file_names = FileNames(model)
+        self.expected = ExpectedWeights(dict(self.in_its_names(model.state_dict(keep_vars=True).items())))
         self.vocab_size = vocab_size(spec.model)
         self._shared = [SharedBucket(number, self.device, self.dtype) for number in range(2)]
         self.adapter: AdapterInSGLang | None = None
@@ -178,6 +180,9 @@ class SGLangRollout(Rollout):
             self._take(self.engine.call("abort", begun))
 
     # Weights and memory
+
+    def in_its_names(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        return self._file_names.split(weights)
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Raises ValueError, naming weights that are missing, unexpected or of another shape; the engine then has none. Raises

@@ -11,7 +11,7 @@ import gc
 import math
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +25,7 @@ from workers.controller.group import WorkerInfo
 from workers.controller.session import set_environment
 from workers.engine.hf_model import DTYPES, empty_model, model_config, vocab_size
 from workers.rollout.base import Completion, EngineAsleep, Request, Rollout, RolloutSpec, check_requests
+from workers.rollout.file_names import FileNames
 from workers.rollout.sampling import stream_keys
 from workers.rollout.verification import HeldWeight
 from workers.rollout.weights import ExpectedWeights
@@ -54,7 +55,7 @@ class Answer:
 
 class VLLMRollout(Rollout):
     _fenced: Callable[[], AbstractContextManager[None]]
-    _packed: Callable[..., HeldWeight | None]
+    _packed: Callable[..., list[HeldWeight]]
     _adapter: ExpectedAdapter | None = None
     _base_there = False
     """The weights that an adapter is beside; they outlive sleep."""
@@ -65,7 +66,8 @@ class VLLMRollout(Rollout):
         self.max_length = spec.max_model_len
         self._dtype = DTYPES[spec.rollout.dtype]
         model = empty_model(spec.model, model_config(spec.model, "lm"), "lm", self._dtype).hf
-        self.expected = ExpectedWeights(model.state_dict(keep_vars=True))
+        self._file_names = FileNames(model)
+        self.expected = ExpectedWeights(dict(self.in_its_names(model.state_dict(keep_vars=True).items())))
         self.vocab_size = vocab_size(spec.model)
         arguments = engine_arguments(spec)
         with ExitStack() as opening:
@@ -159,6 +161,9 @@ class VLLMRollout(Rollout):
         return [self._completion(answer, "abort") for answer in chosen]
 
     # Weights and memory
+
+    def in_its_names(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        return self._file_names.split(weights)
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Raises ValueError, naming weights that are missing, unexpected or of another shape; the engine then has none.
@@ -320,8 +325,9 @@ def prepare_worker(worker: Any) -> int:
     return sum(cache.nbytes for cache in runner.kv_caches)
 
 
-def nothing_packed(module: nn.Module, parts: Sequence[Any], *, exact: bool) -> None:
+def nothing_packed(module: nn.Module, leaf: str, parts: Sequence[Any], *, exact: bool) -> list[HeldWeight]:
     """Parameters are what vLLM computes with."""
+    return []
 
 
 def addresses(place: WorkerInfo) -> dict[str, str]:

@@ -12,8 +12,10 @@ import torch
 import torch.compiler
 from torch import nn
 from transformers import PreTrainedModel
+from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.lora.utils import is_moe_model
-from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -25,11 +27,12 @@ from workers.rollout.attention import CACHED_ATTENTION, probe_cache_shape
 from workers.rollout.base import EngineAsleep, RolloutSpec
 from workers.rollout.kv_cache import round_up
 from workers.rollout.memory import give_back_free_memory
-from workers.rollout.verification import HeldWeight
+from workers.rollout.verification import HeldWeight, cost_of_reading
 from workers.rollout.vllm import fenced
 from workers.rollout.vllm_weights import Part
 
 BLOCK = 128  # tokens of a block of vLLM's cache on CPU
+PACK = 32  # rows of an expert that are packed together
 
 
 def set_environment() -> None:
@@ -130,9 +133,13 @@ class SleepingWorker(CPUWorker):
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """vLLM packs a layer once its own weights have come; those of a tied head come under another name.
 
-        The old packed copies go first, so that no layer is there twice.
+        The old packed copies go first, so that no layer is there twice. Experts it packs when it makes their kernel, and then no
+        more (vLLM 0.32): the kernel is made anew.
         """
         self._drop_packed()
+        for module in self.model_runner.model.modules():
+            if isinstance(module, RoutedExperts):
+                module.quant_method.moe_kernel = None
         super().reload_weights(*args, **kwargs)
         names: dict[nn.Parameter, int] = {}
         layers = packed_layers(self.model_runner.model)
@@ -159,7 +166,7 @@ class PackedWeight(HeldWeight):
         self.names = tuple(part.name for part in parts)
         self._layer, self._parts = layer, parts
         self._fold = 1 if exact else len(MULTIPLIERS)
-        self._inputs: int = layer.input_size_per_partition
+        self._inputs: int = layer.input_size if isinstance(layer, ReplicatedLinear) else layer.input_size_per_partition
         self._dtype: torch.dtype = layer.params_dtype
         self.lines = -(-self._inputs // self._fold)
         self.line_bytes = self._fold * sum(part.rows for part in parts) * self._dtype.itemsize
@@ -193,10 +200,42 @@ class PackedWeight(HeldWeight):
         return probes[:, : self._inputs]
 
 
-def packed_weight(layer: nn.Module, parts: Sequence[Part], *, exact: bool) -> PackedWeight | None:
+class PackedExpert(HeldWeight):
+    """Rows of one expert's weight, which lie in memory in an order of vLLM's own, PACK rows at a time, each such line in one
+    piece.
+
+    What they must be is packed by vLLM's own function, which moves numbers and changes none.
+    """
+
+    def __init__(self, experts: Any, leaf: str, part: Part) -> None:
+        self.names = (part.name,)
+        self._experts, self._leaf, self._part = experts, leaf, part
+        self._isa: str = experts.quant_method.moe_kernel.fused_experts.isa
+        held = experts.get_parameter(leaf)
+        self._columns, self._dtype = held.shape[2], held.dtype
+        self.lines = -(-part.rows // PACK)
+        self.line_bytes = PACK * self._columns * held.itemsize
+        self.cost = cost_of_reading(self.line_bytes, self.lines)
+
+    def expected(self, part: int, tensor: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, float]:
+        """(stop - start, PACK * columns), zeros where vLLM has more rows or columns than the trainer."""
+        rows = self._part.of(tensor.detach())[start * PACK : stop * PACK].to(self._dtype)
+        missing = (stop - start) * PACK - len(rows)
+        rows = nn.functional.pad(rows, (0, self._columns - rows.shape[1], 0, missing))
+        return cpu_prepack_moe_weight(rows[None].contiguous(), self._isa).view(stop - start, -1), 0.0
+
+    def read(self, start: int, stop: int) -> list[torch.Tensor]:
+        packed = self._experts.get_parameter(self._leaf)[self._part.expert].view(-1, PACK * self._columns)
+        first = self._part.row // PACK
+        return [packed[first + start : first + stop]]
+
+
+def packed_weight(layer: nn.Module, leaf: str, parts: Sequence[Part], *, exact: bool) -> list[HeldWeight]:
     """An embedding has a packed copy too, for a head that is tied to it, but looks up its parameter."""
-    is_linear = isinstance(layer, LinearBase | ParallelLMHead)
-    return PackedWeight(layer, parts, exact=exact) if is_linear and "cpu_linear" in vars(layer) else None
+    if isinstance(layer, RoutedExperts):
+        return [PackedExpert(layer, leaf, part) for part in parts]
+    is_linear = isinstance(layer, LinearBase | ParallelLMHead) and leaf == "weight"
+    return [PackedWeight(layer, parts, exact=exact)] if is_linear and "cpu_linear" in vars(layer) else []
 
 
 def packed_layers(model: nn.Module) -> list[Any]:

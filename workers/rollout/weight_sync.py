@@ -132,7 +132,7 @@ class WeightSync:
     def _stream(self) -> Iterator[tuple[str, Tensor]]:
         """A tensor at a time: with what an engine keeps until a layer or a bucket is whole, two buckets are not passed."""
         kind: Weights = "merged" if self._adapter_alone is None else "full"
-        return self.source.export_weights(dtype=DTYPES[self.config.dtype], kind=kind)
+        return iter(self.rollout.in_its_names(self.source.export_weights(dtype=DTYPES[self.config.dtype], kind=kind)))
 
     def _due(self) -> list[Lines]:
         """Found for all turns at once: a sync empties the processor's caches, and going through all weights then takes time."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.tiny import ARCHITECTURES
+from tests.tiny import ARCHITECTURES, MIXTURES
 from tests.workers.rollout.engines import (
     VOCAB,
     hf_logits,
@@ -36,7 +36,7 @@ def group_requests(prompts: list[tuple[int, ...]], n: int, **sampling: object) -
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *MIXTURES])
 def test_greedy_is_generate_token_by_token(architecture: str, tied: bool, tmp_path: Path) -> None:
     model = make_model(tmp_path, architecture, tie_word_embeddings=tied)
     engine = make_engine(model, slots=3)  # fewer than requests: rows leave and enter

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from configs.schema.common import FSDPConfig
 from workers.batch import Batch
 from workers.engine.attention import PackedRows
+from workers.engine.balance import ROUTED, LoadBalance
 from workers.engine.base import EngineMesh, EngineSpec, Loss, SavedFile, TrainEngine, Weights
 from workers.engine.checkpoint import ADAPTER, Shard, load_sharded, save_shard
 from workers.engine.fsdp.activations import keep_inputs_on_host, tile_mlps
@@ -26,6 +27,7 @@ from workers.engine.fsdp.sharding import copies, device_mesh, fill, full, like, 
 from workers.engine.hf_model import (
     DTYPES,
     PackedModel,
+    active_parameters,
     empty_model,
     load_model,
     model_config,
@@ -143,18 +145,28 @@ class FSDPEngine(TrainEngine):
     def accumulate(self, batch: Batch, plan: MicroBatches, loss: Loss) -> Metrics:
         """The first half of a train step: leaves the gradient, summed over micro-batches and ranks, in the parameters.
 
-        Metrics: the loss's own, and ``loss``: this rank's part of sum(loss_weight * token_loss).
+        Metrics: the loss's own, and ``loss``: this rank's part of sum(loss_weight * token_loss); of a mixture of experts
+        LoadBalance's too, whose loss is not part of that one.
         """
         self._assert_here("params")
         told: list[Metrics] = [{"loss": Metric.sum(0.0)}]
+        coefficient, balance = self.spec.model.router_aux_loss_coef, None
+        if self._model.top_k is not None:
+            tokens = batch.total_tokens if self.mesh.is_output_rank else 0
+            balance = LoadBalance(coefficient, self._model.top_k, tokens, self.device)
         for i, chosen in enumerate(plan):
             self._reduce_gradients(i == len(plan) - 1)
             rows = micro_batch(batch, chosen, self.device)
-            total, metrics = weighted(loss, self._run(rows, loss.needs), rows)
-            total.backward()
+            outputs = self._run(rows, loss.needs, routing=None if balance is None else coefficient > 0)
+            total, metrics = weighted(loss, outputs, rows)
             if chosen:
                 told.append({**metrics, "loss": Metric.sum(total.detach())})
-        return join_metrics(told)
+            if balance is not None:
+                added, metrics = balance.take(outputs["expert_load"], outputs["router_probs"], real=bool(chosen))
+                told.append(metrics)
+                total = total + added
+            total.backward()
+        return join_metrics([*told, balance.metrics()] if balance is not None else told)
 
     def _drop_step(self) -> None:
         """After an exception anywhere in ``accumulate``: no gradient, nothing gathered, and the memory back."""
@@ -185,15 +197,18 @@ class FSDPEngine(TrainEngine):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def _run(self, rows: Batch, outputs: Collection[str]) -> dict[str, Tensor]:
+    def _run(self, rows: Batch, outputs: Collection[str], routing: bool | None = None) -> dict[str, Tensor]:
         input_ids, positions, lengths = flat_rows(rows, self.fsdp.ulysses_sequence_parallel_size)
         packed, total = PackedRows.of(lengths, self.device, self._token_cut), rows.total_tokens
+        told = {} if routing is None else {"routed": total, "routed_gradient": routing}
         if self.spec.head != "lm":
-            results = self._model(input_ids, positions, packed)
-            return {name: out[: total if name == "values" else len(rows)] for name, out in results.items()}
+            results = self._model(input_ids, positions, packed, **told)
+            kept = {"values": total, "last_value": len(rows), "scores": len(rows)}
+            return {name: out[: kept[name]] if name in kept else out for name, out in results.items()}
         predicted = (rows.tokens["response_mask"].bool() & (positions[:total] > 0)).nonzero()[:, 0]
-        results = self._model(input_ids, positions, packed, predicted, temperature=rows.meta["temperature"], outputs=outputs)
-        return {name: out[:total] for name, out in results.items()}
+        temperature = rows.meta["temperature"]
+        results = self._model(input_ids, positions, packed, predicted, temperature=temperature, outputs=outputs, **told)
+        return {name: out if name in ROUTED else out[:total] for name, out in results.items()}
 
     def export_weights(self, *, dtype: torch.dtype | None = None, kind: Weights = "merged") -> Iterator[tuple[str, Tensor]]:
         self._assert_here("params")
@@ -279,7 +294,7 @@ class FSDPEngine(TrainEngine):
         dist.barrier()
 
     def flops(self, lengths: list[int], *, backward: bool) -> float:
-        n_params = sum(param.numel() for param in self._params.values())
+        n_params = active_parameters(self._params, self._model.top_k)
         n_trained = sum(weight.numel() for weight in self._adapter.own.values()) if self._adapter is not None else None
         config, head = self._model.hf.config, self.spec.head
         return model_flops(config, head, n_params, lengths, backward=backward, n_trained=n_trained)

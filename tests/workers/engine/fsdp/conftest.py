@@ -20,10 +20,13 @@ Found = dict[str, Any]
 
 @pytest.fixture(scope="session")
 def models(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """One more: its second layer sees four tokens, and it has one head of keys and values."""
+    """Two more. The window's second layer sees four tokens, and it has one head of keys and values."""
     layers = {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True, "sliding_window": 4}
-    path = tmp_path_factory.mktemp("models") / "window"
-    return models | {"window": save_tiny_model(path, "qwen2", num_key_value_heads=1, max_window_layers=1, **layers)}
+    folder = tmp_path_factory.mktemp("models")
+    return models | {
+        "window": save_tiny_model(folder / "window", "qwen2", num_key_value_heads=1, max_window_layers=1, **layers),
+        "experts": save_tiny_model(folder / "experts", "qwen3_moe"),
+    }
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,9 @@ def main(rank: int, directory: str, models: dict[str, str]) -> None:
     torch.set_num_threads(1)
     path = Path(directory)
     dist.init_process_group("gloo", init_method=f"file://{path / 'rendezvous_of_two'}", rank=rank, world_size=2)
-    checks = (invariance, parity, checkpoint, from_one_rank, value_head, options, export, skipping, lora, reward_head)
+    checks = (
+        invariance, parity, checkpoint, from_one_rank, value_head, options, export, skipping, lora, reward_head, experts,
+    )  # fmt: skip
     found: dict[str, Any] = {check.__name__: check(rank, path, models) for check in checks}
     torch.save(found, path / f"rank_{rank}.pt")
     dist.destroy_process_group()
@@ -202,4 +204,22 @@ def skipping(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
             if step == 1:
                 found[kind] = {"before": before, "after the skip": exported(engine), "broken here": broken_here}
         found[kind] |= {"skipped": skipped, "weights": exported(engine)}
+    return found
+
+
+def experts(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for dtype in (torch.float64, torch.float32):
+        engine = toy_engine(models["experts"], dtype=str(dtype).removeprefix("torch."))
+        for name, (shares, plans) in all_cuts(invariance_batch("token-mean", dtype), 2).items():
+            grads = gradients(engine, shares[rank], plans[rank], ToyLoss())
+            found[f"{dtype} {name}"] = grads if rank == 0 else {}
+    cut_in_two = toy_engine(models["experts"], ulysses_sequence_parallel_size=2, router_aux_loss_coef=0.5)
+    (share,), (plan,) = cut(training_batch(0), 1, max_tokens=80)
+    found["ulysses"] = gradients(cut_in_two, share, plan, ToyLoss())
+    found["ulysses metrics"] = plain_numbers(cut_in_two.accumulate(share, plan, ToyLoss()))
+    engine = toy_engine(models["experts"])
+    train(engine, range(2))
+    engine.save(str(path / "experts")).result()
+    found["saved"], found["metrics"] = exported(engine), train(engine, range(2, 4))
     return found

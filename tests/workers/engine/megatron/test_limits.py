@@ -38,6 +38,8 @@ def test_models_that_it_has(family: str) -> None:
 def test_another_family() -> None:
     with pytest.raises(ValueError, match="strategy=megatron knows llama, qwen2, qwen3, not gpt2; strategy=fsdp takes the model"):
         check_model(GPT2Config(), cut())
+    with pytest.raises(ValueError, match="not qwen3_moe; strategy=fsdp takes the model"):
+        check_model(tiny_config("qwen3_moe"), cut())
 
 
 @pytest.mark.parametrize(
