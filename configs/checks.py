@@ -1,7 +1,7 @@
 """Numbers that cannot work fail here, before any process starts, with the arithmetic in the message."""
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from configs.checks_activations import activation_problems
 from configs.checks_alarms import alarm_notes, alarm_problems
@@ -38,8 +38,7 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
         *parallel_problems(roles, config.trainer),
         *megatron_problems(roles, config.trainer),
         *repeat_problems(roles, config.trainer),
-        *activation_problems("actor_rollout_ref.model", config.actor_rollout_ref.model, config.actor_rollout_ref.actor),
-        *(activation_problems("critic.model", config.critic.model, config.critic) if has_critic else ()),
+        *_activation_problems(config, roles),
         *batch_problems(config, has_critic=has_critic),
         *length_problems(config, has_critic=has_critic),
         *engine_problems(
@@ -72,6 +71,17 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
         *megatron_notes(roles),
         *alarm_notes(config, typed),
     ]
+
+
+def _activation_problems(config: PPOConfig, roles: Mapping[str, ShardedConfig]) -> Iterator[str]:
+    models = config.actor_rollout_ref
+    told = list(activation_problems("actor_rollout_ref.model", models.model, models.actor))
+    yield from told
+    if "actor_rollout_ref.ref" in roles:
+        of_ref = activation_problems("actor_rollout_ref.model", models.model, models.ref)
+        yield from (problem for problem in of_ref if problem not in told)
+    if "critic" in roles:
+        yield from activation_problems("critic.model", config.critic.model, config.critic)
 
 
 def _models(config: PPOConfig, has_critic: bool) -> dict[str, tuple[ModelConfig, ShardedConfig]]:
