@@ -71,8 +71,8 @@ def engine_problems(rollout: RolloutEngineConfig, place: Workers, temperatures: 
     elif rollout.name == "sglang" and on_node % size:
         division = f"{on_node} = {on_node // size} * {size} + {on_node % size}"
         yield (
-            f"{ROLLOUT}.tensor_model_parallel_size={size}: an engine of SGLang is on one node here, and {size} does not divide the "
-            f"{on_node} GPUs of a node ({division})"
+            f"{ROLLOUT}.tensor_model_parallel_size={size}: an engine of SGLang is on one node here, and {size} does not divide "
+            f"the {on_node} GPUs of a node ({division})"
         )
     if rollout.dtype == "float64":
         yield f"{ROLLOUT}.dtype=float64: {engine} computes in float32, bfloat16 or float16"

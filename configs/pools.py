@@ -54,7 +54,7 @@ class Placement:
     pools: tuple[Pool, ...]
 
     def pool(self, role: str) -> Pool:
-        """Of a role. One that the run has not, or that another does the work of (a reference beside an adapter), is the actor's."""
+        """Of a role. The actor's, for one that the run has not (a reference that is the actor without its adapter)."""
         return next((pool for pool in self.pools if role in pool.roles), self.pools[0])
 
     @property
@@ -68,7 +68,8 @@ def place(config: PlacementConfig, trainer: WorkersConfig, roles: Collection[str
     roles = [role for role in ROLES if role in roles]
     members = _custom(config, roles) if config.layout == "custom" else _members(config, roles)
     if config.layout == "colocate_all":
-        return Placement((Pool(WHOLE, tuple(roles), trainer.nnodes, trainer.n_gpus_per_node, 1.0, 0, 0, whole_in_words(trainer)),))
+        size, said = (trainer.nnodes, trainer.n_gpus_per_node), whole_in_words(trainer)
+        return Placement((Pool(WHOLE, tuple(roles), *size, fraction=1.0, first_node=0, first_gpu=0, sizes=said),))
     pools = _seated(config.pools, members, trainer) if config.pools else _equal(config.layout, members, trainer)
     return Placement(tuple(sorted(pools, key=lambda pool: "actor" not in pool.roles)))
 
@@ -111,7 +112,7 @@ def _custom(config: PlacementConfig, roles: Collection[str]) -> dict[str, tuple[
         if not re.fullmatch(r"[\w-]+", name):
             raise ConfigError(f"placement.pools.{name}: a pool's name is a part of file names: letters, digits, _ and -")
     if config.roles.actor is None:
-        raise ConfigError(f"placement.roles.actor=null: placement.layout=custom wants the actor's pool; placement.pools has {known}")
+        raise ConfigError(f"placement.roles.actor=null: placement.layout=custom wants its pool; placement.pools has {known}")
     chosen = {role: name or config.roles.actor for role, name in asdict(config.roles).items()}
     for role, name in chosen.items():
         if name not in config.pools:
@@ -130,17 +131,18 @@ def _equal(layout: Layout, members: Mapping[str, tuple[str, ...]], trainer: Work
     """As many GPUs for each: whole nodes where the nodes divide, else a part of each node."""
     n, nodes, gpus = len(members), trainer.nnodes, trainer.n_gpus_per_node
     by_node = nodes % n == 0
+    there = f"{nodes} node{'s' if nodes > 1 else ''}"
     if not by_node and gpus % n:
         raise ConfigError(
             f"placement.layout={layout}: {n} pools ({', '.join(members)}) get no equal shares of {whole_in_words(trainer)} GPUs: "
-            f"{n} divides neither the {nodes} node{'s' if nodes > 1 else ''} ({nodes} = {nodes // n} * {n} + {nodes % n}) nor the "
-            f"{gpus} GPUs of a node ({gpus} = {gpus // n} * {n} + {gpus % n}); placement.pools gives each its size"
+            f"{n} divides neither {there} ({nodes} = {nodes // n} * {n} + {nodes % n}) nor the {gpus} GPUs of a node "
+            f"({gpus} = {gpus // n} * {n} + {gpus % n}); placement.pools gives each its size"
         )
     size = (nodes // n, gpus) if by_node else (nodes, gpus // n)
     said = (
         f"{nodes} nodes / {n} pools * {gpus} GPUs = {size[0]} * {gpus}"
         if by_node
-        else f"{nodes} node{'s' if nodes > 1 else ''} * {gpus} GPUs / {n} pools = {nodes} * {size[1]}"
+        else f"{there} * {gpus} GPUs / {n} pools = {nodes} * {size[1]}"
     )
     return [
         Pool(name, roles, *size, 1.0, i * size[0] if by_node else 0, 0 if by_node else i * size[1], f"pool {name}: {said}")
@@ -166,9 +168,9 @@ def _seated(wanted: Mapping[str, PoolConfig], members: Mapping[str, tuple[str, .
         if seated is None:
             left = "; ".join(f"node {node}: {', '.join(f'{free[node, gpu]:g}' for gpu in range(gpus))}" for node in range(nodes))
             raise ConfigError(
-                f"placement.pools.{name}: {_product(size)} (nodes * gpus * fraction): no {size.nodes} node(s) have {size.gpus} "
-                f"GPU(s) side by side with {size.fraction:g} of each free; the pools before it leave of {whole_in_words(trainer)} "
-                f"GPUs {left}"
+                f"placement.pools.{name}: {_product(size)} (nodes * gpus * fraction): there are no {size.gpus} GPUs side by "
+                f"side, {size.fraction:g} of each free, on {size.nodes} node(s); of {whole_in_words(trainer)} GPUs the pools "
+                f"before it leave: {left}"
             )
         for slot in seated.slots:
             free[slot] -= size.fraction
