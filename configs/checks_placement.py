@@ -23,12 +23,10 @@ def placement_problems(config: PPOConfig, place: Placement) -> Iterator[str]:
         names = ", ".join(pool.name for pool in place.pools)
         yield f"trainer.backend=local: runs one worker, in this process; pools {names} have processes of their own (backend=ray)"
     rollout, engines = config.actor_rollout_ref.rollout, place.pool("rollout")
-    if engines is not place.pool("actor"):
-        yield f"placement: pool {engines.name} has the rollout engine, and {place.pool('actor').name} the actor: not yet"
     if engines.fraction == 1:
         return
     key = f"placement.pools.{engines.name}.fraction={engines.fraction:g}"
-    if rollout.free_cache_engine:
+    if rollout.free_cache_engine and "actor" in engines.roles:  # apart from the actor it does not sleep
         yield (
             f"{key}: memory on a shared GPU is reserved once, and the rollout engine in this pool would sleep and wake; set "
             f"{ROLLOUT}.free_cache_engine=false"

@@ -9,7 +9,8 @@ import torch
 
 from configs.checks_rollout import world_size
 from configs.pools import ROLES, Placement
-from configs.schema.common import RayConfig, WorkersConfig, WorkersTimeoutsConfig
+from configs.schema.common import RayConfig, RunConfig, WorkersConfig, WorkersTimeoutsConfig
+from trainer.determinism import worker_environment
 from workers.controller.group import Backend, WorkerGroup
 from workers.controller.resource_pool import ResourcePool
 
@@ -61,15 +62,10 @@ def start_hosts(
 
 
 def start_pools(
-    backend: Backend,
-    trainer: WorkersConfig,
-    place: Placement,
-    timeouts: WorkersTimeoutsConfig,
-    *,
-    deterministic: bool,
-    env: Mapping[str, str],
+    backend: Backend, trainer: RunConfig, place: Placement, timeouts: WorkersTimeoutsConfig, *, engine: str
 ) -> dict[str, WorkerGroup]:
-    """By role, its hosts: processes of each pool, which its roles share. Returns before they are ready."""
+    """By role, its hosts: processes of each pool, which its roles share. Returns before they are ready. engine: of the rollout."""
+    deterministic, env = trainer.deterministic, worker_environment(trainer.deterministic, engine)
     first = place.pools[0]
     if world_size(first) == world_size(trainer) and first.fraction == 1:
         hosts = start_hosts(backend, trainer, timeouts, deterministic=deterministic, env=env)

@@ -24,7 +24,7 @@ from trainer.data.dataset import PromptDataset
 from trainer.data.order import DataOrder
 from trainer.data.ptx import ptx_stream
 from trainer.data.stream import PromptStream
-from trainer.determinism import KernelWatch, worker_environment
+from trainer.determinism import KernelWatch
 from trainer.events import Events
 from trainer.generation.rollout import rollout_spec, sampling
 from trainer.metrics import peak_flops
@@ -86,9 +86,8 @@ def opened(assembly: type[Assembly], config: PPOConfig, life: Lifetime, resume: 
         rewards = stack.enter_context(RewardRunner(config.reward))
         rewards.start()
         backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, config.timeouts, life.run_dir))
-        place, repeats = placement_of(config, has_critic=wants_critic(config)), config.trainer.deterministic
-        env = worker_environment(repeats, config.actor_rollout_ref.rollout.name)
-        hosts = start_pools(backend, config.trainer, place, config.timeouts, deterministic=repeats, env=env)
+        place = placement_of(config, has_critic=wants_critic(config))
+        hosts = start_pools(backend, config.trainer, place, config.timeouts, engine=config.actor_rollout_ref.rollout.name)
         parts = assembly(config, place, hosts, life)
         rewards.wait_ready()
         loop = parts.loop(rewards, resume)
@@ -388,7 +387,8 @@ class Assembly:
     def rollout(self) -> RemoteRollout:
         models = self.config.actor_rollout_ref
         spec = rollout_spec(models.model, models.rollout, self.config.data, self.config.trainer.device)
-        return RemoteRollout(self.hosts["rollout"], spec, "actor", self.watchdog)
+        hosts, trainers = self.hosts["rollout"], self.hosts["actor"]
+        return RemoteRollout(hosts, spec, "actor", self.watchdog, trainers=None if trainers is hosts else trainers)
 
     def sampling(self) -> Sampling:
         models = self.config.actor_rollout_ref
