@@ -64,7 +64,7 @@ def start_hosts(
 def start_pools(
     backend: Backend, trainer: RunConfig, place: Placement, timeouts: WorkersTimeoutsConfig, *, engine: str
 ) -> dict[str, WorkerGroup]:
-    """By role, its hosts: processes of each pool, which its roles share. Returns before they are ready. engine: of the rollout."""
+    """By role, its hosts: processes of a pool, which its roles share. Returns before they are ready. engine: of the rollout."""
     deterministic, env = trainer.deterministic, worker_environment(trainer.deterministic, engine)
     first = place.pools[0]
     if world_size(first) == world_size(trainer) and first.fraction == 1:
