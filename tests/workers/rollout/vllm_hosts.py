@@ -1,7 +1,8 @@
 """Hosts with a trained actor and vLLM beside it: what a worker of a run has."""
 
 import gc
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from configs.schema.common import ModelConfig, Sharding
@@ -86,9 +88,9 @@ class SpoilingHost(Host):
 
     def start_over(self) -> None:
         """As new, with the process group it has."""
-        role = self.roles["rollout"]
-        assert isinstance(role, RolloutRole)
-        role.rollout.close()
+        for role in self.roles.values():
+            if isinstance(role, RolloutRole):
+                role.rollout.close()
         self.roles.clear()
         self.residency = Residency()
         gc.collect()
@@ -107,6 +109,23 @@ class SpoilingHost(Host):
         finally:
             load_unspoiled(role.rollout)
         return ""
+
+    def signal_at(self, count: int, number: int) -> None:
+        """From now on the process gets this signal when so many tensors have gone by in a sync."""
+
+        def watched(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+            for i, pair in enumerate(weights):
+                if i == count:
+                    os.kill(os.getpid(), number)
+                yield pair
+
+        for role in self.roles.values():
+            if isinstance(role, RolloutRole):
+                load = role.rollout.load_weights
+                role.rollout.load_weights = lambda weights, version, load=load: load(watched(weights), version)
+            else:
+                export = role.engine.export_weights
+                role.engine.export_weights = lambda export=export, **words: watched(export(**words))
 
 
 def start(host: Host, model: PreTrainedModel, **settings: Any) -> VLLMRollout:
