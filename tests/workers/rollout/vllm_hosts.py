@@ -16,7 +16,17 @@ from transformers import PreTrainedModel
 from configs.schema.common import ModelConfig, Sharding
 from tests.tiny import fsdp_config
 from tests.workers.engine.toy import ToyLoss
-from tests.workers.rollout.engines import load_unspoiled, log_prob_error, make_model, one_off, request, spec_of, spoil_loading
+from tests.workers.rollout.engines import (
+    load_unspoiled,
+    log_prob_error,
+    make_model,
+    one_off,
+    ragged_prompts,
+    request,
+    spec_of,
+    spoil_loading,
+)
+from workers.batch import Batch
 from workers.controller.group import WorkerInfo
 from workers.controller.shell import free_port
 from workers.engine.base import EngineSpec, LossSpec, OptimizerSpec
@@ -66,6 +76,16 @@ def actor_spec(model: ModelConfig, sharding: Sharding = FSDP) -> EngineSpec:
         device="cpu",
         seed=0,
     )  # fmt: skip
+
+
+def prompts_of(greedy: bool) -> Batch:
+    """Five, as a role gets them."""
+    rows = [torch.tensor(prompt) for prompt in ragged_prompts(5, longest=150)]
+    return Batch(
+        torch.tensor([len(row) for row in rows]),
+        tokens={"input_ids": torch.cat(rows)},
+        rows={"seed": torch.arange(len(rows)) + 40, "greedy": torch.full((len(rows),), greedy)},
+    )
 
 
 def greedy_errors(model: PreTrainedModel, engine: Rollout, prompts: Sequence[tuple[int, ...]]) -> list[float]:
