@@ -6,11 +6,11 @@
     python scripts/bench/weight_sync.py --quick                        # a smoke version
 
 Weights go from a trainer's engine into a rollout engine beside it that stays awake. bare: the engine's own call on tensors that
-are whole, cast, and where it wants them (vLLM: reload_weights; SGLang: update_weights_from_tensor in shared memory, and
-the flush of its cache). sync: all of it with verify_weights=sample. apart: the same, into another engine in other processes. Rounds
-alternate; medians of seconds. verify: the mean share of a sync. peak: the most memory the process had in a sync, as the system counts
-it, above what it had before or afterwards. With one rank embedded would use the trainer's own tensors and copy nothing: here it is
-made to copy.
+are whole, cast, and where it wants them (vLLM: reload_weights; SGLang: update_weights_from_tensor in shared memory, and the
+flush of its cache). sync: all of it with verify_weights=sample. apart: the same, into another engine in other processes. Rounds
+alternate; medians of seconds. verify: the mean share of a sync. peak: the most memory the process had in a sync, as the system
+counts it, above what it had before or afterwards. With one rank embedded would use the trainer's own tensors and copy nothing:
+here it is made to copy.
 """
 
 import argparse
