@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.trainer.watchdogs import watchdog
+from tests.workers.engine.megatron.cases import megatron_config
 from tests.workers.rollout.ranks import Run, start_hosts
 from tests.workers.rollout.vllm_hosts import CPU_BUILD
 from workers.controller.group import PhaseTimeout, WorkerError, WorkerGroup
@@ -19,6 +20,7 @@ from workers.metric import plain_numbers
 pytestmark = CPU_BUILD
 SLACK = 8.0  # seconds from a fault to a clear end, on a busy machine
 SOAK = pytest.mark.soak
+LORA: dict[str, object] = {"lora_rank": 4, "lora_alpha": 32.0}
 
 # (ranks of the trainer, the engine)
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -32,23 +34,37 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+SPECIAL: dict[str, tuple[int, dict[str, Any]]] = {  # the same; two ranks are a trainer of Megatron's where a sharding is named
+    "an adapter that is merged": (2, {"engine": "embedded", "lora": LORA, "lora_sync": "merged"}),
+    "an adapter that comes to vllm alone": (1, {"engine": "vllm", "lora": LORA}),
+    "an adapter that comes to sglang alone": (2, {"engine": "sglang", "lora": LORA}),
+    "experts": (2, {"engine": "vllm", "architecture": "qwen3_moe"}),
+    "bfloat16": (2, {"engine": "vllm", "dtype": "bfloat16"}),
+    "from two stages": (2, {"engine": "vllm", "sharding": megatron_config(pp=2), "tie_word_embeddings": True}),
+}
+
+
 class Groups:
     """Of workers, each for one run after the other."""
 
     def __init__(self, backend: RayBackend) -> None:
         self.backend = backend
-        self._started: dict[int, WorkerGroup] = {}
+        self._started: dict[str, WorkerGroup] = {}
         self.engines = start_hosts(backend, "engines")
 
-    def trainers(self, count: int) -> WorkerGroup:
-        if count not in self._started:
-            self._started[count] = start_hosts(self.backend, f"trainers-{count}", count)
-        return self._started[count]
+    def trainers(self, count: int, kind: str = "fsdp") -> WorkerGroup:
+        """One group at a time beside the engines: they take turns on few processors."""
+        name = f"{kind}-{count}"
+        if name not in self._started:
+            for other in self._started.values():
+                other.shutdown()
+            self._started = {name: start_hosts(self.backend, name, count)}
+        return self._started[name]
 
 
 @pytest.fixture(scope="module")
 def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Groups]:
-    with RayBackend(run_dir=tmp_path_factory.mktemp("run"), nnodes=1, n_gpus_per_node=5, device="cpu", ray_init={}) as backend:
+    with RayBackend(run_dir=tmp_path_factory.mktemp("run"), nnodes=1, n_gpus_per_node=6, device="cpu", ray_init={}) as backend:
         yield Groups(backend)
 
 
@@ -76,6 +92,26 @@ def test_every_byte_is_verified_and_what_is_off_is_found(run: Run) -> None:
         wanted = f"model.layers.1.input_layernorm.weight in {run.rollout.engine} on rank {rank} is not the trainer's, weights of"
         assert line.startswith(wanted) or (rank and run.size == 2 and run.rollout.engine == "sglang" and line == ""), said
     run.rollout.sync_weights(8)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", SPECIAL)
+def test_what_else_may_go_over(name: str, groups: Groups, tmp_path: Path) -> None:
+    count, words = SPECIAL[name]
+    trainers = groups.trainers(count, "megatron" if "sharding" in words else "fsdp")
+    size = 1 if words["engine"] == "embedded" else 2
+    run = Run(
+        groups.engines, tmp_path / "model", verify_weights="full", trainers=trainers, tensor_model_parallel_size=size, **words
+    )
+    if "dtype" in words:
+        assert plain_numbers(run.rollout.sync_weights(0))["rollout/verified_bytes"] > 0
+    else:
+        run.check_rounds(tmp_path)
+    if words.get("lora_sync") is None and "lora" in words:
+        adapter = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+        said = run.sync_spoiled(adapter, 0)
+        assert said[0].startswith(f"{adapter} in {run.rollout.engine} on rank 0 is not the trainer's"), said
+    run.start_over()
 
 
 FAULTS = {
