@@ -9,7 +9,7 @@ from configs.checks_batches import batch_problems, length_problems, model_length
 from configs.checks_lora import lora_notes, lora_problems, lora_sync_notes, lora_sync_problems, reference_notes
 from configs.checks_megatron import megatron_notes, megatron_problems, repeat_problems
 from configs.checks_parallel import parallel_notes, parallel_problems
-from configs.checks_reward import filter_notes, reward_model_notes, reward_model_problems
+from configs.checks_reward import filter_notes, generation_problems, reward_model_notes, reward_model_problems
 from configs.checks_rollout import ROLLOUT, determinism_problems, engine_notes, engine_problems, workers_in_words, world_size
 from configs.checks_stability import stability_notes, stability_problems
 from configs.keys import ConfigError
@@ -106,7 +106,7 @@ def check_generation(config: GenerationConfig, typed: Collection[str]) -> list[s
         *engine_problems(rollout, config.trainer, {"temperature": rollout.temperature}),
         *lora_sync_problems(config.actor_rollout_ref.model, rollout),
         *_reward_problems(config.reward),
-        *reward_model_problems(config.reward, config.trainer, data.max_prompt_length, data.max_response_length),
+        *generation_problems(config),
         *_selection_problems(config),
     ]
     if problems:

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator
 from configs.checks_batches import Cut
 from configs.reward_models import NO_RULES, SHORT_FORM, asks_rules, model_key, reward_models
 from configs.schema.common import WorkersConfig
+from configs.schema.generation import GenerationConfig
 from configs.schema.ppo import ModelScoringConfig, PPOConfig
 from configs.schema.scoring_model import ScoringModelConfig
 
@@ -39,6 +40,15 @@ def _model_problems(key: str, model: ScoringModelConfig, trainer: WorkersConfig,
         yield f"{key}.normalize={model.normalize}: is of whole answers' scores, and {key}.kind=token has those of tokens; null"
     if model.kind == "token" and model.truncation != "fail":
         yield f"{key}.truncation={model.truncation}: {key}.kind=token wants a score for every token of the answer; fail"
+
+
+def generation_problems(config: GenerationConfig) -> Iterator[str]:
+    """Of reward models where nothing is trained."""
+    reward, data = config.reward, config.data
+    yield from reward_model_problems(reward, config.trainer, data.max_prompt_length, data.max_response_length)
+    for name, model in reward_models(reward).items():
+        if model.normalize == "running":
+            yield f"{model_key(name, reward)}.normalize=running: it is over the steps of a training; stored, or null"
 
 
 def reward_model_notes(reward: ModelScoringConfig, typed: Collection[str]) -> Iterator[str]:

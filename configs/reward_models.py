@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from configs.keys import ConfigError
 from configs.load import load
 from configs.schema.ppo import ModelScoringConfig, ScoringConfig
@@ -24,10 +22,10 @@ def reward_models(reward: ModelScoringConfig) -> dict[str, ScoringModelConfig]:
     """By name, the enabled short form first. Raises ConfigError with a line for each problem, under the key that was typed."""
     defaults: dict[str, Any] = asdict(reward.reward_model)
     enabled = defaults.pop("enable")
-    entries: dict[str, Mapping[str, Any]] = ({SHORT_FORM: {}} if enabled else {}) | reward.models
+    short_form: dict[str, dict[str, Any]] = {SHORT_FORM: {}} if enabled else {}
     found: dict[str, ScoringModelConfig] = {}
     problems: list[str] = []
-    for name, changes in entries.items():
+    for name, changes in (short_form | reward.models).items():
         key = model_key(name, reward)
         if enabled and name in reward.models and name == SHORT_FORM:
             problems.append(f"{key}: reward.reward_model.enable=true is a model of this name already; give another one")
@@ -36,7 +34,7 @@ def reward_models(reward: ModelScoringConfig) -> dict[str, ScoringModelConfig]:
             problems.append(f"{key}: a name is letters, digits and _, a letter first, and none of {', '.join(TAKEN)}")
             continue
         try:
-            one = load(OmegaConf.merge(defaults, changes), ScoringModelConfig).config
+            one = load(merged(defaults, changes), ScoringModelConfig).config
         except ConfigError as error:
             problems += [f"{key}.{line}" for line in str(error).splitlines()]
             continue
@@ -46,6 +44,15 @@ def reward_models(reward: ModelScoringConfig) -> dict[str, ScoringModelConfig]:
     if problems:
         raise ConfigError("\n".join(problems))
     return found
+
+
+def merged(defaults: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree with some of its values changed, to any depth."""
+    both = {
+        name: merged(defaults[name], value) if isinstance(value, dict) and isinstance(defaults.get(name), dict) else value
+        for name, value in changes.items()
+    }
+    return {**defaults, **both}
 
 
 def model_key(name: str, reward: ModelScoringConfig) -> str:
