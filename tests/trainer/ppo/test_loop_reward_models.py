@@ -146,11 +146,11 @@ def test_without_rules_the_data_are_prompts_alone(task: Path, tmp_path: Path) ->
 
 
 def test_longer_conversations_fail_and_are_counted_or_are_cut_and_are_counted(task: Path, tmp_path: Path) -> None:
-    """A prompt has 7 tokens; the critic's value is no matter here."""
-    model = f"reward.models.a={{path: {task}/same, max_length: 12, truncation: {{}}}}"
-    refused = run(task, tmp_path / "refused", model.format("fail"), "trainer.total_training_steps=1")[0]
+    """A prompt has 7 tokens."""
+    model = (f"reward.models.a={{path: {task}/same, max_length: 12}}", "trainer.total_training_steps=1")
+    refused = run(task, tmp_path / "refused", *model)[0]
     kept = batches(tmp_path / "refused")[0]
-    cut = run(task, tmp_path / "cut", model.format("left"), "trainer.total_training_steps=1")[0]
+    cut = run(task, tmp_path / "cut", *model, "reward.models.a.truncation=left")[0]
     whole = batches(tmp_path / "cut")[0]
     longer = whole.lengths > 12
     assert refused["reward/failed"] == longer.sum() > 0 and int(kept.lengths.max()) <= 12 and len(kept) == (~longer).sum()
@@ -178,7 +178,6 @@ def test_each_token_may_have_a_reward_of_its_own(task: Path, tmp_path: Path) -> 
         assert (torch.stack([given.sum() for given in found]) - batch.rows["score"]).abs().max() < TOLERANCE
 
 
-NO_HEAD = "has no score head"
 REFUSED = {
     "a wrong path": ("path: {task}/nowhere", "reward.models.a: model.path {task}/nowhere: no such directory"),
     "a language model": ("path: {task}/base", "reward.models.a: model.path {task}/base: Qwen2ForCausalLM has no score head"),
