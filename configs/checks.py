@@ -10,12 +10,14 @@ from configs.checks_lora import lora_notes, lora_problems, lora_sync_notes, lora
 from configs.checks_megatron import megatron_notes, megatron_problems, repeat_problems
 from configs.checks_parallel import parallel_notes, parallel_problems
 from configs.checks_rollout import ROLLOUT, determinism_problems, engine_notes, engine_problems, workers_in_words, world_size
+from configs.checks_servers import remote_notes, remote_problems, server_problems
 from configs.checks_stability import stability_notes, stability_problems
 from configs.keys import ConfigError
 from configs.schema.common import ModelConfig, RunConfig, ShardedConfig, WorkersConfig
 from configs.schema.evaluation import EvaluationConfig
 from configs.schema.generation import GenerationConfig
-from configs.schema.ppo import PPOConfig, ReplayConfig, RewardConfig, ScoringConfig
+from configs.schema.ppo import PPOConfig, ReplayConfig, RewardConfig, RulesConfig, ScoringConfig
+from configs.schema.serve_reward import ServeRewardConfig
 from configs.secret_names import USER_IN_ADDRESS
 from configs.walltime import seconds_of
 
@@ -66,6 +68,7 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
     return [
         *run_notes(config.trainer),
         *_ppo_notes(config, typed),
+        *remote_notes(config.reward, typed),
         *stability_notes(config, typed, has_critic=has_critic),
         *parallel_notes(roles),
         *megatron_notes(roles),
@@ -105,7 +108,7 @@ def check_generation(config: GenerationConfig, typed: Collection[str]) -> list[s
     ]
     if problems:
         raise ConfigError("\n".join(problems))
-    notes = list(engine_notes(rollout, typed))
+    notes = [*engine_notes(rollout, typed), *remote_notes(config.reward, typed)]
     if rollout.n > 1 and not rollout.do_sample:
         notes.append(f"{ROLLOUT}.do_sample=false: the {rollout.n} answers to a prompt are the same greedy one; n=1 is enough")
     if rollout.n == 1 and selection.best_of_n is not None:
@@ -118,9 +121,16 @@ def check_evaluation(config: EvaluationConfig, typed: Collection[str]) -> list[s
     if problems := list(_reward_problems(config.reward)):
         raise ConfigError("\n".join(problems))
     if config.data.score_key is None:
-        return []
+        return list(remote_notes(config.reward, typed))
     ignored = sorted(key for key in typed if key.startswith("reward."))
     return [f"{key} has no effect: data.score_key={config.data.score_key} has the scores" for key in ignored]
+
+
+def check_serve_reward(config: ServeRewardConfig) -> list[str]:
+    """See check_ppo."""
+    if problems := [*judge_problems(config.reward), *server_problems(config.server)]:
+        raise ConfigError("\n".join(problems))
+    return []
 
 
 def _selection_problems(config: GenerationConfig) -> Iterator[str]:
@@ -191,6 +201,11 @@ def _shaping_problems(reward: RewardConfig) -> Iterator[str]:
 
 
 def _reward_problems(reward: ScoringConfig) -> Iterator[str]:
+    yield from remote_problems(reward)
+    yield from judge_problems(reward)
+
+
+def judge_problems(reward: RulesConfig) -> Iterator[str]:
     judge = reward.judge
     if reward.scorer == "judge":
         yield from (

@@ -279,6 +279,16 @@ class JudgeRewardConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class RemoteConfig:
+    batch_size: Positive
+    concurrency: Positive
+    timeout: PositiveFloat
+    retries: NonNegative
+    backoff: NonNegativeFloat
+    token_env: str
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class OverlongConfig:
     enable: bool
     len: NonNegative
@@ -299,8 +309,8 @@ class ShapingConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class ScoringConfig:
-    """How an answer gets its score."""
+class RulesConfig:
+    """How an answer gets its score on this machine."""
 
     num_workers: NonNegative
     timeout: PositiveFloat
@@ -311,6 +321,14 @@ class ScoringConfig:
     math_dapo: MathDapoRewardConfig
     code: CodeRewardConfig
     judge: JudgeRewardConfig
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ScoringConfig(RulesConfig):
+    """Or by servers."""
+
+    remote_urls: list[str]
+    remote: RemoteConfig
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -19,14 +19,13 @@ from configs.schema.generation import GenerationConfig
 from trainer.backend import open_backend, start_hosts
 from trainer.data.chat import load_tokenizer
 from trainer.data.dataset import PromptDataset
-from trainer.evaluation.scoring import as_reward
 from trainer.generation.generator import Generator
 from trainer.generation.rollout import rollout_spec, sampling, start_source
 from trainer.generation.selection import accepted, best_of_n
 from trainer.generation.shards import Row, Shards, write_rows
 from trainer.remote import RemoteRollout
-from trainer.rewards.registry import check_data_sources, scores_by_source
-from trainer.rewards.runner import RewardRunner
+from trainer.rewards.registry import check_data_sources
+from trainer.rewards.remote import needs_data_sources, open_rewards
 from trainer.watchdog import Watchdog
 from workers.controller.group import WorkerGroup
 from workers.engine import check_adapter
@@ -54,7 +53,7 @@ def run(config: GenerationConfig, notices: Sequence[str]) -> None:
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     prompts = PromptDataset(data.path, tokenizer, data, max_samples=data.max_samples, seed=config.trainer.seed, scored=scored)
     prompts.check_tokens(vocab_size(config.actor_rollout_ref.model))
-    if scored and scores_by_source(as_reward(config.reward)):
+    if scored and needs_data_sources(config.reward):
         check_data_sources(prompts.data_sources)
     for notice in prompts.notices:
         print(f"note: {notice}", file=sys.stderr)
@@ -64,7 +63,7 @@ def run(config: GenerationConfig, notices: Sequence[str]) -> None:
         if len(missing) < total:
             print(f"resumed: {total - len(missing)} of {total} shards are there")
         with ExitStack() as stack:
-            rewards = stack.enter_context(RewardRunner(as_reward(config.reward))) if scored else None
+            rewards = stack.enter_context(open_rewards(config.reward)) if scored else None
             if rewards is not None:
                 rewards.start()
             run_dir = Path(config.trainer.default_local_dir)

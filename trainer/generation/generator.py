@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerBase
 from trainer.data.dataset import Prompt, PromptDataset
 from trainer.evaluation.scoring import check_some_scored
 from trainer.generation.shards import Row
-from trainer.ppo.source import ask, texts_of
+from trainer.ppo.source import ask, endings_of, texts_of
 from trainer.remote import RemoteRollout
-from trainer.rewards.runner import Answer, RewardRunner
+from trainer.rewards.scoring import Answer, Rewards
 from trainer.watchdog import Watchdog
 from workers.rollout.base import Sampling
 from workers.seeding import seed_of
@@ -24,7 +24,7 @@ class Generator:
         data: PromptDataset,
         rollout: RemoteRollout,
         tokenizer: PreTrainedTokenizerBase,
-        rewards: RewardRunner | None,
+        rewards: Rewards | None,
         watchdog: Watchdog,
         *,
         prompt_key: str,
@@ -61,19 +61,21 @@ class Generator:
             "lengths": answers.lengths.tolist(),
             "finish_reasons": ["stop" if done else "length" for done in finished],
         }
-        columns |= self._scores(asked, texts, finished)
+        columns |= self._scores(asked, texts, finished, endings_of(answers, self.tokenizer))
         rows = []
         for place, (index, prompt) in enumerate(zip(indices, prompts, strict=True)):
             own = slice(place * self.n, (place + 1) * self.n)
             rows.append(self._of_data(index, prompt) | {name: values[own] for name, values in columns.items()})
         return rows
 
-    def _scores(self, asked: Sequence[Prompt], texts: Sequence[str], finished: Sequence[bool]) -> dict[str, list]:
+    def _scores(
+        self, asked: Sequence[Prompt], texts: Sequence[str], finished: Sequence[bool], endings: Sequence[str]
+    ) -> dict[str, list]:
         if self.rewards is None:
             return {}
         answers = [
-            Answer(prompt.data_source, text, prompt.ground_truth, prompt.extra_info, finished=done)
-            for prompt, text, done in zip(asked, texts, finished, strict=True)
+            Answer(prompt.data_source, text, prompt.ground_truth, prompt.extra_info, done, prompt.text, ending)
+            for prompt, text, done, ending in zip(asked, texts, finished, endings, strict=True)
         ]
         with self.watchdog.own("reward", "scoring", f"{len(answers)} answers"):
             scores = self.rewards.score(answers)

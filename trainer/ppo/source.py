@@ -15,7 +15,7 @@ from trainer.metrics import Phases
 from trainer.ppo.filtering import Tally, judge_groups, metric_values
 from trainer.ppo.rollback import Rollbacks
 from trainer.remote import RemoteRollout
-from trainer.rewards.runner import Answer, RewardRunner, Score
+from trainer.rewards.scoring import Answer, Rewards, Score
 from trainer.rewards.shaping import Shaping, missing_eos_penalty, overlong_penalty
 from trainer.watchdog import Watchdog
 from workers.batch import Batch
@@ -29,7 +29,7 @@ class Source:
     def __init__(
         self,
         rollout: RemoteRollout,
-        rewards: RewardRunner,
+        rewards: Rewards,
         tokenizer: PreTrainedTokenizerBase,
         watchdog: Watchdog,
         *,
@@ -164,11 +164,11 @@ class Source:
             answers = self.rollout.generate(questions, sampling, each)
         with phases("reward"), self.watchdog.own("reward", "scoring", f"{len(asked)} answers"):
             finished = answers.rows["finished"].bool().tolist()
-            texts = texts_of(answers, self.tokenizer)
+            texts, endings = texts_of(answers, self.tokenizer), endings_of(answers, self.tokenizer)
             scores = self.rewards.score(
                 [
-                    Answer(prompt.data_source, text, prompt.ground_truth, prompt.extra_info, finished=done)
-                    for prompt, text, done in zip(asked, texts, finished, strict=True)
+                    Answer(prompt.data_source, text, prompt.ground_truth, prompt.extra_info, done, prompt.text, ending)
+                    for prompt, text, done, ending in zip(asked, texts, finished, endings, strict=True)
                 ]
             )
         batch = join(questions, answers)
@@ -198,6 +198,13 @@ def texts_of(answers: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     finished = answers.rows["finished"].tolist()
     written = [ids[: len(ids) - done].tolist() for ids, done in zip(answers.split_rows("input_ids"), finished, strict=True)]
     return tokenizer.batch_decode(written, skip_special_tokens=False)
+
+
+def endings_of(answers: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """What stands after each text: the token that ended the answer, "" where none did."""
+    finished = answers.rows["finished"].tolist()
+    last = [ids[len(ids) - done :].tolist() for ids, done in zip(answers.split_rows("input_ids"), finished, strict=True)]
+    return tokenizer.batch_decode(last, skip_special_tokens=False)
 
 
 def join(questions: Batch, answers: Batch) -> Batch:

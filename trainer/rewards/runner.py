@@ -18,7 +18,7 @@ from dataclasses import replace
 from math import inf
 from types import TracebackType
 
-from configs.schema.ppo import RewardConfig
+from configs.schema.ppo import RulesConfig
 from trainer.rewards.custom import check_file
 from trainer.rewards.forkserver import close_fork_servers
 from trainer.rewards.registry import check_data_sources, may_ask_judge, scores_by_source, with_own_function
@@ -38,7 +38,7 @@ class RewardRunner:
     runner at once.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RulesConfig) -> None:
         """Raises ValueError if the user's file is not there, or a scorer not known. Starts nothing."""
         config = with_own_function(config)
         custom = config.custom_reward_function
@@ -156,7 +156,7 @@ class RewardRunner:
 class _Process:
     """given: the answers it has not scored yet, the first of them in hand. deadline: when the next word from it is due."""
 
-    def __init__(self, config: RewardConfig, threads: int) -> None:
+    def __init__(self, config: RulesConfig, threads: int) -> None:
         self.connection, theirs = socket.socketpair()
         command = _CHILD.format(path=sys.path, fd=theirs.fileno(), parent=os.getpid())
         self._popen = subprocess.Popen(
