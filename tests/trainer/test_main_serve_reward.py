@@ -64,9 +64,7 @@ def test_a_signal_ends_it_and_all_that_it_has_started(number: int, code: int, bu
         waiting = socket.create_connection(("127.0.0.1", int(re.findall(r":(\d+)/", url)[0])), 10.0)
         if busy:  # in the middle of a request, which is told so
             body = json.dumps({"query": ["wait"]}).encode()
-            head = (
             head = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-            )
             waiting.sendall(b"POST /get_reward HTTP/1.1\r\n" + head.encode() + body)
             time.sleep(0.5)
         program.send_signal(number)
