@@ -4,19 +4,19 @@ import os
 from collections.abc import Collection, Iterator
 
 from configs.addresses import is_loopback, url_problem
-from configs.schema.ppo import ScoringConfig
+from configs.schema.ppo import RemoteScoringConfig
 from configs.schema.serve_reward import ServerConfig
 from configs.secret_names import SHORTEST, is_secret
 
 
-def remote_problems(reward: ScoringConfig) -> Iterator[str]:
+def remote_problems(reward: RemoteScoringConfig) -> Iterator[str]:
     for url in reward.remote_urls:
         if (problem := url_problem(url)) is not None:
             yield f"reward.remote_urls{problem}"
     yield from _name_problems("reward.remote.token_env", reward.remote.token_env)
 
 
-def remote_notes(reward: ScoringConfig, typed: Collection[str]) -> Iterator[str]:
+def remote_notes(reward: RemoteScoringConfig, typed: Collection[str]) -> Iterator[str]:
     if not reward.remote_urls:
         for key in sorted(key for key in typed if key.startswith("reward.remote.")):
             yield f"{key} has no effect: reward.remote_urls names no server"

@@ -21,6 +21,7 @@ from configs.schema.common import (
     ShardedConfig,
     TrainingTimeoutsConfig,
 )
+from configs.schema.scoring_model import ScoringModelDefaults
 
 KLKind = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "full+"
@@ -309,7 +310,7 @@ class ShapingConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class RulesConfig:
+class ScoringConfig:
     """How an answer gets its score on this machine."""
 
     num_workers: NonNegative
@@ -324,7 +325,7 @@ class RulesConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class ScoringConfig(RulesConfig):
+class RemoteScoringConfig(ScoringConfig):
     """Or by servers."""
 
     remote_urls: list[str]
@@ -332,7 +333,16 @@ class ScoringConfig(RulesConfig):
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class RewardConfig(ScoringConfig):
+class ModelScoringConfig(RemoteScoringConfig):
+    """And which reward models have a say in it."""
+
+    weight: float
+    models: dict[str, dict[str, Any]]
+    reward_model: ScoringModelDefaults
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class RewardConfig(ModelScoringConfig):
     """And how the score becomes the reward that training sees."""
 
     reward_kwargs: RewardKwargsConfig

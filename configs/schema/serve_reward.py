@@ -6,7 +6,7 @@ from typing import Annotated
 from annotated_types import Ge, Le
 
 from configs.schema.common import Positive, PositiveFloat, ProgramConfig
-from configs.schema.ppo import RulesConfig
+from configs.schema.ppo import ScoringConfig
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -27,7 +27,7 @@ class ServeTimeoutsConfig:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ServeRewardConfig:
-    reward: RulesConfig
+    reward: ScoringConfig
     server: ServerConfig
     trainer: ProgramConfig
     timeouts: ServeTimeoutsConfig

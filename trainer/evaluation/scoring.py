@@ -1,4 +1,4 @@
-"""Scores outside of training: the scorers alone, no penalty and no shaping."""
+"""Scores outside of training: no penalty and no shaping."""
 
 from collections.abc import Sequence
 

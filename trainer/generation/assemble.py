@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from configs.reward_models import asks_rules
 from configs.schema.common import FSDPConfig
 from configs.schema.generation import GenerationConfig
 from trainer.backend import open_backend, start_hosts
@@ -26,6 +27,7 @@ from trainer.generation.shards import Row, Shards, write_rows
 from trainer.remote import RemoteRollout
 from trainer.rewards.registry import check_data_sources
 from trainer.rewards.remote import needs_data_sources, open_rewards
+from trainer.rewards.start import check_reward_models, start_reward_models
 from trainer.watchdog import Watchdog
 from workers.controller.group import WorkerGroup
 from workers.engine import check_adapter
@@ -50,8 +52,11 @@ def run(config: GenerationConfig, notices: Sequence[str]) -> None:
     check_adapter("actor_rollout_ref", config.actor_rollout_ref.model, "lm")
     data, selection = config.data, config.selection
     scored = selection.score or selection.best_of_n is not None or selection.sft is not None
+    if scored:
+        check_reward_models(config.reward, config.trainer)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    prompts = PromptDataset(data.path, tokenizer, data, max_samples=data.max_samples, seed=config.trainer.seed, scored=scored)
+    by_rules = scored and asks_rules(config.reward)
+    prompts = PromptDataset(data.path, tokenizer, data, max_samples=data.max_samples, seed=config.trainer.seed, scored=by_rules)
     prompts.check_tokens(vocab_size(config.actor_rollout_ref.model))
     if scored and needs_data_sources(config.reward):
         check_data_sources(prompts.data_sources)
@@ -69,12 +74,16 @@ def run(config: GenerationConfig, notices: Sequence[str]) -> None:
             run_dir = Path(config.trainer.default_local_dir)
             watchdog = Watchdog(asdict(config.timeouts), run_dir)
             backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, run_dir))
-            rollout = start_rollout(config, start_hosts(backend, config.trainer, config.timeouts), watchdog)
+            hosts = start_hosts(backend, config.trainer, config.timeouts)
+            kwargs = data.apply_chat_template_kwargs
+            models = start_reward_models(config.reward, hosts, config.trainer, watchdog, tokenizer, kwargs) if scored else None
+            rollout = start_rollout(config, hosts, watchdog)
             generator = Generator(
                 prompts,
                 rollout,
                 tokenizer,
                 rewards,
+                models,
                 watchdog,
                 prompt_key=data.prompt_key,
                 n=config.actor_rollout_ref.rollout.n,

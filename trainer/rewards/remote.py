@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from threading import Lock
 from types import TracebackType
 
-from configs.schema.ppo import RemoteConfig, ScoringConfig
+from configs.schema.ppo import RemoteConfig, RemoteScoringConfig
 from configs.secret_names import hidden
 from trainer.rewards import wire
 from trainer.rewards.http import Passing, Refused, nobody_there, patiently, post
@@ -137,13 +137,13 @@ class RemoteRewards:
             print(f"note: reward server {server.url} answers again", file=sys.stderr)
 
 
-def open_rewards(config: ScoringConfig) -> Rewards:
+def open_rewards(config: RemoteScoringConfig) -> Rewards:
     """What gives scores: servers, or else scoring processes of our own. Starts nothing; errors are those of RewardRunner."""
     if config.remote_urls:
         return RemoteRewards(config.remote_urls, config.remote)
     return RewardRunner(config)
 
 
-def needs_data_sources(config: ScoringConfig) -> bool:
+def needs_data_sources(config: RemoteScoringConfig) -> bool:
     """Whether the data sources choose the scorers here; to servers they are only told."""
     return not config.remote_urls and scores_by_source(config)

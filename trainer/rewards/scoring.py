@@ -26,8 +26,8 @@ ScoreFunction = Callable[..., Any]
 class Answer:
     """solution_str: the answer decoded without special tokens. finished: it ended with a stop token, not at the length limit.
 
-    prompt: the text before it, and ending: that of the stop token after it, where they are known: for servers, which are told of
-    the whole sequence.
+    Where they are known, for servers: prompt: the text before it. ending: that of the stop token after it. messages: what the
+    prompt was made of, a text or a conversation.
     """
 
     data_source: str
@@ -37,6 +37,7 @@ class Answer:
     finished: bool
     prompt: str = ""
     ending: str = ""
+    messages: Any = None
 
 
 @dataclass(frozen=True, slots=True)

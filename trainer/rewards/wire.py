@@ -3,12 +3,14 @@
     {"query": [...], "prompts": [...], "labels": [...]}  ->  {"rewards": [...], "scores": [...], "extra_logs": {name: [...]}}
 
 query: prompts with their answers and what ended these; labels: ground truths. Ours adds to the request responses (the answers
-alone), data_sources, extra_infos and finished, and to the reply errors: why a reward is null.
+alone), messages (what the prompts were made of), data_sources, extra_infos and finished, and to the reply errors: why a reward is
+null.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import UnionType
 from typing import Any
 
 from trainer.rewards.scoring import Answer, Score, finite
@@ -23,6 +25,7 @@ def to_request(answers: Sequence[Answer]) -> dict[str, list]:
         "data_sources": [answer.data_source for answer in answers],
         "extra_infos": [answer.extra_info for answer in answers],
         "finished": [answer.finished for answer in answers],
+        "messages": [answer.messages for answer in answers],
     }
 
 
@@ -49,6 +52,7 @@ def from_request(body: Any) -> list[Answer]:
         _column(body, "finished", bool, [True] * n),
         heads,
         endings,
+        _column(body, "messages", str | list | None, [None] * n),
         strict=True,
     )
     return [Answer(*row) for row in columns]
@@ -99,7 +103,7 @@ def _score(reward: Any, extra: dict[str, float], error: Any) -> Score:
     return Score(value, extra, None)
 
 
-def _column(body: dict[str, Any], name: str, kind: type, otherwise: list) -> list:
+def _column(body: dict[str, Any], name: str, kind: type | UnionType, otherwise: list) -> list:
     """A list of ``kind``, as long as the queries; ``otherwise`` where the request has none."""
     values = body.get(name)
     if values is None:
@@ -108,5 +112,5 @@ def _column(body: dict[str, Any], name: str, kind: type, otherwise: list) -> lis
         raise ValueError(f'"{name}" must be a list as long as "query", {len(body["query"])}')
     for i, value in enumerate(values):
         if not isinstance(value, kind):
-            raise ValueError(f'"{name}"[{i}] is {value!r:.60}; it must be {kind.__name__}')
+            raise ValueError(f'"{name}"[{i}] is {value!r:.60}; it must be {kind.__name__ if isinstance(kind, type) else kind}')
     return values

@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from configs.schema.ppo import RulesConfig
+from configs.schema.ppo import ScoringConfig
 from configs.schema.serve_reward import ServerConfig, ServeRewardConfig
 from trainer.rewards.registry import check_data_sources, scores_by_source
 from trainer.rewards.runner import RewardRunner
@@ -137,13 +137,13 @@ def bound(server: ServerConfig) -> Iterator[socket.socket]:
         yield place
 
 
-def check_answers(reward: RulesConfig, answers: Sequence[Answer]) -> None:
+def check_answers(reward: ScoringConfig, answers: Sequence[Answer]) -> None:
     """Raises ValueError for a data source that has no scorer, before its request waits among others."""
     if scores_by_source(reward):
         check_data_sources(answer.data_source for answer in answers)
 
 
-def name_of(reward: RulesConfig) -> str:
+def name_of(reward: ScoringConfig) -> str:
     """What is served, for people."""
     custom = reward.custom_reward_function
     return reward.scorer or (f"{custom.path}:{custom.name}" if custom.path is not None else "the data sources' scorers")
