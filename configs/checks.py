@@ -14,7 +14,7 @@ from configs.checks_rollout import ROLLOUT, determinism_problems, engine_notes, 
 from configs.checks_servers import remote_notes, remote_problems, server_problems
 from configs.checks_stability import stability_notes, stability_problems
 from configs.keys import ConfigError
-from configs.reward_models import asks_rules
+from configs.reward_models import has_score
 from configs.schema.common import ModelConfig, RunConfig, ShardedConfig, WorkersConfig
 from configs.schema.evaluation import EvaluationConfig
 from configs.schema.generation import GenerationConfig
@@ -126,7 +126,7 @@ def check_generation(config: GenerationConfig, typed: Collection[str]) -> list[s
 def check_evaluation(config: EvaluationConfig, typed: Collection[str]) -> list[str]:
     """See check_ppo."""
     problems = list(_reward_problems(config.reward))
-    if not asks_rules(config.reward):
+    if not has_score(config.reward):
         problems.append(f"reward.scorer={config.reward.scorer}: nothing would score the answers; there are no reward models here")
     if problems:
         raise ConfigError("\n".join(problems))

@@ -4,7 +4,9 @@ import os
 from collections.abc import Collection, Iterator
 
 from configs.addresses import is_loopback, url_problem
-from configs.schema.ppo import RemoteScoringConfig
+from configs.reward_models import reward_models
+from configs.schema.ppo import ModelScoringConfig, RemoteScoringConfig
+from configs.schema.scoring_model import ScoringModelConfig
 from configs.schema.serve_reward import ServerConfig
 from configs.secret_names import SHORTEST, is_secret
 
@@ -16,10 +18,23 @@ def remote_problems(reward: RemoteScoringConfig) -> Iterator[str]:
     yield from _name_problems("reward.remote.token_env", reward.remote.token_env)
 
 
+def served_problems(key: str, model: ScoringModelConfig) -> Iterator[str]:
+    """Of a reward model on servers."""
+    for url in model.urls:
+        if (problem := url_problem(url)) is not None:
+            yield f"{key}.urls{problem}"
+    if model.kind == "token":
+        yield f"{key}.kind=token: a server gives an answer one score; sequence"
+    if model.normalize == "stored":
+        yield f"{key}.normalize=stored: the statistics lie beside the model: its server normalises; running, or null"
+
+
 def remote_notes(reward: RemoteScoringConfig, typed: Collection[str]) -> Iterator[str]:
-    if not reward.remote_urls:
+    by_servers = isinstance(reward, ModelScoringConfig) and any(model.urls for model in reward_models(reward).values())
+    if not reward.remote_urls and not by_servers:
         for key in sorted(key for key in typed if key.startswith("reward.remote.")):
             yield f"{key} has no effect: reward.remote_urls names no server"
+    if not reward.remote_urls:
         return
     for key, value in (("scorer", reward.scorer), ("custom_reward_function.path", reward.custom_reward_function.path)):
         if value is not None:

@@ -1,12 +1,13 @@
 """The typed tree of `trainer.main_serve_reward`. The YAML twin is configs/serve_reward.yaml; a test holds the two equal."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 
-from configs.schema.common import Positive, PositiveFloat, ProgramConfig
+from configs.schema.common import Positive, PositiveFloat, RayConfig, WorkersConfig, WorkersTimeoutsConfig
 from configs.schema.ppo import ScoringConfig
+from configs.schema.scoring_model import ReadingModelConfig
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -21,13 +22,21 @@ class ServerConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class ServeTimeoutsConfig:
+class ServedModelConfig(ReadingModelConfig):
+    normalize: Literal["stored"] | None
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ServeTimeoutsConfig(WorkersTimeoutsConfig):
+    forward: PositiveFloat
     reward: PositiveFloat
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ServeRewardConfig:
     reward: ScoringConfig
+    model: ServedModelConfig
     server: ServerConfig
-    trainer: ProgramConfig
+    trainer: WorkersConfig
     timeouts: ServeTimeoutsConfig
+    ray_kwargs: RayConfig

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from configs.reward_models import asks_rules
+from configs.reward_models import wants_truth
 from configs.schema.common import FSDPConfig
 from configs.schema.generation import GenerationConfig
 from trainer.backend import open_backend, start_hosts
@@ -43,6 +43,7 @@ MAY_CHANGE = (
     "actor_rollout_ref.rollout.update_weights_bucket_megabytes",
     "actor_rollout_ref.rollout.verify_weights",
     "reward.num_workers",
+    *(f"reward.remote.{name}" for name in ("batch_size", "concurrency", "timeout", "retries", "backoff", "token_env")),
 )
 
 
@@ -55,7 +56,7 @@ def run(config: GenerationConfig, notices: Sequence[str]) -> None:
     if scored:
         check_reward_models(config.reward, config.trainer)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    by_rules = scored and asks_rules(config.reward)
+    by_rules = scored and wants_truth(config.reward)
     prompts = PromptDataset(data.path, tokenizer, data, max_samples=data.max_samples, seed=config.trainer.seed, scored=by_rules)
     prompts.check_tokens(vocab_size(config.actor_rollout_ref.model))
     if scored and needs_data_sources(config.reward):

@@ -10,8 +10,9 @@ from transformers import PreTrainedTokenizerBase
 from trainer.data.dataset import Prompt, PromptDataset
 from trainer.evaluation.scoring import check_some_scored
 from trainer.generation.shards import Row
-from trainer.ppo.source import ask, join, texts_of, to_score
+from trainer.ppo.source import ask, join, texts_of
 from trainer.remote import RemoteRollout
+from trainer.rewards.answers import to_score
 from trainer.rewards.models import RewardModels
 from trainer.rewards.scoring import Rewards
 from trainer.watchdog import Watchdog

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from configs.checks import world_size
 from configs.checks_batches import roles_of, wants_ref
-from configs.reward_models import asks_rules
+from configs.reward_models import wants_truth
 from configs.schema.ppo import PPOConfig
 from trainer.alarms import ppo_alarms
 from trainer.algorithms.actor_loss import ActorLoss, ActorLossConfig
@@ -226,7 +226,7 @@ class Assembly:
         return start_reward_models(config.reward, self.hosts, config.trainer, self.watchdog, self.tokenizer, kwargs)
 
     def prompts(self) -> tuple[PromptDataset, PromptDataset]:
-        data, seed, scored = self.config.data, self.config.trainer.seed, asks_rules(self.config.reward)
+        data, seed, scored = self.config.data, self.config.trainer.seed, wants_truth(self.config.reward)
         return (
             PromptDataset(data.train_files, self.tokenizer, data, max_samples=data.train_max_samples, seed=seed, scored=scored),
             PromptDataset(data.val_files, self.tokenizer, data, max_samples=data.val_max_samples, seed=seed, scored=scored),

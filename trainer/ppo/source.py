@@ -16,8 +16,9 @@ from trainer.metrics import Phases
 from trainer.ppo.filtering import Tally, judge_groups, metric_values
 from trainer.ppo.rollback import Rollbacks
 from trainer.remote import RemoteRollout
+from trainer.rewards.answers import to_score
 from trainer.rewards.models import RewardModels
-from trainer.rewards.scoring import Answer, Rewards, Score
+from trainer.rewards.scoring import Rewards, Score
 from trainer.rewards.shaping import Shaping, missing_eos_penalty, overlong_penalty
 from trainer.watchdog import Watchdog
 from workers.batch import Batch
@@ -201,26 +202,6 @@ def texts_of(answers: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     finished = answers.rows["finished"].tolist()
     written = [ids[: len(ids) - done].tolist() for ids, done in zip(answers.split_rows("input_ids"), finished, strict=True)]
     return tokenizer.batch_decode(written, skip_special_tokens=False)
-
-
-def to_score(prompts: Sequence[Prompt], texts: Sequence[str], answers: Batch, tokenizer: PreTrainedTokenizerBase) -> list[Answer]:
-    """Of each row what scorers and servers are told. answers: what its rows end with are the answers' tokens."""
-    finished = answers.rows["finished"].bool().tolist()
-    last = [ids[len(ids) - done :].tolist() for ids, done in zip(answers.split_rows("input_ids"), finished, strict=True)]
-    endings = tokenizer.batch_decode(last, skip_special_tokens=False)
-    return [
-        Answer(
-            data_source=prompt.data_source,
-            solution_str=text,
-            ground_truth=prompt.ground_truth,
-            extra_info=prompt.extra_info,
-            finished=done,
-            prompt=prompt.text,
-            ending=ending,
-            messages=prompt.messages,
-        )
-        for prompt, text, done, ending in zip(prompts, texts, finished, endings, strict=True)
-    ]
 
 
 def join(questions: Batch, answers: Batch) -> Batch:

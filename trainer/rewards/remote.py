@@ -37,9 +37,10 @@ class _Server:
 class RemoteRewards:
     """Stands where a RewardRunner does. The servers of ``urls`` are copies of one: each request goes to one of them."""
 
-    def __init__(self, urls: Sequence[str], config: RemoteConfig) -> None:
-        """Asks nothing yet."""
+    def __init__(self, urls: Sequence[str], config: RemoteConfig, key: str = "reward.remote_urls") -> None:
+        """Asks nothing yet. key: where the user names them."""
         self._config = config
+        self._key = key
         self._servers = [_Server(url) for url in urls]
         self._lock = Lock()
 
@@ -55,7 +56,7 @@ class RemoteRewards:
             if None in problems:
                 return
             if time.monotonic() >= patience:
-                raise ValueError(f"reward.remote_urls: no server takes a connection: {problems[0]}")
+                raise ValueError(f"{self._key}: no server takes a connection: {problems[0]}")
             time.sleep(_BETWEEN_LOOKS)
 
     def __enter__(self) -> RemoteRewards:
@@ -82,7 +83,7 @@ class RemoteRewards:
         try:
             return patiently(lambda: self._ask(body, len(answers)), retries=config.retries, backoff=config.backoff)
         except Refused as error:
-            return [Score(None, {}, f"no score from reward.remote_urls: {error}")] * len(answers)
+            return [Score(None, {}, f"no score from {self._key}: {error}")] * len(answers)
 
     def _ask(self, body: bytes, n: int) -> list[Score]:
         """The scores by the first server that gives them. Raises Passing if one of them may do so later, else Refused."""
