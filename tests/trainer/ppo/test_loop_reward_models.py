@@ -1,4 +1,4 @@
-"""Whole runs whose answers are scored by reward models: what each gives is what transformers gives, and the sum is that by hand."""
+"""Whole runs with reward models: what each gives is what transformers gives, and their sum is that by hand."""
 
 import json
 from pathlib import Path

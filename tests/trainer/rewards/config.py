@@ -5,7 +5,9 @@ from functools import cache
 from typing import Any
 
 from configs.compose import compose
+from configs.reward_models import reward_models
 from configs.schema.ppo import PPOConfig, RewardConfig
+from configs.schema.scoring_model import ScoringModelConfig
 
 
 @cache
@@ -26,3 +28,13 @@ def reward_config(**changes: Any) -> RewardConfig:
         "remote": defaults.remote,
     }
     return replace(defaults, **changes | {name: replace(inner[name], **changes[name]) for name in sections})  # type: ignore[type-var]
+
+
+@cache
+def _model() -> ScoringModelConfig:
+    return reward_models(compose("ppo_trainer", PPOConfig, ["reward.models.a.path=x"]).reward)["a"]
+
+
+def scoring_model(**changes: Any) -> ScoringModelConfig:
+    """A reward model by the defaults, but for ``changes``."""
+    return replace(_model(), **changes)
