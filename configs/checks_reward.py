@@ -19,10 +19,11 @@ def reward_model_problems(reward: ModelScoringConfig, trainer: WorkersConfig, pr
     elif not models and reward.weight == 0:
         yield "reward.weight=0: the scores are measured only, and there are no reward models (reward.models) to decide"
     for name, model in models.items():
-        yield from _model_problems(model_key(name, reward), model, trainer, prompt, response)
+        yield from model_problems(model_key(name, reward), model, trainer, prompt, response)
 
 
-def _model_problems(key: str, model: ScoringModelConfig, trainer: WorkersConfig, prompt: int, response: int) -> Iterator[str]:
+def model_problems(key: str, model: ScoringModelConfig, trainer: WorkersConfig, prompt: int, response: int) -> Iterator[str]:
+    """prompt, response: tokens that each may have at most, where the model has no max_length."""
     if model.clip is not None and model.clip[0] >= model.clip[1]:
         yield f"{key}.clip=[{model.clip[0]:g}, {model.clip[1]:g}]: the first must be less than the second"
     if model.urls:

@@ -9,6 +9,7 @@ from configs.keys import ConfigError
 from configs.load import load
 from configs.schema.ppo import ModelScoringConfig, RemoteScoringConfig, ScoringConfig
 from configs.schema.scoring_model import ScoringModelConfig
+from configs.schema.serve_reward import ServedModelConfig
 
 SHORT_FORM = "reward_model"
 """The name of the one that reward.reward_model.enable makes."""
@@ -46,6 +47,11 @@ def reward_models(reward: ModelScoringConfig) -> dict[str, ScoringModelConfig]:
     if problems:
         raise ConfigError("\n".join(problems))
     return found
+
+
+def served_model(model: ServedModelConfig) -> ScoringModelConfig:
+    """The model that trainer.main_serve_reward serves, as one of a run."""
+    return load(asdict(model) | {"urls": [], "weight": 1.0, "kind": "sequence", "clip": None}, ScoringModelConfig).config
 
 
 def merged(defaults: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,13 +38,17 @@ def check_reward_models(reward: ModelScoringConfig, trainer: WorkersConfig) -> N
     for name, config in reward_models(reward).items():
         if config.urls:
             continue
-        key = model_key(name, reward)
-        try:
-            check_head(engine_model(config))
-            stored(config)
-        except (ValueError, FileNotFoundError) as error:
-            raise ValueError(f"{key}: {error}") from error
-        check_engine(key, config, engine_model(config), head_of(config), trainer.device)
+        check_one(model_key(name, reward), config, trainer)
+
+
+def check_one(key: str, config: ScoringModelConfig, trainer: WorkersConfig) -> None:
+    """See check_reward_models."""
+    try:
+        check_head(engine_model(config))
+        stored(config)
+    except (ValueError, FileNotFoundError) as error:
+        raise ValueError(f"{key}: {error}") from error
+    check_engine(key, config, engine_model(config), head_of(config), trainer.device)
 
 
 def check_head(model: ModelConfig) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from configs.schema.ppo import ScoringConfig
 from configs.schema.serve_reward import ServerConfig, ServeRewardConfig
 from trainer.rewards.registry import check_data_sources, scores_by_source
 from trainer.rewards.runner import RewardRunner
@@ -22,6 +21,8 @@ from trainer.rewards.scoring import Answer, Score
 from trainer.serving.desk import Desk
 from trainer.watchdog import Watchdog
 from workers.controller.stop import graceful_stop, shielded
+
+ScoreAll = Callable[[Sequence[Answer]], list[Score]]
 
 _LOOK = 0.2  # seconds between looks at whether the listener is still there
 _LAST_REPLIES = 5.0  # seconds for what is on its way when the server ends
@@ -34,21 +35,36 @@ def run(config: ServeRewardConfig) -> None:
     watchdog = Watchdog(asdict(config.timeouts), Path(config.trainer.default_local_dir))
     with graceful_stop(), ExitStack() as stack:
         place = stack.enter_context(bound(config.server))
-        rewards = stack.enter_context(RewardRunner(config.reward))
-        rewards.wait_ready()
-        listener = Listener(place, desk, config, count)
-        stack.enter_context(listener)
-
-        def score(answers: Sequence[Answer]) -> list[Score]:
-            with watchdog.own("reward", "scoring", f"{len(answers)} answers"):
-                return rewards.score(answers)
-
-        print(f"serving {name_of(config.reward)} at {listener.url} (process {os.getpid()})", flush=True)
+        score = (rules if config.model.path is None else model)(config, watchdog, stack)
+        listener = stack.enter_context(Listener(place, desk, config, count))
+        print(f"serving {name_of(config)} at {listener.url} (process {os.getpid()})", flush=True)
         work(desk, score, count, goes_on=listener.is_alive)
         raise RuntimeError("the listener has ended")
 
 
-def work(desk: Desk, score: Callable[[Sequence[Answer]], list[Score]], count: Count, *, goes_on: Callable[[], bool]) -> None:
+def rules(config: ServeRewardConfig, watchdog: Watchdog, stack: ExitStack) -> ScoreAll:
+    """Scoring processes, which end with the stack."""
+    runner = stack.enter_context(RewardRunner(config.reward))
+    runner.wait_ready()
+
+    def score(answers: Sequence[Answer]) -> list[Score]:
+        with watchdog.own("reward", "scoring", f"{len(answers)} answers"):
+            return runner.score(answers)
+
+    return score
+
+
+def model(config: ServeRewardConfig, watchdog: Watchdog, stack: ExitStack) -> ScoreAll:
+    """A model on workers, which end with the stack."""
+    from trainer.backend import open_backend, start_hosts  # load torch, which rules do without
+    from trainer.serving.model import check_model, start_scorer
+
+    check_model(config)
+    backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, Path(config.trainer.default_local_dir)))
+    return start_scorer(config, start_hosts(backend, config.trainer, config.timeouts), watchdog).score
+
+
+def work(desk: Desk, score: ScoreAll, count: Count, *, goes_on: Callable[[], bool]) -> None:
     """Score what waits at the desk, together; whatever ends this is told to those that still wait."""
     taken = []
     try:
@@ -91,13 +107,13 @@ class Listener:
 
         from trainer.serving.app import reward_app
 
-        reward, server = config.reward, config.server
+        server = config.server
         app = reward_app(
             desk,
             token=os.environ.get(server.token_env, "").strip() or None,
             most_bytes=int(server.max_request_mb * (1 << 20)),
-            check=lambda answers: check_answers(reward, answers),
-            health=lambda: {"serves": name_of(reward)} | count.told,
+            check=lambda answers: check_answers(config, answers),
+            health=lambda: {"serves": name_of(config)} | count.told,
         )
         options = uvicorn.Config(
             app, log_level="warning", access_log=False, limit_concurrency=server.max_connections, lifespan="off", ws="none"
@@ -137,16 +153,20 @@ def bound(server: ServerConfig) -> Iterator[socket.socket]:
         yield place
 
 
-def check_answers(reward: ScoringConfig, answers: Sequence[Answer]) -> None:
+def check_answers(config: ServeRewardConfig, answers: Sequence[Answer]) -> None:
     """Raises ValueError for a data source that has no scorer, before its request waits among others."""
-    if scores_by_source(reward):
+    if config.model.path is None and scores_by_source(config.reward):
         check_data_sources(answer.data_source for answer in answers)
 
 
-def name_of(reward: ScoringConfig) -> str:
+def name_of(config: ServeRewardConfig) -> str:
     """What is served, for people."""
-    custom = reward.custom_reward_function
-    return reward.scorer or (f"{custom.path}:{custom.name}" if custom.path is not None else "the data sources' scorers")
+    reward, custom = config.reward, config.reward.custom_reward_function
+    return (
+        config.model.path
+        or reward.scorer
+        or (f"{custom.path}:{custom.name}" if custom.path is not None else "the data sources' scorers")
+    )
 
 
 def check_installed() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.layout.source import ROOT
+from tests.reward_models import make_reward_model
 from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
 from tests.serving import serving
 from trainer import main_eval, main_ppo
@@ -102,6 +103,33 @@ def test_a_server_that_is_not_there_is_told_before_the_first_step(
     assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", *words)) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("error: reward.remote_urls: no server takes a connection: http://127.0.0.1:1/get_reward: ")
+
+
+def test_reward_models_on_servers_give_what_they_give_here(task: Path, tmp_path: Path) -> None:
+    """Two, of different weights, beside a rule; one reads other words than the policy."""
+    make_reward_model(task / "same", seed=1)
+    make_reward_model(task / "other", seed=2, own_words=True)
+
+    def models(same: str, other: str) -> list[str]:
+        other = f"reward.models.other={{{other}, weight: -2, normalize: running}}"
+        return [f"reward.models.same={{{same}, weight: 0.5, clip: [-1, 1]}}", other, "reward.weight=0.25"]
+
+    local = repeatable(run_ppo(task, tmp_path / "local", *models(f"path: {task}/same", f"path: {task}/other")))
+    with serving(f"model.path={task}/same") as first, serving(f"model.path={task}/other") as second:
+        remote = repeatable(run_ppo(task, tmp_path / "remote", *models(f"urls: [{first}]", f"urls: [{second}]")))
+    assert local[0].keys() == remote[0].keys() >= {"reward/same/mean", "reward/other/mean", "reward/acc/mean"}
+    for here, there in zip(local, remote, strict=True):
+        assert there == pytest.approx(here, rel=1e-3, abs=1e-5)
+    assert local[0]["reward/same/mean"] != 0 != local[0]["reward/other/mean"]
+
+
+def test_a_reward_model_whose_server_is_gone_fails_its_answers(task: Path, tmp_path: Path) -> None:
+    """The rule has scored them all; the model beside it eight, and then it died."""
+    words = ["reward.remote.batch_size=8", "reward.remote.concurrency=1", "reward.remote.retries=1", "reward.remote.backoff=0.01"]
+    with dying(task) as (doomed, _):
+        run = [f"reward.models.far={{urls: [{doomed}]}}", "trainer.total_training_steps=1", *words]
+        (step,) = run_ppo(task, tmp_path / "run", *run)
+    assert step["reward/failed"] == 24 and step["reward/far/mean"] > 0
 
 
 def test_answers_in_a_file_are_scored_by_servers_too(tmp_path: Path) -> None:
