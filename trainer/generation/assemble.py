@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from configs.reward_models import asks_rules
+from configs.reward_models import wants_truth
 from configs.schema.common import FSDPConfig
 from configs.schema.generation import GenerationConfig
 from trainer.backend import open_backend, start_hosts
@@ -25,8 +25,8 @@ from trainer.generation.rollout import rollout_spec, sampling, start_source
 from trainer.generation.selection import accepted, best_of_n
 from trainer.generation.shards import Row, Shards, write_rows
 from trainer.remote import RemoteRollout
-from trainer.rewards.registry import check_data_sources, scores_by_source
-from trainer.rewards.runner import RewardRunner
+from trainer.rewards.registry import check_data_sources
+from trainer.rewards.remote import needs_data_sources, open_rewards
 from trainer.rewards.start import check_reward_models, start_reward_models
 from trainer.watchdog import Watchdog
 from workers.controller.group import WorkerGroup
@@ -43,6 +43,7 @@ MAY_CHANGE = (
     "actor_rollout_ref.rollout.update_weights_bucket_megabytes",
     "actor_rollout_ref.rollout.verify_weights",
     "reward.num_workers",
+    *(f"reward.remote.{name}" for name in ("batch_size", "concurrency", "timeout", "retries", "backoff", "token_env")),
 )
 
 
@@ -55,10 +56,10 @@ def run(config: GenerationConfig, notices: Sequence[str]) -> None:
     if scored:
         check_reward_models(config.reward, config.trainer)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    by_rules = scored and asks_rules(config.reward)
+    by_rules = scored and wants_truth(config.reward)
     prompts = PromptDataset(data.path, tokenizer, data, max_samples=data.max_samples, seed=config.trainer.seed, scored=by_rules)
     prompts.check_tokens(vocab_size(config.actor_rollout_ref.model))
-    if scored and scores_by_source(config.reward):
+    if scored and needs_data_sources(config.reward):
         check_data_sources(prompts.data_sources)
     for notice in prompts.notices:
         print(f"note: {notice}", file=sys.stderr)
@@ -68,7 +69,7 @@ def run(config: GenerationConfig, notices: Sequence[str]) -> None:
         if len(missing) < total:
             print(f"resumed: {total - len(missing)} of {total} shards are there")
         with ExitStack() as stack:
-            rewards = stack.enter_context(RewardRunner(config.reward)) if scored else None
+            rewards = stack.enter_context(open_rewards(config.reward)) if scored else None
             if rewards is not None:
                 rewards.start()
             run_dir = Path(config.trainer.default_local_dir)
