@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from configs.checks import world_size
-from configs.checks_batches import roles_of, wants_ref
+from configs.checks_batches import wants_ref
 from configs.reward_models import wants_truth
 from configs.schema.ppo import PPOConfig
 from trainer.alarms import ppo_alarms
@@ -29,6 +29,7 @@ from trainer.events import Events
 from trainer.generation.rollout import rollout_spec, sampling
 from trainer.metrics import Phases, peak_flops
 from trainer.models import Training, limits, start_model, value_head
+from trainer.ppo.engines import check_engines, wants_critic
 from trainer.ppo.loop import Loop, old_log_probs_come_from_update
 from trainer.ppo.rollback import Rollbacks
 from trainer.ppo.source import Source
@@ -42,13 +43,12 @@ from trainer.rewards.registry import check_data_sources
 from trainer.rewards.remote import needs_data_sources, open_rewards
 from trainer.rewards.scoring import Rewards
 from trainer.rewards.shaping import Shaping
-from trainer.rewards.start import check_reward_models, start_reward_models
+from trainer.rewards.start import start_reward_models
 from trainer.saving import Saver
 from trainer.skips import Skips
 from trainer.tracking import Tracker
 from trainer.watchdog import Watchdog
 from workers.controller.group import WorkerGroup
-from workers.engine import check_engine
 from workers.engine.base import LossSpec
 from workers.engine.hf_model import vocab_size
 from workers.rollout import check_installed
@@ -99,21 +99,6 @@ def opened(assembly: type[Assembly], config: PPOConfig, life: Lifetime, resume: 
         yield loop
 
 
-def check_engines(config: PPOConfig) -> None:
-    """Before any process starts. See workers.engine.check_engine."""
-    device = config.trainer.device
-    for key, role in roles_of(config, has_critic=wants_critic(config)).items():
-        if role is config.critic:
-            check_engine(key, role, config.critic.model, "value", device)
-        elif key.startswith("actor_rollout_ref."):
-            check_engine(key, role, config.actor_rollout_ref.model, "lm", device)
-    check_reward_models(config.reward, config.trainer)
-
-
-def wants_critic(config: PPOConfig) -> bool:
-    return config.critic.enable is True or "values" in ADVANTAGES.needs(config.algorithm.adv_estimator)
-
-
 class Assembly:
     """The parts of a loop, each from its part of the configuration."""
 
@@ -140,7 +125,7 @@ class Assembly:
 
     def loop(self, rewards: Rewards, resume: Checkpoint | None) -> Loop:
         run_dir = self.life.run_dir
-        config, val = self.config, self.config.actor_rollout_ref.rollout.val_kwargs
+        config, rollout_config = self.config, self.config.actor_rollout_ref.rollout
         tracker = self.tracker(run_dir, resume)
         actor = self.actor()
         ref = self.ref(actor) if self.wants_ref else None
@@ -169,7 +154,7 @@ class Assembly:
                 self.held_out,
                 source,
                 tracker,
-                n=val.n,
+                n=rollout_config.val_kwargs.n,
                 sampling=self.validation_sampling(),
                 batch_size=config.data.val_batch_size,
             ),
