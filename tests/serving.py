@@ -1,5 +1,8 @@
-"""A reward server in this process: HTTP in a thread, and the scorer in another."""
+"""Reward servers: in this process, HTTP in a thread and the scorer in another, or as the program that it is."""
 
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -9,6 +12,7 @@ from threading import Event, Thread
 
 from configs.compose import compose
 from configs.schema.serve_reward import ServeRewardConfig
+from tests.layout.source import ROOT
 from trainer.rewards.runner import RewardRunner
 from trainer.serving.assemble import Count, Listener, ScoreAll, bound, model, work
 from trainer.serving.desk import Desk
@@ -40,3 +44,23 @@ def serving(*overrides: str, score: ScoreAll | None = None) -> Iterator[str]:
         yield listener.url
         stopped.set()
         scoring.join()
+
+
+@contextmanager
+def program(*overrides: str) -> Iterator[subprocess.Popen[str]]:
+    """python -m trainer.main_serve_reward; ``address`` waits until it is ready."""
+    fixed = ("server.port=0", "trainer.device=cpu", "model.fsdp_config.dtype=float32")
+    command = [sys.executable, "-m", "trainer.main_serve_reward", *fixed, *overrides]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
+        try:
+            yield started
+        finally:
+            started.kill()
+
+
+def address(started: subprocess.Popen[str]) -> str:
+    assert started.stdout is not None
+    line = started.stdout.readline()
+    match = re.fullmatch(r"serving \S+ at (http://127\.0\.0\.1:\d+/get_reward) \(process (\d+)\)\n", line)
+    assert match and int(match[2]) == started.pid, line
+    return match[1]

@@ -5,23 +5,18 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.layout.source import ROOT
+from tests.serving import address, program
 from tests.trainer.rewards.config import reward_config
 from trainer import main_serve_reward
 from trainer.rewards.remote import RemoteRewards
 from trainer.rewards.scoring import Answer, Score
 
-LINE = r"serving \S+mine\.py:compute_score at (http://127\.0\.0\.1:\d+/get_reward) \(process (\d+)\)\n"
 # Children of its own, as a careless function has them.
 FUNCTION = """
 import subprocess, time
@@ -35,31 +30,16 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-@contextmanager
-def started(tmp_path: Path, *overrides: str, ready: bool = True) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The program with two scoring processes, and its address."""
-    (tmp_path / "mine.py").write_text(FUNCTION)
-    words = [f"reward.scorer={tmp_path}/mine.py:compute_score", "server.port=0", "reward.num_workers=2", *overrides]
-    command = [sys.executable, "-m", "trainer.main_serve_reward", f"trainer.default_local_dir={tmp_path}/run", *words]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
-        try:
-            line = program.stdout.readline() if program.stdout is not None else ""
-            match = re.fullmatch(
-                r"serving \S+mine\.py:compute_score at (http://127\.0\.0\.1:\d+/get_reward) \(process (\d+)\)\n", line
-            )
-            assert match and int(match[2]) == program.pid, line
-            yield program, match[1]
-        finally:
-            program.kill()
-
-
 @pytest.mark.parametrize(("number", "code", "busy"), [(signal.SIGTERM, 143, True), (signal.SIGINT, 130, False)])
 def test_a_signal_ends_it_and_all_that_it_has_started(number: int, code: int, busy: bool, tmp_path: Path) -> None:
-    with started(tmp_path, "server.log_every=2") as (program, url):
+    (tmp_path / "mine.py").write_text(FUNCTION)
+    words = [f"reward.scorer={tmp_path}/mine.py:compute_score", "reward.num_workers=2", "server.log_every=2"]
+    with program(*words, f"trainer.default_local_dir={tmp_path}/run") as server:
+        url = address(server)
         remote = RemoteRewards([url], reward_config(remote={"batch_size": 2, "retries": 0, "timeout": 60.0}).remote)
         answers = [Answer("", text, None, {}, True) for text in ("child", "a", "b", "c")]
         assert remote.score(answers) == [Score(0.5, {}, None)] * 4
-        family = psutil.Process(program.pid).children(recursive=True)
+        family = psutil.Process(server.pid).children(recursive=True)
         assert {process.name() for process in family} >= {"sleep"} and len(family) == 3
         waiting = socket.create_connection(("127.0.0.1", int(re.findall(r":(\d+)/", url)[0])), 10.0)
         if busy:  # in the middle of a request, which is told so
@@ -67,13 +47,13 @@ def test_a_signal_ends_it_and_all_that_it_has_started(number: int, code: int, bu
             head = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
             waiting.sendall(b"POST /get_reward HTTP/1.1\r\n" + head.encode() + body)
             time.sleep(0.5)
-        program.send_signal(number)
+        server.send_signal(number)
         if busy:
             reply = waiting.recv(4096)
             assert reply.startswith(b"HTTP/1.1 503") and b"the server is stopping" in reply
         waiting.close()
-        _, said = program.communicate(timeout=30.0)
-        assert program.returncode == code
+        _, said = server.communicate(timeout=30.0)
+        assert server.returncode == code
         _, alive = psutil.wait_procs(family, timeout=5.0)
         assert alive == []
     assert re.match(r"reward server: 2 requests, 4 answers, 0 failed, [\d,.]+ answers/s\n", said) and "Traceback" not in said

@@ -14,6 +14,7 @@ from trainer.ppo.source import ask, join, texts_of
 from trainer.remote import RemoteRollout
 from trainer.rewards.answers import to_score
 from trainer.rewards.models import RewardModels
+from trainer.rewards.remote import RemoteRewards
 from trainer.rewards.scoring import Rewards
 from trainer.watchdog import Watchdog
 from workers.batch import Batch
@@ -77,7 +78,7 @@ class Generator:
         if self.rewards is None:
             return {}
         finished = answers.rows["finished"].bool()
-        written = to_score(asked, texts, answers, self.tokenizer)
+        written = to_score(asked, texts, answers, self.tokenizer, for_servers=isinstance(self.rewards, RemoteRewards))
         with self.watchdog.own("reward", "scoring", f"{len(written)} answers"):
             scores = self.rewards.score(written)
         parts = {}

@@ -18,6 +18,7 @@ from trainer.ppo.rollback import Rollbacks
 from trainer.remote import RemoteRollout
 from trainer.rewards.answers import to_score
 from trainer.rewards.models import RewardModels
+from trainer.rewards.remote import RemoteRewards
 from trainer.rewards.scoring import Rewards, Score
 from trainer.rewards.shaping import Shaping, missing_eos_penalty, overlong_penalty
 from trainer.watchdog import Watchdog
@@ -168,9 +169,9 @@ class Source:
             questions = ask(asked, seeds, greedy=torch.tensor(samples) == n)
             answers = self.rollout.generate(questions, sampling, each)
         with phases("reward"), self.watchdog.own("reward", "scoring", f"{len(asked)} answers"):
-            texts = texts_of(answers, self.tokenizer)
-            scores = self.rewards.score(to_score(asked, texts, answers, self.tokenizer))
-        batch = join(questions, answers)
+            texts, batch = texts_of(answers, self.tokenizer), join(questions, answers)
+            by_servers = isinstance(self.rewards, RemoteRewards)
+            scores = self.rewards.score(to_score(asked, texts, batch, self.tokenizer, for_servers=by_servers))
         if self.models is not None:
             with phases("reward_model"):
                 scores, at_tokens = self.models.add(scores, batch, asked, texts, learn_from=(torch.tensor(samples) < n) & trains)

@@ -27,7 +27,7 @@ class Answer:
     """solution_str: the answer decoded without special tokens. finished: it ended with a stop token, not at the length limit.
 
     Where they are known, for servers: prompt: the text before it. ending: that of the stop token after it. messages: what the
-    prompt was made of, a text or a conversation.
+    prompt was made of, a text or a conversation. ids: all of it as tokens, of a tokenizer whose rules are ``words``.
     """
 
     data_source: str
@@ -38,6 +38,8 @@ class Answer:
     prompt: str = ""
     ending: str = ""
     messages: Any = None
+    ids: list[int] | None = None
+    words: str = ""
 
 
 @dataclass(frozen=True, slots=True)

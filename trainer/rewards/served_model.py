@@ -28,7 +28,7 @@ class ServedModel:
 
     def score(self, answers: Batch, prompts: Sequence[Prompt], texts: Sequence[str]) -> tuple[list[Score], Tensor | None]:
         with self.watchdog.own("reward", f"scoring by reward model {self.name}", f"{len(answers)} answers"):
-            scores = self.servers.score(to_score(prompts, texts, answers, self.tokenizer))
+            scores = self.servers.score(to_score(prompts, texts, answers, self.tokenizer, for_servers=True))
         return [
             replace(score, extra={f"{self.name}_{key}": value for key, value in score.extra.items()}) for score in scores
         ], None

@@ -3,8 +3,8 @@
     {"query": [...], "prompts": [...], "labels": [...]}  ->  {"rewards": [...], "scores": [...], "extra_logs": {name: [...]}}
 
 query: prompts with their answers and what ended these; labels: ground truths. Ours adds to the request responses (the answers
-alone), messages (what the prompts were made of), data_sources, extra_infos and finished, and to the reply errors: why a reward is
-null.
+alone), messages (what the prompts were made of), token_ids and a hash of the tokenizers that made them, data_sources, extra_infos
+and finished, and to the reply errors: why a reward is null.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ def to_request(answers: Sequence[Answer]) -> dict[str, list]:
         "extra_infos": [answer.extra_info for answer in answers],
         "finished": [answer.finished for answer in answers],
         "messages": [answer.messages for answer in answers],
+        "token_ids": [answer.ids for answer in answers],
+        "tokenizers": [answer.words for answer in answers],
     }
 
 
@@ -53,6 +55,8 @@ def from_request(body: Any) -> list[Answer]:
         heads,
         endings,
         _column(body, "messages", str | list | None, [None] * n),
+        _column(body, "token_ids", list | None, [None] * n),
+        _column(body, "tokenizers", str, [""] * n),
         strict=True,
     )
     return [Answer(*row) for row in columns]

@@ -3,17 +3,15 @@
 import json
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.layout.source import ROOT
 from tests.reward_models import make_reward_model
 from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
-from tests.serving import serving
+from tests.serving import address, program, serving
 from trainer import main_eval, main_ppo
 from trainer.generation.shards import write_rows
 
@@ -43,16 +41,11 @@ def local(task: Path) -> list[dict[str, float]]:
 
 @contextmanager
 def dying(task: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
-    """A server, a program of its own, that scores 8 answers and dies of the next 8."""
+    """A server that scores 8 answers and dies of the next 8."""
     (task / "deadly.py").write_text(DEADLY)
-    words = [f"reward.scorer={task}/deadly.py:compute_score", "reward.num_workers=0", "server.port=0"]
-    command = [sys.executable, "-m", "trainer.main_serve_reward", f"trainer.default_local_dir={task}/served", *words]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as program:
-        assert program.stdout is not None
-        try:
-            yield program.stdout.readline().split()[3], program
-        finally:
-            program.kill()
+    words = [f"reward.scorer={task}/deadly.py:compute_score", "reward.num_workers=0"]
+    with program(*words, f"trainer.default_local_dir={task}/served") as server:
+        yield address(server), server
 
 
 def test_a_run_with_remote_rewards_is_the_local_one_to_the_bit(task: Path, local: list[dict[str, float]]) -> None:
@@ -67,10 +60,10 @@ def test_a_run_with_remote_rewards_is_the_local_one_to_the_bit(task: Path, local
 def test_where_a_server_dies_in_a_step_another_takes_over(
     task: Path, local: list[dict[str, float]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with dying(task) as (doomed, program), serving(f"reward.scorer={task}/reward.py:compute_score") as other:
+    with dying(task) as (doomed, server), serving(f"reward.scorer={task}/reward.py:compute_score") as other:
         words = [f"reward.remote_urls=[{doomed},{other}]", "reward.remote.batch_size=8", "reward.remote.concurrency=1"]
         steps = run_ppo(task, task / "taken_over", "trainer.test_freq=2", *words)
-        assert program.wait(10.0) == -signal.SIGKILL, "of the answers"
+        assert server.wait(10.0) == -signal.SIGKILL, "of the answers"
     assert repeatable(steps) == local
     assert f"note: reward server: {doomed}: " in capsys.readouterr().err
 
@@ -115,11 +108,13 @@ def test_reward_models_on_servers_give_what_they_give_here(task: Path, tmp_path:
         return [f"reward.models.same={{{same}, weight: 0.5, clip: [-1, 1]}}", other, "reward.weight=0.25"]
 
     local = repeatable(run_ppo(task, tmp_path / "local", *models(f"path: {task}/same", f"path: {task}/other")))
-    with serving(f"model.path={task}/same") as first, serving(f"model.path={task}/other") as second:
-        remote = repeatable(run_ppo(task, tmp_path / "remote", *models(f"urls: [{first}]", f"urls: [{second}]")))
+    folder = f"trainer.default_local_dir={tmp_path}/served"
+    with program(f"model.path={task}/same", folder) as first, program(f"model.path={task}/other", folder) as second:
+        urls = [f"urls: [{address(server)}]" for server in (first, second)]
+        remote = repeatable(run_ppo(task, tmp_path / "remote", *models(*urls)))
     assert local[0].keys() == remote[0].keys() >= {"reward/same/mean", "reward/other/mean", "reward/acc/mean"}
     for here, there in zip(local, remote, strict=True):
-        assert there == pytest.approx(here, rel=1e-3, abs=1e-5)
+        assert there == here
     assert local[0]["reward/same/mean"] != 0 != local[0]["reward/other/mean"]
 
 
