@@ -24,7 +24,8 @@ def roles_of(config: PPOConfig, *, has_critic: bool) -> dict[str, ShardedConfig]
         roles["actor_rollout_ref.ref"] = models.ref
     if has_critic:
         roles["critic"] = config.critic
-    return roles | {model_key(name, config.reward): model for name, model in reward_models(config.reward).items()}
+    scorers = reward_models(config.reward).items()
+    return roles | {model_key(name, config.reward): model for name, model in scorers if not model.urls}
 
 
 def name_of(key: str) -> str:

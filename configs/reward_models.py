@@ -7,8 +7,9 @@ from typing import Any
 
 from configs.keys import ConfigError
 from configs.load import load
-from configs.schema.ppo import ModelScoringConfig, ScoringConfig
+from configs.schema.ppo import ModelScoringConfig, RemoteScoringConfig, ScoringConfig
 from configs.schema.scoring_model import ScoringModelConfig
+from configs.schema.serve_reward import ServedModelConfig
 
 SHORT_FORM = "reward_model"
 """The name of the one that reward.reward_model.enable makes."""
@@ -38,12 +39,19 @@ def reward_models(reward: ModelScoringConfig) -> dict[str, ScoringModelConfig]:
         except ConfigError as error:
             problems += [f"{key}.{line}" for line in str(error).splitlines()]
             continue
-        if one.path is None:
-            problems.append(f"{key}.path is null: where is the model?")
+        if one.path is None and not one.urls:
+            problems.append(f"{key}.path is null: where is the model? Or which servers have it ({key}.urls)?")
+        elif one.path is not None and one.urls:
+            problems.append(f"{key}.urls: the model is at {key}.path={one.path}, or on servers, not both")
         found[name] = one
     if problems:
         raise ConfigError("\n".join(problems))
     return found
+
+
+def served_model(model: ServedModelConfig) -> ScoringModelConfig:
+    """The model that trainer.main_serve_reward serves, as one of a run."""
+    return load(asdict(model) | {"urls": [], "weight": 1.0, "kind": "sequence", "clip": None}, ScoringModelConfig).config
 
 
 def merged(defaults: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,3 +71,13 @@ def model_key(name: str, reward: ModelScoringConfig) -> str:
 def asks_rules(reward: ScoringConfig) -> bool:
     """A scorer or a function of the user's scores the answers, beside reward models or alone."""
     return reward.custom_reward_function.path is not None or reward.scorer != NO_RULES
+
+
+def has_score(reward: RemoteScoringConfig) -> bool:
+    """There is a score beside those of reward models: of rules, or of the servers in their place."""
+    return bool(reward.remote_urls) or asks_rules(reward)
+
+
+def wants_truth(reward: RemoteScoringConfig) -> bool:
+    """Rows must have what rules score by, a data source and a ground truth. Servers are told of them where they are there."""
+    return not reward.remote_urls and asks_rules(reward)

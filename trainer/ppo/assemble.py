@@ -11,7 +11,7 @@ from pathlib import Path
 from configs.checks_batches import wants_ref
 from configs.checks_placement import placement_of
 from configs.pools import Placement
-from configs.reward_models import asks_rules
+from configs.reward_models import wants_truth
 from configs.schema.ppo import PPOConfig
 from trainer.alarms import ppo_alarms
 from trainer.algorithms.actor_loss import ActorLoss, ActorLossConfig
@@ -41,8 +41,9 @@ from trainer.remote import BaseModel, RemoteModel, RemoteRollout
 from trainer.report import finish
 from trainer.restart import Lifetime, keep_going
 from trainer.rewards.models import RewardModels
-from trainer.rewards.registry import check_data_sources, scores_by_source
-from trainer.rewards.runner import RewardRunner
+from trainer.rewards.registry import check_data_sources
+from trainer.rewards.remote import needs_data_sources, open_rewards
+from trainer.rewards.scoring import Rewards
 from trainer.rewards.shaping import Shaping
 from trainer.rewards.start import start_reward_models
 from trainer.saving import Saver
@@ -86,7 +87,7 @@ def opened(assembly: type[Assembly], config: PPOConfig, life: Lifetime, resume: 
     """The loop with all that it works with, which ends when the block does."""
     check_engines(config)
     with ExitStack() as stack:
-        rewards = stack.enter_context(RewardRunner(config.reward))
+        rewards = stack.enter_context(open_rewards(config.reward))
         rewards.start()
         backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, config.timeouts, life.run_dir))
         place = placement_of(config, has_critic=wants_critic(config))
@@ -116,7 +117,7 @@ class Assembly:
         self.ptx = ptx_stream(config.data, actor.ptx_coef, actor.ptx_ratio, self.tokenizer, seed)
         for prompts in (self.data, self.held_out):
             prompts.check_tokens(vocab_size(config.actor_rollout_ref.model))
-        if scores_by_source(config.reward):
+        if needs_data_sources(config.reward):
             check_data_sources(self.data.data_sources | self.held_out.data_sources)
         texts = () if self.ptx is None else self.ptx.data.notices
         for notice in (*self.data.notices, *self.held_out.notices, *texts, self.stream().order.notice):
@@ -124,7 +125,7 @@ class Assembly:
                 print(f"note: {notice}", file=sys.stderr)
         self.total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * self.order.steps_per_epoch
 
-    def loop(self, rewards: RewardRunner, resume: Checkpoint | None) -> Loop:
+    def loop(self, rewards: Rewards, resume: Checkpoint | None) -> Loop:
         run_dir = self.life.run_dir
         config, rollout_config = self.config, self.config.actor_rollout_ref.rollout
         tracker = self.tracker(run_dir, resume)
@@ -189,7 +190,7 @@ class Assembly:
         gen_batch_size = self.config.data.gen_batch_size or self.order.batch_size
         return PromptStream(self.data, replace(self.order, batch_size=gen_batch_size))
 
-    def source(self, rollout: RemoteRollout, rewards: RewardRunner) -> Source:
+    def source(self, rollout: RemoteRollout, rewards: Rewards) -> Source:
         config = self.config
         return Source(
             rollout,
@@ -215,7 +216,7 @@ class Assembly:
         return start_reward_models(config.reward, hosts, workers, config.trainer, self.watchdog, self.tokenizer, kwargs)
 
     def prompts(self) -> tuple[PromptDataset, PromptDataset]:
-        data, seed, scored = self.config.data, self.config.trainer.seed, asks_rules(self.config.reward)
+        data, seed, scored = self.config.data, self.config.trainer.seed, wants_truth(self.config.reward)
         return (
             PromptDataset(data.train_files, self.tokenizer, data, max_samples=data.train_max_samples, seed=seed, scored=scored),
             PromptDataset(data.val_files, self.tokenizer, data, max_samples=data.val_max_samples, seed=seed, scored=scored),

@@ -31,6 +31,7 @@ from trainer.ppo.together import Together
 from trainer.ppo.update import UpdateSpec, update
 from trainer.ppo.validation import Validation
 from trainer.remote import BaseModel, RemoteModel, RemoteRollout
+from trainer.rewards.local_model import LocalModel
 from trainer.saving import Saver
 from trainer.skips import Skips
 from trainer.stopping import Stopping
@@ -122,9 +123,12 @@ class Loop:
 
     @property
     def looks_early(self) -> bool:
-        """The other models look at the answers while reward models, which have GPUs of their own, score them."""
+        """The other models look at the answers while reward models, which have GPUs of their own, score them. Servers are asked
+        from the main thread: Watchdog.own."""
         scorers = self.source.models
-        return scorers is not None and scorers.group is not self.actor.group and not self.source.chooses
+        if scorers is None or scorers.group is self.actor.group or self.source.chooses:
+            return False
+        return all(isinstance(model.scorer, LocalModel) for model in scorers.models)
 
     def looks(self, batch: Batch) -> Batch:
         """What each model makes of the answers; those in different pools work at the same time. Nothing if they did so early."""

@@ -18,13 +18,14 @@ def _defaults() -> RewardConfig:
 def reward_config(**changes: Any) -> RewardConfig:
     """A dict stands for changes inside the section of that name."""
     defaults = _defaults()
-    sections = {"custom_reward_function", "gsm8k", "math_dapo", "code", "judge"} & changes.keys()
+    sections = {"custom_reward_function", "gsm8k", "math_dapo", "code", "judge", "remote"} & changes.keys()
     inner = {
         "custom_reward_function": defaults.custom_reward_function,
         "gsm8k": defaults.gsm8k,
         "math_dapo": defaults.math_dapo,
         "code": defaults.code,
         "judge": defaults.judge,
+        "remote": defaults.remote,
     }
     return replace(defaults, **changes | {name: replace(inner[name], **changes[name]) for name in sections})  # type: ignore[type-var]
 
