@@ -10,7 +10,8 @@ from safetensors import safe_open
 from transformers import PreTrainedTokenizerBase
 
 from configs.checks_rollout import Workers
-from configs.reward_models import has_score, model_key, reward_models
+from configs.reward_models import model_key, reward_models
+from configs.rules import has_score
 from configs.schema.common import ModelConfig, TiledMLPConfig, WorkersConfig
 from configs.schema.ppo import ModelScoringConfig, RemoteConfig
 from configs.schema.scoring_model import ScoringModelConfig
