@@ -22,7 +22,6 @@ settings=(
 
   actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct
   critic.model.path=Qwen/Qwen2-7B-Instruct
-  critic.ppo_max_token_len_per_gpu=16384 # as the actor's
 
   rollout=sglang
   actor_rollout_ref.rollout.tensor_model_parallel_size=1 # the engine's cut has nothing to do with the trainer's

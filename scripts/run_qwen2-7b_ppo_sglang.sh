@@ -17,11 +17,10 @@ settings=(
 
   actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct
   critic.model.path=Qwen/Qwen2-7B-Instruct
-  critic.ppo_max_token_len_per_gpu=16384 # as the actor's; 32,768 would take 8 GB more, and the models at rest already keep 26
 
   rollout=sglang
   actor_rollout_ref.rollout.tensor_model_parallel_size=1 # 15 GB of weights fit a GPU: 8 engines
-  actor_rollout_ref.rollout.gpu_memory_utilization=0.6   # SGLang's: of the 55 GB that are free when it starts
+  actor_rollout_ref.rollout.gpu_memory_utilization=0.6   # SGLang's: of the 59 GB that the models at rest leave free
 
   trainer.project_name=gsm8k_math
   trainer.experiment_name=qwen2-7b_ppo_sglang

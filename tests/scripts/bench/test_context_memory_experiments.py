@@ -49,8 +49,8 @@ def fsdp_bytes(shape: Shape, fsdp: FSDPConfig, gpus: int, tokens: int, *, traine
 
 
 def megatron_bytes(shape: Shape, cut: MegatronConfig, gpus: int, tokens: int, *, trained: bool = True) -> tuple[float, float]:
-    """The same: weights in bfloat16, gradients, the optimizer's copy and its two moments in float32, layers recomputed. All stages
-    are alike; a pipeline's first keeps the inputs of as many micro-batches as there are stages.
+    """The same: weights in bfloat16; gradients, the optimizer's copy and its two moments in float32; layers recomputed.
+    Stages count as alike, and each keeps the inputs of as many micro-batches as there are stages.
     """
     tp, pp = cut.tensor_model_parallel_size, cut.pipeline_model_parallel_size
     parameters = shape.parameters / (tp * pp)
