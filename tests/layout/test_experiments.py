@@ -29,6 +29,8 @@ def test_it_is_a_run_that_could_start(
     told = capsys.readouterr()
     assert "configuration is fine" in told.out and "note:" not in told.err
     assert list(tmp_path.iterdir()) == []
+    directories = [line.rpartition(" ")[2] for line in told.out.splitlines() if "configuration is fine" in line]
+    assert len(directories) == len({*directories}) == (6 if name.startswith("sweep_") else 1)
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
