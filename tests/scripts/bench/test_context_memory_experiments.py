@@ -1,14 +1,14 @@
 """The experiment scripts fit the GPUs that their first lines name, by the memory model: nothing of the kind was run there."""
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
 from configs.checks import world_size
 from configs.checks_batches import wants_ref
 from configs.compose import compose
-from configs.schema.common import FSDPConfig, MegatronConfig
+from configs.schema.common import FSDPConfig, MegatronConfig, ModelConfig, ShardedConfig
 from configs.schema.ppo import PPOConfig
 from scripts.bench.context_memory import Setting, Shape, head_chunk, resident, training
 from scripts.bench.shapes import SHAPES
@@ -39,16 +39,27 @@ def config_of(name: str) -> PPOConfig:
     return compose("ppo_trainer", PPOConfig, [re.sub(r"=([^\[,]*),.*", r"=\1", word) for word in words if word[:2] != "--"])
 
 
-def fsdp_bytes(shape: Shape, fsdp: FSDPConfig, gpus: int, tokens: int, *, trained: bool = True) -> tuple[float, float]:
+def adapter_bytes(shape: Shape, model: ModelConfig) -> float:
+    """Of a LoRA adapter on all linear layers, its gradients and its moments, in float32."""
+    if not model.has_adapter:
+        return 0.0
+    widths = 2 * (shape.hidden + shape.queries) + 2 * (shape.hidden + shape.keys) + 3 * (shape.hidden + shape.intermediate)
+    return 16.0 * shape.layers * model.lora_rank * widths
+
+
+def fsdp_bytes(
+    shape: Shape, model: ModelConfig, fsdp: FSDPConfig, gpus: int, tokens: int, *, learns: bool
+) -> tuple[float, float]:
     """(at rest, in a train step) of one role on one GPU."""
     kept = 2 if fsdp.model_dtype == "bfloat16" else 4
+    trained = learns and not model.has_adapter
     setting = Setting(gpus=gpus, kept=kept, trained=trained, optimizer_offload=fsdp.optimizer_offload, several=True)
-    lying = resident(shape, setting)
-    at_rest = lying["moments"] + (0.0 if fsdp.param_offload else lying["parameters"])
-    return at_rest, sum(training(shape, setting, tokens).values()) if trained else 0.0
+    lying, adapter = resident(shape, setting), adapter_bytes(shape, model)
+    at_rest = lying["moments"] + (0.0 if fsdp.param_offload else lying["parameters"]) + adapter
+    return at_rest, sum(training(shape, setting, tokens).values()) + adapter
 
 
-def megatron_bytes(shape: Shape, cut: MegatronConfig, gpus: int, tokens: int, *, trained: bool = True) -> tuple[float, float]:
+def megatron_bytes(shape: Shape, cut: MegatronConfig, gpus: int, tokens: int, *, learns: bool) -> tuple[float, float]:
     """The same: weights in bfloat16; gradients, the optimizer's copy and its two moments in float32; layers recomputed.
     Stages count as alike, and each keeps the inputs of as many micro-batches as there are stages.
     """
@@ -56,33 +67,50 @@ def megatron_bytes(shape: Shape, cut: MegatronConfig, gpus: int, tokens: int, *,
     parameters = shape.parameters / (tp * pp)
     weights, gradients, optimizer = 2 * parameters, 4 * parameters, 12 * parameters / (gpus // cut.model_parallel_size)
     kept = ((weights, cut.param_offload), (gradients, cut.grad_offload), (optimizer, cut.optimizer_offload))
-    at_rest = sum(part for part, offloaded in (kept if trained else kept[:1]) if not offloaded)
+    at_rest = sum(part for part, offloaded in (kept if learns else kept[:1]) if not offloaded)
     inputs = tokens * 2 * shape.hidden * shape.layers / tp  # of pp micro-batches, a pp-th of the layers each
     at_work = tokens * (12 * shape.intermediate + 26 * shape.hidden + 8 * shape.queries) / tp
     return at_rest, weights + gradients + optimizer + inputs + at_work + head_chunk(shape, Setting()) / tp
 
 
-def fullest(config: PPOConfig, size: int) -> dict[str, float]:
-    """Bytes on one GPU of ``size`` GB, by what it does."""
-    models, gpus = config.actor_rollout_ref, world_size(config.trainer)
+@dataclass(frozen=True)
+class Role:
+    """tokens: of a micro-batch, those of a train step for a role that learns."""
+
+    config: ShardedConfig
+    model: ModelConfig
+    shape: Shape
+    tokens: int
+    learns: bool
+
+    def bytes(self, gpus: int) -> tuple[float, float]:
+        if self.config.strategy == "megatron":
+            return megatron_bytes(self.shape, self.config.megatron, gpus, self.tokens, learns=self.learns)
+        return fsdp_bytes(self.shape, self.model, self.config.fsdp_config, gpus, self.tokens, learns=self.learns)
+
+
+def roles_of(config: PPOConfig) -> dict[str, Role]:
+    models, critic = config.actor_rollout_ref, config.critic
     shape = Shape.of(SHAPES[MODELS[models.model.path]])
-    roles = {"actor": (models.actor, shape, models.actor.ppo_max_token_len_per_gpu, True)}
-    if wants_ref(config):
-        roles["ref"] = (models.ref, shape, models.ref.log_prob_max_token_len_per_gpu, False)
+    roles = {"actor": Role(models.actor, models.model, shape, models.actor.ppo_max_token_len_per_gpu, True)}
+    if wants_ref(config) and not models.model.has_adapter:
+        roles["ref"] = Role(models.ref, models.model, shape, models.ref.log_prob_max_token_len_per_gpu, False)
     if config.algorithm.adv_estimator == "gae":
         body = replace(shape, tied=True)  # without a language head
-        roles["critic"] = (config.critic, body, config.critic.ppo_max_token_len_per_gpu, True)
-    found = {
-        name: megatron_bytes(of, role.megatron, gpus, tokens, trained=trained)
-        if role.strategy == "megatron"
-        else fsdp_bytes(of, role.fsdp_config, gpus, tokens, trained=trained)
-        for name, (role, of, tokens, trained) in roles.items()
-    }
+        roles["critic"] = Role(critic, critic.model, body, critic.ppo_max_token_len_per_gpu, True)
+    return roles
+
+
+def fullest(config: PPOConfig, size: int) -> dict[str, float]:
+    """Bytes on one GPU of ``size`` GB, by what it does."""
+    rollout, roles = config.actor_rollout_ref.rollout, roles_of(config)
+    found = {name: role.bytes(world_size(config.trainer)) for name, role in roles.items()}
     at_rest = sum(rest for rest, _ in found.values())
-    free = USABLE[size] - (at_rest if models.rollout.name == "sglang" else 0)  # SGLang's share is of what is free
-    bytes_of = {"rollout": at_rest + models.rollout.gpu_memory_utilization * free}
-    for name in {"actor", "critic"} & found.keys():
-        bytes_of[name] = ASLEEP + at_rest - found[name][0] + found[name][1]
+    free = USABLE[size] - (at_rest if rollout.name == "sglang" else 0)  # SGLang's share is of what is free
+    bytes_of = {"rollout": at_rest + rollout.gpu_memory_utilization * free}
+    for name, (rest, at_work) in found.items():
+        if roles[name].learns:
+            bytes_of[name] = ASLEEP + at_rest - rest + at_work
     return bytes_of
 
 
