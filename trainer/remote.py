@@ -145,17 +145,31 @@ class BaseModel:
 class RemoteRollout:
     """The rollout role on every worker of a group."""
 
-    def __init__(self, group: WorkerGroup, spec: RolloutSpec, source: str, watchdog: Watchdog) -> None:
-        """source: the model role whose weights the engines generate with."""
+    def __init__(
+        self, group: WorkerGroup, spec: RolloutSpec, source: str, watchdog: Watchdog, *, trainers: WorkerGroup | None = None
+    ) -> None:
+        """source: the model role whose weights the engines generate with. trainers: the group that has it, if it is another."""
         self.group = group
         self.engine = spec.rollout.name
         self.watchdog = watchdog
-        self.mesh = mesh_of(self._call("start", "build_rollout", "rollout", spec, source))
+        self.source = source
+        self.trainers = trainers
+        if trainers is None:
+            places = self._call("start", "build_rollout", "rollout", spec, source)
+        else:
+            meeting, *_ = watchdog.call(trainers, "start", f"start of {source}", "offer_weights", source, group.world_size)
+            places = self._call("start", "build_rollout_apart", "rollout", spec, meeting)
+        self.mesh = mesh_of(places)
         group.register_mesh("rollout", self.mesh)
 
     def sync_weights(self, version: int) -> Metrics:
         """Every engine has the source's weights when this returns; completions bear ``version`` from now on."""
-        return join_metrics(self._call("sync", "run", "rollout", "sync_weights", version))
+        words = ("run", "rollout", "sync_weights", version)
+        if self.trainers is None:
+            return join_metrics(self._call("sync", *words))
+        sending = (self.trainers, f"weight sync ({self.source} sends)", ("run", self.source, "send_weights"))
+        metrics, _ = self.watchdog.together("sync", (self.group, self._what("sync"), words), sending)
+        return join_metrics(metrics)
 
     def generate(self, prompts: Batch, sampling: Sampling, group_size: int) -> Batch:
         """An answer to each row of ``prompts``, in order; see RolloutRole.generate.
@@ -173,8 +187,10 @@ class RemoteRollout:
 
     def _call(self, phase: str, *words: Any, mesh: str | None = None, work: Callable[[], Sequence[str]] = list) -> list[Any]:
         """The result of a call; see Watchdog.call. The group has no other call under way: the phase's time is its own."""
-        what = f"{PHASES[phase]} (rollout engine {self.engine})"
-        return self.watchdog.call(self.group, phase, what, *words, mesh=mesh, work=work)
+        return self.watchdog.call(self.group, phase, self._what(phase), *words, mesh=mesh, work=work)
+
+    def _what(self, phase: str) -> str:
+        return f"{PHASES[phase]} (rollout engine {self.engine})"
 
     def stats(self) -> dict[str, float]:
         """The engines' counters since the last call, added up; see Rollout.stats."""

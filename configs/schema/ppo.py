@@ -21,6 +21,7 @@ from configs.schema.common import (
     ShardedConfig,
     TrainingTimeoutsConfig,
 )
+from configs.schema.placement import PlacementConfig
 
 KLKind = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "full+"
@@ -357,5 +358,6 @@ class PPOConfig:
     reward: RewardConfig
     alarms: AlarmsConfig
     trainer: TrainerConfig
+    placement: PlacementConfig
     timeouts: TimeoutsConfig
     ray_kwargs: RayConfig

@@ -69,7 +69,7 @@ def run(config: GenerationConfig, notices: Sequence[str]) -> None:
                 rewards.start()
             run_dir = Path(config.trainer.default_local_dir)
             watchdog = Watchdog(asdict(config.timeouts), run_dir)
-            backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, run_dir))
+            backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, config.timeouts, run_dir))
             rollout = start_rollout(config, start_hosts(backend, config.trainer, config.timeouts), watchdog)
             generator = Generator(
                 prompts,

@@ -8,7 +8,8 @@ import ray
 from ray.cluster_utils import Cluster
 
 from workers.controller.group import PhaseTimeout
-from workers.controller.ray_backend import SLOT, RayBackend
+from workers.controller.ray_backend import RayBackend
+from workers.controller.ray_places import SLOT
 from workers.controller.resource_pool import ResourcePool
 
 NODE = {"num_cpus": 1, "resources": {SLOT: 4}, "object_store_memory": 80 * 2**20}

@@ -99,9 +99,9 @@ class SpoilingHost(Host):
         assert isinstance(role, RolloutRole)
         spoil_loading(role.rollout, one_off(name, place))
         config = replace(role.sync.config, verify_weights="full")
-        self.residency.enter("sync", role.source.name)
+        sync = WeightSync(role.rollout, role.sync.source, config, self.info.rank)
         try:
-            WeightSync(role.rollout, role.source.engine, config, self.info.rank)(7)
+            RolloutRole(role.rollout, role.source, self.residency, sync, role.during).sync_weights(7)
         except WeightMismatch as error:
             return str(error)
         finally:
