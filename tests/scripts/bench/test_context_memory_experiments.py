@@ -4,9 +4,11 @@ import re
 from dataclasses import dataclass, replace
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from configs.checks import world_size
 from configs.checks_batches import wants_ref
+from configs.checks_placement import placement_of
+from configs.checks_rollout import world_size
 from configs.compose import compose
 from configs.schema.common import FSDPConfig, MegatronConfig, ModelConfig, ShardedConfig
 from configs.schema.ppo import PPOConfig
@@ -24,6 +26,7 @@ MODELS = {
     "Qwen/Qwen2.5-7B-Instruct": "7b",
     "Qwen/Qwen2.5-Math-1.5B": "1.5b",
     "Qwen/Qwen2.5-0.5B-Instruct": "0.5b",
+    "Qwen/Qwen2.5-72B-Instruct": "72b",
 }
 
 
@@ -36,7 +39,14 @@ def gpus_named(name: str) -> tuple[int, int]:
 def config_of(name: str) -> PPOConfig:
     """Of a sweep, of its first run."""
     _, _, *words = started_by(name)
-    return compose("ppo_trainer", PPOConfig, [re.sub(r"=([^\[,]*),.*", r"=\1", word) for word in words if word[:2] != "--"])
+    parsed = OverridesParser.create().parse_overrides([word for word in words if not word.startswith("--")])
+    first = [
+        next(override.sweep_string_iterator()) if override.is_sweep_override() else override.get_value_string()
+        for override in parsed
+    ]
+    return compose(
+        "ppo_trainer", PPOConfig, [f"{override.key_or_group}={value}" for override, value in zip(parsed, first, strict=True)]
+    )
 
 
 def adapter_bytes(shape: Shape, model: ModelConfig) -> float:
@@ -104,13 +114,20 @@ def roles_of(config: PPOConfig) -> dict[str, Role]:
 def fullest(config: PPOConfig, size: int) -> dict[str, float]:
     """Bytes on one GPU of ``size`` GB, by what it does."""
     rollout, roles = config.actor_rollout_ref.rollout, roles_of(config)
-    found = {name: role.bytes(world_size(config.trainer)) for name, role in roles.items()}
-    at_rest = sum(rest for rest, _ in found.values())
-    free = USABLE[size] - (at_rest if rollout.name == "sglang" else 0)  # SGLang's share is of what is free
-    bytes_of = {"rollout": at_rest + rollout.gpu_memory_utilization * free}
+    place = placement_of(config, has_critic="critic" in roles)
+    found = {name: role.bytes(world_size(place.pool(name))) for name, role in roles.items()}
+
+    def at_rest(role: str) -> float:
+        """Of all that is where ``role`` is."""
+        return sum(rest for name, (rest, _) in found.items() if name in place.pool(role).roles)
+
+    beside = at_rest("rollout")
+    free = USABLE[size] - (beside if rollout.name == "sglang" else 0)  # SGLang's share is of what is free
+    bytes_of = {"rollout": beside + rollout.gpu_memory_utilization * free}
     for name, (rest, at_work) in found.items():
         if roles[name].learns:
-            bytes_of[name] = ASLEEP + at_rest - rest + at_work
+            asleep = ASLEEP if "rollout" in place.pool(name).roles else 0.0
+            bytes_of[name] = asleep + at_rest(name) - rest + at_work
     return bytes_of
 
 
