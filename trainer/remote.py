@@ -148,16 +148,17 @@ class RemoteRollout:
     def __init__(
         self, group: WorkerGroup, spec: RolloutSpec, source: str, watchdog: Watchdog, *, trainers: WorkerGroup | None = None
     ) -> None:
-        """source: the model role whose weights the engines generate with. trainers: the group that has it, if it is another."""
+        """source: the model role whose weights the engines generate with. trainers: the group that has it, if not this one."""
         self.group = group
         self.engine = spec.rollout.name
         self.watchdog = watchdog
         self.source = source
-        self.trainers = trainers
-        if trainers is None:
+        self.trainers = trainers if trainers is not group else None
+        if self.trainers is None:
             places = self._call("start", "build_rollout", "rollout", spec, source)
         else:
-            meeting, *_ = watchdog.call(trainers, "start", f"start of {source}", "offer_weights", source, group.world_size)
+            offering = ("offer_weights", source, group.world_size)
+            meeting, *_ = watchdog.call(self.trainers, "start", f"start of {source}", *offering)
             places = self._call("start", "build_rollout_apart", "rollout", spec, meeting)
         self.mesh = mesh_of(places)
         group.register_mesh("rollout", self.mesh)

@@ -75,7 +75,7 @@ def test_pools_give_the_layouts_other_sizes() -> None:
 
 
 def test_a_free_form_has_names_and_fractions() -> None:
-    """Pools whose fractions add up to no more than 1 lie on the same GPUs; the actor's comes first, whatever was written first."""
+    """Pools whose fractions add up to no more than 1 lie on the same GPUs; the actor's comes first, whatever is written first."""
     sizes: Sizes = {"judges": (1, 2, 0.4), "train": (1, 2, 0.6), "engines": (2, 1, 1.0)}
     place = placed("custom", 2, 3, pools=sizes, actor="train", critic="judges", rollout="engines")
     assert lies(place) == {
@@ -115,15 +115,16 @@ def test_no_gpu_is_given_more_than_once(sizes: list[tuple[int, int, float]], nod
 def test_slots_that_do_not_divide() -> None:
     assert refusal("split", 1, 6) == (
         "placement.layout=split: 4 pools (actor, ref, critic, rollout) get no equal shares of trainer.nnodes * "
-        "trainer.n_gpus_per_node = 1 * 6 GPUs: 4 divides neither 1 node (1 = 0 * 4 + 1) nor the 6 GPUs of a node (6 = 1 * 4 + 2); "
-        "placement.pools gives each its size"
+        "trainer.n_gpus_per_node = 1 * 6 GPUs: 4 divides neither 1 node (1 = 0 * 4 + 1) nor the 6 GPUs of a node (6 = 1 * 4 + 2)"
+        "; placement.pools gives each its size"
     )
 
 
 def test_more_gpus_than_there_are() -> None:
     pools: Sizes = {"a": (1, 4, 1.0), "b": (1, 4, 0.5)}
     assert refusal("custom", 1, 5, pools=pools, actor="a", critic="b") == (
-        "placement.pools: a 1 * 4 * 1 + b 1 * 4 * 0.5 = 6 GPUs, and trainer.nnodes * trainer.n_gpus_per_node = 1 * 5 = 5 are there"
+        "placement.pools: a 1 * 4 * 1 + b 1 * 4 * 0.5 = 6 GPUs, and trainer.nnodes * trainer.n_gpus_per_node = 1 * 5 = 5 are "
+        "there"
     )
     wide: Sizes = {"a": (1, 1, 0.5), "b": (1, 2, 0.8)}
     assert refusal("custom", 1, 2, ("actor", "critic"), pools=wide, actor="a", critic="b") == (

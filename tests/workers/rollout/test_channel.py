@@ -186,6 +186,7 @@ def test_a_trainer_that_fails_half_way_says_so() -> None:
         with pytest.raises(ChannelLost, match="the trainer gives no more weights: FloatingPointError: out of luck"):
             ended.result()
     trainer.fails = None
+    assert [ended.result() for ended in ends.sync(*[lambda receiver: None] * 2)] == [None] * 3, "that pass is forgotten"
     check_usable(ends)
 
 
