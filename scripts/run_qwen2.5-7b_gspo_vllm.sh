@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# GSPO (Zheng et al. 2025, arXiv:2507.18071): one ratio an answer, the mean over its tokens in logarithms, and so a range a thousand
-# times as narrow as PPO's. Range and four updates a step are its section 5.1's; group and batch are verl's for it.
+# GSPO (Zheng et al. 2025, arXiv:2507.18071): one ratio an answer, the mean over its tokens in logarithms, and so a range hundreds of
+# times narrower than PPO's. Range and four updates a step are its section 5.1's; group and batch are verl's for it.
 # Qwen2.5-7B, the base model, on GSM8K and MATH. 8 GPUs of 80 GB, FSDP, vLLM. Not run here.
 set -euo pipefail
 

@@ -1,4 +1,4 @@
-"""The experiment scripts, run for real by bash but for their last word: what they would start."""
+"""The experiment scripts, run by bash with a stand-in for Python: what they would start."""
 
 import os
 import subprocess
@@ -20,12 +20,12 @@ printf '%s\\n' "$@" >>"$0.calls"
 
 
 @cache
-def started_by(name: str, *arguments: str, data: str = "data") -> tuple[str, ...]:
+def started_by(name: str, *arguments: str) -> tuple[str, ...]:
     """The words after ``python`` of the one command that scripts/``name`` starts. A stand-in for Python writes them down."""
     with TemporaryDirectory() as folder:
         python = Path(folder, "python")
         python.write_text(STAND_IN)
         python.chmod(0o755)
-        environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "DATA": data}
+        environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "DATA": "data"}
         subprocess.run([ROOT / "scripts" / name, *arguments], env=environment, check=True, capture_output=True, timeout=60)
         return tuple(Path(folder, "python.calls").read_text().splitlines())
