@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
+from tests.tiny import fsdp_config
 from tests.trainer.watchdogs import watchdog
 from tests.workers.engine.megatron.cases import megatron_config
 from tests.workers.rollout.ranks import Run, start_hosts
@@ -20,13 +21,14 @@ from workers.metric import plain_numbers
 pytestmark = CPU_BUILD
 SLACK = 8.0  # seconds from a fault to a clear end, on a busy machine
 SOAK = pytest.mark.soak
+AWAY = fsdp_config(param_offload=True, optimizer_offload=True)
 LORA: dict[str, object] = {"lora_rank": 4, "lora_alpha": 32.0}
 
 # (ranks of the trainer, the engine)
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
-    "embedded, from one rank": (1, {"engine": "embedded", "tensor_model_parallel_size": 1}),
+    "embedded, from two ranks": (2, {"engine": "embedded", "tensor_model_parallel_size": 1, "sharding": AWAY}),
     "vllm over two ranks, from one": (1, {"engine": "vllm", "tensor_model_parallel_size": 2}),
-    "embedded, from two ranks": (2, {"engine": "embedded", "tensor_model_parallel_size": 1}),
+    "embedded, from one rank": (1, {"engine": "embedded", "tensor_model_parallel_size": 1}),
     "vllm over two ranks, from two": (2, {"engine": "vllm", "tensor_model_parallel_size": 2}),
     "two of vllm": (1, {"engine": "vllm", "tensor_model_parallel_size": 1}),
     "sglang over two ranks, from one": (1, {"engine": "sglang", "tensor_model_parallel_size": 2}),
