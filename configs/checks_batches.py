@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from configs.checks_parallel import context_parallel_key, context_parallel_size, data_parallel_size
 from configs.checks_rollout import ROLLOUT, Workers, workers_in_words, world_size
 from configs.pools import Placement
+from configs.reward_models import model_key, reward_models
 from configs.schema.common import ShardedConfig
 from configs.schema.ppo import PPOConfig
 
@@ -16,14 +17,20 @@ def wants_ref(config: PPOConfig) -> bool:
 
 
 def roles_of(config: PPOConfig, *, has_critic: bool) -> dict[str, ShardedConfig]:
-    """By their keys, the roles of the run that have a training engine. A role's name is the last part of its key."""
+    """By their keys, the roles of the run that have a training engine."""
     models = config.actor_rollout_ref
     roles: dict[str, ShardedConfig] = {"actor_rollout_ref.actor": models.actor}
     if wants_ref(config) and not models.model.has_adapter:  # beside an adapter, the actor has it
         roles["actor_rollout_ref.ref"] = models.ref
     if has_critic:
         roles["critic"] = config.critic
-    return roles
+    scorers = reward_models(config.reward).items()
+    return roles | {model_key(name, config.reward): model for name, model in scorers if not model.urls}
+
+
+def name_of(key: str) -> str:
+    """The role with this key, as configs/pools.py names it."""
+    return "reward" if key.startswith("reward.") else key.rpartition(".")[2]
 
 
 def shares_in_words(shares: int, workers: Workers) -> str:
@@ -149,13 +156,12 @@ def batch_problems(config: PPOConfig, place: Placement, *, has_critic: bool) -> 
             division = f"{batch} = {batch // size} * {size} + {batch % size}"
             yield f"{role}.ppo_mini_batch_size={size}: data.train_batch_size={batch} is not a multiple of it ({division})"
     shares = {
-        key: data_parallel_size(role, place.pool(key.rpartition(".")[2]))
-        for key, role in roles_of(config, has_critic=has_critic).items()
+        key: data_parallel_size(role, place.pool(name_of(key))) for key, role in roles_of(config, has_critic=has_critic).items()
     }
     most_cut = max(shares, key=lambda key: shares[key])
     if batch * n < shares[most_cut]:
         product = f"data.train_batch_size * {ROLLOUT}.n = {batch} * {n} = {batch * n}"
-        needed = shares_in_words(shares[most_cut], place.pool(most_cut.rpartition(".")[2]))
+        needed = shares_in_words(shares[most_cut], place.pool(name_of(most_cut)))
         yield f"data.train_batch_size={batch}: {product} sequences a step are fewer than {needed}"
     if 0 <= most < batch:
         yield f"data.train_max_samples={most}: that is less than one batch, data.train_batch_size={batch}"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from configs.checks_batches import roles_of
+from configs.checks_batches import name_of, roles_of
 from configs.checks_megatron import megatron_problems
 from configs.checks_parallel import parallel_problems
 from configs.checks_rollout import ROLLOUT
@@ -14,7 +14,7 @@ from configs.schema.ppo import PPOConfig
 
 def placement_of(config: PPOConfig, *, has_critic: bool) -> Placement:
     """Raises ConfigError, in one line, if there is no room for it."""
-    models = {key.rpartition(".")[2] for key in roles_of(config, has_critic=has_critic)}
+    models = {name_of(key) for key in roles_of(config, has_critic=has_critic)}
     return place(config.placement, config.trainer, models | {"rollout"})
 
 
@@ -41,7 +41,7 @@ def placement_problems(config: PPOConfig, place: Placement) -> Iterator[str]:
 def pool_problems(roles: Mapping[str, ShardedConfig], place: Placement) -> Iterator[str]:
     """roles: by their key, those with a training engine. Only those that share GPUs have to agree."""
     for pool in place.pools:
-        here = {key: role for key, role in roles.items() if key.rpartition(".")[2] in pool.roles}
+        here = {key: role for key, role in roles.items() if name_of(key) in pool.roles}
         yield from parallel_problems(here, pool)
         yield from megatron_problems(here, pool)
 

@@ -1,11 +1,14 @@
 """From `placement` to pools on the run's nodes, and requests that cannot be met, in one line with the arithmetic."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from configs.compose import compose
 from configs.keys import ConfigError
@@ -160,3 +163,17 @@ def test_what_only_the_free_form_takes() -> None:
     assert refusal("split", 1, 4, critic="b") == said
     assert "colocate_all has one pool" in refusal("colocate_all", 1, 4, pools={"a": (1, 1, 1.0)})
     assert "neither a critic nor a reward model" in refusal("colocate_pairs", 1, 4, ("actor", "ref", "rollout"))
+
+
+def test_the_example_of_the_documentation() -> None:
+    page = (Path(__file__).parents[2] / "docs/placement.md").read_text()
+    (example,) = re.findall(r"^```yaml\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
+    tree: Any = OmegaConf.to_container(OmegaConf.create(example))
+    pools = {name: (pool["nodes"], pool["gpus"], pool["fraction"]) for name, pool in tree["placement"]["pools"].items()}
+    place = placed("custom", 1, 8, (*FOUR, "reward"), pools=pools, **tree["placement"]["roles"])
+    assert lies(place) == {
+        "train": (("actor", "ref"), [(0, n) for n in range(4)]),
+        "value": (("critic",), [(0, 4), (0, 5)]),
+        "judge": (("reward",), [(0, 4), (0, 5)]),
+        "engines": (("rollout",), [(0, 6), (0, 7)]),
+    }

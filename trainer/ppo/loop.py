@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from pathlib import Path
+from typing import Any
 
 from configs.checks import world_size
 from configs.pools import Placement
@@ -23,13 +24,14 @@ from trainer.data.stream import PromptStream
 from trainer.determinism import KernelWatch
 from trainer.events import Events
 from trainer.metrics import Phases, data_metrics, performance_metrics, reward_metrics
-from trainer.ppo.columns import advantage_inputs, renamed
+from trainer.ppo.columns import advantage_inputs, as_drawn, renamed
 from trainer.ppo.rollback import Rollbacks, roll_back
-from trainer.ppo.source import Source
+from trainer.ppo.source import Judged, Source
 from trainer.ppo.together import Together
 from trainer.ppo.update import UpdateSpec, update
 from trainer.ppo.validation import Validation
 from trainer.remote import BaseModel, RemoteModel, RemoteRollout
+from trainer.rewards.local_model import LocalModel
 from trainer.saving import Saver
 from trainer.skips import Skips
 from trainer.stopping import Stopping
@@ -81,7 +83,7 @@ class Loop:
         for step in self.remaining_steps():
             with self.phases("step"):
                 batch = self.collect(step)  # generated, scored answers
-                batch |= self.at_once(batch, actor=self.old_log_probs, ref=self.ref_log_probs, critic=self.values)
+                batch |= self.looks(batch)  # log-probs and values
                 batch |= self.correction(batch)  # where the rollout engine was not quite the policy
                 batch |= self.advantages(batch)
                 batch |= self.loss_mask(batch)
@@ -114,15 +116,35 @@ class Loop:
 
     def collect(self, step: int) -> Batch:
         """The step's batch, kept as it came if trainer.rollout_data_dir says where."""
-        batch = self.source.collect(step, self.prompts, self.phases)
+        batch = self.source.collect(step, self.prompts, self.phases, self.look_beside if self.looks_early else None)
         begun_with = self.config.actor_rollout_ref.model.path if self.resume is None else str(self.resume.path)
-        self.tracker.log_rollouts(batch, step, begun_with)
+        self.tracker.log_rollouts(as_drawn(batch), step, begun_with)
         return batch
 
-    def at_once(self, batch: Batch, **parts: Callable[[Batch], Batch]) -> Batch:
-        """What each role makes of the batch; those in different pools work at the same time."""
-        found = self.together({role: partial(part, batch) for role, part in parts.items()})
-        return reduce(Batch.union, found.values())
+    @property
+    def looks_early(self) -> bool:
+        """The other models look at the answers while reward models, which have GPUs of their own, score them. Servers are asked
+        from the main thread: Watchdog.own."""
+        scorers = self.source.models
+        if scorers is None or scorers.group is self.actor.group or self.source.chooses:
+            return False
+        return all(isinstance(model.scorer, LocalModel) for model in scorers.models)
+
+    def looks(self, batch: Batch) -> Batch:
+        """What each model makes of the answers; those in different pools work at the same time. Nothing if they did so early."""
+        if self.looks_early:
+            return Batch(batch.lengths)
+        return reduce(Batch.union, self.together(self.lookers(batch)).values())
+
+    def look_beside(self, batch: Batch, judge: Callable[[], Judged]) -> tuple[Judged, Batch]:
+        """What ``judge`` returns, and ``looks`` of the same answers."""
+        found = self.together({"reward": judge, **self.lookers(batch)})
+        return found.pop("reward"), reduce(Batch.union, found.values())
+
+    def lookers(self, batch: Batch) -> dict[str, Callable[[], Any]]:
+        """By role."""
+        parts = {"actor": self.old_log_probs, "ref": self.ref_log_probs, "critic": self.values}
+        return {role: partial(part, batch) for role, part in parts.items()}
 
     def old_log_probs(self, batch: Batch) -> Batch:
         """The policy's log-probs before the update.
@@ -288,6 +310,7 @@ class Loop:
             "data": self.prompts,
             **({} if self.ptx is None else {"ptx": self.ptx}),
             "reward": self.source.shaping.running,
+            **({} if self.source.models is None else {"reward_models": self.source.models}),
             "alarms": self.alarms,
             "skips": self.skips,
             "rollbacks": self.rollbacks,

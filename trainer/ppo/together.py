@@ -12,8 +12,9 @@ from trainer.metrics import Phases
 from workers.controller.group import WorkerGroup
 
 AT_WORK = {
-    "gen": ("rollout",), "old_log_prob": ("actor",), "ref": ("ref",), "values": ("critic",), "update_actor": ("actor",),
-    "update_critic": ("critic",), "sync": ("actor", "rollout"), "testing": ("rollout",), "save_checkpoint": ("actor", "critic"),
+    "gen": ("rollout",), "reward_model": ("reward",), "old_log_prob": ("actor",), "ref": ("ref",), "values": ("critic",),
+    "update_actor": ("actor",), "update_critic": ("critic",), "sync": ("actor", "rollout"), "testing": ("rollout",),
+    "save_checkpoint": ("actor", "critic"),
 }  # fmt: skip
 """The roles that work in a phase; none in one that is the controller's."""
 Found = TypeVar("Found")

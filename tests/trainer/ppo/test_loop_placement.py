@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from tests.faults import loss_that
+from tests.reward_models import make_reward_model
 from tests.runs import make_task, metrics_of, ppo_arguments, run_ppo
 from tests.trainer.test_main_ppo_runs import survivors
 from trainer import main_ppo
+from trainer.batch_file import load_batch
 from trainer.run_dir import read_lines
 
 Spans = dict[str, tuple[list[str], float, float]]
@@ -112,3 +114,24 @@ def test_a_pool_that_fails_ends_the_others(task: Path, tmp_path: Path, capsys: p
     assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", *ALL_ROLES, fault, *words)) == 1
     assert "rank 0 failed in update of actor: RuntimeError: broken loss" in capsys.readouterr().err
     assert metrics_of(tmp_path / "run") == [] and survivors(str(tmp_path / "run")) == []
+
+
+@pytest.mark.parametrize("estimator", ["gae", pytest.param("remax", marks=pytest.mark.soak)])
+def test_reward_models_score_while_the_others_look(task: Path, tmp_path: Path, estimator: str) -> None:
+    """Unless answers are chosen by their scores. What is kept of a step's answers is what it is on one pool."""
+    make_reward_model(tmp_path / "reward", seed=1)
+    words = (
+        *ALL_ROLES, f"algorithm.adv_estimator={estimator}", f"reward.models.a={{path: {tmp_path}/reward}}",
+        "reward.weight=0.5", "trainer.total_training_steps=1", "critic.enable=true", f"trainer.rollout_data_dir={tmp_path}/dumps",
+    )  # fmt: skip
+    alone = run_ppo(task, tmp_path / "alone", *words)
+    (kept, _) = load_batch(tmp_path / "dumps/step_1.safetensors")
+    run_dir = tmp_path / "run"
+    assert_same(run_ppo(task, run_dir, *words, "trainer.backend=ray", *LAYOUTS["colocate_pairs"]), alone)
+    (again, _) = load_batch(tmp_path / "dumps/step_1.safetensors")
+    assert (again.tokens.keys(), again.rows.keys()) == (kept.tokens.keys(), kept.rows.keys())
+    (spans,) = spans_of(run_dir)
+    assert spans["reward_model"][0] == spans["values"][0] == ["critic"] and spans["old_log_prob"][0] == ["actor"]
+    early = spans["old_log_prob"][1] < spans["reward_model"][2]
+    assert early == (estimator == "gae")
+    assert spans["values"][1] >= spans["reward_model"][2], "one after the other, in the same pool"
