@@ -22,7 +22,7 @@ from trainer.data.dataset import PromptDataset
 from trainer.evaluation.scoring import as_reward
 from trainer.generation.generator import Generator
 from trainer.generation.rollout import rollout_spec, sampling, start_source
-from trainer.generation.selection import accepted, best_of_n
+from trainer.generation.selection import accepted, best_of_n, pairs
 from trainer.generation.shards import Row, Shards, write_rows
 from trainer.remote import RemoteRollout
 from trainer.rewards.registry import check_data_sources, scores_by_source
@@ -50,7 +50,7 @@ def run(config: GenerationConfig, notices: Sequence[str]) -> None:
     check_installed(config.actor_rollout_ref.rollout.name)
     check_adapter("actor_rollout_ref", config.actor_rollout_ref.model, "lm")
     data, selection = config.data, config.selection
-    scored = selection.score or selection.best_of_n is not None or selection.sft is not None
+    scored = selection.score or any(file is not None for file in (selection.best_of_n, selection.sft, selection.preferences))
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     prompts = PromptDataset(data.path, tokenizer, data, max_samples=data.max_samples, seed=config.trainer.seed, scored=scored)
     prompts.check_tokens(vocab_size(config.actor_rollout_ref.model))
@@ -135,6 +135,12 @@ def select(config: GenerationConfig, shards: Shards) -> None:
             raise ValueError(f"selection.sft={selection.sft}: no answer that ended by itself has a score of {bound}")
         write_rows(Path(selection.sft), learned)
         print(f"accepted: {selection.sft} ({len(learned)} answers to {sum(map(bool, kept))} of {len(kept)} prompts)")
+    if selection.preferences is not None:
+        compared = [pair for row in shards.rows() for pair in pairs(row, selection.max_per_prompt)]
+        if not compared:
+            raise ValueError(f"selection.preferences={selection.preferences}: no prompt has two answers with different scores")
+        write_rows(Path(selection.preferences), compared)
+        print(f"preferences: {selection.preferences} ({len(compared)} pairs)")
 
 
 def manifest(config: GenerationConfig, prompts: PromptDataset, *, scored: bool) -> dict[str, Any]:
