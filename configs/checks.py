@@ -9,9 +9,11 @@ from configs.checks_batches import batch_problems, length_problems, model_length
 from configs.checks_lora import lora_notes, lora_problems, lora_sync_notes, lora_sync_problems, reference_notes
 from configs.checks_megatron import megatron_notes, megatron_problems, repeat_problems
 from configs.checks_parallel import parallel_notes, parallel_problems
+from configs.checks_reward import filter_notes, generation_problems, reward_model_notes, reward_model_problems
 from configs.checks_rollout import ROLLOUT, determinism_problems, engine_notes, engine_problems, workers_in_words, world_size
 from configs.checks_stability import stability_notes, stability_problems
 from configs.keys import ConfigError
+from configs.reward_models import asks_rules
 from configs.schema.common import ModelConfig, RunConfig, ShardedConfig, WorkersConfig
 from configs.schema.evaluation import EvaluationConfig
 from configs.schema.generation import GenerationConfig
@@ -53,6 +55,7 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
         *_filter_problems(config),
         *_shaping_problems(config.reward),
         *_reward_problems(config.reward),
+        *reward_model_problems(config.reward, config.trainer, config.data.max_prompt_length, config.data.max_response_length),
         *alarm_problems(config),
         *stability_problems(config),
     ]
@@ -67,6 +70,8 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
         *run_notes(config.trainer),
         *_ppo_notes(config, typed),
         *stability_notes(config, typed, has_critic=has_critic),
+        *reward_model_notes(config.reward, typed),
+        *filter_notes(config),
         *parallel_notes(roles),
         *megatron_notes(roles),
         *alarm_notes(config, typed),
@@ -101,6 +106,7 @@ def check_generation(config: GenerationConfig, typed: Collection[str]) -> list[s
         *engine_problems(rollout, config.trainer, {"temperature": rollout.temperature}),
         *lora_sync_problems(config.actor_rollout_ref.model, rollout),
         *_reward_problems(config.reward),
+        *generation_problems(config),
         *_selection_problems(config),
     ]
     if problems:
@@ -110,12 +116,16 @@ def check_generation(config: GenerationConfig, typed: Collection[str]) -> list[s
         notes.append(f"{ROLLOUT}.do_sample=false: the {rollout.n} answers to a prompt are the same greedy one; n=1 is enough")
     if rollout.n == 1 and selection.best_of_n is not None:
         notes.append(f"selection.best_of_n has no choice: {ROLLOUT}.n=1")
+    notes += reward_model_notes(config.reward, typed)
     return notes
 
 
 def check_evaluation(config: EvaluationConfig, typed: Collection[str]) -> list[str]:
     """See check_ppo."""
-    if problems := list(_reward_problems(config.reward)):
+    problems = list(_reward_problems(config.reward))
+    if not asks_rules(config.reward):
+        problems.append(f"reward.scorer={config.reward.scorer}: nothing would score the answers; there are no reward models here")
+    if problems:
         raise ConfigError("\n".join(problems))
     if config.data.score_key is None:
         return []

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from configs.checks_parallel import context_parallel_key, context_parallel_size, data_parallel_size
 from configs.checks_rollout import ROLLOUT, workers_in_words, world_size
+from configs.reward_models import model_key, reward_models
 from configs.schema.common import ShardedConfig, WorkersConfig
 from configs.schema.ppo import PPOConfig
 
@@ -22,7 +23,7 @@ def roles_of(config: PPOConfig, *, has_critic: bool) -> dict[str, ShardedConfig]
         roles["actor_rollout_ref.ref"] = models.ref
     if has_critic:
         roles["critic"] = config.critic
-    return roles
+    return roles | {model_key(name, config.reward): model for name, model in reward_models(config.reward).items()}
 
 
 def shares_in_words(shares: int, trainer: WorkersConfig) -> str:

@@ -21,6 +21,7 @@ from configs.schema.common import (
     ShardedConfig,
     TrainingTimeoutsConfig,
 )
+from configs.schema.scoring_model import ScoringModelDefaults
 
 KLKind = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "full+"
@@ -314,7 +315,16 @@ class ScoringConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class RewardConfig(ScoringConfig):
+class ModelScoringConfig(ScoringConfig):
+    """And which reward models have a say in it."""
+
+    weight: float
+    models: dict[str, dict[str, Any]]
+    reward_model: ScoringModelDefaults
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class RewardConfig(ModelScoringConfig):
     """And how the score becomes the reward that training sees."""
 
     reward_kwargs: RewardKwargsConfig

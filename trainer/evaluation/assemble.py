@@ -15,7 +15,7 @@ from rich.table import Table
 from configs.schema.evaluation import EvaluationConfig, MetricsConfig
 from trainer.data.files import Rows
 from trainer.evaluation.estimators import Interval, maj_at_k, mean_with_interval, pass_at_k
-from trainer.evaluation.scoring import as_reward, check_some_scored
+from trainer.evaluation.scoring import check_some_scored
 from trainer.evaluation.votes import Vote, vote_function
 from trainer.generation.shards import shard_files
 from trainer.rewards.registry import check_data_sources, scores_by_source
@@ -55,7 +55,7 @@ def run(config: EvaluationConfig, notices: Sequence[str]) -> None:
 
 def read(config: EvaluationConfig, vote: Vote) -> list[Scored]:
     """Every row with its scores. Raises ValueError, one line, for files, columns and rows that cannot be evaluated."""
-    data, reward = config.data, as_reward(config.reward)
+    data, reward = config.data, config.reward
     by_source = data.score_key is None and scores_by_source(reward)
     needed = [f"{data.reward_model_key}.ground_truth"] if data.score_key is None else [data.score_key]
     needed += [data.data_source_key] if by_source else []
@@ -92,7 +92,7 @@ def score(config: EvaluationConfig, rows: Rows, answers: Sequence[list[str]], so
         for own, source, truth, extra, ends in zip(answers, sources, truths, extras, reasons, strict=True)
         for text, why in zip(own, ends or ["stop"] * len(own), strict=True)
     ]
-    with RewardRunner(as_reward(config.reward)) as rewards:
+    with RewardRunner(config.reward) as rewards:
         rewards.wait_ready()
         watchdog = Watchdog(asdict(config.timeouts), Path(config.trainer.default_local_dir))
         with watchdog.own("reward", "scoring", f"{len(asked)} answers"):

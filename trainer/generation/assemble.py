@@ -14,12 +14,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from configs.reward_models import asks_rules
 from configs.schema.common import FSDPConfig
 from configs.schema.generation import GenerationConfig
 from trainer.backend import open_backend, start_hosts
 from trainer.data.chat import load_tokenizer
 from trainer.data.dataset import PromptDataset
-from trainer.evaluation.scoring import as_reward
 from trainer.generation.generator import Generator
 from trainer.generation.rollout import rollout_spec, sampling, start_source
 from trainer.generation.selection import accepted, best_of_n, pairs
@@ -27,6 +27,7 @@ from trainer.generation.shards import Row, Shards, write_rows
 from trainer.remote import RemoteRollout
 from trainer.rewards.registry import check_data_sources, scores_by_source
 from trainer.rewards.runner import RewardRunner
+from trainer.rewards.start import check_reward_models, start_reward_models
 from trainer.watchdog import Watchdog
 from workers.controller.group import WorkerGroup
 from workers.engine import check_adapter
@@ -51,10 +52,13 @@ def run(config: GenerationConfig, notices: Sequence[str]) -> None:
     check_adapter("actor_rollout_ref", config.actor_rollout_ref.model, "lm")
     data, selection = config.data, config.selection
     scored = selection.score or any(file is not None for file in (selection.best_of_n, selection.sft, selection.preferences))
+    if scored:
+        check_reward_models(config.reward, config.trainer)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    prompts = PromptDataset(data.path, tokenizer, data, max_samples=data.max_samples, seed=config.trainer.seed, scored=scored)
+    by_rules = scored and asks_rules(config.reward)
+    prompts = PromptDataset(data.path, tokenizer, data, max_samples=data.max_samples, seed=config.trainer.seed, scored=by_rules)
     prompts.check_tokens(vocab_size(config.actor_rollout_ref.model))
-    if scored and scores_by_source(as_reward(config.reward)):
+    if scored and scores_by_source(config.reward):
         check_data_sources(prompts.data_sources)
     for notice in prompts.notices:
         print(f"note: {notice}", file=sys.stderr)
@@ -64,18 +68,22 @@ def run(config: GenerationConfig, notices: Sequence[str]) -> None:
         if len(missing) < total:
             print(f"resumed: {total - len(missing)} of {total} shards are there")
         with ExitStack() as stack:
-            rewards = stack.enter_context(RewardRunner(as_reward(config.reward))) if scored else None
+            rewards = stack.enter_context(RewardRunner(config.reward)) if scored else None
             if rewards is not None:
                 rewards.start()
             run_dir = Path(config.trainer.default_local_dir)
             watchdog = Watchdog(asdict(config.timeouts), run_dir)
             backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, run_dir))
-            rollout = start_rollout(config, start_hosts(backend, config.trainer, config.timeouts), watchdog)
+            hosts = start_hosts(backend, config.trainer, config.timeouts)
+            kwargs = data.apply_chat_template_kwargs
+            models = start_reward_models(config.reward, hosts, config.trainer, watchdog, tokenizer, kwargs) if scored else None
+            rollout = start_rollout(config, hosts, watchdog)
             generator = Generator(
                 prompts,
                 rollout,
                 tokenizer,
                 rewards,
+                models,
                 watchdog,
                 prompt_key=data.prompt_key,
                 n=config.actor_rollout_ref.rollout.n,

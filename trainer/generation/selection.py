@@ -6,13 +6,13 @@ from itertools import combinations
 
 from trainer.generation.shards import Row
 
-LISTS = ("responses", "log_probs", "lengths", "finish_reasons", "scores", "reward_errors")
+LISTS = ("responses", "log_probs", "lengths", "finish_reasons", "scores", "reward_errors", "score_parts")
 
 
 def best_of_n(row: Row) -> Row | None:
     """The row with its best answer alone: the highest score, of several the first. None if every reward failed."""
     ranked = by_score(row)
-    return None if not ranked else row | {name: [row[name][ranked[0]]] for name in LISTS}
+    return None if not ranked else row | {name: [row[name][ranked[0]]] for name in LISTS if name in row}
 
 
 def accepted(row: Row, min_score: float | None, most: int) -> list[Row]:
@@ -27,8 +27,8 @@ def accepted(row: Row, min_score: float | None, most: int) -> list[Row]:
 
 
 def pairs(row: Row, most: int) -> list[Row]:
-    """At most ``most`` rows for a reward model, prompt, chosen and rejected: answers that ended by themselves, each text once, the
-    chosen one with the higher score. The best answer is set beside each worse one first, then the next best.
+    """At most ``most`` rows for trainer.main_reward_model, prompt, chosen and rejected: answers that ended by themselves, each
+    text once, the chosen one with the higher score. The best is set beside each worse one first, then the next best.
     """
     scores = ended(row)
     found = [(better, worse) for better, worse in combinations(scores, 2) if scores[better] > scores[worse]]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from configs.checks import world_size
 from configs.checks_batches import roles_of, wants_ref
+from configs.reward_models import asks_rules
 from configs.schema.ppo import PPOConfig
 from trainer.alarms import ppo_alarms
 from trainer.algorithms.actor_loss import ActorLoss, ActorLossConfig
@@ -36,9 +37,11 @@ from trainer.ppo.validation import Validation
 from trainer.remote import BaseModel, RemoteModel, RemoteRollout
 from trainer.report import finish
 from trainer.restart import Lifetime, keep_going
+from trainer.rewards.models import RewardModels
 from trainer.rewards.registry import check_data_sources, scores_by_source
 from trainer.rewards.runner import RewardRunner
 from trainer.rewards.shaping import Shaping
+from trainer.rewards.start import check_reward_models, start_reward_models
 from trainer.saving import Saver
 from trainer.skips import Skips
 from trainer.tracking import Tracker
@@ -101,8 +104,9 @@ def check_engines(config: PPOConfig) -> None:
     for key, role in roles_of(config, has_critic=wants_critic(config)).items():
         if role is config.critic:
             check_engine(key, role, config.critic.model, "value", device)
-        else:
+        elif key.startswith("actor_rollout_ref."):
             check_engine(key, role, config.actor_rollout_ref.model, "lm", device)
+    check_reward_models(config.reward, config.trainer)
 
 
 def wants_critic(config: PPOConfig) -> bool:
@@ -135,7 +139,7 @@ class Assembly:
 
     def loop(self, rewards: RewardRunner, resume: Checkpoint | None) -> Loop:
         run_dir = self.life.run_dir
-        config, rollout_config = self.config, self.config.actor_rollout_ref.rollout
+        config, val = self.config, self.config.actor_rollout_ref.rollout.val_kwargs
         tracker = self.tracker(run_dir, resume)
         actor = self.actor()
         ref = self.ref(actor) if self.wants_ref else None
@@ -164,7 +168,7 @@ class Assembly:
                 self.held_out,
                 source,
                 tracker,
-                n=rollout_config.val_kwargs.n,
+                n=val.n,
                 sampling=self.validation_sampling(),
                 batch_size=config.data.val_batch_size,
             ),
@@ -211,14 +215,20 @@ class Assembly:
             with_baselines="baselines" in ADVANTAGES.needs(config.algorithm.adv_estimator),
             reward=config.reward,
             shaping=Shaping(config.reward.shaping, RunningMoments()),
+            models=self.reward_models(),
             rollbacks=Rollbacks(),
         )
 
+    def reward_models(self) -> RewardModels | None:
+        config = self.config
+        kwargs = config.data.apply_chat_template_kwargs
+        return start_reward_models(config.reward, self.hosts, config.trainer, self.watchdog, self.tokenizer, kwargs)
+
     def prompts(self) -> tuple[PromptDataset, PromptDataset]:
-        data, seed = self.config.data, self.config.trainer.seed
+        data, seed, scored = self.config.data, self.config.trainer.seed, asks_rules(self.config.reward)
         return (
-            PromptDataset(data.train_files, self.tokenizer, data, max_samples=data.train_max_samples, seed=seed),
-            PromptDataset(data.val_files, self.tokenizer, data, max_samples=data.val_max_samples, seed=seed),
+            PromptDataset(data.train_files, self.tokenizer, data, max_samples=data.train_max_samples, seed=seed, scored=scored),
+            PromptDataset(data.val_files, self.tokenizer, data, max_samples=data.val_max_samples, seed=seed, scored=scored),
         )
 
     def tracker(self, run_dir: Path, resume: Checkpoint | None) -> Tracker:

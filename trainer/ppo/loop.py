@@ -272,6 +272,7 @@ class Loop:
             "data": self.prompts,
             **({} if self.ptx is None else {"ptx": self.ptx}),
             "reward": self.source.shaping.running,
+            **({} if self.source.models is None else {"reward_models": self.source.models}),
             "alarms": self.alarms,
             "skips": self.skips,
             "rollbacks": self.rollbacks,

@@ -131,7 +131,10 @@ def draw_again(loop: Loop, step: int) -> Batch:
 
 
 class TrainAgain(Assembly):
-    """Everything but the engine."""
+    """Everything but the engine and what scores."""
+
+    def reward_models(self) -> None:
+        return None
 
     def rollout(self) -> RemoteRollout:
         return NoRollout()
@@ -162,6 +165,7 @@ class Recorded(Source):
         """shaping: holds a part of the loop's state, which a checkpoint has."""
         self.batch = batch
         self.shaping = shaping
+        self.models = None
 
     def collect(self, step: int, prompts: PromptStream, phases: Phases) -> Batch:
         return self.batch

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema.ppo import FilterGroupsConfig, RewardConfig
@@ -15,6 +16,7 @@ from trainer.metrics import Phases
 from trainer.ppo.filtering import Tally, judge_groups, metric_values
 from trainer.ppo.rollback import Rollbacks
 from trainer.remote import RemoteRollout
+from trainer.rewards.models import RewardModels
 from trainer.rewards.runner import Answer, RewardRunner, Score
 from trainer.rewards.shaping import Shaping, missing_eos_penalty, overlong_penalty
 from trainer.watchdog import Watchdog
@@ -41,12 +43,13 @@ class Source:
         with_baselines: bool,
         reward: RewardConfig,
         shaping: Shaping,
+        models: RewardModels | None,
         rollbacks: Rollbacks,
     ) -> None:
         """n: answers a prompt; sampling: how they are drawn, from ``seed``. groups: prompts that a step's batch has.
 
         with_baselines: a greedy answer to each training prompt is scored too. reward: penalties of training answers.
-        shaping: of their rewards. rollbacks: of the run; each gives training other draws.
+        shaping: of their rewards. models: reward models that score too. rollbacks: of the run; each gives training other draws.
         """
         self.rollout = rollout
         self.rewards = rewards
@@ -60,6 +63,7 @@ class Source:
         self.with_baselines = with_baselines
         self.reward = reward
         self.shaping = shaping
+        self.models = models
         self.rollbacks = rollbacks
 
     def collect(self, step: int, prompts: PromptStream, phases: Phases) -> Batch:
@@ -67,16 +71,15 @@ class Source:
 
         Rows whose reward failed are left out; with filter_groups, groups whose answers are all worth the same too, and rounds
         are drawn until ``groups`` are kept. Beside what ``answer`` gives:
-        tokens: token_level_scores (the shaped reward, at the last token). rows: reward (shaped), baseline (with_baselines).
+        tokens: token_level_scores (the shaped reward: at the last token, but for what models give to others).
+        rows: reward (shaped), baseline (with_baselines).
         meta: metrics (reward/failed, training/filter_groups/*), generated_tokens (of all rounds).
         Raises RuntimeError if every reward failed, ValueError if the batch cannot be filled.
         """
         batch = self._fill(step, prompts, phases) if self.filter_groups.enable else self._one_round(step, prompts, phases)
         reward, baseline = self.shaping(batch.rows["reward"], batch.rows["uid"], batch.rows.get("baseline"))
         batch = batch.with_rows(reward=reward, **({} if baseline is None else {"baseline": baseline}))
-        token_level_scores = torch.zeros(batch.total_tokens)
-        token_level_scores[batch.offsets[1:] - 1] = reward
-        return batch.with_tokens(token_level_scores=token_level_scores)
+        return batch.with_tokens(token_level_scores=token_rewards(batch, reward))
 
     def _one_round(self, step: int, prompts: PromptStream, phases: Phases) -> Batch:
         answered = self._answer_to_train(prompts.draw(), "train", step, phases)
@@ -122,7 +125,7 @@ class Source:
         meta["generated_tokens"]: response tokens of all of them, greedy ones included.
         """
         purpose = self.rollbacks.purpose(purpose)
-        batch = self.answer(prompts, self.n, self.sampling, phases, purpose=purpose, step=step, with_greedy=self.with_baselines)
+        batch = self.answer(prompts, self.n, self.sampling, phases, purpose=purpose, step=step, trains=True)
         generated = int((batch.lengths - batch.rows["prompt_length"]).sum())
         trained = sum_by(batch.tokens["response_mask"], batch.segment_ids(), len(batch))
         penalty = overlong_penalty(trained, self.reward.reward_kwargs)
@@ -146,16 +149,17 @@ class Source:
         *,
         purpose: str,
         step: int,
-        with_greedy: bool = False,
+        trains: bool = False,
     ) -> Batch:
         """``n`` answers to each prompt, scored. B = n * len(prompts) rows, a prompt's answers side by side.
 
-        with_greedy: a greedy answer follows them, as sample n. purpose: tells draws of the same step, prompt and sample apart.
-        tokens: input_ids, response_mask, rollout_log_probs.
+        trains: running moments of reward models see the scores; with_baselines, a greedy answer follows them, as sample n.
+        purpose: tells draws of the same step, prompt and sample apart.
+        tokens: input_ids, response_mask, rollout_log_probs; model_rewards, of models that score tokens.
         rows: uid, sample, prompt_length, score, finished, weight_version, reward_failed.
         objects: prompt, response, ground_truth, data_source, reward_extra, reward_error.
         """
-        each = n + with_greedy
+        each = n + (trains and self.with_baselines)
         asked = [prompt for prompt in prompts for _ in range(each)]
         samples = list(range(each)) * len(prompts)
         seeds = [seed_of(self.seed, purpose, step, prompt.uid, sample) for prompt, sample in zip(asked, samples, strict=True)]
@@ -172,6 +176,11 @@ class Source:
                 ]
             )
         batch = join(questions, answers)
+        if self.models is not None:
+            with phases("reward_model"):
+                scores, at_tokens = self.models.add(scores, batch, asked, texts, learn_from=(torch.tensor(samples) < n) & trains)
+            self.rollout.rest(self.models.group)
+            batch = batch if at_tokens is None else batch.with_tokens(model_rewards=at_tokens)
         score = torch.tensor([0.0 if item.value is None else item.value for item in scores])
         batch.rows |= {
             "uid": torch.tensor([prompt.uid for prompt in asked]),
@@ -215,6 +224,13 @@ def join(questions: Batch, answers: Batch) -> Batch:
         },
         rows={"prompt_length": questions.lengths} | answers.rows,
     )
+
+
+def token_rewards(batch: Batch, reward: Tensor) -> Tensor:
+    """(T,): what models give to single tokens (tokens model_rewards), and the rest of each row's ``reward`` (B,) at its last."""
+    found = batch.tokens.get("model_rewards", torch.zeros(batch.total_tokens)).clone()
+    found[batch.offsets[1:] - 1] += reward - sum_by(found, batch.segment_ids(), len(batch)).float()
+    return found
 
 
 def describe(asked: Sequence[Prompt], texts: Sequence[str], scores: Sequence[Score]) -> dict[str, list]:
