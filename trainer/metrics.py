@@ -79,13 +79,17 @@ def reward_metrics(batch: Batch, data_sources: Collection[str]) -> dict[str, flo
     """What the reward function told beside the score, and of several data sources each by itself.
 
     rows: score, finished. objects: data_source, reward_extra. data_sources: those of the training data; a step may lack one.
-    ``reward/<name>/mean`` is over the answers for which the number was told.
+    ``reward/<name>/mean`` and ``reward/<name>/std`` are over the answers for which the number was told.
     """
     told: dict[str, list[float]] = {}
     for extra in batch.objects["reward_extra"]:
         for name, value in extra.items():
             told.setdefault(name, []).append(value)
-    metrics = {f"reward/{name}/mean": math.fsum(values) / len(values) for name, values in told.items()}
+    metrics = {}
+    for name, values in told.items():
+        mean = math.fsum(values) / len(values)
+        metrics[f"reward/{name}/mean"] = mean
+        metrics[f"reward/{name}/std"] = (math.fsum((value - mean) ** 2 for value in values) / len(values)) ** 0.5
     if len(data_sources) > 1:
         for source in sorted(set(batch.objects["data_source"])):
             rows = torch.tensor([other == source for other in batch.objects["data_source"]])

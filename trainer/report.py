@@ -136,7 +136,7 @@ def write_report(run_dir: Path) -> Path:
         problems=series[PROBLEMS][1][-1] if PROBLEMS in series else None,
         facts=facts_of(steps, series),
         failed=sum(series["reward/failed"][1]) if "reward/failed" in series else 0,
-        charts=charts_of(series),
+        charts=charts_of(series, reward_curves(config, series)),
         shares=shares,
         columns=columns,
         answers=answers,
@@ -201,9 +201,27 @@ def series_of(steps: Sequence[Mapping[str, float]]) -> Series:
     return series
 
 
-def charts_of(series: Series) -> list[Chart]:
+def reward_curves(config: Mapping[str, Any], series: Series) -> list[CurveSpec]:
+    """What the scorer says beside what the reward models say: that theirs rises while its falls is over-optimisation."""
+    reward = config.get("reward", {})
+    names = [*(["reward_model"] if reward.get("reward_model", {}).get("enable") else []), *reward.get("models", {})]
+    if not names:
+        return []
+    held_out = {metric: parts for metric in series if (parts := metric.split("/"))[0] == "val-aux" and parts[-2] in names}
+    sources = len({parts[1] for parts in held_out.values()})
+    labels = {metric: " ".join(parts[1:-1] if sources > 1 else parts[-2:-1]) for metric, parts in held_out.items()}
+    training = [(f"reward/{name}/mean", name) for name in names]
+    return [
+        CurveSpec("Scorer alone", "mean over training answers", (("reward/acc/mean", "scorer"),), zero=True),
+        CurveSpec("Reward models", "raw scores, mean over training answers", tuple(training), zero=True),
+        CurveSpec("Reward models, held-out", "raw scores", tuple(labels.items()), dots=True, zero=True),
+    ]
+
+
+def charts_of(series: Series, more: Sequence[CurveSpec] = ()) -> list[Chart]:
+    """more: charts that come after the score's."""
     charts = []
-    for spec in CURVES:
+    for spec in (*CURVES[:2], *more, *CURVES[2:]):
         curves = []
         for name, label in spec.metrics + _by_data_source(spec, series):
             if any(math.isfinite(value) and (spec.zero or value) for value in series.get(name, ((), ()))[1]):
@@ -216,7 +234,8 @@ def charts_of(series: Series) -> list[Chart]:
 
 def _by_data_source(spec: CurveSpec, series: Series) -> tuple[tuple[str, str], ...]:
     """Accuracy of each data set, where there are several."""
-    names = [name for name in series if name.startswith("val-core/")] if spec.metrics[0][0] == ACCURACY else []
+    is_accuracy = bool(spec.metrics) and spec.metrics[0][0] == ACCURACY
+    names = [name for name in series if name.startswith("val-core/")] if is_accuracy else []
     return tuple((name, name.split("/", 1)[1]) for name in names) if len(names) > 1 else ()
 
 

@@ -38,6 +38,7 @@ class SelectionConfig:
 class GenerationTimeoutsConfig(WorkersTimeoutsConfig):
     generate: PositiveFloat
     reward: PositiveFloat
+    forward: PositiveFloat
     sync: PositiveFloat
 
 

@@ -101,7 +101,12 @@ def told_batch() -> Batch:
 
 
 def test_what_the_reward_function_tells_is_a_mean_over_the_answers_it_tells_it_of() -> None:
-    assert reward_metrics(told_batch(), {"math"}) == {"reward/acc/mean": pytest.approx(2 / 3), "reward/overlong/mean": 0.0}
+    found = reward_metrics(told_batch(), {"math"})
+    assert {name: value for name, value in found.items() if name.endswith("/mean")} == {
+        "reward/acc/mean": pytest.approx(2 / 3),
+        "reward/overlong/mean": 0.0,
+    }
+    assert (found["reward/acc/std"], found["reward/overlong/std"]) == (pytest.approx(2**0.5 / 3), 0.0) and len(found) == 4
 
 
 def test_of_several_data_sources_each_has_its_own_numbers() -> None:
