@@ -22,7 +22,7 @@ stage() {
   local name=$1 reads=$2 dir=$out/$1 asked started=$SECONDS
   shift 2
   # shellcheck disable=SC2086 # several files
-  asked="python -m $*"$'\n'$([ -z "$reads" ] || find $reads -type f -print0 | sort -z | xargs -0 sha256sum)
+  asked=$(echo "python -m $*" && { [ -z "$reads" ] || find $reads -type f -print0 | sort -z | xargs -0 sha256sum; })
   if [ "$(grep -v '^seconds ' "$dir/stage" 2>/dev/null)" = "$asked" ]; then
     echo "== $name: done before"
     return
@@ -59,15 +59,12 @@ stage pairs "$out/sft/model $out/data/train.parquet" trainer.main_generation "${
   actor_rollout_ref.model.path="$out/sft/model" data.path="$out/data/train.parquet" data.max_samples="$COMPARED" \
   actor_rollout_ref.rollout.n=8 selection.max_per_prompt=4 \
   selection.preferences="$out/pairs/pairs.parquet" trainer.default_local_dir="$out/pairs"
-stage held_out "$out/sft/model $out/data/test.parquet" trainer.main_generation "${answers[@]}" \
-  actor_rollout_ref.model.path="$out/sft/model" data.path="$out/data/test.parquet" data.max_samples="$TESTED" \
-  actor_rollout_ref.rollout.n=8 selection.max_per_prompt=4 \
-  selection.preferences="$out/held_out/pairs.parquet" trainer.default_local_dir="$out/held_out"
 
 # With pairs of right and slightly wrong answers, such as the model will give when it is better.
-stage reward "$out/sft/model $out/pairs/pairs.parquet $out/held_out/pairs.parquet $out/data/preferences.parquet" \
+stage reward \
+  "$out/sft/model $out/pairs/pairs.parquet $out/data/preferences.parquet $out/data/preferences_test.parquet" \
   trainer.main_reward_model reward_recipe=sort_digits "${here[@]}" model.path="$out/sft/model" data.max_length=24 \
-  data.train_files="[$out/pairs/pairs.parquet,$out/data/preferences.parquet]" data.val_files="$out/held_out/pairs.parquet" \
+  data.train_files="[$out/pairs/pairs.parquet,$out/data/preferences.parquet]" data.val_files="$out/data/preferences_test.parquet" \
   optim.lr_scheduler_type=cosine trainer.total_training_steps="$REWARD_STEPS" trainer.test_freq=32 \
   trainer.default_local_dir="$out/reward" trainer.export_dir="$out/reward/model"
 
@@ -77,10 +74,10 @@ stage ppo "$out/sft/model $out/reward/model $out/data/train.parquet $out/data/te
   actor_rollout_ref.model.path="$out/sft/model" critic.model.path="$out/reward/model" \
   data.train_files="$out/data/train.parquet" data.val_files="$out/data/test.parquet" data.val_max_samples="$TESTED" \
   data.ptx_files="$out/data/sft.parquet" actor_rollout_ref.actor.ptx_ratio=0.25 \
-  algorithm.use_kl_in_reward=true algorithm.kl_ctrl.kl_coef=0.02 algorithm.whiten_advantages=batch reward.missing_eos_penalty=1.0 \
-  actor_rollout_ref.actor.optim.lr=5e-4 trainer.critic_warmup=5 \
+  algorithm.use_kl_in_reward=true algorithm.kl_ctrl.kl_coef=0.02 reward.missing_eos_penalty=1.0 \
+  actor_rollout_ref.actor.ppo_mini_batch_size=16 actor_rollout_ref.actor.optim.lr=5e-4 trainer.critic_warmup=5 \
   actor_rollout_ref.rollout.val_kwargs.do_sample=true actor_rollout_ref.rollout.val_kwargs.temperature=1.0 \
-  trainer.total_training_steps="$PPO_STEPS" trainer.save_freq=50 trainer.max_actor_ckpt_to_keep=1 trainer.max_critic_ckpt_to_keep=1 \
+  trainer.total_training_steps="$PPO_STEPS" trainer.save_freq=25 trainer.max_actor_ckpt_to_keep=1 trainer.max_critic_ckpt_to_keep=1 \
   trainer.default_local_dir="$out/ppo" "$@"
 stage policy "$out/ppo/latest_checkpointed_iteration.txt $out/ppo/metrics.jsonl" \
   trainer.main_export checkpoint="$out/ppo" output="$out/policy/model"
