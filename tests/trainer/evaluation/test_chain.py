@@ -12,7 +12,7 @@ from trainer.generation.shards import write_rows
 
 # Two prompts with two answers each: (true score, the reward model's), a prompt a line.
 TUNED = [[(0.0, -1.0), (1.0, 3.0)], [(0.0, 1.0), (0.0, -3.0)]]
-POLICY = [[(1.0, 3.0), (1.0, 2.0)], [(0.0, 4.0), (1.0, 5.0)]]
+POLICY = [[(1.0, 3.0), (1.0, 2.0)], [(1.0, 4.0), (0.0, 5.0)]]
 
 
 def row(uid: int, answers: list[tuple[float, float]], **changes: Any) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def test_the_figures_are_those_of_the_answers(tmp_path: Path, capsys: pytest.Cap
         "fine-tuned, best of 2": (0.5, 2.0, 0.75),
         "fine-tuned, best of 2 by the truth": (0.5, 2.0, 0.75),
         "PPO": (0.75, 3.5, 1.125),
-        "PPO, best of 2": (1.0, 4.0, 1.25),
+        "PPO, best of 2": (0.5, 4.0, 1.25),
     }
     assert figures["reward_model_accuracy"] == 1.0 and figures["seconds"] == 7 * len(STAGES)
 
@@ -75,7 +75,7 @@ def test_the_page_says_all_of_it_and_runs_nothing_of_the_answers(tmp_path: Path)
     page = Page(html)
     for said in (
         "2 held-out prompts 0.250 → 0.750 +0.500", "score of it 0.00 → 3.50 +3.50", "100.0 %", "time 1 min 3 s",
-        "PPO, best of 2 1.000", "x y 0123456789ab", "trainer.of_policy_answers",
+        "PPO, best of 2 0.500", "x y 0123456789ab", "trainer.of_policy_answers",
     ):  # fmt: skip
         assert said in page.text, said
     links = [attributes["href"] for tag, attributes in page.tags if tag == "a"]
