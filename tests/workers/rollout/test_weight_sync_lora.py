@@ -1,6 +1,6 @@
 """What goes to an engine that takes the adapter alone. What real engines hold of it, their own tests see."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -31,6 +31,9 @@ class Taker:
         self.base: dict[str, Tensor] = {}
         self.adapter: dict[str, Tensor] = {}
         self.config: LoraConfig | None = None
+
+    def in_its_names(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        return weights
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         self.calls.append(("base", version))

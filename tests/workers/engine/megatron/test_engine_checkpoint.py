@@ -12,7 +12,7 @@ from tests.workers.engine.fsdp.cases import exported, train
 from tests.workers.engine.fsdp.test_engine_checkpoint import assert_same_bits
 from tests.workers.engine.megatron.rank import RESHARDED
 from tests.workers.engine.toy import distance, plain_model, toy_engine
-from trainer.export import check, export, read_weights
+from trainer.export import WEIGHTS, check, export, read_weights
 
 RanksOf = Callable[[int], list[dict[str, Any]]]
 PathOf = Callable[[int], Path]
@@ -66,8 +66,9 @@ def test_half_precision_keeps_float32_copies(ranks_of: RanksOf, path_of: PathOf,
         found = rank["half_precision"][name]
         assert_same_bits(*found["metrics"])
         assert_same_bits(*found["weights"])
-    assert_same_bits(read_weights(path_of(2) / f"half {name} 0", torch.float32), dict(plain_model(models["three"]).state_dict()))
-    exact = read_weights(path_of(2) / f"half {name}", torch.float32)
+    first = read_weights(path_of(2) / f"half {name} 0", WEIGHTS, torch.float32)
+    assert_same_bits(first, dict(plain_model(models["three"]).state_dict()))
+    exact = read_weights(path_of(2) / f"half {name}", WEIGHTS, torch.float32)
     rounded = {key: weight.bfloat16() for key, weight in exact.items()}
     assert_same_bits(rounded, found["saved"])
     assert any(not torch.equal(weight, rounded[key].float()) for key, weight in exact.items())
