@@ -154,6 +154,8 @@ class RemoteRollout:
         self.watchdog = watchdog
         self.source = source
         self.trainers = trainers if trainers is not group else None
+        self._gives_way = spec.rollout.free_cache_engine and self.trainers is None
+        self._version, self._slept = 0, False
         if self.trainers is None:
             places = self._call("start", "build_rollout", "rollout", spec, source)
         else:
@@ -165,6 +167,7 @@ class RemoteRollout:
 
     def sync_weights(self, version: int) -> Metrics:
         """Every engine has the source's weights when this returns; completions bear ``version`` from now on."""
+        self._version, self._slept = version, False
         words = ("run", "rollout", "sync_weights", version)
         if self.trainers is None:
             return join_metrics(self._call("sync", *words))
@@ -172,11 +175,17 @@ class RemoteRollout:
         metrics, _ = self.watchdog.together("sync", (self.group, self._what("sync"), words), sending)
         return join_metrics(metrics)
 
+    def rest(self, group: WorkerGroup | None) -> None:
+        """A model on the workers of ``group`` was at work: engines that slept meanwhile get their weights before they answer."""
+        self._slept = self._slept or (self._gives_way and group is self.group)
+
     def generate(self, prompts: Batch, sampling: Sampling, group_size: int) -> Batch:
         """An answer to each row of ``prompts``, in order; see RolloutRole.generate.
 
         group_size: so many consecutive rows bear the same prompt; they go to one engine, which reads the prompt once.
         """
+        if self._slept:
+            self.sync_weights(self._version)
         n_engines = len(self.mesh.answers)
         shares = tuple(
             tuple(row for row in range(len(prompts)) if row // group_size % n_engines == engine) for engine in range(n_engines)

@@ -30,7 +30,7 @@ _EXPIRED = signal.SIGRTMIN + 6
 
 class Watchdog:
     def __init__(self, limits: Mapping[str, float], run_dir: Path) -> None:
-        """limits: the group ``timeouts``, seconds by phase. For the main thread."""
+        """limits: the group ``timeouts``, seconds by phase. For the main thread, but for ``call``."""
         answer_for_stacks()
         self.step = 0
         """That the run is in, for what is told."""
@@ -38,6 +38,8 @@ class Watchdog:
         self._run_dir = run_dir
         self._events = Events(run_dir)
         self._seen: dict[str, tuple[int, float]] = {}
+        self._lock = threading.Lock()
+        """Calls come from several threads where pools work at the same time."""
 
     def limit(self, phase: str) -> float:
         """Seconds: what is configured, or 10 x the longest of three and more, so that a slow machine is not taken for a hang."""
@@ -137,8 +139,9 @@ class Watchdog:
         self._saw(phase, time.monotonic() - started)
 
     def _saw(self, phase: str, seconds: float) -> None:
-        count, longest = self._seen.get(phase, (0, 0.0))
-        self._seen[phase] = count + 1, max(longest, seconds)
+        with self._lock:
+            count, longest = self._seen.get(phase, (0, 0.0))
+            self._seen[phase] = count + 1, max(longest, seconds)
 
     def _limited(self, what: str, phase: str) -> str:
         widened = ", widened by what was measured" if self.limit(phase) > self._limits[phase] else ""
@@ -165,7 +168,8 @@ class Watchdog:
         """Keep all that is known, and the event; the summary."""
         stall = Stall(self.step, phase, states, work(), verdict(states, waited))
         try:
-            directory = str(record(stall, self._run_dir))
+            with self._lock:
+                directory = str(record(stall, self._run_dir))
             blamed = f", held up by ranks {stall.verdict.ranks}" if stall.verdict.why else ""
             self._events.add(self.step, "stall", f"{what} took too long{blamed}: see {directory}")
         except OSError as error:  # the disk may be what is ill

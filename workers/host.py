@@ -30,11 +30,18 @@ from workers.rollout.weight_sync import WeightSource, WeightSync
 
 class Host:
     def __init__(
-        self, info: WorkerInfo, device: Literal["cpu", "cuda"], collective_seconds: float, *, deterministic: bool = False
+        self,
+        info: WorkerInfo,
+        device: Literal["cpu", "cuda"],
+        collective_seconds: float,
+        *,
+        deterministic: bool = False,
+        memory_fraction: float = 1.0,
     ) -> None:
-        """Joins the process group of all workers: gloo on CPU, and nccl beside it on CUDA.
+        """Joins the process group of the pool's workers: gloo on CPU, and nccl beside it on CUDA.
 
         collective_seconds: so long a rank waits in a collective for the others. deterministic: see repeating_kernels.
+        memory_fraction: of the device's memory, torch's allocator takes so much at most; the rest is other processes'.
         """
         self.info = info
         self.device = device
@@ -44,6 +51,8 @@ class Host:
         self.roles: dict[str, ModelRole | RolloutRole] = {}
         if device == "cuda":
             torch.cuda.set_device(info.local_rank)
+            if memory_fraction < 1.0:
+                torch.cuda.set_per_process_memory_fraction(memory_fraction)
         else:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         if info.master_addr.startswith("127."):
