@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # GRPO without KL at 72B, the trainer and the engine on nodes of their own: Qwen2.5-72B-Instruct on GSM8K and MATH.
-# 32 GPUs of 80 GB, 4 nodes: Megatron on three, vLLM on the fourth; weights go over by process group. Not run here.
+# 32 GPUs of 80 GB, 4 nodes: Megatron on three, vLLM on the fourth; weights go over by process group. Run
+# here on CPU alone, with a tiny model: a pipeline of two, and vLLM in a pool of its own.
 #     ray start --head                               # on the first node; on the others: ray start --address=<first node>:6379
 #     scripts/run_qwen2.5-72b_grpo_megatron_split.sh # on the first; models and data where every node finds them
 set -euo pipefail

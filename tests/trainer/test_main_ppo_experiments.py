@@ -8,6 +8,7 @@ import pytest
 from configs.compose import compose
 from configs.schema.ppo import PPOConfig
 from tests.experiments import EXPERIMENTS, started_by
+from tests.reward_models import make_reward_model
 from tests.runs import make_task, metrics_of
 from trainer import main_ppo
 
@@ -42,16 +43,20 @@ def test_the_method_learns_a_step(name: str, task: Path, tmp_path: Path) -> None
         f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH // updates}", "actor_rollout_ref.rollout.n=4",
         "actor_rollout_ref.actor.optim.lr_warmup_steps=0", "rollout=embedded", "trainer.device=cpu", "trainer.backend=local",
         "trainer.n_gpus_per_node=1", "trainer.total_training_steps=1", "trainer.val_before_train=false", "trainer.test_freq=-1",
-        "trainer.save_freq=-1", "trainer.logger=[]", f"trainer.default_local_dir={tmp_path}",
+        "trainer.save_freq=-1", "trainer.logger=[]", f"trainer.default_local_dir={tmp_path / 'run'}",
     ]  # fmt: skip
     if config.actor_rollout_ref.actor.strategy == "megatron":
         small.append("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1")
+    if config.reward.reward_model.enable:
+        model = make_reward_model(tmp_path / "judge", seed=3, own_words=True)
+        small += ["placement=colocate_all", f"reward.reward_model.path={model}"]
     if config.algorithm.filter_groups.enable:
         small += [f"data.gen_batch_size={2 * BATCH}", "reward.reward_kwargs.overlong_buffer_cfg.len=2"]
     assert main_ppo.PROGRAM([*words, *small]) == 0
-    (step,) = metrics_of(tmp_path)
+    (step,) = metrics_of(tmp_path / "run")
     assert all(math.isfinite(value) for value in step.values()) and step["actor/grad_norm"] > 0
     assert ("actor/kl_loss" in step) == config.actor_rollout_ref.actor.use_kl_loss
     assert ("actor/reward_kl_penalty" in step) == config.algorithm.use_kl_in_reward
     assert ("critic/vf_loss" in step) == (config.algorithm.adv_estimator == "gae")
+    assert ("reward/reward_model/mean" in step) == config.reward.reward_model.enable
     assert ("training/filter_groups/rounds" in step) == config.algorithm.filter_groups.enable

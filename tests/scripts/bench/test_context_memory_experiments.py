@@ -10,6 +10,7 @@ from configs.checks_batches import wants_ref
 from configs.checks_placement import placement_of
 from configs.checks_rollout import world_size
 from configs.compose import compose
+from configs.reward_models import reward_models
 from configs.schema.common import FSDPConfig, MegatronConfig, ModelConfig, ShardedConfig
 from configs.schema.ppo import PPOConfig
 from scripts.bench.context_memory import Setting, Shape, head_chunk, resident, training
@@ -20,6 +21,10 @@ from tests.layout.source import ROOT
 GIB = 2**30
 USABLE = {24: 23.6 * GIB, 40: 39.4 * GIB, 80: 79.1 * GIB}  # of a GPU so called, as torch sees it (docs/performance.md)
 ASLEEP = 1.8e9  # what stays of a sleeping engine, at most (the same)
+LLAMA_8B = {
+    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "intermediate_size": 14336, "vocab_size": 128256, "tie_word_embeddings": True,
+}  # fmt: skip
 MODELS = {
     "Qwen/Qwen2-7B-Instruct": "7b",
     "Qwen/Qwen2.5-7B": "7b",
@@ -108,6 +113,9 @@ def roles_of(config: PPOConfig) -> dict[str, Role]:
     if config.algorithm.adv_estimator == "gae":
         body = replace(shape, tied=True)  # without a language head
         roles["critic"] = Role(critic, critic.model, body, critic.ppo_max_token_len_per_gpu, True)
+    for model in reward_models(config.reward).values():
+        assert model.path == "sfairXC/FsfairX-LLaMA3-RM-v0.1" and "reward" not in roles
+        roles["reward"] = Role(model, critic.model, Shape.of(LLAMA_8B), model.forward_max_token_len_per_gpu, False)
     return roles
 
 
