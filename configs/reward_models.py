@@ -7,12 +7,12 @@ from typing import Any
 
 from configs.keys import ConfigError
 from configs.load import load
-from configs.schema.ppo import ModelScoringConfig, ScoringConfig
+from configs.schema.ppo import ModelScoringConfig
 from configs.schema.scoring_model import ScoringModelConfig
+from configs.schema.serve_reward import ServedModelConfig
 
 SHORT_FORM = "reward_model"
 """The name of the one that reward.reward_model.enable makes."""
-NO_RULES = "none"
 NAME = re.compile(r"[A-Za-z]\w*")
 TAKEN = ("acc", "score", "reward", "failed", "overlong", "overlong_reward")
 """Names that metrics have for other things."""
@@ -38,12 +38,19 @@ def reward_models(reward: ModelScoringConfig) -> dict[str, ScoringModelConfig]:
         except ConfigError as error:
             problems += [f"{key}.{line}" for line in str(error).splitlines()]
             continue
-        if one.path is None:
-            problems.append(f"{key}.path is null: where is the model?")
+        if one.path is None and not one.urls:
+            problems.append(f"{key}.path is null: where is the model? Or which servers have it ({key}.urls)?")
+        elif one.path is not None and one.urls:
+            problems.append(f"{key}.urls: the model is at {key}.path={one.path}, or on servers, not both")
         found[name] = one
     if problems:
         raise ConfigError("\n".join(problems))
     return found
+
+
+def served_model(model: ServedModelConfig) -> ScoringModelConfig:
+    """The model that trainer.main_serve_reward serves, as one of a run."""
+    return load(asdict(model) | {"urls": [], "weight": 1.0, "kind": "sequence", "clip": None}, ScoringModelConfig).config
 
 
 def merged(defaults: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,8 +65,3 @@ def merged(defaults: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
 def model_key(name: str, reward: ModelScoringConfig) -> str:
     """The dotted key of a model."""
     return f"reward.models.{name}" if name in reward.models else f"reward.{SHORT_FORM}"
-
-
-def asks_rules(reward: ScoringConfig) -> bool:
-    """A scorer or a function of the user's scores the answers, beside reward models or alone."""
-    return reward.custom_reward_function.path is not None or reward.scorer != NO_RULES

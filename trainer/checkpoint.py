@@ -31,6 +31,7 @@ SAFE_TO_CHANGE = (
     "trainer.max_restarts", "trainer.walltime", "trainer.watch.",
     "trainer.dry_run", "trainer.full_traceback", "data.val_files", "data.val_max_samples",
     "data.val_batch_size", "data.filter_overlong_prompts_workers", "reward.num_workers",
+    "reward.remote.", "reward.remote_urls", "*.urls",
     "actor_rollout_ref.rollout.val_kwargs.", "timeouts.",
     "algorithm.rollout_correction.mismatch_bound", "alarms.", "ray_kwargs.", "trainer.replay.",
 

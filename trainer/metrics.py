@@ -24,6 +24,8 @@ from workers.batch import Batch
 WHOLE_STEP = "step"
 """The phase that all others lie in, save those of AFTER_STEP."""
 AFTER_STEP = ("testing", "save_checkpoint")
+UNNAMED = "prompts"
+"""The data source of data that name none."""
 
 
 class Phases:
@@ -147,7 +149,7 @@ def validation_metrics(
         counts |= dict(zip(mine, told[core], strict=True))
         for name, column in told.items():
             kind = "core" if name == core else "aux"
-            metrics[f"val-{kind}/{source}/{name}/mean@{n}"] = _mean_of_groups([uids[i] for i in mine], column)
+            metrics[f"val-{kind}/{source or UNNAMED}/{name}/mean@{n}"] = _mean_of_groups([uids[i] for i in mine], column)
     metrics["val/accuracy"] = _mean_of_groups(uids, [counts[i] for i in range(len(uids))])
     metrics["val/problems"] = float(len(set(uids)))
     return metrics

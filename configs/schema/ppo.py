@@ -280,6 +280,16 @@ class JudgeRewardConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class RemoteConfig:
+    batch_size: Positive
+    concurrency: Positive
+    timeout: PositiveFloat
+    retries: NonNegative
+    backoff: NonNegativeFloat
+    token_env: str
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class OverlongConfig:
     enable: bool
     len: NonNegative
@@ -301,7 +311,7 @@ class ShapingConfig:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ScoringConfig:
-    """How an answer gets its score."""
+    """How an answer gets its score on this machine."""
 
     num_workers: NonNegative
     timeout: PositiveFloat
@@ -315,7 +325,15 @@ class ScoringConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class ModelScoringConfig(ScoringConfig):
+class RemoteScoringConfig(ScoringConfig):
+    """Or by servers."""
+
+    remote_urls: list[str]
+    remote: RemoteConfig
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ModelScoringConfig(RemoteScoringConfig):
     """And which reward models have a say in it."""
 
     weight: float

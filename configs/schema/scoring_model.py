@@ -7,14 +7,10 @@ from configs.schema.common import Positive, ShardedConfig
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class ScoringModelConfig(ShardedConfig):
-    """What an entry of reward.models says, over reward.reward_model."""
+class ReadingModelConfig(ShardedConfig):
+    """Where a model is, what it reads of a conversation, and how its forward is cut."""
 
     path: str | None
-    weight: float
-    kind: Literal["sequence", "token"]
-    normalize: Literal["running", "stored"] | None
-    clip: tuple[float, float] | None
     tokenizer_path: str | None
     chat_template: str | None
     apply_chat_template_kwargs: dict[str, Any]
@@ -26,6 +22,17 @@ class ScoringModelConfig(ShardedConfig):
     forward_micro_batch_size_per_gpu: Positive | None
     use_dynamic_bsz: bool
     forward_max_token_len_per_gpu: Positive
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ScoringModelConfig(ReadingModelConfig):
+    """What an entry of reward.models says, over reward.reward_model."""
+
+    urls: list[str]
+    weight: float
+    kind: Literal["sequence", "token"]
+    normalize: Literal["running", "stored"] | None
+    clip: tuple[float, float] | None
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

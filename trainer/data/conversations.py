@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +48,15 @@ def with_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> PreTr
 
 def same_words(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
     """Both make the same tokens of any conversation. False where that cannot be told: tokenizers of plain Python."""
-    if not (one.is_fast and other.is_fast):
-        return False
-    ends, templates = one.eos_token_id == other.eos_token_id, one.chat_template == other.chat_template
-    return ends and templates and rules_of(one) == rules_of(other)
+    return words_of(one) == words_of(other) != ""
+
+
+def words_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of all that decides about a conversation's tokens; "" where that cannot be told: of a tokenizer of plain Python."""
+    if not tokenizer.is_fast:
+        return ""
+    rules = json.dumps((rules_of(tokenizer), tokenizer.eos_token_id, tokenizer.chat_template))
+    return hashlib.blake2b(rules.encode(), digest_size=16).hexdigest()
 
 
 def rules_of(tokenizer: PreTrainedTokenizerBase) -> str:

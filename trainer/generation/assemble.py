@@ -14,22 +14,19 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from configs.reward_models import asks_rules
-from configs.schema.common import FSDPConfig
+from configs.rules import wants_truth
 from configs.schema.generation import GenerationConfig
 from trainer.backend import open_backend, start_hosts
 from trainer.data.chat import load_tokenizer
 from trainer.data.dataset import PromptDataset
 from trainer.generation.generator import Generator
-from trainer.generation.rollout import rollout_spec, sampling, start_source
+from trainer.generation.rollout import rollout_spec, sampling, start_engine
 from trainer.generation.selection import accepted, best_of_n, pairs
 from trainer.generation.shards import Row, Shards, write_rows
-from trainer.remote import RemoteRollout
-from trainer.rewards.registry import check_data_sources, scores_by_source
-from trainer.rewards.runner import RewardRunner
+from trainer.rewards.registry import check_data_sources
+from trainer.rewards.remote import needs_data_sources, open_rewards
 from trainer.rewards.start import check_reward_models, start_reward_models
 from trainer.watchdog import Watchdog
-from workers.controller.group import WorkerGroup
 from workers.engine import check_adapter
 from workers.engine.hf_model import vocab_size
 from workers.rollout import check_installed
@@ -43,6 +40,7 @@ MAY_CHANGE = (
     "actor_rollout_ref.rollout.update_weights_bucket_megabytes",
     "actor_rollout_ref.rollout.verify_weights",
     "reward.num_workers",
+    *(f"reward.remote.{name}" for name in ("batch_size", "concurrency", "timeout", "retries", "backoff", "token_env")),
 )
 
 
@@ -55,10 +53,10 @@ def run(config: GenerationConfig, notices: Sequence[str]) -> None:
     if scored:
         check_reward_models(config.reward, config.trainer)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    by_rules = scored and asks_rules(config.reward)
+    by_rules = scored and wants_truth(config.reward)
     prompts = PromptDataset(data.path, tokenizer, data, max_samples=data.max_samples, seed=config.trainer.seed, scored=by_rules)
     prompts.check_tokens(vocab_size(config.actor_rollout_ref.model))
-    if scored and scores_by_source(config.reward):
+    if scored and needs_data_sources(config.reward):
         check_data_sources(prompts.data_sources)
     for notice in prompts.notices:
         print(f"note: {notice}", file=sys.stderr)
@@ -68,7 +66,7 @@ def run(config: GenerationConfig, notices: Sequence[str]) -> None:
         if len(missing) < total:
             print(f"resumed: {total - len(missing)} of {total} shards are there")
         with ExitStack() as stack:
-            rewards = stack.enter_context(RewardRunner(config.reward)) if scored else None
+            rewards = stack.enter_context(open_rewards(config.reward)) if scored else None
             if rewards is not None:
                 rewards.start()
             run_dir = Path(config.trainer.default_local_dir)
@@ -77,7 +75,8 @@ def run(config: GenerationConfig, notices: Sequence[str]) -> None:
             hosts = start_hosts(backend, config.trainer, config.timeouts)
             kwargs = data.apply_chat_template_kwargs
             models = start_reward_models(config.reward, hosts, config.trainer, watchdog, tokenizer, kwargs) if scored else None
-            rollout = start_rollout(config, hosts, watchdog)
+            spec = rollout_spec(config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, data, config.trainer.device)
+            rollout = start_engine(hosts, spec, watchdog, seed=config.trainer.seed)
             generator = Generator(
                 prompts,
                 rollout,
@@ -169,23 +168,3 @@ def leaves(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in node.items():
         found |= leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
     return found
-
-
-def start_rollout(config: GenerationConfig, hosts: WorkerGroup, watchdog: Watchdog) -> RemoteRollout:
-    """The engine on every worker, with the model's weights: they come from a role beside it that is never trained."""
-    models, dtype = config.actor_rollout_ref, config.actor_rollout_ref.rollout.dtype
-    spec = rollout_spec(models.model, models.rollout, config.data, config.trainer.device)
-    # As the engine wants them, and off the device once it has them.
-    fsdp = FSDPConfig(
-        model_dtype=dtype,
-        dtype=dtype,
-        reshard_after_forward=True,
-        param_offload=True,
-        optimizer_offload=False,
-        fsdp_size=-1,
-        ulysses_sequence_parallel_size=1,
-    )
-    start_source(hosts, spec, watchdog, sharding=fsdp, seed=config.trainer.seed)
-    rollout = RemoteRollout(hosts, spec, "actor", watchdog)
-    rollout.sync_weights(0)
-    return rollout

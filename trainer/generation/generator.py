@@ -12,8 +12,10 @@ from trainer.evaluation.scoring import check_some_scored
 from trainer.generation.shards import Row
 from trainer.ppo.source import ask, join, texts_of
 from trainer.remote import RemoteRollout
+from trainer.rewards.answers import to_score
 from trainer.rewards.models import RewardModels
-from trainer.rewards.runner import Answer, RewardRunner
+from trainer.rewards.remote import RemoteRewards
+from trainer.rewards.scoring import Rewards
 from trainer.watchdog import Watchdog
 from workers.batch import Batch
 from workers.rollout.base import Sampling
@@ -26,7 +28,7 @@ class Generator:
         data: PromptDataset,
         rollout: RemoteRollout,
         tokenizer: PreTrainedTokenizerBase,
-        rewards: RewardRunner | None,
+        rewards: Rewards | None,
         models: RewardModels | None,
         watchdog: Watchdog,
         *,
@@ -76,10 +78,7 @@ class Generator:
         if self.rewards is None:
             return {}
         finished = answers.rows["finished"].bool()
-        written = [
-            Answer(prompt.data_source, text, prompt.ground_truth, prompt.extra_info, finished=done)
-            for prompt, text, done in zip(asked, texts, finished.tolist(), strict=True)
-        ]
+        written = to_score(asked, texts, answers, self.tokenizer, for_servers=isinstance(self.rewards, RemoteRewards))
         with self.watchdog.own("reward", "scoring", f"{len(written)} answers"):
             scores = self.rewards.score(written)
         parts = {}

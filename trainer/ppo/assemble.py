@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from configs.checks import world_size
-from configs.checks_batches import roles_of, wants_ref
-from configs.reward_models import asks_rules
+from configs.checks_batches import wants_ref
+from configs.rules import wants_truth
 from configs.schema.ppo import PPOConfig
 from trainer.alarms import ppo_alarms
 from trainer.algorithms.actor_loss import ActorLoss, ActorLossConfig
@@ -29,6 +29,7 @@ from trainer.events import Events
 from trainer.generation.rollout import rollout_spec, sampling
 from trainer.metrics import Phases, peak_flops
 from trainer.models import Training, limits, start_model, value_head
+from trainer.ppo.engines import check_engines, wants_critic
 from trainer.ppo.loop import Loop, old_log_probs_come_from_update
 from trainer.ppo.rollback import Rollbacks
 from trainer.ppo.source import Source
@@ -38,16 +39,16 @@ from trainer.remote import BaseModel, RemoteModel, RemoteRollout
 from trainer.report import finish
 from trainer.restart import Lifetime, keep_going
 from trainer.rewards.models import RewardModels
-from trainer.rewards.registry import check_data_sources, scores_by_source
-from trainer.rewards.runner import RewardRunner
+from trainer.rewards.registry import check_data_sources
+from trainer.rewards.remote import needs_data_sources, open_rewards
+from trainer.rewards.scoring import Rewards
 from trainer.rewards.shaping import Shaping
-from trainer.rewards.start import check_reward_models, start_reward_models
+from trainer.rewards.start import start_reward_models
 from trainer.saving import Saver
 from trainer.skips import Skips
 from trainer.tracking import Tracker
 from trainer.watchdog import Watchdog
 from workers.controller.group import WorkerGroup
-from workers.engine import check_engine
 from workers.engine.base import LossSpec
 from workers.engine.hf_model import vocab_size
 from workers.rollout import check_installed
@@ -84,7 +85,7 @@ def opened(assembly: type[Assembly], config: PPOConfig, life: Lifetime, resume: 
     """The loop with all that it works with, which ends when the block does."""
     check_engines(config)
     with ExitStack() as stack:
-        rewards = stack.enter_context(RewardRunner(config.reward))
+        rewards = stack.enter_context(open_rewards(config.reward))
         rewards.start()
         backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, life.run_dir))
         deterministic = config.trainer.deterministic
@@ -96,21 +97,6 @@ def opened(assembly: type[Assembly], config: PPOConfig, life: Lifetime, resume: 
         stack.callback(loop.tracker.close)
         life.started = True
         yield loop
-
-
-def check_engines(config: PPOConfig) -> None:
-    """Before any process starts. See workers.engine.check_engine."""
-    device = config.trainer.device
-    for key, role in roles_of(config, has_critic=wants_critic(config)).items():
-        if role is config.critic:
-            check_engine(key, role, config.critic.model, "value", device)
-        elif key.startswith("actor_rollout_ref."):
-            check_engine(key, role, config.actor_rollout_ref.model, "lm", device)
-    check_reward_models(config.reward, config.trainer)
-
-
-def wants_critic(config: PPOConfig) -> bool:
-    return config.critic.enable is True or "values" in ADVANTAGES.needs(config.algorithm.adv_estimator)
 
 
 class Assembly:
@@ -129,7 +115,7 @@ class Assembly:
         self.ptx = ptx_stream(config.data, actor.ptx_coef, actor.ptx_ratio, self.tokenizer, seed)
         for prompts in (self.data, self.held_out):
             prompts.check_tokens(vocab_size(config.actor_rollout_ref.model))
-        if scores_by_source(config.reward):
+        if needs_data_sources(config.reward):
             check_data_sources(self.data.data_sources | self.held_out.data_sources)
         texts = () if self.ptx is None else self.ptx.data.notices
         for notice in (*self.data.notices, *self.held_out.notices, *texts, self.stream().order.notice):
@@ -137,9 +123,9 @@ class Assembly:
                 print(f"note: {notice}", file=sys.stderr)
         self.total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * self.order.steps_per_epoch
 
-    def loop(self, rewards: RewardRunner, resume: Checkpoint | None) -> Loop:
+    def loop(self, rewards: Rewards, resume: Checkpoint | None) -> Loop:
         run_dir = self.life.run_dir
-        config, val = self.config, self.config.actor_rollout_ref.rollout.val_kwargs
+        config, rollout_config = self.config, self.config.actor_rollout_ref.rollout
         tracker = self.tracker(run_dir, resume)
         actor = self.actor()
         ref = self.ref(actor) if self.wants_ref else None
@@ -168,7 +154,7 @@ class Assembly:
                 self.held_out,
                 source,
                 tracker,
-                n=val.n,
+                n=rollout_config.val_kwargs.n,
                 sampling=self.validation_sampling(),
                 batch_size=config.data.val_batch_size,
             ),
@@ -200,7 +186,7 @@ class Assembly:
         gen_batch_size = self.config.data.gen_batch_size or self.order.batch_size
         return PromptStream(self.data, replace(self.order, batch_size=gen_batch_size))
 
-    def source(self, rollout: RemoteRollout, rewards: RewardRunner) -> Source:
+    def source(self, rollout: RemoteRollout, rewards: Rewards) -> Source:
         config = self.config
         return Source(
             rollout,
@@ -225,7 +211,7 @@ class Assembly:
         return start_reward_models(config.reward, self.hosts, config.trainer, self.watchdog, self.tokenizer, kwargs)
 
     def prompts(self) -> tuple[PromptDataset, PromptDataset]:
-        data, seed, scored = self.config.data, self.config.trainer.seed, asks_rules(self.config.reward)
+        data, seed, scored = self.config.data, self.config.trainer.seed, wants_truth(self.config.reward)
         return (
             PromptDataset(data.train_files, self.tokenizer, data, max_samples=data.train_max_samples, seed=seed, scored=scored),
             PromptDataset(data.val_files, self.tokenizer, data, max_samples=data.val_max_samples, seed=seed, scored=scored),

@@ -16,8 +16,10 @@ from trainer.metrics import Phases
 from trainer.ppo.filtering import Tally, judge_groups, metric_values
 from trainer.ppo.rollback import Rollbacks
 from trainer.remote import RemoteRollout
+from trainer.rewards.answers import to_score
 from trainer.rewards.models import RewardModels
-from trainer.rewards.runner import Answer, RewardRunner, Score
+from trainer.rewards.remote import RemoteRewards
+from trainer.rewards.scoring import Rewards, Score
 from trainer.rewards.shaping import Shaping, missing_eos_penalty, overlong_penalty
 from trainer.watchdog import Watchdog
 from workers.batch import Batch
@@ -31,7 +33,7 @@ class Source:
     def __init__(
         self,
         rollout: RemoteRollout,
-        rewards: RewardRunner,
+        rewards: Rewards,
         tokenizer: PreTrainedTokenizerBase,
         watchdog: Watchdog,
         *,
@@ -167,15 +169,9 @@ class Source:
             questions = ask(asked, seeds, greedy=torch.tensor(samples) == n)
             answers = self.rollout.generate(questions, sampling, each)
         with phases("reward"), self.watchdog.own("reward", "scoring", f"{len(asked)} answers"):
-            finished = answers.rows["finished"].bool().tolist()
-            texts = texts_of(answers, self.tokenizer)
-            scores = self.rewards.score(
-                [
-                    Answer(prompt.data_source, text, prompt.ground_truth, prompt.extra_info, finished=done)
-                    for prompt, text, done in zip(asked, texts, finished, strict=True)
-                ]
-            )
-        batch = join(questions, answers)
+            texts, batch = texts_of(answers, self.tokenizer), join(questions, answers)
+            by_servers = isinstance(self.rewards, RemoteRewards)
+            scores = self.rewards.score(to_score(asked, texts, batch, self.tokenizer, for_servers=by_servers))
         if self.models is not None:
             with phases("reward_model"):
                 scores, at_tokens = self.models.add(scores, batch, asked, texts, learn_from=(torch.tensor(samples) < n) & trains)

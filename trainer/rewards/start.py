@@ -9,9 +9,10 @@ from pathlib import Path
 from safetensors import safe_open
 from transformers import PreTrainedTokenizerBase
 
-from configs.reward_models import asks_rules, model_key, reward_models
+from configs.reward_models import model_key, reward_models
+from configs.rules import has_score
 from configs.schema.common import ModelConfig, TiledMLPConfig, WorkersConfig
-from configs.schema.ppo import ModelScoringConfig
+from configs.schema.ppo import ModelScoringConfig, RemoteConfig
 from configs.schema.scoring_model import ScoringModelConfig
 from trainer.algorithms.moments import RunningMoments
 from trainer.data.chat import load_tokenizer
@@ -19,6 +20,8 @@ from trainer.data.conversations import Conversations, same_words, with_template
 from trainer.models import limits, start_model
 from trainer.rewards.local_model import LocalModel
 from trainer.rewards.models import Moments, RewardModel, RewardModels
+from trainer.rewards.remote import RemoteRewards
+from trainer.rewards.served_model import ServedModel
 from trainer.supervised.reward_model import STATISTICS
 from trainer.watchdog import Watchdog
 from workers.controller.group import WorkerGroup
@@ -34,13 +37,19 @@ HEADS = ("score", "classifier")
 def check_reward_models(reward: ModelScoringConfig, trainer: WorkersConfig) -> None:
     """Before any process starts. Raises ValueError, one line, for what is not there or is no reward model."""
     for name, config in reward_models(reward).items():
-        key = model_key(name, reward)
-        try:
-            check_head(engine_model(config))
-            stored(config)
-        except (ValueError, FileNotFoundError) as error:
-            raise ValueError(f"{key}: {error}") from error
-        check_engine(key, config, engine_model(config), head_of(config), trainer.device)
+        if config.urls:
+            continue
+        check_one(model_key(name, reward), config, trainer)
+
+
+def check_one(key: str, config: ScoringModelConfig, trainer: WorkersConfig) -> None:
+    """See check_reward_models."""
+    try:
+        check_head(engine_model(config))
+        stored(config)
+    except (ValueError, FileNotFoundError) as error:
+        raise ValueError(f"{key}: {error}") from error
+    check_engine(key, config, engine_model(config), head_of(config), trainer.device)
 
 
 def check_head(model: ModelConfig) -> None:
@@ -73,6 +82,9 @@ def start_reward_models(
     """
     models = []
     for name, config in reward_models(reward).items():
+        if config.urls:
+            models.append(ask_servers(name, config, reward.remote, tokenizer, watchdog))
+            continue
         try:
             conversations = own_conversations(config, tokenizer, template_kwargs)
         except ValueError as error:
@@ -80,7 +92,7 @@ def start_reward_models(
         models.append(start_one(name, config, conversations, group, trainer, watchdog))
     if not models:
         return None
-    return RewardModels(models, rule_weight=reward.weight, asks_rules=asks_rules(reward), group=group)
+    return RewardModels(models, rule_weight=reward.weight, asks_rules=has_score(reward), group=group)
 
 
 def start_one(
@@ -117,6 +129,17 @@ def start_one(
     scorer = LocalModel(name, config, remote, conversations, longest=min(bounds) if bounds else None, vocabulary=vocabulary)
     moments = RunningMoments() if config.normalize == "running" else stored(config)
     return RewardModel(name, config, scorer, moments)
+
+
+def ask_servers(
+    name: str, config: ScoringModelConfig, remote: RemoteConfig, tokenizer: PreTrainedTokenizerBase, watchdog: Watchdog
+) -> RewardModel:
+    """Raises ValueError if no server is there."""
+    servers = RemoteRewards(config.urls, remote, key=f"reward.models.{name}.urls")
+    with watchdog.own("start", f"reward model {name}", ", ".join(config.urls)):
+        servers.wait_ready()
+    moments = RunningMoments() if config.normalize == "running" else None
+    return RewardModel(name, config, ServedModel(name, servers, tokenizer, watchdog), moments)
 
 
 def own_conversations(

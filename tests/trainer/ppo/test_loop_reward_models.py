@@ -56,7 +56,12 @@ def in_its_words(path: str, run_dir: Path, step: int) -> list[Tensor]:
     return rows
 
 
-WORKERS = {"one worker": (), "two workers of Ray's": ("trainer.backend=ray", "trainer.n_gpus_per_node=2")}
+ON_MEGATRON = ("reward.reward_model.strategy=megatron",)
+WORKERS = {
+    "one worker": (),
+    "one worker, the models on Megatron": ON_MEGATRON,
+    "two workers of Ray's": ("trainer.backend=ray", "trainer.n_gpus_per_node=2"),
+}
 
 
 @pytest.mark.parametrize("workers", WORKERS)
@@ -112,6 +117,15 @@ def test_greedy_answers_are_scored_and_never_seen(task: Path, tmp_path: Path) ->
     assert last.rows["baseline"].unique().numel() > 1
 
 
+def test_a_step_is_replayed_with_its_moments(task: Path, tmp_path: Path) -> None:
+    words = (f"reward.models.a={{path: {task}/same, normalize: running}}", "reward.weight=0.5", "trainer.save_freq=1")
+    run(task, tmp_path, *words)
+    for mode in ("rollout", "train"):
+        again = (f"trainer.rollout_data_dir={tmp_path}/rollouts", f"trainer.replay.mode={mode}")
+        path = f"trainer.replay.path={tmp_path}/rollouts/step_2.safetensors"
+        assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path, *words, *again, path)) == 0
+
+
 def test_a_measured_rule_decides_nothing(task: Path, tmp_path: Path) -> None:
     (task / "more.py").write_text("def compute_score(**answer): return {'score': 100.0, 'acc': 0.5, 'length': 3}")
     measured = (f"reward.models.a.path={task}/same", "reward.weight=0")
@@ -142,7 +156,7 @@ def test_without_rules_the_data_are_prompts_alone(task: Path, tmp_path: Path) ->
     ]
     assert (told(first, "reward_model") - plain_scores(f"{task}/other", plain)).abs().max() < TOLERANCE
     assert torch.equal(first.rows["score"].double(), told(first, "reward_model").float().double())
-    assert steps[-1]["val/accuracy"] == steps[-1]["val-core//reward/mean@1"]
+    assert steps[-1]["val/accuracy"] == steps[-1]["val-core/prompts/reward/mean@1"]
 
 
 def test_longer_conversations_fail_and_are_counted_or_are_cut_and_are_counted(task: Path, tmp_path: Path) -> None:
