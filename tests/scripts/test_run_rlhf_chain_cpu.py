@@ -15,6 +15,7 @@ import yaml
 
 from tests.layout.source import ROOT
 from tests.runs import metrics_of
+from tests.warm import warm_python
 from trainer.evaluation.chain import FIGURES, STAGES
 from trainer.generation.shards import shard_files
 
@@ -121,7 +122,8 @@ def test_a_stage_that_was_stopped_goes_on_but_for_the_export(programs: Programs,
 def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A short run of the whole."""
     folder = tmp_path_factory.mktemp("chain")
-    done = run(folder, *FEW, **SMALL)
+    with warm_python(tmp_path_factory.mktemp("warm")) as python:
+        done = run(folder, *FEW, python=python, **SMALL)
     assert done.returncode == 0, done.stderr[-2000:]
     assert f"report: {folder}/report.html" in done.stdout
     return folder
@@ -141,6 +143,10 @@ def test_every_stage_was_made_from_the_one_before(chain: Path) -> None:
     assert config["ppo"]["actor_rollout_ref"]["model"]["path"] == f"{chain}/sft/model"
     assert config["ppo"]["critic"]["model"]["path"] == config["ppo"]["reward"]["reward_model"]["path"] == f"{chain}/reward/model"
     assert config["ppo"]["data"]["ptx_files"] == [f"{chain}/data/sft.parquet"]
+    for name, model in (("pairs", "sft"), ("sft_answers", "sft"), ("policy_answers", "policy")):
+        told = json.loads((chain / name / "answers/manifest.json").read_text())
+        assert told["actor_rollout_ref.model.path"] == f"{chain}/{model}/model"
+        assert name == "pairs" or told["reward.reward_model.path"] == f"{chain}/reward/model"
     weights = {(chain / name / "model/model.safetensors").read_bytes() for name in ("base", "sft", "reward", "policy")}
     assert len(weights) == 4, "each stage trained"
 
