@@ -30,8 +30,8 @@ stage() {
     return
   fi
   echo "== $name"
-  # A run of PPO that was killed goes on from its last checkpoint; the others are soon done anew.
-  [ "$name" = ppo ] && [ "$(cat "$dir/stage.begun" 2>/dev/null)" = "$asked" ] || rm -rf "$dir"
+  # What was stopped goes on where its program can, from a checkpoint or with the answers that are missing; main_export cannot.
+  [ "$name" != policy ] && [ "$(cat "$dir/stage.begun" 2>/dev/null)" = "$asked" ] || rm -rf "$dir"
   mkdir -p "$dir"
   echo "$asked" >"$dir/stage.begun"
   "$PYTHON" -m "$@"
@@ -52,7 +52,7 @@ judged=(reward.weight=0 reward.reward_model.enable=true reward.reward_model.path
 stage data "" data_preprocess.sort_digits --local_save_dir "$FOLDER/data"
 stage base "" data_preprocess.tiny_model --save_dir "$FOLDER/base/model" --seed "$SEED"
 
-stage sft "base/model data/sft.parquet" trainer.main_sft sft_recipe=sort_digits "${here[@]}" \
+stage sft "base/model data/sft.parquet" trainer.main_sft sft_recipe=sort_digits "${here[@]}" trainer.resume_mode=auto \
   model.path="$FOLDER/base/model" data.train_files="$FOLDER/data/sft.parquet" optim.lr_scheduler_type=cosine \
   trainer.total_training_steps="$SFT_STEPS" trainer.default_local_dir="$FOLDER/sft" trainer.export_dir="$FOLDER/sft/model"
 
@@ -65,7 +65,8 @@ stage pairs "sft/model data/train.parquet" trainer.main_generation "${answers[@]
 # With pairs of right and slightly wrong answers, such as the model will give when it is better.
 stage reward \
   "sft/model pairs/pairs.parquet data/preferences.parquet data/preferences_test.parquet" \
-  trainer.main_reward_model reward_recipe=sort_digits "${here[@]}" model.path="$FOLDER/sft/model" data.max_length=24 \
+  trainer.main_reward_model reward_recipe=sort_digits "${here[@]}" trainer.resume_mode=auto \
+  model.path="$FOLDER/sft/model" data.max_length=24 \
   data.train_files="[$FOLDER/pairs/pairs.parquet,$FOLDER/data/preferences.parquet]" \
   data.val_files="$FOLDER/data/preferences_test.parquet" \
   optim.lr_scheduler_type=cosine trainer.total_training_steps="$REWARD_STEPS" trainer.test_freq=32 \

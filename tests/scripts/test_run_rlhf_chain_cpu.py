@@ -15,7 +15,9 @@ import yaml
 
 from tests.layout.source import ROOT
 from tests.runs import metrics_of
+from tests.warm import warm_python
 from trainer.evaluation.chain import FIGURES, STAGES
+from trainer.generation.shards import shard_files
 
 SCRIPT = ROOT / "scripts/run_rlhf_chain_cpu.sh"
 OUTPUTS = ("--local_save_dir", "--save_dir", "trainer.export_dir", "selection.preferences", "output", "trainer.default_local_dir")
@@ -105,22 +107,23 @@ def test_what_changes_is_done_again_with_all_that_follows(programs: Programs) ->
     assert programs(other, SEED="2") == list(STAGES[1:]), "the problems are the same for every seed"
 
 
-@pytest.mark.parametrize(("module", "stage", "kept"), [("trainer.main_ppo", "ppo", True), ("trainer.main_sft", "sft", False)])
-def test_a_stage_that_failed_is_done_again_and_ppo_goes_on(programs: Programs, module: str, stage: str, kept: bool) -> None:
-    programs(FAIL=module)
+@pytest.mark.parametrize(("module", "stage", "kept"), [("main_ppo", "ppo", True), ("main_export", "policy", False)])
+def test_a_stage_that_was_stopped_goes_on_but_for_the_export(programs: Programs, module: str, stage: str, kept: bool) -> None:
+    programs(FAIL=f"trainer.{module}")
     assert programs.code != 0 and not (programs.folder / stage / "stage").exists()
     (programs.folder / stage / "left").touch()
     assert programs() and programs.code == 0
     assert (programs.folder / stage / "left").exists() is kept
-    programs("trainer.save_freq=7", FAIL=module)
-    assert not (programs.folder / stage / "left").exists() or not kept, "with other arguments it begins anew"
+    programs("trainer.save_freq=7", FAIL="trainer.main_ppo")
+    assert programs.code != 0 and not (programs.folder / "ppo/left").exists(), "with other arguments it begins anew"
 
 
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A short run of the whole."""
     folder = tmp_path_factory.mktemp("chain")
-    done = run(folder, *FEW, **SMALL)
+    with warm_python(tmp_path_factory.mktemp("warm")) as python:
+        done = run(folder, *FEW, python=python, **SMALL)
     assert done.returncode == 0, done.stderr[-2000:]
     assert f"report: {folder}/report.html" in done.stdout
     return folder
@@ -140,6 +143,10 @@ def test_every_stage_was_made_from_the_one_before(chain: Path) -> None:
     assert config["ppo"]["actor_rollout_ref"]["model"]["path"] == f"{chain}/sft/model"
     assert config["ppo"]["critic"]["model"]["path"] == config["ppo"]["reward"]["reward_model"]["path"] == f"{chain}/reward/model"
     assert config["ppo"]["data"]["ptx_files"] == [f"{chain}/data/sft.parquet"]
+    for name, model in (("pairs", "sft"), ("sft_answers", "sft"), ("policy_answers", "policy")):
+        told = json.loads((chain / name / "answers/manifest.json").read_text())
+        assert told["actor_rollout_ref.model.path"] == f"{chain}/{model}/model"
+        assert name == "pairs" or told["reward.reward_model.path"] == f"{chain}/reward/model"
     weights = {(chain / name / "model/model.safetensors").read_bytes() for name in ("base", "sft", "reward", "policy")}
     assert len(weights) == 4, "each stage trained"
 
@@ -159,7 +166,7 @@ def test_the_report_has_the_answers_own_figures(chain: Path) -> None:
         "fine-tuned", "fine-tuned, best of 4", "fine-tuned, best of 4 by the truth", "PPO", "PPO, best of 4",
     ]  # fmt: skip
     for name, way in (("sft", "fine-tuned"), ("policy", "PPO")):
-        rows = pq.read_table(chain / f"{name}_answers/answers").to_pylist()
+        rows = [row for path in shard_files(chain / f"{name}_answers/answers") for row in pq.read_table(path).to_pylist()]
         parts = [part for row in rows for part in row["score_parts"]]
         assert len(parts) == 128 * 4
         assert ways[way]["truth"]["value"] == pytest.approx(sum(part["acc"] for part in parts) / len(parts))

@@ -65,7 +65,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """made_from: (first digits of the hash, file below the folder)."""
+    """made_from: (first digits of the hash, file below the folder) of data and weights."""
 
     name: str
     module: str
@@ -218,7 +218,7 @@ def read_stage(folder: Path, name: str) -> Stage:
     """What scripts/run_rlhf_chain_cpu.sh wrote: the command, a line ``<sha256>  <path>`` a file, and ``seconds N``."""
     command, *hashes, seconds = (folder / name / "stage").read_text(encoding="utf-8").splitlines()
     files = [line.split("  ", 1) for line in hashes]
-    made_from = [(digest[:12], path) for digest, path in files]
+    made_from = [(digest[:12], path) for digest, path in files if not path.endswith((".json", ".jinja"))]
     module = command.split()[2]
     return Stage(name, module, int(seconds.split()[1]), made_from, (folder / name / REPORT).exists())
 

@@ -31,7 +31,7 @@ def make_chain(folder: Path, tuned: list[list[tuple[float, float]]] = TUNED, **c
     for name in STAGES:
         (folder / name).mkdir(parents=True)
         (folder / name / "stage").write_text(
-            f"python -m trainer.of_{name} a=b\n{'0123456789abcdef' * 4}  x y\nseconds 7\n"
+            f"python -m trainer.of_{name} a=b\n{'0123456789abcdef' * 4}  x y\n{'f' * 64}  config.json\nseconds 7\n"
         )
     for name, answers in (("sft", tuned), ("policy", POLICY)):
         rows = [row(uid, own, **(changes if name == "policy" else {})) for uid, own in enumerate(answers)]
@@ -78,6 +78,7 @@ def test_the_page_says_all_of_it_and_runs_nothing_of_the_answers(tmp_path: Path)
         "PPO, best of 2 0.500", "x y 0123456789ab", "trainer.of_policy_answers",
     ):  # fmt: skip
         assert said in page.text, said
+    assert "config.json" not in page.text
     links = [attributes["href"] for tag, attributes in page.tags if tag == "a"]
     assert links == ["ppo/report.html"], "only of stages that have one"
     assert page.text.count(HOSTILE) == 2, "the wrong answer of PPO and its prompt"
