@@ -11,10 +11,11 @@ from configs.checks_megatron import megatron_notes, megatron_problems, repeat_pr
 from configs.checks_parallel import parallel_notes, parallel_problems
 from configs.checks_reward import filter_notes, generation_problems, model_problems, reward_model_notes, reward_model_problems
 from configs.checks_rollout import ROLLOUT, determinism_problems, engine_notes, engine_problems, workers_in_words, world_size
-from configs.checks_servers import remote_notes, remote_problems, server_problems
+from configs.checks_servers import judge_engine_problems, remote_notes, remote_problems, server_problems
 from configs.checks_stability import stability_notes, stability_problems
 from configs.keys import ConfigError
-from configs.reward_models import has_score, served_model
+from configs.reward_models import served_model
+from configs.rules import has_score
 from configs.schema.common import ModelConfig, RunConfig, ShardedConfig, WorkersConfig
 from configs.schema.evaluation import EvaluationConfig
 from configs.schema.generation import GenerationConfig
@@ -139,6 +140,7 @@ def check_evaluation(config: EvaluationConfig, typed: Collection[str]) -> list[s
 def check_serve_reward(config: ServeRewardConfig) -> list[str]:
     """See check_ppo."""
     problems = [*judge_problems(config.reward), *server_problems(config.server), *worker_problems(config.trainer)]
+    problems += judge_engine_problems(config)
     if config.model.path is not None:
         problems += model_problems("model", served_model(config.model), config.trainer, 1, 0)
         if config.reward.scorer is not None or config.reward.custom_reward_function.path is not None:

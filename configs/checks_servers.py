@@ -4,10 +4,11 @@ import os
 from collections.abc import Collection, Iterator
 
 from configs.addresses import is_loopback, url_problem
+from configs.checks_rollout import ROLLOUT, engine_problems
 from configs.reward_models import reward_models
 from configs.schema.ppo import ModelScoringConfig, RemoteScoringConfig
 from configs.schema.scoring_model import ScoringModelConfig
-from configs.schema.serve_reward import ServerConfig
+from configs.schema.serve_reward import ServerConfig, ServeRewardConfig
 from configs.secret_names import SHORTEST, is_secret
 
 
@@ -51,6 +52,22 @@ def server_problems(server: ServerConfig) -> Iterator[str]:
         )
     if token and len(token) < SHORTEST:
         yield f"{server.token_env}: a token of {len(token)} characters is soon guessed; {SHORTEST} at least"
+
+
+def judge_engine_problems(config: ServeRewardConfig) -> Iterator[str]:
+    engine, judge = config.judge_engine, config.reward.judge
+    if not engine.enable:
+        return
+    others = {"model.path": config.model.path, "reward.scorer": config.reward.scorer}
+    for key, value in (others | {"reward.custom_reward_function.path": config.reward.custom_reward_function.path}).items():
+        if value is not None:
+            yield f"judge_engine.enable=true: a server gives one score, and {key}={value} gives another; leave one of them out"
+    longest, bound = engine.max_prompt_length + judge.max_tokens, engine.rollout.max_model_len
+    if bound is not None and bound < longest:
+        words = f"judge_engine.max_prompt_length + reward.judge.max_tokens = {engine.max_prompt_length} + {judge.max_tokens}"
+        yield f"judge_engine.rollout.max_model_len={bound}: less than {words} = {longest}"
+    for problem in engine_problems(engine.rollout, config.trainer, {}):
+        yield problem.replace(ROLLOUT, "judge_engine.rollout")
 
 
 def _name_problems(key: str, name: str) -> Iterator[str]:

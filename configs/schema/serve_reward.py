@@ -1,12 +1,12 @@
 """The typed tree of `trainer.main_serve_reward`. The YAML twin is configs/serve_reward.yaml; a test holds the two equal."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 
-from configs.schema.common import Positive, PositiveFloat, RayConfig, WorkersConfig, WorkersTimeoutsConfig
-from configs.schema.ppo import ScoringConfig
+from configs.schema.common import ModelConfig, Positive, PositiveFloat, RayConfig, WorkersConfig, WorkersTimeoutsConfig
+from configs.schema.ppo import RolloutEngineConfig, ScoringConfig
 from configs.schema.scoring_model import ReadingModelConfig
 
 
@@ -27,7 +27,18 @@ class ServedModelConfig(ReadingModelConfig):
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class JudgeEngineConfig:
+    enable: bool
+    max_prompt_length: Positive
+    apply_chat_template_kwargs: dict[str, Any]
+    model: ModelConfig
+    rollout: RolloutEngineConfig
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class ServeTimeoutsConfig(WorkersTimeoutsConfig):
+    generate: PositiveFloat
+    sync: PositiveFloat
     forward: PositiveFloat
     reward: PositiveFloat
 
@@ -36,6 +47,7 @@ class ServeTimeoutsConfig(WorkersTimeoutsConfig):
 class ServeRewardConfig:
     reward: ScoringConfig
     model: ServedModelConfig
+    judge_engine: JudgeEngineConfig
     server: ServerConfig
     trainer: WorkersConfig
     timeouts: ServeTimeoutsConfig

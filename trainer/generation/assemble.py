@@ -14,22 +14,19 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from configs.reward_models import wants_truth
-from configs.schema.common import FSDPConfig
+from configs.rules import wants_truth
 from configs.schema.generation import GenerationConfig
 from trainer.backend import open_backend, start_hosts
 from trainer.data.chat import load_tokenizer
 from trainer.data.dataset import PromptDataset
 from trainer.generation.generator import Generator
-from trainer.generation.rollout import rollout_spec, sampling, start_source
+from trainer.generation.rollout import rollout_spec, sampling, start_engine
 from trainer.generation.selection import accepted, best_of_n
 from trainer.generation.shards import Row, Shards, write_rows
-from trainer.remote import RemoteRollout
 from trainer.rewards.registry import check_data_sources
 from trainer.rewards.remote import needs_data_sources, open_rewards
 from trainer.rewards.start import check_reward_models, start_reward_models
 from trainer.watchdog import Watchdog
-from workers.controller.group import WorkerGroup
 from workers.engine import check_adapter
 from workers.engine.hf_model import vocab_size
 from workers.rollout import check_installed
@@ -78,7 +75,8 @@ def run(config: GenerationConfig, notices: Sequence[str]) -> None:
             hosts = start_hosts(backend, config.trainer, config.timeouts)
             kwargs = data.apply_chat_template_kwargs
             models = start_reward_models(config.reward, hosts, config.trainer, watchdog, tokenizer, kwargs) if scored else None
-            rollout = start_rollout(config, hosts, watchdog)
+            spec = rollout_spec(config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, data, config.trainer.device)
+            rollout = start_engine(hosts, spec, watchdog, seed=config.trainer.seed)
             generator = Generator(
                 prompts,
                 rollout,
@@ -164,23 +162,3 @@ def leaves(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in node.items():
         found |= leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
     return found
-
-
-def start_rollout(config: GenerationConfig, hosts: WorkerGroup, watchdog: Watchdog) -> RemoteRollout:
-    """The engine on every worker, with the model's weights: they come from a role beside it that is never trained."""
-    models, dtype = config.actor_rollout_ref, config.actor_rollout_ref.rollout.dtype
-    spec = rollout_spec(models.model, models.rollout, config.data, config.trainer.device)
-    # As the engine wants them, and off the device once it has them.
-    fsdp = FSDPConfig(
-        model_dtype=dtype,
-        dtype=dtype,
-        reshard_after_forward=True,
-        param_offload=True,
-        optimizer_offload=False,
-        fsdp_size=-1,
-        ulysses_sequence_parallel_size=1,
-    )
-    start_source(hosts, spec, watchdog, sharding=fsdp, seed=config.trainer.seed)
-    rollout = RemoteRollout(hosts, spec, "actor", watchdog)
-    rollout.sync_weights(0)
-    return rollout

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from configs.checks import world_size
 from configs.checks_batches import wants_ref
-from configs.reward_models import wants_truth
+from configs.rules import wants_truth
 from configs.schema.ppo import PPOConfig
 from trainer.alarms import ppo_alarms
 from trainer.algorithms.actor_loss import ActorLoss, ActorLossConfig

@@ -9,7 +9,8 @@ from pathlib import Path
 from safetensors import safe_open
 from transformers import PreTrainedTokenizerBase
 
-from configs.reward_models import has_score, model_key, reward_models
+from configs.reward_models import model_key, reward_models
+from configs.rules import has_score
 from configs.schema.common import ModelConfig, TiledMLPConfig, WorkersConfig
 from configs.schema.ppo import ModelScoringConfig
 from configs.schema.scoring_model import ScoringModelConfig

@@ -35,7 +35,8 @@ def run(config: ServeRewardConfig) -> None:
     watchdog = Watchdog(asdict(config.timeouts), Path(config.trainer.default_local_dir))
     with graceful_stop(), ExitStack() as stack:
         place = stack.enter_context(bound(config.server))
-        score = (rules if config.model.path is None else model)(config, watchdog, stack)
+        serve = judge if config.judge_engine.enable else rules if config.model.path is None else model
+        score = serve(config, watchdog, stack)
         listener = stack.enter_context(Listener(place, desk, config, count))
         print(f"serving {name_of(config)} at {listener.url} (process {os.getpid()})", flush=True)
         work(desk, score, count, goes_on=listener.is_alive)
@@ -62,6 +63,17 @@ def model(config: ServeRewardConfig, watchdog: Watchdog, stack: ExitStack) -> Sc
     check_model(config)
     backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, Path(config.trainer.default_local_dir)))
     return start_scorer(config, start_hosts(backend, config.trainer, config.timeouts), watchdog).score
+
+
+def judge(config: ServeRewardConfig, watchdog: Watchdog, stack: ExitStack) -> ScoreAll:
+    """A language model that writes what it thinks of answers, on workers, which end with the stack."""
+    from trainer.backend import open_backend, start_hosts  # load torch, which rules do without
+    from trainer.serving.judge import start_judge
+    from workers.rollout import check_installed as check_engine_installed
+
+    check_engine_installed(config.judge_engine.rollout.name)
+    backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, Path(config.trainer.default_local_dir)))
+    return start_judge(config, start_hosts(backend, config.trainer, config.timeouts), watchdog).score
 
 
 def work(desk: Desk, score: ScoreAll, count: Count, *, goes_on: Callable[[], bool]) -> None:
@@ -155,7 +167,7 @@ def bound(server: ServerConfig) -> Iterator[socket.socket]:
 
 def check_answers(config: ServeRewardConfig, answers: Sequence[Answer]) -> None:
     """Raises ValueError for a data source that has no scorer, before its request waits among others."""
-    if config.model.path is None and scores_by_source(config.reward):
+    if config.model.path is None and not config.judge_engine.enable and scores_by_source(config.reward):
         check_data_sources(answer.data_source for answer in answers)
 
 
@@ -163,7 +175,7 @@ def name_of(config: ServeRewardConfig) -> str:
     """What is served, for people."""
     reward, custom = config.reward, config.reward.custom_reward_function
     return (
-        config.model.path
+        (f"{config.judge_engine.model.path} as a judge" if config.judge_engine.enable else config.model.path)
         or reward.scorer
         or (f"{custom.path}:{custom.name}" if custom.path is not None else "the data sources' scorers")
     )
