@@ -49,7 +49,7 @@ def test_a_signal_ends_it_and_all_that_it_has_started(number: int, code: int, bu
             time.sleep(0.5)
         server.send_signal(number)
         if busy:
-            reply = waiting.recv(4096)
+            reply = waiting.makefile("rb").read()  # until it is closed
             assert reply.startswith(b"HTTP/1.1 503") and b"the server is stopping" in reply
         waiting.close()
         _, said = server.communicate(timeout=30.0)
@@ -63,7 +63,7 @@ def test_a_signal_ends_it_and_all_that_it_has_started(number: int, code: int, bu
     ("overrides", "line"),
     [
         (["reward.scorer=gsm9k"], r"reward\.scorer=gsm9k is not known \(did you mean gsm8k\?\)"),
-        (["reward.scorer=nowhere.py:f"], r".*nowhere\.py.*"),
+        (["reward.scorer=nowhere.py:f", "server.port=0"], r".*nowhere\.py.*"),
         (["reward.scorrer=gsm8k"], r"reward\.scorrer: there is no such key; did you mean reward\.scorer\?"),
         (["server.port=70000"], r"server\.port=70000: must be less than or equal to 65535"),
         (["server.port={taken}"], r"server\.host=127\.0\.0\.1 server\.port=\d+: .*in use"),
@@ -105,5 +105,5 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
 def test_a_dry_run_starts_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REWARD_SERVER_TOKEN", "correct-horse")
     assert main_serve_reward.PROGRAM(["reward.scorer=math", "server.host=0.0.0.0", "trainer.dry_run=config"]) == 0
-    assert capsys.readouterr().out == "configuration is fine: run directory served_reward\n"
+    assert capsys.readouterr().out.startswith("configuration is fine: ")
     assert os.environ["REWARD_SERVER_TOKEN"] not in main_serve_reward.PROGRAM.help()
