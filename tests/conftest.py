@@ -22,8 +22,9 @@ os.environ["TANDEM_TEST_FAMILY"] = FAMILY  # inherited by every process that a t
 
 
 def descendants() -> list[psutil.Process]:
-    """Living processes that were started from here: children, their children, and orphans of either."""
-    found = {child.pid: child for child in psutil.Process().children(recursive=True)}
+    """Living processes that were started from here: children, their children, orphans of either, and the children of those (one
+    that gives itself a title has written over its environment)."""
+    found = {os.getpid(): psutil.Process()}
     for environ in Path("/proc").glob("[0-9]*/environ"):
         try:
             if f"TANDEM_TEST_FAMILY={FAMILY}".encode() in environ.read_bytes().split(b"\0"):
@@ -31,6 +32,10 @@ def descendants() -> list[psutil.Process]:
                 found[pid] = psutil.Process(pid)
         except (OSError, psutil.NoSuchProcess):  # another user's, or gone by now
             continue
+    others = {process.pid: process for process in psutil.process_iter(["ppid"]) if process.pid not in found}
+    while grown := [pid for pid, process in others.items() if process.info["ppid"] in found]:
+        found |= {pid: others.pop(pid) for pid in grown}
+    del found[os.getpid()]
     return [process for process in found.values() if is_ours_to_end(process)]
 
 

@@ -135,6 +135,16 @@ def test_tokens_cut_over_ranks_are_balanced_as_one(group: None, two_ranks: TwoRa
         assert {name: metrics[name] for name in told} == pytest.approx(told, rel=1e-6)
 
 
+def test_the_load_is_that_of_all_ranks(group: None, two_ranks: TwoRanks, models: dict[str, str]) -> None:
+    engine = toy_engine(models["experts"])
+    (share,), (plan,) = cut(invariance_batch("token-mean", torch.float32), 1, max_tokens=400)
+    told = plain_numbers(engine.accumulate(share, plan, ToyLoss()))
+    engine.move(grads="cpu")
+    for rank in two_ranks[1]:
+        for name in ("moe_load_max_over_mean", "moe_dead_experts"):
+            assert rank["experts"]["balance"][name] == told[name]
+
+
 def test_a_micro_batch_of_nobody_chooses_no_expert(group: None, models: dict[str, str]) -> None:
     """A rank runs as many as the others, and a dummy row where it has none left."""
     engine = toy_engine(models["experts"], router_aux_loss_coef=0.5)

@@ -214,6 +214,8 @@ def experts(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
         for name, (shares, plans) in all_cuts(invariance_batch("token-mean", dtype), 2).items():
             grads = gradients(engine, shares[rank], plans[rank], ToyLoss())
             found[f"{dtype} {name}"] = grads if rank == 0 else {}
+    found["balance"] = plain_numbers(engine.accumulate(shares[rank], plans[rank], ToyLoss()))
+    engine.move(grads="cpu")
     cut_in_two = toy_engine(models["experts"], ulysses_sequence_parallel_size=2, router_aux_loss_coef=0.5)
     (share,), (plan,) = cut(training_batch(0), 1, max_tokens=80)
     found["ulysses"] = gradients(cut_in_two, share, plan, ToyLoss())
