@@ -183,7 +183,7 @@ def changed(key: str, value: object) -> dict[str, Any]:
     node = config
     *path, last = key.split(".")
     for part in path:
-        node = node[part]
+        node = node.setdefault(part, {})
     node[last] = value
     return config
 
@@ -217,6 +217,9 @@ def test_all_refused_changes_are_named_at_once() -> None:
         ("actor_rollout_ref.rollout.val_kwargs.n", 4),
         ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", 2),
         ("ray_kwargs.ray_init.num_cpus", 4),
+        ("reward.remote.batch_size", 8),
+        ("reward.remote_urls", []),
+        ("reward.models.helpful.urls", []),
     ],
 )
 def test_a_change_that_does_not_is_told(key: str, value: object) -> None:

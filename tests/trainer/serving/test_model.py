@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from data_preprocess import tiny_model
 from tests.reward_models import make_reward_model, plain_scores, tokenizer_of
 from tests.serving import serving
 from tests.trainer.rewards.config import reward_config
@@ -28,6 +29,14 @@ ANSWERS = [
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_reward_model(tmp_path_factory.mktemp("reward") / "model", seed=3, own_words=True, moments=(0.25, 0.5))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A language model, which has no head for scores."""
+    folder = tmp_path_factory.mktemp("base") / "model"
+    tiny_model.main([f"--save_dir={folder}"])
+    return folder
 
 
 def scores(url: str, answers: list[Answer] = ANSWERS) -> list[float | str]:
@@ -86,9 +95,9 @@ def test_a_conversation_that_is_too_long_fails_alone_or_is_cut(path: str) -> Non
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["model.path=nowhere"], r"model: .*nowhere"),
+        (["model.path={base}/nowhere"], r"model: .*nowhere"),
         (["model.path={path}", "reward.scorer=gsm8k"], r"model\.path=\S+: a server gives one score; leave reward\.scorer"),
-        (["model.path={path}", "model.tokenizer_path=nowhere"], r"model: no tokenizer at nowhere"),
+        (["model.path={path}", "model.tokenizer_path={base}/nowhere"], r"model: no tokenizer at \S+/nowhere"),
         (["model.path={path}", "model.chat_template=nowhere.jinja"], r"model: chat_template=nowhere\.jinja: no such file"),
         (["model.path={path}", "model.normalize=running"], r"model\.normalize=\"running\": must be"),
         (
@@ -99,14 +108,10 @@ def test_a_conversation_that_is_too_long_fails_alone_or_is_cut(path: str) -> Non
     ],
 )
 def test_what_is_wrong_is_one_line(
-    overrides: list[str], line: str, path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    overrides: list[str], line: str, path: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from data_preprocess import tiny_model
-
-    tiny_model.main([f"--save_dir={tmp_path}/base"])
-    capsys.readouterr()
     words = ["server.port=0", "trainer.device=cpu", f"trainer.default_local_dir={tmp_path}/run"]
-    typed = [override.format(path=path, base=tmp_path / "base") for override in overrides]
+    typed = [override.format(path=path, base=base) for override in overrides]
     assert main_serve_reward.PROGRAM([*words, *typed]) == 2
     told = capsys.readouterr().err.splitlines()
     with pytest.raises(ValueError, match=f"error: {line}"):
