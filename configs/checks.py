@@ -7,15 +7,20 @@ from configs.checks_activations import activation_problems
 from configs.checks_alarms import alarm_notes, alarm_problems
 from configs.checks_batches import batch_problems, length_problems, model_length_problems, roles_of, wants_ref
 from configs.checks_lora import lora_notes, lora_problems, lora_sync_notes, lora_sync_problems, reference_notes
-from configs.checks_megatron import megatron_notes, megatron_problems, repeat_problems
-from configs.checks_parallel import parallel_notes, parallel_problems
+from configs.checks_megatron import megatron_notes, repeat_problems
+from configs.checks_parallel import parallel_notes
+from configs.checks_placement import placement_notes, placement_of, placement_problems, pool_problems
+from configs.checks_reward import filter_notes, generation_problems, model_problems, reward_model_notes, reward_model_problems
 from configs.checks_rollout import ROLLOUT, determinism_problems, engine_notes, engine_problems, workers_in_words, world_size
+from configs.checks_servers import judge_engine_problems, remote_notes, remote_problems, server_problems
 from configs.checks_stability import stability_notes, stability_problems
 from configs.keys import ConfigError
+from configs.reward_models import has_score, served_model
 from configs.schema.common import ModelConfig, RunConfig, ShardedConfig, WorkersConfig
 from configs.schema.evaluation import EvaluationConfig
 from configs.schema.generation import GenerationConfig
-from configs.schema.ppo import PPOConfig, ReplayConfig, RewardConfig, ScoringConfig
+from configs.schema.ppo import PPOConfig, RemoteScoringConfig, ReplayConfig, RewardConfig, ScoringConfig
+from configs.schema.serve_reward import ServeRewardConfig
 from configs.secret_names import USER_IN_ADDRESS
 from configs.walltime import seconds_of
 
@@ -32,18 +37,19 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
     rollout = config.actor_rollout_ref.rollout
     has_critic = needs_values or config.critic.enable is True
     roles = roles_of(config, has_critic=has_critic)
+    place = placement_of(config, has_critic=has_critic)
     problems = [
         *run_problems(config.trainer),
         *_replay_problems(config.trainer.replay),
-        *parallel_problems(roles, config.trainer),
-        *megatron_problems(roles, config.trainer),
+        *placement_problems(config, place),
+        *pool_problems(roles, place),
         *repeat_problems(roles, config.trainer),
         *_activation_problems(config, roles),
-        *batch_problems(config, has_critic=has_critic),
-        *length_problems(config, has_critic=has_critic),
+        *batch_problems(config, place, has_critic=has_critic),
+        *length_problems(config, place, has_critic=has_critic),
         *engine_problems(
             rollout,
-            config.trainer,
+            place.pool("rollout"),
             {"temperature": rollout.temperature, "val_kwargs.temperature": rollout.val_kwargs.temperature},
         ),
         *determinism_problems(rollout, config.trainer),
@@ -53,6 +59,9 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
         *_filter_problems(config),
         *_shaping_problems(config.reward),
         *_reward_problems(config.reward),
+        *reward_model_problems(
+            config.reward, place.pool("reward"), config.data.max_prompt_length, config.data.max_response_length
+        ),
         *alarm_problems(config),
         *stability_problems(config),
     ]
@@ -65,8 +74,12 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
         raise ConfigError("\n".join(problems))
     return [
         *run_notes(config.trainer),
+        *placement_notes(config.placement, place),
         *_ppo_notes(config, typed),
+        *remote_notes(config.reward, typed),
         *stability_notes(config, typed, has_critic=has_critic),
+        *reward_model_notes(config.reward, typed),
+        *filter_notes(config),
         *parallel_notes(roles),
         *megatron_notes(roles),
         *alarm_notes(config, typed),
@@ -101,26 +114,44 @@ def check_generation(config: GenerationConfig, typed: Collection[str]) -> list[s
         *engine_problems(rollout, config.trainer, {"temperature": rollout.temperature}),
         *lora_sync_problems(config.actor_rollout_ref.model, rollout),
         *_reward_problems(config.reward),
+        *generation_problems(config),
         *_selection_problems(config),
     ]
     if problems:
         raise ConfigError("\n".join(problems))
-    notes = list(engine_notes(rollout, typed))
+    notes = [*engine_notes(rollout, typed), *remote_notes(config.reward, typed)]
     if rollout.n > 1 and not rollout.do_sample:
         notes.append(f"{ROLLOUT}.do_sample=false: the {rollout.n} answers to a prompt are the same greedy one; n=1 is enough")
     if rollout.n == 1 and selection.best_of_n is not None:
         notes.append(f"selection.best_of_n has no choice: {ROLLOUT}.n=1")
+    notes += reward_model_notes(config.reward, typed)
     return notes
 
 
 def check_evaluation(config: EvaluationConfig, typed: Collection[str]) -> list[str]:
     """See check_ppo."""
-    if problems := list(_reward_problems(config.reward)):
+    problems = list(_reward_problems(config.reward))
+    if not has_score(config.reward):
+        problems.append(f"reward.scorer={config.reward.scorer}: nothing would score the answers; there are no reward models here")
+    if problems:
         raise ConfigError("\n".join(problems))
     if config.data.score_key is None:
-        return []
+        return list(remote_notes(config.reward, typed))
     ignored = sorted(key for key in typed if key.startswith("reward."))
     return [f"{key} has no effect: data.score_key={config.data.score_key} has the scores" for key in ignored]
+
+
+def check_serve_reward(config: ServeRewardConfig) -> list[str]:
+    """See check_ppo."""
+    problems = [*judge_problems(config.reward), *server_problems(config.server), *worker_problems(config.trainer)]
+    problems += judge_engine_problems(config)
+    if config.model.path is not None:
+        problems += model_problems("model", served_model(config.model), config.trainer, 1, 0)
+        if config.reward.scorer is not None or config.reward.custom_reward_function.path is not None:
+            problems.append(f"model.path={config.model.path}: a server gives one score; leave reward.scorer and the function out")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return []
 
 
 def _selection_problems(config: GenerationConfig) -> Iterator[str]:
@@ -190,7 +221,12 @@ def _shaping_problems(reward: RewardConfig) -> Iterator[str]:
         yield f"reward.shaping.clip=[{clip[0]:g}, {clip[1]:g}]: the first must be less than the second"
 
 
-def _reward_problems(reward: ScoringConfig) -> Iterator[str]:
+def _reward_problems(reward: RemoteScoringConfig) -> Iterator[str]:
+    yield from remote_problems(reward)
+    yield from judge_problems(reward)
+
+
+def judge_problems(reward: ScoringConfig) -> Iterator[str]:
     judge = reward.judge
     if reward.scorer == "judge":
         yield from (

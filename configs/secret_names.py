@@ -19,8 +19,8 @@ def is_secret(key: object) -> bool:
 def hidden(text: str) -> str:
     """The text without users and passwords in addresses, and without what secret variables of the environment hold."""
     for name, value in os.environ.items():
-        if is_secret(name) and len(value) >= SHORTEST:
-            text = text.replace(value, "***")
+        if is_secret(name) and len(value.strip()) >= SHORTEST:  # what is sent of one from a file has no line's end
+            text = text.replace(value.strip(), "***")
     return USER_IN_ADDRESS.sub("://***@", text)
 
 

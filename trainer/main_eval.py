@@ -8,12 +8,11 @@ from trainer.entry import Program
 
 
 def check(config: EvaluationConfig, typed: Collection[str]) -> list[str]:
-    from trainer.evaluation.scoring import as_reward
     from trainer.evaluation.votes import vote_function
     from trainer.rewards.registry import with_own_function
 
     vote_function(config.metrics.vote)
-    with_own_function(as_reward(config.reward))
+    with_own_function(config.reward)
     return check_evaluation(config, typed)
 
 

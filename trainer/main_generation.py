@@ -8,10 +8,9 @@ from trainer.entry import Program
 
 
 def check(config: GenerationConfig, typed: Collection[str]) -> list[str]:
-    from trainer.evaluation.scoring import as_reward
     from trainer.rewards.registry import with_own_function
 
-    with_own_function(as_reward(config.reward))
+    with_own_function(config.reward)
     return check_generation(config, typed)
 
 

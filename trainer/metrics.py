@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -24,20 +25,37 @@ from workers.batch import Batch
 WHOLE_STEP = "step"
 """The phase that all others lie in, save those of AFTER_STEP."""
 AFTER_STEP = ("testing", "save_checkpoint")
+UNNAMED = "prompts"
+"""The data source of data that name none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When a phase was under way: start and end in seconds since 1970. pools: whose processes worked; none: the controller's."""
+
+    phase: str
+    pools: tuple[str, ...]
+    start: float
+    end: float
 
 
 class Phases:
-    """Seconds of each named phase. A phase that runs twice adds up; one that raises is counted too.
+    """Seconds of each named phase. A phase that runs twice adds up; one that raises is counted too. Phases of pools that work at
+    the same time may come from several threads, each its own.
 
     >>> phases = Phases()
     >>> with phases("gen"):
     ...     pass
-    >>> list(phases.seconds)
-    ['gen']
+    >>> list(phases.seconds), len(phases.spans)
+    (['gen'], 1)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pools: Mapping[str, tuple[str, ...]] | None = None) -> None:
+        """pools: that work in a phase."""
+        self.pools = pools or {}
         self.seconds: dict[str, float] = {}
+        self.spans: list[Span] = []
+        self._began = time.time() - time.perf_counter()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -45,7 +63,14 @@ class Phases:
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            end = time.perf_counter()
+            self.seconds[name] = self.seconds.get(name, 0.0) + end - start
+            self.spans.append(Span(name, self.pools.get(name, ()), self._began + start, self._began + end))
+
+    def clear(self) -> None:
+        """Before a step."""
+        self.seconds.clear()
+        self.spans.clear()
 
 
 def data_metrics(batch: Batch, max_prompt_length: int) -> dict[str, float]:
@@ -79,13 +104,17 @@ def reward_metrics(batch: Batch, data_sources: Collection[str]) -> dict[str, flo
     """What the reward function told beside the score, and of several data sources each by itself.
 
     rows: score, finished. objects: data_source, reward_extra. data_sources: those of the training data; a step may lack one.
-    ``reward/<name>/mean`` is over the answers for which the number was told.
+    ``reward/<name>/mean`` and ``reward/<name>/std`` are over the answers for which the number was told.
     """
     told: dict[str, list[float]] = {}
     for extra in batch.objects["reward_extra"]:
         for name, value in extra.items():
             told.setdefault(name, []).append(value)
-    metrics = {f"reward/{name}/mean": math.fsum(values) / len(values) for name, values in told.items()}
+    metrics = {}
+    for name, values in told.items():
+        mean = math.fsum(values) / len(values)
+        metrics[f"reward/{name}/mean"] = mean
+        metrics[f"reward/{name}/std"] = (math.fsum((value - mean) ** 2 for value in values) / len(values)) ** 0.5
     if len(data_sources) > 1:
         for source in sorted(set(batch.objects["data_source"])):
             rows = torch.tensor([other == source for other in batch.objects["data_source"]])
@@ -95,12 +124,19 @@ def reward_metrics(batch: Batch, data_sources: Collection[str]) -> dict[str, flo
 
 
 def performance_metrics(
-    batch: Batch, seconds: Mapping[str, float], n_gpus: int, *, flops: Mapping[str, float], peak: float | None
+    batch: Batch,
+    seconds: Mapping[str, float],
+    n_gpus: int,
+    *,
+    flops: Mapping[str, float],
+    peak: float | None,
+    gpus_of: Mapping[str, int] | None = None,
 ) -> dict[str, float]:
     """Times and speeds of a step.
 
     meta: generated_tokens, those of answers that are not in the batch among them. seconds: by phase, ``step`` among them.
-    flops: model FLOPs by phase, over all GPUs. peak: FLOP/s of one GPU, None if unknown: then there is no mfu.
+    n_gpus: of the run; gpus_of: those that work in a phase, where they are not all. flops: model FLOPs by phase, over all GPUs.
+    peak: FLOP/s of one GPU, None if unknown: then there is no mfu.
     ``perf/throughput`` is tokens of the batch, prompts included, a second and GPU; ``perf/mfu`` is all of ``flops`` over what the
     GPUs could have done in the step; ``perf/mfu/actor`` (update_actor), ``perf/mfu/critic`` and the like, over what they could
     have done in that phase.
@@ -116,7 +152,8 @@ def performance_metrics(
     if peak is not None:
         metrics["perf/mfu"] = sum(flops.values()) / (step * n_gpus * peak)
         metrics |= {
-            f"perf/mfu/{phase.removeprefix('update_')}": work / (seconds[phase] * n_gpus * peak) for phase, work in flops.items()
+            f"perf/mfu/{phase.removeprefix('update_')}": work / (seconds[phase] * (gpus_of or {}).get(phase, n_gpus) * peak)
+            for phase, work in flops.items()
         }
     return metrics
 
@@ -143,7 +180,7 @@ def validation_metrics(
         counts |= dict(zip(mine, told[core], strict=True))
         for name, column in told.items():
             kind = "core" if name == core else "aux"
-            metrics[f"val-{kind}/{source}/{name}/mean@{n}"] = _mean_of_groups([uids[i] for i in mine], column)
+            metrics[f"val-{kind}/{source or UNNAMED}/{name}/mean@{n}"] = _mean_of_groups([uids[i] for i in mine], column)
     metrics["val/accuracy"] = _mean_of_groups(uids, [counts[i] for i in range(len(uids))])
     metrics["val/problems"] = float(len(set(uids)))
     return metrics

@@ -145,23 +145,47 @@ class BaseModel:
 class RemoteRollout:
     """The rollout role on every worker of a group."""
 
-    def __init__(self, group: WorkerGroup, spec: RolloutSpec, source: str, watchdog: Watchdog) -> None:
-        """source: the model role whose weights the engines generate with."""
+    def __init__(
+        self, group: WorkerGroup, spec: RolloutSpec, source: str, watchdog: Watchdog, *, trainers: WorkerGroup | None = None
+    ) -> None:
+        """source: the model role whose weights the engines generate with. trainers: the group that has it, if not this one."""
         self.group = group
         self.engine = spec.rollout.name
         self.watchdog = watchdog
-        self.mesh = mesh_of(self._call("start", "build_rollout", "rollout", spec, source))
+        self.source = source
+        self.trainers = trainers if trainers is not group else None
+        self._gives_way = spec.rollout.free_cache_engine and self.trainers is None
+        self._version, self._slept = 0, False
+        if self.trainers is None:
+            places = self._call("start", "build_rollout", "rollout", spec, source)
+        else:
+            offering = ("offer_weights", source, group.world_size)
+            meeting, *_ = watchdog.call(self.trainers, "start", f"start of {source}", *offering)
+            places = self._call("start", "build_rollout_apart", "rollout", spec, meeting)
+        self.mesh = mesh_of(places)
         group.register_mesh("rollout", self.mesh)
 
     def sync_weights(self, version: int) -> Metrics:
         """Every engine has the source's weights when this returns; completions bear ``version`` from now on."""
-        return join_metrics(self._call("sync", "run", "rollout", "sync_weights", version))
+        self._version, self._slept = version, False
+        words = ("run", "rollout", "sync_weights", version)
+        if self.trainers is None:
+            return join_metrics(self._call("sync", *words))
+        sending = (self.trainers, f"weight sync ({self.source} sends)", ("run", self.source, "send_weights"))
+        metrics, _ = self.watchdog.together("sync", (self.group, self._what("sync"), words), sending)
+        return join_metrics(metrics)
+
+    def rest(self, group: WorkerGroup | None) -> None:
+        """A model on the workers of ``group`` was at work: engines that slept meanwhile get their weights before they answer."""
+        self._slept = self._slept or (self._gives_way and group is self.group)
 
     def generate(self, prompts: Batch, sampling: Sampling, group_size: int) -> Batch:
         """An answer to each row of ``prompts``, in order; see RolloutRole.generate.
 
         group_size: so many consecutive rows bear the same prompt; they go to one engine, which reads the prompt once.
         """
+        if self._slept:
+            self.sync_weights(self._version)
         n_engines = len(self.mesh.answers)
         shares = tuple(
             tuple(row for row in range(len(prompts)) if row // group_size % n_engines == engine) for engine in range(n_engines)
@@ -173,8 +197,10 @@ class RemoteRollout:
 
     def _call(self, phase: str, *words: Any, mesh: str | None = None, work: Callable[[], Sequence[str]] = list) -> list[Any]:
         """The result of a call; see Watchdog.call. The group has no other call under way: the phase's time is its own."""
-        what = f"{PHASES[phase]} (rollout engine {self.engine})"
-        return self.watchdog.call(self.group, phase, what, *words, mesh=mesh, work=work)
+        return self.watchdog.call(self.group, phase, self._what(phase), *words, mesh=mesh, work=work)
+
+    def _what(self, phase: str) -> str:
+        return f"{PHASES[phase]} (rollout engine {self.engine})"
 
     def stats(self) -> dict[str, float]:
         """The engines' counters since the last call, added up; see Rollout.stats."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from trainer.charts import Chart, Curve, Stack, draw, duration, number, smooth, stack
+from trainer.charts import Chart, Curve, Lanes, Stack, draw, duration, lanes, number, smooth, stack
 from trainer.dumps import Sample
 from trainer.metrics import AFTER_STEP, WHOLE_STEP
 from trainer.page import render
@@ -24,6 +24,7 @@ from trainer.run_dir import (
     METRICS,
     REPORT,
     SAMPLES,
+    TIMELINE,
     read_lines,
     read_metrics,
     write_atomic,
@@ -32,6 +33,8 @@ from trainer.run_dir import (
 ACCURACY = "val/accuracy"
 PROBLEMS = "val/problems"
 MOST_ANSWERS = 16
+DRAWN_STEPS = 3
+CONTROLLER = "controller"
 PNG_COLORS = ("#3b6fd8", "#e0792f", "#2a9d74", "#a45bd0", "#d1495b", "#c9a227", "#3aa6b9", "#7a8699", "#b86b8f", "#9aa5b1")
 
 Series = dict[str, tuple[list[float], list[float]]]
@@ -136,9 +139,11 @@ def write_report(run_dir: Path) -> Path:
         problems=series[PROBLEMS][1][-1] if PROBLEMS in series else None,
         facts=facts_of(steps, series),
         failed=sum(series["reward/failed"][1]) if "reward/failed" in series else 0,
-        charts=charts_of(series),
+        charts=charts_of(series, reward_curves(config, series)),
         shares=shares,
         columns=columns,
+        timeline=timeline_of(read_lines(run_dir / TIMELINE)),
+        drawn_steps=DRAWN_STEPS,
         answers=answers,
         first_step=first_step,
         last_step=last_step,
@@ -201,9 +206,27 @@ def series_of(steps: Sequence[Mapping[str, float]]) -> Series:
     return series
 
 
-def charts_of(series: Series) -> list[Chart]:
+def reward_curves(config: Mapping[str, Any], series: Series) -> list[CurveSpec]:
+    """What the scorer says beside what the reward models say: that theirs rises while its falls is over-optimisation."""
+    reward = config.get("reward", {})
+    names = [*(["reward_model"] if reward.get("reward_model", {}).get("enable") else []), *reward.get("models", {})]
+    if not names:
+        return []
+    held_out = {metric: parts for metric in series if (parts := metric.split("/"))[0] == "val-aux" and parts[-2] in names}
+    sources = len({parts[1] for parts in held_out.values()})
+    labels = {metric: " ".join(parts[1:-1] if sources > 1 else parts[-2:-1]) for metric, parts in held_out.items()}
+    training = [(f"reward/{name}/mean", name) for name in names]
+    return [
+        CurveSpec("Scorer alone", "mean over training answers", (("reward/acc/mean", "scorer"),), zero=True),
+        CurveSpec("Reward models", "raw scores, mean over training answers", tuple(training), zero=True),
+        CurveSpec("Reward models, held-out", "raw scores", tuple(labels.items()), dots=True, zero=True),
+    ]
+
+
+def charts_of(series: Series, more: Sequence[CurveSpec] = ()) -> list[Chart]:
+    """more: charts that come after the score's."""
     charts = []
-    for spec in CURVES:
+    for spec in (*CURVES[:2], *more, *CURVES[2:]):
         curves = []
         for name, label in spec.metrics + _by_data_source(spec, series):
             if any(math.isfinite(value) and (spec.zero or value) for value in series.get(name, ((), ()))[1]):
@@ -216,7 +239,8 @@ def charts_of(series: Series) -> list[Chart]:
 
 def _by_data_source(spec: CurveSpec, series: Series) -> tuple[tuple[str, str], ...]:
     """Accuracy of each data set, where there are several."""
-    names = [name for name in series if name.startswith("val-core/")] if spec.metrics[0][0] == ACCURACY else []
+    is_accuracy = bool(spec.metrics) and spec.metrics[0][0] == ACCURACY
+    names = [name for name in series if name.startswith("val-core/")] if is_accuracy else []
     return tuple((name, name.split("/", 1)[1]) for name in names) if len(names) > 1 else ()
 
 
@@ -256,6 +280,20 @@ def timing_of(steps: Sequence[Mapping[str, float]]) -> tuple[list[Share], Stack 
     totals = [sum(column) for column in zip(*parts, strict=True)]
     whole = sum(totals)
     return [Share(name, total, total / whole) for name, total in zip(phases, totals, strict=True)], stack(phases, xs, parts)
+
+
+def timeline_of(entries: Sequence[Mapping[str, Any]]) -> Lanes | None:
+    """The phases of the last steps, a lane for each pool and one for what the controller does itself; None: there are none."""
+    entries = [entry for entry in entries if entry["spans"]][-DRAWN_STEPS:]
+    spans = [
+        (pool, phase, start, end)
+        for entry in entries
+        for phase, pools, start, end in entry["spans"]
+        for pool in (pools or [CONTROLLER])
+        if phase != WHOLE_STEP
+    ]
+    order = {pool: (pool == CONTROLLER, pool) for pool, *_ in spans}
+    return lanes(sorted(spans, key=lambda span: (order[span[0]], span[2]))) if spans else None
 
 
 def answers_of(entries: Sequence[Mapping[str, Any]]) -> tuple[int, int, list[Answered]]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from configs.schema.common import Positive, PositiveFloat, ProgramConfig
-from configs.schema.ppo import ScoringConfig
+from configs.schema.ppo import RemoteScoringConfig
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -33,6 +33,6 @@ class EvaluationTimeoutsConfig:
 class EvaluationConfig:
     data: EvaluationDataConfig
     metrics: MetricsConfig
-    reward: ScoringConfig
+    reward: RemoteScoringConfig
     trainer: ProgramConfig
     timeouts: EvaluationTimeoutsConfig

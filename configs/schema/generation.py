@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 
 from configs.schema.common import ModelConfig, Positive, PositiveFloat, RayConfig, WorkersConfig, WorkersTimeoutsConfig
-from configs.schema.ppo import PromptConfig, RolloutEngineConfig, ScoringConfig
+from configs.schema.ppo import ModelScoringConfig, PromptConfig, RolloutEngineConfig
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -37,6 +37,7 @@ class SelectionConfig:
 class GenerationTimeoutsConfig(WorkersTimeoutsConfig):
     generate: PositiveFloat
     reward: PositiveFloat
+    forward: PositiveFloat
     sync: PositiveFloat
 
 
@@ -45,7 +46,7 @@ class GenerationConfig:
     data: GenerationDataConfig
     actor_rollout_ref: GeneratorConfig
     selection: SelectionConfig
-    reward: ScoringConfig
+    reward: ModelScoringConfig
     trainer: WorkersConfig
     timeouts: GenerationTimeoutsConfig
     ray_kwargs: RayConfig

@@ -21,6 +21,8 @@ from configs.schema.common import (
     ShardedConfig,
     TrainingTimeoutsConfig,
 )
+from configs.schema.placement import PlacementConfig
+from configs.schema.scoring_model import ScoringModelDefaults
 
 KLKind = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "full+"
@@ -279,6 +281,16 @@ class JudgeRewardConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class RemoteConfig:
+    batch_size: Positive
+    concurrency: Positive
+    timeout: PositiveFloat
+    retries: NonNegative
+    backoff: NonNegativeFloat
+    token_env: str
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class OverlongConfig:
     enable: bool
     len: NonNegative
@@ -300,7 +312,7 @@ class ShapingConfig:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ScoringConfig:
-    """How an answer gets its score."""
+    """How an answer gets its score on this machine."""
 
     num_workers: NonNegative
     timeout: PositiveFloat
@@ -314,7 +326,24 @@ class ScoringConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class RewardConfig(ScoringConfig):
+class RemoteScoringConfig(ScoringConfig):
+    """Or by servers."""
+
+    remote_urls: list[str]
+    remote: RemoteConfig
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ModelScoringConfig(RemoteScoringConfig):
+    """And which reward models have a say in it."""
+
+    weight: float
+    models: dict[str, dict[str, Any]]
+    reward_model: ScoringModelDefaults
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class RewardConfig(ModelScoringConfig):
     """And how the score becomes the reward that training sees."""
 
     reward_kwargs: RewardKwargsConfig
@@ -357,5 +386,6 @@ class PPOConfig:
     reward: RewardConfig
     alarms: AlarmsConfig
     trainer: TrainerConfig
+    placement: PlacementConfig
     timeouts: TimeoutsConfig
     ray_kwargs: RayConfig

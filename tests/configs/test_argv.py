@@ -129,7 +129,6 @@ def test_two_bounds_are_not_one_number(typed: str, kept: str) -> None:
         ("+actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload=True", "optimizer_offload saves memory"),
         ("actor_rollout_ref.actor.optim.lr_decay_style=cosine", "set lr_scheduler_type beside it"),
         ("actor_rollout_ref.actor.optim.lr_warmup_init=1e-7", "rises from 0"),
-        ("reward_model.model.path=x", "reward.custom_reward_function.path"),
         ("algorithm.use_pf_ppo=True", "no PF-PPO"),
     ],
 )

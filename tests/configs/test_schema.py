@@ -14,6 +14,7 @@ from configs.schema.generation import GenerationConfig
 from configs.schema.parity import ParityConfig
 from configs.schema.ppo import PPOConfig
 from configs.schema.reward_model import RewardModelConfig
+from configs.schema.serve_reward import ServeRewardConfig
 from configs.schema.sft import SFTConfig
 
 PROGRAMS = [
@@ -24,6 +25,7 @@ PROGRAMS = [
     ("evaluation", EvaluationConfig),
     ("parity", ParityConfig),
     ("export", ExportConfig),
+    ("serve_reward", ServeRewardConfig),
 ]
 # Keys that two programs share though they are not the same thing, or whose defaults are meant to differ.
 OWN_DEFAULTS = {"trainer.default_local_dir", "data.shuffle", "actor_rollout_ref.model.enable_gradient_checkpointing"}
@@ -65,7 +67,7 @@ def test_every_leaf_has_a_comment_or_a_twin_that_has_one(root: str, schema: type
     assert silent == []
 
 
-@pytest.mark.parametrize("root", ["generation", "evaluation", "parity"])
+@pytest.mark.parametrize("root", ["generation", "evaluation", "parity", "serve_reward"])
 def test_keys_that_training_has_too_have_its_default(root: str) -> None:
     """A default has one home, except that each program's YAML is whole: the copies are held equal."""
     ours, training = (OmegaConf.load(CONFIG_DIR / f"{name}.yaml") for name in (root, "ppo_trainer"))

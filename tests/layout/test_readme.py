@@ -13,7 +13,16 @@ import pytest
 
 from configs.schema.common import AggMode
 from tests.layout.source import ROOT
-from trainer import main_eval, main_export, main_generation, main_parity, main_ppo, main_reward_model, main_sft
+from trainer import (
+    main_eval,
+    main_export,
+    main_generation,
+    main_parity,
+    main_ppo,
+    main_reward_model,
+    main_serve_reward,
+    main_sft,
+)  # fmt: skip
 from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.policy_losses import POLICY_LOSSES
 
@@ -30,10 +39,10 @@ def commands(page: str) -> list[list[str]]:
 
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 COMMANDS = [(page, words) for page in ("README.md", "CONTRIBUTING.md") for words in commands(page)]
-PROGRAMS = {
-    module.PROGRAM.name: module.PROGRAM
-    for module in (main_ppo, main_sft, main_reward_model, main_generation, main_eval, main_parity, main_export)
-}
+MODULES = (
+    main_ppo, main_sft, main_reward_model, main_generation, main_eval, main_parity, main_export, main_serve_reward
+)  # fmt: skip
+PROGRAMS = {module.PROGRAM.name: module.PROGRAM for module in MODULES}
 TRAINING = [words for _, words in COMMANDS if words[1:2] == ["-m"] and words[2] in PROGRAMS]
 
 

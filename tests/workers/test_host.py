@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import timedelta
 
 import psutil
@@ -28,6 +29,17 @@ def test_a_host_listens_on_its_own_address_alone_and_leaves_its_group_when_it_cl
         assert {address.ip for address in listening} == {"127.0.0.1"}
         host.close()
         assert not dist.is_initialized()
+
+
+def test_a_part_of_a_gpu_is_reserved_for_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: what torch is told."""
+    told: list[tuple[str, float]] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: told.append(("device", device)))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part: told.append(("fraction", part)))
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    for fraction in (0.25, 1.0):
+        Host(replace(info(), local_rank=3), "cuda", 600.0, memory_fraction=fraction)
+    assert told == [("device", 3), ("fraction", 0.25), ("device", 3)]
 
 
 def test_a_role_that_is_not_here_is_named() -> None:

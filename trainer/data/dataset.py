@@ -9,14 +9,17 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema.ppo import PromptConfig
-from trainer.data.encoding import encode_in_processes, truncate
+from trainer.data.encoding import Messages, encode_in_processes, truncate
 from trainer.data.files import Rows
 from trainer.data.order import draw
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """uid: the row in the files end to end, whatever was filtered. text: what prompt_ids say, before any truncation."""
+    """uid: the row in the files end to end, whatever was filtered. text: what prompt_ids say, before any truncation.
+
+    messages: what the row has, a text or a conversation.
+    """
 
     uid: int
     prompt_ids: tuple[int, ...]
@@ -24,6 +27,7 @@ class Prompt:
     data_source: str
     ground_truth: Any
     extra_info: dict[str, Any]
+    messages: Messages
 
 
 class PromptDataset:
@@ -47,7 +51,7 @@ class PromptDataset:
         Raises ValueError, one line, for missing files, columns or rows, for an empty prompt, for a prompt that is too long under
         data.truncation=error, and where the filter leaves nothing.
         """
-        self._source_key = config.reward_fn_key
+        self._source_key, self._prompt_key = config.reward_fn_key, config.prompt_key
         needed = [config.reward_fn_key, "reward_model.ground_truth"] if scored else []
         self._rows = Rows(files, [config.prompt_key, *needed], [config.reward_fn_key, "reward_model", "extra_info"])
         sources = self._rows.column(config.reward_fn_key)
@@ -111,4 +115,5 @@ class PromptDataset:
             data_source=row.get(self._source_key) or "",
             ground_truth=(row.get("reward_model") or {}).get("ground_truth"),
             extra_info=row.get("extra_info") or {},
+            messages=row[self._prompt_key],
         )

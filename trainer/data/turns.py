@@ -65,13 +65,13 @@ class TurnEncoder:
         the tokens of the conversation before it. Raises ValueError, one line, for what is no conversation of texts, and where a
         template writes the first turns otherwise when others follow.
         """
-        marked = MARKS.search(str(self.tokenizer.chat_template)) is not None
-        return [self._chat(rows.where(row), messages, marked=marked) for row, messages in enumerate(chats)]
+        return [self.chat(rows.where(row), messages) for row, messages in enumerate(chats)]
 
-    def _chat(self, where: str, messages: Any, *, marked: bool) -> Turns:
+    def chat(self, where: str, messages: Any) -> Turns:
+        """One of them. where: for words to the user."""
         messages = texts_alone(where, messages)
         try:
-            ids, spans = self._by_marks(messages) if marked else self._by_prefixes(where, messages)
+            ids, spans = self._by_marks(messages) if self._marked else self._by_prefixes(where, messages)
         except TemplateError as error:
             raise ValueError(f"{where}: the chat template refuses it: {error}") from error
         trained = np.zeros(len(ids), dtype=bool)
@@ -127,6 +127,10 @@ class TurnEncoder:
         if end < len(ids) and ids[end] == self.tokenizer.eos_token_id:
             return end + 1, False
         return end, True
+
+    @cached_property
+    def _marked(self) -> bool:
+        return MARKS.search(str(self.tokenizer.chat_template)) is not None
 
     @cached_property
     def _special(self) -> set[int]:

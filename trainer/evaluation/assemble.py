@@ -15,11 +15,12 @@ from rich.table import Table
 from configs.schema.evaluation import EvaluationConfig, MetricsConfig
 from trainer.data.files import Rows
 from trainer.evaluation.estimators import Interval, maj_at_k, mean_with_interval, pass_at_k
-from trainer.evaluation.scoring import as_reward, check_some_scored
+from trainer.evaluation.scoring import check_some_scored
 from trainer.evaluation.votes import Vote, vote_function
 from trainer.generation.shards import shard_files
-from trainer.rewards.registry import check_data_sources, scores_by_source
-from trainer.rewards.runner import Answer, RewardRunner, Score
+from trainer.rewards.registry import check_data_sources
+from trainer.rewards.remote import needs_data_sources, open_rewards
+from trainer.rewards.scoring import Answer, Score
 from trainer.run_dir import write_atomic
 from trainer.watchdog import Watchdog
 from workers.seeding import seed_of
@@ -55,8 +56,8 @@ def run(config: EvaluationConfig, notices: Sequence[str]) -> None:
 
 def read(config: EvaluationConfig, vote: Vote) -> list[Scored]:
     """Every row with its scores. Raises ValueError, one line, for files, columns and rows that cannot be evaluated."""
-    data, reward = config.data, as_reward(config.reward)
-    by_source = data.score_key is None and scores_by_source(reward)
+    data = config.data
+    by_source = data.score_key is None and needs_data_sources(config.reward)
     needed = [f"{data.reward_model_key}.ground_truth"] if data.score_key is None else [data.score_key]
     needed += [data.data_source_key] if by_source else []
     rows = Rows(files(data.path), [data.response_key, *needed], [data.data_source_key, "extra_info", "finish_reasons"])
@@ -92,7 +93,7 @@ def score(config: EvaluationConfig, rows: Rows, answers: Sequence[list[str]], so
         for own, source, truth, extra, ends in zip(answers, sources, truths, extras, reasons, strict=True)
         for text, why in zip(own, ends or ["stop"] * len(own), strict=True)
     ]
-    with RewardRunner(as_reward(config.reward)) as rewards:
+    with open_rewards(config.reward) as rewards:
         rewards.wait_ready()
         watchdog = Watchdog(asdict(config.timeouts), Path(config.trainer.default_local_dir))
         with watchdog.own("reward", "scoring", f"{len(asked)} answers"):

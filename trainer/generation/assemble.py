@@ -14,21 +14,19 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from configs.schema.common import FSDPConfig
+from configs.reward_models import wants_truth
 from configs.schema.generation import GenerationConfig
 from trainer.backend import open_backend, start_hosts
 from trainer.data.chat import load_tokenizer
 from trainer.data.dataset import PromptDataset
-from trainer.evaluation.scoring import as_reward
 from trainer.generation.generator import Generator
-from trainer.generation.rollout import rollout_spec, sampling, start_source
+from trainer.generation.rollout import rollout_spec, sampling, start_engine
 from trainer.generation.selection import accepted, best_of_n
 from trainer.generation.shards import Row, Shards, write_rows
-from trainer.remote import RemoteRollout
-from trainer.rewards.registry import check_data_sources, scores_by_source
-from trainer.rewards.runner import RewardRunner
+from trainer.rewards.registry import check_data_sources
+from trainer.rewards.remote import needs_data_sources, open_rewards
+from trainer.rewards.start import check_reward_models, start_reward_models
 from trainer.watchdog import Watchdog
-from workers.controller.group import WorkerGroup
 from workers.engine import check_adapter
 from workers.engine.hf_model import vocab_size
 from workers.rollout import check_installed
@@ -42,6 +40,7 @@ MAY_CHANGE = (
     "actor_rollout_ref.rollout.update_weights_bucket_megabytes",
     "actor_rollout_ref.rollout.verify_weights",
     "reward.num_workers",
+    *(f"reward.remote.{name}" for name in ("batch_size", "concurrency", "timeout", "retries", "backoff", "token_env")),
 )
 
 
@@ -51,10 +50,13 @@ def run(config: GenerationConfig, notices: Sequence[str]) -> None:
     check_adapter("actor_rollout_ref", config.actor_rollout_ref.model, "lm")
     data, selection = config.data, config.selection
     scored = selection.score or selection.best_of_n is not None or selection.sft is not None
+    if scored:
+        check_reward_models(config.reward, config.trainer)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    prompts = PromptDataset(data.path, tokenizer, data, max_samples=data.max_samples, seed=config.trainer.seed, scored=scored)
+    by_rules = scored and wants_truth(config.reward)
+    prompts = PromptDataset(data.path, tokenizer, data, max_samples=data.max_samples, seed=config.trainer.seed, scored=by_rules)
     prompts.check_tokens(vocab_size(config.actor_rollout_ref.model))
-    if scored and scores_by_source(as_reward(config.reward)):
+    if scored and needs_data_sources(config.reward):
         check_data_sources(prompts.data_sources)
     for notice in prompts.notices:
         print(f"note: {notice}", file=sys.stderr)
@@ -64,18 +66,24 @@ def run(config: GenerationConfig, notices: Sequence[str]) -> None:
         if len(missing) < total:
             print(f"resumed: {total - len(missing)} of {total} shards are there")
         with ExitStack() as stack:
-            rewards = stack.enter_context(RewardRunner(as_reward(config.reward))) if scored else None
+            rewards = stack.enter_context(open_rewards(config.reward)) if scored else None
             if rewards is not None:
                 rewards.start()
             run_dir = Path(config.trainer.default_local_dir)
             watchdog = Watchdog(asdict(config.timeouts), run_dir)
-            backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, run_dir))
-            rollout = start_rollout(config, start_hosts(backend, config.trainer, config.timeouts), watchdog)
+            backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, config.timeouts, run_dir))
+            hosts = start_hosts(backend, config.trainer, config.timeouts)
+            kwargs = data.apply_chat_template_kwargs
+            on = (hosts, config.trainer, config.trainer)
+            models = start_reward_models(config.reward, *on, watchdog, tokenizer, kwargs) if scored else None
+            spec = rollout_spec(config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, data, config.trainer.device)
+            rollout = start_engine(hosts, spec, watchdog, seed=config.trainer.seed)
             generator = Generator(
                 prompts,
                 rollout,
                 tokenizer,
                 rewards,
+                models,
                 watchdog,
                 prompt_key=data.prompt_key,
                 n=config.actor_rollout_ref.rollout.n,
@@ -155,23 +163,3 @@ def leaves(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in node.items():
         found |= leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
     return found
-
-
-def start_rollout(config: GenerationConfig, hosts: WorkerGroup, watchdog: Watchdog) -> RemoteRollout:
-    """The engine on every worker, with the model's weights: they come from a role beside it that is never trained."""
-    models, dtype = config.actor_rollout_ref, config.actor_rollout_ref.rollout.dtype
-    spec = rollout_spec(models.model, models.rollout, config.data, config.trainer.device)
-    # As the engine wants them, and off the device once it has them.
-    fsdp = FSDPConfig(
-        model_dtype=dtype,
-        dtype=dtype,
-        reshard_after_forward=True,
-        param_offload=True,
-        optimizer_offload=False,
-        fsdp_size=-1,
-        ulysses_sequence_parallel_size=1,
-    )
-    start_source(hosts, spec, watchdog, sharding=fsdp, seed=config.trainer.seed)
-    rollout = RemoteRollout(hosts, spec, "actor", watchdog)
-    rollout.sync_weights(0)
-    return rollout

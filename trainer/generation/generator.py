@@ -10,10 +10,14 @@ from transformers import PreTrainedTokenizerBase
 from trainer.data.dataset import Prompt, PromptDataset
 from trainer.evaluation.scoring import check_some_scored
 from trainer.generation.shards import Row
-from trainer.ppo.source import ask, texts_of
+from trainer.ppo.source import ask, join, texts_of
 from trainer.remote import RemoteRollout
-from trainer.rewards.runner import Answer, RewardRunner
+from trainer.rewards.answers import to_score
+from trainer.rewards.models import RewardModels
+from trainer.rewards.remote import RemoteRewards
+from trainer.rewards.scoring import Rewards
 from trainer.watchdog import Watchdog
+from workers.batch import Batch
 from workers.rollout.base import Sampling
 from workers.seeding import seed_of
 
@@ -24,7 +28,8 @@ class Generator:
         data: PromptDataset,
         rollout: RemoteRollout,
         tokenizer: PreTrainedTokenizerBase,
-        rewards: RewardRunner | None,
+        rewards: Rewards | None,
+        models: RewardModels | None,
         watchdog: Watchdog,
         *,
         prompt_key: str,
@@ -32,11 +37,12 @@ class Generator:
         sampling: Sampling,
         seed: int,
     ) -> None:
-        """n: answers a prompt. rewards: None for no scores."""
+        """n: answers a prompt. rewards: None for no scores; models: reward models beside them."""
         self.data = data
         self.rollout = rollout
         self.tokenizer = tokenizer
         self.rewards = rewards
+        self.models = models
         self.watchdog = watchdog
         self.prompt_key = prompt_key
         self.n = n
@@ -61,24 +67,27 @@ class Generator:
             "lengths": answers.lengths.tolist(),
             "finish_reasons": ["stop" if done else "length" for done in finished],
         }
-        columns |= self._scores(asked, texts, finished)
+        columns |= self._scores(asked, texts, join(questions, answers))
         rows = []
         for place, (index, prompt) in enumerate(zip(indices, prompts, strict=True)):
             own = slice(place * self.n, (place + 1) * self.n)
             rows.append(self._of_data(index, prompt) | {name: values[own] for name, values in columns.items()})
         return rows
 
-    def _scores(self, asked: Sequence[Prompt], texts: Sequence[str], finished: Sequence[bool]) -> dict[str, list]:
+    def _scores(self, asked: Sequence[Prompt], texts: Sequence[str], answers: Batch) -> dict[str, list]:
         if self.rewards is None:
             return {}
-        answers = [
-            Answer(prompt.data_source, text, prompt.ground_truth, prompt.extra_info, finished=done)
-            for prompt, text, done in zip(asked, texts, finished, strict=True)
-        ]
-        with self.watchdog.own("reward", "scoring", f"{len(answers)} answers"):
-            scores = self.rewards.score(answers)
+        finished = answers.rows["finished"].bool()
+        written = to_score(asked, texts, answers, self.tokenizer, for_servers=isinstance(self.rewards, RemoteRewards))
+        with self.watchdog.own("reward", "scoring", f"{len(written)} answers"):
+            scores = self.rewards.score(written)
+        parts = {}
+        if self.models is not None:
+            scores, _ = self.models.add(scores, answers, asked, texts, learn_from=torch.zeros_like(finished))
+            self.rollout.rest(self.models.group)
+            parts = {"score_parts": [score.extra for score in scores]}
         check_some_scored(scores, "a shard")
-        return {"scores": [score.value for score in scores], "reward_errors": [score.error for score in scores]}
+        return {"scores": [score.value for score in scores], "reward_errors": [score.error for score in scores], **parts}
 
     def _of_data(self, index: int, prompt: Prompt) -> Row:
         source = self.data.row(index)

@@ -6,11 +6,11 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from configs.schema.common import ModelConfig, Sharding
+from configs.schema.common import FSDPConfig, ModelConfig, Sharding
 from configs.schema.ppo import PromptConfig, RolloutEngineConfig
 from trainer.data.chat import stop_token_ids
 from trainer.models import start_model
-from trainer.remote import RemoteModel
+from trainer.remote import RemoteModel, RemoteRollout
 from trainer.watchdog import Watchdog
 from workers.controller.group import WorkerGroup
 from workers.plan import Limits
@@ -41,6 +41,25 @@ def start_source(hosts: WorkerGroup, spec: RolloutSpec, watchdog: Watchdog, *, s
         training=None,
         watchdog=watchdog,
     )
+
+
+def start_engine(hosts: WorkerGroup, spec: RolloutSpec, watchdog: Watchdog, *, seed: int) -> RemoteRollout:
+    """The engine of ``spec`` on every worker, with the model's weights: they come from a role beside it that is never trained."""
+    dtype = spec.rollout.dtype
+    # As the engine wants them, and off the device once it has them.
+    fsdp = FSDPConfig(
+        model_dtype=dtype,
+        dtype=dtype,
+        reshard_after_forward=True,
+        param_offload=True,
+        optimizer_offload=False,
+        fsdp_size=-1,
+        ulysses_sequence_parallel_size=1,
+    )
+    start_source(hosts, spec, watchdog, sharding=fsdp, seed=seed)
+    rollout = RemoteRollout(hosts, spec, "actor", watchdog)
+    rollout.sync_weights(0)
+    return rollout
 
 
 def sampling(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from trainer.generation.shards import Row
 
-LISTS = ("responses", "log_probs", "lengths", "finish_reasons", "scores", "reward_errors")
+LISTS = ("responses", "log_probs", "lengths", "finish_reasons", "scores", "reward_errors", "score_parts")
 
 
 def best_of_n(row: Row) -> Row | None:
     """The row with its best answer alone: the highest score, of several the first. None if every reward failed."""
     ranked = by_score(row)
-    return None if not ranked else row | {name: [row[name][ranked[0]]] for name in LISTS}
+    return None if not ranked else row | {name: [row[name][ranked[0]]] for name in LISTS if name in row}
 
 
 def accepted(row: Row, min_score: float | None, most: int) -> list[Row]:

@@ -21,7 +21,8 @@ Row = dict[str, Any]
 """A prompt and its answers. uid: its row in the data, files end to end. prompt: messages or text, as in the data. The data's
 data_source, reward_model and extra_info, where it has them. prompt_length: tokens. And a list each, one entry an answer:
 responses, log_probs (sums over the answer's tokens, as the engine drew them), lengths (tokens), finish_reasons (stop | length);
-if they were asked for scores (None where the reward failed) and reward_errors."""
+if they were asked for scores (None where the reward failed) and reward_errors; with reward models score_parts: {name: number} of
+what the scorer told (acc: its score) and each model's own score."""
 TYPES = {
     "uid": pa.int64(),
     "data_source": pa.string(),

@@ -20,7 +20,7 @@ from trainer.metrics import Phases
 from trainer.ppo.assemble import Assembly, opened
 from trainer.ppo.differences import MOST_LINES, WIDTH, Difference, compare_answers, compare_metrics, replayed, table
 from trainer.ppo.loop import Loop
-from trainer.ppo.source import Source
+from trainer.ppo.source import Beside, Source
 from trainer.remote import RemoteRollout
 from trainer.restart import Lifetime
 from trainer.rewards.shaping import Shaping
@@ -131,7 +131,10 @@ def draw_again(loop: Loop, step: int) -> Batch:
 
 
 class TrainAgain(Assembly):
-    """Everything but the engine."""
+    """Everything but the engine and what scores."""
+
+    def reward_models(self) -> None:
+        return None
 
     def rollout(self) -> RemoteRollout:
         return NoRollout()
@@ -162,8 +165,9 @@ class Recorded(Source):
         """shaping: holds a part of the loop's state, which a checkpoint has."""
         self.batch = batch
         self.shaping = shaping
+        self.models = None
 
-    def collect(self, step: int, prompts: PromptStream, phases: Phases) -> Batch:
+    def collect(self, step: int, prompts: PromptStream, phases: Phases, beside: Beside | None = None) -> Batch:
         return self.batch
 
 

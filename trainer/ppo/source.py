@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema.ppo import FilterGroupsConfig, RewardConfig
@@ -15,12 +17,20 @@ from trainer.metrics import Phases
 from trainer.ppo.filtering import Tally, judge_groups, metric_values
 from trainer.ppo.rollback import Rollbacks
 from trainer.remote import RemoteRollout
-from trainer.rewards.runner import Answer, RewardRunner, Score
+from trainer.rewards.answers import to_score
+from trainer.rewards.models import RewardModels
+from trainer.rewards.remote import RemoteRewards
+from trainer.rewards.scoring import Rewards, Score
 from trainer.rewards.shaping import Shaping, missing_eos_penalty, overlong_penalty
 from trainer.watchdog import Watchdog
 from workers.batch import Batch
 from workers.rollout.base import Sampling
 from workers.seeding import seed_of
+
+Judged = tuple[list[Score], Tensor | None]
+"""What RewardModels.add returns."""
+Beside = Callable[[Batch, Callable[[], Judged]], tuple[Judged, Batch]]
+"""Answers and what scores them to the scores, and columns for the same rows that others made of the answers meanwhile."""
 
 
 class Source:
@@ -29,7 +39,7 @@ class Source:
     def __init__(
         self,
         rollout: RemoteRollout,
-        rewards: RewardRunner,
+        rewards: Rewards,
         tokenizer: PreTrainedTokenizerBase,
         watchdog: Watchdog,
         *,
@@ -41,12 +51,13 @@ class Source:
         with_baselines: bool,
         reward: RewardConfig,
         shaping: Shaping,
+        models: RewardModels | None,
         rollbacks: Rollbacks,
     ) -> None:
         """n: answers a prompt; sampling: how they are drawn, from ``seed``. groups: prompts that a step's batch has.
 
         with_baselines: a greedy answer to each training prompt is scored too. reward: penalties of training answers.
-        shaping: of their rewards. rollbacks: of the run; each gives training other draws.
+        shaping: of their rewards. models: reward models that score too. rollbacks: of the run; each gives training other draws.
         """
         self.rollout = rollout
         self.rewards = rewards
@@ -60,26 +71,33 @@ class Source:
         self.with_baselines = with_baselines
         self.reward = reward
         self.shaping = shaping
+        self.models = models
         self.rollbacks = rollbacks
 
-    def collect(self, step: int, prompts: PromptStream, phases: Phases) -> Batch:
+    def collect(self, step: int, prompts: PromptStream, phases: Phases, beside: Beside | None = None) -> Batch:
         """The step's training batch: scored answers, ``n`` a prompt, in the order of the prompts.
 
         Rows whose reward failed are left out; with filter_groups, groups whose answers are all worth the same too, and rounds
         are drawn until ``groups`` are kept. Beside what ``answer`` gives:
-        tokens: token_level_scores (the shaped reward, at the last token). rows: reward (shaped), baseline (with_baselines).
+        tokens: token_level_scores (the shaped reward: at the last token, but for what models give to others).
+        rows: reward (shaped), baseline (with_baselines).
         meta: metrics (reward/failed, training/filter_groups/*), generated_tokens (of all rounds).
+        beside: works while reward models score; where answers are chosen by their scores it is not asked (see ``chooses``).
         Raises RuntimeError if every reward failed, ValueError if the batch cannot be filled.
         """
-        batch = self._fill(step, prompts, phases) if self.filter_groups.enable else self._one_round(step, prompts, phases)
+        fill = self.filter_groups.enable
+        batch = self._fill(step, prompts, phases) if fill else self._one_round(step, prompts, phases, beside)
         reward, baseline = self.shaping(batch.rows["reward"], batch.rows["uid"], batch.rows.get("baseline"))
         batch = batch.with_rows(reward=reward, **({} if baseline is None else {"baseline": baseline}))
-        token_level_scores = torch.zeros(batch.total_tokens)
-        token_level_scores[batch.offsets[1:] - 1] = reward
-        return batch.with_tokens(token_level_scores=token_level_scores)
+        return batch.with_tokens(token_level_scores=token_rewards(batch, reward))
 
-    def _one_round(self, step: int, prompts: PromptStream, phases: Phases) -> Batch:
-        answered = self._answer_to_train(prompts.draw(), "train", step, phases)
+    @property
+    def chooses(self) -> bool:
+        """Not every answer is trained on: what is dropped is nobody else's work."""
+        return self.filter_groups.enable or self.with_baselines
+
+    def _one_round(self, step: int, prompts: PromptStream, phases: Phases, beside: Beside | None) -> Batch:
+        answered = self._answer_to_train(prompts.draw(), "train", step, phases, beside)
         scored = drop_failed(answered)
         check_some_scored(answered, len(scored))
         return scored.with_meta({"metrics": {"reward/failed": len(answered) - len(scored)}})
@@ -116,13 +134,15 @@ class Source:
         batch = of_groups(Batch.concat(parts), taken[: self.groups])
         return batch.with_meta({"metrics": {"reward/failed": failed} | tally.metrics(), "generated_tokens": generated})
 
-    def _answer_to_train(self, prompts: Sequence[Prompt], purpose: str, step: int, phases: Phases) -> Batch:
+    def _answer_to_train(
+        self, prompts: Sequence[Prompt], purpose: str, step: int, phases: Phases, beside: Beside | None = None
+    ) -> Batch:
         """Answers with rows reward (the score and its penalties) and, with_baselines, baseline (the greedy answer's).
 
         meta["generated_tokens"]: response tokens of all of them, greedy ones included.
         """
         purpose = self.rollbacks.purpose(purpose)
-        batch = self.answer(prompts, self.n, self.sampling, phases, purpose=purpose, step=step, with_greedy=self.with_baselines)
+        batch = self.answer(prompts, self.n, self.sampling, phases, purpose=purpose, step=step, trains=True, beside=beside)
         generated = int((batch.lengths - batch.rows["prompt_length"]).sum())
         trained = sum_by(batch.tokens["response_mask"], batch.segment_ids(), len(batch))
         penalty = overlong_penalty(trained, self.reward.reward_kwargs)
@@ -146,16 +166,19 @@ class Source:
         *,
         purpose: str,
         step: int,
-        with_greedy: bool = False,
+        trains: bool = False,
+        beside: Beside | None = None,
     ) -> Batch:
         """``n`` answers to each prompt, scored. B = n * len(prompts) rows, a prompt's answers side by side.
 
-        with_greedy: a greedy answer follows them, as sample n. purpose: tells draws of the same step, prompt and sample apart.
-        tokens: input_ids, response_mask, rollout_log_probs.
+        trains: running moments of reward models see the scores; with_baselines, a greedy answer follows them, as sample n.
+        purpose: tells draws of the same step, prompt and sample apart.
+        beside: see collect; its columns are here too.
+        tokens: input_ids, response_mask, rollout_log_probs; model_rewards, of models that score tokens.
         rows: uid, sample, prompt_length, score, finished, weight_version, reward_failed.
         objects: prompt, response, ground_truth, data_source, reward_extra, reward_error.
         """
-        each = n + with_greedy
+        each = n + (trains and self.with_baselines)
         asked = [prompt for prompt in prompts for _ in range(each)]
         samples = list(range(each)) * len(prompts)
         seeds = [seed_of(self.seed, purpose, step, prompt.uid, sample) for prompt, sample in zip(asked, samples, strict=True)]
@@ -163,15 +186,17 @@ class Source:
             questions = ask(asked, seeds, greedy=torch.tensor(samples) == n)
             answers = self.rollout.generate(questions, sampling, each)
         with phases("reward"), self.watchdog.own("reward", "scoring", f"{len(asked)} answers"):
-            finished = answers.rows["finished"].bool().tolist()
             texts = texts_of(answers, self.tokenizer)
-            scores = self.rewards.score(
-                [
-                    Answer(prompt.data_source, text, prompt.ground_truth, prompt.extra_info, finished=done)
-                    for prompt, text, done in zip(asked, texts, finished, strict=True)
-                ]
-            )
-        batch = join(questions, answers)
+            batch = join(questions, answers).with_meta({"temperature": sampling.temperature})
+            by_servers = isinstance(self.rewards, RemoteRewards)
+            scores = self.rewards.score(to_score(asked, texts, batch, self.tokenizer, for_servers=by_servers))
+        if self.models is not None:
+            learn_from = (torch.tensor(samples) < n) & trains
+            judge = partial(self._judge, self.models, scores, batch, asked, texts, learn_from, phases)
+            (scores, at_tokens), columns = (judge(), Batch(batch.lengths)) if beside is None else beside(batch, judge)
+            self.rollout.rest(self.models.group)
+            batch |= columns
+            batch = batch if at_tokens is None else batch.with_tokens(model_rewards=at_tokens)
         score = torch.tensor([0.0 if item.value is None else item.value for item in scores])
         batch.rows |= {
             "uid": torch.tensor([prompt.uid for prompt in asked]),
@@ -180,8 +205,20 @@ class Source:
             "reward_failed": torch.tensor([item.value is None for item in scores]),
         }
         batch.objects = describe(asked, texts, scores)
-        batch.meta = {"temperature": sampling.temperature}
         return batch
+
+    @staticmethod
+    def _judge(
+        models: RewardModels,
+        rules: list[Score],
+        answers: Batch,
+        asked: Sequence[Prompt],
+        texts: list[str],
+        learn_from: Tensor,
+        phases: Phases,
+    ) -> Judged:
+        with phases("reward_model"):
+            return models.add(rules, answers, asked, texts, learn_from=learn_from)
 
 
 def ask(prompts: Sequence[Prompt], seeds: Sequence[int], greedy: torch.Tensor) -> Batch:
@@ -215,6 +252,13 @@ def join(questions: Batch, answers: Batch) -> Batch:
         },
         rows={"prompt_length": questions.lengths} | answers.rows,
     )
+
+
+def token_rewards(batch: Batch, reward: Tensor) -> Tensor:
+    """(T,): what models give to single tokens (tokens model_rewards), and the rest of each row's ``reward`` (B,) at its last."""
+    found = batch.tokens.get("model_rewards", torch.zeros(batch.total_tokens)).clone()
+    found[batch.offsets[1:] - 1] += reward - sum_by(found, batch.segment_ids(), len(batch)).float()
+    return found
 
 
 def describe(asked: Sequence[Prompt], texts: Sequence[str], scores: Sequence[Score]) -> dict[str, list]:

@@ -1,21 +1,15 @@
 """Another model's opinion, asked for over HTTP: the chat completions of OpenAI's API, which vLLM, SGLang and others serve too."""
 
-import http.client
 import json
 import os
 import re
-import time
-import urllib.error
-import urllib.request
-from email.message import Message
-from typing import IO, Any
+from typing import Any
 
 from configs.schema.ppo import JudgeRewardConfig
+from trainer.rewards.http import Refused, patiently, post
 
 _SCORE = re.compile(r"score[*_`\s]*[:=][*_`\s]*(-?[0-9]+(?:\.[0-9]+)?|-?\.[0-9]+)(?![0-9]*\.?[0-9/])", re.IGNORECASE)
 _FIELD = re.compile(r"\{(question|answer|ground_truth)\}")
-_MAY_PASS = {408, 409, 425, 429, 500, 502, 503, 504}  # HTTP: a later request may fare better
-_MAX_REPLY = 1 << 22  # bytes
 
 
 class JudgeError(RuntimeError):
@@ -59,62 +53,17 @@ def parse(reply: str, max_score: float) -> float:
     return value / max_score
 
 
-class _Passing(Exception):
-    """A failure that a later request may not meet."""
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect would take the key to another host."""
-
-    def redirect_request(
-        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Message, newurl: str
-    ) -> urllib.request.Request | None:
-        return None
-
-
-_OPENER = urllib.request.build_opener(_NoRedirect)
-
-
 def _ask(url: str, body: dict[str, Any], config: JudgeRewardConfig) -> str:
-    """The text of the reply; after a failure that may pass it asks again, ``retries`` times."""
-    for attempt in range(config.retries + 1):
-        try:
-            return _request(url, body, config)
-        except _Passing as error:
-            if attempt == config.retries:
-                raise JudgeError(f"no reply from the judge in {attempt + 1} requests; the last: {error}") from error
-            time.sleep(config.backoff * 2**attempt)
-    raise AssertionError("unreachable")
+    """The text of the reply."""
+    data, key = json.dumps(body).encode(), os.environ.get(config.api_key_env)
 
+    def ask() -> Any:
+        return post(url, data, token=key, timeout=config.timeout, timeout_key="reward.judge.timeout")
 
-def _request(url: str, body: dict[str, Any], config: JudgeRewardConfig) -> str:
-    headers = {"Content-Type": "application/json"}
-    if key := os.environ.get(config.api_key_env):
-        headers["Authorization"] = f"Bearer {key}"
-    deadline = time.monotonic() + config.timeout
     try:
-        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-        with _OPENER.open(request, timeout=config.timeout) as response:
-            reply = json.loads(_read(response, deadline))
-    except urllib.error.HTTPError as error:
-        text = f"HTTP {error.code} from {url}: {error.read(200).decode(errors='replace')}"
-        raise (_Passing if error.code in _MAY_PASS else JudgeError)(text) from error
-    except (OSError, http.client.HTTPException, ValueError) as error:  # no connection, a time-out, a broken reply
-        raise _Passing(f"{url}: {type(error).__name__}: {error}") from error
-    return _content(reply)
-
-
-def _read(response: http.client.HTTPResponse, deadline: float) -> bytes:
-    """The whole body. A server that lets it drip is late too."""
-    parts, size = [], 0
-    while part := response.read1(1 << 16):
-        parts.append(part)
-        size += len(part)
-        if time.monotonic() > deadline:
-            raise TimeoutError("the reply was not whole in reward.judge.timeout")
-        if size > _MAX_REPLY:
-            raise JudgeError(f"the judge's reply is longer than {_MAX_REPLY} bytes")
-    return b"".join(parts)
+        return _content(patiently(ask, retries=config.retries, backoff=config.backoff))
+    except Refused as error:
+        raise JudgeError(f"no reply from the judge: {error}") from error
 
 
 def _content(reply: Any) -> str:

@@ -6,36 +6,42 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from configs.schema.ppo import RewardConfig
+from configs.reward_models import NO_RULES
+from configs.schema.ppo import ScoringConfig
 from trainer.rewards import code, exact_match, gsm8k, judge, math, math_dapo
 from trainer.rewards.scoring import ScoreFunction
 
-Scorer = Callable[[str, Any, dict[str, Any], RewardConfig], float | dict[str, Any]]
+Scorer = Callable[[str, Any, dict[str, Any], ScoringConfig], float | dict[str, Any]]
 """(solution_str, ground_truth, extra_info, config) -> score, or dict with "score" """
 
 
-def _gsm8k(solution_str: str, ground_truth: Any, extra_info: dict[str, Any], config: RewardConfig) -> float:
+def _gsm8k(solution_str: str, ground_truth: Any, extra_info: dict[str, Any], config: ScoringConfig) -> float:
     return gsm8k.score(solution_str, str(ground_truth), config.gsm8k.method)
 
 
-def _math(solution_str: str, ground_truth: Any, extra_info: dict[str, Any], config: RewardConfig) -> float:
+def _math(solution_str: str, ground_truth: Any, extra_info: dict[str, Any], config: ScoringConfig) -> float:
     return math.score(solution_str, str(ground_truth))
 
 
-def _math_dapo(solution_str: str, ground_truth: Any, extra_info: dict[str, Any], config: RewardConfig) -> dict[str, Any]:
+def _math_dapo(solution_str: str, ground_truth: Any, extra_info: dict[str, Any], config: ScoringConfig) -> dict[str, Any]:
     return math_dapo.score(solution_str, str(ground_truth), strict_box_verify=config.math_dapo.strict_box_verify)
 
 
-def _exact_match(solution_str: str, ground_truth: Any, extra_info: dict[str, Any], config: RewardConfig) -> float:
+def _exact_match(solution_str: str, ground_truth: Any, extra_info: dict[str, Any], config: ScoringConfig) -> float:
     return exact_match.score(solution_str, str(ground_truth), finished=extra_info["finished"])
 
 
-def _code(solution_str: str, ground_truth: Any, extra_info: dict[str, Any], config: RewardConfig) -> dict[str, float]:
+def _code(solution_str: str, ground_truth: Any, extra_info: dict[str, Any], config: ScoringConfig) -> dict[str, float]:
     return code.score(solution_str, ground_truth, config.code, seconds=config.timeout)
 
 
-def _judge(solution_str: str, ground_truth: Any, extra_info: dict[str, Any], config: RewardConfig) -> float:
+def _judge(solution_str: str, ground_truth: Any, extra_info: dict[str, Any], config: ScoringConfig) -> float:
     return judge.score(solution_str, ground_truth, extra_info, config.judge)
+
+
+def _none(solution_str: str, ground_truth: Any, extra_info: dict[str, Any], config: ScoringConfig) -> float:
+    """Nothing, to which reward models add."""
+    return 0.0
 
 
 SCORERS: dict[str, Scorer] = {
@@ -45,6 +51,7 @@ SCORERS: dict[str, Scorer] = {
     "exact_match": _exact_match,
     "code": _code,
     "judge": _judge,
+    NO_RULES: _none,
 }
 """The names that ``reward.scorer`` takes."""
 
@@ -61,7 +68,7 @@ DATA_SOURCES: dict[str, str] = {
 """Data source: the name of its scorer. Those that begin with aime are math_dapo's too."""
 
 
-def with_own_function(config: RewardConfig) -> RewardConfig:
+def with_own_function(config: ScoringConfig) -> ScoringConfig:
     """``reward.scorer=my.py:fn`` as the function that it names. Raises ValueError for a scorer that nobody knows."""
     path, colon, name = (config.scorer or "").rpartition(":")
     if colon and path.endswith(".py"):
@@ -90,23 +97,23 @@ def check_data_sources(names: Iterable[str]) -> None:
         )
 
 
-def scores_by_source(config: RewardConfig) -> bool:
+def scores_by_source(config: ScoringConfig) -> bool:
     """Whether the data sources choose the scorers: neither a function nor one scorer for all is configured."""
     return config.custom_reward_function.path is None and config.scorer is None
 
 
-def may_ask_judge(config: RewardConfig) -> bool:
+def may_ask_judge(config: ScoringConfig) -> bool:
     """Whether some answers wait for a judge, so that it is worth while to have several on their way."""
     return config.custom_reward_function.path is None and (config.scorer == "judge" or config.judge.url is not None)
 
 
-def built_in(config: RewardConfig) -> ScoreFunction:
+def built_in(config: ScoringConfig) -> ScoreFunction:
     """What runs where the user gives no function."""
     return partial(compute_score, config=config)
 
 
 def compute_score(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], config: RewardConfig
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], config: ScoringConfig
 ) -> float | dict[str, Any]:
     """The score by ``reward.scorer``, or where that is null by the data source's own. Raises ValueError if it has none."""
     name = config.scorer or _scorer_of(data_source)

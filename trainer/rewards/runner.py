@@ -18,7 +18,8 @@ from dataclasses import replace
 from math import inf
 from types import TracebackType
 
-from configs.schema.ppo import RewardConfig
+from configs.reward_models import asks_rules
+from configs.schema.ppo import ScoringConfig
 from trainer.rewards.custom import check_file
 from trainer.rewards.forkserver import close_fork_servers
 from trainer.rewards.registry import check_data_sources, may_ask_judge, scores_by_source, with_own_function
@@ -38,14 +39,14 @@ class RewardRunner:
     runner at once.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: ScoringConfig) -> None:
         """Raises ValueError if the user's file is not there, or a scorer not known. Starts nothing."""
         config = with_own_function(config)
         custom = config.custom_reward_function
         if custom.path is not None:
             config = replace(config, custom_reward_function=replace(custom, path=check_file(custom.path)))
         self._config = config
-        self._size = min(config.num_workers, len(os.sched_getaffinity(0)))
+        self._size = min(config.num_workers, len(os.sched_getaffinity(0))) if asks_rules(config) else 0
         self._threads = -(-config.judge.concurrency // max(1, self._size)) if may_ask_judge(config) else 1
         self._timeout = config.timeout
         self._function: ScoreFunction | None = None
@@ -156,7 +157,7 @@ class RewardRunner:
 class _Process:
     """given: the answers it has not scored yet, the first of them in hand. deadline: when the next word from it is due."""
 
-    def __init__(self, config: RewardConfig, threads: int) -> None:
+    def __init__(self, config: ScoringConfig, threads: int) -> None:
         self.connection, theirs = socket.socketpair()
         command = _CHILD.format(path=sys.path, fd=theirs.fileno(), parent=os.getpid())
         self._popen = subprocess.Popen(

@@ -1,30 +1,45 @@
 """What is scored, what comes back, and how one answer gets its score. Loads no torch: scoring processes start with it."""
 
+from __future__ import annotations
+
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from threading import Thread
-from typing import Any
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
 
 from trainer.user_code import describe
 
 ARGUMENTS = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 ScoreFunction = Callable[..., Any]
 """verl's signature, called by keyword: (data_source, solution_str, ground_truth, extra_info) -> number, or dict with "score"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """solution_str: the answer decoded without special tokens. finished: it ended with a stop token, not at the length limit."""
+    """solution_str: the answer decoded without special tokens. finished: it ended with a stop token, not at the length limit.
+
+    Where they are known, for servers: prompt: the text before it. ending: that of the stop token after it. messages: what the
+    prompt was made of, a text or a conversation. ids: all of it as tokens, of a tokenizer whose rules are ``words``.
+    """
 
     data_source: str
     solution_str: str
     ground_truth: Any
     extra_info: dict[str, Any]
     finished: bool
+    prompt: str = ""
+    ending: str = ""
+    messages: Any = None
+    ids: list[int] | None = None
+    words: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +49,20 @@ class Score:
     value: float | None
     extra: dict[str, float]
     error: str | None
+
+
+class Rewards(Protocol):
+    """What gives scores: processes of ours (RewardRunner), or servers (RemoteRewards). A context manager."""
+
+    def start(self) -> None: ...
+
+    def wait_ready(self) -> None: ...
+
+    def score(self, answers: Sequence[Answer]) -> list[Score]: ...
+
+    def __enter__(self) -> Rewards: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
 
 
 def judge(function: ScoreFunction, answer: Answer) -> Score:
@@ -55,26 +84,31 @@ def judge(function: ScoreFunction, answer: Answer) -> Score:
 
 def judge_all(function: ScoreFunction, answers: Sequence[Answer], threads: int) -> Iterator[Score]:
     """The scores in order, each as soon as it and those before it are known. threads: answers judged at a time."""
+    return in_threads(partial(judge, function), answers, threads)
+
+
+def in_threads(function: Callable[[Item], Result], items: Sequence[Item], threads: int) -> Iterator[Result]:
+    """``function`` of each item in order, as soon as it and those before are known. threads: at work at a time; 1: this one."""
     if threads == 1:
-        yield from (judge(function, answer) for answer in answers)
+        yield from map(function, items)
         return
-    todo = deque((answer, Future[Score]()) for answer in answers)
-    scores = [score for _, score in todo]
+    todo = deque((item, Future[Result]()) for item in items)
+    results = [result for _, result in todo]
 
     def work() -> None:
         with suppress(IndexError):  # nothing is left to do
             while True:
-                answer, score = todo.popleft()
+                item, result = todo.popleft()
                 try:
-                    score.set_result(judge(function, answer))
-                except BaseException as error:  # whoever waits for the score gets it
-                    score.set_exception(error)
+                    result.set_result(function(item))
+                except BaseException as error:  # whoever waits for the result gets it
+                    result.set_exception(error)
 
     try:
-        for _ in range(min(threads, len(answers))):
+        for _ in range(min(threads, len(items))):
             Thread(target=work, daemon=True).start()  # the end of the process waits for no judge; for an executor's it would
-        for score in scores:
-            yield score.result()
+        for result in results:
+            yield result.result()
     finally:
         todo.clear()
 
@@ -84,16 +118,16 @@ def _to_score(result: Any) -> Score:
     if isinstance(result, dict):
         if "score" not in result:
             return Score(None, {}, f'the reward is a dict without "score": it has {", ".join(map(str, result)) or "nothing"}')
-        numbers = {str(name): _finite(value) for name, value in result.items() if name != "score"}
+        numbers = {str(name): finite(value) for name, value in result.items() if name != "score"}
         extra = {name: number for name, number in numbers.items() if number is not None}  # text is no metric
         result = result["score"]
-    value = _finite(result)
+    value = finite(result)
     if value is None:
         return Score(None, {}, f"the reward is {result!r:.60}, not a finite number")
     return Score(value, extra, None)
 
 
-def _finite(value: Any) -> float | None:
+def finite(value: Any) -> float | None:
     """A number of any library as a float; None for text, NaN, infinity and everything else."""
     if isinstance(value, str | bytes):
         return None

@@ -7,7 +7,7 @@ import resource
 import socket
 from contextlib import suppress
 
-from configs.schema.ppo import RewardConfig
+from configs.schema.ppo import ScoringConfig
 from trainer.rewards.custom import load_function
 from trainer.rewards.registry import built_in
 from trainer.rewards.scoring import ScoreFunction, judge_all
@@ -15,14 +15,14 @@ from workers.controller.stacks import answer_for_stacks
 from workers.controller.stop import die_with_parent
 
 
-def resolve(config: RewardConfig) -> ScoreFunction:
+def resolve(config: ScoringConfig) -> ScoreFunction:
     """The user's function if a file is given, else the scorers that come with the package."""
     custom = config.custom_reward_function
     return built_in(config) if custom.path is None else load_function(custom.path, custom.name, custom.reward_kwargs)
 
 
 def main(fd: int, parent: int) -> None:
-    """In: a pickled (RewardConfig, threads), then pickled lists of Answer. Out, as lines of JSON: ``null`` once
+    """In: a pickled (ScoringConfig, threads), then pickled lists of Answer. Out, as lines of JSON: ``null`` once
     ready, or the text of what went wrong; then [value, extra, error] for each answer as soon as it is known, so that
     the other side sees which answer is late or fatal. Ends when the socket does.
     """

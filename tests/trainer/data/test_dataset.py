@@ -41,6 +41,7 @@ def test_a_prompt_carries_what_the_run_needs(make: Any) -> None:
         data_source="openai/gsm8k",
         ground_truth="0",
         extra_info={"split": "train", "index": 0},
+        messages=data.row(2)["prompt"],
     )
     assert all(type(token) is int for token in data[0].prompt_ids)
 

@@ -2,7 +2,7 @@ from trainer.data.dataset import Prompt
 from trainer.data.order import DataOrder
 from trainer.data.stream import PromptStream
 
-PROMPTS = [Prompt(uid, (uid,), str(uid), "math", None, {}) for uid in range(7)]
+PROMPTS = [Prompt(uid, (uid,), str(uid), "math", None, {}, str(uid)) for uid in range(7)]
 
 
 def make() -> PromptStream:

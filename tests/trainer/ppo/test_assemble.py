@@ -31,7 +31,7 @@ def test_every_role_is_asked_whether_its_engine_can_hold_its_model(
     def nothing_starts(*_: Any) -> NoReturn:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr(assemble, "RewardRunner", nothing_starts)
+    monkeypatch.setattr(assemble, "open_rewards", nothing_starts)
     path = save_tiny_model(tmp_path / "model")
     models = [f"actor_rollout_ref.model.path={path}", f"critic.model.path={path}", f"trainer.default_local_dir={tmp_path}/run"]
     with pytest.raises(ValueError, match=rf"^{told}strategy=megatron has the activation silu"):

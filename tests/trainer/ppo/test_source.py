@@ -127,7 +127,7 @@ def make(
     """kinds: of each prompt, in the data's order. cap None: no filter. overrides: of reward.*"""
     config = compose("ppo_trainer", PPOConfig, [f"reward.{override}" for override in overrides])
     engine = Engine()
-    prompts = [Prompt(uid, (uid,), str(uid), f"source {uid % 2}", kind, {"uid": uid}) for uid, kind in enumerate(kinds)]
+    prompts = [Prompt(uid, (uid,), str(uid), f"source {uid % 2}", kind, {"uid": uid}, str(uid)) for uid, kind in enumerate(kinds)]
     source = Source(
         cast(Any, engine),
         cast(Any, Judge(KINDS)),
@@ -141,6 +141,7 @@ def make(
         with_baselines=with_baselines,
         reward=config.reward,
         shaping=Shaping(config.reward.shaping, RunningMoments()),
+        models=None,
         rollbacks=Rollbacks(),
     )
     return Case(source, engine, PromptStream(prompts, DataOrder(len(prompts), per_round, seed=0, shuffle=False)))

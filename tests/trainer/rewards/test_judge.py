@@ -1,15 +1,12 @@
-import json
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
 from configs.schema.ppo import JudgeRewardConfig
 from tests.trainer.rewards.config import reward_config
+from tests.trainer.rewards.server import Reply, Server
 from trainer.rewards.judge import JudgeError, parse, prompt, score
 from trainer.rewards.runner import RewardRunner
 from trainer.rewards.scoring import Answer
@@ -17,50 +14,13 @@ from trainer.rewards.scoring import Answer
 INFO = {"question": "1 + 1?"}
 
 
-class Judge(ThreadingHTTPServer):
-    """Says what ``reply`` says: (HTTP status, body, seconds until then)."""
-
-    daemon_threads = True
-    request_queue_size = 64
-
+class Judge(Server):
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.asked: list[tuple[str, str | None, Any]] = []
-        self.at_once = self.most_at_once = 0
-        self.lock = threading.Lock()
-        self.reply: Callable[[int], tuple[int, Any, float]] = lambda n: (200, completion("Score: 1"), 0.0)
+        super().__init__()
+        self.reply: Callable[[int], Reply] = lambda n: (200, completion("Score: 1"), 0.0)
 
-
-class Handler(BaseHTTPRequestHandler):
-    server: Judge
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.lock:
-            self.server.asked.append((self.path, self.headers["Authorization"], body))
-            status, reply, seconds = self.server.reply(len(self.server.asked))
-            self.server.at_once += 1
-            self.server.most_at_once = max(self.server.most_at_once, self.server.at_once)
-        time.sleep(seconds)
-        with self.server.lock:
-            self.server.at_once -= 1
-        if isinstance(reply, list):  # it drips
-            reply, drops = b"", reply
-        else:
-            drops = []
-        data = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
-        self.send_response(status)
-        self.send_header("Location", "/elsewhere")
-        self.send_header("Content-Length", str(len(data) + sum(map(len, drops))))
-        self.end_headers()
-        self.wfile.write(data)
-        with suppress(ConnectionError):
-            for drop in drops:
-                time.sleep(0.05)
-                self.wfile.write(drop)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
+    def reply_to(self, n: int, body: Any) -> Reply:
+        return self.reply(n)
 
 
 def completion(text: Any) -> dict[str, Any]:
@@ -69,12 +29,9 @@ def completion(text: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", "OPENAI_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
-    with Judge() as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with Judge() as server, server.listening():
         yield server
-        server.shutdown()
 
 
 def config(judge: Judge, **changes: Any) -> JudgeRewardConfig:

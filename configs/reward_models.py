@@ -1,0 +1,83 @@
+"""The reward models of a run: each entry of reward.models over the defaults of reward.reward_model."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from configs.keys import ConfigError
+from configs.load import load
+from configs.schema.ppo import ModelScoringConfig, RemoteScoringConfig, ScoringConfig
+from configs.schema.scoring_model import ScoringModelConfig
+from configs.schema.serve_reward import ServedModelConfig
+
+SHORT_FORM = "reward_model"
+"""The name of the one that reward.reward_model.enable makes."""
+NO_RULES = "none"
+NAME = re.compile(r"[A-Za-z]\w*")
+TAKEN = ("acc", "score", "reward", "failed", "overlong", "overlong_reward")
+"""Names that metrics have for other things."""
+
+
+def reward_models(reward: ModelScoringConfig) -> dict[str, ScoringModelConfig]:
+    """By name, the enabled short form first. Raises ConfigError with a line for each problem, under the key that was typed."""
+    defaults: dict[str, Any] = asdict(reward.reward_model)
+    enabled = defaults.pop("enable")
+    short_form: dict[str, dict[str, Any]] = {SHORT_FORM: {}} if enabled else {}
+    found: dict[str, ScoringModelConfig] = {}
+    problems: list[str] = []
+    for name, changes in (short_form | reward.models).items():
+        key = model_key(name, reward)
+        if enabled and name in reward.models and name == SHORT_FORM:
+            problems.append(f"{key}: reward.reward_model.enable=true is a model of this name already; give another one")
+            continue
+        if NAME.fullmatch(name) is None or name in TAKEN:
+            problems.append(f"{key}: a name is letters, digits and _, a letter first, and none of {', '.join(TAKEN)}")
+            continue
+        try:
+            one = load(merged(defaults, changes), ScoringModelConfig).config
+        except ConfigError as error:
+            problems += [f"{key}.{line}" for line in str(error).splitlines()]
+            continue
+        if one.path is None and not one.urls:
+            problems.append(f"{key}.path is null: where is the model? Or which servers have it ({key}.urls)?")
+        elif one.path is not None and one.urls:
+            problems.append(f"{key}.urls: the model is at {key}.path={one.path}, or on servers, not both")
+        found[name] = one
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return found
+
+
+def served_model(model: ServedModelConfig) -> ScoringModelConfig:
+    """The model that trainer.main_serve_reward serves, as one of a run."""
+    return load(asdict(model) | {"urls": [], "weight": 1.0, "kind": "sequence", "clip": None}, ScoringModelConfig).config
+
+
+def merged(defaults: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree with some of its values changed, to any depth."""
+    both = {
+        name: merged(defaults[name], value) if isinstance(value, dict) and isinstance(defaults.get(name), dict) else value
+        for name, value in changes.items()
+    }
+    return {**defaults, **both}
+
+
+def model_key(name: str, reward: ModelScoringConfig) -> str:
+    """The dotted key of a model."""
+    return f"reward.models.{name}" if name in reward.models else f"reward.{SHORT_FORM}"
+
+
+def asks_rules(reward: ScoringConfig) -> bool:
+    """A scorer or a function of the user's scores the answers, beside reward models or alone."""
+    return reward.custom_reward_function.path is not None or reward.scorer != NO_RULES
+
+
+def has_score(reward: RemoteScoringConfig) -> bool:
+    """There is a score beside those of reward models: of rules, or of the servers in their place."""
+    return bool(reward.remote_urls) or asks_rules(reward)
+
+
+def wants_truth(reward: RemoteScoringConfig) -> bool:
+    """Rows must have what rules score by, a data source and a ground truth. Servers are told of them where they are there."""
+    return not reward.remote_urls and asks_rules(reward)

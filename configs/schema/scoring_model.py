@@ -1,0 +1,42 @@
+"""A reward model that scores answers beside the rules."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from configs.schema.common import Positive, ShardedConfig
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ReadingModelConfig(ShardedConfig):
+    """Where a model is, what it reads of a conversation, and how its forward is cut."""
+
+    path: str | None
+    tokenizer_path: str | None
+    chat_template: str | None
+    apply_chat_template_kwargs: dict[str, Any]
+    max_length: Positive | None
+    truncation: Literal["fail", "left", "right"]
+    trust_remote_code: bool
+    override_config: dict[str, Any]
+    forward_micro_batch_size: Positive | None
+    forward_micro_batch_size_per_gpu: Positive | None
+    use_dynamic_bsz: bool
+    forward_max_token_len_per_gpu: Positive
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ScoringModelConfig(ReadingModelConfig):
+    """What an entry of reward.models says, over reward.reward_model."""
+
+    urls: list[str]
+    weight: float
+    kind: Literal["sequence", "token"]
+    normalize: Literal["running", "stored"] | None
+    clip: tuple[float, float] | None
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ScoringModelDefaults(ScoringModelConfig):
+    """The same, and whether it is a model itself."""
+
+    enable: bool

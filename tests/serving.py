@@ -1,0 +1,66 @@
+"""Reward servers: in this process, HTTP in a thread and the scorer in another, or as the program that it is."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Event, Thread
+
+from configs.compose import compose
+from configs.schema.serve_reward import ServeRewardConfig
+from tests.layout.source import ROOT
+from trainer.rewards.runner import RewardRunner
+from trainer.serving.assemble import Count, Listener, ScoreAll, bound, model, work
+from trainer.serving.desk import Desk
+from trainer.watchdog import Watchdog
+
+
+def serve_config(*overrides: str) -> ServeRewardConfig:
+    fixed = ("server.port=0", "reward.num_workers=0", "trainer.device=cpu", "model.fsdp_config.dtype=float32")
+    return compose("serve_reward", ServeRewardConfig, [*fixed, *overrides])
+
+
+@contextmanager
+def serving(*overrides: str, score: ScoreAll | None = None) -> Iterator[str]:
+    """Its address. score: instead of what the configuration says."""
+    with ExitStack() as stack:
+        folder = stack.enter_context(TemporaryDirectory())
+        config = serve_config(f"trainer.default_local_dir={folder}", *overrides)
+        desk, count, stopped = Desk(config.server.batch_size), Count(config.server.log_every), Event()
+        if config.model.path is not None:
+            score = model(config, Watchdog(asdict(config.timeouts), Path(folder)), stack)
+        elif score is None:
+            rewards = RewardRunner(config.reward)
+            rewards.start()
+            score = rewards.score
+        words = {"goes_on": lambda: not stopped.is_set()}
+        scoring = Thread(target=work, args=(desk, score, count), kwargs=words, daemon=True)
+        listener = stack.enter_context(Listener(stack.enter_context(bound(config.server)), desk, config, count))
+        scoring.start()
+        yield listener.url
+        stopped.set()
+        scoring.join()
+
+
+@contextmanager
+def program(*overrides: str) -> Iterator[subprocess.Popen[str]]:
+    """python -m trainer.main_serve_reward; ``address`` waits until it is ready."""
+    fixed = ("server.port=0", "trainer.device=cpu", "model.fsdp_config.dtype=float32")
+    command = [sys.executable, "-m", "trainer.main_serve_reward", *fixed, *overrides]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
+        try:
+            yield started
+        finally:
+            started.kill()
+
+
+def address(started: subprocess.Popen[str]) -> str:
+    assert started.stdout is not None
+    line = started.stdout.readline()
+    match = re.fullmatch(r"serving \S+ at (http://127\.0\.0\.1:\d+/get_reward) \(process (\d+)\)\n", line)
+    assert match and int(match[2]) == started.pid, line
+    return match[1]

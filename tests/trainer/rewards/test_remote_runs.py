@@ -1,0 +1,137 @@
+"""Whole runs whose rewards come from servers, at real sockets."""
+
+import json
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.reward_models import make_reward_model
+from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
+from tests.serving import address, program, serving
+from trainer import main_eval, main_ppo
+from trainer.generation.shards import write_rows
+
+# Dies of the second request, in the middle of it.
+DEADLY = """
+import os, signal
+
+seen = []
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    seen.append(solution_str)
+    if len(seen) > 12:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return sum(a == b for a, b in zip(solution_str, ground_truth)) + solution_str.count("7") / 8
+"""
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(scope="module")
+def local(task: Path) -> list[dict[str, float]]:
+    return repeatable(run_ppo(task, task / "local", "trainer.test_freq=2"))
+
+
+@contextmanager
+def dying(task: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
+    """A server that scores 8 answers and dies of the next 8."""
+    (task / "deadly.py").write_text(DEADLY)
+    words = [f"reward.scorer={task}/deadly.py:compute_score", "reward.num_workers=0"]
+    with program(*words, f"trainer.default_local_dir={task}/served") as server:
+        yield address(server), server
+
+
+def test_a_run_with_remote_rewards_is_the_local_one_to_the_bit(task: Path, local: list[dict[str, float]]) -> None:
+    """Training and validation; two servers that share the work."""
+    function = f"reward.scorer={task}/reward.py:compute_score"
+    with serving(function) as first, serving(function) as second:
+        remote = ["trainer.test_freq=2", f"reward.remote_urls=[{first},{second}]", "reward.remote.batch_size=6"]
+        assert repeatable(run_ppo(task, task / "remote", *remote)) == local
+    assert any(name.startswith("val") for name in local[-1])
+
+
+def test_where_a_server_dies_in_a_step_another_takes_over(
+    task: Path, local: list[dict[str, float]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with dying(task) as (doomed, server), serving(f"reward.scorer={task}/reward.py:compute_score") as other:
+        words = [f"reward.remote_urls=[{doomed},{other}]", "reward.remote.batch_size=8", "reward.remote.concurrency=1"]
+        steps = run_ppo(task, task / "taken_over", "trainer.test_freq=2", *words)
+        assert server.wait(10.0) == -signal.SIGKILL, "of the answers"
+    assert repeatable(steps) == local
+    assert f"note: reward server: {doomed}: " in capsys.readouterr().err
+
+
+def test_where_the_only_server_dies_the_answers_that_it_had_not_scored_are_counted(task: Path, tmp_path: Path) -> None:
+    words = ["reward.remote.batch_size=8", "reward.remote.concurrency=1", "reward.remote.retries=1", "reward.remote.backoff=0.01"]
+    with dying(task) as (doomed, _):
+        run = [f"reward.remote_urls=[{doomed}]", "trainer.total_training_steps=1", *words]
+        (step,) = run_ppo(task, tmp_path / "run", *run)
+    assert step["reward/failed"] == 24 and step["critic/score/mean"] > 0
+
+
+def test_without_any_score_the_run_ends_with_the_first_cause(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("REWARD_SERVER_TOKEN", "correct-horse")
+    with serving(f"reward.scorer={task}/reward.py:compute_score") as url:
+        monkeypatch.setenv("REWARD_SERVER_TOKEN", "another-horse")
+        assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", f"reward.remote_urls=[{url}]")) == 1
+    told = capsys.readouterr().err
+    assert "all 32 rewards of the step failed; the first: no score from reward.remote_urls: HTTP 401 from" in told
+    assert "horse" not in told + (tmp_path / "run/config.yaml").read_text()
+    assert metrics_of(tmp_path / "run") == []
+
+
+def test_a_server_that_is_not_there_is_told_before_the_first_step(
+    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["reward.remote_urls=[http://127.0.0.1:1/get_reward]", "reward.remote.timeout=0.2"]
+    assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", *words)) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: reward.remote_urls: no server takes a connection: http://127.0.0.1:1/get_reward: ")
+
+
+def test_reward_models_on_servers_give_what_they_give_here(task: Path, tmp_path: Path) -> None:
+    """Two, of different weights, beside a rule; one reads other words than the policy."""
+    make_reward_model(task / "same", seed=1)
+    make_reward_model(task / "other", seed=2, own_words=True)
+
+    def models(same: str, other: str) -> list[str]:
+        other = f"reward.models.other={{{other}, weight: -2, normalize: running}}"
+        return [f"reward.models.same={{{same}, weight: 0.5, clip: [-1, 1]}}", other, "reward.weight=0.25"]
+
+    local = repeatable(run_ppo(task, tmp_path / "local", *models(f"path: {task}/same", f"path: {task}/other")))
+    folder = f"trainer.default_local_dir={tmp_path}/served"
+    with program(f"model.path={task}/same", folder) as first, program(f"model.path={task}/other", folder) as second:
+        urls = [f"urls: [{address(server)}]" for server in (first, second)]
+        remote = repeatable(run_ppo(task, tmp_path / "remote", *models(*urls)))
+    assert local[0].keys() == remote[0].keys() >= {"reward/same/mean", "reward/other/mean", "reward/acc/mean"}
+    for here, there in zip(local, remote, strict=True):
+        assert there == here
+    assert local[0]["reward/same/mean"] != 0 != local[0]["reward/other/mean"]
+
+
+def test_a_reward_model_whose_server_is_gone_fails_its_answers(task: Path, tmp_path: Path) -> None:
+    """The rule has scored them all; the model beside it eight, and then it died."""
+    words = ["reward.remote.batch_size=8", "reward.remote.concurrency=1", "reward.remote.retries=1", "reward.remote.backoff=0.01"]
+    with dying(task) as (doomed, _):
+        run = [f"reward.models.far={{urls: [{doomed}]}}", "trainer.total_training_steps=1", *words]
+        (step,) = run_ppo(task, tmp_path / "run", *run)
+    assert step["reward/failed"] == 24 and step["reward/far/mean"] > 0
+
+
+def test_answers_in_a_file_are_scored_by_servers_too(tmp_path: Path) -> None:
+    rows = [{"data_source": "any", "responses": [f"#### {i}", "?"], "reward_model": {"ground_truth": "2"}} for i in range(4)]
+    write_rows(tmp_path / "a.jsonl", rows)
+    words = [f"data.path={tmp_path}/a.jsonl", f"trainer.default_local_dir={tmp_path}/out"]
+    with serving("reward.scorer=gsm8k") as url:
+        assert main_eval.PROGRAM([*words, f"reward.remote_urls=[{url}]"]) == 0
+    found = json.loads((tmp_path / "out/evaluation.json").read_text())["any"]
+    assert (found["answers"], found["failed"], found["pass@2"]["value"]) == (8, 0, 0.25)

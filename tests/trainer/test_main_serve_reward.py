@@ -1,0 +1,107 @@
+"""The program: what it refuses in a line, what it prints, and how it ends."""
+
+import json
+import os
+import re
+import signal
+import socket
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.serving import address, program
+from tests.trainer.rewards.config import reward_config
+from trainer import main_serve_reward
+from trainer.rewards.remote import RemoteRewards
+from trainer.rewards.scoring import Answer, Score
+
+# Children of its own, as a careless function has them.
+FUNCTION = """
+import subprocess, time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "child":
+        subprocess.Popen(["sleep", "600"])
+    if solution_str == "wait":
+        time.sleep(600)
+    return 0.5
+"""
+
+
+@pytest.mark.parametrize(("number", "code", "busy"), [(signal.SIGTERM, 143, True), (signal.SIGINT, 130, False)])
+def test_a_signal_ends_it_and_all_that_it_has_started(number: int, code: int, busy: bool, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FUNCTION)
+    words = [f"reward.scorer={tmp_path}/mine.py:compute_score", "reward.num_workers=2", "server.log_every=2"]
+    with program(*words, f"trainer.default_local_dir={tmp_path}/run") as server:
+        url = address(server)
+        remote = RemoteRewards([url], reward_config(remote={"batch_size": 2, "retries": 0, "timeout": 60.0}).remote)
+        answers = [Answer("", text, None, {}, True) for text in ("child", "a", "b", "c")]
+        assert remote.score(answers) == [Score(0.5, {}, None)] * 4
+        family = psutil.Process(server.pid).children(recursive=True)
+        assert {process.name() for process in family} >= {"sleep"} and len(family) == 3
+        waiting = socket.create_connection(("127.0.0.1", int(re.findall(r":(\d+)/", url)[0])), 10.0)
+        if busy:  # in the middle of a request, which is told so
+            body = json.dumps({"query": ["wait"]}).encode()
+            head = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            waiting.sendall(b"POST /get_reward HTTP/1.1\r\n" + head.encode() + body)
+            time.sleep(0.5)
+        server.send_signal(number)
+        if busy:
+            reply = waiting.recv(4096)
+            assert reply.startswith(b"HTTP/1.1 503") and b"the server is stopping" in reply
+        waiting.close()
+        _, said = server.communicate(timeout=30.0)
+        assert server.returncode == code
+        _, alive = psutil.wait_procs(family, timeout=5.0)
+        assert alive == []
+    assert re.match(r"reward server: 2 requests, 4 answers, 0 failed, [\d,.]+ answers/s\n", said) and "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["reward.scorer=gsm9k"], r"reward\.scorer=gsm9k is not known \(did you mean gsm8k\?\)"),
+        (["reward.scorer=nowhere.py:f"], r".*nowhere\.py.*"),
+        (["reward.scorrer=gsm8k"], r"reward\.scorrer: there is no such key; did you mean reward\.scorer\?"),
+        (["server.port=70000"], r"server\.port=70000: must be less than or equal to 65535"),
+        (["server.port={taken}"], r"server\.host=127\.0\.0\.1 server\.port=\d+: .*in use"),
+        (
+            ["server.host=0.0.0.0"],
+            r"server\.host=0\.0\.0\.0: other machines reach it, and there is no token: .*SERVER_TOKEN",
+        ),
+        (["server.host=nowhere.invalid"], r"server\.host=nowhere\.invalid: other machines reach it"),
+        (["server.token_env=SHORT_TOKEN"], r"SHORT_TOKEN: a token of 5 characters is soon guessed; 8 at least"),
+        (["server.token_env=MINE"], r"server\.token_env=MINE: the variable's name must end like a secret's"),
+        (["reward.remote_urls=[http://127.0.0.1:1]"], r"reward\.remote_urls: there is no such key"),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    overrides: list[str], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.delenv("REWARD_SERVER_TOKEN", raising=False)
+    monkeypatch.setenv("SHORT_TOKEN", "abcde")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        typed = [override.format(taken=taken.getsockname()[1]) for override in overrides]
+        words = ["reward.num_workers=0", f"trainer.default_local_dir={tmp_path}", *typed]
+        assert main_serve_reward.PROGRAM(words) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1 and re.match(f"error: {line}", told[0]), told
+
+
+def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("trainer.serving.assemble.find_spec", lambda name: None)
+    assert main_serve_reward.PROGRAM(["reward.scorer=gsm8k"]) == 2
+    told = capsys.readouterr().err
+    assert (
+        told.startswith("error: fastapi and uvicorn: not installed here; run pip install 'tandem[serve]'")
+        and told.count("\n") == 1
+    )
+
+
+def test_a_dry_run_starts_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REWARD_SERVER_TOKEN", "correct-horse")
+    assert main_serve_reward.PROGRAM(["reward.scorer=math", "server.host=0.0.0.0", "trainer.dry_run=config"]) == 0
+    assert capsys.readouterr().out == "configuration is fine: run directory served_reward\n"
+    assert os.environ["REWARD_SERVER_TOKEN"] not in main_serve_reward.PROGRAM.help()

@@ -1,0 +1,52 @@
+"""python -m trainer.main_serve_reward: scores for whoever asks over HTTP."""
+
+from collections.abc import Collection
+
+from configs.checks import check_serve_reward
+from configs.schema.serve_reward import ServeRewardConfig
+from trainer.entry import Program
+
+
+def check(config: ServeRewardConfig, typed: Collection[str]) -> list[str]:
+    from trainer.rewards.registry import with_own_function
+
+    with_own_function(config.reward)
+    return check_serve_reward(config)
+
+
+def run(config: ServeRewardConfig, notices: list[str]) -> None:
+    from trainer.serving.assemble import run
+
+    run(config)
+
+
+PROGRAM = Program(
+    name="trainer.main_serve_reward",
+    about=(
+        "Serves a scorer over HTTP, to trainers that name it in reward.remote_urls (ours), or as OpenRLHF's --remote_rm_url:\n"
+        "POST /get_reward with JSON, GET /health. It listens on this machine alone, unless server.host says otherwise."
+    ),
+    root="serve_reward",
+    schema=ServeRewardConfig,
+    often_used=(
+        "reward.scorer",
+        "reward.custom_reward_function.path",
+        "reward.num_workers",
+        "reward.timeout",
+        "server.host",
+        "server.port",
+        "server.token_env",
+        "server.batch_size",
+    ),
+    examples=(
+        "reward.scorer=gsm8k",
+        "reward.scorer=my_rewards.py:helpful server.port=0",
+    ),
+    check=check,
+    run=run,
+)
+
+main = PROGRAM.main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""What a trainer and a reward server say to each other: OpenRLHF's format, and beside it what a scorer of ours wants to know.
+
+    {"query": [...], "prompts": [...], "labels": [...]}  ->  {"rewards": [...], "scores": [...], "extra_logs": {name: [...]}}
+
+query: prompts with their answers and what ended these; labels: ground truths. Ours adds to the request responses (the answers
+alone), messages (what the prompts were made of), token_ids and a hash of the tokenizers that made them, data_sources, extra_infos
+and finished, and to the reply errors: why a reward is null.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import UnionType
+from typing import Any
+
+from trainer.rewards.scoring import Answer, Score, finite
+
+
+def to_request(answers: Sequence[Answer]) -> dict[str, list]:
+    return {
+        "query": [answer.prompt + answer.solution_str + answer.ending for answer in answers],
+        "prompts": [answer.prompt for answer in answers],
+        "labels": [answer.ground_truth for answer in answers],
+        "responses": [answer.solution_str for answer in answers],
+        "data_sources": [answer.data_source for answer in answers],
+        "extra_infos": [answer.extra_info for answer in answers],
+        "finished": [answer.finished for answer in answers],
+        "messages": [answer.messages for answer in answers],
+        "token_ids": [answer.ids for answer in answers],
+        "tokenizers": [answer.words for answer in answers],
+    }
+
+
+def from_request(body: Any) -> list[Answer]:
+    """At least one. Where the request says no more than OpenRLHF's does, an answer is its query less the prompt, has no data
+    source, and has ended by itself. Raises ValueError, one line.
+    """
+    if not isinstance(body, dict) or not isinstance(body.get("query"), list) or not body["query"]:
+        raise ValueError('the request must be a JSON object with "query", a list of texts')
+    n = len(body["query"])
+    queries = _column(body, "query", str, [])
+    prompts = _column(body, "prompts", str, [""] * n)
+    heads = [prompt if query.startswith(prompt) else "" for query, prompt in zip(queries, prompts, strict=True)]
+    tails = [query.removeprefix(head) for query, head in zip(queries, heads, strict=True)]
+    responses = _column(body, "responses", str, tails)
+    endings = [
+        tail.removeprefix(response) if tail.startswith(response) else "" for tail, response in zip(tails, responses, strict=True)
+    ]
+    columns = zip(
+        _column(body, "data_sources", str, [""] * n),
+        responses,
+        _column(body, "labels", object, [None] * n),
+        _column(body, "extra_infos", dict, [{}] * n),
+        _column(body, "finished", bool, [True] * n),
+        heads,
+        endings,
+        _column(body, "messages", str | list | None, [None] * n),
+        _column(body, "token_ids", list | None, [None] * n),
+        _column(body, "tokenizers", str, [""] * n),
+        strict=True,
+    )
+    return [Answer(*row) for row in columns]
+
+
+def to_reply(scores: Sequence[Score]) -> dict[str, Any]:
+    """The reward of an answer that has none is null."""
+    rewards = [score.value for score in scores]
+    names = sorted({name for score in scores for name in score.extra})
+    return {
+        "rewards": rewards,
+        "scores": rewards,
+        "extra_logs": {name: [score.extra.get(name) for score in scores] for name in names},
+        "errors": [score.error for score in scores],
+    }
+
+
+def from_reply(body: Any, n: int) -> list[Score]:
+    """The scores of n answers. One whose reward is no finite number has failed, it alone. What is in extra_logs becomes the
+    score's extra, a single number that of each; scores, which OpenRLHF filters groups by, only where they are not the rewards.
+
+    Raises ValueError, one line, for what is no reply to n answers.
+    """
+    rewards = body.get("rewards") if isinstance(body, dict) else None
+    if not isinstance(rewards, list):
+        raise ValueError(f'its reply has no list "rewards": {body!r:.100}')
+    if len(rewards) != n:
+        raise ValueError(f"{len(rewards)} rewards for {n} answers")
+    extras: list[dict[str, float]] = [{} for _ in rewards]
+    logs = body.get("extra_logs")
+    told = {str(name): values for name, values in logs.items()} if isinstance(logs, dict) else {}
+    if body.get("scores") not in (None, rewards):
+        told["scores"] = body["scores"]
+    for name, values in told.items():
+        each = values if isinstance(values, list) else [values] * n
+        for extra, value in zip(extras, each if len(each) == n else (), strict=False):
+            if (number := finite(value)) is not None:
+                extra[name] = number
+    errors = body.get("errors")
+    why = errors if isinstance(errors, list) and len(errors) == n else [None] * n
+    return [_score(reward, extra, error) for reward, extra, error in zip(rewards, extras, why, strict=True)]
+
+
+def _score(reward: Any, extra: dict[str, float], error: Any) -> Score:
+    value = finite(reward)
+    if value is None:
+        return Score(None, {}, error if isinstance(error, str) else f"the server's reward is {reward!r:.60}, not a finite number")
+    return Score(value, extra, None)
+
+
+def _column(body: dict[str, Any], name: str, kind: type | UnionType, otherwise: list) -> list:
+    """A list of ``kind``, as long as the queries; ``otherwise`` where the request has none."""
+    values = body.get(name)
+    if values is None:
+        return otherwise
+    if not isinstance(values, list) or len(values) != len(body["query"]):
+        raise ValueError(f'"{name}" must be a list as long as "query", {len(body["query"])}')
+    for i, value in enumerate(values):
+        if not isinstance(value, kind):
+            raise ValueError(f'"{name}"[{i}] is {value!r:.60}; it must be {kind.__name__ if isinstance(kind, type) else kind}')
+    return values
