@@ -132,7 +132,30 @@ def filtering(arguments: Arguments) -> Iterator[Entry]:
 
 
 def rewards(arguments: Arguments) -> Iterator[Entry]:
-    """What gives the scores."""
-    used = [name for name in ("reward_pretrain", "remote_rm_url", "normalize_reward") if arguments.has(name)]
-    if used:
-        yield none(used, "there are no reward models yet")
+    """What gives the scores: servers, a function, or reward models on the run's own GPUs."""
+    path, url, normal = "reward_pretrain", "remote_rm_url", "normalize_reward"
+    text = arguments.text(url)
+    if text and text.endswith(".py"):
+        said = (
+            "its reward_func takes lists; write a function (data_source, solution_str, ground_truth, extra_info) -> score, and name its file "
+            "with reward.custom_reward_function.path"
+        )
+        yield none((url,), said)
+    elif text:
+        yield mapped((url,), {"reward.remote_urls": text.split(",")}, "several share the work, as there; docs/reward_servers.md")
+    if text:
+        if ignored := [name for name in (path, normal) if arguments.has(name)]:
+            yield implied(ignored, f"--{arguments.spelt(url)} scores in its place, and normalises if it likes")
+        return
+    paths = (arguments.text(path) or "").split(",")
+    if paths == [""]:
+        if arguments.has(normal):
+            yield none((normal,), f"it goes with {path}")
+        return
+    names = ["rm"] if len(paths) == 1 else [f"rm_{i}" for i in range(1, len(paths) + 1)]
+    settings = {"reward.scorer": "none"} | {f"reward.models.{name}.path": it for name, it in zip(names, paths, strict=True)}
+    said = "its score alone counts" if len(paths) == 1 else "their sum counts"
+    yield mapped((path,), settings, f"{said}; it is loaded by transformers, as a classifier with one label: docs/coming_from_openrlhf.md, Reward models")
+    if arguments.has(normal):
+        stored = "by the mean and deviation in reward_statistics.json beside the model; OpenRLHF has them in config.json, as mean and std"
+        yield mapped((normal,), {f"reward.models.{name}.normalize": "stored" for name in names}, stored)

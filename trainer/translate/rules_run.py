@@ -48,6 +48,7 @@ def micro_batches(arguments: Arguments) -> Iterator[Entry]:
             f"{ref}.log_prob_max_token_len_per_gpu": forward,
             "critic.ppo_max_token_len_per_gpu": train,
             "critic.forward_max_token_len_per_gpu": forward,
+            "reward.reward_model.forward_max_token_len_per_gpu": forward,
         }
         yield mapped(("use_dynamic_batch", *tokens), settings, "never changes the gradient here")
         return
@@ -58,6 +59,7 @@ def micro_batches(arguments: Arguments) -> Iterator[Entry]:
         f"{ref}.log_prob_micro_batch_size_per_gpu": forward,
         "critic.ppo_micro_batch_size_per_gpu": train,
         "critic.forward_micro_batch_size_per_gpu": forward,
+        "reward.reward_model.forward_micro_batch_size_per_gpu": forward,
     }
     yield mapped(counts, settings, "answers a forward on one GPU, never changes the gradient here; left out, they are cut by tokens")
 
