@@ -11,14 +11,15 @@ from trainer.translate.table import openrlhf
 HELP = """\
 python -m trainer.main_translate openrlhf -- [launcher ...] [PROGRAM] --flag value ...
 
-Prints the command of ours that does what a command of OpenRLHF does: a comment for each flag (mapped | implied | no counterpart, and
-why), those of OpenRLHF's defaults that differ from ours, and below them the command. The text runs in bash as it stands.
+Prints the command of ours that does what a command of OpenRLHF does: a comment for each flag (mapped | implied | no counterpart,
+and why), those of OpenRLHF's defaults that differ from ours, and below them the command. The text runs in bash as it stands.
 
-PROGRAM is {programs}, as openrlhf.cli.NAME or alone; without one the flags are
-train_ppo_ray's. Older flags (--actor_learning_rate) and newer ones (--actor.adam.lr) are known; docs/coming_from_openrlhf.md has more.
+PROGRAM is {programs}, as openrlhf.cli.NAME or alone; without one
+the flags are train_ppo_ray's. Older flags (--actor_learning_rate) and newer ones (--actor.adam.lr) are known:
+docs/coming_from_openrlhf.md.
 
 Examples
-  python -m trainer.main_translate openrlhf -- train_sft --pretrain Qwen/Qwen3-0.6B --dataset data/chat.parquet --output_key answer
+  python -m trainer.main_translate openrlhf -- train_sft --pretrain Qwen/Qwen3-0.6B --dataset chat.parquet --output_key answer
   python -m trainer.main_translate openrlhf -- --pretrain sft --reward_pretrain rm --prompt_data prompts.parquet > run.sh
   bash <(cat run.sh; echo ' trainer.dry_run=config')"""
 

@@ -66,7 +66,10 @@ def _written(value: Any) -> str:
     if isinstance(value, dict):
         return f"{{{','.join(f'{name}:{_written(below)}' for name, below in value.items())}}}"
     text = str(value)
-    return text if PLAIN.fullmatch(text) else "'" + text.replace("'", "\\'") + "'"
+    if PLAIN.fullmatch(text):
+        return text
+    escaped = re.sub(r"(\\*)('|\Z)", lambda end: end[1] * 2 + ("\\'" if end[2] else ""), text)
+    return f"'{escaped}'"
 
 
 def _comparable(value: Any) -> Any:

@@ -67,9 +67,7 @@ def _one_pool(arguments: Arguments, used: tuple[str, ...], engines: int) -> Entr
     return mapped((*TOGETHER, *used), settings, "all models and the engine share the actor's GPUs")
 
 
-def _pools(
-    arguments: Arguments, here: list[str], engines: int
-) -> tuple[dict[str, tuple[int, int]], dict[str, str], list[str]]:
+def _pools(arguments: Arguments, here: list[str], engines: int) -> tuple[dict[str, tuple[int, int]], dict[str, str], list[str]]:
     """({pool: (nodes, GPUs of each)}, {role: its pool}, what to tell)."""
     pools: dict[str, tuple[int, int]] = {}
     roles: dict[str, str] = {}
@@ -81,7 +79,9 @@ def _pools(
             pools[role], roles[role] = _size(arguments, role), role
             continue
         if _size(arguments, role) != pools[host]:
-            asked = " and ".join(f"{name} {nodes} * {gpus}" for name, (nodes, gpus) in ((host, pools[host]), (role, _size(arguments, role))))
+            asked = " and ".join(
+                f"{name} {nodes} * {gpus}" for name, (nodes, gpus) in ((host, pools[host]), (role, _size(arguments, role)))
+            )
             raise ConfigError(f"--{arguments.spelt(flag)}: these models have the same GPUs, and {asked} (nodes * GPUs) are not")
         roles[role] = host
     if engines:
@@ -99,14 +99,14 @@ def _of_engines(arguments: Arguments, engines: int, node: int) -> tuple[int, int
         if engines % nodes == 0 and engines // nodes * cut <= node:
             return nodes, engines // nodes * cut
     raise ConfigError(
-        f"--{arguments.spelt('vllm_tensor_parallel_size')} {cut}: an engine is on one node here, and {cut} GPUs are more than {node}"
+        f"--{arguments.spelt('vllm_tensor_parallel_size')} {cut}: an engine is on one node, and {cut} GPUs are more than {node}"
     )
 
 
 def _nodes(sizes: list[tuple[int, int]]) -> tuple[int, int]:
-    """(nodes, GPUs of each) that the pools fit on: one, if it does; else each pool is beside the one before it, or on new nodes."""
+    """(nodes, GPUs of each) that the pools fit on: one node if it does; else each is beside the one before it, or on new ones."""
     total = sum(gpus for _, gpus in sizes)
-    if len(sizes) == 1 or all(nodes == 1 for nodes, _ in sizes) and total <= NODE:
+    if len(sizes) == 1 or (all(nodes == 1 for nodes, _ in sizes) and total <= NODE):
         return sizes[0][0], total
     node = max(NODE, *(gpus for _, gpus in sizes))
     count = left = 0
@@ -127,7 +127,10 @@ def useless(arguments: Arguments) -> Mapping[str, str]:
     here = models(arguments)
     reasons = {
         "ref": ("actor_rollout_ref.ref.", "there is no reference in this run"),
-        "critic": ("critic.", f"--{arguments.spelt('advantage_estimator')} {arguments.text('advantage_estimator')} has no critic"),
+        "critic": (
+            "critic.",
+            f"--{arguments.spelt('advantage_estimator')} {arguments.text('advantage_estimator')} has no critic",
+        ),
         "reward": ("reward.reward_model.", "the run's own GPUs have no reward model"),
     }
     return dict(reason for role, reason in reasons.items() if role not in here)

@@ -137,8 +137,8 @@ def rewards(arguments: Arguments) -> Iterator[Entry]:
     text = arguments.text(url)
     if text and text.endswith(".py"):
         said = (
-            "its reward_func takes lists; write a function (data_source, solution_str, ground_truth, extra_info) -> score, and name its file "
-            "with reward.custom_reward_function.path"
+            "its reward_func takes lists; write a function (data_source, solution_str, ground_truth, extra_info) -> score, and "
+            "name its file with reward.custom_reward_function.path"
         )
         yield none((url,), said)
     elif text:
@@ -155,7 +155,11 @@ def rewards(arguments: Arguments) -> Iterator[Entry]:
     names = ["rm"] if len(paths) == 1 else [f"rm_{i}" for i in range(1, len(paths) + 1)]
     settings = {"reward.scorer": "none"} | {f"reward.models.{name}.path": it for name, it in zip(names, paths, strict=True)}
     said = "its score alone counts" if len(paths) == 1 else "their sum counts"
-    yield mapped((path,), settings, f"{said}; it is loaded by transformers, as a classifier with one label: docs/coming_from_openrlhf.md, Reward models")
+    yield mapped(
+        (path,),
+        settings,
+        f"{said}; it is loaded by transformers, as a classifier with one label: docs/coming_from_openrlhf.md, Reward models",
+    )
     if arguments.has(normal):
-        stored = "by the mean and deviation in reward_statistics.json beside the model; OpenRLHF has them in config.json, as mean and std"
+        stored = "by mean and std in the model's config.json, where OpenRLHF has them, or its reward_statistics.json"
         yield mapped((normal,), {f"reward.models.{name}.normalize": "stored" for name in names}, stored)

@@ -78,7 +78,9 @@ def lengths(arguments: Arguments) -> Iterator[Entry]:
         response = arguments.count("generate_max_len") if typed else total // 2
         prompt = total - response
         if prompt < 1:
-            raise ConfigError(f"--{arguments.spelt('max_len')} {total}: leaves {prompt} tokens to a prompt ({total} - {response})")
+            raise ConfigError(
+                f"--{arguments.spelt('max_len')} {total}: leaves {prompt} tokens to a prompt ({total} - {response})"
+            )
         share = "" if typed else ", half of it where no flag bounds the answer"
         names = names if typed else ("max_len",)
         said = f"prompts have {total} - {response} = {prompt}{share}; {said}"
@@ -133,7 +135,11 @@ def columns(arguments: Arguments) -> Iterator[Entry]:
         said = "messages go through the chat template, a plain text is taken as it is; write it as messages" if chats else ""
         yield mapped(names, {"data.prompt_key": prompt, "data.response_key": answer}, said)
     elif chats:
-        said = "" if arguments.has("multiturn") else "all of the assistant's turns are learnt; there the last alone, without --multiturn"
+        said = (
+            ""
+            if arguments.has("multiturn")
+            else "all of the assistant's turns are learnt; there the last alone, without --multiturn"
+        )
         yield mapped(names, {"data.messages_key": prompt}, said)
     else:
         used = [name for name in names if arguments.has(name)] or ["input_key"]

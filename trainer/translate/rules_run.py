@@ -16,7 +16,9 @@ def batches(arguments: Arguments) -> Iterator[Entry]:
     rollout, train, n = (arguments.count(name) for name in ("rollout_batch_size", "train_batch_size", "n_samples_per_prompt"))
     typed = f"--{arguments.spelt('train_batch_size')} {train}"
     if n < 1 or train % n:
-        raise ConfigError(f"{typed}: a mini-batch is whole groups of {n} answers here, and {train} / {n} = {train / max(n, 1):.4g}")
+        raise ConfigError(
+            f"{typed}: a mini-batch is whole groups of {n} answers here, and {train} / {n} = {train / max(n, 1):.4g}"
+        )
     mini = train // n
     if rollout % mini:
         raise ConfigError(
@@ -32,11 +34,16 @@ def batches(arguments: Arguments) -> Iterator[Entry]:
 
 
 def micro_batches(arguments: Arguments) -> Iterator[Entry]:
-    counts, tokens = ("micro_train_batch_size", "micro_rollout_batch_size"), ("train_max_tokens_per_gpu", "rollout_max_tokens_per_gpu")
+    counts, tokens = (
+        ("micro_train_batch_size", "micro_rollout_batch_size"),
+        ("train_max_tokens_per_gpu", "rollout_max_tokens_per_gpu"),
+    )
     dynamic = arguments.has("use_dynamic_batch")
     idle = [name for name in (counts if dynamic else tokens) if arguments.has(name)]
     if idle:
-        yield implied(idle, "micro-batches are cut by tokens" if dynamic else "micro-batches are cut by answers, without use_dynamic_batch")
+        yield implied(
+            idle, "micro-batches are cut by tokens" if dynamic else "micro-batches are cut by answers, without use_dynamic_batch"
+        )
     ref = "actor_rollout_ref.ref"
     if dynamic:
         train = arguments.text("train_max_tokens_per_gpu")
@@ -61,7 +68,9 @@ def micro_batches(arguments: Arguments) -> Iterator[Entry]:
         "critic.forward_micro_batch_size_per_gpu": forward,
         "reward.reward_model.forward_micro_batch_size_per_gpu": forward,
     }
-    yield mapped(counts, settings, "answers a forward on one GPU, never changes the gradient here; left out, they are cut by tokens")
+    yield mapped(
+        counts, settings, "answers a forward on one GPU, never changes the gradient here; left out, they are cut by tokens"
+    )
 
 
 def ppo_schedule(arguments: Arguments) -> Iterator[Entry]:
@@ -103,7 +112,11 @@ def engine(arguments: Arguments) -> Iterator[Entry]:
     if backend not in (None, "vllm", "sglang"):
         raise ConfigError(f"--backend {backend}: is none of vllm, sglang")
     if engines < 1 and backend is None:
-        yield mapped(("vllm_num_engines",), {f"{ROLLOUT}.name": "embedded"}, "no engine is asked for: our own generates, as transformers does there")
+        yield mapped(
+            ("vllm_num_engines",),
+            {f"{ROLLOUT}.name": "embedded"},
+            "no engine is asked for: our own generates, as transformers does there",
+        )
         return
     yield mapped(("backend", "vllm_num_engines"), {f"{ROLLOUT}.name": backend or "vllm"})
 
