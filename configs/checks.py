@@ -7,8 +7,9 @@ from configs.checks_activations import activation_problems
 from configs.checks_alarms import alarm_notes, alarm_problems
 from configs.checks_batches import batch_problems, length_problems, model_length_problems, roles_of, wants_ref
 from configs.checks_lora import lora_notes, lora_problems, lora_sync_notes, lora_sync_problems, reference_notes
-from configs.checks_megatron import megatron_notes, megatron_problems, repeat_problems
-from configs.checks_parallel import parallel_notes, parallel_problems
+from configs.checks_megatron import megatron_notes, repeat_problems
+from configs.checks_parallel import parallel_notes
+from configs.checks_placement import placement_notes, placement_of, placement_problems, pool_problems
 from configs.checks_reward import filter_notes, generation_problems, model_problems, reward_model_notes, reward_model_problems
 from configs.checks_rollout import ROLLOUT, determinism_problems, engine_notes, engine_problems, workers_in_words, world_size
 from configs.checks_servers import judge_engine_problems, remote_notes, remote_problems, server_problems
@@ -37,18 +38,19 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
     rollout = config.actor_rollout_ref.rollout
     has_critic = needs_values or config.critic.enable is True
     roles = roles_of(config, has_critic=has_critic)
+    place = placement_of(config, has_critic=has_critic)
     problems = [
         *run_problems(config.trainer),
         *_replay_problems(config.trainer.replay),
-        *parallel_problems(roles, config.trainer),
-        *megatron_problems(roles, config.trainer),
+        *placement_problems(config, place),
+        *pool_problems(roles, place),
         *repeat_problems(roles, config.trainer),
         *_activation_problems(config, roles),
-        *batch_problems(config, has_critic=has_critic),
-        *length_problems(config, has_critic=has_critic),
+        *batch_problems(config, place, has_critic=has_critic),
+        *length_problems(config, place, has_critic=has_critic),
         *engine_problems(
             rollout,
-            config.trainer,
+            place.pool("rollout"),
             {"temperature": rollout.temperature, "val_kwargs.temperature": rollout.val_kwargs.temperature},
         ),
         *determinism_problems(rollout, config.trainer),
@@ -58,7 +60,9 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
         *_filter_problems(config),
         *_shaping_problems(config.reward),
         *_reward_problems(config.reward),
-        *reward_model_problems(config.reward, config.trainer, config.data.max_prompt_length, config.data.max_response_length),
+        *reward_model_problems(
+            config.reward, place.pool("reward"), config.data.max_prompt_length, config.data.max_response_length
+        ),
         *alarm_problems(config),
         *stability_problems(config),
     ]
@@ -71,6 +75,7 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
         raise ConfigError("\n".join(problems))
     return [
         *run_notes(config.trainer),
+        *placement_notes(config.placement, place),
         *_ppo_notes(config, typed),
         *remote_notes(config.reward, typed),
         *stability_notes(config, typed, has_critic=has_critic),
@@ -152,7 +157,7 @@ def check_serve_reward(config: ServeRewardConfig) -> list[str]:
 
 def _selection_problems(config: GenerationConfig) -> Iterator[str]:
     selection, places = config.selection, {"data.output_path": config.data.output_path}
-    for name, path in (("best_of_n", selection.best_of_n), ("sft", selection.sft)):
+    for name, path in (("best_of_n", selection.best_of_n), ("sft", selection.sft), ("preferences", selection.preferences)):
         key = f"selection.{name}"
         if path is None:
             continue

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from configs.checks_parallel import context_parallel_key, context_parallel_size, data_parallel_size
-from configs.checks_rollout import ROLLOUT, workers_in_words, world_size
+from configs.checks_rollout import ROLLOUT, Workers, workers_in_words, world_size
+from configs.pools import Placement
 from configs.reward_models import model_key, reward_models
-from configs.schema.common import ShardedConfig, WorkersConfig
+from configs.schema.common import ShardedConfig
 from configs.schema.ppo import PPOConfig
 
 
@@ -16,25 +17,31 @@ def wants_ref(config: PPOConfig) -> bool:
 
 
 def roles_of(config: PPOConfig, *, has_critic: bool) -> dict[str, ShardedConfig]:
-    """By their keys, the roles of the run that have a training engine. They share all GPUs."""
+    """By their keys, the roles of the run that have a training engine."""
     models = config.actor_rollout_ref
     roles: dict[str, ShardedConfig] = {"actor_rollout_ref.actor": models.actor}
     if wants_ref(config) and not models.model.has_adapter:  # beside an adapter, the actor has it
         roles["actor_rollout_ref.ref"] = models.ref
     if has_critic:
         roles["critic"] = config.critic
-    return roles | {model_key(name, config.reward): model for name, model in reward_models(config.reward).items()}
+    scorers = reward_models(config.reward).items()
+    return roles | {model_key(name, config.reward): model for name, model in scorers if not model.urls}
 
 
-def shares_in_words(shares: int, trainer: WorkersConfig) -> str:
+def name_of(key: str) -> str:
+    """The role with this key, as configs/pools.py names it."""
+    return "reward" if key.startswith("reward.") else key.rpartition(".")[2]
+
+
+def shares_in_words(shares: int, workers: Workers) -> str:
     """The data-parallel size, which is that of the workers unless a copy of the model takes several."""
-    if shares == world_size(trainer):
-        return workers_in_words(trainer)
-    return f"the data-parallel size {shares} = {workers_in_words(trainer)} / {world_size(trainer) // shares}"
+    if shares == world_size(workers):
+        return workers_in_words(workers)
+    return f"the data-parallel size {shares} = {workers_in_words(workers)} / {world_size(workers) // shares}"
 
 
 def micro_batch_limits(
-    per_gpu: int | None, over_all: int | None, dynamic: bool, max_tokens: int, role: ShardedConfig, trainer: WorkersConfig
+    per_gpu: int | None, over_all: int | None, dynamic: bool, max_tokens: int, role: ShardedConfig, workers: Workers
 ) -> tuple[int | None, int | None]:
     """(tokens, rows) of a micro-batch at most, one of them None: tokens if ``dynamic`` or no count is given, else rows.
 
@@ -47,7 +54,7 @@ def micro_batch_limits(
     if per_gpu is not None:
         return None, per_gpu
     assert over_all is not None
-    shares = data_parallel_size(role, trainer)
+    shares = data_parallel_size(role, workers)
     if over_all > shares and over_all % shares:
         quotient = f"{over_all} / {shares} = {over_all / shares:.4g}"
         raise ValueError(f"so many sequences do not divide by the data-parallel size ({quotient})")
@@ -56,20 +63,21 @@ def micro_batch_limits(
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a role cuts micro-batches. key: of the role; others are key.<kind>micro_batch_size and so on."""
+    """How a role cuts micro-batches. key: of the role; others are key.<kind>micro_batch_size and so on. workers: its own."""
 
     key: str
     role: ShardedConfig
+    workers: Workers
     kind: str
     per_gpu: int | None
     over_all: int | None
     dynamic: bool
     max_tokens: int
 
-    def problems(self, trainer: WorkersConfig, longest: int, longest_in_words: str) -> Iterator[str]:
+    def problems(self, longest: int, longest_in_words: str) -> Iterator[str]:
         """longest: tokens that a row may have."""
         try:
-            tokens, _ = micro_batch_limits(self.per_gpu, self.over_all, self.dynamic, self.max_tokens, self.role, trainer)
+            tokens, _ = micro_batch_limits(self.per_gpu, self.over_all, self.dynamic, self.max_tokens, self.role, self.workers)
         except ValueError as error:
             key = f"{self.key}.{self.kind}micro_batch_size"
             yield f"{key}={self.over_all}: {error}; {self.kind}micro_batch_size_per_gpu counts for one"
@@ -81,12 +89,13 @@ class Cut:
             yield f"{key}={self.max_tokens}: a micro-batch of {size} does not hold the longest row, {longest_in_words}"
 
 
-def _cuts(config: PPOConfig, *, has_critic: bool) -> Iterator[Cut]:
+def _cuts(config: PPOConfig, place: Placement, *, has_critic: bool) -> Iterator[Cut]:
     models, critic = config.actor_rollout_ref, config.critic
     actor, rollout, ref = models.actor, models.rollout, models.ref
     yield Cut(
         "actor_rollout_ref.actor",
         actor,
+        place.pool("actor"),
         "ppo_",
         actor.ppo_micro_batch_size_per_gpu,
         actor.ppo_micro_batch_size,
@@ -96,6 +105,7 @@ def _cuts(config: PPOConfig, *, has_critic: bool) -> Iterator[Cut]:
     yield Cut(
         ROLLOUT,
         actor,
+        place.pool("actor"),
         "log_prob_",
         rollout.log_prob_micro_batch_size_per_gpu,
         rollout.log_prob_micro_batch_size,
@@ -106,6 +116,7 @@ def _cuts(config: PPOConfig, *, has_critic: bool) -> Iterator[Cut]:
         yield Cut(
             "actor_rollout_ref.ref",
             actor if models.model.has_adapter else ref,
+            place.pool("ref"),
             "log_prob_",
             ref.log_prob_micro_batch_size_per_gpu,
             ref.log_prob_micro_batch_size,
@@ -116,6 +127,7 @@ def _cuts(config: PPOConfig, *, has_critic: bool) -> Iterator[Cut]:
         yield Cut(
             "critic",
             critic,
+            place.pool("critic"),
             "ppo_",
             critic.ppo_micro_batch_size_per_gpu,
             critic.ppo_micro_batch_size,
@@ -125,6 +137,7 @@ def _cuts(config: PPOConfig, *, has_critic: bool) -> Iterator[Cut]:
         yield Cut(
             "critic",
             critic,
+            place.pool("critic"),
             "forward_",
             critic.forward_micro_batch_size_per_gpu,
             critic.forward_micro_batch_size,
@@ -133,7 +146,7 @@ def _cuts(config: PPOConfig, *, has_critic: bool) -> Iterator[Cut]:
         )
 
 
-def batch_problems(config: PPOConfig, *, has_critic: bool) -> Iterator[str]:
+def batch_problems(config: PPOConfig, place: Placement, *, has_critic: bool) -> Iterator[str]:
     n, batch, most = config.actor_rollout_ref.rollout.n, config.data.train_batch_size, config.data.train_max_samples
     mini_batches = {config.actor_rollout_ref.actor.ppo_mini_batch_size: "actor_rollout_ref.actor"}
     if has_critic:
@@ -142,22 +155,25 @@ def batch_problems(config: PPOConfig, *, has_critic: bool) -> Iterator[str]:
         if batch % size:
             division = f"{batch} = {batch // size} * {size} + {batch % size}"
             yield f"{role}.ppo_mini_batch_size={size}: data.train_batch_size={batch} is not a multiple of it ({division})"
-    trainer, roles = config.trainer, roles_of(config, has_critic=has_critic).values()
-    shares = max(data_parallel_size(role, trainer) for role in roles)
-    if batch * n < shares:
+    shares = {
+        key: data_parallel_size(role, place.pool(name_of(key))) for key, role in roles_of(config, has_critic=has_critic).items()
+    }
+    most_cut = max(shares, key=lambda key: shares[key])
+    if batch * n < shares[most_cut]:
         product = f"data.train_batch_size * {ROLLOUT}.n = {batch} * {n} = {batch * n}"
-        yield f"data.train_batch_size={batch}: {product} sequences a step are fewer than {shares_in_words(shares, trainer)}"
+        needed = shares_in_words(shares[most_cut], place.pool(name_of(most_cut)))
+        yield f"data.train_batch_size={batch}: {product} sequences a step are fewer than {needed}"
     if 0 <= most < batch:
         yield f"data.train_max_samples={most}: that is less than one batch, data.train_batch_size={batch}"
 
 
-def length_problems(config: PPOConfig, *, has_critic: bool) -> Iterator[str]:
+def length_problems(config: PPOConfig, place: Placement, *, has_critic: bool) -> Iterator[str]:
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
     longest = prompt + response
     in_words = _longest_in_words(prompt, response)
     yield from model_length_problems(prompt, response, config.actor_rollout_ref.rollout.max_model_len)
-    for cut in _cuts(config, has_critic=has_critic):
-        yield from cut.problems(config.trainer, longest, in_words)
+    for cut in _cuts(config, place, has_critic=has_critic):
+        yield from cut.problems(longest, in_words)
 
 
 def _longest_in_words(prompt: int, response: int) -> str:

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from configs.checks_rollout import workers_in_words, world_size
+from configs.checks_rollout import Workers, workers_in_words, world_size
 from configs.keys import did_you_mean
-from configs.schema.common import MegatronConfig, RunConfig, ShardedConfig, WorkersConfig
+from configs.schema.common import MegatronConfig, RunConfig, ShardedConfig
 
 CUT = (
     "tensor_model_parallel_size",
@@ -33,13 +33,13 @@ LEFT_OUT = {
 }
 
 
-def megatron_problems(roles: Mapping[str, ShardedConfig], trainer: WorkersConfig) -> Iterator[str]:
+def megatron_problems(roles: Mapping[str, ShardedConfig], workers: Workers) -> Iterator[str]:
     """roles: by their key, those that share GPUs."""
     cut = {key: role.megatron for key, role in roles.items() if role.strategy == "megatron"}
     if not cut:
         return
     first, *others = cut
-    yield from _cut_problems(first, cut[first], trainer)
+    yield from _cut_problems(first, cut[first], workers)
     for other in others:
         yield from _unlike(first, cut[first], other, cut[other])
     told: list[Mapping[str, Any]] = []
@@ -65,15 +65,15 @@ def repeat_problems(roles: Mapping[str, ShardedConfig], trainer: RunConfig) -> I
         yield (f"trainer.deterministic=true: {keys[0]}.strategy=megatron is not known to repeat itself on CUDA; strategy=fsdp is")
 
 
-def _cut_problems(key: str, megatron: MegatronConfig, trainer: WorkersConfig) -> Iterator[str]:
+def _cut_problems(key: str, megatron: MegatronConfig, workers: Workers) -> Iterator[str]:
     sizes = (megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size, megatron.context_parallel_size)
-    size, workers = megatron.model_parallel_size, world_size(trainer)
-    if workers % size:
+    size, total = megatron.model_parallel_size, world_size(workers)
+    if total % size:
         product = f"{' * '.join(map(str, sizes))} = {size}"
-        division = f"{workers} = {workers // size} * {size} + {workers % size}"
+        division = f"{total} = {total // size} * {size} + {total % size}"
         yield (
             f"{key}.megatron: tensor_model_parallel_size * pipeline_model_parallel_size * context_parallel_size = {product} "
-            f"does not divide {workers_in_words(trainer)} ({division})"
+            f"does not divide {workers_in_words(workers)} ({division})"
         )
     parts, stages = megatron.virtual_pipeline_model_parallel_size, megatron.pipeline_model_parallel_size
     if parts is not None and (parts == 1 or stages == 1):

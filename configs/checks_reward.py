@@ -3,27 +3,27 @@
 from collections.abc import Collection, Iterator
 
 from configs.checks_batches import Cut
+from configs.checks_rollout import Workers
 from configs.checks_servers import served_problems
 from configs.reward_models import SHORT_FORM, model_key, reward_models
 from configs.rules import NO_RULES, has_score
-from configs.schema.common import WorkersConfig
 from configs.schema.generation import GenerationConfig
 from configs.schema.ppo import ModelScoringConfig, PPOConfig
 from configs.schema.scoring_model import ScoringModelConfig
 
 
-def reward_model_problems(reward: ModelScoringConfig, trainer: WorkersConfig, prompt: int, response: int) -> Iterator[str]:
-    """prompt, response: tokens that each may have at most. Raises ConfigError for models that are no models."""
+def reward_model_problems(reward: ModelScoringConfig, workers: Workers, prompt: int, response: int) -> Iterator[str]:
+    """workers: the models' own. prompt, response: tokens that each may have at most. Raises ConfigError for what is no model."""
     models = reward_models(reward)
     if not models and not has_score(reward):
         yield f"reward.scorer={NO_RULES}: there are no reward models either (reward.models); nothing would score the answers"
     elif not models and reward.weight == 0:
         yield "reward.weight=0: the scores are measured only, and there are no reward models (reward.models) to decide"
     for name, model in models.items():
-        yield from model_problems(model_key(name, reward), model, trainer, prompt, response)
+        yield from model_problems(model_key(name, reward), model, workers, prompt, response)
 
 
-def model_problems(key: str, model: ScoringModelConfig, trainer: WorkersConfig, prompt: int, response: int) -> Iterator[str]:
+def model_problems(key: str, model: ScoringModelConfig, workers: Workers, prompt: int, response: int) -> Iterator[str]:
     """prompt, response: tokens that each may have at most, where the model has no max_length."""
     if model.clip is not None and model.clip[0] >= model.clip[1]:
         yield f"{key}.clip=[{model.clip[0]:g}, {model.clip[1]:g}]: the first must be less than the second"
@@ -36,12 +36,13 @@ def model_problems(key: str, model: ScoringModelConfig, trainer: WorkersConfig, 
     yield from Cut(
         key,
         model,
+        workers,
         "forward_",
         model.forward_micro_batch_size_per_gpu,
         model.forward_micro_batch_size,
         model.use_dynamic_bsz,
         model.forward_max_token_len_per_gpu,
-    ).problems(trainer, longest, in_words)
+    ).problems(longest, in_words)
     if model.kind == "token" and model.normalize is not None:
         yield f"{key}.normalize={model.normalize}: is of whole answers' scores, and {key}.kind=token has those of tokens; null"
     if model.kind == "token" and model.truncation != "fail":

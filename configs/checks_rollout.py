@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 
+from configs.pools import Pool, whole_in_words
 from configs.schema.common import RunConfig, WorkersConfig
 from configs.schema.ppo import RolloutEngineConfig
 
@@ -42,33 +43,36 @@ TAKEN_SGLANG_ARGUMENTS = frozenset(
 SGLANG_LOWEST_TEMPERATURE = 1e-6  # SGLang takes a lower one for greedy
 
 
-def world_size(trainer: WorkersConfig) -> int:
-    """Workers of the run, one a GPU."""
-    return trainer.nnodes * trainer.n_gpus_per_node
+Workers = WorkersConfig | Pool
+"""Of a role: all of the run, or a pool of them."""
 
 
-def workers_in_words(trainer: WorkersConfig) -> str:
-    product = f"trainer.nnodes * trainer.n_gpus_per_node = {trainer.nnodes} * {trainer.n_gpus_per_node}"
-    return f"{world_size(trainer)} workers ({product})"
+def world_size(workers: Workers) -> int:
+    """One worker a GPU."""
+    return workers.nnodes * workers.n_gpus_per_node
 
 
-def engine_problems(rollout: RolloutEngineConfig, trainer: WorkersConfig, temperatures: Mapping[str, float]) -> Iterator[str]:
-    """temperatures: by key, of all sampling that the engine is asked for."""
+def workers_in_words(workers: Workers) -> str:
+    return f"{world_size(workers)} workers ({workers.sizes if isinstance(workers, Pool) else whole_in_words(workers)})"
+
+
+def engine_problems(rollout: RolloutEngineConfig, place: Workers, temperatures: Mapping[str, float]) -> Iterator[str]:
+    """place: the engine's workers. temperatures: by key, of all sampling that it is asked for."""
     if rollout.name == "embedded":
         return
     engine, lowest, own, taken = {
         "vllm": ("vLLM", VLLM_LOWEST_TEMPERATURE, rollout.engine_kwargs.vllm, TAKEN_VLLM_ARGUMENTS),
         "sglang": ("SGLang", SGLANG_LOWEST_TEMPERATURE, rollout.engine_kwargs.sglang, TAKEN_SGLANG_ARGUMENTS),
     }[rollout.name]
-    workers, size, on_node = world_size(trainer), rollout.tensor_model_parallel_size, trainer.n_gpus_per_node
+    workers, size, on_node = world_size(place), rollout.tensor_model_parallel_size, place.n_gpus_per_node
     if workers % size:
         division = f"{workers} = {workers // size} * {size} + {workers % size}"
-        yield f"{ROLLOUT}.tensor_model_parallel_size={size}: does not divide {workers_in_words(trainer)} ({division})"
+        yield f"{ROLLOUT}.tensor_model_parallel_size={size}: does not divide {workers_in_words(place)} ({division})"
     elif rollout.name == "sglang" and on_node % size:
         division = f"{on_node} = {on_node // size} * {size} + {on_node % size}"
         yield (
             f"{ROLLOUT}.tensor_model_parallel_size={size}: an engine of SGLang is on one node here, and {size} does not divide "
-            f"trainer.n_gpus_per_node={on_node} ({division})"
+            f"the {on_node} GPUs of a node ({division})"
         )
     if rollout.dtype == "float64":
         yield f"{ROLLOUT}.dtype=float64: {engine} computes in float32, bfloat16 or float16"

@@ -43,8 +43,8 @@ def _problems(config: SupervisedConfig, units: str, longest: int, longest_in_wor
     yield from sft_alarm_problems(config.alarms)
     if data.train_batch_size < shares:
         yield f"data.train_batch_size={data.train_batch_size}: fewer {units} than {shares_in_words(shares, trainer)}"
-    cut = Cut("data", engine, "", data.micro_batch_size_per_gpu, None, data.use_dynamic_bsz, data.max_token_len_per_gpu)
-    yield from cut.problems(trainer, longest, longest_in_words)
+    cut = Cut("data", engine, trainer, "", data.micro_batch_size_per_gpu, None, data.use_dynamic_bsz, data.max_token_len_per_gpu)
+    yield from cut.problems(longest, longest_in_words)
 
 
 def _checked(config: SupervisedConfig, typed: Collection[str], problems: list[str]) -> list[str]:

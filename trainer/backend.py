@@ -7,12 +7,15 @@ from pathlib import Path
 
 import torch
 
-from configs.schema.common import RayConfig, WorkersConfig, WorkersTimeoutsConfig
+from configs.checks_rollout import world_size
+from configs.pools import ROLES, Placement
+from configs.schema.common import RayConfig, RunConfig, WorkersConfig, WorkersTimeoutsConfig
+from trainer.determinism import worker_environment
 from workers.controller.group import Backend, WorkerGroup
 from workers.controller.resource_pool import ResourcePool
 
 
-def open_backend(trainer: WorkersConfig, ray_kwargs: RayConfig, run_dir: Path) -> Backend:
+def open_backend(trainer: WorkersConfig, ray_kwargs: RayConfig, timeouts: WorkersTimeoutsConfig, run_dir: Path) -> Backend:
     """The backend that trainer.backend names; a context manager that leaves no process behind.
 
     Raises ValueError if the device is not there.
@@ -32,6 +35,7 @@ def open_backend(trainer: WorkersConfig, ray_kwargs: RayConfig, run_dir: Path) -
         n_gpus_per_node=trainer.n_gpus_per_node,
         device=trainer.device,
         ray_init=ray_kwargs.ray_init,
+        join_seconds=timeouts.join,
     )
 
 
@@ -55,3 +59,30 @@ def start_hosts(
     pool = ResourcePool(n_per_node=(trainer.n_gpus_per_node,) * trainer.nnodes, device=trainer.device, name="workers")
     what = ("workers.host:Host", trainer.device, timeouts.collective)
     return backend.start_group("workers", pool, *what, env=env or {}, deterministic=deterministic)
+
+
+def start_pools(
+    backend: Backend, trainer: RunConfig, place: Placement, timeouts: WorkersTimeoutsConfig, *, engine: str
+) -> dict[str, WorkerGroup]:
+    """By role, its hosts: processes of a pool, which its roles share. Returns before they are ready. engine: of the rollout."""
+    deterministic, env = trainer.deterministic, worker_environment(trainer.deterministic, engine)
+    first = place.pools[0]
+    if world_size(first) == world_size(trainer) and first.fraction == 1:
+        hosts = start_hosts(backend, trainer, timeouts, deterministic=deterministic, env=env)
+        return dict.fromkeys(ROLES, hosts)
+    room = ResourcePool(n_per_node=(trainer.n_gpus_per_node,) * trainer.nnodes, device=trainer.device, name="workers")
+    groups = {}
+    for pool in place.pools:
+        slots = ResourcePool(
+            n_per_node=(pool.n_gpus_per_node,) * pool.nnodes,
+            device=trainer.device,
+            name=pool.name,
+            room=room,
+            first_node=pool.first_node,
+            first_slot=pool.first_gpu,
+        )
+        what = ("workers.host:Host", trainer.device, timeouts.collective)
+        groups[pool.name] = backend.start_group(
+            pool.name, slots, *what, env=env, deterministic=deterministic, memory_fraction=pool.fraction
+        )
+    return {role: groups[place.pool(role).name] for role in ROLES}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 WIDTH, HEIGHT = 440, 220
 LEFT, RIGHT, TOP, BOTTOM = 50, 430, 12, 192
+LANES_WIDTH = 900
 MAX_POINTS = 400
 MOST_DOTS = 40
 SMOOTH_FROM = 30
@@ -70,6 +71,30 @@ class Stack:
     columns: list[Column]
     x_ticks: list[Tick]
     y_ticks: list[Tick]
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """label: its index; told: what the pointer reads."""
+
+    x: float
+    y: float
+    width: float
+    label: int
+    told: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """Bars on a common axis of time, a lane above the other. left, bottom: of the axes; names: of the lanes, at their tops."""
+
+    left: int
+    bottom: int
+    height: int
+    names: list[Tick]
+    labels: list[str]
+    bars: list[Bar]
+    x_ticks: list[Tick]
 
 
 def draw(title: str, note: str, curves: Sequence[Curve], *, at_least: tuple[float, float] | None = None) -> Chart:
@@ -139,6 +164,27 @@ def stack(labels: Sequence[str], steps: Sequence[float], parts: Sequence[Sequenc
     x_ticks = [Tick(LEFT + pitch / 2 + width * (at - first) / span, number(at)) for at in whole_ticks(first, first + span)]
     y_ticks = [Tick(BOTTOM - (BOTTOM - TOP) * at / high, number(at)) for at in nice_ticks(0, high)]
     return Stack(list(labels), columns, x_ticks, y_ticks)
+
+
+def lanes(spans: Sequence[tuple[str, str, float, float]], left: int = 90, height: int = 26) -> Lanes:
+    """What ran when: (lane, label, start, end) in seconds each. Lanes and labels in the order in which they first come."""
+    names = list(dict.fromkeys(lane for lane, *_ in spans))
+    labels = list(dict.fromkeys(label for _, label, *_ in spans))
+    first, last = min(start for *_, start, _ in spans), max(end for *_, end in spans)
+    scale = (LANES_WIDTH - left - 10) / ((last - first) or 1.0)
+    bars = [
+        Bar(
+            round(left + (start - first) * scale, 2),
+            TOP + names.index(lane) * height,
+            round((end - start) * scale, 2),
+            labels.index(label),
+            f"{label}: {start - first:.3f} to {end - first:.3f} s",
+        )
+        for lane, label, start, end in spans
+    ]
+    bottom = TOP + len(names) * height
+    x_ticks = [Tick(round(left + at * scale, 2), number(at)) for at in nice_ticks(0.0, (last - first) or 1.0)]
+    return Lanes(left, bottom, height, [Tick(TOP + i * height, name) for i, name in enumerate(names)], labels, bars, x_ticks)
 
 
 def thin(curve: Curve) -> Curve:

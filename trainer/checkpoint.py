@@ -35,7 +35,8 @@ SAFE_TO_CHANGE = (
     "actor_rollout_ref.rollout.val_kwargs.", "timeouts.",
     "algorithm.rollout_correction.mismatch_bound", "alarms.", "ray_kwargs.", "trainer.replay.",
 
-    "trainer.backend", "trainer.nnodes", "trainer.n_gpus_per_node", "*.use_dynamic_bsz", "*.log_prob_use_dynamic_bsz",
+    "placement.", "trainer.backend", "trainer.nnodes", "trainer.n_gpus_per_node",
+    "*.use_dynamic_bsz", "*.log_prob_use_dynamic_bsz",
     "*.ppo_micro_batch_size", "*.ppo_micro_batch_size_per_gpu", "*.ppo_max_token_len_per_gpu", "*.log_prob_micro_batch_size",
     "*.log_prob_micro_batch_size_per_gpu", "*.log_prob_max_token_len_per_gpu", "*.forward_micro_batch_size",
     "*.forward_micro_batch_size_per_gpu", "*.forward_max_token_len_per_gpu",

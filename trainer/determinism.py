@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from trainer.events import Events
 from trainer.watchdog import Watchdog
 from workers.controller.group import WorkerGroup
@@ -18,15 +20,15 @@ def worker_environment(deterministic: bool, rollout: str | None = None) -> dict[
 class KernelWatch:
     """Tells once of each kernel that has run on a worker and may not give the same bits again."""
 
-    def __init__(self, hosts: WorkerGroup, events: Events, watchdog: Watchdog) -> None:
-        self.hosts = hosts
+    def __init__(self, hosts: Iterable[WorkerGroup], events: Events, watchdog: Watchdog) -> None:
+        self.hosts = {group.name: group for group in hosts}  # one may be that of several roles
         self.watchdog = watchdog
         self.events = events
         self._told: set[str] = set()
 
     def look(self, step: int) -> None:
-        by_rank = self.watchdog.call(self.hosts, "ask", "kernels", "doubtful_kernels")
-        found = {kernel for kernels in by_rank for kernel in kernels}
+        by_rank = [self.watchdog.call(group, "ask", "kernels", "doubtful_kernels") for group in self.hosts.values()]
+        found = {kernel for of_group in by_rank for kernels in of_group for kernel in kernels}
         for kernel in sorted(found - self._told):
             self.events.add(step, "not deterministic", f"{kernel} has no deterministic implementation: this run may not repeat")
         self._told |= found

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -28,18 +29,33 @@ UNNAMED = "prompts"
 """The data source of data that name none."""
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When a phase was under way: start and end in seconds since 1970. pools: whose processes worked; none: the controller's."""
+
+    phase: str
+    pools: tuple[str, ...]
+    start: float
+    end: float
+
+
 class Phases:
-    """Seconds of each named phase. A phase that runs twice adds up; one that raises is counted too.
+    """Seconds of each named phase. A phase that runs twice adds up; one that raises is counted too. Phases of pools that work at
+    the same time may come from several threads, each its own.
 
     >>> phases = Phases()
     >>> with phases("gen"):
     ...     pass
-    >>> list(phases.seconds)
-    ['gen']
+    >>> list(phases.seconds), len(phases.spans)
+    (['gen'], 1)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pools: Mapping[str, tuple[str, ...]] | None = None) -> None:
+        """pools: that work in a phase."""
+        self.pools = pools or {}
         self.seconds: dict[str, float] = {}
+        self.spans: list[Span] = []
+        self._began = time.time() - time.perf_counter()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -47,7 +63,14 @@ class Phases:
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            end = time.perf_counter()
+            self.seconds[name] = self.seconds.get(name, 0.0) + end - start
+            self.spans.append(Span(name, self.pools.get(name, ()), self._began + start, self._began + end))
+
+    def clear(self) -> None:
+        """Before a step."""
+        self.seconds.clear()
+        self.spans.clear()
 
 
 def data_metrics(batch: Batch, max_prompt_length: int) -> dict[str, float]:
@@ -101,12 +124,19 @@ def reward_metrics(batch: Batch, data_sources: Collection[str]) -> dict[str, flo
 
 
 def performance_metrics(
-    batch: Batch, seconds: Mapping[str, float], n_gpus: int, *, flops: Mapping[str, float], peak: float | None
+    batch: Batch,
+    seconds: Mapping[str, float],
+    n_gpus: int,
+    *,
+    flops: Mapping[str, float],
+    peak: float | None,
+    gpus_of: Mapping[str, int] | None = None,
 ) -> dict[str, float]:
     """Times and speeds of a step.
 
     meta: generated_tokens, those of answers that are not in the batch among them. seconds: by phase, ``step`` among them.
-    flops: model FLOPs by phase, over all GPUs. peak: FLOP/s of one GPU, None if unknown: then there is no mfu.
+    n_gpus: of the run; gpus_of: those that work in a phase, where they are not all. flops: model FLOPs by phase, over all GPUs.
+    peak: FLOP/s of one GPU, None if unknown: then there is no mfu.
     ``perf/throughput`` is tokens of the batch, prompts included, a second and GPU; ``perf/mfu`` is all of ``flops`` over what the
     GPUs could have done in the step; ``perf/mfu/actor`` (update_actor), ``perf/mfu/critic`` and the like, over what they could
     have done in that phase.
@@ -122,7 +152,8 @@ def performance_metrics(
     if peak is not None:
         metrics["perf/mfu"] = sum(flops.values()) / (step * n_gpus * peak)
         metrics |= {
-            f"perf/mfu/{phase.removeprefix('update_')}": work / (seconds[phase] * n_gpus * peak) for phase, work in flops.items()
+            f"perf/mfu/{phase.removeprefix('update_')}": work / (seconds[phase] * (gpus_of or {}).get(phase, n_gpus) * peak)
+            for phase, work in flops.items()
         }
     return metrics
 

@@ -8,7 +8,8 @@ from typing import Literal
 from transformers import AutoConfig
 
 from configs.checks_batches import micro_batch_limits
-from configs.schema.common import ModelConfig, OptimConfig, ShardedConfig, Sharding, WorkersConfig
+from configs.checks_rollout import Workers
+from configs.schema.common import ModelConfig, OptimConfig, ShardedConfig, Sharding
 from trainer.budget import Budget
 from trainer.remote import RemoteModel
 from trainer.watchdog import Watchdog
@@ -103,13 +104,13 @@ def value_head(model: ModelConfig) -> str:
 
 def limits(
     role: ShardedConfig,
-    trainer: WorkersConfig,
+    workers: Workers,
     *,
     per_gpu: int | None,
     over_all: int | None,
     dynamic: bool,
     max_tokens: int,
 ) -> Limits:
-    """See configs.checks_batches.micro_batch_limits."""
-    tokens, rows = micro_batch_limits(per_gpu, over_all, dynamic, max_tokens, role, trainer)
+    """workers: of the role. See configs.checks_batches.micro_batch_limits."""
+    tokens, rows = micro_batch_limits(per_gpu, over_all, dynamic, max_tokens, role, workers)
     return Limits(max_tokens=tokens, max_rows=rows)

@@ -145,20 +145,35 @@ class BaseModel:
 class RemoteRollout:
     """The rollout role on every worker of a group."""
 
-    def __init__(self, group: WorkerGroup, spec: RolloutSpec, source: str, watchdog: Watchdog) -> None:
-        """source: the model role whose weights the engines generate with."""
+    def __init__(
+        self, group: WorkerGroup, spec: RolloutSpec, source: str, watchdog: Watchdog, *, trainers: WorkerGroup | None = None
+    ) -> None:
+        """source: the model role whose weights the engines generate with. trainers: the group that has it, if not this one."""
         self.group = group
         self.engine = spec.rollout.name
         self.watchdog = watchdog
-        self._gives_way = spec.rollout.free_cache_engine
+        self.source = source
+        self.trainers = trainers if trainers is not group else None
+        self._gives_way = spec.rollout.free_cache_engine and self.trainers is None
         self._version, self._slept = 0, False
-        self.mesh = mesh_of(self._call("start", "build_rollout", "rollout", spec, source))
+        if self.trainers is None:
+            places = self._call("start", "build_rollout", "rollout", spec, source)
+        else:
+            offering = ("offer_weights", source, group.world_size)
+            meeting, *_ = watchdog.call(self.trainers, "start", f"start of {source}", *offering)
+            places = self._call("start", "build_rollout_apart", "rollout", spec, meeting)
+        self.mesh = mesh_of(places)
         group.register_mesh("rollout", self.mesh)
 
     def sync_weights(self, version: int) -> Metrics:
         """Every engine has the source's weights when this returns; completions bear ``version`` from now on."""
         self._version, self._slept = version, False
-        return join_metrics(self._call("sync", "run", "rollout", "sync_weights", version))
+        words = ("run", "rollout", "sync_weights", version)
+        if self.trainers is None:
+            return join_metrics(self._call("sync", *words))
+        sending = (self.trainers, f"weight sync ({self.source} sends)", ("run", self.source, "send_weights"))
+        metrics, _ = self.watchdog.together("sync", (self.group, self._what("sync"), words), sending)
+        return join_metrics(metrics)
 
     def rest(self, group: WorkerGroup | None) -> None:
         """A model on the workers of ``group`` was at work: engines that slept meanwhile get their weights before they answer."""
@@ -182,8 +197,10 @@ class RemoteRollout:
 
     def _call(self, phase: str, *words: Any, mesh: str | None = None, work: Callable[[], Sequence[str]] = list) -> list[Any]:
         """The result of a call; see Watchdog.call. The group has no other call under way: the phase's time is its own."""
-        what = f"{PHASES[phase]} (rollout engine {self.engine})"
-        return self.watchdog.call(self.group, phase, what, *words, mesh=mesh, work=work)
+        return self.watchdog.call(self.group, phase, self._what(phase), *words, mesh=mesh, work=work)
+
+    def _what(self, phase: str) -> str:
+        return f"{PHASES[phase]} (rollout engine {self.engine})"
 
     def stats(self) -> dict[str, float]:
         """The engines' counters since the last call, added up; see Rollout.stats."""

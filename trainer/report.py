@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from trainer.charts import Chart, Curve, Stack, draw, duration, number, smooth, stack
+from trainer.charts import Chart, Curve, Lanes, Stack, draw, duration, lanes, number, smooth, stack
 from trainer.dumps import Sample
 from trainer.metrics import AFTER_STEP, WHOLE_STEP
 from trainer.page import render
@@ -24,6 +24,7 @@ from trainer.run_dir import (
     METRICS,
     REPORT,
     SAMPLES,
+    TIMELINE,
     read_lines,
     read_metrics,
     write_atomic,
@@ -32,6 +33,8 @@ from trainer.run_dir import (
 ACCURACY = "val/accuracy"
 PROBLEMS = "val/problems"
 MOST_ANSWERS = 16
+DRAWN_STEPS = 3
+CONTROLLER = "controller"
 PNG_COLORS = ("#3b6fd8", "#e0792f", "#2a9d74", "#a45bd0", "#d1495b", "#c9a227", "#3aa6b9", "#7a8699", "#b86b8f", "#9aa5b1")
 
 Series = dict[str, tuple[list[float], list[float]]]
@@ -139,6 +142,8 @@ def write_report(run_dir: Path) -> Path:
         charts=charts_of(series, reward_curves(config, series)),
         shares=shares,
         columns=columns,
+        timeline=timeline_of(read_lines(run_dir / TIMELINE)),
+        drawn_steps=DRAWN_STEPS,
         answers=answers,
         first_step=first_step,
         last_step=last_step,
@@ -275,6 +280,20 @@ def timing_of(steps: Sequence[Mapping[str, float]]) -> tuple[list[Share], Stack 
     totals = [sum(column) for column in zip(*parts, strict=True)]
     whole = sum(totals)
     return [Share(name, total, total / whole) for name, total in zip(phases, totals, strict=True)], stack(phases, xs, parts)
+
+
+def timeline_of(entries: Sequence[Mapping[str, Any]]) -> Lanes | None:
+    """The phases of the last steps, a lane for each pool and one for what the controller does itself; None: there are none."""
+    entries = [entry for entry in entries if entry["spans"]][-DRAWN_STEPS:]
+    spans = [
+        (pool, phase, start, end)
+        for entry in entries
+        for phase, pools, start, end in entry["spans"]
+        for pool in (pools or [CONTROLLER])
+        if phase != WHOLE_STEP
+    ]
+    order = {pool: (pool == CONTROLLER, pool) for pool, *_ in spans}
+    return lanes(sorted(spans, key=lambda span: (order[span[0]], span[2]))) if spans else None
 
 
 def answers_of(entries: Sequence[Mapping[str, Any]]) -> tuple[int, int, list[Answered]]:

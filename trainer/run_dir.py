@@ -21,6 +21,7 @@ from configs.secret_names import hidden, is_secret
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 EVENTS = "events.jsonl"
+TIMELINE = "timeline.jsonl"
 CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 REPORT = "report.html"
@@ -154,7 +155,7 @@ def start_run(run_dir: Path, resume_step: int | None, rollout_dir: Path | None, 
     """
     run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     if resume_step is None or not checkpoint_dir(run_dir, resume_step).exists():
-        written = (METRICS, SAMPLES, EVENTS, REPORT, TENSORBOARD, ROLLOUTS, SKIPPED_BATCHES, WANDB_ID, LATEST, BEST)
+        written = (METRICS, SAMPLES, TIMELINE, EVENTS, REPORT, TENSORBOARD, ROLLOUTS, SKIPPED_BATCHES, WANDB_ID, LATEST, BEST)
         outputs = [run_dir / name for name in written if not (restarted and name == EVENTS)]
         _set_aside(run_dir, outputs + [checkpoint_dir(run_dir, step) for step in checkpoint_steps(run_dir)])
         return
@@ -162,7 +163,7 @@ def start_run(run_dir: Path, resume_step: int | None, rollout_dir: Path | None, 
     _set_aside(run_dir, [checkpoint_dir(run_dir, step) for step in later])
     write_atomic(run_dir / LATEST, str(resume_step))
     _forget_best_after(run_dir, resume_step)
-    for name in (METRICS, SAMPLES):
+    for name in (METRICS, SAMPLES, TIMELINE):
         _cut_lines(run_dir / name, resume_step)
     for directory in {run_dir / ROLLOUTS, rollout_dir or run_dir / ROLLOUTS}:
         for path in _rollouts_after(directory, resume_step):
@@ -178,7 +179,7 @@ def go_back(run_dir: Path, step: int, rollout_dir: Path | None) -> Path:
     write_atomic(run_dir / LATEST, str(step))
     _forget_best_after(run_dir, step)
     aside = _next_aside(run_dir)
-    for name in (METRICS, SAMPLES):
+    for name in (METRICS, SAMPLES, TIMELINE):
         if (run_dir / name).exists():
             left = [entry for entry in read_lines(run_dir / name) if entry[GLOBAL_STEP] > step]
             write_atomic(aside / name, "".join(json_line(entry) for entry in left))

@@ -23,7 +23,8 @@ RAY_LINES = 20
 GPU_SECONDS = 10.0
 _OURS = Path(workers.__file__).parents[1]
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_MEETING = "meeting_point"  # workers/host.py: there ranks wait for one another too
+_MEETINGS = ("meeting_point", "meet_others", "wait_for_others")
+"""workers/host.py, workers/rollout/channel.py: there ranks wait for one another too."""
 _COLLECTIVE_ENDED = re.compile(r"[Tt]imed out waiting \d+ ?ms for|Watchdog caught collective operation timeout")
 
 
@@ -92,7 +93,7 @@ def waits_for_others(state: RankState) -> bool:
 
 def innermost_is_collective(frames: Sequence[Frame]) -> bool:
     inner = [frame for frame in frames if "/torch/_ops.py" not in frame.file and "/torch/utils/" not in frame.file]
-    return bool(inner) and ("/torch/distributed/" in inner[0].file or inner[0].function == _MEETING)
+    return bool(inner) and ("/torch/distributed/" in inner[0].file or inner[0].function in _MEETINGS)
 
 
 def where(process: ProcessState) -> str:

@@ -21,7 +21,7 @@ from rich.console import Console
 from trainer.batch_file import save_batch
 from trainer.console import ConsoleLogger
 from trainer.dumps import Sample, write_dump
-from trainer.metrics import gpu_names
+from trainer.metrics import Span, gpu_names
 from trainer.run_dir import (
     CONFIG,
     ENVIRONMENT,
@@ -29,6 +29,7 @@ from trainer.run_dir import (
     METRICS,
     SAMPLES,
     TENSORBOARD,
+    TIMELINE,
     WANDB_ID,
     Lines,
     batch_file,
@@ -119,11 +120,13 @@ class Tracker:
     def _open(self) -> None:
         self._metrics = Lines(self.run_dir / METRICS)
         self._samples = Lines(self.run_dir / SAMPLES)
+        self._timeline = Lines(self.run_dir / TIMELINE)
 
     def go_back(self, step: int) -> Path:
         """The run goes on after ``step`` with other data. What it wrote past it is moved to the directory that is returned."""
         self._metrics.close()
         self._samples.close()
+        self._timeline.close()
         aside = go_back(self.run_dir, step, self.rollout_dir)
         self._open()
         for logger in self._loggers:
@@ -136,6 +139,11 @@ class Tracker:
         self._metrics.write(json_line({GLOBAL_STEP: step} | numbers | {GLOBAL_STEP: step}))
         for logger in self._loggers:
             logger.log(numbers, step)
+
+    def log_spans(self, spans: Sequence[Span], step: int) -> None:
+        """One line of timeline.jsonl: when the step's phases were under way, and where; to the millisecond."""
+        told = [[span.phase, list(span.pools), round(span.start, 3), round(span.end, 3)] for span in spans]
+        self._timeline.write(json_line({GLOBAL_STEP: step, "spans": told}))
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         """Validation answers: the first KEPT_SAMPLES to samples.jsonl, the first ``shown_samples`` to the loggers."""
@@ -157,6 +165,7 @@ class Tracker:
     def close(self) -> None:
         self._metrics.close()
         self._samples.close()
+        self._timeline.close()
         for logger in self._loggers:
             logger.close()
 

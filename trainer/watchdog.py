@@ -21,13 +21,16 @@ from workers.controller.stacks import answer_for_stacks
 
 MEASURED = 3  # so often a phase must have been seen
 WIDENED = 10.0  # times its longest, it may then take
+LOOK = 0.005  # seconds between looks at calls of several groups
+NEWS_SECONDS = 3.0  # until a group's own error is known, when another has lost it
+LOST = "ChannelLost"  # workers/rollout/channel.py: somebody else's error says why
 LAST_RESORT = 60.0  # seconds after the limit: the process ends, if nothing else can be done with it
 _EXPIRED = signal.SIGRTMIN + 6
 
 
 class Watchdog:
     def __init__(self, limits: Mapping[str, float], run_dir: Path) -> None:
-        """limits: the group ``timeouts``, seconds by phase. For the main thread."""
+        """limits: the group ``timeouts``, seconds by phase. For the main thread, but for ``call``."""
         answer_for_stacks()
         self.step = 0
         """That the run is in, for what is told."""
@@ -35,6 +38,8 @@ class Watchdog:
         self._run_dir = run_dir
         self._events = Events(run_dir)
         self._seen: dict[str, tuple[int, float]] = {}
+        self._lock = threading.Lock()
+        """Calls come from several threads where pools work at the same time."""
 
     def limit(self, phase: str) -> float:
         """Seconds: what is configured, or 10 x the longest of three and more, so that a slow machine is not taken for a hang."""
@@ -56,9 +61,55 @@ class Watchdog:
         Raises WorkerError, and PhaseTimeout when the phase, or a collective in it, has taken too long; both with ``what``.
         """
         limit, started = self.limit(phase), time.monotonic()
+        result = self._result(lambda: group.call(method, *args, mesh=mesh, timeout=limit), phase, what, work)
+        self._saw(phase, time.monotonic() - started)
+        return result
+
+    def together(self, phase: str, *calls: tuple[WorkerGroup, str, tuple[Any, ...]]) -> list[list[Any]]:
+        """The results of calls on groups that wait for one another, in the time for one. calls: (group, what, what is called).
+
+        Raises what ``call`` does as soon as one group has failed; where that one only lost another, the other's error.
+        """
+        limit, started = self.limit(phase), time.monotonic()
+        waiting = [(what, group.call(*words, timeout=limit)) for group, what, words in calls]
+        results: dict[str, list[Any]] = {}
+        while waiting:
+            over = time.monotonic() > started + limit
+            for what, future in [one for one in waiting if over or one[1].done()]:
+                waiting.remove((what, future))
+                try:
+                    results[what] = self._answer(future, phase, what)
+                except (WorkerError, PhaseTimeout) as error:
+                    raise self._cause(error, phase, waiting) from None
+            time.sleep(LOOK)
+        self._saw(phase, time.monotonic() - started)
+        return [results[what] for _, what, _ in calls]
+
+    def _cause(
+        self, error: WorkerError | PhaseTimeout, phase: str, others: Sequence[tuple[str, Future]]
+    ) -> WorkerError | PhaseTimeout:
+        """Of a group's error, while others had not answered. Who was late may be among those: they are told of too."""
+        if isinstance(error, PhaseTimeout):
+            error.last_words += "".join(f"\n{what}: {self._tell(phase, what, future.examine(), list)}" for what, future in others)
+            return error
+        deadline = time.monotonic() + NEWS_SECONDS
+        while error.kind == LOST and others and time.monotonic() < deadline:
+            for what, future in others:
+                if future.done():
+                    try:
+                        self._answer(future, phase, what)
+                    except (WorkerError, PhaseTimeout) as cause:
+                        return cause
+            time.sleep(LOOK)
+        return error
+
+    def _answer(self, future: Future, phase: str, what: str) -> list[Any]:
+        return self._result(lambda: future, phase, what)
+
+    def _result(self, ask: Callable[[], Future], phase: str, what: str, work: Callable[[], Sequence[str]] = list) -> list[Any]:
         try:
-            future = group.call(method, *args, mesh=mesh, timeout=limit)
-            result = future.result()
+            future = ask()
+            return future.result()
         except WorkerError as error:
             error.method = what
             if ended_in_collective(str(error)):
@@ -68,8 +119,6 @@ class Watchdog:
             error.method = self._limited(what, phase)
             error.last_words = self._tell(phase, what, error.states, work)
             raise
-        self._saw(phase, time.monotonic() - started)
-        return result
 
     @contextmanager
     def own(self, phase: str, what: str, work: str) -> Iterator[None]:
@@ -90,8 +139,9 @@ class Watchdog:
         self._saw(phase, time.monotonic() - started)
 
     def _saw(self, phase: str, seconds: float) -> None:
-        count, longest = self._seen.get(phase, (0, 0.0))
-        self._seen[phase] = count + 1, max(longest, seconds)
+        with self._lock:
+            count, longest = self._seen.get(phase, (0, 0.0))
+            self._seen[phase] = count + 1, max(longest, seconds)
 
     def _limited(self, what: str, phase: str) -> str:
         widened = ", widened by what was measured" if self.limit(phase) > self._limits[phase] else ""
@@ -118,7 +168,8 @@ class Watchdog:
         """Keep all that is known, and the event; the summary."""
         stall = Stall(self.step, phase, states, work(), verdict(states, waited))
         try:
-            directory = str(record(stall, self._run_dir))
+            with self._lock:
+                directory = str(record(stall, self._run_dir))
             blamed = f", held up by ranks {stall.verdict.ranks}" if stall.verdict.why else ""
             self._events.add(self.step, "stall", f"{what} took too long{blamed}: see {directory}")
         except OSError as error:  # the disk may be what is ill

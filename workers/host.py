@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import socket
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -22,16 +24,24 @@ from workers.roles.model import ModelRole
 from workers.roles.rollout import RolloutRole
 from workers.rollout import make_rollout
 from workers.rollout.base import RolloutSpec
-from workers.rollout.weight_sync import WeightSync
+from workers.rollout.channel import Channel, Meeting, Receiver, Sender
+from workers.rollout.weight_sync import WeightSource, WeightSync
 
 
 class Host:
     def __init__(
-        self, info: WorkerInfo, device: Literal["cpu", "cuda"], collective_seconds: float, *, deterministic: bool = False
+        self,
+        info: WorkerInfo,
+        device: Literal["cpu", "cuda"],
+        collective_seconds: float,
+        *,
+        deterministic: bool = False,
+        memory_fraction: float = 1.0,
     ) -> None:
-        """Joins the process group of all workers: gloo on CPU, and nccl beside it on CUDA.
+        """Joins the process group of the pool's workers: gloo on CPU, and nccl beside it on CUDA.
 
         collective_seconds: so long a rank waits in a collective for the others. deterministic: see repeating_kernels.
+        memory_fraction: of the device's memory, torch's allocator takes so much at most; the rest is other processes'.
         """
         self.info = info
         self.device = device
@@ -41,11 +51,13 @@ class Host:
         self.roles: dict[str, ModelRole | RolloutRole] = {}
         if device == "cuda":
             torch.cuda.set_device(info.local_rank)
+            if memory_fraction < 1.0:
+                torch.cuda.set_per_process_memory_fraction(memory_fraction)
         else:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         if info.master_addr.startswith("127."):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        limit = timedelta(seconds=collective_seconds)
+        self._limit = limit = timedelta(seconds=collective_seconds)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
             store=meeting_point(info, limit),
@@ -65,14 +77,45 @@ class Host:
         """The rollout role; ``source`` is the model role that gives it weights. Returns as build_model does: consecutive ranks
         are one engine, however the model is sharded, and the first of them answers.
         """
-        model = self.roles[source]
-        assert isinstance(model, ModelRole)
+        return self._add_rollout(role, spec, self._model(source).engine, source)
+
+    def build_rollout_apart(self, role: str, spec: RolloutSpec, meeting: Meeting) -> tuple[int, bool]:
+        """The same, with weights from other processes. No model is beside it: it does not sleep."""
+        spec = replace(spec, rollout=replace(spec.rollout, free_cache_engine=False))
+        channel = Channel.joined(meeting, self.info.rank, self.device, self._limit)
+        half = spec.rollout.update_weights_bucket_megabytes * 2**20 // 2  # the engine has another one in hand
+        receiver = Receiver(channel, meeting.adapter, half)
+        return self._add_rollout(role, spec, receiver, None, receiver.sync)
+
+    def _add_rollout(
+        self,
+        role: str,
+        spec: RolloutSpec,
+        weights: WeightSource,
+        source: str | None,
+        during: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> tuple[int, bool]:
         rollout = make_rollout(spec, self.info)
         self.residency.add_rollout(rollout, free_cache_engine=spec.rollout.free_cache_engine)
-        sync = WeightSync(rollout, model.engine, spec.rollout, self.info.rank)
-        self.roles[role] = RolloutRole(rollout, model, self.residency, sync)
+        sync = WeightSync(rollout, weights, spec.rollout, self.info.rank)
+        self.roles[role] = RolloutRole(rollout, source, self.residency, sync, during)
         replica, rank_in_it = divmod(self.info.rank, rollout.tensor_parallel_size)
         return replica, rank_in_it == 0
+
+    def offer_weights(self, role: str, receivers: int) -> Meeting | None:
+        """From now on send_weights of this model role brings its weights to rollout engines in other processes, of so many ranks.
+        Returns where, from the first rank."""
+        model, channel, meeting = self._model(role), None, None
+        if self.info.rank == 0:
+            channel, port = Channel.offered(self.info.master_addr, receivers, self.device, self._limit)
+            meeting = Meeting(self.info.master_addr, port, receivers, model.engine.adapter_config)
+        model.sender = Sender(model.engine, channel)
+        return meeting
+
+    def _model(self, role: str) -> ModelRole:
+        model = self.roles[role]
+        assert isinstance(model, ModelRole)
+        return model
 
     def run(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of a role."""

@@ -3,11 +3,12 @@
 phase      actor's parameters   other roles   optimizer             rollout engine
 forward    its own on device    may be away   may be away           asleep
 train      its own on device    may be away   its own on device     asleep
-sync       on device            may be away   may be away           weights awake
+sync       on device            may be away   may be away           weights awake, wherever it is
 generate   may be away          may be away   may be away           awake
 
 «May be away»: on the host if the role's param_offload or optimizer_offload says so. free_cache_engine=false keeps the
-rollout engine awake. Two full copies of the weights plus a KV cache never coexist where the actor is offloaded.
+rollout engine awake, and so does having no model beside it. Two full copies of the weights plus a KV cache never coexist
+where the actor is offloaded.
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ class Residency:
                     self._rollout.sleep()
                 self._place(active=role, training=phase == "train")
             case "sync":
-                assert self._rollout is not None, "phase sync: no rollout engine here"
                 self._place(active=role, training=False)
-                self._rollout.wake(weights=True, kv_cache=False)
+                if self._rollout is not None:
+                    self._rollout.wake(weights=True, kv_cache=False)
             case "generate":
                 assert self._rollout is not None, "phase generate: no rollout engine here"
                 assert self.phase in ("sync", "generate") or not self._rollout_sleeps, (

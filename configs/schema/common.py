@@ -164,6 +164,7 @@ class RunConfig(WorkersConfig):
 class WorkersTimeoutsConfig:
     """Seconds; of every program that starts workers."""
 
+    join: PositiveFloat
     start: PositiveFloat
     collective: PositiveFloat
 

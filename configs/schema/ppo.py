@@ -21,6 +21,7 @@ from configs.schema.common import (
     ShardedConfig,
     TrainingTimeoutsConfig,
 )
+from configs.schema.placement import PlacementConfig
 from configs.schema.scoring_model import ScoringModelDefaults
 
 KLKind = Literal[
@@ -385,5 +386,6 @@ class PPOConfig:
     reward: RewardConfig
     alarms: AlarmsConfig
     trainer: TrainerConfig
+    placement: PlacementConfig
     timeouts: TimeoutsConfig
     ray_kwargs: RayConfig

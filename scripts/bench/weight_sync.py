@@ -2,13 +2,15 @@
 
     python scripts/bench/weight_sync.py                                # every engine, 84M parameters, one rank
     python scripts/bench/weight_sync.py --ranks 2 --engines vllm       # from FSDP2 shards of two ranks into an engine on each
+    python scripts/bench/weight_sync.py --apart                        # and into engines on as many ranks of their own
     python scripts/bench/weight_sync.py --quick                        # a smoke version
 
 Weights go from a trainer's engine into a rollout engine beside it that stays awake. bare: the engine's own call on tensors that
-are whole, cast, and where it wants them (vLLM: reload_weights; SGLang: update_weights_from_tensor in shared memory, and
-the flush of its cache). sync: all of it with verify_weights=sample. Rounds alternate; medians of
-seconds. verify: the mean share of a sync. peak: the most memory the process had in a sync, as the system counts it, above what
-it had before or afterwards. With one rank embedded would use the trainer's own tensors and copy nothing: here it is made to copy.
+are whole, cast, and where it wants them (vLLM: reload_weights; SGLang: update_weights_from_tensor in shared memory, and the
+flush of its cache). sync: all of it with verify_weights=sample. apart: the same, into another engine in other processes. Rounds
+alternate; medians of seconds. verify: the mean share of a sync. peak: the most memory the process had in a sync, as the system
+counts it, above what it had before or afterwards. With one rank embedded would use the trainer's own tensors and copy nothing:
+here it is made to copy.
 """
 
 import argparse
@@ -18,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from multiprocessing.queues import SimpleQueue
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing import spawn
+from torch.multiprocessing import get_context, spawn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from configs.compose import compose
@@ -40,6 +43,7 @@ from workers.metric import Metric
 from workers.roles.model import ModelRole
 from workers.roles.rollout import RolloutRole
 from workers.rollout.base import Rollout, RolloutSpec
+from workers.rollout.channel import Meeting
 from workers.rollout.sglang import SGLangRollout
 from workers.rollout.sglang_client import SharedBucket
 from workers.rollout.vllm import VLLMRollout
@@ -50,7 +54,7 @@ SIZES: dict[str, Any] = {"hidden_size": 512, "num_hidden_layers": 12, "intermedi
 QUICK: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 256, "vocab_size": 500,
                          "num_attention_heads": 4, "num_key_value_heads": 4}  # fmt: skip
 COLUMNS = ("engine", "dtype", "ranks", "MB", "memcpy GB/s", "bare GB/s", "sync GB/s", "sync/bare", "sync/memcpy", "verify %",
-           "full s", "bucket MB", "peak MB")  # fmt: skip
+           "full s", "bucket MB", "peak MB", "apart GB/s", "apart/sync")  # fmt: skip
 
 
 def main() -> None:
@@ -61,6 +65,7 @@ def main() -> None:
     parser.add_argument("--tensor_model_parallel_size", type=int, default=1, help="(default: %(default)s)")
     parser.add_argument("--bucket", type=int, default=64, help="update_weights_bucket_megabytes (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=16, help="(default: %(default)s)")
+    parser.add_argument("--apart", action="store_true", help="engines on ranks of their own too")
     parser.add_argument("--quick", action="store_true", help="a tiny model, two rounds")
     args = parser.parse_args()
     if args.quick:
@@ -71,7 +76,8 @@ def main() -> None:
         Qwen2ForCausalLM(Qwen2Config(**(QUICK if args.quick else SIZES), tie_word_embeddings=False)).save_pretrained(folder)
         for engine in args.engines:
             for dtype in args.dtypes:
-                spawn(measure, args=(args, folder, engine, dtype, free_port()), nprocs=args.ranks)
+                ports, offers = (free_port(), free_port()), get_context("spawn").SimpleQueue()
+                spawn(measure, args=(args, folder, engine, dtype, ports, offers), nprocs=args.ranks * (1 + args.apart))
 
 
 class Unlent:
@@ -84,10 +90,20 @@ class Unlent:
         return None
 
 
-def measure(rank: int, args: argparse.Namespace, folder: str, engine: str, dtype: str, port: int) -> None:
-    """One line of the table, from rank 0."""
-    host = Host(WorkerInfo(rank, args.ranks, rank, 0, "127.0.0.1", port), "cpu", 1800.0)
+def measure(
+    rank: int,
+    args: argparse.Namespace,
+    folder: str,
+    engine: str,
+    dtype: str,
+    ports: Sequence[int],
+    offers: "SimpleQueue[Meeting]",
+) -> None:
+    """One line of the table, from rank 0. Ranks beyond the trainer's have engines alone."""
     spec = rollout_spec(args, folder, engine, dtype)
+    if rank >= args.ranks:
+        return receive(rank - args.ranks, args, spec, ports[1], offers)
+    host = Host(WorkerInfo(rank, args.ranks, rank, 0, "127.0.0.1", ports[0]), "cpu", 1800.0)
     host.build_model("actor", trainer_spec(spec), None)
     host.build_rollout("rollout", spec, "actor")
     actor, role = host.roles["actor"], host.roles["rollout"]
@@ -112,6 +128,11 @@ def measure(rank: int, args: argparse.Namespace, folder: str, engine: str, dtype
 
     bare = bare_call(role.rollout, ready, DTYPES[spec.rollout.dtype])
     contenders: dict[str, Callable[[], None]] = {"memcpy": memcpy, "bare": bare, "sync": sync}
+    if args.apart:
+        meeting = host.offer_weights("actor", args.ranks)
+        for _ in range(args.ranks if meeting is not None else 0):
+            offers.put(meeting)
+        contenders["apart"] = actor.send_weights
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(args.rounds + 1):
         for name, run in contenders.items():
@@ -124,11 +145,22 @@ def measure(rank: int, args: argparse.Namespace, folder: str, engine: str, dtype
     if rank == 0:
         middle = {name: statistics.median(of[1:]) for name, of in times.items()}  # the first round warms up
         row = (
-            engine, dtype, args.ranks, f"{nbytes / 1e6:.0f}", *(f"{nbytes / 1e9 / middle[name]:.2f}" for name in contenders),
+            engine, dtype, args.ranks, f"{nbytes / 1e6:.0f}",
+            *(f"{nbytes / 1e9 / middle[name]:.2f}" for name in ("memcpy", "bare", "sync")),
             f"{middle['bare'] / middle['sync']:.2f}", f"{middle['memcpy'] / middle['sync']:.2f}",
             f"{100 * sum(verified[1:]) / sum(times['sync'][1:]):.1f}", f"{full:.2f}", args.bucket, f"{peak / 2**20:.0f}",
+            *((f"{nbytes / 1e9 / middle['apart']:.2f}", f"{middle['sync'] / middle['apart']:.2f}") if args.apart else ("", "")),
         )  # fmt: skip
         print("| " + " | ".join(map(str, row)) + " |", flush=True)
+
+
+def receive(rank: int, args: argparse.Namespace, spec: RolloutSpec, port: int, offers: "SimpleQueue[Meeting]") -> None:
+    """An engine apart, which gets weights as often as the trainer sends them."""
+    host = Host(WorkerInfo(rank, args.ranks, rank, 0, "127.0.0.1", port), "cpu", 1800.0)
+    host.build_rollout_apart("rollout", spec, offers.get())
+    for version in range(args.rounds + 1):
+        host.run("rollout", "sync_weights", version)
+    host.close()
 
 
 def rollout_spec(args: argparse.Namespace, folder: str, engine: str, dtype: str) -> RolloutSpec:

@@ -229,7 +229,7 @@ def test_what_sglang_cannot_do() -> None:
     (line,) = ppo_lines(*two, "trainer.n_gpus_per_node=3")
     assert line.startswith(f"error: {ROLLOUT}.tensor_model_parallel_size=2: does not divide 3 workers")
     (line,) = ppo_lines(*two, "trainer.n_gpus_per_node=3", "trainer.nnodes=2")
-    assert line.endswith("is on one node here, and 2 does not divide trainer.n_gpus_per_node=3 (3 = 1 * 2 + 1)")
+    assert line.endswith("is on one node here, and 2 does not divide the 3 GPUs of a node (3 = 1 * 2 + 1)")
     for words, said in (
         (f"{ROLLOUT}.dtype=float64", "dtype=float64: SGLang computes in"),
         (f"{ROLLOUT}.temperature=1e-7", "temperature=1e-07: SGLang takes 1e-06 at least"),
@@ -312,6 +312,10 @@ def generation_lines(*overrides: str) -> list[str]:
         (
             ["selection.sft=a.parquet", "selection.best_of_n=a.parquet", f"{ROLLOUT}.n=2"],
             ["error: selection.sft=a.parquet: selection.best_of_n is the same file"],
+        ),
+        (
+            ["selection.sft=a.parquet", "selection.preferences=a.parquet", f"{ROLLOUT}.n=2"],
+            ["error: selection.preferences=a.parquet: selection.sft is the same file"],
         ),
         (
             ["selection.best_of_n=a.csv"],

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from trainer.charts import (
     BOTTOM,
+    LANES_WIDTH,
     LEFT,
     MAX_POINTS,
     RIGHT,
@@ -13,6 +14,7 @@ from trainer.charts import (
     Curve,
     draw,
     duration,
+    lanes,
     nice_ticks,
     number,
     smooth,
@@ -108,3 +110,18 @@ def test_numbers_are_short(value: float, text: str) -> None:
 )
 def test_durations_are_short(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_bars_lie_in_their_lane_at_their_time() -> None:
+    drawn = lanes([("a", "gen", 10.0, 12.0), ("b", "values", 11.0, 14.0), ("a", "ref", 12.0, 14.0)])
+    assert [(name.label, name.at) for name in drawn.names] == [("a", TOP), ("b", TOP + drawn.height)]
+    assert drawn.labels == ["gen", "values", "ref"] and drawn.bottom == TOP + 2 * drawn.height
+    gen, values, ref = drawn.bars
+    unit = (LANES_WIDTH - 10 - drawn.left) / 4
+    assert [(bar.x, bar.width) for bar in (gen, values, ref)] == [
+        (drawn.left, pytest.approx(2 * unit)), (pytest.approx(drawn.left + unit), pytest.approx(3 * unit)),
+        (pytest.approx(drawn.left + 2 * unit), pytest.approx(2 * unit)),
+    ]  # fmt: skip
+    assert (gen.y, values.y, ref.y) == (TOP, TOP + drawn.height, TOP)
+    assert values.told == "values: 1.000 to 4.000 s" and [tick.label for tick in drawn.x_ticks][:2] == ["0", "1"]
+    assert lanes([("a", "gen", 1.0, 1.0)]).bars[0].width == 0.0

@@ -254,6 +254,11 @@ def test_safe_keys_exist_and_no_key_of_the_algorithm_is_among_them() -> None:
     }
 
 
+def test_where_roles_are_may_change() -> None:
+    """Checkpoints reshard."""
+    assert all(_is_safe(key) for key in ("placement.layout", "placement.pools.train.fraction", "placement.roles.critic"))
+
+
 def test_how_models_are_cut_may_change_and_what_they_compute_in_may_not() -> None:
     trees = [yaml.safe_load((ROOT / "configs" / name).read_text()) for name in ("ppo_trainer.yaml", "sft_trainer.yaml")]
     keys = {key for tree in trees for key in leaves(tree) if ".megatron." in key or key.endswith("strategy")}

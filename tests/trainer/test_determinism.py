@@ -2,13 +2,18 @@
 
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from tests.runs import make_task, repeatable, run_ppo
 from trainer import main_sft
-from trainer.determinism import worker_environment
+from trainer.determinism import KernelWatch, worker_environment
+from trainer.events import Events
 from trainer.run_dir import EVENTS, read_lines
+from trainer.watchdog import Watchdog
+from workers.controller.group import WorkerGroup
 
 # Where it is asked for, the first update of a worker that was not told ends the run.
 LOSS = """
@@ -46,6 +51,20 @@ def test_a_kernel_that_does_not_repeat_itself_is_told_once(task: Path, tmp_path:
     (event,) = read_lines(tmp_path / EVENTS)
     assert (event["step"], event["kind"]) == (1, "not deterministic")
     assert event["text"] == "put_ has no deterministic implementation: this run may not repeat"
+
+
+def test_every_pools_workers_are_asked_once(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def call(group: WorkerGroup, *words: str) -> list[list[str]]:
+        asked.append(group.name)
+        return [[], [f"kernel_of_{group.name}"]]
+
+    one, other = (cast(WorkerGroup, SimpleNamespace(name=name)) for name in ("a", "b"))
+    watch = KernelWatch([one, other, one], Events(tmp_path), cast(Watchdog, SimpleNamespace(call=call)))
+    watch.look(3)
+    assert asked == ["a", "b"]
+    assert [event["text"].split()[0] for event in read_lines(tmp_path / EVENTS)] == ["kernel_of_a", "kernel_of_b"]
 
 
 def test_vllm_is_told_to_be_batch_invariant() -> None:

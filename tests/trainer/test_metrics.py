@@ -141,6 +141,13 @@ def test_speeds_are_tokens_and_flops_over_gpu_seconds() -> None:
     }
 
 
+def test_a_role_on_a_part_of_the_gpus_is_measured_by_these() -> None:
+    batch, seconds = make_batch().with_meta({"generated_tokens": 20}), {"update_actor": 4.0, "update_critic": 4.0, "step": 8.0}
+    flops, gpus = {"update_actor": 4e9, "update_critic": 4e9}, {"update_actor": 1}
+    found = performance_metrics(batch, seconds, 2, flops=flops, peak=1e9, gpus_of=gpus)
+    assert (found["perf/mfu"], found["perf/mfu/actor"], found["perf/mfu/critic"]) == (0.5, 1.0, 0.5)
+
+
 def test_an_unknown_gpu_has_no_mfu() -> None:
     found = performance_metrics(make_batch().with_meta({"generated_tokens": 10}), {"step": 1.0}, 1, flops={}, peak=None)
     assert not [name for name in found if "mfu" in name]
@@ -178,7 +185,7 @@ def test_a_number_counts_for_the_sources_whose_answers_all_have_it() -> None:
 
 
 def test_phases_add_up_and_count_what_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock: Iterator[float] = iter([0.0, 10.0, 11.0, 20.0, 25.0, 30.0])  # step begins, gen 1 s, gen 5 s, step ends
+    clock: Iterator[float] = iter([0.0, 0.0, 10.0, 11.0, 20.0, 25.0, 30.0])  # made; step begins, gen 1 s, gen 5 s, step ends
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     phases = Phases()
     with pytest.raises(RuntimeError), phases("step"):
@@ -187,6 +194,8 @@ def test_phases_add_up_and_count_what_raised(monkeypatch: pytest.MonkeyPatch) ->
         with phases("gen"):
             raise RuntimeError
     assert phases.seconds == {"gen": 6.0, "step": 30.0}
+    lengths = [(span.phase, pytest.approx(span.end - span.start, abs=1e-6)) for span in phases.spans]
+    assert lengths == [("gen", 1.0), ("gen", 5.0), ("step", 30.0)]
 
 
 @pytest.mark.parametrize(

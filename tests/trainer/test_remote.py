@@ -38,6 +38,23 @@ class Mirror:
     def build_rollout(self, role: str, spec: object, source: str) -> tuple[int, bool]:
         return self.rank, True
 
+    def offer_weights(self, role: str, receivers: int) -> str | None:
+        assert role == "actor"
+        return None if self.rank else f"here, for {receivers}"
+
+    def build_rollout_apart(self, role: str, spec: object, meeting: str) -> tuple[int, bool]:
+        assert meeting == "here, for 3"
+        return self.rank // 2, self.rank % 2 == 0
+
+    def send_weights(self) -> None:
+        self.sent = True
+
+    def sync_weights(self, version: int) -> dict[str, Metric]:
+        return {"version": Metric.max(version), "ranks": Metric.sum(1)}
+
+    def has_sent(self) -> bool:
+        return "sent" in vars(self)
+
     def run(self, role: str, method: str, *args: Any) -> Any:
         return getattr(self, method)(*args)
 
@@ -163,6 +180,21 @@ def test_what_several_ranks_compute_together_counts_once() -> None:
 
 def test_stats_are_added_up_over_the_engines(model: Any) -> None:
     assert RemoteRollout(model, spec_of("somewhere"), "actor", PATIENT).stats() == {"prompt_tokens": 33.0}
+
+
+def test_engines_on_other_ranks_than_the_trainers_meet_these_and_sync_while_they_send(model: Any) -> None:
+    with LocalBackend() as backend:
+        trainers = backend.start_group("trainers", ResourcePool((2,), "cpu", "pool"), Mirror)
+        rollout = RemoteRollout(model, spec_of("somewhere"), "actor", PATIENT, trainers=trainers)
+        assert rollout.mesh.shard_of_rank == (0, 0, 1) and rollout.mesh.answers == (0, 2)
+        metrics = rollout.sync_weights(4)
+        assert (metrics["version"].value, metrics["ranks"].value) == (4, 3)
+        assert trainers.call("has_sent").result() == [True, True] and model.call("has_sent").result() == [False] * 3
+
+
+def test_the_trainers_own_group_is_no_other(model: Any) -> None:
+    rollout = RemoteRollout(model, spec_of("somewhere"), "actor", PATIENT, trainers=model)
+    assert rollout.sync_weights(4)["ranks"].value == 3 and model.call("has_sent").result() == [False] * 3
 
 
 def test_a_prompts_answers_come_from_one_engine_and_in_order(model: Any) -> None:

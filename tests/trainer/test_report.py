@@ -11,7 +11,8 @@ import pytest
 
 from trainer.dumps import Sample
 from trainer.events import Events
-from trainer.report import answers_of, main, phase_seconds, write_curve_png, write_report
+from trainer.metrics import Span
+from trainer.report import answers_of, main, phase_seconds, timeline_of, write_curve_png, write_report
 from trainer.run_dir import GLOBAL_STEP, read_lines
 from trainer.tracking import Tracker
 
@@ -125,6 +126,21 @@ def test_time_is_split_into_phases_and_a_rest(html: str) -> None:
     text = Page(html).text
     for row in ("gen 40.0 s 28.5 %", "update_actor 1 min 20 s 56.9 %", "testing 0.5 s 0.4 %", "other 20.0 s 14.2 %"):
         assert row in text, row
+
+
+def test_the_timeline_has_a_lane_for_each_pool_and_the_last_steps(tmp_path: Path) -> None:
+    tracker = Tracker([], tmp_path, "project", "experiment", CONFIG)
+    for step in range(1, 6):
+        spans = [Span("values", ("<b>",), step + 0.2, step + 0.8), Span("adv", (), step + 0.8, step + 0.9)]
+        tracker.log_spans([Span("gen", ("a",), step, step + 0.25), *spans, Span("step", (), step, step + 0.9)], step)
+    tracker.close()
+    drawn = timeline_of(read_lines(tmp_path / "timeline.jsonl"))
+    assert drawn is not None
+    assert [name.label for name in drawn.names] == ["<b>", "a", "controller"] and drawn.labels == ["values", "gen", "adv"]
+    assert len(drawn.bars) == 3 * 3 and drawn.bars[0].told == "values: 0.200 to 0.800 s"
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "the last 3 steps" in text and text.count("<title>values: ") == 3 and "&lt;b&gt;</text>" in text
+    assert timeline_of([]) is None
 
 
 def test_the_rest_is_the_step_less_what_lies_in_it() -> None:

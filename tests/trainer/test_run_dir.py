@@ -25,7 +25,7 @@ from trainer.run_dir import (
 def lay_out(run_dir: Path, steps: int, checkpoints: list[int]) -> None:
     """What a run leaves behind."""
     run_dir.mkdir(exist_ok=True)
-    for name in ("metrics.jsonl", "samples.jsonl"):
+    for name in ("metrics.jsonl", "samples.jsonl", "timeline.jsonl"):
         (run_dir / name).write_text("".join(json_line({GLOBAL_STEP: step, "loss": step / 3}) for step in range(1, steps + 1)))
     (run_dir / "rollouts").mkdir()
     for step in range(1, steps + 1):
@@ -90,7 +90,7 @@ def test_resume_cuts_all_that_is_past_the_step(tmp_path: Path) -> None:
         (tmp_path / "rollouts" / name).write_bytes(b"ro")
     start_run(tmp_path, 4, None)
     assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(kept)
-    assert (tmp_path / "samples.jsonl").read_bytes() == b"".join(kept)
+    assert (tmp_path / "samples.jsonl").read_bytes() == (tmp_path / "timeline.jsonl").read_bytes() == b"".join(kept)
     assert names(tmp_path / "rollouts") == {f"step_{step}.{kind}" for step in (1, 2, 3, 4) for kind in ("parquet", "safetensors")}
     assert {"global_step_2", "global_step_4", "logs"} < names(tmp_path)
     assert "earlier_1" not in names(tmp_path)
@@ -130,7 +130,7 @@ def test_a_branch_that_is_left_is_kept_in_one_place(tmp_path: Path) -> None:
     aside = go_back(run, 4, dumps)
     assert not best.exists()
     assert aside == run / "earlier_1" and (run / "latest_checkpointed_iteration.txt").read_text() == "4"
-    for name in ("metrics.jsonl", "samples.jsonl"):
+    for name in ("metrics.jsonl", "samples.jsonl", "timeline.jsonl"):
         assert read_lines(run / name) == before[:4] and read_lines(aside / name) == before[4:]
     assert names(run / "rollouts") == dumps_of(1, 2, 3, 4) and names(dumps) == {
         "step_2.parquet",

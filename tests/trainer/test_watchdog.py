@@ -78,6 +78,29 @@ def scored_late(limits: Watchdog, rewards: RewardRunner) -> PhaseTimeout:
     return raised.value
 
 
+def test_calls_of_two_pools_that_are_late_at_once_are_kept_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They look for a free directory, and count what they have seen."""
+    at_work, met = [0], [0]
+
+    def record(stall: Any, run_dir: Path) -> Path:
+        at_work[0] += 1
+        met[0] = max(met[0], at_work[0])
+        time.sleep(0.1)
+        at_work[0] -= 1
+        return run_dir
+
+    monkeypatch.setattr(module, "record", record)
+    limits = watchdog(tmp_path)
+    threads = [threading.Thread(target=limits._tell, args=("update", "update", (), list)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert met == [1]
+
+
 @pytest.mark.parametrize(("num_workers", "place"), [(0, "reward.py:3 in compute_score"), (1, "in _turn")])
 def test_a_reward_that_never_returns_ends_with_the_round(num_workers: int, place: str, tmp_path: Path) -> None:
     """In the controller, where an answer has no limit; and in a pool whose limit an answer is too long."""
@@ -98,7 +121,7 @@ def test_a_judge_that_never_answers_holds_nobody_up(tmp_path: Path) -> None:
     rewards = scorers(tmp_path, "time.sleep(5)", num_workers=0)
     rewards._threads = 2
     late = scored_late(watchdog(tmp_path, reward=0.3), rewards)
-    assert "in judge_all" in late.last_words
+    assert "in in_threads" in late.last_words
     assert all(thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
 
 

@@ -1,15 +1,21 @@
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.tiny import save_tiny_model
+from tests.workers.rollout.engines import spec_of
 from workers.controller.group import WorkerInfo
 from workers.controller.shell import free_port
 from workers.host import Host
+from workers.roles.rollout import RolloutRole
+from workers.rollout.channel import Channel, Meeting, Receiver
 
 
 def info() -> WorkerInfo:
@@ -28,6 +34,17 @@ def test_a_host_listens_on_its_own_address_alone_and_leaves_its_group_when_it_cl
         assert {address.ip for address in listening} == {"127.0.0.1"}
         host.close()
         assert not dist.is_initialized()
+
+
+def test_a_part_of_a_gpu_is_reserved_for_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: what torch is told."""
+    told: list[tuple[str, float]] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: told.append(("device", device)))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part: told.append(("fraction", part)))
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    for fraction in (0.25, 1.0):
+        Host(replace(info(), local_rank=3), "cuda", 600.0, memory_fraction=fraction)
+    assert told == [("device", 3), ("fraction", 0.25), ("device", 3)]
 
 
 def test_a_role_that_is_not_here_is_named() -> None:
@@ -51,6 +68,21 @@ def test_a_hosts_memory_is_that_of_its_process_and_of_those_it_started() -> None
     host.close()
     own = psutil.Process().memory_info().rss
     assert abs(alone - own) < 64 * 2**20 and with_child - alone > 300 * 2**20
+
+
+def test_an_engine_that_is_apart_does_not_sleep_and_gets_half_a_bucket_at_a_time(tmp_path: Path) -> None:
+    host, spec = Host(info(), "cpu", 600.0), spec_of(save_tiny_model(tmp_path), update_weights_bucket_megabytes=6)
+    _, port = Channel.offered("127.0.0.1", 1, "cpu", timedelta(seconds=9))
+    try:
+        assert spec.rollout.free_cache_engine
+        assert host.build_rollout_apart("rollout", spec, Meeting("127.0.0.1", port, 1, None)) == (0, True)
+        role = host.roles["rollout"]
+        assert isinstance(role, RolloutRole) and isinstance(role.sync.source, Receiver)
+        assert role.rollout._weights_awake and not role.sync.config.free_cache_engine
+        assert role.sync.source._bucket_bytes == 3 * 2**20
+        host.residency.enter("generate")
+    finally:
+        host.close()
 
 
 def test_collectives_wait_as_long_as_they_are_told() -> None:

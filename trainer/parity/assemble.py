@@ -52,7 +52,7 @@ def run(config: ParityConfig, notices: Sequence[str]) -> None:
     directory = Path(config.trainer.default_local_dir)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     measured: dict[str, Measured] = {}
-    with open_backend(config.trainer, config.ray_kwargs, directory) as backend:
+    with open_backend(config.trainer, config.ray_kwargs, config.timeouts, directory) as backend:
         for engine in config.engines:
             print(f"{engine}: {len(prompts)} prompts")
             hosts = start_hosts(backend, config.trainer, config.timeouts)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from configs.checks import world_size
 from configs.checks_batches import wants_ref
+from configs.checks_placement import placement_of
+from configs.pools import Placement
 from configs.rules import wants_truth
 from configs.schema.ppo import PPOConfig
 from trainer.alarms import ppo_alarms
@@ -17,22 +18,23 @@ from trainer.algorithms.actor_loss import ActorLoss, ActorLossConfig
 from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.kl import KLController
 from trainer.algorithms.moments import RunningMoments
-from trainer.backend import open_backend, start_hosts
+from trainer.backend import open_backend, start_pools
 from trainer.checkpoint import Checkpoint, check_config
 from trainer.data.chat import load_tokenizer
 from trainer.data.dataset import PromptDataset
 from trainer.data.order import DataOrder
 from trainer.data.ptx import ptx_stream
 from trainer.data.stream import PromptStream
-from trainer.determinism import KernelWatch, worker_environment
+from trainer.determinism import KernelWatch
 from trainer.events import Events
 from trainer.generation.rollout import rollout_spec, sampling
-from trainer.metrics import Phases, peak_flops
+from trainer.metrics import peak_flops
 from trainer.models import Training, limits, start_model, value_head
 from trainer.ppo.engines import check_engines, wants_critic
 from trainer.ppo.loop import Loop, old_log_probs_come_from_update
 from trainer.ppo.rollback import Rollbacks
 from trainer.ppo.source import Source
+from trainer.ppo.together import Together, phases_of
 from trainer.ppo.update import UpdateSpec
 from trainer.ppo.validation import Validation
 from trainer.remote import BaseModel, RemoteModel, RemoteRollout
@@ -87,11 +89,10 @@ def opened(assembly: type[Assembly], config: PPOConfig, life: Lifetime, resume: 
     with ExitStack() as stack:
         rewards = stack.enter_context(open_rewards(config.reward))
         rewards.start()
-        backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, life.run_dir))
-        deterministic = config.trainer.deterministic
-        environment = worker_environment(deterministic, config.actor_rollout_ref.rollout.name)
-        hosts = start_hosts(backend, config.trainer, config.timeouts, deterministic=deterministic, env=environment)
-        parts = assembly(config, hosts, life)
+        backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, config.timeouts, life.run_dir))
+        place = placement_of(config, has_critic=wants_critic(config))
+        hosts = start_pools(backend, config.trainer, place, config.timeouts, engine=config.actor_rollout_ref.rollout.name)
+        parts = assembly(config, place, hosts, life)
         rewards.wait_ready()
         loop = parts.loop(rewards, resume)
         stack.callback(loop.tracker.close)
@@ -100,10 +101,11 @@ def opened(assembly: type[Assembly], config: PPOConfig, life: Lifetime, resume: 
 
 
 class Assembly:
-    """The parts of a loop, each from its part of the configuration."""
+    """The parts of a loop, each from its part of the configuration, and on the hosts where ``place`` has its role."""
 
-    def __init__(self, config: PPOConfig, hosts: WorkerGroup, life: Lifetime) -> None:
+    def __init__(self, config: PPOConfig, place: Placement, hosts: Mapping[str, WorkerGroup], life: Lifetime) -> None:
         self.config = config
+        self.place = place
         self.hosts = hosts
         self.life = life
         self.watchdog = Watchdog(asdict(config.timeouts), life.run_dir)
@@ -138,6 +140,8 @@ class Assembly:
         return Loop(
             config=config,
             run_dir=run_dir,
+            place=self.place,
+            together=Together(self.hosts),
             prompts=self.stream(),
             ptx=self.ptx,
             data_sources=self.data.data_sources,
@@ -166,8 +170,8 @@ class Assembly:
             alarms=ppo_alarms(config),
             skips=Skips(run_dir, events, asdict(config)),
             rollbacks=source.rollbacks,
-            kernels=KernelWatch(self.hosts, events, self.watchdog) if config.trainer.deterministic else None,
-            phases=Phases(),
+            kernels=KernelWatch(self.hosts.values(), events, self.watchdog) if config.trainer.deterministic else None,
+            phases=phases_of(self.place),
             peak_flops=peak_flops(config.trainer.device),
             resume=resume,
             total_steps=self.total_steps,
@@ -208,7 +212,8 @@ class Assembly:
     def reward_models(self) -> RewardModels | None:
         config = self.config
         kwargs = config.data.apply_chat_template_kwargs
-        return start_reward_models(config.reward, self.hosts, config.trainer, self.watchdog, self.tokenizer, kwargs)
+        hosts, workers = self.hosts["reward"], self.place.pool("reward")
+        return start_reward_models(config.reward, hosts, workers, config.trainer, self.watchdog, self.tokenizer, kwargs)
 
     def prompts(self) -> tuple[PromptDataset, PromptDataset]:
         data, seed, scored = self.config.data, self.config.trainer.seed, wants_truth(self.config.reward)
@@ -238,7 +243,7 @@ class Assembly:
             run_dir,
             events,
             config=asdict(self.config),
-            world_size=world_size(trainer),
+            world_size=self.place.n_gpus,
             keep={"actor": trainer.max_actor_ckpt_to_keep, "critic": trainer.max_critic_ckpt_to_keep},
             options=trainer.checkpoint,
             best_metric=trainer.best_metric,
@@ -249,7 +254,7 @@ class Assembly:
         models = self.config.actor_rollout_ref
         actor, rollout = models.actor, models.rollout
         return start_model(
-            self.hosts,
+            self.hosts["actor"],
             "actor",
             model=models.model,
             head="lm",
@@ -258,7 +263,7 @@ class Assembly:
             seed=seed_of(self.config.trainer.seed, "actor"),
             forward_limits=limits(
                 actor,
-                self.config.trainer,
+                self.place.pool("actor"),
                 per_gpu=rollout.log_prob_micro_batch_size_per_gpu,
                 over_all=rollout.log_prob_micro_batch_size,
                 dynamic=rollout.log_prob_use_dynamic_bsz,
@@ -271,7 +276,7 @@ class Assembly:
                 ema_decay=actor.ema_decay,
                 limits=limits(
                     actor,
-                    self.config.trainer,
+                    self.place.pool("actor"),
                     per_gpu=actor.ppo_micro_batch_size_per_gpu,
                     over_all=actor.ppo_micro_batch_size,
                     dynamic=actor.use_dynamic_bsz,
@@ -289,7 +294,7 @@ class Assembly:
         models, ref = self.config.actor_rollout_ref, self.config.actor_rollout_ref.ref
         cut = limits(
             models.actor if models.model.has_adapter else ref,
-            self.config.trainer,
+            self.place.pool("ref"),
             per_gpu=ref.log_prob_micro_batch_size_per_gpu,
             over_all=ref.log_prob_micro_batch_size,
             dynamic=ref.log_prob_use_dynamic_bsz,
@@ -298,7 +303,7 @@ class Assembly:
         if models.model.has_adapter:
             return BaseModel(actor, cut)
         return start_model(
-            self.hosts,
+            self.hosts["ref"],
             "ref",
             model=models.model,
             head="lm",
@@ -313,7 +318,7 @@ class Assembly:
     def critic(self) -> RemoteModel:
         critic = self.config.critic
         return start_model(
-            self.hosts,
+            self.hosts["critic"],
             "critic",
             model=critic.model,
             head="value",
@@ -322,7 +327,7 @@ class Assembly:
             seed=seed_of(self.config.trainer.seed, "critic"),
             forward_limits=limits(
                 critic,
-                self.config.trainer,
+                self.place.pool("critic"),
                 per_gpu=critic.forward_micro_batch_size_per_gpu,
                 over_all=critic.forward_micro_batch_size,
                 dynamic=critic.use_dynamic_bsz,
@@ -334,7 +339,7 @@ class Assembly:
                 loss=LossSpec("trainer.algorithms.value_losses:CriticLoss", critic),
                 limits=limits(
                     critic,
-                    self.config.trainer,
+                    self.place.pool("critic"),
                     per_gpu=critic.ppo_micro_batch_size_per_gpu,
                     over_all=critic.ppo_micro_batch_size,
                     dynamic=critic.use_dynamic_bsz,
@@ -379,7 +384,7 @@ class Assembly:
     def rollout(self) -> RemoteRollout:
         models = self.config.actor_rollout_ref
         spec = rollout_spec(models.model, models.rollout, self.config.data, self.config.trainer.device)
-        return RemoteRollout(self.hosts, spec, "actor", self.watchdog)
+        return RemoteRollout(self.hosts["rollout"], spec, "actor", self.watchdog, trainers=self.hosts["actor"])
 
     def sampling(self) -> Sampling:
         models = self.config.actor_rollout_ref

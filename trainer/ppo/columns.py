@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,6 +11,11 @@ from torch import Tensor
 from configs.schema.ppo import AlgorithmConfig
 from trainer.algorithms.advantages import AdvantageInputs
 from workers.batch import Batch
+
+LOOKED = (
+    "old_log_probs", "old_all_log_probs", "sum_pi_squared", "ref_log_probs", "ref_all_log_probs", "values", "last_value",
+)  # fmt: skip
+"""What models make of answers."""
 
 
 def renamed(batch: Batch, **names: str) -> Batch:
@@ -45,3 +51,9 @@ def named_rewards(extras: Sequence[Mapping[str, float]], names: Sequence[str]) -
             told = ", ".join(silent) or "nothing"
             raise ValueError(f"algorithm.gdpo_reward_keys: the reward function told no {name} of an answer; it told {told}")
     return {name: torch.tensor([extra[name] for extra in extras], dtype=torch.float32) for name in names}
+
+
+def as_drawn(batch: Batch) -> Batch:
+    """Without what models have made of the answers so far."""
+    tokens = {name: column for name, column in batch.tokens.items() if name not in LOOKED}
+    return replace(batch, tokens=tokens, rows={name: column for name, column in batch.rows.items() if name not in LOOKED})

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
+from typing import Any
 
 from configs.checks import world_size
+from configs.pools import Placement
 from configs.schema.ppo import PPOConfig
 from trainer.alarms import Alarms, react
 from trainer.algorithms import kl
@@ -22,12 +24,14 @@ from trainer.data.stream import PromptStream
 from trainer.determinism import KernelWatch
 from trainer.events import Events
 from trainer.metrics import Phases, data_metrics, performance_metrics, reward_metrics
-from trainer.ppo.columns import advantage_inputs, renamed
+from trainer.ppo.columns import advantage_inputs, as_drawn, renamed
 from trainer.ppo.rollback import Rollbacks, roll_back
-from trainer.ppo.source import Source
+from trainer.ppo.source import Judged, Source
+from trainer.ppo.together import Together
 from trainer.ppo.update import UpdateSpec, update
 from trainer.ppo.validation import Validation
 from trainer.remote import BaseModel, RemoteModel, RemoteRollout
+from trainer.rewards.local_model import LocalModel
 from trainer.saving import Saver
 from trainer.skips import Skips
 from trainer.stopping import Stopping
@@ -43,6 +47,8 @@ class Loop:
 
     config: PPOConfig
     run_dir: Path
+    place: Placement
+    together: Together
     prompts: PromptStream
     ptx: PtxStream | None
     data_sources: frozenset[str]
@@ -77,10 +83,8 @@ class Loop:
         for step in self.remaining_steps():
             with self.phases("step"):
                 batch = self.collect(step)  # generated, scored answers
-                batch |= self.old_log_probs(batch)
+                batch |= self.looks(batch)  # log-probs and values
                 batch |= self.correction(batch)  # where the rollout engine was not quite the policy
-                batch |= self.ref_log_probs(batch)
-                batch |= self.values(batch)
                 batch |= self.advantages(batch)
                 batch |= self.loss_mask(batch)
                 self.update(step, batch)
@@ -105,27 +109,52 @@ class Loop:
                 if self.step and not self.saver.has(self.step):
                     self.save(self.step)
                 return
-            self.phases.seconds.clear()
+            self.phases.clear()
             self.watchdog.step = step = self.step + 1
             self.metrics = {"training/global_step": step, "training/epoch": self.prompts.epoch} | self.rollbacks.metrics()
             yield step
 
     def collect(self, step: int) -> Batch:
         """The step's batch, kept as it came if trainer.rollout_data_dir says where."""
-        batch = self.source.collect(step, self.prompts, self.phases)
+        batch = self.source.collect(step, self.prompts, self.phases, self.look_beside if self.looks_early else None)
         begun_with = self.config.actor_rollout_ref.model.path if self.resume is None else str(self.resume.path)
-        self.tracker.log_rollouts(batch, step, begun_with)
+        self.tracker.log_rollouts(as_drawn(batch), step, begun_with)
         return batch
 
+    @property
+    def looks_early(self) -> bool:
+        """The other models look at the answers while reward models, which have GPUs of their own, score them. Servers are asked
+        from the main thread: Watchdog.own."""
+        scorers = self.source.models
+        if scorers is None or scorers.group is self.actor.group or self.source.chooses:
+            return False
+        return all(isinstance(model.scorer, LocalModel) for model in scorers.models)
+
+    def looks(self, batch: Batch) -> Batch:
+        """What each model makes of the answers; those in different pools work at the same time. Nothing if they did so early."""
+        if self.looks_early:
+            return Batch(batch.lengths)
+        return reduce(Batch.union, self.together(self.lookers(batch)).values())
+
+    def look_beside(self, batch: Batch, judge: Callable[[], Judged]) -> tuple[Judged, Batch]:
+        """What ``judge`` returns, and ``looks`` of the same answers."""
+        found = self.together({"reward": judge, **self.lookers(batch)})
+        return found.pop("reward"), reduce(Batch.union, found.values())
+
+    def lookers(self, batch: Batch) -> dict[str, Callable[[], Any]]:
+        """By role."""
+        parts = {"actor": self.old_log_probs, "ref": self.ref_log_probs, "critic": self.values}
+        return {role: partial(part, batch) for role, part in parts.items()}
+
     def old_log_probs(self, batch: Batch) -> Batch:
-        """The policy's log-probs before the update, and how far the rollout engine's own are from them.
+        """The policy's log-probs before the update.
 
         With one update a step that starts from this very policy, the update's own forward gives them: nothing to do here.
         In bypass mode they are the rollout engine's own.
         """
-        algorithm, drawn_with = self.config.algorithm, batch.tokens["rollout_log_probs"]
+        algorithm = self.config.algorithm
         if algorithm.rollout_correction.bypass_mode:
-            return Batch(batch.lengths, tokens={"old_log_probs": drawn_with})
+            return Batch(batch.lengths, tokens={"old_log_probs": batch.tokens["rollout_log_probs"]})
         if old_log_probs_come_from_update(self.config):
             return Batch(batch.lengths)
         outputs = {"log_probs"} | (ADVANTAGES.needs(algorithm.adv_estimator) & {"sum_pi_squared"})
@@ -133,15 +162,17 @@ class Loop:
             outputs |= {kl.columns(algorithm.kl_penalty)}
         with self.phases("old_log_prob"):
             found = self.actor.forward(batch, sorted(outputs))
-            columns = renamed(found, log_probs="old_log_probs", all_log_probs="old_all_log_probs")
-        gap = mismatch(columns.tokens["old_log_probs"], drawn_with, batch.tokens["response_mask"])
-        self.metrics |= plain_numbers(gap)
-        return columns
+        return renamed(found, log_probs="old_log_probs", all_log_probs="old_all_log_probs")
 
     def correction(self, batch: Batch) -> Batch:
-        """Importance weights of the tokens' loss, and which tokens are rejected. In bypass mode the update sees to it."""
+        """How far the rollout engine's log-probs are from the policy's; importance weights of the tokens' loss, and which tokens
+        are rejected. Where the policy's are not made before the update, it sees to this."""
         config, tokens = self.config.algorithm.rollout_correction, batch.tokens
-        if config.bypass_mode or not is_enabled(config):
+        if config.bypass_mode or "old_log_probs" not in tokens:
+            return Batch(batch.lengths)
+        gap = mismatch(tokens["old_log_probs"], tokens["rollout_log_probs"], tokens["response_mask"])
+        self.metrics |= plain_numbers(gap)
+        if not is_enabled(config):
             return Batch(batch.lengths)
         found = rollout_correction(
             tokens["old_log_probs"], tokens["rollout_log_probs"], tokens["response_mask"], batch.lengths, config
@@ -203,21 +234,24 @@ class Loop:
         return Batch(batch.lengths, tokens={"response_mask": mask})
 
     def update(self, step: int, batch: Batch) -> None:
-        """The critic learns first; the actor waits until the critic is warm."""
+        """Critic and actor learn; the actor waits until the critic is warm."""
+        parts: dict[str, Callable[[], dict[str, float]]] = {}
         if self.critic is not None:
-            with self.phases("update_critic"):
-                self.learn("critic", self.critic, self.targets(batch), self.critic_update, step)
-                if self.config.critic.normalize_targets:  # for the next step: this one's values were made with the old ones
-                    self.returns.see(batch.tokens["returns"][batch.tokens["response_mask"].bool()])
+            parts["critic"] = partial(self.learn, "critic", self.critic, self.targets(batch), self.critic_update, step)
         if step > self.config.trainer.critic_warmup:
-            with self.phases("update_actor"):
-                self.learn("actor", self.actor, batch, self.actor_update, step)
+            parts["actor"] = partial(self.learn, "actor", self.actor, batch, self.actor_update, step)
+        for metrics in self.together(parts).values():
+            self.metrics |= metrics
+        if self.critic is not None and self.config.critic.normalize_targets:  # these values were made with the old ones
+            self.returns.see(batch.tokens["returns"][batch.tokens["response_mask"].bool()])
 
-    def learn(self, role: str, model: RemoteModel, batch: Batch, spec: UpdateSpec, step: int) -> None:
-        """The role's updates of the step; those that are skipped are kept and told."""
+    def learn(self, role: str, model: RemoteModel, batch: Batch, spec: UpdateSpec, step: int) -> dict[str, float]:
+        """The role's updates of the step, to its metrics; those that are skipped are kept and told."""
         spec = replace(spec, seed=self.rollbacks.seed(spec.seed))
-        self.metrics |= under(role, update(model, batch, spec, step, partial(self.skips.see, role, step)))
+        with self.phases(f"update_{role}"):
+            metrics = update(model, batch, spec, step, partial(self.skips.see, role, step))
         model.budget.tell(self.events, step)
+        return under(role, metrics)
 
     def targets(self, batch: Batch) -> Batch:
         """Values and returns in the units of the critic's head."""
@@ -245,7 +279,10 @@ class Loop:
         flops = {"update_actor": self.actor.take_flops()} if "update_actor" in self.phases.seconds else {}
         if self.critic is not None:
             flops["update_critic"] = self.critic.take_flops()
-        self.metrics |= performance_metrics(batch, self.phases.seconds, world_size(config), flops=flops, peak=self.peak_flops)
+        at_work = {phase: world_size(self.place.pool(phase.removeprefix("update_"))) for phase in flops}
+        self.metrics |= performance_metrics(
+            batch, self.phases.seconds, self.place.n_gpus, flops=flops, peak=self.peak_flops, gpus_of=at_work
+        )
         self.tracker.log(self.metrics, step)
         alarm = react(self.alarms.see(step, self.metrics), self.events, step)
         if alarm is not None:
@@ -253,6 +290,7 @@ class Loop:
         if config.save_freq > 0 and (is_last or step % config.save_freq == 0):
             self.save(step)
         self.saver.settle(patient=False)
+        self.tracker.log_spans(self.phases.spans, step)
 
     def save(self, step: int) -> None:
         state = {name: part.state() for name, part in self.stateful().items()}

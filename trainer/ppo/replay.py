@@ -20,7 +20,7 @@ from trainer.metrics import Phases
 from trainer.ppo.assemble import Assembly, opened
 from trainer.ppo.differences import MOST_LINES, WIDTH, Difference, compare_answers, compare_metrics, replayed, table
 from trainer.ppo.loop import Loop
-from trainer.ppo.source import Source
+from trainer.ppo.source import Beside, Source
 from trainer.remote import RemoteRollout
 from trainer.restart import Lifetime
 from trainer.rewards.shaping import Shaping
@@ -167,7 +167,7 @@ class Recorded(Source):
         self.shaping = shaping
         self.models = None
 
-    def collect(self, step: int, prompts: PromptStream, phases: Phases) -> Batch:
+    def collect(self, step: int, prompts: PromptStream, phases: Phases, beside: Beside | None = None) -> Batch:
         return self.batch
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,6 +26,11 @@ from trainer.watchdog import Watchdog
 from workers.batch import Batch
 from workers.rollout.base import Sampling
 from workers.seeding import seed_of
+
+Judged = tuple[list[Score], Tensor | None]
+"""What RewardModels.add returns."""
+Beside = Callable[[Batch, Callable[[], Judged]], tuple[Judged, Batch]]
+"""Answers and what scores them to the scores, and columns for the same rows that others made of the answers meanwhile."""
 
 
 class Source:
@@ -68,7 +74,7 @@ class Source:
         self.models = models
         self.rollbacks = rollbacks
 
-    def collect(self, step: int, prompts: PromptStream, phases: Phases) -> Batch:
+    def collect(self, step: int, prompts: PromptStream, phases: Phases, beside: Beside | None = None) -> Batch:
         """The step's training batch: scored answers, ``n`` a prompt, in the order of the prompts.
 
         Rows whose reward failed are left out; with filter_groups, groups whose answers are all worth the same too, and rounds
@@ -76,15 +82,22 @@ class Source:
         tokens: token_level_scores (the shaped reward: at the last token, but for what models give to others).
         rows: reward (shaped), baseline (with_baselines).
         meta: metrics (reward/failed, training/filter_groups/*), generated_tokens (of all rounds).
+        beside: works while reward models score; where answers are chosen by their scores it is not asked (see ``chooses``).
         Raises RuntimeError if every reward failed, ValueError if the batch cannot be filled.
         """
-        batch = self._fill(step, prompts, phases) if self.filter_groups.enable else self._one_round(step, prompts, phases)
+        fill = self.filter_groups.enable
+        batch = self._fill(step, prompts, phases) if fill else self._one_round(step, prompts, phases, beside)
         reward, baseline = self.shaping(batch.rows["reward"], batch.rows["uid"], batch.rows.get("baseline"))
         batch = batch.with_rows(reward=reward, **({} if baseline is None else {"baseline": baseline}))
         return batch.with_tokens(token_level_scores=token_rewards(batch, reward))
 
-    def _one_round(self, step: int, prompts: PromptStream, phases: Phases) -> Batch:
-        answered = self._answer_to_train(prompts.draw(), "train", step, phases)
+    @property
+    def chooses(self) -> bool:
+        """Not every answer is trained on: what is dropped is nobody else's work."""
+        return self.filter_groups.enable or self.with_baselines
+
+    def _one_round(self, step: int, prompts: PromptStream, phases: Phases, beside: Beside | None) -> Batch:
+        answered = self._answer_to_train(prompts.draw(), "train", step, phases, beside)
         scored = drop_failed(answered)
         check_some_scored(answered, len(scored))
         return scored.with_meta({"metrics": {"reward/failed": len(answered) - len(scored)}})
@@ -121,13 +134,15 @@ class Source:
         batch = of_groups(Batch.concat(parts), taken[: self.groups])
         return batch.with_meta({"metrics": {"reward/failed": failed} | tally.metrics(), "generated_tokens": generated})
 
-    def _answer_to_train(self, prompts: Sequence[Prompt], purpose: str, step: int, phases: Phases) -> Batch:
+    def _answer_to_train(
+        self, prompts: Sequence[Prompt], purpose: str, step: int, phases: Phases, beside: Beside | None = None
+    ) -> Batch:
         """Answers with rows reward (the score and its penalties) and, with_baselines, baseline (the greedy answer's).
 
         meta["generated_tokens"]: response tokens of all of them, greedy ones included.
         """
         purpose = self.rollbacks.purpose(purpose)
-        batch = self.answer(prompts, self.n, self.sampling, phases, purpose=purpose, step=step, trains=True)
+        batch = self.answer(prompts, self.n, self.sampling, phases, purpose=purpose, step=step, trains=True, beside=beside)
         generated = int((batch.lengths - batch.rows["prompt_length"]).sum())
         trained = sum_by(batch.tokens["response_mask"], batch.segment_ids(), len(batch))
         penalty = overlong_penalty(trained, self.reward.reward_kwargs)
@@ -152,11 +167,13 @@ class Source:
         purpose: str,
         step: int,
         trains: bool = False,
+        beside: Beside | None = None,
     ) -> Batch:
         """``n`` answers to each prompt, scored. B = n * len(prompts) rows, a prompt's answers side by side.
 
         trains: running moments of reward models see the scores; with_baselines, a greedy answer follows them, as sample n.
         purpose: tells draws of the same step, prompt and sample apart.
+        beside: see collect; its columns are here too.
         tokens: input_ids, response_mask, rollout_log_probs; model_rewards, of models that score tokens.
         rows: uid, sample, prompt_length, score, finished, weight_version, reward_failed.
         objects: prompt, response, ground_truth, data_source, reward_extra, reward_error.
@@ -169,13 +186,16 @@ class Source:
             questions = ask(asked, seeds, greedy=torch.tensor(samples) == n)
             answers = self.rollout.generate(questions, sampling, each)
         with phases("reward"), self.watchdog.own("reward", "scoring", f"{len(asked)} answers"):
-            texts, batch = texts_of(answers, self.tokenizer), join(questions, answers)
+            texts = texts_of(answers, self.tokenizer)
+            batch = join(questions, answers).with_meta({"temperature": sampling.temperature})
             by_servers = isinstance(self.rewards, RemoteRewards)
             scores = self.rewards.score(to_score(asked, texts, batch, self.tokenizer, for_servers=by_servers))
         if self.models is not None:
-            with phases("reward_model"):
-                scores, at_tokens = self.models.add(scores, batch, asked, texts, learn_from=(torch.tensor(samples) < n) & trains)
+            learn_from = (torch.tensor(samples) < n) & trains
+            judge = partial(self._judge, self.models, scores, batch, asked, texts, learn_from, phases)
+            (scores, at_tokens), columns = (judge(), Batch(batch.lengths)) if beside is None else beside(batch, judge)
             self.rollout.rest(self.models.group)
+            batch |= columns
             batch = batch if at_tokens is None else batch.with_tokens(model_rewards=at_tokens)
         score = torch.tensor([0.0 if item.value is None else item.value for item in scores])
         batch.rows |= {
@@ -185,8 +205,20 @@ class Source:
             "reward_failed": torch.tensor([item.value is None for item in scores]),
         }
         batch.objects = describe(asked, texts, scores)
-        batch.meta = {"temperature": sampling.temperature}
         return batch
+
+    @staticmethod
+    def _judge(
+        models: RewardModels,
+        rules: list[Score],
+        answers: Batch,
+        asked: Sequence[Prompt],
+        texts: list[str],
+        learn_from: Tensor,
+        phases: Phases,
+    ) -> Judged:
+        with phases("reward_model"):
+            return models.add(rules, answers, asked, texts, learn_from=learn_from)
 
 
 def ask(prompts: Sequence[Prompt], seeds: Sequence[int], greedy: torch.Tensor) -> Batch:

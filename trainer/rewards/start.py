@@ -9,6 +9,7 @@ from pathlib import Path
 from safetensors import safe_open
 from transformers import PreTrainedTokenizerBase
 
+from configs.checks_rollout import Workers
 from configs.reward_models import model_key, reward_models
 from configs.rules import has_score
 from configs.schema.common import ModelConfig, TiledMLPConfig, WorkersConfig
@@ -71,12 +72,13 @@ def tensor_names(file: Path) -> list[str]:
 def start_reward_models(
     reward: ModelScoringConfig,
     group: WorkerGroup,
+    workers: Workers,
     trainer: WorkersConfig,
     watchdog: Watchdog,
     tokenizer: PreTrainedTokenizerBase,
     template_kwargs: dict,
 ) -> RewardModels | None:
-    """tokenizer, template_kwargs: the policy's. None: there are no reward models.
+    """workers: those of ``group``. tokenizer, template_kwargs: the policy's. None: there are no reward models.
 
     Raises ValueError, one line, for a tokenizer or template that is not there, and for tokens that could not be told apart.
     """
@@ -90,7 +92,7 @@ def start_reward_models(
             conversations = own_conversations(config, tokenizer, template_kwargs)
         except ValueError as error:
             raise ValueError(f"{model_key(name, reward)}: {error}") from error
-        models.append(start_one(name, config, conversations, group, trainer, watchdog))
+        models.append(start_one(name, config, conversations, group, workers, trainer, watchdog))
     if not models:
         return None
     works_here = any(not model.config.urls for model in models)
@@ -103,13 +105,14 @@ def start_one(
     config: ScoringModelConfig,
     conversations: Conversations | None,
     group: WorkerGroup,
+    workers: Workers,
     trainer: WorkersConfig,
     watchdog: Watchdog,
 ) -> RewardModel:
     model, head = engine_model(config), head_of(config)
     cut = limits(
         config,
-        trainer,
+        workers,
         per_gpu=config.forward_micro_batch_size_per_gpu,
         over_all=config.forward_micro_batch_size,
         dynamic=config.use_dynamic_bsz,

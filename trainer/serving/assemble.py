@@ -61,7 +61,9 @@ def model(config: ServeRewardConfig, watchdog: Watchdog, stack: ExitStack) -> Sc
     from trainer.serving.model import check_model, start_scorer
 
     check_model(config)
-    backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, Path(config.trainer.default_local_dir)))
+    backend = stack.enter_context(
+        open_backend(config.trainer, config.ray_kwargs, config.timeouts, Path(config.trainer.default_local_dir))
+    )
     return start_scorer(config, start_hosts(backend, config.trainer, config.timeouts), watchdog).score
 
 
@@ -72,7 +74,9 @@ def judge(config: ServeRewardConfig, watchdog: Watchdog, stack: ExitStack) -> Sc
     from workers.rollout import check_installed as check_engine_installed
 
     check_engine_installed(config.judge_engine.rollout.name)
-    backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, Path(config.trainer.default_local_dir)))
+    backend = stack.enter_context(
+        open_backend(config.trainer, config.ray_kwargs, config.timeouts, Path(config.trainer.default_local_dir))
+    )
     return start_judge(config, start_hosts(backend, config.trainer, config.timeouts), watchdog).score
 
 

@@ -87,4 +87,4 @@ def start_scorer(config: ServeRewardConfig, hosts: WorkerGroup, watchdog: Watchd
     except ValueError as error:
         raise ValueError(f"{NAME}: {error}") from error
     words = "" if model.apply_chat_template_kwargs else words_of(tokenizer)
-    return ServedScorer(start_one(NAME, model, None, hosts, config.trainer, watchdog), conversations, words)
+    return ServedScorer(start_one(NAME, model, None, hosts, config.trainer, config.trainer, watchdog), conversations, words)

@@ -50,7 +50,7 @@ def attempt(config: Config, life: Lifetime) -> None:
         for change in check_config(resume.manifest.config, asdict(config)):
             print(f"note: resumed with another {change}", file=sys.stderr)
     with ExitStack() as stack:
-        backend = stack.enter_context(open_backend(trainer, config.ray_kwargs, run_dir))
+        backend = stack.enter_context(open_backend(trainer, config.ray_kwargs, config.timeouts, run_dir))
         deterministic = trainer.deterministic
         environment = worker_environment(deterministic)
         hosts = start_hosts(backend, trainer, config.timeouts, deterministic=deterministic, env=environment)
@@ -130,7 +130,7 @@ def attempt(config: Config, life: Lifetime) -> None:
             alarms=sft_alarms(config.alarms),
             skips=Skips(run_dir, events, asdict(config)),
             phases=Phases(),
-            kernels=KernelWatch(hosts, events, watchdog) if trainer.deterministic else None,
+            kernels=KernelWatch([hosts], events, watchdog) if trainer.deterministic else None,
             resume=resume,
             total_steps=total_steps,
         )

@@ -1,4 +1,4 @@
-"""Workers as Ray actors, one a slot. The only file in workers/ that imports ray."""
+"""Workers as Ray actors, one a slot. Beside ray_places.py the only file in workers/ that imports ray."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, Literal
 import psutil
 import ray
 from ray._private import ray_constants
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from workers.controller.dispatch import Call
@@ -25,6 +25,7 @@ from workers.controller.examine import ProcessState, RankState, examine
 from workers.controller.group import Backend, PhaseTimeout, Replies, Transport, WorkerError, WorkerGroup, WorkerInfo
 from workers.controller.guard import Guard
 from workers.controller.logs import last_lines, tail, write_to
+from workers.controller.ray_places import SLOT, Places
 from workers.controller.resource_pool import ResourcePool
 from workers.controller.session import MARK, SessionDir, end_processes, family, import_path, set_environment
 from workers.controller.shell import Failure, Shell, free_port, pack_call
@@ -32,10 +33,8 @@ from workers.controller.stacks import answer_for_stacks
 from workers.controller.stop import die_with_parent, handlers_kept, shielded
 from workers.controller.wire import Parcel, pack, unpack
 
-SLOT = "tandem_slot"  # the custom resource that stands for a GPU where there is none
 INLINE_BYTES = 64 * 1024  # larger parcels go through the object store; Ray sends up to 100 KB with the call itself
 STORE_BYTES = 8 * 2**30
-PLACE_SECONDS = 30.0
 SHUTDOWN_SECONDS = 20.0
 DEATH_SECONDS = 1.0  # until Ray tells of a process's death, at most
 HOMES_SECONDS, NODE_SECONDS = 2.0, 30.0  # until the ranks of a group, and the processes of another node, are known
@@ -57,12 +56,15 @@ class RayBackend(Backend):
         n_gpus_per_node: int,
         device: Literal["cpu", "cuda"],
         ray_init: Mapping[str, Any],
+        join_seconds: float = 0.0,
     ) -> None:
+        """join_seconds: so long a cluster that is joined may take to become large enough."""
         assert threading.current_thread() is threading.main_thread(), "Ray's processes end with the thread that starts them"
         self._run_dir = Path(run_dir).absolute()
         self._logs = None if ray_init.get("log_to_driver") else self._run_dir / "logs"
         self._opened = ExitStack()
         self._joined = nnodes > 1 or ray_init.get("address") not in (None, "local")
+        self._places = Places(join_seconds if self._joined else None)
         environment = {
             "PYTHONPATH": os.pathsep.join(import_path()),
             "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",  # workers see all GPUs and take one by their local rank
@@ -116,8 +118,10 @@ class RayBackend(Backend):
         env: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> WorkerGroup:
-        place = self._place(pool)
+        place = self._places.of(pool)
         slot: dict[str, Any] = {"num_gpus": 1} if pool.device == "cuda" else {"resources": {SLOT: 1}}
+        if pool.room is not None:  # who shares a slot with whom is ours to say: Ray would put two halves of a pool onto one GPU
+            slot = {}
         actors: list[Any] = []
         for rank in range(pool.world_size):
             node, _ = pool.place(rank)
@@ -133,26 +137,9 @@ class RayBackend(Backend):
             node, local_rank = pool.place(rank)
             standing = (rank, pool.world_size, local_rank, node)
             actor.launch.remote(standing, address, logs[rank], {**threads, **(env or {})}, ship(worker), names, *parcels)
-        group = WorkerGroup(name, pool.world_size, RayTransport(actors, Ranks(homes, logs), place))
+        group = WorkerGroup(name, pool.world_size, RayTransport(actors, Ranks(homes, logs), place if pool.room is None else None))
         self._opened.callback(group.shutdown)
         return group
-
-    def _place(self, pool: ResourcePool) -> PlacementGroup:
-        """Room for the pool: the ranks of a node on one node, different nodes on different ones."""
-        kind, what = ("GPU", "GPUs") if pool.device == "cuda" else (SLOT, f"slots ({SLOT})")
-        need = sorted(pool.n_per_node, reverse=True)
-        have = sorted((int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]), reverse=True)
-        wish = f"pool {pool.name!r} needs {pool.world_size} {what}, {need} on {len(need)} node(s)"
-        if len(have) < len(need) or any(has < needs for has, needs in zip(have, need, strict=False)):
-            hint = f"; nodes get slots by `ray start --resources='{{\"{SLOT}\": n}}'`" if self._joined and kind == SLOT else ""
-            raise ValueError(f"{wish}; the nodes of this Ray have {have}, {sum(have)} together{hint}")
-        strategy = "STRICT_SPREAD" if len(need) > 1 else "STRICT_PACK"
-        place = placement_group([{kind: n} for n in pool.n_per_node], strategy=strategy)
-        if not place.wait(PLACE_SECONDS):
-            free = int(ray.available_resources().get(kind, 0))
-            remove_placement_group(place)
-            raise ValueError(f"{wish}; {free} of {sum(have)} are free after {PLACE_SECONDS:g} s: others hold the rest")
-        return place
 
     def shutdown(self) -> None:
         with shielded():
@@ -234,7 +221,8 @@ class Shipper:
 
 
 class RayTransport(Transport):
-    def __init__(self, actors: Sequence[Any], ranks: Ranks, place: PlacementGroup) -> None:
+    def __init__(self, actors: Sequence[Any], ranks: Ranks, place: PlacementGroup | None) -> None:
+        """place: given back when the workers end."""
         self._actors = actors
         self._ranks = ranks
         self._place = place
@@ -255,7 +243,8 @@ class RayTransport(Transport):
     def close(self) -> None:
         for actor in self._actors:
             ray.kill(actor)
-        remove_placement_group(self._place)
+        if self._place is not None:
+            remove_placement_group(self._place)
 
 
 class Ranks:
@@ -360,7 +349,7 @@ def cause_of_death(said: str) -> str:
     pid = re.search(r"pid: (\d+)", said)
     detail = re.search(r"Worker exit detail: (.*?)(?: Some common causes|$)", said)
     if detail is None:
-        return " ".join(said.split())
+        return f"its process or its node is lost: {' '.join(said.split())}"
     cause = detail[1]
     if "connection error code 2" in cause:
         cause = "killed by a signal (SIGKILL: out of memory? SIGSEGV: see its last lines), or ended by os._exit"

@@ -9,6 +9,7 @@ from workers.engine.base import LossSpec, SavedFile, TrainEngine
 from workers.metric import Metric, Metrics
 from workers.plan import MicroBatches
 from workers.residency import Residency
+from workers.rollout.channel import Sender
 
 
 class ModelRole:
@@ -19,6 +20,7 @@ class ModelRole:
         self.loss = loss.resolve() if loss is not None else None
         self.residency = residency
         self.saving: Future[list[SavedFile]] | None = None
+        self.sender: Sender | None = None
 
     def forward(self, batch: Batch, plan: MicroBatches, outputs: list[str], adapter: bool) -> Batch | None:
         """Columns ``outputs`` of this rank's rows, without gradient; see TrainEngine.forward."""
@@ -31,6 +33,12 @@ class ModelRole:
         self.residency.enter("train", self.name)
         metrics = self.engine.train_step(batch, plan, self.loss)
         return metrics | {"flops": Metric.sum(self.engine.flops(batch.lengths.tolist(), backward=True))}
+
+    def send_weights(self) -> None:
+        """To rollout engines in other processes, which sync meanwhile. Collective."""
+        assert self.sender is not None, f"role {self.name}: no engine gets its weights"
+        self.residency.enter("sync", self.name)
+        self.sender.serve()
 
     def save(self, path: str, background: bool) -> None:
         """See TrainEngine.save; ``saved`` tells how it ended."""

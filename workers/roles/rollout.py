@@ -1,7 +1,9 @@
-"""The rollout role: prompts in, answers out, and weights from the model beside it."""
+"""The rollout role: prompts in, answers out, and weights from a model."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -9,29 +11,38 @@ import torch
 from workers.batch import Batch
 from workers.metric import Metrics
 from workers.residency import Residency
-from workers.roles.model import ModelRole
 from workers.rollout.base import Completion, Request, Rollout, Sampling
 from workers.rollout.weight_sync import WeightSync
 
 
 class RolloutRole:
-    def __init__(self, rollout: Rollout, source: ModelRole, residency: Residency, sync: WeightSync) -> None:
-        """source: the role whose weights this engine generates with. sync: from it to the engine."""
+    def __init__(
+        self,
+        rollout: Rollout,
+        source: str | None,
+        residency: Residency,
+        sync: WeightSync,
+        during: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """source: the role in this process whose weights the engine generates with, if it is here. sync: from it to the engine;
+        all of it happens in a ``during()``."""
         self.rollout = rollout
         self.source = source
         self.residency = residency
         self.sync = sync
+        self.during = during
 
     def sync_weights(self, version: int) -> Metrics:
-        """Bring the engine's weights up to the source's, and let the source leave the device. Collective.
+        """Bring the engine's weights up to the source's, and let a source that is here leave the device. Collective.
 
         Metrics: what of the engine's weights was verified. Raises WeightMismatch.
         """
-        self.residency.share_weights_of(None)
-        self.residency.enter("sync", self.source.name)
-        shared, metrics = self.sync(version)
-        if shared:
-            self.residency.share_weights_of(self.source.name)
+        with self.during():
+            self.residency.share_weights_of(None)
+            self.residency.enter("sync", self.source)
+            shared, metrics = self.sync(version)
+            if shared:
+                self.residency.share_weights_of(self.source)
         return metrics
 
     def generate(self, prompts: Batch, sampling: Sampling) -> Batch:

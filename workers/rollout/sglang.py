@@ -23,8 +23,9 @@ from workers.controller.shell import free_port
 from workers.engine.hf_model import DTYPES, empty_model, model_config, vocab_size
 from workers.rollout.attention import CACHED_ATTENTION, probe_cache_shape
 from workers.rollout.base import Completion, EngineAsleep, Request, Rollout, RolloutSpec, check_requests
+from workers.rollout.buckets import buckets
 from workers.rollout.file_names import FileNames
-from workers.rollout.sglang_client import Client, SharedBucket, buckets
+from workers.rollout.sglang_client import Client, SharedBucket
 from workers.rollout.verification import HeldWeight, Lines, cost_of_reading
 from workers.rollout.weights import ExpectedWeights
 

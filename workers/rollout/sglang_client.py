@@ -8,20 +8,18 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, Listener
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from workers.controller.session import import_path
+from workers.rollout.buckets import ALIGNMENT, starts
 from workers.rollout.sglang_calls import RANKS, Calls
 
-T = TypeVar("T")
 SHARED = "/dev/shm"
-ALIGNMENT = 64  # bytes, of each tensor in a bucket
 CLOSE_SECONDS = 10.0
 
 
@@ -72,20 +70,6 @@ class Client(Calls):
         self._process.wait()
 
 
-def buckets(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Runs of items of at most ``limit`` bytes together; a larger item is a bucket of its own. Reads one item ahead."""
-    bucket: list[T] = []
-    size = 0
-    for item in items:
-        if bucket and size + nbytes(item) > limit:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(item)
-        size += nbytes(item)
-    if bucket:
-        yield bucket
-
-
 class SharedBucket:
     """Memory that other processes see, for one bucket of weights after the other. number: they know it by that.
 
@@ -127,8 +111,8 @@ class SharedBucket:
 
     def views(self, named: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         """The weights, cast, in the shared memory. What was there before is lost. Raises RuntimeError if there is too little."""
-        sizes, step = [tensor.numel() for _, tensor in named], ALIGNMENT // self.dtype.itemsize
-        starts = list(accumulate((-(-size // step) * step for size in sizes), initial=0))
-        memory = self.room(starts[-1])
-        rooms = [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+        sizes = [tensor.numel() for _, tensor in named]
+        places = starts(sizes, ALIGNMENT // self.dtype.itemsize)
+        memory = self.room(places[-1])
+        rooms = [memory[start : start + size] for start, size in zip(places, sizes, strict=False)]
         return [(name, room.view(tensor.shape).copy_(tensor)) for (name, tensor), room in zip(named, rooms, strict=True)]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
 
 from configs.schema.ppo import RolloutEngineConfig
-from workers.engine.base import TrainEngine, Weights
+from workers.engine.base import Weights
 from workers.engine.hf_model import DTYPES
 from workers.metric import Metric, Metrics
 from workers.rollout.base import Rollout
@@ -29,6 +30,16 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 
+class WeightSource(Protocol):
+    """The trainer as an engine sees it: a TrainEngine beside it, or a channel.Receiver. See TrainEngine for what these are."""
+
+    adapter_config: LoraConfig | None
+
+    def live_weights(self) -> dict[str, Tensor] | None: ...
+
+    def export_weights(self, *, dtype: torch.dtype | None = None, kind: Weights = "merged") -> Iterator[tuple[str, Tensor]]: ...
+
+
 class Stopwatch:
     """Adds up the seconds spent in it."""
 
@@ -45,7 +56,7 @@ class Stopwatch:
 class WeightSync:
     """From one trainer to one engine, again and again."""
 
-    def __init__(self, rollout: Rollout, source: TrainEngine, config: RolloutEngineConfig, rank: int) -> None:
+    def __init__(self, rollout: Rollout, source: WeightSource, config: RolloutEngineConfig, rank: int) -> None:
         self.rollout, self.source, self.config, self.rank = rollout, source, config, rank
         self._places: Sequence[HeldWeight] | None = None
         self._turns: list[list[Lines]] = []

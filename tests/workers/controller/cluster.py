@@ -1,29 +1,24 @@
-"""A Ray cluster of two nodes on this machine, and a run that joins it: python -m tests.workers.controller.cluster RUN_DIR"""
+"""A run that joins a Ray cluster of two nodes: python -m tests.workers.controller.cluster RUN_DIR ADDRESS"""
 
 import json
 import sys
 from dataclasses import asdict
 
 import ray
-from ray.cluster_utils import Cluster
 
 from workers.controller.group import PhaseTimeout
-from workers.controller.ray_backend import SLOT, RayBackend
+from workers.controller.ray_backend import RayBackend
 from workers.controller.resource_pool import ResourcePool
 
-NODE = {"num_cpus": 1, "resources": {SLOT: 4}, "object_store_memory": 80 * 2**20}
+TOY = "tests.workers.controller.toy:Toy"
+JOIN_SECONDS = 60.0
 
 
-def main(run_dir: str) -> None:
-    cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
-    cluster.add_node(**NODE)
+def main(run_dir: str, address: str) -> None:
     said = {}
-    with RayBackend(run_dir=run_dir, nnodes=2, n_gpus_per_node=2, device="cpu", ray_init={"address": cluster.address}) as backend:
-        try:
-            backend.start_group("large", ResourcePool((5, 2), "cpu", "large"), "tests.workers.controller.toy:Toy")
-        except ValueError as error:
-            said["too large"] = str(error)
-        group = backend.start_group("toy", ResourcePool((2, 2), "cpu", "p"), "tests.workers.controller.toy:Toy", env={"A": "b"})
+    start = {"run_dir": run_dir, "nnodes": 2, "n_gpus_per_node": 2, "device": "cpu", "ray_init": {"address": address}}
+    with RayBackend(**start, join_seconds=JOIN_SECONDS) as backend:
+        group = backend.start_group("toy", ResourcePool((2, 2), "cpu", "p"), TOY, env={"A": "b"})
         said["infos"] = [asdict(info) for info in group.call("stands").result()]
         said["raylets"] = [value for (value,) in group.call("environment", "RAY_RAYLET_PID").result()]
         said["env"] = group.call("environment", "A", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES").result()
@@ -31,10 +26,20 @@ def main(run_dir: str) -> None:
             group.call("hang", 1, 3, timeout=1.0).result()
         except PhaseTimeout as late:
             said["hanging"] = ["in hang\n" in state.processes[0].stacks for state in late.states]
-    ray.init(address=cluster.address, logging_level="ERROR")
+    with RayBackend(**start, join_seconds=0.5) as backend:
+        room = ResourcePool((2, 2), "cpu", "room")
+        for n in (0, 1):
+            half = backend.start_group(f"half_{n}", ResourcePool((1, 1), "cpu", f"half {n}", room=room, first_slot=n), TOY)
+            raylets = [value for (value,) in half.call("environment", "RAY_RAYLET_PID").result()]
+            infos = half.call("stands").result()
+            said[f"half_{n}"] = [(info.node_rank, info.local_rank, raylet) for info, raylet in zip(infos, raylets, strict=True)]
+        try:
+            backend.start_group("large", ResourcePool((5, 2), "cpu", "large"), TOY)
+        except ValueError as error:
+            said["too large"] = str(error)
+    ray.init(address=address, logging_level="ERROR")
     said["alive"] = sum(node["Alive"] for node in ray.nodes())
     ray.shutdown()
-    cluster.shutdown()
     print(json.dumps(said))
 
 

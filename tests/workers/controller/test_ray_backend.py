@@ -17,6 +17,7 @@ import pytest
 import ray
 import torch
 
+from tests.nodes import cluster
 from workers.batch import Batch
 from workers.controller import ray_backend
 from workers.controller.group import PhaseTimeout, WorkerError, WorkerGroup
@@ -107,16 +108,30 @@ def test_however_a_run_ends_nothing_is_left(endings: dict[str, Ended], way: str,
 
 
 def test_a_node_that_joins_only_brings_workers(tmp_path: Path) -> None:
-    """nnodes > 1 against a cluster of two nodes on this machine."""
-    command = [sys.executable, "-m", "tests.workers.controller.cluster", str(tmp_path)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
-    said = json.loads(run.stdout.splitlines()[-1])
+    """nnodes > 1 against a cluster on this machine that a second node joins late: it is waited for."""
+    with cluster(tmp_path, slots=4) as nodes:
+        command = [sys.executable, "-m", "tests.workers.controller.cluster", str(tmp_path), nodes.address]
+        run = subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | nodes.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert run.stdout is not None and run.stderr is not None
+        waits = next(line for line in run.stderr if line.startswith("pool "))
+        nodes.join()
+        out, errors = run.communicate(timeout=120)
+    assert run.returncode == 0, errors
+    said = json.loads(out.splitlines()[-1])
+    assert waits == (
+        "pool 'p' needs 4 slots (tandem_slot), [2, 2] on 2 node(s); the nodes of this Ray have [4]: waiting for more, 60 s at "
+        "most (timeouts.join)\n"
+    )
     assert [(info["node_rank"], info["local_rank"]) for info in said["infos"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     first, second = said["raylets"][:2], said["raylets"][2:]
     assert len(set(first)) == len(set(second)) == 1 and first != second, "ranks of a node sit on one node"
     assert said["env"] == [["b", "1"]] * 4
     assert "needs 7 slots (tandem_slot), [5, 2] on 2 node(s); the nodes of this Ray have [4, 4], 8 together" in said["too large"]
+    assert "together after 0.5 s (timeouts.join); nodes get slots by `ray start" in said["too large"]
+    (_, _, one), (_, _, other) = said["half_0"]
+    assert said["half_0"] == [[0, 0, one], [1, 0, other]] and said["half_1"] == [[0, 1, one], [1, 1, other]] and one != other
     assert said["hanging"] == [False, True, False, True], "stacks come from both nodes"
     assert said["alive"] == 2, "the cluster lives on"
 
@@ -266,6 +281,8 @@ def test_a_dead_worker_is_named_with_its_cause(backend: RayBackend, how: str, ca
 def test_an_exit_code_is_named() -> None:
     said = "The actor died.\n\tpid: 7\nWorker exit type: SYSTEM_ERROR Worker exit detail: Worker exits with an exit code 4."
     assert cause_of_death(said) == "process 7 died: Worker exits with an exit code 4."
+    gone = "The actor a1 is unavailable:\n Socket closed"
+    assert cause_of_death(gone) == "its process or its node is lost: The actor a1 is unavailable: Socket closed"
 
 
 def test_no_call_waits_for_ever(backend: RayBackend) -> None:

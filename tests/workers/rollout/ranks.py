@@ -1,4 +1,4 @@
-"""An actor, with FSDP2 shards if nothing else is said, and a rollout engine beside it on two ranks, on Ray."""
+"""An actor, with FSDP2 shards if nothing else is said, and a rollout engine beside it on two ranks, or apart from it, on Ray."""
 
 from pathlib import Path
 from typing import Literal
@@ -23,10 +23,10 @@ from workers.rollout.base import Completion, Sampling
 TEMPERATURE, GROUP = 0.7, 2
 
 
-def start_hosts(backend: RayBackend) -> WorkerGroup:
-    """Two, for one run after the other."""
-    pool = ResourcePool((2,), "cpu", "pool")
-    return backend.start_group("hosts", pool, "tests.workers.rollout.vllm_hosts:SpoilingHost", "cpu", 600.0)
+def start_hosts(backend: RayBackend, name: str = "hosts", count: int = 2, collective: float = 600.0) -> WorkerGroup:
+    """For one run after the other."""
+    pool = ResourcePool((count,), "cpu", name)
+    return backend.start_group(name, pool, "tests.workers.rollout.vllm_hosts:SpoilingHost", "cpu", collective)
 
 
 class Run:
@@ -41,29 +41,41 @@ class Run:
         dtype: Dtype = "float32",
         sharding: Sharding = FSDP,
         lora: dict[str, object] | None = None,
+        lora_sync: Literal["merged", "adapter"] = "adapter",
+        bucket: int = 64,
+        trainers: WorkerGroup | None = None,
         **changes: object,
     ) -> None:
-        """lora: an adapter, which goes to the engine alone. changes: of the model's configuration."""
+        """lora: an adapter, which goes to the engine alone if nothing else is said. bucket: megabytes. trainers: the group that
+        has the actor, if the engine is apart from it. changes: of the model's configuration."""
         self.size, self.path = tensor_model_parallel_size, path
         make_small(path, **changes)
         patient = watchdog(path)
         rollout = spec_of(
             str(path), name=engine, max_model_len=LENGTH, slots=16, tensor_model_parallel_size=tensor_model_parallel_size,
-            verify_weights=verify_weights, dtype=dtype, lora=lora, lora_sync="adapter" if lora else "merged",
+            verify_weights=verify_weights, dtype=dtype, lora=lora, lora_sync=lora_sync if lora else "merged",
+            update_weights_bucket_megabytes=bucket,
         )  # fmt: skip
-        self.sync_spoiled = lambda name, place: group.call("sync_spoiled", name, place).result()
         limits = Limits(max_tokens=LENGTH)
         self.actor = RemoteModel(
-            group, "actor", actor_spec(rollout.model, sharding), ACTOR_LOSS, forward_limits=limits, train_limits=limits,
-            budget=Budget("actor"), attention_cost=0.0, watchdog=patient,
+            trainers or group, "actor", actor_spec(rollout.model, sharding), ACTOR_LOSS, forward_limits=limits,
+            train_limits=limits, budget=Budget("actor"), attention_cost=0.0, watchdog=patient,
         )  # fmt: skip
-        self.rollout = RemoteRollout(group, rollout, "actor", patient)
-        self.group = group
+        self.rollout = RemoteRollout(group, rollout, "actor", patient, trainers=trainers)
+        self.groups = [group] if trainers is None else [group, trainers]
+
+    def sync_spoiled(self, name: str, place: int) -> list[str]:
+        """See SpoilingHost."""
+        spoiled = self.groups[0].call("sync_spoiled", name, place)
+        for trainers in self.groups[1:]:
+            trainers.call("run", "actor", "send_weights").result()
+        return spoiled.result()
 
     def start_over(self) -> None:
         """Others can be there after it."""
-        self.group.call("start_over").result()
-        self.group._meshes.clear()
+        for group in self.groups:
+            group.call("start_over").result()
+            group._meshes.clear()
 
     def answers(self, *, greedy: bool) -> tuple[Batch, Batch]:
         """Prompts, each twice in a row, and what came."""

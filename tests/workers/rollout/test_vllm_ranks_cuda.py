@@ -14,7 +14,7 @@ from configs.schema.common import Sharding
 from tests.workers.engine.megatron.cases import megatron_config
 from tests.workers.engine.toy import cut, toy_batch
 from tests.workers.rollout.engines import ragged_prompts, request, spec_of
-from tests.workers.rollout.vllm_hosts import ACTOR_LOSS, FSDP, LENGTH, actor_spec, greedy_error, make_small
+from tests.workers.rollout.vllm_hosts import ACTOR_LOSS, FSDP, LENGTH, actor_spec, greedy_error, make_small, prompts_of
 from workers.batch import Batch
 from workers.controller.group import WorkerInfo
 from workers.controller.shell import free_port
@@ -62,15 +62,6 @@ def main(rank: int, path: str, port: int, name: str) -> None:
         actor.export_hf(f"{path}/{version}")
     torch.save(found, f"{path}/{rank}.pt")
     host.close()
-
-
-def prompts_of(greedy: bool) -> Batch:
-    rows = [torch.tensor(prompt) for prompt in ragged_prompts(5, longest=150)]
-    return Batch(
-        torch.tensor([len(row) for row in rows]),
-        tokens={"input_ids": torch.cat(rows)},
-        rows={"seed": torch.arange(len(rows)) + 40, "greedy": torch.full((len(rows),), greedy)},
-    )
 
 
 def mismatch(actor: ModelRole, prompts: Batch, answers: Batch) -> float:

@@ -45,7 +45,7 @@ def measure(place: WorkerInfo, path: str, engine: Any, verify: Any) -> tuple[int
     role.sync_weights(0)
     role.sync_weights(1)
     in_buckets = extra_memory(lambda: role.sync(2))
-    at_once = extra_memory(lambda: list(role.source.engine.export_weights()))
+    at_once = extra_memory(lambda: list(role.sync.source.export_weights()))
     host.close()
     return in_buckets, at_once
 

@@ -1,7 +1,8 @@
 """Hosts with a trained actor and vLLM beside it: what a worker of a run has."""
 
 import gc
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,12 +10,23 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from configs.schema.common import ModelConfig, Sharding
 from tests.tiny import fsdp_config
 from tests.workers.engine.toy import ToyLoss
-from tests.workers.rollout.engines import load_unspoiled, log_prob_error, make_model, one_off, request, spec_of, spoil_loading
+from tests.workers.rollout.engines import (
+    load_unspoiled,
+    log_prob_error,
+    make_model,
+    one_off,
+    ragged_prompts,
+    request,
+    spec_of,
+    spoil_loading,
+)
+from workers.batch import Batch
 from workers.controller.group import WorkerInfo
 from workers.controller.shell import free_port
 from workers.engine.base import EngineSpec, LossSpec, OptimizerSpec
@@ -66,6 +78,16 @@ def actor_spec(model: ModelConfig, sharding: Sharding = FSDP) -> EngineSpec:
     )  # fmt: skip
 
 
+def prompts_of(greedy: bool) -> Batch:
+    """Five, as a role gets them."""
+    rows = [torch.tensor(prompt) for prompt in ragged_prompts(5, longest=150)]
+    return Batch(
+        torch.tensor([len(row) for row in rows]),
+        tokens={"input_ids": torch.cat(rows)},
+        rows={"seed": torch.arange(len(rows)) + 40, "greedy": torch.full((len(rows),), greedy)},
+    )
+
+
 def greedy_errors(model: PreTrainedModel, engine: Rollout, prompts: Sequence[tuple[int, ...]]) -> list[float]:
     """Greedy answers must be those of transformers' generate, token by token. The largest log-prob difference of each."""
     requests = [request(i, prompt, temperature=0.0) for i, prompt in enumerate(prompts)]
@@ -86,9 +108,9 @@ class SpoilingHost(Host):
 
     def start_over(self) -> None:
         """As new, with the process group it has."""
-        role = self.roles["rollout"]
-        assert isinstance(role, RolloutRole)
-        role.rollout.close()
+        for role in self.roles.values():
+            if isinstance(role, RolloutRole):
+                role.rollout.close()
         self.roles.clear()
         self.residency = Residency()
         gc.collect()
@@ -99,14 +121,31 @@ class SpoilingHost(Host):
         assert isinstance(role, RolloutRole)
         spoil_loading(role.rollout, one_off(name, place))
         config = replace(role.sync.config, verify_weights="full")
-        self.residency.enter("sync", role.source.name)
+        sync = WeightSync(role.rollout, role.sync.source, config, self.info.rank)
         try:
-            WeightSync(role.rollout, role.source.engine, config, self.info.rank)(7)
+            RolloutRole(role.rollout, role.source, self.residency, sync, role.during).sync_weights(7)
         except WeightMismatch as error:
             return str(error)
         finally:
             load_unspoiled(role.rollout)
         return ""
+
+    def signal_at(self, count: int, number: int) -> None:
+        """From now on the process gets this signal when so many tensors have gone by in a sync."""
+
+        def watched(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+            for i, pair in enumerate(weights):
+                if i == count:
+                    os.kill(os.getpid(), number)
+                yield pair
+
+        for role in self.roles.values():
+            if isinstance(role, RolloutRole):
+                load = role.rollout.load_weights
+                role.rollout.load_weights = lambda weights, version, load=load: load(watched(weights), version)
+            else:
+                export = role.engine.export_weights
+                role.engine.export_weights = lambda export=export, **words: watched(export(**words))
 
 
 def start(host: Host, model: PreTrainedModel, **settings: Any) -> VLLMRollout:

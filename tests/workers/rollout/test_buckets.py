@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.rollout.sglang_client import buckets
+from workers.rollout.buckets import buckets
 
 
 @given(st.lists(st.integers(0, 9)), st.integers(0, 20))

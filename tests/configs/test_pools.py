@@ -1,0 +1,179 @@
+"""From `placement` to pools on the run's nodes, and requests that cannot be met, in one line with the arithmetic."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from configs.compose import compose
+from configs.keys import ConfigError
+from configs.pools import ROLES, Placement, place
+from configs.schema.placement import PlacedRolesConfig, PlacementConfig, PoolConfig
+from configs.schema.ppo import PPOConfig
+
+DEFAULTS = compose("ppo_trainer", PPOConfig, [])
+FOUR = ("actor", "ref", "critic", "rollout")
+Sizes = dict[str, tuple[int, int, float]]
+
+
+def placed(layout: Any, nodes: int, gpus: int, roles: Any = FOUR, pools: Sizes | None = None, **named: str) -> Placement:
+    sizes = {name: PoolConfig(nodes=n, gpus=g, fraction=part) for name, (n, g, part) in (pools or {}).items()}
+    of_roles = PlacedRolesConfig(**(dict.fromkeys(ROLES) | named))
+    config = PlacementConfig(layout=layout, pools=sizes, roles=of_roles)
+    return place(config, replace(DEFAULTS.trainer, nnodes=nodes, n_gpus_per_node=gpus), roles)
+
+
+def lies(place: Placement) -> dict[str, tuple[tuple[str, ...], list[tuple[int, int]]]]:
+    """By pool, its roles and its (node, GPU) by rank."""
+    return {pool.name: (pool.roles, pool.slots) for pool in place.pools}
+
+
+def refusal(*args: Any, **kwargs: Any) -> str:
+    with pytest.raises(ConfigError) as raised:
+        placed(*args, **kwargs)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def test_the_default_is_one_pool_of_all() -> None:
+    place = placed("colocate_all", 2, 2)
+    assert lies(place) == {"workers": (FOUR, [(0, 0), (0, 1), (1, 0), (1, 1)])}
+    assert place.pools[0].sizes == "trainer.nnodes * trainer.n_gpus_per_node = 2 * 2" and place.n_gpus == 4
+
+
+def test_pairs_are_halves_of_a_node_or_of_the_nodes() -> None:
+    pair = ("actor", "ref", "rollout")
+    assert lies(placed("colocate_pairs", 1, 4)) == {
+        "actor": (pair, [(0, 0), (0, 1)]),
+        "critic": (("critic",), [(0, 2), (0, 3)]),
+    }
+    assert lies(placed("colocate_pairs", 2, 1, ("actor", "rollout", "reward"))) == {
+        "actor": (("actor", "rollout"), [(0, 0)]),
+        "critic": (("reward",), [(1, 0)]),
+    }
+    assert [pool.slots for pool in placed("colocate_pairs", 3, 2).pools] == [
+        [(n, 0) for n in range(3)],
+        [(n, 1) for n in range(3)],
+    ]
+
+
+def test_split_gives_each_role_of_the_run_its_own() -> None:
+    assert [(pool.name, pool.slots) for pool in placed("split", 1, 3, ("rollout", "actor", "critic")).pools] == [
+        ("actor", [(0, 0)]),
+        ("critic", [(0, 1)]),
+        ("rollout", [(0, 2)]),
+    ]
+
+
+def test_pools_give_the_layouts_other_sizes() -> None:
+    sizes: Sizes = {"actor": (1, 3, 1.0), "critic": (1, 1, 1.0)}
+    assert [pool.slots for pool in placed("colocate_pairs", 1, 4, pools=sizes).pools] == [[(0, 0), (0, 1), (0, 2)], [(0, 3)]]
+    said = refusal("colocate_pairs", 1, 4, pools={"actor": (1, 3, 1.0), "critics": (1, 1, 1.0)})
+    assert said.startswith("placement.pools=actor, critics: the pools of placement.layout=colocate_pairs are actor, critic in")
+
+
+def test_a_free_form_has_names_and_fractions() -> None:
+    """Pools whose fractions add up to no more than 1 lie on the same GPUs; the actor's comes first, whatever is written first."""
+    sizes: Sizes = {"judges": (1, 2, 0.4), "train": (1, 2, 0.6), "engines": (2, 1, 1.0)}
+    place = placed("custom", 2, 3, pools=sizes, actor="train", critic="judges", rollout="engines")
+    assert lies(place) == {
+        "train": (("actor", "ref"), [(0, 0), (0, 1)]),
+        "judges": (("critic",), [(0, 0), (0, 1)]),
+        "engines": (("rollout",), [(0, 2), (1, 2)]),
+    }
+    assert place.n_gpus == 4 and place.pool("reward").name == "train", "a role that the run has not is where the actor is"
+    assert place.pools[0].in_words() == "train (actor, ref): node 0, GPUs 0-1, 0.6 of each"
+    assert place.pool("rollout").in_words() == "engines (rollout): nodes 0-1, GPU 2"
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 2), st.integers(1, 3), st.sampled_from([0.25, 0.3, 0.5, 0.7, 1.0])), min_size=2, max_size=4
+    ),
+    st.integers(1, 3),
+    st.integers(1, 4),
+)
+def test_no_gpu_is_given_more_than_once(sizes: list[tuple[int, int, float]], nodes: int, gpus: int) -> None:
+    """Whatever is asked for: it fits, each pool has its size, or it is refused."""
+    pools = dict(zip(FOUR, sizes, strict=False))
+    try:
+        found = placed("custom", nodes, gpus, tuple(pools), pools=pools, **{name: name for name in pools}).pools
+    except ConfigError:
+        return
+    taken: dict[tuple[int, int], float] = {}
+    for pool in found:
+        assert (pool.nnodes, pool.n_gpus_per_node, pool.fraction) == pools[pool.name]
+        assert len(pool.slots) == len(set(pool.slots)) == pool.nnodes * pool.n_gpus_per_node
+        for node, gpu in pool.slots:
+            assert 0 <= node < nodes and 0 <= gpu < gpus
+            taken[node, gpu] = taken.get((node, gpu), 0.0) + pool.fraction
+    assert max(taken.values()) <= 1 + 1e-6
+
+
+def test_slots_that_do_not_divide() -> None:
+    assert refusal("split", 1, 6) == (
+        "placement.layout=split: 4 pools (actor, ref, critic, rollout) get no equal shares of trainer.nnodes * "
+        "trainer.n_gpus_per_node = 1 * 6 GPUs: 4 divides neither 1 node (1 = 0 * 4 + 1) nor the 6 GPUs of a node (6 = 1 * 4 + 2)"
+        "; placement.pools gives each its size"
+    )
+
+
+def test_more_gpus_than_there_are() -> None:
+    pools: Sizes = {"a": (1, 4, 1.0), "b": (1, 4, 0.5)}
+    assert refusal("custom", 1, 5, pools=pools, actor="a", critic="b") == (
+        "placement.pools: a 1 * 4 * 1 + b 1 * 4 * 0.5 = 6 GPUs, and trainer.nnodes * trainer.n_gpus_per_node = 1 * 5 = 5 are "
+        "there"
+    )
+    wide: Sizes = {"a": (1, 1, 0.5), "b": (1, 2, 0.8)}
+    assert refusal("custom", 1, 2, ("actor", "critic"), pools=wide, actor="a", critic="b") == (
+        "placement.pools: a 1 * 1 * 0.5 + b 1 * 2 * 0.8 = 2.1 GPUs, and trainer.nnodes * trainer.n_gpus_per_node = 1 * 2 = 2 are "
+        "there"
+    )
+
+
+def test_no_place_that_is_wide_enough() -> None:
+    pools: Sizes = {"a": (2, 1, 1.0), "b": (1, 2, 0.6)}
+    assert refusal("custom", 2, 2, pools=pools, actor="a", critic="b") == (
+        "placement.pools.b: 1 * 2 * 0.6 (nodes * gpus * fraction): there are no 2 GPUs side by side, 0.6 of each free, on 1 "
+        "node(s); of trainer.nnodes * trainer.n_gpus_per_node = 2 * 2 GPUs the pools before it leave: node 0: 0, 1; node 1: 0, 1"
+    )
+
+
+def test_names_that_are_not_there() -> None:
+    pools: Sizes = {"train": (1, 2, 1.0), "value": (1, 2, 1.0)}
+    assert refusal("custom", 1, 4, pools=pools, actor="train", critic="valu") == (
+        "placement.roles.critic=valu: no such pool; placement.pools has train, value; did you mean value?"
+    )
+    assert refusal("custom", 1, 4, pools=pools, critic="value") == (
+        "placement.roles.actor=null: placement.layout=custom wants its pool; placement.pools has train, value"
+    )
+    assert refusal("custom", 1, 4, ("actor", "rollout"), pools=pools, actor="train", critic="value") == (
+        "placement.pools.value: no role of this run is in it; its roles are actor, rollout (placement.roles)"
+    )
+    assert "a pool's name is a part of file names" in refusal("custom", 1, 4, pools={"../x": (1, 1, 1.0)}, actor="../x")
+
+
+def test_what_only_the_free_form_takes() -> None:
+    said = "placement.roles.critic=b: placement.layout=split says where each role goes; set layout=custom"
+    assert refusal("split", 1, 4, critic="b") == said
+    assert "colocate_all has one pool" in refusal("colocate_all", 1, 4, pools={"a": (1, 1, 1.0)})
+    assert "neither a critic nor a reward model" in refusal("colocate_pairs", 1, 4, ("actor", "ref", "rollout"))
+
+
+def test_the_example_of_the_documentation() -> None:
+    page = (Path(__file__).parents[2] / "docs/placement.md").read_text()
+    (example,) = re.findall(r"^```yaml\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
+    tree: Any = OmegaConf.to_container(OmegaConf.create(example))
+    pools = {name: (pool["nodes"], pool["gpus"], pool["fraction"]) for name, pool in tree["placement"]["pools"].items()}
+    place = placed("custom", 1, 8, (*FOUR, "reward"), pools=pools, **tree["placement"]["roles"])
+    assert lies(place) == {
+        "train": (("actor", "ref"), [(0, n) for n in range(4)]),
+        "value": (("critic",), [(0, 4), (0, 5)]),
+        "judge": (("reward",), [(0, 4), (0, 5)]),
+        "engines": (("rollout",), [(0, 6), (0, 7)]),
+    }

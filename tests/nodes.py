@@ -1,0 +1,73 @@
+"""A Ray cluster on this machine whose nodes come and go: each is a process of its own, `ray start --block`."""
+
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import psutil
+
+from workers.controller.ray_places import SLOT
+from workers.controller.shell import free_port
+
+HEAD = ("--head", "--include-dashboard=false", "--disable-usage-stats")
+START_SECONDS = 60.0
+
+
+class Nodes:
+    def __init__(self, folder: Path, slots: int, temp_dir: str) -> None:
+        """The head; each node has so many slots. folder: of what they say; temp_dir: Ray's."""
+        self.folder = folder
+        self.slots = slots
+        self.environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        """Of whoever joins the cluster."""
+        self.address = f"127.0.0.1:{free_port()}"
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._start(*HEAD, f"--port={self.address.partition(':')[2]}", f"--temp-dir={temp_dir}")
+
+    def join(self) -> subprocess.Popen[bytes]:
+        return self._start(f"--address={self.address}")
+
+    def die(self, node: subprocess.Popen[bytes]) -> None:
+        """All of its processes at once, as when a machine is switched off."""
+        for process in [*psutil.Process(node.pid).children(recursive=True), psutil.Process(node.pid)]:
+            process.kill()
+        node.wait()
+
+    def end(self) -> None:
+        for node in reversed(self.processes):
+            if node.poll() is None:
+                self.die(node)
+
+    def _start(self, *how: str) -> subprocess.Popen[bytes]:
+        command = [
+            sys.executable, "-m", "ray.scripts.scripts", "start", *how, "--node-ip-address=127.0.0.1", "--num-cpus=1", "--block",
+            f'--resources={{"{SLOT}": {self.slots}}}', f"--object-store-memory={80 * 2**20}",
+        ]  # fmt: skip
+        log = (self.folder / f"node_{len(self.processes)}.log").open("wb")
+        self.processes.append(subprocess.Popen(command, env=os.environ | self.environment, stdout=log, stderr=subprocess.STDOUT))
+        log.close()
+        return self.processes[-1]
+
+    def wait_for_head(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while b"Ray runtime started" not in (self.folder / "node_0.log").read_bytes():
+            assert time.monotonic() < deadline and self.processes[0].poll() is None, (self.folder / "node_0.log").read_text()
+            time.sleep(0.1)
+
+
+@contextmanager
+def cluster(folder: Path, slots: int) -> Iterator[Nodes]:
+    """Its head; all that joins it ends with the block. Ray's sockets want a short path: they are not in ``folder``."""
+    with TemporaryDirectory(prefix="nodes_") as short:
+        nodes = Nodes(folder, slots, short)
+        try:
+            nodes.wait_for_head()
+            yield nodes
+        finally:
+            nodes.end()

@@ -1,0 +1,95 @@
+"""Whole runs over two Ray nodes on this machine: one comes late, one dies, one takes its place."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.nodes import Nodes, cluster
+from tests.runs import make_task, metrics_of, ppo_arguments, run_ppo
+from tests.trainer.ppo.test_loop_placement import ALL_ROLES, assert_same, spans_of
+from tests.trainer.ppo.test_loop_stops import events_of
+
+ROOT = Path(__file__).parents[3]
+SIX = ("trainer.total_training_steps=6", "trainer.save_freq=2")
+
+pytestmark = pytest.mark.soak
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_task(tmp_path_factory.mktemp("sort_digits"))
+
+
+def start(nodes: Nodes, task: Path, run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
+    """A run on two nodes of one slot each."""
+    joined = ("trainer.backend=ray", "trainer.nnodes=2", f"ray_kwargs.ray_init.address={nodes.address}")
+    command = [sys.executable, "-m", "trainer.main_ppo", *ppo_arguments(task, run_dir, *ALL_ROLES, *joined, *overrides)]
+    environment = os.environ | nodes.environment
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(run: subprocess.Popen[str], text: str) -> str:
+    """The line on stderr that has it."""
+    assert run.stderr is not None
+    line = next((line for line in run.stderr if text in line), None)
+    assert line is not None, f"the run ended without {text!r}"
+    return line
+
+
+def wait_for_step(run_dir: Path, step: int) -> None:
+    deadline = time.monotonic() + 240
+    while not (run_dir / "metrics.jsonl").exists() or len(metrics_of(run_dir)) < step:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_node_that_comes_late_is_waited_for(task: Path, tmp_path: Path) -> None:
+    """Actor and critic on a node each: the same numbers as on one."""
+    alone = run_ppo(task, tmp_path / "alone", *ALL_ROLES)
+    with cluster(tmp_path, slots=1) as nodes:
+        early = start(nodes, task, tmp_path / "early", "timeouts.join=1")
+        _, said = early.communicate()
+        assert early.returncode == 2
+        assert "needs 2 slots (tandem_slot), [1, 1] on 2 node(s); the nodes of this Ray have [1], 1 together after 1 s" in said
+        run = start(nodes, task, tmp_path / "run", "placement=colocate_pairs")
+        assert "the nodes of this Ray have [1]: waiting for more, 300 s at most" in wait_for(run, "waiting")
+        nodes.join()
+        _, said = run.communicate()
+    assert run.returncode == 0, said
+    assert_same(metrics_of(tmp_path / "run"), alone)
+    assert {tuple(pools) for pools, _, _ in spans_of(tmp_path / "run")[1].values()} == {("actor",), ("critic",), ()}
+
+
+def test_a_node_that_dies_is_named_and_the_run_ends(task: Path, tmp_path: Path) -> None:
+    with cluster(tmp_path, slots=1) as nodes:
+        node = nodes.join()
+        run = start(nodes, task, tmp_path / "run", "trainer.total_training_steps=100000")
+        wait_for_step(tmp_path / "run", 2)
+        nodes.die(node)
+        died = time.monotonic()
+        _, said = run.communicate(timeout=120)
+        assert time.monotonic() - died < 90
+    assert run.returncode == 1
+    (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert re.match(r"error: rank 1 failed in .*: its process or its node is lost: The actor", line), line
+
+
+def test_another_node_takes_its_place(task: Path, tmp_path: Path) -> None:
+    """The run goes on from its last checkpoint, to the numbers of a run that lost nothing."""
+    alone = run_ppo(task, tmp_path / "alone", *ALL_ROLES, *SIX)
+    with cluster(tmp_path, slots=1) as nodes:
+        node = nodes.join()
+        run = start(nodes, task, tmp_path / "run", *SIX, "placement=colocate_pairs", "trainer.max_restarts=1")
+        wait_for_step(tmp_path / "run", 3)
+        nodes.die(node)
+        nodes.join()
+        _, said = run.communicate(timeout=240)
+    assert run.returncode == 0, said
+    assert_same(metrics_of(tmp_path / "run"), alone)
+    ((_, kind, text),) = events_of(tmp_path / "run")
+    assert kind == "restart" and "it goes on from step" in text
