@@ -157,7 +157,7 @@ def check_serve_reward(config: ServeRewardConfig) -> list[str]:
 
 def _selection_problems(config: GenerationConfig) -> Iterator[str]:
     selection, places = config.selection, {"data.output_path": config.data.output_path}
-    for name, path in (("best_of_n", selection.best_of_n), ("sft", selection.sft)):
+    for name, path in (("best_of_n", selection.best_of_n), ("sft", selection.sft), ("preferences", selection.preferences)):
         key = f"selection.{name}"
         if path is None:
             continue

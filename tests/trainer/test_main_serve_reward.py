@@ -83,7 +83,8 @@ def test_what_is_wrong_is_one_line(
     monkeypatch.delenv("REWARD_SERVER_TOKEN", raising=False)
     monkeypatch.setenv("SHORT_TOKEN", "abcde")
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        typed = [override.format(taken=taken.getsockname()[1]) for override in overrides]
+        port = taken.getsockname()[1]  # also where another thing is wrong: a server that did not see it would not run here
+        typed = [f"server.port={port}", *(override.format(taken=port) for override in overrides)]
         words = ["reward.num_workers=0", f"trainer.default_local_dir={tmp_path}", *typed]
         assert main_serve_reward.PROGRAM(words) == 2
     told = capsys.readouterr().err.splitlines()
@@ -92,7 +93,8 @@ def test_what_is_wrong_is_one_line(
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("trainer.serving.assemble.find_spec", lambda name: None)
-    assert main_serve_reward.PROGRAM(["reward.scorer=gsm8k"]) == 2
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main_serve_reward.PROGRAM(["reward.scorer=gsm8k", f"server.port={taken.getsockname()[1]}"]) == 2
     told = capsys.readouterr().err
     assert (
         told.startswith("error: fastapi and uvicorn: not installed here; run pip install 'tandem[serve]'")
