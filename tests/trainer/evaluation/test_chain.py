@@ -30,9 +30,7 @@ def row(uid: int, answers: list[tuple[float, float]], **changes: Any) -> dict[st
 def make_chain(folder: Path, tuned: list[list[tuple[float, float]]] = TUNED, **changes: Any) -> Path:
     for name in STAGES:
         (folder / name).mkdir(parents=True)
-        (folder / name / "stage").write_text(
-            f"python -m trainer.of_{name} a=b\n{'0123456789abcdef' * 4}  x y\nseconds 7\n"
-        )
+        (folder / name / "stage").write_text(f"python -m trainer.of_{name} a=b\n{'0123456789abcdef' * 4}  x y\nseconds 7\n")
     for name, answers in (("sft", tuned), ("policy", POLICY)):
         rows = [row(uid, own, **(changes if name == "policy" else {})) for uid, own in enumerate(answers)]
         for i, one in enumerate(rows):
