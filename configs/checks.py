@@ -15,7 +15,8 @@ from configs.checks_rollout import ROLLOUT, determinism_problems, engine_notes, 
 from configs.checks_servers import judge_engine_problems, remote_notes, remote_problems, server_problems
 from configs.checks_stability import stability_notes, stability_problems
 from configs.keys import ConfigError
-from configs.reward_models import has_score, served_model
+from configs.reward_models import served_model
+from configs.rules import has_score
 from configs.schema.common import ModelConfig, RunConfig, ShardedConfig, WorkersConfig
 from configs.schema.evaluation import EvaluationConfig
 from configs.schema.generation import GenerationConfig

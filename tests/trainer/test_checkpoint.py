@@ -263,7 +263,7 @@ def test_how_models_are_cut_may_change_and_what_they_compute_in_may_not() -> Non
     trees = [yaml.safe_load((ROOT / "configs" / name).read_text()) for name in ("ppo_trainer.yaml", "sft_trainer.yaml")]
     keys = {key for tree in trees for key in leaves(tree) if ".megatron." in key or key.endswith("strategy")}
     assert {key.rpartition(".")[2] for key in keys if not _is_safe(key)} == {"dtype", "override_transformer_config"}
-    assert len(keys) == 4 * 12 and not _is_safe("critic.megatron.override_transformer_config.recompute_num_layers")
+    assert len(keys) == 5 * 12 and not _is_safe("critic.megatron.override_transformer_config.recompute_num_layers")
     assert not _is_safe("actor_rollout_ref.rollout.tensor_model_parallel_size"), "that engine's log-probs would be others"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from configs.reward_models import wants_truth
+from configs.rules import wants_truth
 from configs.schema.generation import GenerationConfig
 from trainer.backend import open_backend, start_hosts
 from trainer.data.chat import load_tokenizer

@@ -1,5 +1,6 @@
 """A reward model behind a server gives what transformers gives, a conversation at a time."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from tests.reward_models import make_reward_model, plain_scores, tokenizer_of
 from tests.serving import serving
 from tests.trainer.rewards.config import reward_config
 from trainer import main_serve_reward
+from trainer.data.conversations import words_of
 from trainer.rewards.remote import RemoteRewards
 from trainer.rewards.scoring import Answer
 
@@ -52,6 +54,18 @@ def test_scores_are_transformers_own(path: str) -> None:
     assert found[:4] == pytest.approx(by_hand(path).tolist(), abs=1e-5)
     assert len(set(found[:3])) == 3 and found[0] == pytest.approx(found[3], abs=1e-6)
     assert isinstance(found[4], str) and "role" in found[4] and found[5] == "there is no token to score"
+
+
+def test_tokens_of_its_own_tokenizer_are_read_as_they_are(path: str) -> None:
+    """A sampled answer may be spelt in tokens that the tokenizer would not choose."""
+    words, row = words_of(tokenizer_of(path)), [40, 41, 42]
+    own, foreign = [replace(ANSWERS[0], ids=row, words=words) for words in (words, "of another")]
+    broken = [replace(own, ids=ids) for ids in ([40, -1], [[40]], ["x"], [40, 9999])]
+    with serving(f"model.path={path}") as url:
+        found = scores(url, [own, foreign, *broken])
+    assert found[:2] == pytest.approx([float(plain_scores(path, [torch.tensor(row)])), float(by_hand(path)[0])], abs=1e-5)
+    assert found[2] == found[3] == "token_ids has something that is no list of numbers from 0"
+    assert all(isinstance(why, str) for why in found[4:]) and "9999" in str(found[5])
 
 
 def test_they_are_normalised_by_the_statistics_beside_the_model(path: str) -> None:
