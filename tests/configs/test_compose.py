@@ -55,6 +55,7 @@ def jobs(*argv: str) -> list[PPOConfig]:
                 "actor_rollout_ref.ref.fsdp_config={model_dtype: float32, dtype: float32}",
                 "critic.model={path: data/sort_digits/warm, enable_gradient_checkpointing: false}",
                 "critic.fsdp_config={model_dtype: float32, dtype: float32}",
+                "reward.reward_model.fsdp_config={model_dtype: float32, dtype: float32}",
             ],
         ),
     ],
