@@ -44,9 +44,9 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_as_it_is_typed(tmp_path: Path) -> None:
     """The program's own process, whose output goes to bash."""
     shell = (
-        f'set -e; python() {{ "{sys.executable}" "$@"; }}\n'
+        f'set -e; python() {{ "{sys.executable}" "$@"; }}; export -f python\n'
         f"python -m trainer.main_translate openrlhf -- {PPO} > run.sh\n"
-        'source /dev/stdin <<< "$(cat run.sh) trainer.dry_run=config"'
+        'bash -c "$(cat run.sh) trainer.dry_run=config"'
     )
     result = subprocess.run(
         ["bash", "-c", shell], cwd=tmp_path, env={"PYTHONPATH": str(CONFIG_DIR.parent)}, capture_output=True, text=True

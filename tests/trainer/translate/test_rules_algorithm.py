@@ -112,7 +112,7 @@ def test_estimators(theirs: str, ours: str) -> None:
 
 def test_dr_grpo_divides_by_no_deviation() -> None:
     assert settings(PPO + "--advantage_estimator dr_grpo")["algorithm.norm_adv_by_std_in_grpo"] == "false"
-    with pytest.raises(ConfigError, match="^--advantage_estimator a2c: is none of gae, reinforce, "):
+    with pytest.raises(ConfigError, match=r"^--advantage_estimator a2c: is none of gae, reinforce, "):
         translated(PPO + "--advantage_estimator a2c")
 
 

@@ -72,7 +72,7 @@ def test_engines() -> None:
     assert settings(PPO)[f"{ROLLOUT}.name"] == "vllm"
     assert settings(PPO + "--backend sglang")[f"{ROLLOUT}.name"] == "sglang"
     assert settings(PPO + "--vllm_num_engines 0")[f"{ROLLOUT}.name"] == "embedded"
-    with pytest.raises(ConfigError, match="^--backend hf: is none of vllm, sglang$"):
+    with pytest.raises(ConfigError, match=r"^--backend hf: is none of vllm, sglang$"):
         translated(PPO + "--backend hf")
 
 
@@ -108,5 +108,5 @@ def test_tasks_of_batch_inference(task: str, engine: str) -> None:
 
 
 def test_a_task_without_a_counterpart() -> None:
-    with pytest.raises(ConfigError, match="^--eval_task rm: has no counterpart; "):
+    with pytest.raises(ConfigError, match=r"^--eval_task rm: has no counterpart; "):
         translated("batch_inference --eval_task rm --pretrain m --dataset d.jsonl")
