@@ -15,7 +15,8 @@ from configs.checks_rollout import ROLLOUT, determinism_problems, engine_notes, 
 from configs.checks_servers import judge_engine_problems, remote_notes, remote_problems, server_problems
 from configs.checks_stability import stability_notes, stability_problems
 from configs.keys import ConfigError
-from configs.reward_models import has_score, served_model
+from configs.reward_models import served_model
+from configs.rules import has_score
 from configs.schema.common import ModelConfig, RunConfig, ShardedConfig, WorkersConfig
 from configs.schema.evaluation import EvaluationConfig
 from configs.schema.generation import GenerationConfig
@@ -156,7 +157,7 @@ def check_serve_reward(config: ServeRewardConfig) -> list[str]:
 
 def _selection_problems(config: GenerationConfig) -> Iterator[str]:
     selection, places = config.selection, {"data.output_path": config.data.output_path}
-    for name, path in (("best_of_n", selection.best_of_n), ("sft", selection.sft)):
+    for name, path in (("best_of_n", selection.best_of_n), ("sft", selection.sft), ("preferences", selection.preferences)):
         key = f"selection.{name}"
         if path is None:
             continue

@@ -5,7 +5,8 @@ from collections.abc import Collection, Iterator
 from configs.checks_batches import Cut
 from configs.checks_rollout import Workers
 from configs.checks_servers import served_problems
-from configs.reward_models import NO_RULES, SHORT_FORM, has_score, model_key, reward_models
+from configs.reward_models import SHORT_FORM, model_key, reward_models
+from configs.rules import NO_RULES, has_score
 from configs.schema.generation import GenerationConfig
 from configs.schema.ppo import ModelScoringConfig, PPOConfig
 from configs.schema.scoring_model import ScoringModelConfig

@@ -7,13 +7,12 @@ from typing import Any
 
 from configs.keys import ConfigError
 from configs.load import load
-from configs.schema.ppo import ModelScoringConfig, RemoteScoringConfig, ScoringConfig
+from configs.schema.ppo import ModelScoringConfig
 from configs.schema.scoring_model import ScoringModelConfig
 from configs.schema.serve_reward import ServedModelConfig
 
 SHORT_FORM = "reward_model"
 """The name of the one that reward.reward_model.enable makes."""
-NO_RULES = "none"
 NAME = re.compile(r"[A-Za-z]\w*")
 TAKEN = ("acc", "score", "reward", "failed", "overlong", "overlong_reward")
 """Names that metrics have for other things."""
@@ -66,18 +65,3 @@ def merged(defaults: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
 def model_key(name: str, reward: ModelScoringConfig) -> str:
     """The dotted key of a model."""
     return f"reward.models.{name}" if name in reward.models else f"reward.{SHORT_FORM}"
-
-
-def asks_rules(reward: ScoringConfig) -> bool:
-    """A scorer or a function of the user's scores the answers, beside reward models or alone."""
-    return reward.custom_reward_function.path is not None or reward.scorer != NO_RULES
-
-
-def has_score(reward: RemoteScoringConfig) -> bool:
-    """There is a score beside those of reward models: of rules, or of the servers in their place."""
-    return bool(reward.remote_urls) or asks_rules(reward)
-
-
-def wants_truth(reward: RemoteScoringConfig) -> bool:
-    """Rows must have what rules score by, a data source and a ground truth. Servers are told of them where they are there."""
-    return not reward.remote_urls and asks_rules(reward)

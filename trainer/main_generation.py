@@ -42,6 +42,7 @@ PROGRAM = Program(
         "selection.score",
         "selection.best_of_n",
         "selection.sft",
+        "selection.preferences",
         "selection.min_score",
         "reward.scorer",
         "trainer.device",

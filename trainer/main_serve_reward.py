@@ -33,6 +33,9 @@ PROGRAM = Program(
         "reward.custom_reward_function.path",
         "reward.num_workers",
         "reward.timeout",
+        "model.path",
+        "judge_engine.enable",
+        "judge_engine.model.path",
         "server.host",
         "server.port",
         "server.token_env",
@@ -41,6 +44,7 @@ PROGRAM = Program(
     examples=(
         "reward.scorer=gsm8k",
         "reward.scorer=my_rewards.py:helpful server.port=0",
+        "judge_engine.enable=true judge_engine.model.path=Qwen/Qwen3-4B judge_engine.rollout.name=vllm",
     ),
     check=check,
     run=run,

@@ -23,10 +23,8 @@ RAY_LINES = 20
 GPU_SECONDS = 10.0
 _OURS = Path(workers.__file__).parents[1]
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_MEETINGS = (
-    "meeting_point",
-    "wait_for_others",
-)  # workers/host.py, workers/rollout/channel.py: ranks wait for one another there too
+_MEETINGS = ("meeting_point", "meet_others", "wait_for_others")
+"""workers/host.py, workers/rollout/channel.py: there ranks wait for one another too."""
 _COLLECTIVE_ENDED = re.compile(r"[Tt]imed out waiting \d+ ?ms for|Watchdog caught collective operation timeout")
 
 

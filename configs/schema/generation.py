@@ -29,6 +29,7 @@ class SelectionConfig:
     score: bool
     best_of_n: str | None
     sft: str | None
+    preferences: str | None
     min_score: float | None
     max_per_prompt: Positive
 

@@ -314,6 +314,10 @@ def generation_lines(*overrides: str) -> list[str]:
             ["error: selection.sft=a.parquet: selection.best_of_n is the same file"],
         ),
         (
+            ["selection.sft=a.parquet", "selection.preferences=a.parquet", f"{ROLLOUT}.n=2"],
+            ["error: selection.preferences=a.parquet: selection.sft is the same file"],
+        ),
+        (
             ["selection.best_of_n=a.csv"],
             ["error: selection.best_of_n=a.csv: the name of the file must end in .parquet or .jsonl"],
         ),

@@ -42,8 +42,11 @@ def test_the_roles_own_workers_are_counted() -> None:
     assert ppo_lines(*PAIRS, f"{ACTOR}.ppo_micro_batch_size=8")[0].endswith(
         "so many sequences do not divide by the data-parallel size (8 / 3 = 2.667); ppo_micro_batch_size_per_gpu counts for one"
     )
-    (line,) = ppo_lines(*CUSTOM, "data.train_batch_size=2", f"{ACTOR}.ppo_mini_batch_size=2")
+    small = ("data.train_batch_size=2", f"{ACTOR}.ppo_mini_batch_size=2")
+    (line,) = ppo_lines(*CUSTOM, *small)
     assert line.endswith("2 * 1 = 2 sequences a step are fewer than 3 workers (placement.pools.a: nodes * gpus = 1 * 3)")
+    (line,) = ppo_lines(*CUSTOM[:-2], "placement.roles.actor=b", "placement.roles.critic=a", *small)
+    assert line.endswith("fewer than 3 workers (placement.pools.a: nodes * gpus = 1 * 3)"), "the critic's"
     assert ppo_lines(*CUSTOM, "critic.ppo_micro_batch_size=7") == ppo_lines(*CUSTOM), "one worker takes any number"
 
 

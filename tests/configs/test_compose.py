@@ -58,6 +58,16 @@ def jobs(*argv: str) -> list[PPOConfig]:
                 "reward.reward_model.fsdp_config={model_dtype: float32, dtype: float32}",
             ],
         ),
+        (
+            "recipe=gsm8k_0.5b",
+            [
+                "algorithm=grpo",
+                *(
+                    f"{key}='{leaf.value}'" if leaf.value[0] == "~" else f"{key}={leaf.value}"
+                    for key, leaf in described(CONFIG_DIR / "recipe/gsm8k_0.5b.yaml").items()
+                ),
+            ],
+        ),
     ],
 )
 def test_a_group_and_its_leaves_give_the_same_configuration(group: str, leaves: list[str]) -> None:
@@ -130,7 +140,10 @@ def test_free_form_keys() -> None:
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["recipe=quikstart"], "recipe=quikstart: there is no such option; known: quickstart; did you mean quickstart?"),
+        (
+            ["recipe=quikstart"],
+            "recipe=quikstart: there is no such option; known: gsm8k_0.5b, quickstart; did you mean quickstart?",
+        ),
         (["trainer.seed=(1"], "trainer.seed=(1: cannot be read; put the value in quotes, key=\"'value'\""),
         (["trainer={sed: 1}"], "trainer.sed: Key 'sed' is not in struct"),
         (["~trainer.seed"], "trainer.seed: is missing"),

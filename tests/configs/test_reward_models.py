@@ -1,12 +1,10 @@
 """Entries of reward.models over the defaults of reward.reward_model."""
 
-from typing import Any
-
 import pytest
 
 from configs.compose import compose
 from configs.keys import ConfigError
-from configs.reward_models import asks_rules, model_key, reward_models
+from configs.reward_models import model_key, reward_models
 from configs.schema.ppo import PPOConfig, RewardConfig
 
 
@@ -73,11 +71,3 @@ def test_each_wrong_entry_has_its_line() -> None:
         reward_models(reward("reward.models={a: {weight: 1}, b: {path: x, kind: y}}"))
     first, second = str(caught.value).splitlines()
     assert first.startswith("reward.models.a.path") and second.startswith('reward.models.b.kind="y": must be one of sequence')
-
-
-@pytest.mark.parametrize(
-    ("words", "asked"),
-    [((), True), (("reward.scorer=none",), False), (("reward.scorer=none", "reward.custom_reward_function.path=x.py"), True)],
-)
-def test_who_is_asked(words: Any, asked: bool) -> None:
-    assert asks_rules(reward(*words)) is asked

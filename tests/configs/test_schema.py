@@ -32,6 +32,7 @@ OWN_DEFAULTS = {"trainer.default_local_dir", "data.shuffle", "actor_rollout_ref.
 OWN_DEFAULTS_OF = {
     "parity": {"actor_rollout_ref.rollout.temperature"},  # at 1 nothing shows whether an engine heeds it
     "evaluation": {"timeouts.reward"},  # all answers are one round
+    "serve_reward": {"trainer.backend", "trainer.n_gpus_per_node"},  # one worker is enough for a server
 }
 
 

@@ -183,7 +183,7 @@ def changed(key: str, value: object) -> dict[str, Any]:
     node = config
     *path, last = key.split(".")
     for part in path:
-        node = node[part]
+        node = node.setdefault(part, {})
     node[last] = value
     return config
 
@@ -217,6 +217,9 @@ def test_all_refused_changes_are_named_at_once() -> None:
         ("actor_rollout_ref.rollout.val_kwargs.n", 4),
         ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", 2),
         ("ray_kwargs.ray_init.num_cpus", 4),
+        ("reward.remote.batch_size", 8),
+        ("reward.remote_urls", []),
+        ("reward.models.helpful.urls", []),
     ],
 )
 def test_a_change_that_does_not_is_told(key: str, value: object) -> None:
@@ -263,7 +266,7 @@ def test_how_models_are_cut_may_change_and_what_they_compute_in_may_not() -> Non
     trees = [yaml.safe_load((ROOT / "configs" / name).read_text()) for name in ("ppo_trainer.yaml", "sft_trainer.yaml")]
     keys = {key for tree in trees for key in leaves(tree) if ".megatron." in key or key.endswith("strategy")}
     assert {key.rpartition(".")[2] for key in keys if not _is_safe(key)} == {"dtype", "override_transformer_config"}
-    assert len(keys) == 4 * 12 and not _is_safe("critic.megatron.override_transformer_config.recompute_num_layers")
+    assert len(keys) == 5 * 12 and not _is_safe("critic.megatron.override_transformer_config.recompute_num_layers")
     assert not _is_safe("actor_rollout_ref.rollout.tensor_model_parallel_size"), "that engine's log-probs would be others"
 
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from configs.keys import CONFIG_DIR
 from tests.runs import make_task
 from trainer import main_generation
+from trainer.data.preferences import PreferenceDataset
 from trainer.data.sft import SFTDataset
 
 N, ROWS, SHARDS = 4, 32, 4
@@ -128,6 +129,27 @@ def test_accepted_answers_are_read_by_supervised_training(task: Path, whole: Pat
         truncation="error", apply_chat_template_kwargs={},
     )  # fmt: skip
     assert len(data) == len(rows)
+
+
+def test_pairs_are_read_by_a_reward_model(task: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From the answers that are there."""
+    there = [f"data.output_path={whole}/answers", "selection.max_per_prompt=3"]
+    generate(task, tmp_path, *there, f"selection.preferences={tmp_path}/pairs.parquet")
+    rows = pq.read_table(tmp_path / "pairs.parquet").to_pylist()
+    assert f"preferences: {tmp_path}/pairs.parquet ({len(rows)} pairs)" in capsys.readouterr().out
+    scores = {
+        (row["prompt"][0]["content"], text): score
+        for row in answers(whole)
+        for text, score in zip(row["responses"], row["scores"], strict=True)
+    }
+    asked = [row["prompt"][0]["content"] for row in rows]
+    better = [scores[prompt, row["chosen"]] - scores[prompt, row["rejected"]] for prompt, row in zip(asked, rows, strict=True)]
+    assert rows and min(better) > 0 and max(map(asked.count, asked)) == 3
+    data = PreferenceDataset(
+        [str(tmp_path / "pairs.parquet")], AutoTokenizer.from_pretrained(task / "base"), prompt_key="prompt", chosen_key="chosen",
+        rejected_key="rejected", margin_key=None, max_length=32, truncation="error", apply_chat_template_kwargs={},
+    )  # fmt: skip
+    assert len(data) == len(rows) and data.notices == []
 
 
 def test_a_prompt_that_the_engine_could_not_read_is_refused_by_row(

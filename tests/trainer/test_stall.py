@@ -15,6 +15,7 @@ IN_COLLECTIVE = [(f"{TORCH}/distributed/distributed_c10d.py", 3000, "all_reduce"
 WRAPPED = [(f"{TORCH}/_ops.py", 1, "__call__"), (f"{TORCH}/distributed/_functional_collectives.py", 2, "wait_tensor"), *SLEEPS]
 FORWARD = [(f"{TORCH}/nn/modules/linear.py", 5, "forward"), (f"{TORCH}/distributed/fsdp/_fully_shard/_fsdp_state.py", 6, "hook")]
 MEETS = [(f"{ROOT}/workers/host.py", 90, "meeting_point"), (f"{ROOT}/workers/host.py", 40, "__init__")]
+CHANNEL = [[(f"{ROOT}/workers/rollout/channel.py", 120, name), *SLEEPS] for name in ("meet_others", "wait_for_others")]
 IDLE = [("/venv/lib/python3.11/site-packages/ray/worker.py", 7, "main_loop")]
 
 
@@ -42,7 +43,7 @@ def rank(
     )
 
 
-@pytest.mark.parametrize("waits", [IN_COLLECTIVE, WRAPPED, MEETS])
+@pytest.mark.parametrize("waits", [IN_COLLECTIVE, WRAPPED, MEETS, *CHANNEL])
 def test_who_is_not_in_the_collective_holds_the_others_up(waits: list[tuple[str, int, str]]) -> None:
     found = verdict([rank(0, waits), rank(1, FORWARD), rank(2, waits)])
     assert found == Verdict([1], "it is in no collective, and ranks 0, 2 wait in one")

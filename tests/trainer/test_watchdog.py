@@ -121,7 +121,7 @@ def test_a_judge_that_never_answers_holds_nobody_up(tmp_path: Path) -> None:
     rewards = scorers(tmp_path, "time.sleep(5)", num_workers=0)
     rewards._threads = 2
     late = scored_late(watchdog(tmp_path, reward=0.3), rewards)
-    assert "in judge_all" in late.last_words
+    assert "in in_threads" in late.last_words
     assert all(thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
 
 

@@ -11,6 +11,7 @@ from trainer import watchdog as module
 from trainer.watchdog import MEASURED, WIDENED
 from workers.controller.examine import ProcessState, RankState
 from workers.controller.group import Future, PhaseTimeout, Replies, WorkerError
+from workers.rollout.channel import ChannelLost
 
 NEVER = 1e9
 
@@ -51,7 +52,7 @@ def together(limits: module.Watchdog, *groups: Group) -> Any:
 
 
 def lost() -> WorkerError:
-    return WorkerError(0, "run", "ChannelLost: it closed")
+    return WorkerError(0, "run", f"{ChannelLost.__name__}: it closed")
 
 
 def test_results_come_in_the_order_of_the_calls_and_the_time_is_known(tmp_path: Path) -> None:

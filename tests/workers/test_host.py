@@ -2,15 +2,20 @@ import subprocess
 import sys
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.tiny import save_tiny_model
+from tests.workers.rollout.engines import spec_of
 from workers.controller.group import WorkerInfo
 from workers.controller.shell import free_port
 from workers.host import Host
+from workers.roles.rollout import RolloutRole
+from workers.rollout.channel import Channel, Meeting, Receiver
 
 
 def info() -> WorkerInfo:
@@ -63,6 +68,21 @@ def test_a_hosts_memory_is_that_of_its_process_and_of_those_it_started() -> None
     host.close()
     own = psutil.Process().memory_info().rss
     assert abs(alone - own) < 64 * 2**20 and with_child - alone > 300 * 2**20
+
+
+def test_an_engine_that_is_apart_does_not_sleep_and_gets_half_a_bucket_at_a_time(tmp_path: Path) -> None:
+    host, spec = Host(info(), "cpu", 600.0), spec_of(save_tiny_model(tmp_path), update_weights_bucket_megabytes=6)
+    _, port = Channel.offered("127.0.0.1", 1, "cpu", timedelta(seconds=9))
+    try:
+        assert spec.rollout.free_cache_engine
+        assert host.build_rollout_apart("rollout", spec, Meeting("127.0.0.1", port, 1, None)) == (0, True)
+        role = host.roles["rollout"]
+        assert isinstance(role, RolloutRole) and isinstance(role.sync.source, Receiver)
+        assert role.rollout._weights_awake and not role.sync.config.free_cache_engine
+        assert role.sync.source._bucket_bytes == 3 * 2**20
+        host.residency.enter("generate")
+    finally:
+        host.close()
 
 
 def test_collectives_wait_as_long_as_they_are_told() -> None:

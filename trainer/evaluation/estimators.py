@@ -36,6 +36,17 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return float(1.0 - np.prod(1.0 - k / np.arange(n - c + 1, n + 1)))
 
 
+def best_of_k(scores: Sequence[float], values: Sequence[float], k: int) -> float:
+    """The expected value of the answer that has the highest score of k, of several the first.
+
+    It is the one of rank i (from 0) where the other k - 1 are of those below it: C(n - 1 - i, k - 1) / C(n, k).
+    """
+    n = len(scores)
+    assert len(values) == n and 1 <= k <= n, (n, len(values), k)
+    ranked = sorted(range(n), key=lambda i: -scores[i])
+    return sum(comb(n - 1 - rank, k - 1) / comb(n, k) * values[i] for rank, i in enumerate(ranked))
+
+
 def maj_at_k(votes: Sequence[Hashable | None], scores: Sequence[float], k: int) -> float:
     """The expected score of the majority among k of the n answers (self-consistency: Wang et al. 2022, arXiv:2203.11171).
 

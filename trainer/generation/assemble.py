@@ -14,14 +14,14 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from configs.reward_models import wants_truth
+from configs.rules import wants_truth
 from configs.schema.generation import GenerationConfig
 from trainer.backend import open_backend, start_hosts
 from trainer.data.chat import load_tokenizer
 from trainer.data.dataset import PromptDataset
 from trainer.generation.generator import Generator
 from trainer.generation.rollout import rollout_spec, sampling, start_engine
-from trainer.generation.selection import accepted, best_of_n
+from trainer.generation.selection import accepted, best_of_n, pairs
 from trainer.generation.shards import Row, Shards, write_rows
 from trainer.rewards.registry import check_data_sources
 from trainer.rewards.remote import needs_data_sources, open_rewards
@@ -49,7 +49,7 @@ def run(config: GenerationConfig, notices: Sequence[str]) -> None:
     check_installed(config.actor_rollout_ref.rollout.name)
     check_adapter("actor_rollout_ref", config.actor_rollout_ref.model, "lm")
     data, selection = config.data, config.selection
-    scored = selection.score or selection.best_of_n is not None or selection.sft is not None
+    scored = selection.score or any(file is not None for file in (selection.best_of_n, selection.sft, selection.preferences))
     if scored:
         check_reward_models(config.reward, config.trainer)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
@@ -143,6 +143,12 @@ def select(config: GenerationConfig, shards: Shards) -> None:
             raise ValueError(f"selection.sft={selection.sft}: no answer that ended by itself has a score of {bound}")
         write_rows(Path(selection.sft), learned)
         print(f"accepted: {selection.sft} ({len(learned)} answers to {sum(map(bool, kept))} of {len(kept)} prompts)")
+    if selection.preferences is not None:
+        compared = [pair for row in shards.rows() for pair in pairs(row, selection.max_per_prompt)]
+        if not compared:
+            raise ValueError(f"selection.preferences={selection.preferences}: no prompt has two answers with different scores")
+        write_rows(Path(selection.preferences), compared)
+        print(f"preferences: {selection.preferences} ({len(compared)} pairs)")
 
 
 def manifest(config: GenerationConfig, prompts: PromptDataset, *, scored: bool) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 from trainer.generation.shards import Row
 
 LISTS = ("responses", "log_probs", "lengths", "finish_reasons", "scores", "reward_errors", "score_parts")
@@ -20,13 +22,26 @@ def accepted(row: Row, min_score: float | None, most: int) -> list[Row]:
     Answers that ended by themselves with at least ``min_score`` (None: any), the best first, each text once. One that was cut at
     the length limit would teach the model to stop anywhere.
     """
-    chosen: dict[str, Row] = {}
+    enough = [text for text, score in ended(row).items() if min_score is None or score >= min_score]
+    return [{"prompt": row["prompt"], "response": text} for text in enough[:most]]
+
+
+def pairs(row: Row, most: int) -> list[Row]:
+    """At most ``most`` rows for trainer.main_reward_model, prompt, chosen and rejected: answers that ended by themselves, each
+    text once, the chosen one with the higher score. The best is set beside each worse one first, then the next best.
+    """
+    scores = ended(row)
+    found = [(better, worse) for better, worse in combinations(scores, 2) if scores[better] > scores[worse]]
+    return [{"prompt": row["prompt"], "chosen": better, "rejected": worse} for better, worse in found[:most]]
+
+
+def ended(row: Row) -> dict[str, float]:
+    """{text: score} of the answers that have a score and ended by themselves, the best first."""
+    scores: dict[str, float] = {}
     for i in by_score(row):
-        enough = min_score is None or row["scores"][i] >= min_score
-        if enough and row["finish_reasons"][i] == "stop" and len(chosen) < most:
-            text = row["responses"][i]
-            chosen.setdefault(text, {"prompt": row["prompt"], "response": text})
-    return list(chosen.values())
+        if row["finish_reasons"][i] == "stop":
+            scores.setdefault(row["responses"][i], row["scores"][i])
+    return scores
 
 
 def by_score(row: Row) -> list[int]:

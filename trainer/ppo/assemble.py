@@ -11,7 +11,7 @@ from pathlib import Path
 from configs.checks_batches import wants_ref
 from configs.checks_placement import placement_of
 from configs.pools import Placement
-from configs.reward_models import wants_truth
+from configs.rules import wants_truth
 from configs.schema.ppo import PPOConfig
 from trainer.alarms import ppo_alarms
 from trainer.algorithms.actor_loss import ActorLoss, ActorLossConfig

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from configs.reward_models import NO_RULES
+from configs.rules import NO_RULES
 from configs.schema.ppo import ScoringConfig
 from trainer.rewards import code, exact_match, gsm8k, judge, math, math_dapo
 from trainer.rewards.scoring import ScoreFunction

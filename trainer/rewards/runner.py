@@ -18,7 +18,7 @@ from dataclasses import replace
 from math import inf
 from types import TracebackType
 
-from configs.reward_models import asks_rules
+from configs.rules import asks_rules
 from configs.schema.ppo import ScoringConfig
 from trainer.rewards.custom import check_file
 from trainer.rewards.forkserver import close_fork_servers

@@ -10,9 +10,10 @@ from safetensors import safe_open
 from transformers import PreTrainedTokenizerBase
 
 from configs.checks_rollout import Workers
-from configs.reward_models import has_score, model_key, reward_models
+from configs.reward_models import model_key, reward_models
+from configs.rules import has_score
 from configs.schema.common import ModelConfig, TiledMLPConfig, WorkersConfig
-from configs.schema.ppo import ModelScoringConfig, RemoteConfig
+from configs.schema.ppo import ModelScoringConfig
 from configs.schema.scoring_model import ScoringModelConfig
 from trainer.algorithms.moments import RunningMoments
 from trainer.data.chat import load_tokenizer
@@ -84,7 +85,8 @@ def start_reward_models(
     models = []
     for name, config in reward_models(reward).items():
         if config.urls:
-            models.append(ask_servers(name, config, reward.remote, tokenizer, watchdog))
+            servers = RemoteRewards(config.urls, reward.remote, key=f"{model_key(name, reward)}.urls")
+            models.append(ask_servers(name, config, servers, tokenizer, watchdog))
             continue
         try:
             conversations = own_conversations(config, tokenizer, template_kwargs)
@@ -93,7 +95,9 @@ def start_reward_models(
         models.append(start_one(name, config, conversations, group, workers, trainer, watchdog))
     if not models:
         return None
-    return RewardModels(models, rule_weight=reward.weight, asks_rules=has_score(reward), group=group)
+    works_here = any(not model.config.urls for model in models)
+    place = group if works_here else None
+    return RewardModels(models, rule_weight=reward.weight, asks_rules=has_score(reward), group=place)
 
 
 def start_one(
@@ -134,10 +138,9 @@ def start_one(
 
 
 def ask_servers(
-    name: str, config: ScoringModelConfig, remote: RemoteConfig, tokenizer: PreTrainedTokenizerBase, watchdog: Watchdog
+    name: str, config: ScoringModelConfig, servers: RemoteRewards, tokenizer: PreTrainedTokenizerBase, watchdog: Watchdog
 ) -> RewardModel:
     """Raises ValueError if no server is there."""
-    servers = RemoteRewards(config.urls, remote, key=f"reward.models.{name}.urls")
     with watchdog.own("start", f"reward model {name}", ", ".join(config.urls)):
         servers.wait_ready()
     moments = RunningMoments() if config.normalize == "running" else None

@@ -78,12 +78,15 @@ async def body_of(request: Request, most_bytes: int) -> bytes:
     too_large = Unfit(413, f"the request is larger than {bound}; send fewer answers at once")
     if int(request.headers.get("content-length", 0)) > most_bytes:
         raise too_large
-    parts, size = [], 0
+    parts, size, more = [], 0, True
     try:
         async with asyncio.timeout(_SLOWEST_REQUEST):
-            async for part in request.stream():
-                parts.append(part)
-                size += len(part)
+            while more:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise Unfit(400, "the request has no end")  # nobody is there to read this
+                parts.append(message.get("body", b""))
+                size, more = size + len(parts[-1]), message.get("more_body", False)
                 if size > most_bytes:
                     raise too_large
     except TimeoutError as error:

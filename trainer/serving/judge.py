@@ -62,13 +62,12 @@ class EngineJudge:
         return torch.from_numpy(ids).long()
 
     def _replies(self, rows: Sequence[torch.Tensor]) -> list[str]:
-        greedy = self._sampling.temperature == 0
         questions = Batch(
             lengths=torch.tensor([len(ids) for ids in rows]),
             tokens={"input_ids": torch.cat(list(rows))},
             rows={
                 "seed": torch.tensor([seed_of(self._seed, "judge", str(ids.tolist())) for ids in rows]),
-                "greedy": torch.full((len(rows),), greedy),
+                "greedy": torch.zeros(len(rows), dtype=torch.bool),  # unless the temperature says so
             },
         )
         return texts_of(self._rollout.generate(questions, self._sampling, 1), self._tokenizer)

@@ -349,7 +349,7 @@ def cause_of_death(said: str) -> str:
     pid = re.search(r"pid: (\d+)", said)
     detail = re.search(r"Worker exit detail: (.*?)(?: Some common causes|$)", said)
     if detail is None:
-        return " ".join(said.split())
+        return f"its process or its node is lost: {' '.join(said.split())}"
     cause = detail[1]
     if "connection error code 2" in cause:
         cause = "killed by a signal (SIGKILL: out of memory? SIGSEGV: see its last lines), or ended by os._exit"

@@ -59,8 +59,8 @@ class Channel:
         """limit: so long a rank waits for the others."""
         self.rank, self.device = rank, device
         self._store, self._size, self._limit = store, size, limit
-        self._gloo: dist.ProcessGroupGloo | None = None
-        self._nccl: dist.ProcessGroupNCCL | None = None
+        self._gloo: dist.ProcessGroup | None = None
+        self._nccl: dist.ProcessGroup | None = None
 
     @classmethod
     def offered(cls, address: str, receivers: int, device: Literal["cpu", "cuda"], limit: timedelta) -> tuple[Channel, int]:
@@ -80,24 +80,27 @@ class Channel:
 
     @property
     def _words(self) -> dist.ProcessGroup:
-        """Made when all are at their first sync. A backend by itself: torch's default groups know nothing of it."""
-        if self._gloo is None:
-            store = dist.PrefixStore("words", self._store)
-            self._gloo = dist.ProcessGroupGloo(store, self.rank, self._size, self._limit)
-        return cast(dist.ProcessGroup, self._gloo)
+        self._gloo = self._gloo or self.meet_others("gloo")
+        return self._gloo
 
     @property
     def _weights(self) -> dist.ProcessGroup:
         if self.device == "cpu":
             return self._words
-        if self._nccl is None:
-            options, store = dist.ProcessGroupNCCL.Options(), dist.PrefixStore("weights", self._store)
-            options._timeout = self._limit
-            self._nccl = dist.ProcessGroupNCCL(store, self.rank, self._size, options)
-        return cast(dist.ProcessGroup, self._nccl)
+        self._nccl = self._nccl or self.meet_others("nccl")
+        return self._nccl
+
+    def meet_others(self, backend: Literal["gloo", "nccl"]) -> dist.ProcessGroup:
+        """In the first sync. A backend by itself, which is used like a group: torch's default groups know nothing of it."""
+        store = dist.PrefixStore(backend, self._store)
+        if backend == "gloo":
+            return cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, self.rank, self._size, self._limit))
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self._limit
+        return cast(dist.ProcessGroup, dist.ProcessGroupNCCL(store, self.rank, self._size, options))
 
     def wait_for_others(self, start: Callable[[], dist.Work]) -> None:
-        """All that this rank waits in for others: trainer/stall.py knows it by its name."""
+        """In here and in meet_others this rank waits for others: trainer/stall.py knows both by their names."""
         try:
             start().wait()
         except RuntimeError as error:  # torch's words for a rank that is gone, and for one that is late

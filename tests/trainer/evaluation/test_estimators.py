@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from trainer.evaluation.estimators import (
     MAX_VOTERS,
+    best_of_k,
     binomial_cdf,
     clopper_pearson,
     maj_at_k,
@@ -36,6 +37,15 @@ def test_pass_at_k_is_the_share_of_subsets_with_one_that_passes(passed: list[boo
     k = data.draw(st.integers(1, len(passed)))
     subsets = list(combinations(passed, k))
     assert pass_at_k(len(passed), sum(passed), k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.floats(-5, 5)), min_size=1, max_size=8), st.data())
+def test_best_of_k_is_the_mean_over_subsets_of_what_the_score_picks(
+    answers: list[tuple[int, float]], data: st.DataObject
+) -> None:
+    k = data.draw(st.integers(1, len(answers)))
+    picked = [max(subset, key=lambda answer: answer[0])[1] for subset in combinations(answers, k)]
+    assert best_of_k(*zip(*answers, strict=True), k) == pytest.approx(sum(picked) / len(picked), abs=1e-9)
 
 
 def test_pass_at_k_of_many_answers() -> None:

@@ -1,6 +1,6 @@
 from typing import Any
 
-from trainer.generation.selection import accepted, best_of_n
+from trainer.generation.selection import accepted, best_of_n, pairs
 
 
 def row(*answers: tuple[str, float | None, str]) -> dict[str, Any]:
@@ -39,3 +39,10 @@ def test_accepted_answers_end_by_themselves_differ_and_are_good_enough() -> None
     assert texts(None, 9) == ["a", "d", "c"] and texts(0.5, 9) == ["a", "d", "c"]
     assert texts(1.0, 1) == ["a"] and texts(None, 2) == ["a", "d"]
     assert texts(1.5, 9) == []
+
+
+def test_pairs_are_of_different_texts_that_ended_and_the_chosen_one_is_better() -> None:
+    found = pairs(row(("b", 1.0, "stop"), ("a", 2.0, "stop"), ("c", 1.0, "stop"), ("b", 1.0, "stop"), ("d", 9.0, "length")), 9)
+    assert found == [{"prompt": "p", "chosen": "a", "rejected": "b"}, {"prompt": "p", "chosen": "a", "rejected": "c"}]
+    assert [(one["chosen"], one["rejected"]) for one in pairs(MANY, 9)] == [("a", "c"), ("d", "c")]
+    assert len(pairs(MANY, 1)) == 1 and pairs(row(("a", 1.0, "stop"), ("b", None, "stop")), 9) == []

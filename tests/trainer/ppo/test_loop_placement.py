@@ -7,7 +7,7 @@ import pytest
 
 from tests.faults import loss_that
 from tests.reward_models import make_reward_model
-from tests.runs import make_task, metrics_of, ppo_arguments, run_ppo
+from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
 from tests.trainer.test_main_ppo_runs import survivors
 from trainer import main_ppo
 from trainer.batch_file import load_batch
@@ -66,7 +66,7 @@ def assert_same(found: list[dict[str, float]], wanted: list[dict[str, float]]) -
                 assert mine[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param("colocate_pairs", marks=pytest.mark.soak), "split", "fractions of one GPU"])
 def test_a_layout_gives_the_same_numbers(layout: str, task: Path, tmp_path: Path, colocated: list[dict[str, float]]) -> None:
     """And critic and actor learn at the same time, which the timeline shows."""
     slow = loss_that(tmp_path, "time.sleep(0.3)")
@@ -98,11 +98,15 @@ def test_on_one_pool_nothing_is_at_the_same_time(task: Path, tmp_path: Path, col
 
 @pytest.mark.soak
 def test_uneven_pools_and_a_resume_in_another_layout(task: Path, tmp_path: Path, colocated: list[dict[str, float]]) -> None:
-    """The actor on two slots, critic and engine on one each; then from its checkpoint on in one process."""
+    """The actor on two slots, critic and engine on one each; from its checkpoint on in the same way, to the bit, and in one
+    process."""
     run_dir, words = tmp_path / "run", (*ALL_ROLES, loss_that(tmp_path, "pass"))
-    assert_same(run_ppo(task, run_dir, *words, "trainer.backend=ray", *UNEVEN, "trainer.save_freq=1"), colocated)
+    uneven = ("trainer.backend=ray", *UNEVEN, "trainer.save_freq=1")
+    whole = run_ppo(task, run_dir, *words, *uneven)
+    assert_same(whole, colocated)
     assert json.loads((run_dir / "global_step_1/manifest.json").read_text())["world_size"] == 4
     begin = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={run_dir}/global_step_1")
+    assert repeatable(run_ppo(task, tmp_path / "again", *words, *uneven, *begin)) == repeatable(whole[1:])
     assert_same(run_ppo(task, tmp_path / "resumed", *words, *begin), colocated[1:])
 
 

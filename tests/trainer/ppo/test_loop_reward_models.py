@@ -12,6 +12,7 @@ from tests.reward_models import make_reward_model, plain_scores, plain_token_sco
 from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
 from trainer import main_ppo
 from trainer.batch_file import load_batch
+from trainer.ppo.columns import named_rewards
 from workers.batch import Batch
 
 TOLERANCE = 1e-5
@@ -101,9 +102,9 @@ def test_resumed_to_the_bit(task: Path, tmp_path: Path) -> None:
         "algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=acc", "data.gen_batch_size=4",
         "trainer.resume_mode=auto",
     )  # fmt: skip
-    whole = run_ppo(task, tmp_path / "whole", *words, "trainer.total_training_steps=3")
+    whole = run_ppo(task, tmp_path / "whole", *words)
     run_ppo(task, tmp_path / "broken", *words, "trainer.total_training_steps=1")
-    assert repeatable(run_ppo(task, tmp_path / "broken", *words, "trainer.total_training_steps=3")) == repeatable(whole)
+    assert repeatable(run_ppo(task, tmp_path / "broken", *words)) == repeatable(whole)
     assert whole[0]["training/filter_groups/rounds"] > 1, "the engine gets its weights again after each round"
 
 
@@ -115,6 +116,13 @@ def test_greedy_answers_are_scored_and_never_seen(task: Path, tmp_path: Path) ->
     last = batches(tmp_path)[-1]
     assert (last.rows["score"] - (raw[-1] - seen.mean()) / seen.std(correction=0)).abs().max() < TOLERANCE
     assert last.rows["baseline"].unique().numel() > 1
+
+
+def test_estimators_that_take_rewards_apart_find_models_by_name(task: Path, tmp_path: Path) -> None:
+    gdpo = ("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[acc,same]", "algorithm.gdpo_reward_weights=[0,1]")
+    run(task, tmp_path, f"reward.models.same.path={task}/same", *gdpo, "trainer.total_training_steps=1")
+    with pytest.raises(ValueError, match="the reward function told no other of an answer; it told acc, same"):
+        named_rewards(batches(tmp_path)[0].objects["reward_extra"], ["other"])
 
 
 def test_a_step_is_replayed_with_its_moments(task: Path, tmp_path: Path) -> None:

@@ -46,3 +46,21 @@ def test_an_adapter_that_comes_alone(task: Path, tmp_path: Path) -> None:
     assert all(step["actor/grad_norm"] > 0 for step in steps)
     sizes = {step["rollout/verified_bytes"] for step in steps}
     assert len(sizes) == 1 and sizes.pop() < sum(file.stat().st_size for file in (task / "base").glob("*.safetensors")) / 2
+
+
+APART = (
+    "trainer.backend=ray", "trainer.n_gpus_per_node=3", "placement=custom", "placement.roles.actor=train",
+    "placement.roles.rollout=engines", "placement.pools.train={nodes: 1, gpus: 1, fraction: 1.0}",
+    "placement.pools.engines={nodes: 1, gpus: 2, fraction: 1.0}",
+)  # fmt: skip
+
+
+@pytest.mark.soak
+def test_on_two_ranks_of_their_own_engines_give_the_same_numbers(task: Path, tmp_path: Path) -> None:
+    words = (*VLLM, "actor_rollout_ref.rollout.verify_weights=full", "trainer.total_training_steps=3")
+    beside, apart = run_ppo(task, tmp_path / "beside", *words), run_ppo(task, tmp_path / "apart", *words, *APART)
+    assert len(apart) == 3
+    for mine, theirs in zip(repeatable(apart), repeatable(beside), strict=True):
+        assert mine.keys() == theirs.keys() and mine["training/rollout_log_probs_diff_max"] < 1e-5
+        assert mine.pop("rollout/verified_bytes") == 2 * theirs.pop("rollout/verified_bytes"), "on each rank"
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)

@@ -98,24 +98,21 @@ def test_a_server_that_is_not_there_is_told_before_the_first_step(
     assert line.startswith("error: reward.remote_urls: no server takes a connection: http://127.0.0.1:1/get_reward: ")
 
 
-def test_reward_models_on_servers_give_what_they_give_here(task: Path, tmp_path: Path) -> None:
-    """Two, of different weights, beside a rule; one reads other words than the policy."""
+def test_a_reward_model_on_a_server_gives_what_it_gives_here(task: Path, tmp_path: Path) -> None:
+    """To the bit: it reads the policy's own tokens, in the same batch. Beside it a model that is here, and a rule."""
     make_reward_model(task / "same", seed=1)
     make_reward_model(task / "other", seed=2, own_words=True)
+    other = f"reward.models.other={{path: {task}/other, weight: -2, normalize: running}}"
 
-    def models(same: str, other: str) -> list[str]:
-        other = f"reward.models.other={{{other}, weight: -2, normalize: running}}"
-        return [f"reward.models.same={{{same}, weight: 0.5, clip: [-1, 1]}}", other, "reward.weight=0.25"]
+    def run(name: str, where: str) -> list[dict[str, float]]:
+        same = f"reward.models.same={{{where}, weight: 0.5, clip: [-1, 1]}}"
+        return repeatable(run_ppo(task, tmp_path / name, same, other, "reward.weight=0.25"))
 
-    local = repeatable(run_ppo(task, tmp_path / "local", *models(f"path: {task}/same", f"path: {task}/other")))
-    folder = f"trainer.default_local_dir={tmp_path}/served"
-    with program(f"model.path={task}/same", folder) as first, program(f"model.path={task}/other", folder) as second:
-        urls = [f"urls: [{address(server)}]" for server in (first, second)]
-        remote = repeatable(run_ppo(task, tmp_path / "remote", *models(*urls)))
-    assert local[0].keys() == remote[0].keys() >= {"reward/same/mean", "reward/other/mean", "reward/acc/mean"}
-    for here, there in zip(local, remote, strict=True):
-        assert there == here
-    assert local[0]["reward/same/mean"] != 0 != local[0]["reward/other/mean"]
+    with program(f"model.path={task}/same", f"trainer.default_local_dir={tmp_path}/served") as server:
+        here = run("local", f"path: {task}/same")  # while the server starts
+        there = run("remote", f"urls: [{address(server)}]")
+    assert here == there
+    assert here[0].keys() >= {"reward/same/mean", "reward/other/mean", "reward/acc/mean"} and here[0]["reward/same/mean"]
 
 
 def test_a_reward_model_whose_server_is_gone_fails_its_answers(task: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from configs.schema.ppo import RewardConfig
@@ -225,6 +226,14 @@ def test_no_more_processes_than_cores(rewards: Path, monkeypatch: pytest.MonkeyP
     with RewardRunner(config(rewards, num_workers=8)) as runner:
         scores = runner.score(answers(*["sleep 0.01"] * 16))
     assert len({score.extra["pid"] for score in scores}) == 1
+
+
+def test_where_no_rule_is_asked_nothing_is_started() -> None:
+    before = psutil.Process().children()
+    with RewardRunner(reward_config(scorer="none")) as runner:
+        runner.wait_ready()
+        assert psutil.Process().children() == before
+        assert runner.score([Answer("any", "text", None, {}, True)] * 2) == [Score(0.0, {}, None)] * 2
 
 
 def test_without_workers_the_controller_scores(rewards: Path) -> None:

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -78,6 +79,30 @@ def test_a_large_request_that_does_not_say_so_is_stopped(small: str) -> None:
     connection.close()
 
 
+def test_who_hangs_up_in_the_middle_leaves_no_trace(capfd: pytest.CaptureFixture[str]) -> None:
+    """As a trainer does that is killed, before it has sent all, and while it waits."""
+    there = threading.Event()
+
+    def score(answers: Sequence[Answer]) -> list[Score]:
+        there.set()
+        time.sleep(0.2)
+        return [Score(1.0, {}, None)] * len(answers)
+
+    body = json.dumps(ONE).encode()
+    head = (
+        f"POST /get_reward HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    )
+    with serving("reward.scorer=gsm8k", score=score) as url:
+        place = ("127.0.0.1", urlsplit(url).port)
+        for sent in (head + body[:5], head + body):
+            with socket.create_connection(place) as connection:
+                connection.sendall(sent)
+                if sent.endswith(body):
+                    there.wait(5.0)
+        assert request(url, ONE)[0] == 200
+    assert capfd.readouterr().err == ""
+
+
 def test_who_has_no_token_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REWARD_SERVER_TOKEN", "correct-horse")
     with serving("reward.scorer=gsm8k") as url:
@@ -149,7 +174,8 @@ def test_too_many_are_told_to_come_again() -> None:
         threads = [threading.Thread(target=ask) for _ in range(8)]
         for thread in threads:
             thread.start()
-        while len(replies) < 4:
+        patience = time.monotonic() + 5.0
+        while len(replies) < 4 and time.monotonic() < patience:
             time.sleep(0.01)
         there.set()
         for thread in threads:

@@ -89,6 +89,16 @@ def test_it_reads_the_prompt_with_the_question_and_the_answer_in_it(tmp_path: Pa
     assert found == [Score(None, {}, f"JudgeError: the judge's reply has no `Score: X`: {reply!r}") for reply in plain]
 
 
+def test_drawn_replies_are_seeded_by_what_is_asked(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        score = opened(make_judge(tmp_path / "judge"), tmp_path, stack, "reward.judge.temperature=1")
+        one, two = score([answer("2", "1+1"), answer("3", "1+1")])
+        assert [one] == score([answer("2", "1+1")]) and one.error != two.error
+        greedy = tmp_path / "greedy"
+    with ExitStack() as stack:
+        assert opened(str(tmp_path / "judge"), greedy, stack)([answer("2", "1+1")]) != [one]
+
+
 @pytest.mark.parametrize(
     ("override", "told"),
     [

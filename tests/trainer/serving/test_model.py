@@ -1,14 +1,17 @@
 """A reward model behind a server gives what transformers gives, a conversation at a time."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from data_preprocess import tiny_model
 from tests.reward_models import make_reward_model, plain_scores, tokenizer_of
 from tests.serving import serving
 from tests.trainer.rewards.config import reward_config
 from trainer import main_serve_reward
+from trainer.data.conversations import words_of
 from trainer.rewards.remote import RemoteRewards
 from trainer.rewards.scoring import Answer
 
@@ -26,6 +29,14 @@ ANSWERS = [
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_reward_model(tmp_path_factory.mktemp("reward") / "model", seed=3, own_words=True, moments=(0.25, 0.5))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A language model, which has no head for scores."""
+    folder = tmp_path_factory.mktemp("base") / "model"
+    tiny_model.main([f"--save_dir={folder}"])
+    return folder
 
 
 def scores(url: str, answers: list[Answer] = ANSWERS) -> list[float | str]:
@@ -54,6 +65,18 @@ def test_scores_are_transformers_own(path: str) -> None:
     assert isinstance(found[4], str) and "role" in found[4] and found[5] == "there is no token to score"
 
 
+def test_tokens_of_its_own_tokenizer_are_read_as_they_are(path: str) -> None:
+    """A sampled answer may be spelt in tokens that the tokenizer would not choose."""
+    words, row = words_of(tokenizer_of(path)), [40, 41, 42]
+    own, foreign = [replace(ANSWERS[0], ids=row, words=words) for words in (words, "of another")]
+    broken = [replace(own, ids=ids) for ids in ([40, -1], [[40]], ["x"], [40, 9999])]
+    with serving(f"model.path={path}") as url:
+        found = scores(url, [own, foreign, *broken])
+    assert found[:2] == pytest.approx([float(plain_scores(path, [torch.tensor(row)])), float(by_hand(path)[0])], abs=1e-5)
+    assert found[2] == found[3] == "token_ids has something that is no list of numbers from 0"
+    assert all(isinstance(why, str) for why in found[4:]) and "9999" in str(found[5])
+
+
 def test_they_are_normalised_by_the_statistics_beside_the_model(path: str) -> None:
     with serving(f"model.path={path}", "model.normalize=stored") as url:
         assert scores(url, ANSWERS[:4]) == pytest.approx(((by_hand(path) - 0.25) / 0.5).tolist(), abs=1e-5)
@@ -72,9 +95,9 @@ def test_a_conversation_that_is_too_long_fails_alone_or_is_cut(path: str) -> Non
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["model.path=nowhere"], r"model: .*nowhere"),
+        (["model.path={base}/nowhere"], r"model: .*nowhere"),
         (["model.path={path}", "reward.scorer=gsm8k"], r"model\.path=\S+: a server gives one score; leave reward\.scorer"),
-        (["model.path={path}", "model.tokenizer_path=nowhere"], r"model: no tokenizer at nowhere"),
+        (["model.path={path}", "model.tokenizer_path={base}/nowhere"], r"model: no tokenizer at \S+/nowhere"),
         (["model.path={path}", "model.chat_template=nowhere.jinja"], r"model: chat_template=nowhere\.jinja: no such file"),
         (["model.path={path}", "model.normalize=running"], r"model\.normalize=\"running\": must be"),
         (
@@ -85,14 +108,10 @@ def test_a_conversation_that_is_too_long_fails_alone_or_is_cut(path: str) -> Non
     ],
 )
 def test_what_is_wrong_is_one_line(
-    overrides: list[str], line: str, path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    overrides: list[str], line: str, path: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from data_preprocess import tiny_model
-
-    tiny_model.main([f"--save_dir={tmp_path}/base"])
-    capsys.readouterr()
     words = ["server.port=0", "trainer.device=cpu", f"trainer.default_local_dir={tmp_path}/run"]
-    typed = [override.format(path=path, base=tmp_path / "base") for override in overrides]
+    typed = [override.format(path=path, base=base) for override in overrides]
     assert main_serve_reward.PROGRAM([*words, *typed]) == 2
     told = capsys.readouterr().err.splitlines()
     with pytest.raises(ValueError, match=f"error: {line}"):

@@ -281,6 +281,8 @@ def test_a_dead_worker_is_named_with_its_cause(backend: RayBackend, how: str, ca
 def test_an_exit_code_is_named() -> None:
     said = "The actor died.\n\tpid: 7\nWorker exit type: SYSTEM_ERROR Worker exit detail: Worker exits with an exit code 4."
     assert cause_of_death(said) == "process 7 died: Worker exits with an exit code 4."
+    gone = "The actor a1 is unavailable:\n Socket closed"
+    assert cause_of_death(gone) == "its process or its node is lost: The actor a1 is unavailable: Socket closed"
 
 
 def test_no_call_waits_for_ever(backend: RayBackend) -> None:

@@ -1,0 +1,244 @@
+"""What a chain of stages came to: ``python -m trainer.evaluation.chain FOLDER`` writes FOLDER/report.html and FOLDER/chain.json.
+
+FOLDER is that of scripts/run_rlhf_chain_cpu.sh: sft, reward and ppo are run directories, sft_answers and policy_answers hold
+answers to the same prompts, judged by a rule that knows the truth and by the reward model, and the file ``stage`` in each says of
+what it was made.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from trainer.charts import Chart, Curve, draw
+from trainer.evaluation.estimators import Interval, best_of_k, mean_with_interval
+from trainer.generation.shards import Row, shard_files
+from trainer.page import render
+from trainer.report import ACCURACY, Series, series_of
+from trainer.run_dir import REPORT, read_metrics, write_atomic
+from workers.seeding import seed_of
+
+STAGES = ("data", "base", "sft", "pairs", "reward", "ppo", "policy", "sft_answers", "policy_answers")
+FIGURES = "chain.json"
+TRUTH, MODEL = "acc", "reward_model"
+"""Names in a shard's score_parts: of the rule's score, and of the reward model's."""
+RIGHT = 1.0
+RESAMPLES = 2000
+MOST_MISTAKES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A model's answers to P prompts, n to each. truth, model: the rule's scores and the reward model's, (P, n)."""
+
+    rows: list[Row]
+    truth: list[list[float]]
+    model: list[list[float]]
+
+    @property
+    def n(self) -> int:
+        return len(self.truth[0])
+
+    def each(self) -> list[tuple[float, float]]:
+        return [pair for t, m in zip(self.truth, self.model, strict=True) for pair in zip(t, m, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to answer, and what its answers are worth: truth over prompts with its interval, and the reward model's mean score.
+
+    rescaled: that score where 0 is the mean of the fine-tuned model's wrong answers and 1 that of its right ones: the truth, if
+    the reward model told them apart as well everywhere.
+    """
+
+    name: str
+    truth: Interval
+    model: float
+    rescaled: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """made_from: (first digits of the hash, file below the folder) of data and weights."""
+
+    name: str
+    module: str
+    seconds: int
+    made_from: list[tuple[str, str]]
+    has_report: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """A wrong answer that the reward model likes."""
+
+    prompt: str
+    answer: str
+    ground_truth: str
+    score: float
+
+
+def write(folder: Path) -> Path:
+    """The page and the figures. Raises ValueError, one line, where answers have no scores or cannot be told apart."""
+    tuned, policy = read_judged(folder / "sft_answers/answers"), read_judged(folder / "policy_answers/answers")
+    accuracy, scale = pair_accuracy(tuned), scale_of(tuned)
+    ways = ways_of(tuned, policy, scale)
+    ppo, reward = series_of(read_metrics(folder / "ppo")), series_of(read_metrics(folder / "reward"))
+    stages = [read_stage(folder, name) for name in STAGES]
+    figures = {
+        "ways": {way.name: asdict(way) | {"truth": way.truth._asdict()} for way in ways},
+        "reward_model_accuracy": accuracy,
+        "seconds": sum(stage.seconds for stage in stages),
+    }
+    write_atomic(folder / FIGURES, json.dumps(figures, indent=1) + "\n")
+    page = render(
+        "evaluation/chain.html.j2",
+        folder=folder.name,
+        ways=ways,
+        n=tuned.n,
+        prompts=len(tuned.truth),
+        accuracy=accuracy,
+        chosen=best_of_n_charts(tuned, scale),
+        learned=learning_charts(series_of(read_metrics(folder / "sft")), reward, ppo, scale),
+        mistakes=mistakes_of(policy),
+        stages=stages,
+        seconds=figures["seconds"],
+    )
+    write_atomic(folder / REPORT, page)
+    return folder / REPORT
+
+
+def read_judged(answers: Path) -> Judged:
+    rows = [row for path in shard_files(answers) for row in pq.read_table(path).to_pylist()]
+    failed = sum(score is None for row in rows for score in row["scores"])
+    if failed:
+        raise ValueError(f"{answers}: {failed} answers have no score, their rewards failed")
+    truth, model = ([[part[name] for part in row["score_parts"]] for row in rows] for name in (TRUTH, MODEL))
+    return Judged(rows, truth, model)
+
+
+Scale = Callable[[float], float]
+
+
+def scale_of(tuned: Judged) -> Scale:
+    """See Way.rescaled."""
+    zero, one = (mean([m for t, m in tuned.each() if (t >= RIGHT) == right]) for right in (False, True))
+
+    def rescaled(score: float) -> float:
+        return (score - zero) / (one - zero)
+
+    return rescaled
+
+
+def ways_of(tuned: Judged, policy: Judged, scale: Scale) -> list[Way]:
+    ways = []
+    for name, judged in (("fine-tuned", tuned), ("PPO", policy)):
+        for k, label in ((1, name), (judged.n, f"{name}, best of {judged.n}")):
+            ways.append(way(label, chosen(judged, judged.truth, k), chosen(judged, judged.model, k), scale))
+    best = [own.index(max(own)) for own in tuned.truth]
+    truth, model = ([own[i] for own, i in zip(of, best, strict=True)] for of in (tuned.truth, tuned.model))
+    return [*ways[:2], way(f"fine-tuned, best of {tuned.n} by the truth", truth, model, scale), *ways[2:]]
+
+
+def chosen(judged: Judged, values: Sequence[Sequence[float]], k: int) -> list[float]:
+    """For each prompt, the expected value of the answer that the reward model takes of k."""
+    return [best_of_k(scores, own, k) for scores, own in zip(judged.model, values, strict=True)]
+
+
+def way(name: str, truth: Sequence[float], model: Sequence[float], scale: Scale) -> Way:
+    score = mean(model)
+    return Way(name, mean_with_interval(truth, RESAMPLES, seed_of(1, "bootstrap")), score, scale(score))
+
+
+def pair_accuracy(judged: Judged) -> float:
+    """Of a right and a wrong answer to the same prompt, how often the right one has the higher score; a tie is half."""
+    won = [
+        0.5 + 0.5 * ((right > wrong) - (right < wrong))
+        for truth, model in zip(judged.truth, judged.model, strict=True)
+        for (t, right), (other, wrong) in product(zip(truth, model, strict=True), repeat=2)
+        if t >= RIGHT > other
+    ]
+    if not won:
+        raise ValueError("no prompt has a right and a wrong answer of the fine-tuned model: the reward model cannot be judged")
+    return mean(won)
+
+
+def best_of_n_charts(tuned: Judged, scale: Scale) -> list[Chart]:
+    ks = [float(k) for k in range(1, tuned.n + 1)]
+    truth = [mean(chosen(tuned, tuned.truth, int(k))) for k in ks]
+    model = [scale(mean(chosen(tuned, tuned.model, int(k)))) for k in ks]
+    return [beside("Best of n", "of the fine-tuned model, taken by the reward model", (ks, truth), (ks, model))]
+
+
+def learning_charts(sft: Series, reward: Series, ppo: Series, scale: Scale) -> list[Chart]:
+    by_model = next(values for name, values in ppo.items() if name.startswith("val-aux/") and f"/{MODEL}/" in name)
+    steps, scores = by_model
+    return [
+        beside("PPO", "held-out prompts, one answer", ppo[ACCURACY], (steps, [scale(score) for score in scores])),
+        draw(
+            "Reward model",
+            "accuracy, held-out pairs",
+            [Curve("pairs", *reward[ACCURACY], exact=True, dots=True)],
+            at_least=(0.5, 1.0),
+        ),
+        draw("Fine-tuning", "loss", [Curve("training", *sft["train/loss"])]),
+    ]
+
+
+Points = tuple[Sequence[float], Sequence[float]]
+"""Of a curve: where, and how high."""
+
+
+def beside(title: str, note: str, truth: Points, model: Points) -> Chart:
+    curves = [
+        Curve("true score", *truth, exact=True, dots=True),
+        Curve("reward model's, rescaled", *model, exact=True, dots=True),
+    ]
+    return draw(title, note, curves, at_least=(0.0, 1.0))
+
+
+def mistakes_of(policy: Judged) -> list[Mistake]:
+    """The wrong answers that have the highest scores, each once."""
+    found = {}
+    for row, truth, model in zip(policy.rows, policy.truth, policy.model, strict=True):
+        prompt = row["prompt"][0]["content"]
+        for answer, true, score in zip(row["responses"], truth, model, strict=True):
+            if true < RIGHT:
+                found[prompt, answer] = Mistake(prompt, answer, row["reward_model"]["ground_truth"], score)
+    return sorted(found.values(), key=lambda mistake: -mistake.score)[:MOST_MISTAKES]
+
+
+def read_stage(folder: Path, name: str) -> Stage:
+    """What scripts/run_rlhf_chain_cpu.sh wrote: the command, a line ``<sha256>  <path>`` a file, and ``seconds N``."""
+    command, *hashes, seconds = (folder / name / "stage").read_text(encoding="utf-8").splitlines()
+    files = [line.split("  ", 1) for line in hashes]
+    made_from = [(digest[:12], path) for digest, path in files if not path.endswith((".json", ".jinja"))]
+    module = command.split()[2]
+    return Stage(name, module, int(seconds.split()[1]), made_from, (folder / name / REPORT).exists())
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def main(arguments: Sequence[str]) -> None:
+    missing = [name for name in STAGES if len(arguments) != 1 or not (Path(arguments[0]) / name / "stage").exists()]
+    if missing:
+        raise SystemExit("usage: python -m trainer.evaluation.chain <folder that scripts/run_rlhf_chain_cpu.sh has filled>")
+    try:
+        path = write(Path(arguments[0]))
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from error
+    for name, way in json.loads((path.parent / FIGURES).read_text())["ways"].items():
+        print(f"{name:40} true score {way['truth']['value']:.3f}   reward model's {way['model']:+.2f}")
+    print(f"report: {path}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
