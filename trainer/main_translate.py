@@ -21,7 +21,7 @@ docs/coming_from_openrlhf.md.
 Examples
   python -m trainer.main_translate openrlhf -- train_sft --pretrain Qwen/Qwen3-0.6B --dataset chat.parquet --output_key answer
   python -m trainer.main_translate openrlhf -- --pretrain sft --reward_pretrain rm --prompt_data prompts.parquet > run.sh
-  bash <(cat run.sh; echo ' trainer.dry_run=config')"""
+  bash -c "$(cat run.sh) trainer.dry_run=config"  # check the configuration, start nothing"""
 
 
 def translate(argv: Sequence[str]) -> int:

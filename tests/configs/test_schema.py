@@ -117,7 +117,7 @@ def test_the_megatron_root_sets_a_leaf_of_the_same_tree() -> None:
 
 
 def test_every_root_is_a_programs_or_starts_from_one() -> None:
-    others = {"compat", "ppo_megatron_trainer"}
+    others = {"compat", "openrlhf", "ppo_megatron_trainer"}
     assert {path.stem for path in CONFIG_DIR.glob("*.yaml")} == {root for root, _ in PROGRAMS} | others
 
 

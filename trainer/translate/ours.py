@@ -19,7 +19,7 @@ SCHEMAS: Mapping[str, type] = {
     "reward_model_trainer": RewardModelConfig,
     "generation": GenerationConfig,
 }
-PLAIN = re.compile(r"[\w./~:@%+-]+")  # what Hydra reads as one word, whatever it means
+PLAIN = re.compile(r"[A-Za-z0-9_./~:@%+-]+")  # what Hydra reads as one word, whatever it means
 
 
 class Ours:

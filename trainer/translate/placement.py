@@ -29,7 +29,7 @@ def placement(arguments: Arguments) -> Iterator[Entry]:
     absent = [name for name in SIZES if name.split("_")[0] not in here and arguments.has(name)]
     if absent:
         yield implied(absent, "the run has no such model")
-    used = tuple(name for name in SIZES if name not in absent)
+    used = tuple(name for name in SIZES if name.split("_")[0] in here)
     engines = arguments.count("vllm_num_engines") if arguments.text("vllm_num_engines") else 0
     if arguments.has("colocate_all_models"):
         yield _one_pool(arguments, used, engines)

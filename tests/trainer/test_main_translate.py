@@ -1,0 +1,55 @@
+"""The command line of trainer.main_translate."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from configs.keys import CONFIG_DIR
+from tests.trainer.translate.commands import PPO, translated
+from trainer.main_translate import translate
+
+
+@pytest.mark.parametrize("between", [["--"], []])
+def test_the_translation_is_printed(between: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert translate(["openrlhf", *between, *PPO.split()]) == 0
+    assert capsys.readouterr().out == translated(PPO) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("openrlhf -- train_dpo --beta 0.1", "train_dpo: there is no training on preferences without a reward model; "),
+        ("openrlhf -- openrlhf.cli.train_kto --bf16", "train_kto: there is no training on preferences"),
+        (
+            "openrlhf -- --actor_learnin_rate 1",
+            "--actor_learnin_rate: train_ppo_ray has no such flag; did you mean --actor_learning_",
+        ),
+        ("trl -- --x", "trl: no command lines of it are known; openrlhf"),
+    ],
+)
+def test_a_mistake_is_one_line(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert translate(words.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"error: {line}") and err.count("\n") == 1
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (translate(["--help"]), translate([])) == (0, 2)
+    out = capsys.readouterr().out
+    assert "train_ppo_ray, train_sft, train_rm, batch_inference" in out
+
+
+def test_as_it_is_typed(tmp_path: Path) -> None:
+    """The program's own process, whose output goes to bash."""
+    shell = (
+        f'set -e; python() {{ "{sys.executable}" "$@"; }}; export -f python\n'
+        f"python -m trainer.main_translate openrlhf -- {PPO} > run.sh\n"
+        'bash -c "$(cat run.sh) trainer.dry_run=config"'
+    )
+    result = subprocess.run(
+        ["bash", "-c", shell], cwd=tmp_path, env={"PYTHONPATH": str(CONFIG_DIR.parent)}, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("configuration is fine: ")
