@@ -111,7 +111,6 @@ def _typed(
         if flag.takes != "many" and len(behind) != flag.takes:
             problems.append(f"--{spelling}: takes {flag.takes} value{'s' if flag.takes != 1 else ''}, not {len(behind)}")
             continue
-        typed.pop(flag.name, None)
         typed[flag.name] = (spelling, tuple(behind))
     return typed, problems
 

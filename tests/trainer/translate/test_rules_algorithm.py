@@ -39,6 +39,7 @@ def test_no_kl_is_no_reference() -> None:
     [
         ("", "rm"),
         ("--critic_pretrain value", "value"),
+        ("--reward_pretrain a,b", "a"),
         ("--remote_rm_url http://127.0.0.1:5000/get_reward", "sft"),
         ("--advantage_estimator rloo --n_samples_per_prompt 4", None),
     ],

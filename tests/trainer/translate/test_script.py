@@ -9,6 +9,8 @@ from configs.compose import run_jobs
 from configs.keys import ConfigError
 from configs.schema.ppo import PPOConfig
 from tests.trainer.translate.commands import PPO, PUBLIC, argv, comment, dry_run, settings, translated
+from trainer.translate.script import script
+from trainer.translate.table import Flag, Source, Table
 
 NEWER = (
     "python3 -m openrlhf.cli.train_ppo_ray --actor.num_gpus_per_node 8 --vllm.num_engines 4 --vllm.tensor_parallel_size 2 "
@@ -96,6 +98,17 @@ def test_no_value_breaks_the_text() -> None:
     command = normalise([word], PPOConfig, "ppo_trainer")  # what Hydra makes of it
     run_jobs(command, "ppo_trainer", lambda tree: seen.extend(tree["actor_rollout_ref"]["model"]["target_modules"]))
     assert seen == odd
+
+
+def test_a_default_gives_way_to_what_is_typed() -> None:
+    flags = {
+        "one": Flag(name="one", newer=(), to=("trainer.seed",)),
+        "other": Flag(name="other", newer=(), to=("trainer.seed",), default=42),
+    }
+    source = Source("train_ppo_ray", "trainer.main_sft", "sft_trainer", flags, ())
+    table = Table({"train_ppo_ray": source}, {})
+    assert argv(script(["--one", "7"], table))[2:] == ["trainer.seed=7"]
+    assert argv(script([], table))[2:] == ["trainer.seed=42"]
 
 
 def test_a_secret_is_not_shown() -> None:
