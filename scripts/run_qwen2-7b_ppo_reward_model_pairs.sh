@@ -2,7 +2,7 @@
 # PPO against a reward model (Ouyang et al. 2022, arXiv:2203.02155) in two pairs: actor, reference and engine on one half of the GPUs,
 # critic and reward model on the other, where values and scores are computed while the actor's log-probs are, and the critic learns while
 # the actor does. Qwen2-7B-Instruct on the prompts of GSM8K and MATH, whose rules do not decide here, but show whether the model is
-# right. 8 GPUs of 80 GB, FSDP, vLLM. Not run here.
+# right. 8 GPUs of 80 GB, FSDP, vLLM. Run here on CPU alone, with tiny models and the embedded engine.
 set -euo pipefail
 
 data=${DATA:-$HOME/data}

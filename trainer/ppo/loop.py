@@ -83,7 +83,7 @@ class Loop:
         for step in self.remaining_steps():
             with self.phases("step"):
                 batch = self.collect(step)  # generated, scored answers
-                batch |= self.looks(batch)  # log-probs and values
+                batch |= self.log_probs_and_values(batch)
                 batch |= self.correction(batch)  # where the rollout engine was not quite the policy
                 batch |= self.advantages(batch)
                 batch |= self.loss_mask(batch)
@@ -116,32 +116,32 @@ class Loop:
 
     def collect(self, step: int) -> Batch:
         """The step's batch, kept as it came if trainer.rollout_data_dir says where."""
-        batch = self.source.collect(step, self.prompts, self.phases, self.look_beside if self.looks_early else None)
+        batch = self.source.collect(step, self.prompts, self.phases, self.score_beside if self.scoring_overlaps else None)
         begun_with = self.config.actor_rollout_ref.model.path if self.resume is None else str(self.resume.path)
         self.tracker.log_rollouts(as_drawn(batch), step, begun_with)
         return batch
 
     @property
-    def looks_early(self) -> bool:
-        """The other models look at the answers while reward models, which have GPUs of their own, score them. Servers are asked
-        from the main thread: Watchdog.own."""
+    def scoring_overlaps(self) -> bool:
+        """Reward models on GPUs of their own score the answers while the other models make log-probs and values of them. Servers
+        are asked from the main thread: Watchdog.own."""
         scorers = self.source.models
         if scorers is None or scorers.group is self.actor.group or self.source.chooses:
             return False
         return all(isinstance(model.scorer, LocalModel) for model in scorers.models)
 
-    def looks(self, batch: Batch) -> Batch:
+    def log_probs_and_values(self, batch: Batch) -> Batch:
         """What each model makes of the answers; those in different pools work at the same time. Nothing if they did so early."""
-        if self.looks_early:
+        if self.scoring_overlaps:
             return Batch(batch.lengths)
-        return reduce(Batch.union, self.together(self.lookers(batch)).values())
+        return reduce(Batch.union, self.together(self.forwards(batch)).values())
 
-    def look_beside(self, batch: Batch, judge: Callable[[], Judged]) -> tuple[Judged, Batch]:
-        """What ``judge`` returns, and ``looks`` of the same answers."""
-        found = self.together({"reward": judge, **self.lookers(batch)})
+    def score_beside(self, batch: Batch, judge: Callable[[], Judged]) -> tuple[Judged, Batch]:
+        """What ``judge`` returns, and log_probs_and_values of the same answers."""
+        found = self.together({"reward": judge, **self.forwards(batch)})
         return found.pop("reward"), reduce(Batch.union, found.values())
 
-    def lookers(self, batch: Batch) -> dict[str, Callable[[], Any]]:
+    def forwards(self, batch: Batch) -> dict[str, Callable[[], Any]]:
         """By role."""
         parts = {"actor": self.old_log_probs, "ref": self.ref_log_probs, "critic": self.values}
         return {role: partial(part, batch) for role, part in parts.items()}
