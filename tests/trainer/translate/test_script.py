@@ -21,6 +21,13 @@ NEWER = (
     "--data.input_key prompt --algo.dynamic_filtering_enable --actor.eps_clip_low_high 0.2 0.28 --eval.dataset aime.jsonl "
     "--eval.steps 5 --algo.advantage.is_correction_enable --algo.advantage.is_correction_type icepop --logger.wandb.key secret"
 )
+RARE = (
+    PPO + "--kl_target 6 --overlong_buffer_len 256 --enable_ema --pretrain_data texts.jsonl --enable_vllm_is_correction "
+    "--vllm_is_correction_type seq-mask-tis --vllm_is_truncated_threshold 0.9 1.1 --reward_pretrain a,b --normalize_reward "
+    "--freezing_actor_steps 5 --deepspeed_enable_sleep --ref_reward_offload --full_determinism --entropy_loss_coef 0 "
+    "--dual_clip 5 --use_tensorboard tb --param_dtype fp16 --ring_attn_size 2 --lr_scheduler constant "
+    "--value_clip 0.2 --aux_loss_coef 0.01"
+)
 SFT = (
     "deepspeed --module openrlhf.cli.train_sft --max_len 4096 --dataset Open-Orca/OpenOrca --input_key question --output_key "
     "response --train_batch_size 256 --micro_train_batch_size 2 --pretrain base --save_path sft --zero_stage 2 --max_epochs 1 "
@@ -34,7 +41,7 @@ RM = (
 ANSWERS = "batch_inference --eval_task generate_sglang --pretrain sft --dataset d.jsonl --output_path answers --greedy_sampling"
 
 
-@pytest.mark.parametrize("line", [*PUBLIC, NEWER, SFT, CHAT, RM, ANSWERS])
+@pytest.mark.parametrize("line", [*PUBLIC, NEWER, RARE, SFT, CHAT, RM, ANSWERS])
 def test_what_comes_out_is_taken(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = translated(line)
     assert dry_run(text) == 0
