@@ -1,11 +1,13 @@
 """Reward servers: in this process, HTTP in a thread and the scorer in another, or as the program that it is."""
 
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event, Thread
@@ -51,7 +53,9 @@ def program(*overrides: str) -> Iterator[subprocess.Popen[str]]:
     """python -m trainer.main_serve_reward; ``address`` waits until it is ready."""
     fixed = ("server.port=0", "trainer.device=cpu", "model.fsdp_config.dtype=float32")
     command = [sys.executable, "-m", "trainer.main_serve_reward", *fixed, *overrides]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell lets what runs in its background ignore it
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, text=True, preexec_fn=heeds, **pipes) as started:
         try:
             yield started
         finally:

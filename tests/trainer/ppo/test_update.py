@@ -9,6 +9,7 @@ import torch
 from tests.workers.test_batch import numbered
 from trainer.algorithms.weights import token_weights
 from trainer.budget import Budget
+from trainer.metrics import Phases
 from trainer.ppo.loop import Loop
 from trainer.ppo.rollback import Rollbacks
 from trainer.ppo.update import UpdateSpec, update
@@ -148,7 +149,7 @@ def test_skipped_updates_are_counted_shown_and_out_of_the_means() -> None:
 def test_after_a_rollback_mini_batches_are_cut_otherwise() -> None:
     def learnt(rollbacks: int) -> list[tuple[int, ...]]:
         model, skips = Recorder(), SimpleNamespace(see=lambda *seen: None)
-        loop = SimpleNamespace(rollbacks=Rollbacks(rollbacks), skips=skips, metrics={}, events=None)
+        loop = SimpleNamespace(rollbacks=Rollbacks(rollbacks), skips=skips, metrics={}, events=None, phases=Phases())
         Loop.learn(cast(Any, loop), "actor", cast(Any, model), step_batch(), spec(), 5)
         return members(model.given)
 
