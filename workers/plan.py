@@ -5,8 +5,10 @@ No cut changes a gradient: loss weights are written over the whole mini-batch be
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -28,14 +30,19 @@ class Plan:
         """The batch's share for each data-parallel rank."""
         return [batch.select(share) for share in self.shares]
 
-    def of_rows(self, n: int) -> Plan:
-        """This is a plan of units, each of n rows that follow one another: the same of the rows."""
+    def rows_by_rank(self) -> list[list[list[int]]]:
+        """Of the global batch, in each micro-batch of each rank."""
+        by_rank = zip(self.shares, self.micro_batches, strict=True)
+        return [[[share[i] for i in part] for part in cut] for share, cut in by_rank]
 
-        def rows(units: Sequence[int]) -> tuple[int, ...]:
-            return tuple(unit * n + i for unit in units for i in range(n))
-
-        cuts = tuple(tuple(rows(part) for part in cut) for cut in self.micro_batches)
-        return Plan(shares=tuple(rows(share) for share in self.shares), micro_batches=cuts)
+    def of_rows(self, units: Sequence[Sequence[int]]) -> Plan:
+        """This is a plan of units, of these rows each: the same of the rows."""
+        shares, cuts = [], []
+        for share, cut in zip(self.shares, self.micro_batches, strict=True):
+            shares.append(tuple(row for unit in share for row in units[unit]))
+            starts = list(accumulate((len(units[unit]) for unit in share), initial=0))
+            cuts.append(tuple(tuple(i for unit in part for i in range(starts[unit], starts[unit + 1])) for part in cut))
+        return Plan(shares=tuple(shares), micro_batches=tuple(cuts))
 
     def collect(self, parts: Sequence[Batch]) -> Batch:
         """What the ranks answered, rows back in the order of the global batch."""
@@ -74,7 +81,10 @@ def make_plan(lengths: Sequence[int], n_ranks: int, limits: Limits, *, attention
             f"row {row} has {lengths[row]} tokens, the micro-batch budget is {limits.max_tokens}: "
             f"raise *_max_token_len_per_gpu to at least {lengths[row]}"
         )
-    costs = row_costs(lengths, attention_cost)
+    return _plan(lengths, row_costs(lengths, attention_cost), n_ranks, limits)
+
+
+def _plan(lengths: Sequence[int], costs: Sequence[float], n_ranks: int, limits: Limits) -> Plan:
     shares = _even_parts(range(len(lengths)), costs, n_ranks)
     cuts = [_cut(share, lengths, costs, limits) for share in shares]
     n_slots = max(len(cut) for cut in cuts)
@@ -85,6 +95,65 @@ def make_plan(lengths: Sequence[int], n_ranks: int, limits: Limits, *, attention
         place = {row: i for i, row in enumerate(share)}
         micro_batches.append(tuple(tuple(place[row] for row in part) for part in cut))
     return Plan(shares=tuple(tuple(share) for share in shares), micro_batches=tuple(micro_batches))
+
+
+def repeats(rows: Sequence[int], groups: Sequence[int]) -> list[int]:
+    """Those rows whose group a row before them has."""
+    first = {groups[row]: row for row in reversed(rows)}
+    return [row for row in rows if first[groups[row]] != row]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRows:
+    """Rows of lengths[r] tokens, of which the first prompts[r] are computed once for all rows of a group in a micro-batch."""
+
+    lengths: Sequence[int]
+    prompts: Sequence[int]
+    groups: Sequence[int]
+
+    def computed(self, rows: Sequence[int]) -> int:
+        """Tokens of a micro-batch of these rows."""
+        return sum(self.lengths[row] for row in rows) - sum(self.prompts[row] for row in repeats(rows, self.groups))
+
+    def cost(self, rows: Sequence[int], attention_cost: float) -> float:
+        """See row_costs."""
+        whole = row_costs([self.lengths[row] for row in rows], attention_cost)
+        return sum(whole) - sum(row_costs([self.prompts[row] for row in repeats(rows, self.groups)], attention_cost))
+
+    def plan(self, n_ranks: int, limits: Limits, *, attention_cost: float = 0.0) -> Plan:
+        """make_plan for such rows. Groups that stay together cost less, and parts of groups are easier to even out over ranks:
+        groups are whole, in halves, in quarters ..., or single rows, whichever leaves the rank with most to do the least.
+        """
+        plans = [make_plan(self.lengths, n_ranks, limits, attention_cost=attention_cost)]
+        if limits.max_tokens is not None:
+            largest, parts = max(Counter(self.groups).values(), default=1), 1
+            while parts < largest:
+                units = self._units(parts, limits.max_tokens)
+                tokens, costs = [self.computed(unit) for unit in units], [self.cost(unit, attention_cost) for unit in units]
+                plans.append(_plan(tokens, costs, n_ranks, limits).of_rows(units))
+                parts *= 2
+        return min(reversed(plans), key=lambda plan: self._dearest(plan, attention_cost))
+
+    def sizes(self, plan: Plan) -> list[tuple[int, int]]:
+        """Rows and computed tokens of each micro-batch."""
+        return [(len(part), self.computed(part)) for cut in plan.rows_by_rank() for part in cut]
+
+    def _units(self, parts: int, max_tokens: int) -> list[list[int]]:
+        """Each group in so many parts, or as many more as it takes to have none over ``max_tokens``."""
+        groups: dict[int, list[int]] = {}
+        for row in sorted(range(len(self.lengths)), key=lambda row: (-self.lengths[row], row)):
+            groups.setdefault(self.groups[row], []).append(row)
+        units = []
+        for rows in groups.values():
+            n = min(parts, len(rows))
+            while max(self.computed(rows[i::n]) for i in range(n)) > max_tokens:
+                n += 1
+            units += [rows[i::n] for i in range(n)]
+        return units
+
+    def _dearest(self, plan: Plan, attention_cost: float) -> float:
+        """Work of the rank that has most."""
+        return max(sum(self.cost(part, attention_cost) for part in cut) for cut in plan.rows_by_rank())
 
 
 def mini_batches(uids: Sequence[int], n_groups: int, *, seed: int | None = None) -> list[list[int]]:

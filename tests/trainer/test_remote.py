@@ -92,12 +92,12 @@ def model() -> Any:
         yield group
 
 
-def start(group: Any, watchdog: Watchdog = PATIENT) -> RemoteModel:
+def start(group: Any, watchdog: Watchdog = PATIENT, *, shares_prompts: bool = False) -> RemoteModel:
     limits = Limits(max_tokens=12)
     return RemoteModel(
         group,
         "actor",
-        cast(Any, None),
+        cast(Any, SimpleNamespace(shares_prompts=shares_prompts)),
         None,
         forward_limits=limits,
         train_limits=limits,

@@ -81,14 +81,14 @@ class PackedModel(nn.Module):
     ) -> dict[str, Tensor]:
         """input_ids, positions: int64 (T,), positions starting from 0 in each row. predicted: int64 (N,), the tokens
         whose log-probs are wanted, none of them the first of its row; a value head answers for every token, a reward head
-        for each row's last. Where ``rows`` are cut over ranks, all of them get the same, all T of it, and return the same.
+        for each row's last. Where ``rows`` are cut over ranks, all of them get the same, all T of it, and return the same; where
+        they share prompts, too, T is all tokens of all rows.
 
         Returns, at least in float32: log_probs and what else ``outputs`` names, 0 where not predicted; or values (T,), of the
         state before each token, 0 for a row's first, and last_value (B,), of the state after each row; or scores (B,), of that.
         And what the routers did with the first ``routed`` tokens, if that is said: ROUTED, see balance.measure.
         """
         told = {"output_router_logits": True} if routed is not None else {}
-        here = None if predicted is None else rows.own_places(predicted - 1, len(input_ids))
         body = self.hf.base_model(
             input_ids=rows.own(input_ids)[None],
             position_ids=rows.own(positions)[None],
@@ -103,18 +103,15 @@ class PackedModel(nn.Module):
             routing = dict(zip(ROUTED, measure(logits, self.top_k), strict=True))
         if self.head != "lm":
             after = rows.whole(self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0])
-            last = after.index_select(0, rows.cu_seqlens[1:] - 1)
+            last = after.index_select(0, rows.last)
             if self.head == "reward":
                 return routing | {"scores": last}
             return routing | {"values": torch.where(positions == 0, 0.0, after.roll(1)), "last_value": last}
-        assert here is not None, "a language head wants to know which tokens"
-        # What each token predicts is the next one, on whichever rank that is.
-        targets = rows.own(input_ids.roll(-1))[here]
-        found = self._language_head(hidden.index_select(0, here), targets, temperature, outputs)
-        return routing | {
-            name: rows.whole(out.new_zeros(len(hidden), *out.shape[1:]).index_copy(0, here, out)).roll(1, 0)
-            for name, out in found.items()
-        }
+        assert predicted is not None, "a language head wants to know which tokens"
+        total = len(input_ids)
+        asked = targets, before = rows.before(predicted, total)
+        found = self._language_head(hidden.index_select(0, before), input_ids[targets], temperature, outputs)
+        return routing | {name: rows.answers(out, asked, total) for name, out in found.items()}
 
     def _language_head(self, before: Tensor, targets: Tensor, temperature: float, outputs: Collection[str]) -> dict[str, Tensor]:
         """before (N, H), targets int64 (N,) -> log_probs (N,), and what else ``outputs`` names."""
