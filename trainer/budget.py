@@ -26,8 +26,8 @@ class Budget:
         return configured
 
     def halve(self, configured: Limits, sizes: Sequence[tuple[int, int]], longest: int, said: str) -> None:
-        """To half of the largest micro-batch, which did not fit. sizes: rows and tokens of each. longest: tokens of the longest row.
-        said: by the allocator.
+        """To half of the largest micro-batch, which did not fit. sizes: rows and tokens of each. longest: tokens of the longest
+        row. said: by the allocator.
 
         Raises ValueError if that is one row: no micro-batch is smaller.
         """
