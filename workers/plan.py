@@ -124,7 +124,7 @@ class SharedRows:
         """make_plan for such rows. Groups that stay together cost less, and parts of groups are easier to even out over ranks:
         groups are whole, in halves, in quarters ..., or single rows, whichever leaves the rank with most to do the least.
         """
-        plans = [make_plan(self.lengths, n_ranks, limits, attention_cost=attention_cost)]
+        plans = []
         if limits.max_tokens is not None:
             largest, parts = max(Counter(self.groups).values(), default=1), 1
             while parts < largest:
@@ -132,7 +132,8 @@ class SharedRows:
                 tokens, costs = [self.computed(unit) for unit in units], [self.cost(unit, attention_cost) for unit in units]
                 plans.append(_plan(tokens, costs, n_ranks, limits).of_rows(units))
                 parts *= 2
-        return min(reversed(plans), key=lambda plan: self._dearest(plan, attention_cost))
+        plans.append(make_plan(self.lengths, n_ranks, limits, attention_cost=attention_cost))
+        return min(plans, key=lambda plan: self._dearest(plan, attention_cost))
 
     def sizes(self, plan: Plan) -> list[tuple[int, int]]:
         """Rows and computed tokens of each micro-batch."""

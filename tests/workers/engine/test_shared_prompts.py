@@ -61,8 +61,18 @@ def test_each_token_finds_its_own_among_those_that_are_computed() -> None:
 def test_nothing_to_share() -> None:
     assert SharedPrompts.of([3, 4], [1, 2], [0, 1], torch.device("cpu")) is None
     assert Prompts.of(toy_batch([3, 4])) is None
-    told = Prompts.of(toy_batch([5, 5]).with_rows(prompt_length=torch.tensor([2, 2])))
-    assert told is not None and told.groups == (0, 1), "as long, and other tokens"
+    prompts = Prompts.of(
+        toy_batch([3, 3]).with_rows(prompt_length=torch.tensor([2, 2])).with_tokens(input_ids=torch.tensor([5, 6, 1, 5, 7, 1]))
+    )
+    assert prompts is not None and prompts.groups == (0, 1), "as long, and other tokens"
+
+
+def test_stretches_that_are_alike_are_one_attention_call() -> None:
+    shared = SharedPrompts.of(LENGTHS, PROMPTS, GROUPS, torch.device("cpu"))
+    assert shared is not None
+    told = [(stretch.length, stretch.seen) for stretch in shared.stretches]
+    assert told == [(9, 14), (6, 12), (9, 9), (4, 9), (4, 9), (7, 7), (6, 6), (5, 5), (5, 5)]
+    assert PackedRows.of(LENGTHS, torch.device("cpu"), shared=shared).blocks[3:] == ((2, 4, 9), (1, 7, 7), (1, 6, 6), (2, 5, 5))
 
 
 @pytest.mark.parametrize("plan", [ONE_CUT, SEVERAL])
@@ -94,11 +104,11 @@ def test_the_same_gradients_of_a_critic(group: None, models: dict[str, str]) -> 
 
 
 def test_a_prompt_goes_through_the_layers_once(group: None, models: dict[str, str]) -> None:
-    engine, tokens = toy_engine(models["qwen2"], optimizer=None), []
+    engine, tokens = toy_engine(models["qwen2"]), []
     engine._model.layers[0].register_forward_pre_hook(lambda layer, args: tokens.append(args[0].shape[1]))
     for batch in both(grouped(torch.float32)):
         engine.forward(batch, ONE_CUT, {"log_probs"})
-        engine.forward(batch, SEVERAL, {"log_probs"})
+        gradients(engine, batch, SEVERAL, ToyLoss())
     whole = [9 + 9 + 9, 2, 14 + 5 + 12 + 6, 5 + 7]
     assert tokens == [sum(LENGTHS) - 3 * 5 - 6, whole[0] - 5, 2, whole[2] - 5 - 6, 12, sum(LENGTHS), *whole]
 
