@@ -194,7 +194,6 @@ def main() -> None:
         for workers in args.workers:
             for sequences in (number for number in args.sequences if number >= workers):
                 said["steps"].append(steps(sequences, workers, args.steps, folder))
-                told = said["steps"][-1]
                 print(line(said["steps"][-1]))
         if args.megabytes:
             said["store"] = store(args.megabytes, args.readers, args.steps, folder)

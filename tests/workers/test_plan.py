@@ -1,10 +1,12 @@
+import time
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.workers.test_batch import as_lists, numbered
-from workers.plan import Limits, make_plan, mini_batches, row_costs
+from workers.plan import Limits, first_fit, make_plan, mini_batches, row_costs
 
 lengths = st.lists(st.integers(1, 300), max_size=60)
 limits = st.one_of(
@@ -38,6 +40,42 @@ def test_ranks_carry_even_costs(sizes: list[int], n_ranks: int) -> None:
     plan = make_plan(sizes, n_ranks, Limits(max_rows=4), attention_cost=1e-3)
     loads = [sum(costs[row] for row in share) for share in plan.shares]
     assert max(loads) - min(loads) <= max(costs)
+
+
+@given(lengths, st.integers(1, 6))
+def test_ranks_and_slots_are_filled_largest_first_by_the_least_loaded(sizes: list[int], n_ranks: int) -> None:
+    """Written out: every row looks at every part."""
+    costs = row_costs(sizes, 1e-3)
+    parts: list[list[int]] = [[] for _ in range(n_ranks)]
+    for row in sorted(range(len(sizes)), key=lambda row: (-costs[row], row)):
+        min(parts, key=lambda part: (sum(costs[i] for i in part), len(part))).append(row)
+    plan = make_plan(sizes, n_ranks, Limits(max_rows=100), attention_cost=1e-3)
+    assert plan.shares == tuple(tuple(sorted(part)) for part in parts)
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=80), st.integers(100, 300), st.booleans())
+def test_first_fit_is_the_first_that_fits(sizes: list[int], room: int, descending: bool) -> None:
+    sizes = sorted(sizes, reverse=True) if descending else sizes
+    free: list[int] = []
+    for size, home in zip(sizes, first_fit(sizes, room), strict=True):
+        assert home == next((i for i, left in enumerate(free) if left >= size), len(free))
+        free += [room] * (home == len(free))
+        free[home] -= size
+
+
+def test_the_time_of_a_plan_grows_with_its_rows_alone() -> None:
+    """Four times the rows, four times as many micro-batches: sixteen times the time, where each row looks at each of them."""
+
+    def best(n: int) -> float:
+        sizes = [20 + 37 * i % 121 for i in range(n)]
+        times = []
+        for _ in range(5):
+            start = time.process_time()
+            make_plan(sizes, 1, Limits(max_tokens=2048), attention_cost=1e-3)
+            times.append(time.process_time() - start)
+        return min(times)
+
+    assert best(8192) < 9 * best(2048)
 
 
 def test_a_long_row_gets_fewer_companions() -> None:
