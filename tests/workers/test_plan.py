@@ -33,6 +33,14 @@ def test_collect_undoes_split(sizes: list[int], n_ranks: int, limit: Limits) -> 
     assert as_lists(plan.collect(plan.split(batch))) == as_lists(batch)
 
 
+def test_a_rank_that_is_alone_gets_the_batch_itself() -> None:
+    batch = numbered([3, 1, 2])
+    plan = make_plan([3, 1, 2], 1, Limits(max_rows=2))
+    assert plan.shares == ((0, 1, 2),)
+    (share,) = plan.split(batch)
+    assert share is batch and plan.collect([share]) is batch
+
+
 @given(st.lists(st.integers(1, 300), min_size=40, max_size=80), st.integers(2, 4))
 def test_ranks_carry_even_costs(sizes: list[int], n_ranks: int) -> None:
     """Largest first is within one row of even."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -235,7 +236,7 @@ def ask(prompts: Sequence[Prompt], seeds: Sequence[int], greedy: torch.Tensor) -
 def texts_of(answers: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """What the answers say. What ends one is no part of its text; any other special token is, or "4<pad>2" would count as 42."""
     ids, ends = answers.tokens["input_ids"].numpy(), (answers.offsets[1:] - answers.rows["finished"]).tolist()
-    written = [ids[start:end] for start, end in zip(answers.offsets.tolist(), ends, strict=False)]
+    written: list[Any] = [ids[start:end] for start, end in zip(answers.offsets.tolist(), ends, strict=False)]
     return tokenizer.batch_decode(written, skip_special_tokens=False)  # of lists it would look at every token's type
 
 
