@@ -174,13 +174,10 @@ def first_fit(sizes: Sequence[int], room: int) -> list[int]:
 def _spread(cut: list[list[int]], costs: Sequence[float], n_slots: int) -> list[list[int]]:
     """The same rows in ``n_slots`` parts: the dearest part is halved until there are enough, or only single rows."""
     parts = [list(part) for part in cut]
-    loads = [sum(costs[row] for row in part) for part in parts]
     while len(parts) < n_slots:
-        target = max(range(len(parts)), key=lambda i: (len(parts[i]) > 1, loads[i]))
+        target = max(range(len(parts)), key=lambda i: (len(parts[i]) > 1, sum(costs[row] for row in parts[i])))
         if len(parts[target]) <= 1:
             parts += [[] for _ in range(n_slots - len(parts))]
             break
-        halves = _even_parts(parts[target], costs, 2)
-        parts[target : target + 1] = halves
-        loads[target : target + 1] = [sum(costs[row] for row in half) for half in halves]
+        parts[target : target + 1] = _even_parts(parts[target], costs, 2)
     return parts

@@ -2,7 +2,7 @@ import time
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.workers.test_batch import as_lists, numbered
@@ -50,14 +50,15 @@ def test_ranks_carry_even_costs(sizes: list[int], n_ranks: int) -> None:
     assert max(loads) - min(loads) <= max(costs)
 
 
-@given(lengths, st.integers(1, 6))
-def test_ranks_and_slots_are_filled_largest_first_by_the_least_loaded(sizes: list[int], n_ranks: int) -> None:
-    """Written out: every row looks at every part."""
-    costs = row_costs(sizes, 1e-3)
+@example([5, 4, 3, 1, 1, 1], 2, 0.0)  # 5 + 1 + 1 and 4 + 3
+@given(st.lists(st.integers(1, 9), max_size=60), st.integers(1, 6), st.sampled_from([0.0, 1e-3]))
+def test_ranks_are_filled_largest_first_by_the_least_loaded(sizes: list[int], n_ranks: int, attention_cost: float) -> None:
+    """Written out: every row looks at every rank. Of those with the same load the one with fewer rows gets it."""
+    costs = row_costs(sizes, attention_cost)
     parts: list[list[int]] = [[] for _ in range(n_ranks)]
     for row in sorted(range(len(sizes)), key=lambda row: (-costs[row], row)):
         min(parts, key=lambda part: (sum(costs[i] for i in part), len(part))).append(row)
-    plan = make_plan(sizes, n_ranks, Limits(max_rows=100), attention_cost=1e-3)
+    plan = make_plan(sizes, n_ranks, Limits(max_rows=100), attention_cost=attention_cost)
     assert plan.shares == tuple(tuple(sorted(part)) for part in parts)
 
 
