@@ -14,6 +14,8 @@ import subprocess
 import sys
 from typing import Any
 
+from scripts.bench.suite import said_in
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -35,7 +37,7 @@ def step(workers: int, words: list[str]) -> dict[str, float]:
     """Median seconds of a step, whole and by phase."""
     command = [sys.executable, "-m", "scripts.bench.step", *words, f"trainer.n_gpus_per_node={workers}"]
     threads = os.environ | {"OMP_NUM_THREADS": "1"}
-    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, env=threads).stdout)["seconds"]
+    return said_in(subprocess.run(command, check=True, stdout=subprocess.PIPE, env=threads, text=True).stdout)["seconds"]
 
 
 def compared(these: list[dict[str, float]], first: list[dict[str, float]]) -> dict[str, Any]:

@@ -161,7 +161,7 @@ def ask(part: Part, words: tuple[str, ...], root: Path) -> Any:
         end(bench)
     if bench.returncode:
         raise RuntimeError(f"exit code {bench.returncode}: {(err.strip().splitlines() or ['no word'])[-1]}")
-    return json.loads(out) if out.lstrip().startswith("{") else rows_of(out)
+    return said_in(out)
 
 
 def end(bench: "subprocess.Popen[str]") -> None:
@@ -171,6 +171,12 @@ def end(bench: "subprocess.Popen[str]") -> None:
     except ProcessLookupError:  # it has ended, and all of them
         return
     bench.wait()
+
+
+def said_in(out: str) -> Any:
+    """JSON, after whatever words; or the rows of a table."""
+    start = 0 if out.startswith("{") else out.find("\n{") + 1
+    return json.loads(out[start:]) if out.startswith("{", start) else rows_of(out)
 
 
 def rows_of(table: str) -> list[dict[str, str]]:

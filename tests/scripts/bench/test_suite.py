@@ -6,7 +6,7 @@ import pytest
 from scripts.bench.suite import PARTS, ROOT, Figure, Part, ask, run
 
 FAKES = {
-    "good": "import json; print(json.dumps({'seconds': 0.5, 'times': 3.0}))",
+    "good": "import json; print('a word before it'); print(json.dumps({'seconds': 0.5, 'times': 3.0}))",
     "table": "print('| a | b |\\n|---|---|\\n| 1 | 2.5 |')",
     "broken": "import sys; print('half', file=sys.stderr); sys.exit('no such model')",
     "late": "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])",
