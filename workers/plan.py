@@ -20,18 +20,14 @@ MicroBatches = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """shares[d]: rows of the global batch for data-parallel rank d, for one that is alone all in their order. micro_batches[d]:
-    how it cuts them.
-    """
+    """shares[d]: rows of the global batch for data-parallel rank d; micro_batches[d]: how it cuts them."""
 
     shares: tuple[tuple[int, ...], ...]
     micro_batches: tuple[MicroBatches, ...]
 
     def split(self, batch: Batch) -> list[Batch]:
-        """The batch's share for each data-parallel rank; one that is alone has all of it, as it is."""
-        if len(self.shares) == 1:
-            return [batch]
-        return [batch.select(share) for share in self.shares]
+        """The batch's share for each data-parallel rank; the batch itself, if that is all of it in order."""
+        return [batch if share == tuple(range(len(batch))) else batch.select(share) for share in self.shares]
 
     def of_rows(self, n: int) -> Plan:
         """This is a plan of units, each of n rows that follow one another: the same of the rows."""
@@ -44,10 +40,9 @@ class Plan:
 
     def collect(self, parts: Sequence[Batch]) -> Batch:
         """What the ranks answered, rows back in the order of the global batch."""
-        if len(parts) == 1:
-            return parts[0]
-        order = torch.tensor([row for share in self.shares for row in share], dtype=torch.int64)
-        return Batch.concat(parts).select(order.argsort())
+        order = [row for share in self.shares for row in share]
+        whole = Batch.concat(parts)
+        return whole if order == sorted(order) else whole.select(torch.tensor(order).argsort())
 
 
 @dataclass(frozen=True, slots=True)
