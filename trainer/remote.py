@@ -200,9 +200,8 @@ class RemoteRollout:
         if self._slept:
             self.sync_weights(self._version)
         n_engines = len(self.mesh.answers)
-        shares = tuple(
-            tuple(row for row in range(len(prompts)) if row // group_size % n_engines == engine) for engine in range(n_engines)
-        )
+        groups = [range(start, start + group_size) for start in range(0, len(prompts), group_size)]
+        shares = tuple(tuple(row for group in groups[engine::n_engines] for row in group) for engine in range(n_engines))
         plan = Plan(shares=shares, micro_batches=tuple(() for _ in shares))
         what = ("run", "rollout", "generate", Sharded(plan.split(prompts)), sampling)
         work = partial(work_by_rank, plan, prompts.lengths.tolist(), self.mesh)

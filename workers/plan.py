@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from heapq import heapreplace
 
 import torch
 
@@ -27,8 +27,8 @@ class Plan:
     micro_batches: tuple[MicroBatches, ...]
 
     def split(self, batch: Batch) -> list[Batch]:
-        """The batch's share for each data-parallel rank."""
-        return [batch.select(share) for share in self.shares]
+        """The batch's share for each data-parallel rank; the batch itself, if that is all of it in order."""
+        return [batch if share == tuple(range(len(batch))) else batch.select(share) for share in self.shares]
 
     def rows_by_rank(self) -> list[list[list[int]]]:
         """Of the global batch, in each micro-batch of each rank."""
@@ -37,17 +37,17 @@ class Plan:
 
     def of_rows(self, units: Sequence[Sequence[int]]) -> Plan:
         """This is a plan of units, of these rows each: the same of the rows."""
-        shares, cuts = [], []
-        for share, cut in zip(self.shares, self.micro_batches, strict=True):
-            shares.append(tuple(row for unit in share for row in units[unit]))
-            starts = list(accumulate((len(units[unit]) for unit in share), initial=0))
-            cuts.append(tuple(tuple(i for unit in part for i in range(starts[unit], starts[unit + 1])) for part in cut))
-        return Plan(shares=tuple(shares), micro_batches=tuple(cuts))
+        by_rank = [[[row for unit in part for row in units[unit]] for part in cut] for cut in self.rows_by_rank()]
+        shares = [sorted(row for part in cut for row in part) for cut in by_rank]
+        places = [{row: i for i, row in enumerate(share)} for share in shares]
+        cuts = ([tuple(sorted(map(place.__getitem__, part))) for part in cut] for place, cut in zip(places, by_rank, strict=True))
+        return Plan(shares=tuple(map(tuple, shares)), micro_batches=tuple(map(tuple, cuts)))
 
     def collect(self, parts: Sequence[Batch]) -> Batch:
         """What the ranks answered, rows back in the order of the global batch."""
-        order = torch.tensor([row for share in self.shares for row in share], dtype=torch.int64)
-        return Batch.concat(parts).select(order.argsort())
+        order = [row for share in self.shares for row in share]
+        whole = Batch.concat(parts)
+        return whole if order == sorted(order) else whole.select(torch.tensor(order).argsort())
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def _plan(lengths: Sequence[int], costs: Sequence[float], n_ranks: int, limits: 
     cuts = [_cut(share, lengths, costs, limits) for share in shares]
     n_slots = max(len(cut) for cut in cuts)
     # A rank with fewer is cut again into as many slots as the fullest rank needs: smaller, but no more of them.
-    cuts = [cut if len(cut) == n_slots else _spread(cut, share, costs, n_slots) for cut, share in zip(cuts, shares, strict=True)]
+    cuts = [cut if len(cut) == n_slots else _spread(cut, costs, n_slots) for cut in cuts]
     micro_batches = []
     for share, cut in zip(shares, cuts, strict=True):
         place = {row: i for i, row in enumerate(share)}
@@ -127,7 +127,7 @@ class SharedRows:
         plans = []
         if limits.max_tokens is not None:
             largest, parts = max(Counter(self.groups).values(), default=1), 1
-            while parts < largest:
+            while parts < (largest if n_ranks > 1 else min(2, largest)):
                 units = self._units(parts, limits.max_tokens)
                 tokens, costs = [self.computed(unit) for unit in units], [self.cost(unit, attention_cost) for unit in units]
                 plans.append(_plan(tokens, costs, n_ranks, limits).of_rows(units))
@@ -173,14 +173,22 @@ def mini_batches(uids: Sequence[int], n_groups: int, *, seed: int | None = None)
 
 
 def _even_parts(rows: Sequence[int], costs: Sequence[float], n: int) -> list[list[int]]:
-    """Largest first, always to the part with the least so far; ties go to the part with fewer rows, then the first."""
+    """Largest first, always to the part with the least so far; ties go to the part with fewer rows, then the first.
+
+    rows: ascending. A heap finds that part: n may be a tenth of the rows, and to look at all of them grows with the square.
+    """
     parts: list[list[int]] = [[] for _ in range(n)]
-    loads = [0.0] * n
-    for row in sorted(rows, key=lambda row: (-costs[row], row)):
-        target = min(range(n), key=lambda part: (loads[part], len(parts[part]), part))
-        parts[target].append(row)
-        loads[target] += costs[row]
+    heap = [(0.0, 0, part) for part in range(n)]  # load, rows, which
+    for row in _largest_first(rows, costs):
+        load, count, part = heap[0]
+        parts[part].append(row)
+        heapreplace(heap, (load + costs[row], count + 1, part))
     return [sorted(part) for part in parts]
+
+
+def _largest_first(rows: Sequence[int], sizes: Sequence[float]) -> list[int]:
+    """rows: ascending; those of one size stay so."""
+    return sorted(rows, key=sizes.__getitem__, reverse=True)
 
 
 def _cut(share: Sequence[int], lengths: Sequence[int], costs: Sequence[float], limits: Limits) -> list[list[int]]:
@@ -189,32 +197,50 @@ def _cut(share: Sequence[int], lengths: Sequence[int], costs: Sequence[float], l
         return [[]]
     if limits.max_rows is not None:
         n = -(-len(share) // limits.max_rows)
-        by_cost = sorted(share, key=lambda row: (-costs[row], row))  # alike lengths meet: attention pads less
+        by_cost = _largest_first(share, costs)  # alike lengths meet: attention pads less
         return [sorted(by_cost[i * limits.max_rows : (i + 1) * limits.max_rows]) for i in range(n)]
     assert limits.max_tokens is not None
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for row in sorted(share, key=lambda row: (-lengths[row], row)):
-        target = next((i for i, free in enumerate(room) if free >= lengths[row]), None)
-        if target is None:
-            bins.append([])
-            room.append(limits.max_tokens)
-            target = len(bins) - 1
-        bins[target].append(row)
-        room[target] -= lengths[row]
-    even = _even_parts(share, costs, len(bins))
+    rows = _largest_first(share, lengths)
+    homes = first_fit([lengths[row] for row in rows], limits.max_tokens)
+    even = _even_parts(share, costs, max(homes) + 1)
     if all(sum(lengths[row] for row in part) <= limits.max_tokens for part in even):
         return even
+    bins: list[list[int]] = [[] for _ in even]
+    for row, home in zip(rows, homes, strict=True):
+        bins[home].append(row)
     return [sorted(part) for part in bins]
 
 
-def _spread(cut: list[list[int]], share: Sequence[int], costs: Sequence[float], n_slots: int) -> list[list[int]]:
+def first_fit(sizes: Sequence[int], room: int) -> list[int]:
+    """The bin of each size, in turn: the first that has room left for it. No size is over ``room``, which every bin has.
+
+    A tree finds that bin: node i knows the most that is free in one bin below 2 i and 2 i + 1, and the bins are its leaves.
+    """
+    most = min(len(sizes), 2 * sum(sizes) // room + 1)  # one bin at most is half empty, or less full
+    leaves = 1 << (most - 1).bit_length()
+    free = [room] * (2 * leaves)
+    homes = []
+    for size in sizes:
+        node = 1
+        while node < leaves:
+            node *= 2
+            if free[node] < size:
+                node += 1
+        homes.append(node - leaves)
+        free[node] -= size
+        while node > 1 and free[node // 2] != (largest := max(free[node], free[node ^ 1])):
+            node //= 2
+            free[node] = largest
+    return homes
+
+
+def _spread(cut: list[list[int]], costs: Sequence[float], n_slots: int) -> list[list[int]]:
     """The same rows in ``n_slots`` parts: the dearest part is halved until there are enough, or only single rows."""
     parts = [list(part) for part in cut]
     while len(parts) < n_slots:
         target = max(range(len(parts)), key=lambda i: (len(parts[i]) > 1, sum(costs[row] for row in parts[i])))
         if len(parts[target]) <= 1:
-            parts.append([])
-            continue
+            parts += [[] for _ in range(n_slots - len(parts))]
+            break
         parts[target : target + 1] = _even_parts(parts[target], costs, 2)
     return parts

@@ -1,10 +1,12 @@
+import time
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.workers.test_batch import as_lists, numbered
-from workers.plan import Limits, SharedRows, make_plan, mini_batches, row_costs
+from workers.plan import Limits, Plan, SharedRows, first_fit, make_plan, mini_batches, row_costs
 
 lengths = st.lists(st.integers(1, 300), max_size=60)
 limits = st.one_of(
@@ -31,6 +33,17 @@ def test_collect_undoes_split(sizes: list[int], n_ranks: int, limit: Limits) -> 
     assert as_lists(plan.collect(plan.split(batch))) == as_lists(batch)
 
 
+def test_a_rank_that_is_alone_gets_the_batch_itself() -> None:
+    batch = numbered([3, 1, 2])
+    plan = make_plan([3, 1, 2], 1, Limits(max_rows=2))
+    assert plan.shares == ((0, 1, 2),)
+    (share,) = plan.split(batch)
+    assert share is batch
+    turned = Plan(shares=((2, 0, 1),), micro_batches=(((0, 1, 2),),))
+    (share,) = turned.split(batch)
+    assert share.lengths.tolist() == [2, 3, 1] and as_lists(turned.collect([share])) == as_lists(batch)
+
+
 @given(st.lists(st.integers(1, 300), min_size=40, max_size=80), st.integers(2, 4))
 def test_ranks_carry_even_costs(sizes: list[int], n_ranks: int) -> None:
     """Largest first is within one row of even."""
@@ -38,6 +51,43 @@ def test_ranks_carry_even_costs(sizes: list[int], n_ranks: int) -> None:
     plan = make_plan(sizes, n_ranks, Limits(max_rows=4), attention_cost=1e-3)
     loads = [sum(costs[row] for row in share) for share in plan.shares]
     assert max(loads) - min(loads) <= max(costs)
+
+
+@example([5, 4, 3, 1, 1, 1], 2, 0.0)  # 5 + 1 + 1 and 4 + 3
+@given(st.lists(st.integers(1, 9), max_size=60), st.integers(1, 6), st.sampled_from([0.0, 1e-3]))
+def test_ranks_are_filled_largest_first_by_the_least_loaded(sizes: list[int], n_ranks: int, attention_cost: float) -> None:
+    """Written out: every row looks at every rank. Of those with the same load the one with fewer rows gets it."""
+    costs = row_costs(sizes, attention_cost)
+    parts: list[list[int]] = [[] for _ in range(n_ranks)]
+    for row in sorted(range(len(sizes)), key=lambda row: (-costs[row], row)):
+        min(parts, key=lambda part: (sum(costs[i] for i in part), len(part))).append(row)
+    plan = make_plan(sizes, n_ranks, Limits(max_rows=100), attention_cost=attention_cost)
+    assert plan.shares == tuple(tuple(sorted(part)) for part in parts)
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=80), st.integers(100, 300), st.booleans())
+def test_first_fit_is_the_first_that_fits(sizes: list[int], room: int, descending: bool) -> None:
+    sizes = sorted(sizes, reverse=True) if descending else sizes
+    free: list[int] = []
+    for size, home in zip(sizes, first_fit(sizes, room), strict=True):
+        assert home == next((i for i, left in enumerate(free) if left >= size), len(free))
+        free += [room] * (home == len(free))
+        free[home] -= size
+
+
+def test_the_time_of_a_plan_grows_with_its_rows_alone() -> None:
+    """Four times the rows, four times as many micro-batches: sixteen times the time, where each row looks at each of them."""
+
+    def best(n: int) -> float:
+        sizes = [20 + 37 * i % 121 for i in range(n)]
+        times = []
+        for _ in range(5):
+            start = time.process_time()
+            make_plan(sizes, 1, Limits(max_tokens=2048), attention_cost=1e-3)
+            times.append(time.process_time() - start)
+        return min(times)
+
+    assert best(8192) < 8 * best(2048)
 
 
 def test_a_long_row_gets_fewer_companions() -> None:
