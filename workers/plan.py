@@ -5,8 +5,9 @@ No cut changes a gradient: loss weights are written over the whole mini-batch be
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
 
@@ -15,6 +16,7 @@ import torch
 from workers.batch import Batch
 from workers.seeding import seed_of
 
+EVEN = 1.01  # the most work of a rank, to the least that could be
 MicroBatches = tuple[tuple[int, ...], ...]
 """Row indices of each micro-batch within a rank's share. An empty one runs a dummy row of weight zero."""
 
@@ -122,18 +124,27 @@ class SharedRows:
 
     def plan(self, n_ranks: int, limits: Limits, *, attention_cost: float = 0.0) -> Plan:
         """make_plan for such rows. Groups that stay together cost less, and parts of groups are easier to even out over ranks:
-        groups are whole, in halves, in quarters ..., or single rows, whichever leaves the rank with most to do the least.
+        groups are whole, in halves, in quarters ..., or single rows, whichever leaves the rank with most to do the least; of the
+        first that is EVEN enough, no more are tried.
         """
-        plans = []
-        if limits.max_tokens is not None:
-            largest, parts = max(Counter(self.groups).values(), default=1), 1
-            while parts < (largest if n_ranks > 1 else min(2, largest)):
-                units = self._units(parts, limits.max_tokens)
-                tokens, costs = [self.computed(unit) for unit in units], [self.cost(unit, attention_cost) for unit in units]
-                plans.append(_plan(tokens, costs, n_ranks, limits).of_rows(units))
-                parts *= 2
-        plans.append(make_plan(self.lengths, n_ranks, limits, attention_cost=attention_cost))
-        return min(plans, key=lambda plan: self._dearest(plan, attention_cost))
+        least = self.cost(range(len(self.lengths)), attention_cost) / n_ranks
+        best, best_cost = Plan((), ()), math.inf
+        for plan in self._plans(n_ranks, limits, attention_cost):
+            cost = max(sum(self.cost(part, attention_cost) for part in cut) for cut in plan.rows_by_rank())
+            if cost < best_cost:
+                best, best_cost = plan, cost
+            if cost <= EVEN * least:
+                break
+        return best
+
+    def _plans(self, n_ranks: int, limits: Limits, attention_cost: float) -> Iterator[Plan]:
+        largest, parts = max(Counter(self.groups).values(), default=1), 1
+        while limits.max_tokens is not None and parts < largest:
+            units = self._units(parts, limits.max_tokens)
+            tokens, costs = [self.computed(unit) for unit in units], [self.cost(unit, attention_cost) for unit in units]
+            yield _plan(tokens, costs, n_ranks, limits).of_rows(units)
+            parts *= 2
+        yield make_plan(self.lengths, n_ranks, limits, attention_cost=attention_cost)
 
     def sizes(self, plan: Plan) -> list[tuple[int, int]]:
         """Rows and computed tokens of each micro-batch."""
@@ -142,7 +153,7 @@ class SharedRows:
     def _units(self, parts: int, max_tokens: int) -> list[list[int]]:
         """Each group in so many parts, or as many more as it takes to have none over ``max_tokens``."""
         groups: dict[int, list[int]] = {}
-        for row in sorted(range(len(self.lengths)), key=lambda row: (-self.lengths[row], row)):
+        for row in _largest_first(range(len(self.lengths)), self.lengths):
             groups.setdefault(self.groups[row], []).append(row)
         units = []
         for rows in groups.values():
@@ -151,10 +162,6 @@ class SharedRows:
                 n += 1
             units += [rows[i::n] for i in range(n)]
         return units
-
-    def _dearest(self, plan: Plan, attention_cost: float) -> float:
-        """Work of the rank that has most."""
-        return max(sum(self.cost(part, attention_cost) for part in cut) for cut in plan.rows_by_rank())
 
 
 def mini_batches(uids: Sequence[int], n_groups: int, *, seed: int | None = None) -> list[list[int]]:
