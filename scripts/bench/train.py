@@ -164,9 +164,10 @@ def measure(args: argparse.Namespace, shape: str, dtype: str) -> dict[str, Any]:
     rates["f+b"] = rates["update"] = [3 * products.flops / of[1] for of in gemm[1:]]
     found_parts = {}
     for name, times in parts.items():
-        speeds = [flops[name] / counted(of, args.device) for of in times[1:]]
+        timed_rounds = times[1 : args.rounds + 1]  # not the first, and not the profile's
+        speeds = [flops[name] / counted(of, args.device) for of in timed_rounds]
         ratios = [speed / rate for speed, rate in zip(speeds, rates[name], strict=True)]
-        seconds, cpu = (statistics.median(column) for column in zip(*times[1:], strict=True))
+        seconds, cpu = (statistics.median(column) for column in zip(*timed_rounds, strict=True))
         found_parts[name] = {
             "seconds": seconds,
             "cpu_seconds": cpu,

@@ -1,4 +1,7 @@
-"""A worker as a run has it, the actor and a rollout engine beside it, on random weights; and what it takes of the device."""
+"""A worker as a run has it, the actor and a rollout engine beside it, on random weights; and what it takes of the device.
+
+python scripts/bench/worker.py --shape 7b --model DIR    # makes the model alone, with a tokenizer of digits
+"""
 
 import argparse
 import json
@@ -17,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from configs.compose import compose
 from configs.schema.ppo import PPOConfig
+from data_preprocess.tiny_model import character_tokenizer
 from scripts.bench.shapes import ADAMW, SHAPES, likelihood, qwen2
 from workers.controller.group import WorkerInfo
 from workers.controller.shell import free_port
@@ -26,6 +30,12 @@ from workers.host import Host
 from workers.roles.model import ModelRole
 from workers.roles.rollout import RolloutRole
 from workers.rollout.base import Completion, Request, RolloutSpec, Sampling
+
+
+def main() -> None:
+    parser = command_line(__doc__)
+    parser.set_defaults(what="model")
+    run(parser, {"model": lambda args: {"model": str(args.model)}})
 
 
 def command_line(description: str | None) -> argparse.ArgumentParser:
@@ -62,6 +72,7 @@ def save_model(args: argparse.Namespace) -> None:
             if name.endswith("bias"):
                 torch.nn.init.normal_(parameter, 0.0, 0.1)
     model.save_pretrained(args.model)
+    character_tokenizer("0123456789=").save_pretrained(args.model)
 
 
 def configure(args: argparse.Namespace) -> PPOConfig:
@@ -175,3 +186,7 @@ def peak(device: str) -> Iterator[list[int]]:
     yield highest
     over.set()
     thread.join()
+
+
+if __name__ == "__main__":
+    main()
