@@ -13,7 +13,7 @@ python=${PYTHON:-python3}
 out=${BENCH_OUT:-bench_gpu}
 models=${BENCH_MODELS:-$out/models}
 device=cuda
-parts=(train-0.5b train-7b train-7b-float32 memory-0.5b memory-7b sync-0.5b sync-7b step-0.5b)
+parts=(train-0.5b train-7b train-7b-recompute train-7b-float32 memory-0.5b memory-7b sync-0.5b sync-7b step-0.5b)
 if [ "${1:-}" = --cpu ]; then
   shift
   device=cpu
@@ -37,11 +37,14 @@ bench() {
   fi
 }
 
-# Micro-batches of 8,192 packed tokens. float32: parameters, gradients and moments; they take 120 GB at 7B.
-train() { # SHAPE [float32]
-  local shape=$1 kept=${2:-bfloat16} size=(--tokens 8192 --longest 2048 --recompute)
+# Updates of 8,192 packed tokens, all in bfloat16, which leaves room at 7B for what each layer's backward wants. recompute: without
+# that. float32: recomputed too, with parameters, gradients and moments in float32, 120 GB at 7B.
+train() { # SHAPE [recompute | float32]
+  local size=(--tokens 8192 --longest 2048) kept=bfloat16
   [ "$device" = cuda ] || size=(--tokens 256 --rounds 1)
-  PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True bench "train-$shape${2:+-$2}" 300 train --shapes "$shape" --dtypes bfloat16 \
+  [ -z "${2:-}" ] || size+=(--recompute)
+  [ "${2:-}" != float32 ] || kept=float32
+  PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True bench "train-$1${2:+-$2}" 300 train --shapes "$1" --dtypes bfloat16 \
     --model_dtype "$kept" --device "$device" --profile "${size[@]}"
 }
 
@@ -70,14 +73,14 @@ for part in "${parts[@]}"; do
   echo "$part: begins" >&2
   shape=${part#*-}
   case $part in
-    train-*-float32) train "${shape%-float32}" float32 ;;
+    train-*-*) train "${shape%-*}" "${shape##*-}" ;;
     train-*) train "$shape" ;;
     memory-*) worker "$part" memory --tokens "$([ "$device" = cuda ] && echo 8192 || echo 256)" ;;
     sync-*) worker "$part" rollout_gpu memory ;;
     step-*) step "$shape" ;;
     engines-*) bench "$part" 300 engines fsdp one --shape "$shape" --device "$device" ;; # needs megatron-core
     compare) bench compare 600 compare --rival verl ;;
-    *) echo "no part $part: train, memory, sync, step, engines, each with -SHAPE, and compare" >&2 && exit 2 ;;
+    *) echo "no part $part: train, memory, sync, step, engines, each with -SHAPE (train-SHAPE-recompute, -float32), and compare" >&2 && exit 2 ;;
   esac
 done
 "$python" -m scripts.bench.gpu_table "$out"
