@@ -59,8 +59,7 @@ worker() { # PART MODULE WORDS ...: what has a worker with a rollout engine
 step() { # SHAPE
   local size=(--prompts 32 --n 8 --prompt_length 256 --response_length 1024 --steps 4) engine=vllm dtype=bfloat16
   [ "$device" = cuda ] || { size=(--prompts 2 --n 2 --prompt_length 4 --response_length 8 --steps 2) engine=embedded dtype=float32; }
-  "$python" -m scripts.bench.worker --shape "$1" --device "$device" --dtype "$dtype" --model "$models/$1" \
-    >/dev/null 2>"$out/model-$1.log" </dev/null
+  bench "model-$1" 120 worker --shape "$1" --device "$device" --dtype "$dtype" --model "$models/$1"
   local roles=("rollout=$engine" "actor_rollout_ref.rollout.dtype=$dtype" "trainer.device=$device" trainer.backend=local)
   for role in actor_rollout_ref.actor actor_rollout_ref.ref; do
     roles+=("$role.fsdp_config.dtype=$dtype" "$role.fsdp_config.model_dtype=$dtype")

@@ -22,7 +22,7 @@ def test_every_part_runs_without_a_gpu(tmp_path: Path) -> None:
     done = suite(tmp_path)
     assert done.returncode == 0, done.stderr
     found = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
-    assert set(found) == {"train-tiny", "memory-tiny", "sync-tiny", "step-tiny"}
+    assert set(found) == {"train-tiny", "memory-tiny", "sync-tiny", "model-tiny", "step-tiny"}
     assert found["train-tiny"]["cases"]["tiny bfloat16"]["padding_waste"] == 0
     assert "aten::mm" in (tmp_path / "train-tiny.log").read_text(), "no profile"
     assert found["memory-tiny"]["phases"]["update"]["peak"] > found["memory-tiny"]["phases"]["update"]["after"]
