@@ -16,19 +16,14 @@ from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch.nn.attention.varlen import varlen_attn
-from transformers import Qwen2Config
 
-from configs.schema.common import FSDPConfig, ModelConfig, TiledMLPConfig
 from scripts.bench.context_memory import Setting, Shape, longest, scoring, training
-from scripts.bench.shapes import SHAPES, Likelihood
-from workers.batch import Batch
-from workers.engine.base import EngineSpec, OptimizerSpec
-from workers.engine.fsdp import engine as fsdp
+from scripts.bench.lone_engine import LoneEngine
+from scripts.bench.shapes import SHAPES, Likelihood, random_rows
+from workers.engine.fsdp.engine import FSDPEngine
 from workers.engine.hf_model import DTYPES
 from workers.engine.out_of_memory import OutOfMemory, is_out_of_memory
 
@@ -36,10 +31,6 @@ MODELS = ("0.5b", "1.5b", "7b", "32b", "72b")
 CARDS = {24: 23.6, 40: 39.4, 80: 79.1, 141: 139.8}  # GiB that torch sees of a GPU sold as so many GB
 OUTSIDE = 0.7e9  # bytes: the driver's context, and libraries' workspaces
 SLACK = 0.03  # of the rest: what the allocator cannot use, with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
-ADAMW = OptimizerSpec(
-    lr=1e-6, betas=(0.9, 0.999), weight_decay=0.0, schedule="constant", warmup_steps=0, total_steps=100,
-    min_lr_ratio=0.0, num_cycles=0.5, clip_grad=1.0,
-)  # fmt: skip
 
 
 def main() -> None:
@@ -100,35 +91,6 @@ def rounded(tokens: int) -> str:
     return f"{tokens // 1000}k" if tokens >= 1000 else "-"
 
 
-def build(args: argparse.Namespace, folder: Path) -> fsdp.FSDPEngine:
-    """An engine of one rank whose weights were drawn on the device."""
-    config = Qwen2Config(max_position_embeddings=1 << 22, bos_token_id=None, eos_token_id=1, pad_token_id=0, **SHAPES[args.shape])
-    config.save_pretrained(folder)
-    (folder / "model.safetensors").touch()
-    model = ModelConfig(
-        path=str(folder), tokenizer_path=None, trust_remote_code=False, enable_gradient_checkpointing=True, override_config={},
-        enable_activation_offload=args.offload, tiled_mlp=TiledMLPConfig(enabled=args.pieces > 1, num_shards=args.pieces),
-        lora_rank=0, lora_alpha=16.0, target_modules="all-linear", lora_adapter_path=None, router_aux_loss_coef=0.0,
-    )  # fmt: skip
-    sharding = FSDPConfig(
-        model_dtype=args.model_dtype, dtype=args.dtype, reshard_after_forward=True, param_offload=False,
-        optimizer_offload=args.optimizer_offload, fsdp_size=-1, ulysses_sequence_parallel_size=1,
-    )  # fmt: skip
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1
-    )
-    optimizer = None if args.forward else ADAMW
-    with mock.patch.object(fsdp, "load_model", return_value=None):
-        engine = fsdp.FSDPEngine(EngineSpec(model, "lm", sharding, optimizer, args.device, 0), sharding)
-    torch.manual_seed(0)
-    for name, weight in (engine.live_weights() or {}).items():
-        weight.fill_(1.0) if "norm" in name else weight.normal_(0.0, 0.02)
-    for name, buffer in engine._model.named_buffers():
-        assert name.endswith("inv_freq"), name
-        buffer.copy_(10_000.0 ** -torch.linspace(0, 1, len(buffer)))
-    return engine
-
-
 def measure(args: argparse.Namespace) -> None:
     """A line of JSON a row, until one does not fit: a process that ran out of memory is not asked again."""
     if args.device == "cuda":
@@ -147,7 +109,10 @@ def measure(args: argparse.Namespace) -> None:
     )
     phase = scoring if args.forward else training
     with tempfile.TemporaryDirectory() as folder:
-        engine = build(args, Path(folder))
+        engine = LoneEngine(
+            shape=args.shape, device=args.device, model_dtype=args.model_dtype, dtype=args.dtype, trained=not args.forward,
+            recompute=True, offload=args.offload, pieces=args.pieces, optimizer_offload=args.optimizer_offload,
+        ).build(Path(folder))  # fmt: skip
         step(engine, args, 512)
         print(json.dumps({"settings": {name: str(value) for name, value in vars(args).items()}}), flush=True)
         for tokens in args.tokens:
@@ -163,15 +128,10 @@ def measure(args: argparse.Namespace) -> None:
             print(json.dumps(said), flush=True)
 
 
-def step(engine: fsdp.FSDPEngine, args: argparse.Namespace, tokens: int) -> dict[str, Any]:
+def step(engine: FSDPEngine, args: argparse.Namespace, tokens: int) -> dict[str, Any]:
     """Rows of so many tokens, once. Peaks are the allocator's: of tensors, and of what it holds of the device."""
     rows = args.micro_batches
-    draw = torch.Generator().manual_seed(1)
-    batch = Batch(lengths=torch.tensor([tokens] * rows), meta={"temperature": 1.0}).with_tokens(
-        input_ids=torch.randint(2, SHAPES[args.shape]["vocab_size"], (rows * tokens,), generator=draw),
-        response_mask=torch.ones(rows * tokens, dtype=torch.int64),
-        loss_weight=torch.full((rows * tokens,), 1.0 / (rows * tokens)),
-    )
+    batch = random_rows(args.shape, [tokens] * rows)
     plan = tuple((row,) for row in range(rows))
     if args.device == "cuda":
         torch.cuda.empty_cache()

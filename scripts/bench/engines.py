@@ -22,15 +22,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM
 
 from configs.compose import compose
 from configs.schema.ppo import PPOConfig
-from scripts.bench.shapes import SHAPES, Likelihood
+from scripts.bench.shapes import ADAMW, SHAPES, Likelihood, qwen2, random_rows
 from trainer.metrics import peak_flops
-from workers.batch import Batch
 from workers.engine import make_engine
-from workers.engine.base import EngineSpec, OptimizerSpec
+from workers.engine.base import EngineSpec
 from workers.plan import Limits, make_plan
 
 SIZES = {
@@ -40,10 +39,6 @@ SIZES = {
     "cp": "context_parallel_size",
 }
 SHARING = {"sp": "ulysses_sequence_parallel_size", "shard": "fsdp_size"}
-ADAMW = OptimizerSpec(
-    lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0, schedule="constant", warmup_steps=0, total_steps=100,
-    min_lr_ratio=0.0, num_cycles=0.5, clip_grad=1.0,
-)  # fmt: skip
 
 
 def main() -> None:
@@ -61,11 +56,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         args.model = f"{folder}/model"
         torch.manual_seed(0)
-        config = Qwen2Config(
-            max_position_embeddings=8192, bos_token_id=None, eos_token_id=1, pad_token_id=0, **SHAPES[args.shape]
-        )
         with torch.device(args.device):
-            AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(args.model)
+            AutoModelForCausalLM.from_config(qwen2(args.shape), dtype=torch.float32).save_pretrained(args.model)
         found = {case: measure(case, args, Path(folder)) for case in args.cases}
     first = next(iter(found.values()))["tokens_per_second_per_gpu"]
     for result in found.values():
@@ -121,11 +113,7 @@ def work(rank: int, case: str, args: argparse.Namespace, folder: Path) -> None:
     draw = torch.Generator().manual_seed(1)
     lengths = torch.randint(args.length // 4, args.length + 1, (args.rows * ranks,), generator=draw)
     total = int(lengths.sum())
-    batch = Batch(lengths=lengths, meta={"temperature": 1.0}).with_tokens(
-        input_ids=torch.randint(2, SHAPES[args.shape]["vocab_size"], (total,), generator=draw),
-        response_mask=torch.ones(total, dtype=torch.int64),
-        loss_weight=torch.full((total,), 1.0 / total),
-    )
+    batch = random_rows(args.shape, lengths.tolist())
     plan = make_plan(lengths.tolist(), engine.mesh.dp_size, Limits(max_tokens=args.micro_batch), attention_cost=0.0)
     share, cut = plan.split(batch)[engine.mesh.dp_rank], plan.micro_batches[engine.mesh.dp_rank]
     train = timed(lambda: engine.train_step(share, cut, Likelihood()), args)

@@ -33,39 +33,13 @@ from transformers.utils import logging
 
 from configs.compose import compose
 from configs.schema.generation import GenerationConfig
+from scripts.bench.shapes import SHAPES
 from workers.controller.group import WorkerInfo
 from workers.controller.shell import free_port
 from workers.host import Host
 from workers.rollout import ENGINES, check_installed, make_rollout
 from workers.rollout.base import Request, Rollout, RolloutSpec, Sampling
 
-SMALL: dict[str, Any] = {
-    "hidden_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 768,
-    "vocab_size": 460,
-    "tie_word_embeddings": False,
-}
-LARGE: dict[str, Any] = {
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "intermediate_size": 2048,
-    "vocab_size": 5504,
-    "tie_word_embeddings": False,
-}
-QUICKSTART: dict[str, Any] = {
-    "hidden_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 288,
-    "vocab_size": 64,
-    "tie_word_embeddings": True,
-}
 WORKLOADS = ("ragged", "even", "quickstart", "ragged_84m", "even_84m")
 
 
@@ -163,8 +137,8 @@ def workload(name: str, args: argparse.Namespace) -> tuple[dict[str, Any], int, 
     rng = np.random.default_rng(0)
     count, mean = args.prompts * args.n, args.max_tokens / 4
     if name == "quickstart":
-        return QUICKSTART, 7, [7] * count
-    sizes = LARGE if name.endswith("_84m") else SMALL
+        return SHAPES["quickstart"], 7, [7] * count
+    sizes = SHAPES["84m" if name.endswith("_84m") else "3m"]
     if name.startswith("even"):
         return sizes, 17, [int(mean)] * count
     return sizes, 17, np.minimum(rng.geometric(1 / mean, count), args.max_tokens).tolist()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from scripts.bench.rollout_gpu import Bench, command_line, make_requests, rollout_spec, run, timed
+from scripts.bench.worker import Bench, command_line, make_requests, rollout_spec, run, timed
 from workers.rollout.vllm import ENVIRONMENT, engine_arguments, sampling_arguments
 
 MARK = "tokens/s: "

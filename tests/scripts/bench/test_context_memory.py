@@ -1,19 +1,16 @@
 """The memory model, beside what the engine has at its fullest moment: bytes of tensors alive, on the CPU."""
 
-import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from configs.schema.common import TiledMLPConfig
 from scripts.bench.context import CARDS, rounded, tables, usable
 from scripts.bench.context_memory import Setting, Shape, in_layer, layer_inputs, longest, parameters, scoring, training
+from scripts.bench.memory import Alive
 from scripts.bench.shapes import SHAPES, Likelihood
 from tests.tiny import save_tiny_model
 from tests.workers.engine.toy import one_rank, toy_engine
@@ -31,23 +28,6 @@ SMALL: dict[str, Any] = {
     "vocab_size": 512,
     "tie_word_embeddings": False,
 }
-
-
-class Alive(TorchDispatchMode):
-    """Bytes of all storages that operations have touched and somebody still holds; the most there were at once."""
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        super().__init__()
-        self._storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet(tensor.untyped_storage() for tensor in tensors)
-        self.most = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves((args, out)):
-            if isinstance(tensor, Tensor):
-                self._storages.add(tensor.untyped_storage())
-        self.most = max(self.most, sum(storage.nbytes() for storage in self._storages))
-        return out
 
 
 def fullest(folder: Path, config: dict[str, Any], setting: Setting, tokens: int, *, forward: bool = False) -> int:

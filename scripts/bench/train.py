@@ -1,0 +1,225 @@
+"""Log-probs and updates of one worker's FSDP engine: tokens per second, and beside what the products alone take in the same run.
+
+    python scripts/bench/train.py                                      # 84M and 3.39M parameters, float32 and bfloat16, 4k tokens
+    python scripts/bench/train.py --shapes 7b --dtypes bfloat16 --model_dtype bfloat16 --device cuda --tokens 8192 --recompute
+    python scripts/bench/train.py --shapes 84m --dtypes float32 --profile    # and where the time goes
+    python scripts/bench/train.py --quick                              # a smoke version, seconds
+
+Rows are ragged, packed, and all their tokens count. gemm: matrix products of the model's own shapes, each of a whole micro-batch,
+weighted by how often a forward (and its backward) has them; products, forward and update take turns. of gemm: model FLOPs a
+second over that rate; recomputation is no model FLOP. On the CPU, which others use too, CPU seconds count, of the one thread that
+there is; on CUDA wall seconds. forward: log-probs without gradient. f+b: forward and backward of a step; update: with the
+optimizer. waste: tokens that went through the model and are not real, of all; padded: what padding rows to the longest would
+waste. A table goes to stderr, JSON to stdout.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from scripts.bench.lone_engine import LoneEngine
+from scripts.bench.shapes import SHAPES, Likelihood, random_rows
+from scripts.bench.worker import synchronize
+from trainer.metrics import peak_flops
+from workers.engine.fsdp.engine import FSDPEngine
+from workers.engine.hf_model import DTYPES
+
+PROMPT = 17  # tokens of each row before its answer
+COLUMNS = ("case", "part", "ms", "CPU ms", "tokens/s", "GFLOP/s", "of gemm", "of peak", "waste", "padded")
+Seconds = tuple[float, float]
+"""Wall, and CPU of this process."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", choices=SHAPES, nargs="+", default=["84m", "3m"], help="(default: %(default)s)")
+    parser.add_argument("--dtypes", choices=DTYPES, nargs="+", default=["float32", "bfloat16"], help="of the arithmetic")
+    parser.add_argument("--model_dtype", choices=DTYPES, default="float32", help="of parameters and moments")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
+    parser.add_argument("--tokens", type=int, default=4096, help="of a micro-batch (default: %(default)s)")
+    parser.add_argument("--micro_batches", type=int, default=1, help="of an update (default: %(default)s)")
+    parser.add_argument("--longest", type=int, default=256, help="answer; the mean is a quarter of it (default: %(default)s)")
+    parser.add_argument("--recompute", action="store_true", help="layers in the backward")
+    parser.add_argument("--rounds", type=int, default=5, help="after one that warms up (default: %(default)s)")
+    parser.add_argument("--profile", action="store_true", help="one more forward and update, operation by operation")
+    parser.add_argument("--quick", action="store_true", help="3.39M parameters, float32, 512 tokens, two rounds")
+    args = parser.parse_args()
+    if args.quick:
+        args.shapes, args.dtypes, args.tokens, args.rounds = ["3m"], ["float32"], 512, 2
+    if args.device == "cpu":
+        torch.set_num_threads(1)
+    print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS), file=sys.stderr)
+    cases = {}
+    for shape in args.shapes:
+        for dtype in args.dtypes:
+            name = f"{shape} {dtype}"
+            cases[name] = measure(args, shape, dtype)
+            print(table(name, cases[name]), file=sys.stderr, flush=True)
+    device = torch.cuda.get_device_name() if args.device == "cuda" else f"cpu, {torch.get_num_threads()} thread"
+    settings = vars(args) | {"torch": torch.__version__, "device": device}
+    print(json.dumps({"settings": settings, "cases": cases, "load": os.getloadavg()}, indent=1))
+
+
+def ragged(tokens: int, longest: int) -> list[int]:
+    """Rows of ``tokens`` in all: a prompt, and an answer of geometric length with mean longest / 4, cut at ``longest``."""
+    draw = np.random.default_rng(0)
+    rows: list[int] = []
+    while (left := tokens - sum(rows)) > 0:
+        rows.append(min(left, PROMPT + min(int(draw.geometric(4 / longest)), longest)))
+    return rows
+
+
+class Products:
+    """y = x W' of every weight matrix of a model, and the two products of its backward, for so many tokens at once."""
+
+    def __init__(self, args: argparse.Namespace, shape: str, dtype: str) -> None:
+        sizes = SHAPES[shape]
+        hidden, middle = sizes["hidden_size"], sizes["intermediate_size"]
+        keys = hidden // sizes["num_attention_heads"] * sizes["num_key_value_heads"]
+        layer = [(hidden, hidden)] * 2 + [(hidden, keys)] * 2 + [(hidden, middle)] * 2 + [(middle, hidden)]
+        self.counts = Counter(layer * sizes["num_hidden_layers"] + [(hidden, sizes["vocab_size"])])
+        self.tokens, self.device, self.options = args.tokens, args.device, {"device": args.device, "dtype": DTYPES[dtype]}
+        self.flops = sum(2.0 * self.tokens * n * m * count for (n, m), count in self.counts.items())
+        """Of the forward; the backward's are twice these."""
+
+    def seconds(self) -> tuple[float, float]:
+        """Of all forward products; and of all products."""
+        forward = backward = 0.0
+        for (n, m), count in self.counts.items():
+            x, dy = (torch.randn(self.tokens, width, **self.options) for width in (n, m))
+            weight = torch.randn(m, n, **self.options)
+            forward += count * self._time(x, weight.T)
+            backward += count * (self._time(dy, weight) + self._time(dy.T, x))
+        return forward, forward + backward
+
+    def _time(self, left: Tensor, right: Tensor) -> float:
+        out = torch.zeros(len(left), right.shape[1], **self.options)
+        repeats = 1 + int((1e12 if self.device == "cuda" else 4e9) / (2 * left.numel() * right.shape[1]))
+
+        def work() -> None:
+            for _ in range(repeats):
+                torch.mm(left, right, out=out)
+
+        return counted(timed(self.device, work), self.device) / repeats
+
+
+def counted(seconds: Seconds, device: str) -> float:
+    """Those that a rate is made of."""
+    wall, cpu = seconds
+    return wall if device == "cuda" else cpu
+
+
+def timed(device: str, work: Callable[[], Any]) -> Seconds:
+    synchronize(device)
+    start, used = time.perf_counter(), time.process_time()
+    work()
+    synchronize(device)
+    return time.perf_counter() - start, time.process_time() - used
+
+
+def measure(args: argparse.Namespace, shape: str, dtype: str) -> dict[str, Any]:
+    """Medians over the rounds; of ratios within each."""
+    lengths = ragged(args.tokens, args.longest)
+    rows = random_rows(shape, lengths * args.micro_batches)
+    plan = tuple(tuple(range(i * len(lengths), (i + 1) * len(lengths))) for i in range(args.micro_batches))
+    products, total = Products(args, shape, dtype), rows.total_tokens
+    with tempfile.TemporaryDirectory() as folder:
+        engine = LoneEngine(
+            shape=shape, device=args.device, model_dtype=args.model_dtype, dtype=dtype, recompute=args.recompute  # type: ignore[arg-type]
+        ).build(Path(folder))  # fmt: skip
+        seen = count_tokens(engine)
+        parts: dict[str, list[Seconds]] = {"forward": [], "f+b": [], "update": []}
+        times_accumulate(engine, args.device, parts["f+b"])
+        gemm = []
+        for _ in range(args.rounds + 1):
+            gemm.append(products.seconds())
+            parts["forward"].append(timed(args.device, lambda: engine.forward(rows, plan, {"log_probs"})))
+            parts["update"].append(timed(args.device, lambda: engine.train_step(rows, plan, Likelihood())))
+        waste = 1 - (2 * (args.rounds + 1)) * total / sum(seen)
+        if args.profile:
+            with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (args.device == "cuda")]) as found:
+                engine.forward(rows, plan, {"log_probs"})
+                engine.train_step(rows, plan, Likelihood())
+                synchronize(args.device)
+            order = f"self_{args.device}_time_total"
+            print(found.key_averages().table(sort_by=order, row_limit=30, max_name_column_width=60), file=sys.stderr)
+        flops = {name: engine.flops(rows.lengths.tolist(), backward=name != "forward") for name in parts}
+        dist.destroy_process_group()
+    peak = peak_flops(args.device) if args.device == "cuda" and dtype == "bfloat16" else None
+    rates = {"forward": [products.flops / of[0] for of in gemm[1:]]}
+    rates["f+b"] = rates["update"] = [3 * products.flops / of[1] for of in gemm[1:]]
+    found_parts = {}
+    for name, times in parts.items():
+        timed_rounds = times[1 : args.rounds + 1]  # not the first, and not the profile's
+        speeds = [flops[name] / counted(of, args.device) for of in timed_rounds]
+        ratios = [speed / rate for speed, rate in zip(speeds, rates[name], strict=True)]
+        seconds, cpu = (statistics.median(column) for column in zip(*timed_rounds, strict=True))
+        found_parts[name] = {
+            "seconds": seconds,
+            "cpu_seconds": cpu,
+            "tokens_per_second": total / (seconds if args.device == "cuda" else cpu),
+            "flops_per_second": statistics.median(speeds),
+            "gemm_flops_per_second": statistics.median(rates[name]),
+            "of_gemm": statistics.median(ratios),
+            "of_gemm_all": ratios,
+            "of_peak": None if peak is None else statistics.median(speeds) / peak,
+        }
+    return {
+        "parameters": sum(param.numel() for param in engine._params.values()),
+        "tokens": total,
+        "rows": len(rows),
+        "padding_waste": waste,
+        "padded_waste": 1 - total / (len(rows) * max(lengths)),
+        "gigabytes": torch.cuda.max_memory_allocated() / 1e9 if args.device == "cuda" else None,
+        "parts": found_parts,
+    }
+
+
+def count_tokens(engine: FSDPEngine) -> list[int]:
+    """Grows by what goes through the model's first module, its embedding."""
+    seen: list[int] = []
+    engine._model.hf.get_input_embeddings().register_forward_hook(lambda module, inputs, out: seen.append(inputs[0].numel()))
+    return seen
+
+
+def times_accumulate(engine: FSDPEngine, device: str, times: list[Seconds]) -> None:
+    """The first half of each update, timed by itself."""
+    accumulate = engine.accumulate
+
+    def run(*args: Any) -> Any:
+        found = []
+        times.append(timed(device, lambda: found.append(accumulate(*args))))
+        return found[0]
+
+    engine.accumulate = run  # type: ignore[method-assign]
+
+
+def table(name: str, case: dict[str, Any]) -> str:
+    lines = []
+    for part, found in case["parts"].items():
+        cells = (
+            name, part, f"{found['seconds'] * 1e3:.1f}", f"{found['cpu_seconds'] * 1e3:.1f}", f"{found['tokens_per_second']:.0f}",
+            f"{found['flops_per_second'] / 1e9:.1f}", f"{found['of_gemm']:.1%}",
+            "" if found["of_peak"] is None else f"{found['of_peak']:.1%}",
+            f"{case['padding_waste']:.1%}", f"{case['padded_waste']:.1%}",
+        )  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

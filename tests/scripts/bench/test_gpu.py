@@ -1,0 +1,52 @@
+"""scripts/bench/gpu.sh on the CPU: every part runs, and the table has its figures."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+def suite(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHON": sys.executable, "BENCH_OUT": str(folder), "OMP_NUM_THREADS": "1"}
+    command = ["scripts/bench/gpu.sh", "--cpu", *words]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.timeout(300)
+def test_every_part_runs_without_a_gpu(tmp_path: Path) -> None:
+    done = suite(tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    assert set(found) == {"train-tiny", "memory-tiny", "sync-tiny", "model-tiny", "step-tiny"}
+    assert found["train-tiny"]["cases"]["tiny bfloat16"]["padding_waste"] == 0
+    assert "aten::mm" in (tmp_path / "train-tiny.log").read_text(), "no profile"
+    assert found["memory-tiny"]["phases"]["update"]["peak"] > found["memory-tiny"]["phases"]["update"]["after"]
+    assert found["sync-tiny"]["seconds"]["sync"]["seconds"] > 0
+    assert found["step-tiny"]["tokens_per_s"] > 0
+    rows = [line.split("|")[1:3] for line in done.stdout.splitlines() if line.startswith("| ")]
+    table = {(part.strip(), what.strip()) for part, what in rows}
+    for row in (
+        ("train-tiny", "tiny bfloat16, update"),
+        ("memory-tiny", "update, bytes"),
+        ("sync-tiny", "sleep frees"),
+        ("step-tiny", "MFU"),
+    ):
+        assert row in table
+
+
+def test_a_part_that_fails_is_told_and_the_next_one_runs(tmp_path: Path) -> None:
+    done = suite(tmp_path, "engines-nonsense", "train-tiny")
+    assert done.returncode == 1
+    assert "engines-nonsense: failed with 2" in done.stderr and "invalid choice: 'nonsense'" in done.stderr
+    assert "failed: engines-nonsense" in done.stderr and "train-tiny: done" in done.stderr
+    assert [path.name for path in tmp_path.glob("*.json")] == ["train-tiny.json"]
+
+
+def test_a_part_that_there_is_not(tmp_path: Path) -> None:
+    done = suite(tmp_path, "sleep-7b")
+    assert done.returncode == 2 and "no part sleep-7b" in done.stderr
