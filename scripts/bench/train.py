@@ -143,7 +143,7 @@ def measure(args: argparse.Namespace, shape: str, dtype: str) -> dict[str, Any]:
     products, total = Products(args, shape, dtype), rows.total_tokens
     with tempfile.TemporaryDirectory() as folder:
         engine = LoneEngine(
-            shape=shape, device=args.device, model_dtype=args.model_dtype, dtype=dtype, recompute=args.recompute  # type: ignore[arg-type]
+            shape=shape, device=args.device, model_dtype=args.model_dtype, dtype=dtype, recompute=args.recompute
         ).build(Path(folder))  # fmt: skip
         seen = count_tokens(engine)
         parts: dict[str, list[Seconds]] = {"forward": [], "f+b": [], "update": []}
@@ -209,7 +209,7 @@ def times_accumulate(engine: FSDPEngine, device: str, times: list[Seconds]) -> N
         times.append(timed(device, lambda: found.append(accumulate(*args))))
         return found[0]
 
-    engine.accumulate = run  # type: ignore[method-assign]
+    engine.accumulate = run
 
 
 def table(name: str, case: dict[str, Any]) -> str:
