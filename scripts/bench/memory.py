@@ -36,7 +36,7 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--tokens", type=int, default=8192, help="of the packed micro-batch (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="on the CPU, a vocabulary of 151,936, 1,024 tokens")
-    parser.set_defaults(what="phases")
+    parser.set_defaults(what="phases", rounds=2)
     if "--quick" in sys.argv:
         parser.set_defaults(device="cpu", shape="vocabulary", tokens=1024, rounds=1, prompt_tokens=8, max_tokens=8)
     run(parser, {"phases": phases})
