@@ -8,7 +8,7 @@ beside what a device measures.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from workers.engine.logprob import chunk_size
@@ -183,10 +183,11 @@ def mlp_gradients(shape: Shape, setting: Setting) -> float:
 
 
 def head_chunk(shape: Shape, setting: Setting) -> float:
-    """The language head's logits of one chunk of positions (workers/engine/logprob.py): log-probs and probabilities in
-    float32, the next chunk's log-probs beside them, and logits in the compute dtype, twice.
+    """The head's logits of one chunk of positions (workers/engine/logprob.py), in the compute dtype and in float32, whose
+    gradient takes their place; of a frozen head the forward's are more, with the exponentials that it sums.
     """
-    return (3 * FLOAT32 + 2 * setting.compute) * chunk_size(shape.vocabulary) * shape.vocabulary
+    numbers = FLOAT32 + setting.compute + (0 if setting.trained else FLOAT32)
+    return numbers * chunk_size(shape.vocabulary) * shape.vocabulary
 
 
 def head_backward(shape: Shape, setting: Setting) -> float:
@@ -301,8 +302,7 @@ def scoring(shape: Shape, setting: Setting, row: float) -> Parts:
     """Bytes by part while log-probs are computed without gradient: within a layer's MLP, or within the head."""
     tokens = row / setting.sp
     here = {**resident(shape, setting), "gathered": gathered(shape, setting, 2)}
-    chunk = (2 * FLOAT32 + setting.compute) * chunk_size(shape.vocabulary) * shape.vocabulary
-    head = chunk + tokens * 3 * setting.compute * shape.hidden
+    head = head_chunk(shape, replace(setting, trained=False)) + tokens * 3 * setting.compute * shape.hidden
     mlp = tokens * (layer_forward(shape, setting) + rotary(shape, setting))
     most = {"MLP": mlp, "head, columns": 0.0} if mlp > head else {"MLP": 0.0, "head, columns": head}
     return {**here, **most, "head, columns": most["head, columns"] + row * columns(shape, setting)}

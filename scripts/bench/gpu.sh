@@ -78,7 +78,7 @@ for part in "${parts[@]}"; do
     sync-*) worker "$part" rollout_gpu memory ;;
     step-*) step "$shape" ;;
     engines-*) bench "$part" 300 engines fsdp one --shape "$shape" --device "$device" ;; # needs megatron-core
-    compare) bench compare 600 compare --rival verl ;;
+    compare) bench compare 600 compare --rival verl --json "$out/compare.json" ;;
     *) echo "no part $part: train, memory, sync, step, engines, each with -SHAPE (train-SHAPE-recompute, -float32), and compare" >&2 && exit 2 ;;
   esac
 done

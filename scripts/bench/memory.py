@@ -14,7 +14,7 @@ import argparse
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--tokens", type=int, default=8192, help="of the packed micro-batch (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="on the CPU, a vocabulary of 151,936, 1,024 tokens")
-    parser.set_defaults(what="phases")
+    parser.set_defaults(what="phases", rounds=2)
     if "--quick" in sys.argv:
         parser.set_defaults(device="cpu", shape="vocabulary", tokens=1024, rounds=1, prompt_tokens=8, max_tokens=8)
     run(parser, {"phases": phases})
@@ -73,24 +73,24 @@ def phases(args: argparse.Namespace) -> dict[str, Any]:
         args.dtype = "float32"
         chosen.append("actor_rollout_ref.rollout.name=embedded")
     args.overrides = [*chosen, *args.overrides]
-    bench = Bench(args, trained=True)
     requests = make_requests(args, 16, ragged=True, temperature=1.0, max_tokens=args.max_tokens)
     rows = random_rows(args.shape, ragged(args.tokens, args.tokens // 8))
     plan = (tuple(range(len(rows))),)
-    steps: dict[str, Callable[[], Any]] = {
-        "sync": lambda: bench.host.run("rollout", "sync_weights", 0),
-        "generate": lambda: bench.generate(requests),
-        "log-probs": lambda: bench.host.run("actor", "forward", rows, plan, ["log_probs"], True),
-        "update": lambda: bench.host.run("actor", "train_step", rows, plan),
-        "rest": lambda: bench.host.residency.enter("rest"),
-    }
-    alive = Alive([*bench.weights().values(), *bench.actor.engine._optimizer.moments().values()]) if cpu else None
     found = {}
-    for _ in range(args.rounds):
-        for name, step in steps.items():
-            with measured(alive) as memory:
-                step()
-            found[name] = memory
+    with closing(Bench(args, trained=True)) as bench:
+        steps: dict[str, Callable[[], Any]] = {
+            "sync": lambda: bench.host.run("rollout", "sync_weights", 0),
+            "generate": lambda: bench.generate(requests),
+            "log-probs": lambda: bench.host.run("actor", "forward", rows, plan, ["log_probs"], True),
+            "update": lambda: bench.host.run("actor", "train_step", rows, plan),
+            "rest": lambda: bench.host.residency.enter("rest"),
+        }
+        alive = Alive([*bench.weights().values(), *bench.actor.engine._optimizer.moments().values()]) if cpu else None
+        for _ in range(args.rounds):
+            for name, step in steps.items():
+                with measured(alive) as memory:
+                    step()
+                found[name] = memory
     shape = Shape.of(SHAPES[args.shape])
     setting = Setting(kept=DTYPES[args.trainer_dtype or args.dtype].itemsize, compute=DTYPES[args.dtype].itemsize)
     must = needed(shape, setting, args.tokens)

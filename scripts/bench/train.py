@@ -35,6 +35,7 @@ from scripts.bench.lone_engine import LoneEngine
 from scripts.bench.shapes import SHAPES, Likelihood, random_rows
 from scripts.bench.worker import synchronize
 from trainer.metrics import peak_flops
+from workers.engine import logprob
 from workers.engine.fsdp.engine import FSDPEngine
 from workers.engine.hf_model import DTYPES
 
@@ -54,12 +55,15 @@ def main() -> None:
     parser.add_argument("--micro_batches", type=int, default=1, help="of an update (default: %(default)s)")
     parser.add_argument("--longest", type=int, default=256, help="answer; the mean is a quarter of it (default: %(default)s)")
     parser.add_argument("--recompute", action="store_true", help="layers in the backward")
+    parser.add_argument("--chunk", type=int, default=None, help="of positions, in the language head (default: the engine's)")
     parser.add_argument("--rounds", type=int, default=5, help="after one that warms up (default: %(default)s)")
     parser.add_argument("--profile", action="store_true", help="one more forward and update, operation by operation")
     parser.add_argument("--quick", action="store_true", help="3.39M parameters, float32, 512 tokens, two rounds")
     args = parser.parse_args()
     if args.quick:
         args.shapes, args.dtypes, args.tokens, args.rounds = ["3m"], ["float32"], 512, 2
+    if args.chunk is not None:
+        logprob.chunk_size = lambda vocabulary: args.chunk
     if args.device == "cpu":
         torch.set_num_threads(1)
     print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS), file=sys.stderr)
@@ -139,7 +143,7 @@ def measure(args: argparse.Namespace, shape: str, dtype: str) -> dict[str, Any]:
     products, total = Products(args, shape, dtype), rows.total_tokens
     with tempfile.TemporaryDirectory() as folder:
         engine = LoneEngine(
-            shape=shape, device=args.device, model_dtype=args.model_dtype, dtype=dtype, recompute=args.recompute  # type: ignore[arg-type]
+            shape=shape, device=args.device, model_dtype=args.model_dtype, dtype=dtype, recompute=args.recompute
         ).build(Path(folder))  # fmt: skip
         seen = count_tokens(engine)
         parts: dict[str, list[Seconds]] = {"forward": [], "f+b": [], "update": []}
@@ -205,7 +209,7 @@ def times_accumulate(engine: FSDPEngine, device: str, times: list[Seconds]) -> N
         times.append(timed(device, lambda: found.append(accumulate(*args))))
         return found[0]
 
-    engine.accumulate = run  # type: ignore[method-assign]
+    engine.accumulate = run
 
 
 def table(name: str, case: dict[str, Any]) -> str:

@@ -119,6 +119,9 @@ class Bench:
         assert isinstance(actor, ModelRole) and isinstance(rollout, RolloutRole)
         self.actor, self.rollout, self.engine = actor, rollout, rollout.rollout
 
+    def close(self) -> None:
+        self.host.close()
+
     def weights(self) -> dict[str, Tensor]:
         live = self.actor.engine.live_weights()
         assert live is not None, "one rank: nothing is sharded"

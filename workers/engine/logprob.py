@@ -131,6 +131,31 @@ def _accurate(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def _d_logits(ctx: Any, part: slice, d_log_probs: Tensor, d_entropy: Tensor) -> Tensor:
+    """(C, V), made in the place of the logits: one buffer without entropy, two with."""
+    hidden, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
+    log_p = _logits(hidden[part], weight, bias, ctx.temperature).sub_(normaliser[part, None])
+    if ctx.want_entropy:
+        p = log_p.exp()
+        p.mul_(log_p.add_(entropy[part, None]).mul_(d_entropy[:, None]).add_(d_log_probs[:, None]))
+    else:
+        p = log_p.exp_().mul_(d_log_probs[:, None])
+    rows = targets[part]
+    if ctx.shard is not None:
+        rows, mine = ctx.shard.local(rows)
+        d_log_probs = d_log_probs.where(mine, 0.0)
+    d_logits = p.neg_().scatter_add_(1, rows[:, None], d_log_probs[:, None])
+    return d_logits if ctx.temperature == 1.0 else d_logits.div_(ctx.temperature)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, in one pass over ``total`` where the products are made in its dtype."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
+
+
 class _HeadLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -164,7 +189,7 @@ class _HeadLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_log_probs: Tensor, d_entropy: Tensor) -> tuple[Tensor | None, ...]:
         """With p the distribution and H its entropy: d log p[y] / d logits = 1[y] - p, d H / d logits = -p (log p + H)."""
-        hidden, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
+        hidden, weight, bias, *_ = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden)
         accurate = _accurate(hidden.dtype)
         # Sums over chunks are kept in float32 whatever the head's dtype.
@@ -172,24 +197,14 @@ class _HeadLogProbs(torch.autograd.Function):
         d_bias = torch.zeros_like(bias, dtype=accurate) if ctx.needs_input_grad[2] else None
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            log_p = _logits(hidden[part], weight, bias, ctx.temperature).sub_(normaliser[part, None])
-            p = log_p.exp()
-            scale = d_log_probs[part, None]
-            if ctx.want_entropy:
-                scale = log_p.add_(entropy[part, None]).mul_(d_entropy[part, None]).add_(scale)
-            rows, gradient = targets[part], d_log_probs[part]
-            if ctx.shard is not None:
-                rows, mine = ctx.shard.local(rows)
-                gradient = gradient.where(mine, 0.0)
-            d_logits = p.mul_(scale).neg_().scatter_add_(1, rows[:, None], gradient[:, None])
-            if ctx.temperature != 1.0:
-                d_logits = d_logits.div_(ctx.temperature)
+            d_logits = _d_logits(ctx, part, d_log_probs[part], d_entropy[part])
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
             d_logits = d_logits.to(hidden.dtype)
             d_hidden[part] = d_logits @ weight
             if d_weight is not None:
-                d_weight += d_logits.T @ hidden[part]
+                _add_product(d_weight, d_logits.T, hidden[part])
+            del d_logits  # not beside the next chunk's
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
         d_bias = None if d_bias is None else d_bias.to(bias.dtype)
         return d_hidden, d_weight, d_bias, None, None, None, None, None

@@ -47,6 +47,16 @@ def test_a_part_that_fails_is_told_and_the_next_one_runs(tmp_path: Path) -> None
     assert [path.name for path in tmp_path.glob("*.json")] == ["train-tiny.json"]
 
 
+def test_a_report_among_what_else_is_printed_or_in_a_file_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "model-tiny.out").write_text('loading {\n{\n "model": "DIR"\n}\nbye\n')
+    (tmp_path / "compare.out").write_text("a table\n")
+    (tmp_path / "compare.json").write_text('{"ratio": 0.5}')
+    command = [sys.executable, "-m", "scripts.bench.gpu_table", str(tmp_path)]
+    said = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert said.splitlines()[2:] == ['| compare | report | {"ratio": 0.5} |', "| model-tiny | is in | DIR |"]
+    assert json.loads((tmp_path / "model-tiny.json").read_text()) == {"model": "DIR"}
+
+
 def test_a_part_that_there_is_not(tmp_path: Path) -> None:
     done = suite(tmp_path, "sleep-7b")
     assert done.returncode == 2 and "no part sleep-7b" in done.stderr

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from scripts.bench.memory import Alive
 from workers.engine.logprob import (
     VocabShard,
     chunk_size,
@@ -152,3 +153,12 @@ def test_never_holds_all_logits(want_entropy: bool) -> None:
 
 def test_large_vocabularies_get_smaller_chunks() -> None:
     assert (chunk_size(460), chunk_size(152_000)) == (512, 256)
+
+
+def test_the_gradient_of_the_weight_is_summed_where_it_lies() -> None:
+    """In the weight's own dtype there is one of its size, and beside it chunks, which are small here."""
+    hidden, weight, _, targets = inputs(64, 100, 500, torch.float32)
+    log_probs, _ = head_log_probs(hidden, weight, None, targets, temperature=1.0, want_entropy=False, chunk=2)
+    with Alive([hidden, weight]) as alive:
+        log_probs.sum().backward()
+    assert alive.most < hidden.nbytes + weight.nbytes + hidden.nbytes + 1.2 * weight.nbytes
