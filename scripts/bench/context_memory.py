@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from workers.engine.logprob import chunk_size
+from workers.engine.logprob import backward_chunk_size, chunk_size
 
 FLOAT32 = 4
 Parts = dict[str, float]
@@ -186,8 +186,9 @@ def head_chunk(shape: Shape, setting: Setting) -> float:
     """The head's logits of one chunk of positions (workers/engine/logprob.py), in the compute dtype and in float32, whose
     gradient takes their place; of a frozen head the forward's are more, with the exponentials that it sums.
     """
-    numbers = FLOAT32 + setting.compute + (0 if setting.trained else FLOAT32)
-    return numbers * chunk_size(shape.vocabulary) * shape.vocabulary
+    if setting.trained:
+        return (FLOAT32 + setting.compute) * backward_chunk_size(shape.vocabulary, shape.hidden) * shape.vocabulary
+    return (2 * FLOAT32 + setting.compute) * chunk_size(shape.vocabulary) * shape.vocabulary
 
 
 def head_backward(shape: Shape, setting: Setting) -> float:

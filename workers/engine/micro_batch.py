@@ -21,7 +21,8 @@ ROWS = {"lm": (), "value": ("last_value",), "reward": ("scores",)}
 
 def longest_first(batch: Batch, chosen: Sequence[int]) -> list[int]:
     """The rows of a micro-batch in the order in which they are packed."""
-    return sorted(chosen, key=lambda row: (-int(batch.lengths[row]), row))
+    lengths = batch.lengths.tolist()
+    return sorted(chosen, key=lambda row: (-lengths[row], row))
 
 
 def micro_batch(batch: Batch, chosen: Sequence[int], device: torch.device) -> Batch:
