@@ -51,8 +51,9 @@ def chunk_size(vocabulary: int) -> int:
 
 
 def backward_chunk_size(vocabulary: int, hidden: int) -> int:
-    """Each chunk of the backward reads and writes the head's whole gradient, (V, H) in float32. Where V is large: as many positions
-    at once as make logits half as large as that or more, but 2048 at most. At 7B that is 7 % of a step on an H200, for 0.6 GB.
+    """Each chunk of the backward reads and writes all of the head's gradient, (V, H) in float32. Where V is large: as many
+    positions at once as make logits half as large as that or more, but 2048 at most. At 7B that is 7 % of a step on an H200, for
+    0.6 GB.
     """
     most = chunk_size(vocabulary)
     return most if vocabulary <= 32768 else max(most, min(2048, 1 << (hidden.bit_length() - 1)))
