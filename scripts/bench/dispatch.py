@@ -10,8 +10,9 @@ time within those workers; packing and unpacking of what goes to and fro count i
 tokens, 8 answers to each of 1 to 127 tokens. Medians over steps, the first of which is left out.
 
 store: a batch to as many workers on Ray, each its share by the plan. Bytes that Ray's store took, and that workers read out of
-it, over those of the batch; seconds of it all, beside memcpy of the same bytes in one thread. Round trips: of 100 MB to one
-worker and back, beside Ray's own of the same bytes as numpy arrays and as torch tensors.
+it, over those of the batch; seconds of it all, of them those in which the controller gathers each worker's rows, and beside them
+memcpy of the same bytes in one thread. Round trips: of 100 MB to one worker and back, beside Ray's own of the same bytes as numpy
+arrays and as torch tensors.
 """
 
 import argparse
@@ -133,10 +134,11 @@ def store(megabytes: int, workers: int, rounds: int, folder: Path) -> dict[str, 
         group.call("same", None).result()
         plain = ray.remote(lambda value: value).options(num_cpus=0)
         state = get_state_from_address(ray.get_runtime_context().gcs_address)
-        taken, read, times = [], [], []
+        taken, read, gather, times = [], [], [], []
 
         def dispatch() -> None:
-            shares = Sharded(make_plan(lengths, workers, Limits(max_tokens=16384)).split(batch))
+            shares = Sharded()
+            gather.append(seconds(lambda: shares.extend(make_plan(lengths, workers, Limits(max_tokens=16384)).split(batch))))
             read.append(sum(group.call("read", shares, mesh="all").result()))
 
         for _ in range(rounds + 1):
@@ -154,10 +156,16 @@ def store(megabytes: int, workers: int, rounds: int, folder: Path) -> dict[str, 
         round_trips = {name: statistics.median(seconds(trip) for _ in range(max(rounds, 3))) for name, trip in trips.items()}
     whole, memcpy = (statistics.median(column) for column in zip(*times[1:], strict=True))
     return {
-        "workers": workers, "bytes": nbytes, "stored_over_bytes": taken[-1] / nbytes, "read_over_bytes": read[-1] / nbytes,
-        "seconds": whole, "memcpy_s": memcpy, "over_memcpy": statistics.median(one / other for one, other in times[1:]),
+        "workers": workers,
+        "bytes": nbytes,
+        "stored_over_bytes": taken[-1] / nbytes,
+        "read_over_bytes": read[-1] / nbytes,
+        "seconds": whole,
+        "gather_s": statistics.median(gather[1:]),
+        "memcpy_s": memcpy,
+        "over_memcpy": statistics.median(one / other for one, other in times[1:]),
         "round_trip_ms": {name: 1e3 * value for name, value in round_trips.items()},
-    }  # fmt: skip
+    }
 
 
 def seconds(work: Callable[[], object]) -> float:
