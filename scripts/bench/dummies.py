@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class Dummy:
             CLOCK.mark()
         started, used = time.perf_counter(), time.process_time()
         try:
-            return getattr(self, method)(role, *args)
+            return methodcaller(method, role, *args)(self)
         finally:
             CLOCK.spent[PHASES[f"{role} {method}"]] += time.perf_counter() - started
             CLOCK.cpu += time.process_time() - used
