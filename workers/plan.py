@@ -27,7 +27,8 @@ class Plan:
 
     def split(self, batch: Batch) -> list[Batch]:
         """The batch's share for each data-parallel rank; the batch itself, if that is all of it in order."""
-        return [batch if share == tuple(range(len(batch))) else batch.select(share) for share in self.shares]
+        whole = tuple(range(len(batch)))
+        return [batch if share == whole else batch.select(share) for share in self.shares]
 
     def of_rows(self, n: int) -> Plan:
         """This is a plan of units, each of n rows that follow one another: the same of the rows."""
