@@ -30,7 +30,8 @@ class Plan:
 
     def split(self, batch: Batch) -> list[Batch]:
         """The batch's share for each data-parallel rank; the batch itself, if that is all of it in order."""
-        return [batch if share == tuple(range(len(batch))) else batch.select(share) for share in self.shares]
+        whole = tuple(range(len(batch)))
+        return [batch if share == whole else batch.select(share) for share in self.shares]
 
     def rows_by_rank(self) -> list[list[list[int]]]:
         """Of the global batch, in each micro-batch of each rank."""

@@ -7,11 +7,12 @@
 steps: whole runs of trainer.main_ppo in this process, with real data, tokenizer, rewards, plan, loss weights, metrics and logs,
 on workers that answer at once with columns of the right shapes (dummies.py). What a step takes is then the controller's, less the
 time within those workers; packing and unpacking of what goes to and fro count in full, also the workers' side. Prompts of 17
-tokens, 8 answers to each of 1 to 127 tokens. Medians over steps, the first of which is left out.
+tokens, 8 answers to each of 1 to --longest tokens. Medians over steps, the first of which is left out.
 
 store: a batch to as many workers on Ray, each its share by the plan. Bytes that Ray's store took, and that workers read out of
-it, over those of the batch; seconds of it all, beside memcpy of the same bytes in one thread. Round trips: of 100 MB to one
-worker and back, beside Ray's own of the same bytes as numpy arrays and as torch tensors.
+it, over those of the batch; seconds of it all, of them those in which the controller gathers each worker's rows, and beside them
+memcpy of the same bytes in one thread. Round trips: of 100 MB to one worker and back, beside Ray's own of the same bytes as numpy
+arrays and as torch tensors.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from ray._private.internal_api import get_memory_info_reply, get_state_from_addr
 
 from data_preprocess import tiny_model
 from data_preprocess.writer import rl_row, write
-from scripts.bench.dummies import CLOCK, LONGEST, Dummies
+from scripts.bench.dummies import CLOCK, Dummies
 from trainer import main_ppo
 from workers.batch import Batch
 from workers.controller.dispatch import Mesh, Sharded
@@ -61,12 +62,13 @@ def steps(sequences: int, workers: int, count: int, folder: Path) -> dict[str, A
         code = main_ppo.PROGRAM(
             [
                 "algorithm=grpo", f"data.train_files={data}", f"data.val_files={data}", f"trainer.total_epochs={count + 2}",
-                f"data.train_batch_size={prompts}", f"data.max_prompt_length={PROMPT}", f"data.max_response_length={LONGEST}",
+                f"data.train_batch_size={prompts}", f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}",
+                f"data.max_prompt_length={PROMPT}", f"data.max_response_length={CLOCK.longest}",
                 f"actor_rollout_ref.model.path={folder}/model", f"actor_rollout_ref.rollout.n={N}",
-                f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}",
+                f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={max(4096, PROMPT + CLOCK.longest)}",
                 f"reward.custom_reward_function.path={folder}/reward.py",
                 "trainer.device=cpu", f"trainer.n_gpus_per_node={workers}", "trainer.logger=[]", "trainer.val_before_train=false",
-                "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096", f"trainer.default_local_dir={run_dir}",
+                f"trainer.default_local_dir={run_dir}",
             ]
         )  # fmt: skip
     assert code == 0
@@ -133,10 +135,11 @@ def store(megabytes: int, workers: int, rounds: int, folder: Path) -> dict[str, 
         group.call("same", None).result()
         plain = ray.remote(lambda value: value).options(num_cpus=0)
         state = get_state_from_address(ray.get_runtime_context().gcs_address)
-        taken, read, times = [], [], []
+        taken, read, gather, times = [], [], [], []
 
         def dispatch() -> None:
-            shares = Sharded(make_plan(lengths, workers, Limits(max_tokens=16384)).split(batch))
+            shares = Sharded()
+            gather.append(seconds(lambda: shares.extend(make_plan(lengths, workers, Limits(max_tokens=16384)).split(batch))))
             read.append(sum(group.call("read", shares, mesh="all").result()))
 
         for _ in range(rounds + 1):
@@ -154,10 +157,16 @@ def store(megabytes: int, workers: int, rounds: int, folder: Path) -> dict[str, 
         round_trips = {name: statistics.median(seconds(trip) for _ in range(max(rounds, 3))) for name, trip in trips.items()}
     whole, memcpy = (statistics.median(column) for column in zip(*times[1:], strict=True))
     return {
-        "workers": workers, "bytes": nbytes, "stored_over_bytes": taken[-1] / nbytes, "read_over_bytes": read[-1] / nbytes,
-        "seconds": whole, "memcpy_s": memcpy, "over_memcpy": statistics.median(one / other for one, other in times[1:]),
+        "workers": workers,
+        "bytes": nbytes,
+        "stored_over_bytes": taken[-1] / nbytes,
+        "read_over_bytes": read[-1] / nbytes,
+        "seconds": whole,
+        "gather_s": statistics.median(gather[1:]),
+        "memcpy_s": memcpy,
+        "over_memcpy": statistics.median(one / other for one, other in times[1:]),
         "round_trip_ms": {name: 1e3 * value for name, value in round_trips.items()},
-    }  # fmt: skip
+    }
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -178,6 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, nargs="+", default=[256, 1024, 4096, 16384], help="(default: %(default)s)")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 8, 64], help="(default: %(default)s)")
+    parser.add_argument("--longest", type=int, default=CLOCK.longest, help="tokens of an answer (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--megabytes", type=int, default=1000, help="of the batch to --readers workers; 0: none")
     parser.add_argument("--readers", type=int, default=8, help="(default: %(default)s)")
@@ -186,6 +196,7 @@ def main() -> None:
     if args.quick:
         args.sequences, args.workers, args.megabytes, args.readers = [128, 1024], [2], 8, 2
     torch.set_num_threads(1)
+    CLOCK.longest = args.longest
     said: dict[str, Any] = {"settings": vars(args), "steps": []}
     with tempfile.TemporaryDirectory() as temporary, redirect_stdout(sys.stderr):
         folder = Path(temporary)

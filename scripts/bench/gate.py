@@ -1,4 +1,4 @@
-"""Is a revision slower than another? Exit code 1 and a line for each figure that is, beyond noise.
+"""Is a revision slower than another? Exit code 1 and a line for each figure that is, beyond noise; 2 if a bench fails.
 
     python scripts/bench/gate.py main HEAD                                # whole GRPO steps, five rounds
     python scripts/bench/gate.py v0.1 HEAD --bench step rollout --rounds 8 --tolerance 0.05
@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import comb
 from pathlib import Path
+from typing import Any
 
 from scripts.bench.suite import PARTS, ROOT, Part, ask
 
@@ -44,7 +45,10 @@ def main() -> None:
     if args.rounds < FEWEST:
         parser.error(f"--rounds {args.rounds}: fewer than {FEWEST} cannot tell noise from a difference")
     parts = {name: PARTS[name] for name in args.bench}
-    problems = gate(ROOT, args.base, args.head, parts, rounds=args.rounds, tolerance=args.tolerance)
+    try:
+        problems = gate(ROOT, args.base, args.head, parts, rounds=args.rounds, tolerance=args.tolerance)
+    except RuntimeError as error:
+        parser.error(str(error))
     for problem in problems:
         print(f"slower: {problem}", file=sys.stderr)
     sys.exit(bool(problems))
@@ -74,12 +78,20 @@ def ratios(part: Part, old: Path, new: Path, rounds: int) -> dict[str, list[floa
     found: dict[str, list[float]] = {title: [] for title in part.figures}
     for number in range(rounds):
         order = (old, new) if number % 2 == 0 else (new, old)
-        said = {tree: ask(part, part.words, tree) for tree in order}
+        said = {tree: ask_at(tree, part) for tree in order}
         for title, figure in part.figures.items():
             costs = {tree: figure.cost(float(figure.of(said[tree]))) for tree in order}
             found[title].append(costs[new] / costs[old])
             print(f"{part.bench}, {title}, round {number + 1}: {found[title][-1]:.3f}", file=sys.stderr, flush=True)
     return found
+
+
+def ask_at(tree: Path, part: Part) -> Any:
+    """See suite.ask; its error says at which of the two."""
+    try:
+        return ask(part, part.words, tree)
+    except RuntimeError as error:
+        raise RuntimeError(f"{part.bench} at {tree.name.upper()}: {error}") from None
 
 
 def is_slower(ratios: Sequence[float], tolerance: float) -> bool:

@@ -46,12 +46,12 @@ def run(*args: Any) -> None:
             hosts["actor"].call("memory").result()  # they started meanwhile; the next call would wait for them
             ended("workers")
 
-    parts = [
-        (assemble, "open_backend", "backend"), (Assembly, "actor", "model"), (Assembly, "rollout", "engine"),
-        (Loop, "sync_weights", "first sync"), (Loop, "begin", "validation"), (Loop, "after", "first step"),
-    ]  # fmt: skip
-    for owner, name, part in parts:
-        mock.patch.object(owner, name, then(getattr(owner, name), part)).start()
+    parts = {
+        "backend": (assemble, assemble.open_backend), "model": (Assembly, Assembly.actor), "engine": (Assembly, Assembly.rollout),
+        "first sync": (Loop, Loop.sync_weights), "validation": (Loop, Loop.begin), "first step": (Loop, Loop.after),
+    }  # fmt: skip
+    for part, (owner, function) in parts.items():
+        mock.patch.object(owner, function.__name__, then(function, part)).start()
     mock.patch.object(assemble, "Assembly", Assembly).start()
     main_ppo.run(*args)
 

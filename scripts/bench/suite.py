@@ -76,7 +76,7 @@ PARTS = {
     "dispatch": Part("dispatch", ("--workers", "1", "64", "--megabytes", "500"), ("--quick",), 150, {
         "controller, us a token": Figure(lambda said: controller(said, said["settings"]["workers"][0], 4096)["us_per_token"]),
         "cost a token, most over fewest sequences": Figure(lambda said: flatness(said, said["settings"]["workers"][0]), 1.5),
-        "most workers, 4,096 sequences: % of 10 s": Figure(lambda said: controller(said, -1, 4096)["percent_of_10_s"], 2.0),
+        "most workers, 1,024 sequences: % of 10 s": Figure(lambda said: controller(said, -1, 1024)["percent_of_10_s"], 2.0),
         "bytes into and out of the store, over the batch's": Figure(
             lambda said: said["store"]["stored_over_bytes"] + said["store"]["read_over_bytes"], 2.01
         ),

@@ -56,6 +56,11 @@ def test_it_blames_what_is_slower_alone(
     assert len(left.splitlines()) == 1
 
 
+def test_a_bench_that_fails_is_named_with_its_revision(repository: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"^gone at BASE: exit code 1: .*No module named scripts.bench.gone"):
+        gate(repository, "same", "equal", {"gone": Part("gone", (), (), 30, {})}, rounds=5, tolerance=0.02)
+
+
 def test_the_rule() -> None:
     assert is_slower([1.05, 1.04, 1.03, 1.06, 1.2], 0.02)
     assert not is_slower([1.05, 1.04, 0.99, 1.06, 1.2], 0.02), "4 of 5 heads are nothing special"
