@@ -132,7 +132,7 @@ plain_data_metrics = metric_utils.compute_data_metrics
 
 @wraps(plain_data_metrics)
 def data_metrics(batch: Any, **options: Any) -> dict[str, Any]:
-    """Beside verl's metrics: tokens of the step's batch (without what pads its rows), and when it ended, by the clock and in CPU."""
+    """Beside verl's metrics: tokens of the step's batch (without what pads its rows), and its end by the clock and in CPU."""
     found = {f"bench/{part}_tokens": int(batch.batch[f"{part}_length"].sum()) for part in ("prompt", "response")}
     found |= {"bench/ended": time.time(), "bench/cpu": cpu_seconds()}
     return plain_data_metrics(batch=batch, **options) | found

@@ -1,4 +1,4 @@
-"""verl looks every 2 s whether a step's answers are all there, which costs half of that in each step; this one looks more often."""
+"""verl looks every 2 s whether a step's answers are all there, which costs half of that in a step; this looks more often."""
 
 from typing import Any
 
