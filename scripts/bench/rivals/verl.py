@@ -67,6 +67,7 @@ def environment(task: dict[str, Any], folder: Path) -> dict[str, str]:
         "RIVAL_NOTES": str(folder / "notes.jsonl"),
         "RIVAL_LENGTHS": task["lengths"] or "",
         "OMP_NUM_THREADS": str(task["threads"]),
+        "TQ_NUM_THREADS": str(task["threads"]),  # TransferQueue sets 8 while it stacks tensors
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
         "RAY_USAGE_STATS_ENABLED": "0",

@@ -41,6 +41,7 @@ class PlatformCPU(PlatformCUDA):
         **{name: lambda *_, **__: 0 for name in ("memory_allocated", "memory_reserved", "max_memory_allocated")},
         **{name: lambda *_, **__: 0 for name in ("max_memory_reserved", "empty_cache", "ipc_collect")},
         mem_get_info=lambda *_: (0, 0),
+        get_device_name=lambda *_: "CPU",
         get_rng_state=torch.get_rng_state,
         set_rng_state=torch.set_rng_state,
     )
