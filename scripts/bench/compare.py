@@ -61,7 +61,7 @@ def installed(rival: str, env: Path | None) -> Path:
     """The Python of the rival's environment, which is made if it is not there."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
     folder = env or cache / "tandem" / "rivals" / rival
-    subprocess.run([RIVALS / "install.sh", rival, folder], check=True, stdout=sys.stderr)
+    subprocess.run([RIVALS / "install.sh", rival, folder], check=True, stdout=2)
     return folder / "bin/python"
 
 
@@ -86,7 +86,7 @@ def run_rival(rival: str, python: Path, folder: Path, threads: int) -> Report:
     out = folder / "out.json"
     command = [python, "-P", RIVALS / f"{rival}.py", "--task", folder / "task.json", "--out", out]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-    subprocess.run(command, check=True, stdout=sys.stderr, env=environment)
+    subprocess.run(command, check=True, stdout=2, env=environment)
     return json.loads(out.read_text())
 
 

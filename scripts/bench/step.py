@@ -153,7 +153,7 @@ def run_tandem(work: Workload, task: dict[str, Any], run_dir: Path, overrides: S
     environment = {"OMP_NUM_THREADS": str(work.threads), "BENCH_TASK": str(folder)}
     command = [sys.executable, "-m", "scripts.bench.launch", *arguments(work, task, run_dir), *overrides]
     began = time.perf_counter()
-    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, stdout=sys.stderr)
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, stdout=2)  # stdout is for the report alone
     try:
         ends, used = follow(process, run_dir / "metrics.jsonl")
     finally:

@@ -20,8 +20,9 @@ curl --silent --fail --max-time 4 --head "${torch_index[1]}/torch/" >/dev/null |
 install=("$folder/bin/python" -m pip install --disable-pip-version-check --no-input --progress-bar off --quiet)
 case "$rival" in
   trl) "${install[@]}" "${torch_index[@]}" trl==1.16.0 torch==2.13.0 transformers==5.19.0 ;;
+  verl) "${install[@]}" "${torch_index[@]}" --no-deps --requirement "$here/verl_requirements.txt" ;;
   *)
-    echo "no such rival: $rival; there is trl" >&2
+    echo "no such rival: $rival; there are trl and verl" >&2
     exit 2
     ;;
 esac
