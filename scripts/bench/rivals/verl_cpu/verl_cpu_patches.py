@@ -37,7 +37,7 @@ class PlatformCPU(PlatformCUDA):
     vendor_name = "cpu"
     # torch.cpu has no memory statistics, no caches and no IPC, which verl asks for without asking whether they exist.
     device_module = SimpleNamespace(
-        **{name: getattr(torch.cpu, name) for name in ("synchronize", "set_device", "is_available", "device_count")},
+        **vars(torch.cpu),
         **{name: lambda *_, **__: 0 for name in ("memory_allocated", "memory_reserved", "max_memory_allocated")},
         **{name: lambda *_, **__: 0 for name in ("max_memory_reserved", "empty_cache", "ipc_collect")},
         mem_get_info=lambda *_: (0, 0),
