@@ -62,9 +62,12 @@ def test_the_task_becomes_overrides() -> None:
     assert options["actor_rollout_ref.actor.ppo_mini_batch_size"] == options["data.train_batch_size"] == "4"  # one update
     assert options["actor_rollout_ref.actor.use_kl_loss"] == "True"
     assert options["actor_rollout_ref.rollout.agent.default_agent_loop"] == "single_turn_agent"
+    assert options["actor_rollout_ref.model.use_remove_padding"] == "False"
     ragged = dict(line.split("=", 1) for line in verl.settings({**TASK, "lengths": "/l.json", "kl_coef": 0.0}, Path("/f")))
     assert ragged["actor_rollout_ref.rollout.agent.default_agent_loop"] == "forced"
     assert ragged["actor_rollout_ref.actor.use_kl_loss"] == "False"
+    assert ragged["actor_rollout_ref.model.use_remove_padding"] == "True"
+    assert ragged["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"] == "77"  # the longest row fits
 
 
 def test_a_task_without_warm_up_is_refused(
