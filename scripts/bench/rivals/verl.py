@@ -85,7 +85,7 @@ def settings(task: dict[str, Any], folder: Path) -> list[str]:
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     longest = task["prompt_length"] + task["response_length"]
     packed = task["lengths"] is not None
-    budget = longest if packed else max(4096, longest)
+    budget = longest if packed else max(2048, longest)
     fp32 = "{param_dtype: fp32, reduce_dtype: fp32, buffer_dtype: fp32}"
     return [
         "algorithm.adv_estimator=grpo", f"data.train_files={task['train']}", f"data.val_files={task['train']}",
