@@ -9,6 +9,7 @@ are those of all processes but Ray's daemons.
 """
 
 import argparse
+import ctypes
 import json
 import os
 import subprocess
@@ -20,6 +21,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+PR_SET_CHILD_SUBREAPER = 36
 HERE = Path(__file__).resolve().parent
 PHASES = ("gen", "old_log_prob", "ref", "adv", "update_actor", "update_weights")
 
@@ -41,10 +45,8 @@ def measure(task: dict[str, Any], overrides: list[str], folder: Path) -> dict[st
     options = settings(task, folder) + overrides
     load, start = os.getloadavg(), time.time()
     # The child becomes the driver: its pid is that of the root of all processes that are counted.
-    command = 'RIVAL_DRIVER=$$ exec "$0" -m verl.trainer.main_ppo "$@"'
-    subprocess.run(
-        ["sh", "-c", command, sys.executable, *options], env=environment(task, folder), check=True, stdout=sys.stderr, cwd=folder
-    )
+    driver = ["sh", "-c", 'RIVAL_DRIVER=$$ exec "$0" "$@"', sys.executable, "-m", "verl.trainer.main_ppo"]
+    run_to_the_end([*driver, *options], environment(task, folder), folder)
     steps = [json.loads(line)["data"] for line in (folder / "steps.jsonl").read_text().splitlines()]
     notes = [json.loads(line) for line in (folder / "notes.jsonl").read_text().splitlines()]
     return {
@@ -57,6 +59,16 @@ def measure(task: dict[str, Any], overrides: list[str], folder: Path) -> dict[st
         "settings": options,
         "load": load,
     }
+
+
+def run_to_the_end(command: list[str], environment: dict[str, str], folder: Path) -> None:
+    """And that of its processes: Ray's workers outlive the driver for seconds, in which the other side would be measured."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        subprocess.run(command, env=environment, check=True, stdout=sys.stderr, cwd=folder)
+    finally:
+        for process in psutil.wait_procs(psutil.Process().children(recursive=True), timeout=60)[1]:
+            process.kill()
 
 
 def environment(task: dict[str, Any], folder: Path) -> dict[str, str]:

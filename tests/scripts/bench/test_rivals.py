@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,15 @@ def test_a_task_without_warm_up_is_refused(
     with pytest.raises(SystemExit):
         verl.main()
     assert "warmup must be 1 or more" in capsys.readouterr().err
+
+
+def test_a_run_ends_when_its_last_process_has(tmp_path: Path) -> None:
+    """One that the driver left behind, in a session of its own as Ray's are, writes a file after half a second."""
+    late = "setsid sh -c 'sleep 0.5; touch late' &"
+    call = f"verl.run_to_the_end(['sh', '-c', {late!r}], {{}}, Path({str(tmp_path)!r}))"
+    code = f"from pathlib import Path; from scripts.bench.rivals import verl; {call}"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert (tmp_path / "late").exists()
 
 
 def test_install_says_how_it_is_called() -> None:
