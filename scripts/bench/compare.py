@@ -137,10 +137,12 @@ def draw(reports: dict[str, Report], title: str, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    phases = dict.fromkeys(phase for report in reports.values() for phase in report["steps"][0]["phases"])
+    colours = {phase: f"C{i}" for i, phase in enumerate(phases)}
     for place, report in enumerate(reports.values()):
         middle, below = medians(report), 0.0
         for phase in report["steps"][0]["phases"]:
-            axes.bar(place, middle[phase], bottom=below, width=0.6)
+            axes.bar(place, middle[phase], bottom=below, width=0.6, color=colours[phase])
             if middle[phase] > 0.04 * middle["wall_s"]:
                 axes.text(place, below + middle[phase] / 2, phase, ha="center", va="center", fontsize=8)
             below += middle[phase]
