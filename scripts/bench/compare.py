@@ -23,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def installed(rival: str, env: Path | None) -> Path:
     """The Python of the rival's environment, which is made if it is not there."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
     folder = env or cache / "tandem" / "rivals" / rival
-    subprocess.run([RIVALS / "install.sh", rival, folder], check=True, stdout=2)
+    call([RIVALS / "install.sh", rival, folder], f"the installation of {rival}", os.environ)
     return folder / "bin/python"
 
 
@@ -86,8 +86,15 @@ def run_rival(rival: str, python: Path, folder: Path, threads: int) -> Report:
     out = folder / "out.json"
     command = [python, "-P", RIVALS / f"{rival}.py", "--task", folder / "task.json", "--out", out]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-    subprocess.run(command, check=True, stdout=2, env=environment)
+    call(command, f"the run of {rival}", environment)
     return json.loads(out.read_text())
+
+
+def call(command: Sequence[str | Path], what: str, environment: Mapping[str, str]) -> None:
+    """Its output goes to stderr: stdout is for the table alone."""
+    code = subprocess.run(command, stdout=2, env=environment).returncode
+    if code:
+        raise SystemExit(f"{what} ended with {code}")
 
 
 def unequal(ours: Report, theirs: Report) -> str | None:
@@ -130,10 +137,12 @@ def draw(reports: dict[str, Report], title: str, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    phases = dict.fromkeys(phase for report in reports.values() for phase in report["steps"][0]["phases"])
+    colours = {phase: f"C{i}" for i, phase in enumerate(phases)}
     for place, report in enumerate(reports.values()):
         middle, below = medians(report), 0.0
         for phase in report["steps"][0]["phases"]:
-            axes.bar(place, middle[phase], bottom=below, width=0.6)
+            axes.bar(place, middle[phase], bottom=below, width=0.6, color=colours[phase])
             if middle[phase] > 0.04 * middle["wall_s"]:
                 axes.text(place, below + middle[phase] / 2, phase, ha="center", va="center", fontsize=8)
             below += middle[phase]

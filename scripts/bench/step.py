@@ -3,7 +3,7 @@
     python scripts/bench/step.py                       # 32 prompts x 8 answers x (17 + 60) tokens, 3.4M parameters, KL loss
     python scripts/bench/step.py --task ragged         # answers of 1 to 512 tokens, 128 on average
     python scripts/bench/step.py --task quickstart trainer.backend=local
-    python scripts/bench/step.py --algorithm ppo --steps 3 algorithm.use_kl_in_reward=true
+    python scripts/bench/step.py --algorithm ppo --kl_coef 0 --steps 3 algorithm.use_kl_in_reward=true
 
 It runs trainer.main_ppo (launch.py) on a model with random weights and prompts of random digits. Every answer has a fixed number
 of tokens, whatever is drawn. A step lasts from the end of the one before to its own, logging included; the first ones are left
@@ -52,7 +52,7 @@ POLL_SECONDS = 0.001
 @dataclass(kw_only=True)
 class Workload:
     """What a step works on. response_length: of every answer, or with ``ragged`` of the longest: lengths are then drawn from a
-    geometric distribution whose mean is a quarter of it. kl_coef 0: no reference model. vocab: of the model."""
+    geometric distribution whose mean is about a quarter of it. kl_coef 0: no KL loss. vocab: of the model."""
 
     algorithm: str = "grpo"
     prompts: int = 32
@@ -107,7 +107,10 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
 
 def workload(args: argparse.Namespace) -> Workload:
     typed = {field.name: vars(args)[field.name] for field in fields(Workload)}
-    return Workload(**TASKS[args.task] | (QUICK if args.quick else {}) | {k: v for k, v in typed.items() if v is not None})
+    work = Workload(**TASKS[args.task] | (QUICK if args.quick else {}) | {k: v for k, v in typed.items() if v is not None})
+    if work.warmup < 1:
+        raise SystemExit(f"--warmup {work.warmup}: a step is measured from the end of one before it: at least 1")
+    return work
 
 
 def make_task(work: Workload, folder: Path, seed: int) -> dict[str, Any]:
@@ -162,9 +165,12 @@ def run_tandem(work: Workload, task: dict[str, Any], run_dir: Path, overrides: S
     if process.returncode:
         raise SystemExit(f"the run ended with {process.returncode}: {run_dir}")
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = [measured(line, work, wall, cpu) for line, wall, cpu in zip(lines[1:], np.diff(ends), np.diff(used), strict=True)]
     config = yaml.safe_load((run_dir / "config.yaml").read_text())["actor_rollout_ref"]
-    dtypes = {config["actor"]["fsdp_config"]["dtype"], config["ref"]["fsdp_config"]["dtype"], config["rollout"]["dtype"]}
+    actor, rows = config["actor"], work.prompts * work.n
+    dtypes = {actor["fsdp_config"]["dtype"], config["ref"]["fsdp_config"]["dtype"], config["rollout"]["dtype"]}
+    updates = actor["ppo_epochs"] * -(-work.prompts // actor["ppo_mini_batch_size"])
+    times = zip(lines[1:], np.diff(ends).tolist(), np.diff(used).tolist(), strict=True)
+    steps = [measured(line, rows, updates, wall, cpu) for line, wall, cpu in times]
     return {
         "rival": "tandem",
         "version": __version__,
@@ -235,17 +241,16 @@ def seconds_of(process: psutil.Process) -> float:
     return times.user + times.system
 
 
-def measured(line: dict[str, float], work: Workload, wall: float, cpu: float) -> dict[str, Any]:
-    """A step, from its line of metrics.jsonl."""
-    rows = work.prompts * work.n
+def measured(line: dict[str, float], rows: int, updates: int, wall: float, cpu: float) -> dict[str, Any]:
+    """A step, from its line of metrics.jsonl. updates: that it was to make."""
     phases = {name.removeprefix("timing_s/"): value for name, value in line.items() if name.startswith("timing_s/")}
     responses = round(line["response_length/mean"] * rows)
     return {
-        "wall_s": float(wall),
-        "cpu_s": float(cpu),
+        "wall_s": wall,
+        "cpu_s": cpu,
         "prompt_tokens": round(line["perf/total_num_tokens"]) - responses,
         "response_tokens": responses,
-        "updates": 1 - round(line["actor/skipped_updates"]),
+        "updates": updates - round(line["actor/skipped_updates"]),
         "phases": {name: value for name, value in phases.items() if name not in WITHIN},
     }
 

@@ -126,3 +126,9 @@ def test_an_environment_that_is_there_is_used_again(tmp_path: Path) -> None:
     found = subprocess.run(["sha256sum", compare.RIVALS / "install.sh"], check=True, capture_output=True, text=True)
     (tmp_path / f"installed-trl-{found.stdout[:16]}").touch()
     assert compare.installed("trl", tmp_path) == tmp_path / "bin/python"
+
+
+def test_a_rival_that_fails_ends_the_comparison(tmp_path: Path) -> None:
+    """false takes any arguments, as its driver's Python does."""
+    with pytest.raises(SystemExit, match="the run of trl ended with 1"):
+        compare.run_rival("trl", Path("false"), tmp_path, 1)

@@ -26,6 +26,8 @@ def test_a_task_is_a_set_of_defaults() -> None:
     assert (small.prompts, small.hidden_size, small.kl_coef, small.steps) == (8, 96, 0.0, 40)
     quick = chosen("--task", "ragged", "--quick", "--steps", "3")
     assert (quick.ragged, quick.prompts, quick.response_length, quick.steps) == (True, 4, 8, 3)
+    with pytest.raises(SystemExit, match="--warmup 0: a step is measured from the end of one before it"):
+        chosen("--warmup", "0")
 
 
 def test_a_run_has_the_lengths_that_were_drawn(tmp_path: Path) -> None:
@@ -34,10 +36,10 @@ def test_a_run_has_the_lengths_that_were_drawn(tmp_path: Path) -> None:
     lengths = json.loads(Path(task["lengths"]).read_text())
     assert len(lengths) == 3 * 8 and 1 <= min(lengths) < max(lengths) <= 40
     assert pq.read_metadata(task["train"]).num_rows == 3 * 4
-    report = step.run_tandem(work, task, tmp_path / "run", ["trainer.backend=local"])
+    report = step.run_tandem(work, task, tmp_path / "run", ["trainer.backend=local", "actor_rollout_ref.actor.ppo_epochs=2"])
     made = [one["response_tokens"] for one in report["steps"]]
     assert made == [sum(lengths[8:16]), sum(lengths[16:])]  # without the warm-up
-    assert [(one["prompt_tokens"], one["updates"]) for one in report["steps"]] == [(8 * 17, 1)] * 2
+    assert [(one["prompt_tokens"], one["updates"]) for one in report["steps"]] == [(8 * 17, 2)] * 2
     assert (report["dtype"], report["threads"]) == ("float32", 1)
     for one in report["steps"]:
         assert {"gen", "ref", "update_actor", "sync"} <= one["phases"].keys()
