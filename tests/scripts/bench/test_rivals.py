@@ -1,0 +1,95 @@
+"""The parts of a rival's driver that need no environment of its own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.bench.rivals import verl
+
+INSTALL = Path(verl.__file__).parent / "install.sh"
+TASK: dict[str, Any] = {
+    "model": "/m", "train": "/t.parquet", "reward": "/r.py", "prompts": 4, "n": 2, "prompt_length": 17, "response_length": 60,
+    "lengths": None, "lr": 1e-6, "kl_coef": 0.001, "steps": 3, "warmup": 1, "threads": 1, "ignore_eos": True,
+}  # fmt: skip
+UPDATE = {"kind": "update", "threads": 1, "dtypes": ["torch.float32"]}
+ROLLOUT = {"kind": "rollout", "threads": 1, "dtypes": ["torch.float32"]}
+
+
+def logged(ended: float, cpu: float) -> dict[str, float]:
+    """A step as verl logs it, with what the patches add."""
+    tokens = {"bench/prompt_tokens": 136, "bench/response_tokens": 480}
+    return {"bench/ended": ended, "bench/cpu": cpu, "timing_s/gen": 2.0, "timing_s/gen_cpu": 2.5, "timing_s/step": 7.0, **tokens}
+
+
+def test_a_step_lasts_from_the_end_of_the_one_before_and_has_the_updates_of_that_time() -> None:
+    notes = [{**UPDATE, "time": time} for time in (99.0, 104.0, 106.0, 111.0)] + [{**ROLLOUT, "time": 105.0}]
+    assert verl.step_report(logged(100.0, 40.0), logged(110.0, 52.0), notes) == {
+        "wall_s": 10.0,
+        "cpu_s": 12.0,
+        "prompt_tokens": 136,
+        "response_tokens": 480,
+        "updates": 2,
+        "phases": {"gen": 2.0},
+        "phases_cpu": {"gen": 2.5},
+    }
+
+
+def test_dtype_and_threads_are_those_of_trainer_and_engine() -> None:
+    assert verl.had([UPDATE, ROLLOUT, UPDATE]) == {"dtype": "float32", "threads": 1}
+
+
+@pytest.mark.parametrize(
+    "notes",
+    [
+        [UPDATE],  # the engine never took weights
+        [ROLLOUT],
+        [UPDATE, {**ROLLOUT, "threads": 2}],
+        [UPDATE, {**ROLLOUT, "dtypes": ["torch.bfloat16"]}],
+        [{**UPDATE, "dtypes": ["torch.float32", "torch.bfloat16"]}, ROLLOUT],
+    ],
+)
+def test_a_run_whose_parts_differ_is_refused(notes: list[dict[str, Any]]) -> None:
+    with pytest.raises(SystemExit, match="trainer and engine must have the same threads and dtype"):
+        verl.had(notes)
+
+
+def test_the_task_becomes_overrides() -> None:
+    options = dict(line.split("=", 1) for line in verl.settings(TASK, Path("/f")))
+    assert options["trainer.total_training_steps"] == "4"  # with the warm-up
+    assert options["actor_rollout_ref.actor.ppo_mini_batch_size"] == options["data.train_batch_size"] == "4"  # one update
+    assert options["actor_rollout_ref.actor.use_kl_loss"] == "True"
+    assert options["actor_rollout_ref.rollout.agent.default_agent_loop"] == "single_turn_agent"
+    assert options["actor_rollout_ref.model.use_remove_padding"] == "False"
+    ragged = dict(line.split("=", 1) for line in verl.settings({**TASK, "lengths": "/l.json", "kl_coef": 0.0}, Path("/f")))
+    assert ragged["actor_rollout_ref.rollout.agent.default_agent_loop"] == "forced"
+    assert ragged["actor_rollout_ref.actor.use_kl_loss"] == "False"
+    assert ragged["actor_rollout_ref.model.use_remove_padding"] == "True"
+    assert ragged["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"] == "77"  # the longest row fits
+
+
+def test_a_task_without_warm_up_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "task.json").write_text(json.dumps({**TASK, "warmup": 0}))
+    monkeypatch.setattr("sys.argv", ["verl.py", f"--task={tmp_path}/task.json", f"--out={tmp_path}/out.json"])
+    with pytest.raises(SystemExit):
+        verl.main()
+    assert "warmup must be 1 or more" in capsys.readouterr().err
+
+
+def test_a_run_ends_when_its_last_process_has(tmp_path: Path) -> None:
+    """One that the driver left behind, in a session of its own as Ray's are, writes a file after half a second."""
+    late = "setsid sh -c 'sleep 0.5; touch late' &"
+    call = f"verl.run_to_the_end(['sh', '-c', {late!r}], {{}}, Path({str(tmp_path)!r}))"
+    code = f"from pathlib import Path; from scripts.bench.rivals import verl; {call}"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert (tmp_path / "late").exists()
+
+
+def test_install_says_how_it_is_called() -> None:
+    told = subprocess.run([INSTALL, "verl"], capture_output=True, text=True)
+    assert told.returncode == 2 and "usage: scripts/bench/rivals/install.sh trl|verl DIR" in told.stderr
