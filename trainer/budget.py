@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainer.events import Events
-from workers.plan import Limits, Plan
+from workers.plan import Limits
 
 
 class Budget:
@@ -25,22 +25,18 @@ class Budget:
             return Limits(max_rows=min(configured.max_rows, self.most.max_rows))
         return configured
 
-    def halve(self, configured: Limits, plan: Plan, lengths: Sequence[int], said: str) -> None:
-        """To half of the largest micro-batch of ``plan``, which did not fit. said: by the allocator.
+    def halve(self, configured: Limits, sizes: Sequence[tuple[int, int]], longest: int, said: str) -> None:
+        """To half of the largest micro-batch, which did not fit. sizes: rows and tokens of each. longest: tokens of the longest
+        row. said: by the allocator.
 
         Raises ValueError if that is one row: no micro-batch is smaller.
         """
-        sizes = [
-            [lengths[share[i]] for i in chosen]
-            for share, cuts in zip(plan.shares, plan.micro_batches, strict=True)
-            for chosen in cuts
-        ]
-        tokens, rows = max(map(sum, sizes)), max(map(len, sizes))
+        rows, tokens = (max(column) for column in zip(*sizes, strict=True))
         by_tokens = configured.max_tokens is not None
-        if rows == 1 or (by_tokens and tokens <= max(lengths)):
+        if rows == 1 or (by_tokens and tokens <= longest):
             raise ValueError(
                 f"{self.role}: memory ran out in the update, and micro-batches are as small as can be: one row, the longest of "
-                f"{max(lengths)} tokens ({said}); allow shorter rows, set enable_gradient_checkpointing or offloading, or take "
+                f"{longest} tokens ({said}); allow shorter rows, set enable_gradient_checkpointing or offloading, or take "
                 "more GPUs"
             )
         self.most = Limits(max_tokens=tokens // 2) if by_tokens else Limits(max_rows=rows // 2)

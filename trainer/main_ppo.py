@@ -4,21 +4,20 @@ from collections.abc import Collection
 
 from configs.checks import check_ppo
 from configs.schema.ppo import PPOConfig
+from trainer.algorithms.correction_rules import rejection_rules, weight_bounds
+from trainer.algorithms.known import check_policy_loss, estimator_needs
 from trainer.entry import Program
 
 
 def check(config: PPOConfig, typed: Collection[str]) -> list[str]:
-    from trainer.algorithms.advantages import ADVANTAGES  # loads torch
-    from trainer.algorithms.correction import rejection_rules, weight_bounds
-    from trainer.algorithms.policy_losses import POLICY_LOSSES
     from trainer.rewards.registry import with_own_function
 
     algorithm = config.algorithm
-    POLICY_LOSSES[config.actor_rollout_ref.actor.policy_loss.loss_mode]
+    check_policy_loss(config.actor_rollout_ref.actor.policy_loss.loss_mode)
     weight_bounds(algorithm.rollout_correction.rollout_is_threshold)
     rejection_rules(algorithm.rollout_correction)
     with_own_function(config.reward)
-    return check_ppo(config, typed, needs_values="values" in ADVANTAGES.needs(algorithm.adv_estimator))
+    return check_ppo(config, typed, needs_values="values" in estimator_needs(algorithm.adv_estimator))
 
 
 def run(config: PPOConfig, notices: list[str]) -> None:

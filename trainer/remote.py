@@ -13,9 +13,11 @@ from workers.controller.dispatch import Mesh, Sharded
 from workers.controller.group import WorkerError, WorkerGroup
 from workers.engine.base import EngineSpec, LossSpec, SavedFile
 from workers.metric import Metric, Metrics, join_metrics
-from workers.plan import Limits, Plan, make_plan
+from workers.plan import Limits, Plan, SharedRows
 from workers.rollout.base import RolloutSpec, Sampling
 
+PROMPT = {"prompt_length"}
+"""Of a batch's rows: engines go by it, see EngineSpec.shares_prompts."""
 PHASES = {"start": "engine start", "generate": "generation", "sync": "weight sync", "ask": "counters"}
 
 
@@ -48,14 +50,15 @@ class RemoteModel:
         self.train_limits = train_limits
         self.budget = budget
         self.attention_cost = attention_cost
+        self._shares_prompts = spec.shares_prompts
         self._flops = 0.0
         self.mesh = mesh_of(watchdog.call(group, "start", f"start of {role}", "build_model", role, spec, loss))
         group.register_mesh(role, self.mesh)
 
     def forward(self, batch: Batch, outputs: Sequence[str], *, limits: Limits | None = None, adapter: bool = True) -> Batch:
         """Columns ``outputs`` for every row of ``batch``, without gradient; see TrainEngine.forward. limits: not its own."""
-        plan = self._plan(batch, limits or self.forward_limits)
-        needed = batch.only(tokens=["input_ids", "response_mask"])
+        plan = self._plan(self._rows(batch), limits or self.forward_limits)
+        needed = batch.only(tokens=["input_ids", "response_mask"], rows=sorted(PROMPT & batch.rows.keys()))
         return plan.collect(self._call("forward", "forward", plan, needed, list(outputs), adapter))
 
     def train_step(self, mini_batch: Batch, columns: Sequence[str], *, rows: Sequence[str] = (), together: int = 1) -> Metrics:
@@ -65,18 +68,22 @@ class RemoteModel:
         If memory runs out, the budget is halved. A rank that is alone repeats the step, and the metric out_of_memory says how
         often; among several, which may hang in a collective by then, it leaves as WorkerError, its kind OutOfMemory.
         """
-        needed = mini_batch.only(tokens=["input_ids", "response_mask", "loss_weight", *columns], rows=rows)
-        groups = Batch(mini_batch.lengths.view(-1, together).sum(1))
-        lengths, repeats = groups.lengths.tolist(), 0
+        needed = mini_batch.only(
+            tokens=["input_ids", "response_mask", "loss_weight", *columns], rows=[*rows, *sorted(PROMPT & mini_batch.rows.keys())]
+        )
+        units = [range(start, start + together) for start in range(0, len(mini_batch), together)]
+        shared = self._rows(mini_batch if together == 1 else Batch(mini_batch.lengths.view(-1, together).sum(1)))
+        repeats = 0
         while True:
-            plan = self._plan(groups, self.budget.limits(self.train_limits, lengths))
+            plan = self._plan(shared, self.budget.limits(self.train_limits, shared.lengths))
             try:
-                metrics = join_metrics(self._call("update", "train_step", plan.of_rows(together), needed))
+                metrics = join_metrics(self._call("update", "train_step", plan.of_rows(units), needed))
                 break
             except WorkerError as error:
                 if error.kind not in ("OutOfMemory", "RepeatableOutOfMemory"):
                     raise
-                self.budget.halve(self.train_limits, plan, lengths, error.message.partition(": ")[2])
+                said = error.message.partition(": ")[2]
+                self.budget.halve(self.train_limits, shared.sizes(plan), max(shared.lengths), said)
                 if error.kind == "OutOfMemory":
                     raise
                 repeats += 1
@@ -117,9 +124,15 @@ class RemoteModel:
     def export_hf(self, path: str) -> None:
         self.watchdog.call(self.group, "save", f"export of {self.role}", "run", self.role, "export_hf", path)
 
-    def _plan(self, batch: Batch, limits: Limits) -> Plan:
-        n_shards = len(self.mesh.answers)
-        return make_plan(batch.lengths.tolist(), n_shards, limits, attention_cost=self.attention_cost)
+    def _rows(self, batch: Batch) -> SharedRows:
+        """What is to be planned: rows of a group share their prompt, where the engine can do with one copy of it."""
+        lengths = batch.lengths.tolist()
+        if not self._shares_prompts or not {"uid", "prompt_length"} <= batch.rows.keys():
+            return SharedRows(lengths, [0] * len(lengths), range(len(lengths)))
+        return SharedRows(lengths, batch.rows["prompt_length"].tolist(), batch.rows["uid"].tolist())
+
+    def _plan(self, rows: SharedRows, limits: Limits) -> Plan:
+        return rows.plan(len(self.mesh.answers), limits, attention_cost=self.attention_cost)
 
     def _call(self, phase: str, method: str, plan: Plan, batch: Batch, *args: Any) -> list[Any]:
         shares, cuts = Sharded(plan.split(batch)), Sharded(plan.micro_batches)
@@ -187,9 +200,8 @@ class RemoteRollout:
         if self._slept:
             self.sync_weights(self._version)
         n_engines = len(self.mesh.answers)
-        shares = tuple(
-            tuple(row for row in range(len(prompts)) if row // group_size % n_engines == engine) for engine in range(n_engines)
-        )
+        groups = [range(start, start + group_size) for start in range(0, len(prompts), group_size)]
+        shares = tuple(tuple(row for group in groups[engine::n_engines] for row in group) for engine in range(n_engines))
         plan = Plan(shares=shares, micro_batches=tuple(() for _ in shares))
         what = ("run", "rollout", "generate", Sharded(plan.split(prompts)), sampling)
         work = partial(work_by_rank, plan, prompts.lengths.tolist(), self.mesh)

@@ -25,6 +25,7 @@ from workers.roles.rollout import RolloutRole
 from workers.rollout import make_rollout
 from workers.rollout.base import RolloutSpec
 from workers.rollout.channel import Channel, Meeting, Receiver, Sender
+from workers.rollout.memory import keep_freed_memory
 from workers.rollout.weight_sync import WeightSource, WeightSync
 
 
@@ -55,6 +56,7 @@ class Host:
                 torch.cuda.set_per_process_memory_fraction(memory_fraction)
         else:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+            keep_freed_memory()
         if info.master_addr.startswith("127."):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._limit = limit = timedelta(seconds=collective_seconds)

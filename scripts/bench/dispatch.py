@@ -1,76 +1,214 @@
-"""What the controller layer costs: start-up, a call, and large batches, as JSON (milliseconds; medians, and the best).
+"""What the controller costs: of a step, by batch size and number of workers, and of bringing a large batch to workers on Ray.
 
-    python scripts/bench/dispatch.py --workers 2 --megabytes 100
+    python scripts/bench/dispatch.py                                      # a table on stderr, JSON on stdout
+    python scripts/bench/dispatch.py --sequences 16384 --workers 64 --megabytes 0
+    python scripts/bench/dispatch.py --quick                              # a smoke version
 
-Beside the batch stand Ray's own round trips of the same bytes: as numpy arrays, and as torch tensors.
+steps: whole runs of trainer.main_ppo in this process, with real data, tokenizer, rewards, plan, loss weights, metrics and logs,
+on workers that answer at once with columns of the right shapes (dummies.py). What a step takes is then the controller's, less the
+time within those workers; packing and unpacking of what goes to and fro count in full, also the workers' side. Prompts of 17
+tokens, 8 answers to each of 1 to --longest tokens. Medians over steps, the first of which is left out.
+
+store: a batch to as many workers on Ray, each its share by the plan. Bytes that Ray's store took, and that workers read out of
+it, over those of the batch; seconds of it all, of them those in which the controller gathers each worker's rows, and beside them
+memcpy of the same bytes in one thread. Round trips: of 100 MB to one worker and back, beside Ray's own of the same bytes as numpy
+arrays and as torch tensors.
 """
 
 import argparse
 import json
+import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import ray
 import torch
+from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
+from data_preprocess import tiny_model
+from data_preprocess.writer import rl_row, write
+from scripts.bench.dummies import CLOCK, Dummies
+from trainer import main_ppo
 from workers.batch import Batch
+from workers.controller.dispatch import Mesh, Sharded
 from workers.controller.group import WorkerInfo
 from workers.controller.ray_backend import RayBackend
 from workers.controller.resource_pool import ResourcePool
+from workers.plan import Limits, make_plan
+
+N, PROMPT = 8, 17
+REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return len(solution_str) % 7 / 7\n"
 
 
-class Echo:
+def steps(sequences: int, workers: int, count: int, folder: Path) -> dict[str, Any]:
+    """``count`` steps of GRPO with a KL loss: what the controller spends on one."""
+    prompts, run_dir = sequences // N, folder / f"run_{sequences}_{workers}"
+    digits = np.random.default_rng(0).integers(0, 10, (prompts, PROMPT)).tolist()
+    rows = [
+        rl_row(data_source="bench", prompt="".join(map(str, line)), ability="", ground_truth="", split="train", index=i)
+        for i, line in enumerate(digits)
+    ]
+    data = write(rows, folder, f"{sequences}")
+    CLOCK.marks.clear()
+    with mock.patch("trainer.ppo.assemble.open_backend", lambda *_: Dummies()):
+        code = main_ppo.PROGRAM(
+            [
+                "algorithm=grpo", f"data.train_files={data}", f"data.val_files={data}", f"trainer.total_epochs={count + 2}",
+                f"data.train_batch_size={prompts}", f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}",
+                f"data.max_prompt_length={PROMPT}", f"data.max_response_length={CLOCK.longest}",
+                f"actor_rollout_ref.model.path={folder}/model", f"actor_rollout_ref.rollout.n={N}",
+                f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={max(4096, PROMPT + CLOCK.longest)}",
+                f"reward.custom_reward_function.path={folder}/reward.py",
+                "trainer.device=cpu", f"trainer.n_gpus_per_node={workers}", "trainer.logger=[]", "trainer.val_before_train=false",
+                f"trainer.default_local_dir={run_dir}",
+            ]
+        )  # fmt: skip
+    assert code == 0
+    said = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()][1:-1]
+    wall, cpu, parts = [], [], []
+    for (start, start_cpu, before), (end, end_cpu, after), told in zip(CLOCK.marks[1:-1], CLOCK.marks[2:], said, strict=True):
+        within = after - before
+        wall.append(end - start - within.total())
+        cpu.append(end_cpu - start_cpu)
+        phases = {name.removeprefix("timing_s/"): value for name, value in told.items() if name.startswith("timing_s/")}
+        parts.append({name: value - within[name] for name, value in phases.items() if name != "step"})
+        parts[-1]["rest"] = wall[-1] - sum(parts[-1].values())
+    tokens = statistics.mean(told["perf/total_num_tokens"] for told in said)
+    seconds = statistics.median(wall)
+    return {
+        "sequences": sequences,
+        "workers": workers,
+        "tokens": tokens,
+        "controller_s": seconds,
+        "controller_cpu_s": statistics.median(cpu),
+        "us_per_token": seconds / tokens * 1e6,
+        "percent_of_10_s": seconds * 10,
+        "phases_s": {name: statistics.median(part[name] for part in parts) for name in parts[0]},
+    }
+
+
+class Reader:
     def __init__(self, info: WorkerInfo) -> None:
-        self.info = info
+        torch.set_num_threads(1)
 
     def close(self) -> None:
         """Nothing to leave."""
 
+    def read(self, batch: Batch) -> int:
+        """Bytes of the columns that came."""
+        return sum(column.nbytes for column in (batch.lengths, *batch.tokens.values(), *batch.rows.values()))
+
     def same(self, value: Any) -> Any:
-        return value if self.info.rank == 0 else None
+        return value
 
 
-def milliseconds(work: Callable[[], object], rounds: int) -> dict[str, float]:
-    times = []
-    for _ in range(rounds):
-        started = time.perf_counter()
-        work()
-        times.append((time.perf_counter() - started) * 1e3)
-    return {"median": round(statistics.median(times), 2), "best": round(min(times), 2)}
+def columns(megabytes: int) -> dict[str, torch.Tensor]:
+    """Of 32 bytes a token."""
+    tokens = megabytes * 2**20 // 32
+    ids = {name: torch.arange(tokens) for name in ("input_ids", "response_mask")}
+    return ids | {name: torch.rand(tokens) for name in ("log_probs", "values", "advantages", "returns")}
+
+
+def store(megabytes: int, workers: int, rounds: int, folder: Path) -> dict[str, Any]:
+    sent = columns(megabytes)
+    total = len(sent["input_ids"])
+    lengths = [1024] * (total // 1024) + [total % 1024] * (total % 1024 > 0)
+    batch = Batch(torch.tensor(lengths), sent)
+    small = columns(min(megabytes, 100))
+    back = Batch(torch.tensor([len(small["values"])]), small)
+    arrays = [column.numpy() for column in small.values()]
+    nbytes = sum(column.nbytes for column in (batch.lengths, *sent.values()))
+    target = {name: torch.empty_like(column) for name, column in sent.items()}
+    ray_init = {"object_store_memory": max(2 * nbytes, 200 * 2**20)}
+    with RayBackend(run_dir=folder, nnodes=1, n_gpus_per_node=workers + 1, device="cpu", ray_init=ray_init) as backend:
+        group = backend.start_group("readers", ResourcePool((workers,), "cpu", "readers"), Reader)
+        alone = backend.start_group("alone", ResourcePool((1,), "cpu", "alone"), Reader)
+        group.register_mesh("all", Mesh(tuple(range(workers)), tuple(range(workers))))
+        group.call("same", None).result()
+        plain = ray.remote(lambda value: value).options(num_cpus=0)
+        state = get_state_from_address(ray.get_runtime_context().gcs_address)
+        taken, read, gather, times = [], [], [], []
+
+        def dispatch() -> None:
+            shares = Sharded()
+            gather.append(seconds(lambda: shares.extend(make_plan(lengths, workers, Limits(max_tokens=16384)).split(batch))))
+            read.append(sum(group.call("read", shares, mesh="all").result()))
+
+        for _ in range(rounds + 1):
+            before = get_memory_info_reply(state).store_stats.cumulative_created_bytes
+            times.append((seconds(dispatch), seconds(lambda: [target[name].copy_(sent[name]) for name in sent])))
+            taken.append(get_memory_info_reply(state).store_stats.cumulative_created_bytes - before)
+        trips: dict[str, Callable[[], object]] = {
+            "call": lambda: alone.call("same", None).result(),
+            "batch": lambda: alone.call("same", back).result(),
+            "numpy": lambda: ray.get(plain.remote(arrays)),
+            "torch": lambda: ray.get(plain.remote(back)),
+        }
+        for trip in trips.values():
+            trip()
+        round_trips = {name: statistics.median(seconds(trip) for _ in range(max(rounds, 3))) for name, trip in trips.items()}
+    whole, memcpy = (statistics.median(column) for column in zip(*times[1:], strict=True))
+    return {
+        "workers": workers,
+        "bytes": nbytes,
+        "stored_over_bytes": taken[-1] / nbytes,
+        "read_over_bytes": read[-1] / nbytes,
+        "seconds": whole,
+        "gather_s": statistics.median(gather[1:]),
+        "memcpy_s": memcpy,
+        "over_memcpy": statistics.median(one / other for one, other in times[1:]),
+        "round_trip_ms": {name: 1e3 * value for name, value in round_trips.items()},
+    }
+
+
+def seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def line(told: dict[str, Any]) -> str:
+    parts = ", ".join(f"{name} {1e3 * value:.0f}" for name, value in told["phases_s"].items())
+    return (
+        f"{told['sequences']:6} sequences, {told['workers']:2} workers: {1e3 * told['controller_s']:7.1f} ms "
+        f"(CPU {1e3 * told['controller_cpu_s']:7.1f}), {told['us_per_token']:5.2f} us a token; {parts}"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--megabytes", type=int, default=100)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--sequences", type=int, nargs="+", default=[256, 1024, 4096, 16384], help="(default: %(default)s)")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 8, 64], help="(default: %(default)s)")
+    parser.add_argument("--longest", type=int, default=CLOCK.longest, help="tokens of an answer (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=3, help="(default: %(default)s)")
+    parser.add_argument("--megabytes", type=int, default=1000, help="of the batch to --readers workers; 0: none")
+    parser.add_argument("--readers", type=int, default=8, help="(default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="128 and 1024 sequences, 2 workers, 8 MB")
     args = parser.parse_args()
+    if args.quick:
+        args.sequences, args.workers, args.megabytes, args.readers = [128, 1024], [2], 8, 2
     torch.set_num_threads(1)
-    tokens = args.megabytes * 2**20 // 32
-    columns = {name: torch.arange(tokens) for name in ("input_ids", "response_mask")}
-    columns |= {name: torch.rand(tokens) for name in ("log_probs", "values", "advantages", "returns")}
-    batch = Batch(lengths=torch.tensor([tokens]), tokens=columns)
-    arrays = [column.numpy() for column in columns.values()]
-    said: dict[str, object] = {"workers": args.workers, "megabytes": args.megabytes}
-    with tempfile.TemporaryDirectory() as run_dir:
-        started = time.perf_counter()
-        with RayBackend(run_dir=run_dir, nnodes=1, n_gpus_per_node=args.workers, device="cpu", ray_init={}) as backend:
-            said["start_ray"] = round((time.perf_counter() - started) * 1e3)
-            group = backend.start_group("bench", ResourcePool((args.workers,), "cpu", "bench"), Echo)
-            group.call("same", None).result()
-            said["start_ray_and_workers"] = round((time.perf_counter() - started) * 1e3)
-            plain = ray.remote(lambda value: value).options(num_cpus=0)
-            said["call"] = milliseconds(lambda: group.call("same", None).result(), 300)
-            said["batch_round_trip"] = milliseconds(lambda: group.call("same", batch).result(), args.rounds)
-            said["numpy_round_trip"] = milliseconds(lambda: ray.get(plain.remote(arrays)), args.rounds)
-            said["numpy_put_and_get"] = milliseconds(lambda: ray.get(ray.put(arrays)), args.rounds)
-            said["torch_round_trip"] = milliseconds(lambda: ray.get(plain.remote(batch)), args.rounds)
-            started = time.perf_counter()
-        said["stop"] = round((time.perf_counter() - started) * 1e3)
-    print(json.dumps(said, indent=1))
+    CLOCK.longest = args.longest
+    said: dict[str, Any] = {"settings": vars(args), "steps": []}
+    with tempfile.TemporaryDirectory() as temporary, redirect_stdout(sys.stderr):
+        folder = Path(temporary)
+        tiny_model.main([f"--save_dir={folder / 'model'}"])
+        (folder / "reward.py").write_text(REWARD)
+        for workers in args.workers:
+            for sequences in (number for number in args.sequences if number >= workers):
+                said["steps"].append(steps(sequences, workers, args.steps, folder))
+                print(line(said["steps"][-1]))
+        if args.megabytes:
+            said["store"] = store(args.megabytes, args.readers, args.steps, folder)
+    print(json.dumps(said | {"load": os.getloadavg()}, indent=1))
 
 
 if __name__ == "__main__":

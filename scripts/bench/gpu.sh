@@ -60,7 +60,8 @@ step() { # SHAPE
   local size=(--prompts 32 --n 8 --prompt_length 256 --response_length 1024 --steps 4) engine=vllm dtype=bfloat16
   [ "$device" = cuda ] || { size=(--prompts 2 --n 2 --prompt_length 4 --response_length 8 --steps 2) engine=embedded dtype=float32; }
   bench "model-$1" 120 worker --shape "$1" --device "$device" --dtype "$dtype" --model "$models/$1"
-  local roles=("rollout=$engine" "actor_rollout_ref.rollout.dtype=$dtype" "trainer.device=$device" trainer.backend=local)
+  local roles=("rollout=$engine" "actor_rollout_ref.rollout.dtype=$dtype" "trainer.device=$device" trainer.backend=local
+    actor_rollout_ref.rollout.tensor_model_parallel_size=1)
   for role in actor_rollout_ref.actor actor_rollout_ref.ref; do
     roles+=("$role.fsdp_config.dtype=$dtype" "$role.fsdp_config.model_dtype=$dtype")
   done

@@ -13,9 +13,14 @@ from trainer.run_dir import EVENTS, read_lines
 from workers.plan import Limits, make_plan
 
 
+def sizes_of(lengths: list[int], n_ranks: int, limits: Limits) -> list[tuple[int, int]]:
+    """Rows and tokens of each micro-batch."""
+    cuts = make_plan(lengths, n_ranks, limits).rows_by_rank()
+    return [(len(rows), sum(lengths[row] for row in rows)) for cut in cuts for rows in cut]
+
+
 def halved(budget: Budget, configured: Limits, lengths: list[int], n_ranks: int = 1) -> Limits:
-    plan = make_plan(lengths, n_ranks, budget.limits(configured, lengths))
-    budget.halve(configured, plan, lengths, "no memory")
+    budget.halve(configured, sizes_of(lengths, n_ranks, budget.limits(configured, lengths)), max(lengths), "no memory")
     return budget.limits(configured, lengths)
 
 
@@ -48,11 +53,9 @@ def test_micro_batches_get_smaller_until_they_cannot(lengths: list[int], by_rows
     budget, sizes = Budget("actor"), []
     with pytest.raises(ValueError, match="one row"):
         while True:
-            plan = make_plan(lengths, n_ranks, budget.limits(configured, lengths))
-            ranks = zip(plan.shares, plan.micro_batches, strict=True)
-            parts = [[lengths[share[i]] for i in cut] for share, cuts in ranks for cut in cuts]
-            sizes.append(max(len(part) if by_rows else sum(part) for part in parts))
-            budget.halve(configured, plan, lengths, "no memory")
+            parts = sizes_of(lengths, n_ranks, budget.limits(configured, lengths))
+            sizes.append(max(rows if by_rows else tokens for rows, tokens in parts))
+            budget.halve(configured, parts, max(lengths), "no memory")
     assert all(later < earlier for earlier, later in pairwise(sizes))
     assert sizes[-1] == (1 if by_rows else max(lengths))
 

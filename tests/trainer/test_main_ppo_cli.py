@@ -29,9 +29,10 @@ def main_ppo(*argv: str, cwd: Path, flags: tuple[str, ...] = ()) -> subprocess.C
         (["recipe=quickstart", "--cfg", "job", "--resolve"], "default_local_dir: runs/quickstart"),
         (["--info"], "pkg://configs"),
         (["--info", "defaults"], "ppo_trainer"),
+        (["recipe=quickstart", "trainer.dry_run=config"], "configuration is fine"),
     ],
 )
-def test_what_only_shows_is_quick_and_light(argv: list[str], shown: str, tmp_path: Path) -> None:
+def test_what_only_shows_or_checks_is_quick_and_light(argv: list[str], shown: str, tmp_path: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     result = main_ppo(*argv, cwd=tmp_path, flags=("-X", "importtime"))
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -92,12 +92,12 @@ def model() -> Any:
         yield group
 
 
-def start(group: Any, watchdog: Watchdog = PATIENT) -> RemoteModel:
+def start(group: Any, watchdog: Watchdog = PATIENT, *, shares_prompts: bool = False) -> RemoteModel:
     limits = Limits(max_tokens=12)
     return RemoteModel(
         group,
         "actor",
-        cast(Any, None),
+        cast(Any, SimpleNamespace(shares_prompts=shares_prompts)),
         None,
         forward_limits=limits,
         train_limits=limits,
@@ -158,6 +158,34 @@ def test_rows_that_belong_together_are_in_one_micro_batch() -> None:
         alone = actor.train_step(batch, (), rows=("side",))
     assert together["torn"].value == 0 < alone["torn"].value
     assert together["cuts"].value >= 4 and together["most"].value == 12
+
+
+class Sharing(Mirror):
+    """Notes the most groups of two that a micro-batch has torn apart, and where it was told that prompts end."""
+
+    def forward(self, batch: Batch, plan: MicroBatches, outputs: list[str], adapter: bool) -> Batch:
+        return Batch(batch.lengths, tokens={"log_probs": self.told(batch, plan)})
+
+    def train_step(self, batch: Batch, plan: MicroBatches) -> dict[str, Metric]:
+        return {"flops": Metric.sum(0.0), "told": Metric.max(float(self.told(batch, plan)[0]))}
+
+    def told(self, batch: Batch, plan: MicroBatches) -> torch.Tensor:
+        assert batch.rows["prompt_length"].tolist() == [8] * len(batch)
+        torn = sum(int(batch.tokens["input_ids"][batch.offsets[list(part)]].unique().numel() != len(part) // 2) for part in plan)
+        return torch.full((batch.total_tokens,), float(torn))
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_answers_to_a_prompt_meet_where_the_engine_shares_it(shares: bool) -> None:
+    sizes = [9, 10, 9, 10, 9, 10]
+    ones = torch.ones(sum(sizes))
+    batch = numbered(sizes).with_rows(uid=torch.tensor([0, 1, 2, 0, 1, 2]), prompt_length=torch.full((6,), 8))
+    first = torch.repeat_interleave(batch.rows["uid"], batch.lengths)
+    batch = batch.with_tokens(input_ids=first, response_mask=ones, loss_weight=ones)
+    with LocalBackend() as backend:
+        actor = start(backend.start_group("hosts", ResourcePool((1,), "cpu", "pool"), Sharing), shares_prompts=shares)
+        torn = actor.forward(batch, ["log_probs"]).tokens["log_probs"][0], actor.train_step(batch, ())["told"].value
+    assert [float(count) == 0 for count in torn] == [shares, shares]
 
 
 class Halved(Mirror):

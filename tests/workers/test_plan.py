@@ -1,10 +1,12 @@
+import time
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.workers.test_batch import as_lists, numbered
-from workers.plan import Limits, make_plan, mini_batches, row_costs
+from workers.plan import EVEN, Limits, Plan, SharedRows, first_fit, make_plan, mini_batches, row_costs
 
 lengths = st.lists(st.integers(1, 300), max_size=60)
 limits = st.one_of(
@@ -31,6 +33,17 @@ def test_collect_undoes_split(sizes: list[int], n_ranks: int, limit: Limits) -> 
     assert as_lists(plan.collect(plan.split(batch))) == as_lists(batch)
 
 
+def test_a_rank_that_is_alone_gets_the_batch_itself() -> None:
+    batch = numbered([3, 1, 2])
+    plan = make_plan([3, 1, 2], 1, Limits(max_rows=2))
+    assert plan.shares == ((0, 1, 2),)
+    (share,) = plan.split(batch)
+    assert share is batch
+    turned = Plan(shares=((2, 0, 1),), micro_batches=(((0, 1, 2),),))
+    (share,) = turned.split(batch)
+    assert share.lengths.tolist() == [2, 3, 1] and as_lists(turned.collect([share])) == as_lists(batch)
+
+
 @given(st.lists(st.integers(1, 300), min_size=40, max_size=80), st.integers(2, 4))
 def test_ranks_carry_even_costs(sizes: list[int], n_ranks: int) -> None:
     """Largest first is within one row of even."""
@@ -38,6 +51,43 @@ def test_ranks_carry_even_costs(sizes: list[int], n_ranks: int) -> None:
     plan = make_plan(sizes, n_ranks, Limits(max_rows=4), attention_cost=1e-3)
     loads = [sum(costs[row] for row in share) for share in plan.shares]
     assert max(loads) - min(loads) <= max(costs)
+
+
+@example([5, 4, 3, 1, 1, 1], 2, 0.0)  # 5 + 1 + 1 and 4 + 3
+@given(st.lists(st.integers(1, 9), max_size=60), st.integers(1, 6), st.sampled_from([0.0, 1e-3]))
+def test_ranks_are_filled_largest_first_by_the_least_loaded(sizes: list[int], n_ranks: int, attention_cost: float) -> None:
+    """Written out: every row looks at every rank. Of those with the same load the one with fewer rows gets it."""
+    costs = row_costs(sizes, attention_cost)
+    parts: list[list[int]] = [[] for _ in range(n_ranks)]
+    for row in sorted(range(len(sizes)), key=lambda row: (-costs[row], row)):
+        min(parts, key=lambda part: (sum(costs[i] for i in part), len(part))).append(row)
+    plan = make_plan(sizes, n_ranks, Limits(max_rows=100), attention_cost=attention_cost)
+    assert plan.shares == tuple(tuple(sorted(part)) for part in parts)
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=80), st.integers(100, 300), st.booleans())
+def test_first_fit_is_the_first_that_fits(sizes: list[int], room: int, descending: bool) -> None:
+    sizes = sorted(sizes, reverse=True) if descending else sizes
+    free: list[int] = []
+    for size, home in zip(sizes, first_fit(sizes, room), strict=True):
+        assert home == next((i for i, left in enumerate(free) if left >= size), len(free))
+        free += [room] * (home == len(free))
+        free[home] -= size
+
+
+def test_the_time_of_a_plan_grows_with_its_rows_alone() -> None:
+    """Four times the rows, four times as many micro-batches: sixteen times the time, where each row looks at each of them."""
+
+    def best(n: int) -> float:
+        sizes = [20 + 37 * i % 121 for i in range(n)]
+        times = []
+        for _ in range(5):
+            start = time.process_time()
+            make_plan(sizes, 1, Limits(max_tokens=2048), attention_cost=1e-3)
+            times.append(time.process_time() - start)
+        return min(times)
+
+    assert best(8192) < 8 * best(2048)
 
 
 def test_a_long_row_gets_fewer_companions() -> None:
@@ -78,7 +128,7 @@ def test_unshuffled_mini_batches_follow_the_batch() -> None:
 @given(st.lists(st.integers(1, 150), min_size=1, max_size=30), st.integers(1, 5), limits, st.integers(1, 3))
 def test_rows_of_a_unit_stay_together(sizes: list[int], n_ranks: int, limit: Limits, n: int) -> None:
     units = make_plan(sizes, n_ranks, limit)
-    plan = units.of_rows(n)
+    plan = units.of_rows([range(i * n, (i + 1) * n) for i in range(len(sizes))])
     assert sorted(row for share in plan.shares for row in share) == list(range(n * len(sizes)))
     assert [[len(part) for part in cut] for cut in plan.micro_batches] == [
         [n * len(p) for p in cut] for cut in units.micro_batches
@@ -87,3 +137,51 @@ def test_rows_of_a_unit_stay_together(sizes: list[int], n_ranks: int, limit: Lim
         for part, chosen in zip(cut, cut_units, strict=True):
             rows = [share[i] for i in part]
             assert rows == [of_units[i] * n + k for i in chosen for k in range(n)]
+
+
+groups_of_rows = st.lists(
+    st.tuples(st.integers(0, 40), st.lists(st.integers(1, 60), min_size=1, max_size=8)), min_size=1, max_size=12
+)
+
+
+def shared_rows(groups: list[tuple[int, list[int]]]) -> SharedRows:
+    """groups: (prompt, answers), in tokens."""
+    rows = [(prompt + answer, prompt, group) for group, (prompt, answers) in enumerate(groups) for answer in answers]
+    return SharedRows(*zip(*rows, strict=True))
+
+
+@given(groups_of_rows, st.integers(1, 5), st.integers(100, 400))
+def test_shared_rows_are_each_in_one_slot_and_what_is_computed_is_under_the_cap(
+    groups: list[tuple[int, list[int]]], n_ranks: int, cap: int
+) -> None:
+    rows = shared_rows(groups)
+    plan = rows.plan(n_ranks, Limits(max_tokens=cap), attention_cost=1e-3)
+    assert sorted(row for share in plan.shares for row in share) == list(range(len(rows.lengths)))
+    assert len({len(cut) for cut in plan.micro_batches}) == 1
+    for share, cut in zip(plan.shares, plan.micro_batches, strict=True):
+        assert sorted(i for part in cut for i in part) == list(range(len(share)))
+    assert all(tokens <= cap for _, tokens in rows.sizes(plan))
+
+
+@given(groups_of_rows, st.integers(1, 5), st.integers(100, 400))
+def test_sharing_never_costs_the_dearest_rank_more(groups: list[tuple[int, list[int]]], n_ranks: int, cap: int) -> None:
+    rows, limits = shared_rows(groups), Limits(max_tokens=cap)
+    plans = rows.plan(n_ranks, limits, attention_cost=1e-3), make_plan(rows.lengths, n_ranks, limits, attention_cost=1e-3)
+    ours, plain = (max(sum(rows.cost(part, 1e-3) for part in cut) for cut in plan.rows_by_rank()) for plan in plans)
+    assert ours <= EVEN * plain
+
+
+def test_groups_stay_whole_on_one_rank_and_are_halved_where_that_is_even() -> None:
+    rows = shared_rows([(100, [10] * 4)] * 2)
+    together = rows.plan(1, Limits(max_tokens=140))
+    assert sorted(sorted(part) for part in together.rows_by_rank()[0]) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert sorted(map(sorted, rows.plan(2, Limits(max_tokens=280)).shares)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    quarters = rows.plan(4, Limits(max_tokens=280))
+    assert [len({row // 4 for row in share}) for share in quarters.shares] == [1] * 4
+    assert {tokens for _, tokens in rows.sizes(quarters)} == {120}
+
+
+def test_tokens_that_are_computed() -> None:
+    rows = SharedRows([15, 12, 11, 9], [10, 10, 3, 3], [7, 7, 5, 4])
+    assert [rows.computed(part) for part in ([0, 1], [2, 3], [0, 1, 2, 3], [], [1])] == [17, 20, 37, 0, 12]
+    assert rows.cost([0, 1], 0.5) == 15 + 12 - 10 + 0.5 * (225 + 144 - 100)

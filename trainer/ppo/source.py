@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -225,30 +228,30 @@ def ask(prompts: Sequence[Prompt], seeds: Sequence[int], greedy: torch.Tensor) -
     """What a rollout is asked: one row a prompt, with its seed and whether the answer is greedy (bool (B,))."""
     return Batch(
         lengths=torch.tensor([len(prompt.prompt_ids) for prompt in prompts], dtype=torch.int64),
-        tokens={"input_ids": torch.tensor([token for prompt in prompts for token in prompt.prompt_ids])},
+        tokens={"input_ids": torch.from_numpy(np.fromiter(chain.from_iterable(p.prompt_ids for p in prompts), np.int64))},
         rows={"seed": torch.tensor(seeds), "greedy": greedy},
     )
 
 
 def texts_of(answers: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """What the answers say. What ends one is no part of its text; any other special token is, or "4<pad>2" would count as 42."""
-    finished = answers.rows["finished"].tolist()
-    written = [ids[: len(ids) - done].tolist() for ids, done in zip(answers.split_rows("input_ids"), finished, strict=True)]
-    return tokenizer.batch_decode(written, skip_special_tokens=False)
+    ids, ends = answers.tokens["input_ids"].numpy(), (answers.offsets[1:] - answers.rows["finished"]).tolist()
+    written: list[Any] = [ids[start:end] for start, end in zip(answers.offsets.tolist(), ends, strict=False)]
+    return tokenizer.batch_decode(written, skip_special_tokens=False)  # of lists it would look at every token's type
 
 
 def join(questions: Batch, answers: Batch) -> Batch:
     """Each prompt and its answer as one sequence, with the mask of what the policy wrote."""
-    pairs = list(zip(questions.split_rows("input_ids"), answers.split_rows("input_ids"), strict=True))
-    log_probs = answers.split_rows("rollout_log_probs")
+    whole = Batch(questions.lengths + answers.lengths)
+    is_answer = whole.positions() >= torch.repeat_interleave(questions.lengths, whole.lengths)
+    ids = torch.empty(len(is_answer), dtype=torch.int64).masked_scatter_(~is_answer, questions.tokens["input_ids"])
+    log_probs = torch.zeros(len(is_answer))
     return Batch(
-        lengths=questions.lengths + answers.lengths,
+        lengths=whole.lengths,
         tokens={
-            "input_ids": torch.cat([ids for pair in pairs for ids in pair]),
-            "response_mask": torch.cat([part for q, a in pairs for part in (torch.zeros(len(q)), torch.ones(len(a)))]),
-            "rollout_log_probs": torch.cat(
-                [part for (q, _), answer in zip(pairs, log_probs, strict=True) for part in (torch.zeros(len(q)), answer)]
-            ),
+            "input_ids": ids.masked_scatter_(is_answer, answers.tokens["input_ids"]),
+            "response_mask": is_answer.float(),
+            "rollout_log_probs": log_probs.masked_scatter_(is_answer, answers.tokens["rollout_log_probs"]),
         },
         rows={"prompt_length": questions.lengths} | answers.rows,
     )

@@ -54,7 +54,7 @@ def update(model: RemoteModel, batch: Batch, spec: UpdateSpec, step: int, watch:
     for epoch in range(spec.epochs):
         seed = seed_of(spec.seed, "mini_batch", step, epoch) if spec.shuffle else None
         for index, rows in enumerate(mini_batches(uids, spec.groups, seed=seed)):
-            mini, told = batch.select(rows), dict[str, float]()
+            mini, told = batch if len(rows) == len(batch) else batch.select(rows), dict[str, float]()
             if spec.prepare is not None:
                 generator = torch.Generator().manual_seed(seed_of(spec.seed, "prepare", step, epoch, index))
                 mini, told = spec.prepare(mini | model.forward(mini, ["log_probs"]), generator)

@@ -197,7 +197,7 @@ class _Process:
             data = b""
         self.ended = not data
         *lines, self._rest = (self._rest + data).split(b"\n")
-        return [json.loads(line) for line in lines]
+        return json.loads(b"[" + b",".join(lines) + b"]")
 
     def wait_for_exit(self) -> None:
         """Its socket has closed: a moment for its exit code. It is not reaped here, so that its id stays its own."""

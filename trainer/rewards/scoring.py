@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from threading import Thread
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from trainer.user_code import describe
 
@@ -22,8 +22,7 @@ ScoreFunction = Callable[..., Any]
 """verl's signature, called by keyword: (data_source, solution_str, ground_truth, extra_info) -> number, or dict with "score"."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """solution_str: the answer decoded without special tokens. finished: it ended with a stop token, not at the length limit.
 
     Where they are known, for servers: prompt: the text before it. ending: that of the stop token after it. messages: what the

@@ -60,12 +60,11 @@ class _LocalTransport(Transport):
 
     def send(self, method: str, calls: Sequence[Call], wanted: Sequence[bool], timeout: float | None) -> Replies:
         replies = _LocalReplies(len(self._shells))
-        for rank, (shell, call) in enumerate(zip(self._shells, calls, strict=True)):
-            names, parcels = pack_call(call, pack)
-            with stacks_after(timeout):
-                answer = shell.call(method, wanted[rank], names, *parcels)
-            if not replies.take(rank, answer):
-                break
+        with stacks_after(timeout):
+            for rank, (shell, call) in enumerate(zip(self._shells, calls, strict=True)):
+                names, parcels = pack_call(call, pack)
+                if not replies.take(rank, shell.call(method, wanted[rank], names, *parcels)):
+                    break
         return replies
 
     def close(self) -> None:

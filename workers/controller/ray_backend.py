@@ -36,7 +36,8 @@ from workers.controller.wire import Parcel, pack, unpack
 INLINE_BYTES = 64 * 1024  # larger parcels go through the object store; Ray sends up to 100 KB with the call itself
 STORE_BYTES = 8 * 2**30
 SHUTDOWN_SECONDS = 20.0
-DEATH_SECONDS = 1.0  # until Ray tells of a process's death, at most
+DEATH_SECONDS, NODE_DEATH_SECONDS = 1.0, 40.0  # until Ray tells of the death of a process, of a node, at most
+PEER_LOST = re.compile(r"[Cc]onnection (reset|closed) by peer|[Bb]roken pipe|remote process exited")  # gloo's words, and NCCL's
 HOMES_SECONDS, NODE_SECONDS = 2.0, 30.0  # until the ranks of a group, and the processes of another node, are known
 
 
@@ -302,8 +303,10 @@ class RayReplies(Replies):
         return self._ranks.examine(self.missing)
 
     def _first_cause(self, errors: list[WorkerError]) -> WorkerError:
-        """A rank that dies takes others with it, and their complaints may come first: for a moment, wait for news of a death."""
-        deadline = time.monotonic() + DEATH_SECONDS
+        """A rank that dies takes others with it, and their complaints may come first: for a moment, wait for news of a death.
+        Where all that is said is that a peer is gone, for as long as Ray takes to miss a node."""
+        peer_lost = all(PEER_LOST.search(error.message) for error in errors)
+        deadline = time.monotonic() + (NODE_DEATH_SECONDS if peer_lost else DEATH_SECONDS)
         while not any(map(died, errors)) and self._refs and (remaining := deadline - time.monotonic()) > 0:
             errors = errors + self._take_in(remaining)
         return min(errors, key=lambda error: (not died(error), errors.index(error)))

@@ -18,45 +18,81 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from workers.determinism import repeat_backward
+from workers.engine.shared_prompts import SharedPrompts
 from workers.engine.ulysses import TokenCut
 
 PACKED_ATTENTION = "tandem_packed"
+
+
+Ends = tuple[Tensor, int]
+"""Where each of n stretches of tokens starts, and the end: int32 (n + 1,); and tokens of the longest."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
     """Where the rows of a packed sequence lie. Made once a micro-batch, used by every layer.
 
-    blocks: (rows, length) of each run of neighbours that are equally long; such a run is one attention call on the CPU.
+    blocks: (stretches, queries, keys) of each run of neighbours that are equally long; on the CPU a run is one attention call.
     Measured (4k tokens, one thread): runs of exactly equal length are as fast as padding like lengths to the longest,
     from 14 to 300 tokens a row, because padding has to copy. So rows should come sorted by length; any order is right.
-    cu_seqlens: int32 (B + 1,), where each row starts, and the end.
-    cut: how the tokens are cut over ranks; None: this rank has them all.
+    queries, keys: where stretches lie among the tokens that are computed, and among those that these look at. A stretch's last
+    query sits at its last key. Stretches are the rows, and queries are keys, unless prompts are shared.
+    last: int64 (B,), the last token of each row among all T.
+    cut: how the tokens are cut over ranks; None: this rank has them all. shared: which tokens are computed; None: all.
     """
 
-    blocks: tuple[tuple[int, int], ...]
-    cu_seqlens: Tensor
-    longest: int
+    blocks: tuple[tuple[int, int, int], ...]
+    queries: Ends
+    keys: Ends
+    last: Tensor
     cut: TokenCut | None
+    shared: SharedPrompts | None
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device, cut: TokenCut | None = None) -> PackedRows:
+    def of(
+        cls, lengths: Sequence[int], device: torch.device, *, cut: TokenCut | None = None, shared: SharedPrompts | None = None
+    ) -> PackedRows:
         """lengths: tokens of each of the B rows, all positive."""
-        blocks = tuple((len(list(run)), length) for length, run in groupby(lengths))
-        ends = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
-        return cls(blocks, ends, max(lengths), cut)
+        assert cut is None or shared is None, "tokens that are cut over ranks share no prompts"
+        sizes = [(n, n) for n in lengths] if shared is None else [(s.length, s.seen) for s in shared.stretches]
+        blocks = tuple((len(list(run)), *size) for size, run in groupby(sizes))
+        queries, keys = (_ends(column, device) for column in zip(*sizes, strict=True))
+        last = torch.tensor(lengths).cumsum(0).to(device) - 1
+        return cls(blocks, queries, keys, last, cut, shared)
 
     def own(self, whole: Tensor) -> Tensor:
-        """(T, ...) -> those tokens that this rank has."""
+        """(T, ...) -> those tokens that this rank computes."""
+        if self.shared is not None:
+            return whole.index_select(0, self.shared.computed)
         return whole if self.cut is None else self.cut.own(whole)
 
-    def own_places(self, places: Tensor, total: int) -> Tensor:
-        """int64 (N,) among all ``total`` tokens -> those of them that this rank has, among its own."""
-        return places if self.cut is None else self.cut.own_places(places, total)
-
     def whole(self, mine: Tensor) -> Tensor:
-        """Of this rank's tokens -> (T, ...), of all."""
+        """Of the tokens that this rank computes -> (T, ...), of all."""
+        if self.shared is not None:
+            return mine.index_select(0, self.shared.places)
         return mine if self.cut is None else self.cut.whole(mine)
+
+    def before(self, predicted: Tensor, total: int) -> tuple[Tensor, Tensor]:
+        """predicted: int64 (N,), among all ``total`` tokens, none the first of its row. Those of them whose predecessor this rank
+        computes, int64 (M,), and where that is among its own, int64 (M,)."""
+        if self.shared is not None:
+            return predicted, self.shared.places[predicted - 1]
+        if self.cut is None:
+            return predicted, predicted - 1
+        here = self.cut.own_places(predicted - 1, total)
+        return self.cut.all_places(here, total) + 1, here
+
+    def answers(self, found: Tensor, asked: tuple[Tensor, Tensor], total: int) -> Tensor:
+        """found (M, ...), of what ``before`` returned -> (total, ...), 0 for tokens that are not predicted."""
+        predicted, before = asked
+        if self.cut is None:
+            return found.new_zeros(total, *found.shape[1:]).index_copy(0, predicted, found)
+        mine = found.new_zeros(total // self.cut.group.size(), *found.shape[1:]).index_copy(0, before, found)
+        return self.cut.whole(mine).roll(1, 0)
+
+
+def _ends(lengths: Sequence[int], device: torch.device) -> Ends:
+    return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32), max(lengths)
 
 
 def packed_attention(
@@ -73,8 +109,8 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """query (1, heads, T, D), key and value (1, kv heads, T, D) -> (1, T, heads, D), T being this rank's tokens. Dropout is never
-    applied.
+    """query (1, heads, T, D), key and value (1, kv heads, T, D) -> (1, T, heads, D), T being the tokens that this rank computes.
+    Dropout is never applied.
 
     sliding_window: a token sees itself and the ``sliding_window - 1`` before it. Raises ValueError for what is not
     plain attention over whole rows: a mask of the model's own, capped scores, sinks.
@@ -82,7 +118,9 @@ def packed_attention(
     if attention_mask is not None or softcap is not None or s_aux is not None:
         raise ValueError(f"{type(module).__name__}: packed attention supports no masks, score caps or sinks of a model's own")
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
-    cut = packed_rows.cut
+    cut, shared = packed_rows.cut, packed_rows.shared
+    if shared is not None:
+        k, v = k.index_select(0, shared.seen), v.index_select(0, shared.seen)
     if cut is not None:
         q, k, v = cut.to_heads(q, k, v)
     out = _whole_rows_attention(q, k, v, packed_rows, scaling, sliding_window)
@@ -92,24 +130,27 @@ def packed_attention(
 def _whole_rows_attention(
     q: Tensor, k: Tensor, v: Tensor, rows: PackedRows, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
-    """q (T, heads, D), k and v (T, kv heads, D) -> (T, heads, D)."""
+    """q (T, heads, D), k and v (K, kv heads, D) -> (T, heads, D)."""
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-        places = rows.cu_seqlens, rows.longest
-        return varlen(q, k, v, places, places, scaling=scaling, sliding_window=sliding_window)
+        return varlen(q, k, v, rows.queries, rows.keys, scaling=scaling, sliding_window=sliding_window)
     # split, never slices: each slice's backward writes a buffer of full length.
-    sizes = [n * length for n, length in rows.blocks]
-    parts = zip(rows.blocks, q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
+    queries, keys = [n * length for n, length, _ in rows.blocks], [n * seen for n, _, seen in rows.blocks]
+    parts = zip(rows.blocks, q.split(queries), k.split(keys), v.split(keys), strict=True)
     return torch.cat([_block_attention(*part, scaling, sliding_window) for part in parts])
 
 
 def _block_attention(
-    block: tuple[int, int], q: Tensor, k: Tensor, v: Tensor, scaling: float | None, sliding_window: int | None
+    block: tuple[int, int, int], q: Tensor, k: Tensor, v: Tensor, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
-    """q (rows * length, heads, D), k and v (rows * length, kv heads, D) -> (rows * length, heads, D)."""
-    q, k, v = (x.unflatten(0, block).transpose(1, 2) for x in (q, k, v))
-    length, band = block[1], None
-    if sliding_window is not None and sliding_window < length:
-        band = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - sliding_window)
+    """q (n * length, heads, D), k and v (n * seen, kv heads, D) -> (n * length, heads, D)."""
+    n, length, seen = block
+    q, k, v = (x.unflatten(0, (n, -1)).transpose(1, 2) for x in (q, k, v))
+    band = None
+    if length < seen or (sliding_window is not None and sliding_window < seen):
+        before = seen - length
+        band = torch.ones(length, seen, dtype=torch.bool, device=q.device).tril(before)
+        if sliding_window is not None:
+            band = band.triu(before + 1 - sliding_window)
     out = scaled_dot_product_attention(q, k, v, attn_mask=band, is_causal=band is None, scale=scaling, enable_gqa=True)
     return out.transpose(1, 2).flatten(0, 1)
 
@@ -118,8 +159,8 @@ def varlen(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    queries: tuple[Tensor, int],
-    keys: tuple[Tensor, int],
+    queries: Ends,
+    keys: Ends,
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,

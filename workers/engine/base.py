@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from configs.schema.common import ModelConfig, Sharding
+from configs.schema.common import FSDPConfig, ModelConfig, Sharding
 from workers.batch import Batch
+from workers.engine.shared_prompts import Prompts
 from workers.metric import Metrics
 from workers.plan import MicroBatches
 
@@ -102,6 +103,12 @@ class EngineSpec:
     device: Literal["cpu", "cuda"]
     seed: int
 
+    @property
+    def shares_prompts(self) -> bool:
+        """Rows of a micro-batch that begin with the same prompt compute it once, if rows["prompt_length"] says where prompts end.
+        FSDP's alone; tokens that Ulysses cuts over ranks do not."""
+        return isinstance(self.sharding, FSDPConfig) and self.sharding.ulysses_sequence_parallel_size == 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedFile:
@@ -115,9 +122,14 @@ class SavedFile:
 class TrainEngine(ABC):
     """Built with a head (lm, value, reward) and, if it is trained, an optimizer."""
 
+    spec: EngineSpec
     mesh: EngineMesh
     adapter_config: LoraConfig | None = None
     """Of the model's LoRA adapter, by the names of its modules."""
+
+    def prompts(self, batch: Batch) -> Prompts | None:
+        """See EngineSpec.shares_prompts."""
+        return Prompts.of(batch) if self.spec.shares_prompts else None
 
     @abstractmethod
     def forward(self, batch: Batch, plan: MicroBatches, outputs: set[str], *, adapter: bool = True) -> Batch | None:

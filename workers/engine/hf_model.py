@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ DTYPES: dict[Dtype, torch.dtype] = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
+PLAIN_RMS_NORMS = {f"{family}RMSNorm" for family in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe")}
 PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}  # the longest row of a pack would change the others' rotation
 
@@ -81,14 +83,14 @@ class PackedModel(nn.Module):
     ) -> dict[str, Tensor]:
         """input_ids, positions: int64 (T,), positions starting from 0 in each row. predicted: int64 (N,), the tokens
         whose log-probs are wanted, none of them the first of its row; a value head answers for every token, a reward head
-        for each row's last. Where ``rows`` are cut over ranks, all of them get the same, all T of it, and return the same.
+        for each row's last. Where ``rows`` are cut over ranks, all of them get the same, all T of it, and return the same; where
+        they share prompts, too, T is all tokens of all rows.
 
         Returns, at least in float32: log_probs and what else ``outputs`` names, 0 where not predicted; or values (T,), of the
         state before each token, 0 for a row's first, and last_value (B,), of the state after each row; or scores (B,), of that.
         And what the routers did with the first ``routed`` tokens, if that is said: ROUTED, see balance.measure.
         """
         told = {"output_router_logits": True} if routed is not None else {}
-        here = None if predicted is None else rows.own_places(predicted - 1, len(input_ids))
         body = self.hf.base_model(
             input_ids=rows.own(input_ids)[None],
             position_ids=rows.own(positions)[None],
@@ -103,18 +105,15 @@ class PackedModel(nn.Module):
             routing = dict(zip(ROUTED, measure(logits, self.top_k), strict=True))
         if self.head != "lm":
             after = rows.whole(self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0])
-            last = after.index_select(0, rows.cu_seqlens[1:] - 1)
+            last = after.index_select(0, rows.last)
             if self.head == "reward":
                 return routing | {"scores": last}
             return routing | {"values": torch.where(positions == 0, 0.0, after.roll(1)), "last_value": last}
-        assert here is not None, "a language head wants to know which tokens"
-        # What each token predicts is the next one, on whichever rank that is.
-        targets = rows.own(input_ids.roll(-1))[here]
-        found = self._language_head(hidden.index_select(0, here), targets, temperature, outputs)
-        return routing | {
-            name: rows.whole(out.new_zeros(len(hidden), *out.shape[1:]).index_copy(0, here, out)).roll(1, 0)
-            for name, out in found.items()
-        }
+        assert predicted is not None, "a language head wants to know which tokens"
+        total = len(input_ids)
+        asked = targets, before = rows.before(predicted, total)
+        found = self._language_head(hidden.index_select(0, before), input_ids[targets], temperature, outputs)
+        return routing | {name: rows.answers(out, asked, total) for name, out in found.items()}
 
     def _language_head(self, before: Tensor, targets: Tensor, temperature: float, outputs: Collection[str]) -> dict[str, Tensor]:
         """before (N, H), targets int64 (N,) -> log_probs (N,), and what else ``outputs`` names."""
@@ -219,7 +218,7 @@ def empty_model(model: ModelConfig, config: PretrainedConfig, head: Head, dtype:
         )
     if not hf._supports_attention_backend or hf._is_stateful:
         raise ValueError(f"model.path {model.path}: {config.model_type} cannot be packed: its attention or state is its own")
-    packed = PackedModel(choose_experts(hf.eval()), head)
+    packed = PackedModel(fuse_norms(choose_experts(hf.eval())), head)
     if model.router_aux_loss_coef and packed.top_k is None:
         coefficient = f"model.router_aux_loss_coef={model.router_aux_loss_coef:g}"
         raise ValueError(f"{coefficient}: {model.path} ({config.model_type}) has no routers to balance; leave it at 0")
@@ -231,6 +230,22 @@ def choose_experts(hf: PreTrainedModel) -> PreTrainedModel:
     if hf.dtype == torch.float64:
         hf.set_experts_implementation("eager")
     return hf
+
+
+def fuse_norms(hf: PreTrainedModel) -> PreTrainedModel:
+    """On CUDA, RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467) in one kernel, where transformers takes five and keeps their
+    float32 results: 6.5 % of a step at 7B on an H200, and 7 GB. It rounds once, where they round twice.
+    """
+    for module in hf.modules():
+        if type(module).__name__ in PLAIN_RMS_NORMS:
+            module.forward = partial(_rms_norm, module)
+    return hf
+
+
+def _rms_norm(norm: Any, hidden: Tensor) -> Tensor:
+    if not hidden.is_cuda:
+        return type(norm).forward(norm, hidden)
+    return nn.functional.rms_norm(hidden, hidden.shape[-1:], norm.weight, norm.variance_epsilon)
 
 
 def load_model(model: ModelConfig, config: PretrainedConfig, head: Head, dtype: torch.dtype) -> PackedModel:

@@ -50,6 +50,15 @@ def chunk_size(vocabulary: int) -> int:
     return 512 if vocabulary <= 32768 else 256
 
 
+def backward_chunk_size(vocabulary: int, hidden: int) -> int:
+    """Each chunk of the backward reads and writes all of the head's gradient, (V, H) in float32. Where V is large: as many
+    positions at once as make logits half as large as that or more, but 2048 at most. At 7B that is 7 % of a step on an H200, for
+    0.6 GB.
+    """
+    most = chunk_size(vocabulary)
+    return most if vocabulary <= 32768 else max(most, min(2048, 1 << (hidden.bit_length() - 1)))
+
+
 def head_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -65,10 +74,10 @@ def head_log_probs(
 
     hidden (N, H), weight (V, H), bias (V,), targets int64 (N,) -> log_probs (N,), entropy (N,) or None. The product is
     made in hidden's dtype, everything after it in float32 (float64 for float64). Both results are differentiable once.
-    shard: weight and bias are these rows of the whole; collective over its group.
+    chunk: positions at once, in both directions. shard: weight and bias are these rows of the whole; collective over its group.
     """
-    chunk = chunk or chunk_size(weight.shape[0])
-    log_probs, entropy = _HeadLogProbs.apply(hidden, weight, bias, targets, temperature, want_entropy, chunk, shard)
+    chunks = (chunk, chunk) if chunk is not None else (chunk_size(weight.shape[0]), backward_chunk_size(*weight.shape))
+    log_probs, entropy = _HeadLogProbs.apply(hidden, weight, bias, targets, temperature, want_entropy, chunks, shard)
     return log_probs, entropy if want_entropy else None
 
 
@@ -166,9 +175,10 @@ class _HeadLogProbs(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         want_entropy: bool,
-        chunk: int,
+        chunks: tuple[int, int],
         shard: VocabShard | None,
     ) -> tuple[Tensor, Tensor]:
+        chunk, ctx.chunk = chunks
         log_probs = hidden.new_zeros(len(hidden), dtype=_accurate(hidden.dtype))
         normaliser, entropy = torch.zeros_like(log_probs), torch.zeros_like(log_probs)
         for start in range(0, len(hidden), chunk):
@@ -180,7 +190,7 @@ class _HeadLogProbs(torch.autograd.Function):
                 log_p = logits.sub_(normaliser[part, None])
                 entropy[part] = -_summed(log_p.exp().mul_(log_p).sum(-1), shard)
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy)
-        ctx.temperature, ctx.want_entropy, ctx.chunk, ctx.shard = temperature, want_entropy, chunk, shard
+        ctx.temperature, ctx.want_entropy, ctx.shard = temperature, want_entropy, shard
         if not want_entropy:
             ctx.mark_non_differentiable(entropy)
         return log_probs, entropy

@@ -19,10 +19,16 @@ OUTPUTS = {
 ROWS = {"lm": (), "value": ("last_value",), "reward": ("scores",)}
 
 
+def longest_first(batch: Batch, chosen: Sequence[int]) -> list[int]:
+    """The rows of a micro-batch in the order in which they are packed."""
+    lengths = batch.lengths.tolist()
+    return sorted(chosen, key=lambda row: (-lengths[row], row))
+
+
 def micro_batch(batch: Batch, chosen: Sequence[int], device: torch.device) -> Batch:
     """These rows, the longest first, with columns on the device (lengths stay); no rows: one dummy row of zeros."""
     if chosen:
-        part = batch.select(sorted(chosen, key=lambda row: (-int(batch.lengths[row]), row)))
+        part = batch.select(longest_first(batch, chosen))
     else:
         part = Batch(
             lengths=torch.tensor([2]),

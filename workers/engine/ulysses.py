@@ -44,6 +44,10 @@ class TokenCut:
         here = places - size * self.group.rank()
         return here[(here >= 0) & (here < size)]
 
+    def all_places(self, here: Tensor, total: int) -> Tensor:
+        """The other way round."""
+        return here + total // self.group.size() * self.group.rank()
+
     def whole(self, mine: Tensor) -> Tensor:
         """(T / sp, ...) of each rank -> (T, ...), for what every rank does alike: see gather_alike."""
         return gather_alike(mine, self.group)

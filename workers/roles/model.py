@@ -31,8 +31,9 @@ class ModelRole:
         """One optimizer step on this rank's rows of a mini-batch; see TrainEngine.train_step. Adds the metric flops."""
         assert self.loss is not None, f"role {self.name} has no loss: it is not trained"
         self.residency.enter("train", self.name)
-        metrics = self.engine.train_step(batch, plan, self.loss)
-        return metrics | {"flops": Metric.sum(self.engine.flops(batch.lengths.tolist(), backward=True))}
+        metrics, prompts = self.engine.train_step(batch, plan, self.loss), self.engine.prompts(batch)
+        spared = self.engine.flops([] if prompts is None else prompts.repeated(plan), backward=True)
+        return metrics | {"flops": Metric.sum(self.engine.flops(batch.lengths.tolist(), backward=True) - spared)}
 
     def send_weights(self) -> None:
         """To rollout engines in other processes, which sync meanwhile. Collective."""

@@ -22,6 +22,7 @@ from workers.rollout.verification import HeldWeight
 from workers.rollout.weights import BorrowedModel
 
 PROMPT_TOKENS_AT_ONCE = 8192  # a step's prompts, not counting repeated ones; bounds the memory of activations
+WORTH_GIVING_BACK = 64 << 20  # bytes; the process pays for it with all that the trainer's next step takes anew
 COUNTERS = ("prompt_tokens", "response_tokens", "decode_steps", "cache_bytes", "cached_tokens")
 MOVE_COST = 3  # of a chunk, in reads of a chunk by attention: what putting rows in order must earn back
 
@@ -222,9 +223,10 @@ class EmbeddedRollout(Rollout):
     def sleep(self) -> None:
         """Unfinished requests stay, and go on where they are once the engine works again."""
         self._requeue()
+        freed = self.cache.nbytes + self.model.owned_bytes
         self.cache.drop()
         self.model.drop()
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and freed >= WORTH_GIVING_BACK:
             give_back_free_memory()
         self._weights_awake = self._weights_there = self._cache_awake = False
 

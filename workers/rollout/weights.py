@@ -126,6 +126,11 @@ class BorrowedModel:
             for module, leaf in weight.places
         ]
 
+    @property
+    def owned_bytes(self) -> int:
+        """Of weights that were loaded, not lent."""
+        return sum(weight.owned.nbytes for weight in self._weights if weight.owned is not None)
+
     def drop(self) -> None:
         """Let go of all weights; the memory of owned ones is free."""
         for weight in self._weights:

@@ -35,8 +35,10 @@ def test_first_update_is_on_policy(task: Path, tmp_path: Path) -> None:
         assert step["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-7)
         assert step["actor/pg_clipfrac"] == step["actor/pg_clipfrac_lower"] == 0.0
         assert step["training/rollout_log_probs_diff_max"] < 1e-5
-    for name in ("actor/grad_norm", "actor/pg_loss", "training/rollout_log_probs_diff_mean"):
+    for name in ("actor/grad_norm", "actor/pg_loss"):
         assert lazy[name] == pytest.approx(eager[name], rel=1e-4, abs=1e-9), name
+    # A forward and an update may cut groups otherwise: which rows share a prompt then is rounding, and so is this.
+    assert lazy["training/rollout_log_probs_diff_mean"] == pytest.approx(eager["training/rollout_log_probs_diff_mean"], abs=1e-7)
 
 
 @pytest.mark.parametrize("algorithm", [GRPO_WITH_KL, PPO], ids=["grpo", "ppo"])

@@ -76,7 +76,7 @@ def test_a_node_that_dies_is_named_and_the_run_ends(task: Path, tmp_path: Path) 
         assert time.monotonic() - died < 90
     assert run.returncode == 1
     (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
-    assert re.match(r"error: rank 1 failed in .*: its process or its node is lost: The actor", line), line
+    assert re.match(r"error: rank \d failed in .*: its process or its node is lost: The actor", line), line
 
 
 def test_another_node_takes_its_place(task: Path, tmp_path: Path) -> None:

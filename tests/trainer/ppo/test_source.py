@@ -8,6 +8,8 @@ from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from configs.compose import compose
 from configs.schema.ppo import FilterGroupsConfig, PPOConfig
@@ -17,7 +19,7 @@ from trainer.data.order import DataOrder
 from trainer.data.stream import PromptStream
 from trainer.metrics import Phases
 from trainer.ppo.rollback import Rollbacks
-from trainer.ppo.source import Source
+from trainer.ppo.source import Source, join, texts_of
 from trainer.rewards.runner import Answer, Score
 from trainer.rewards.shaping import RunningMoments, Shaping
 from workers.batch import Batch
@@ -360,3 +362,24 @@ def test_a_baseline_is_shaped_as_its_prompts_rewards_are() -> None:
     greedy_alone = make(["high"], "shaping.normalize=running", groups=1, per_round=1, cap=None, with_baselines=True)
     greedy_alone.collect()
     assert greedy_alone.source.shaping.running.count == N, "baselines do not count"
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6), st.booleans()), min_size=1, max_size=9))
+def test_prompts_and_answers_are_joined_and_read_row_by_row(shapes: list[tuple[int, int, bool]]) -> None:
+    """As written out one row after the other."""
+    asked, written = (torch.tensor(lengths) for lengths in list(zip(*shapes, strict=True))[:2])
+    stops = torch.tensor([int(done and length > 0) for _, length, done in shapes])
+    questions = Batch(asked, {"input_ids": torch.arange(int(asked.sum()))})
+    ids, log_probs = 100 + torch.arange(int(written.sum())), torch.rand(int(written.sum()))
+    answers = Batch(written, {"input_ids": ids, "rollout_log_probs": log_probs}, {"finished": stops})
+    whole = join(questions, answers)
+    theirs, ours = questions.split_rows("input_ids"), answers.split_rows("input_ids")
+    pairs = [torch.cat(pair) for pair in zip(theirs, ours, strict=True)]
+    assert [row.tolist() for row in whole.split_rows("input_ids")] == [pair.tolist() for pair in pairs]
+    masks = [[0.0] * len(question) + [1.0] * len(answer) for question, answer in zip(theirs, ours, strict=True)]
+    assert [row.tolist() for row in whole.split_rows("response_mask")] == masks
+    of_answers = whole.tokens["response_mask"].bool()
+    assert torch.equal(whole.tokens["rollout_log_probs"][of_answers], log_probs)
+    assert not whole.tokens["rollout_log_probs"][~of_answers].any() and torch.equal(whole.rows["prompt_length"], asked)
+    read = [" ".join(map(str, row[: len(row) - int(done)].tolist())) for row, done in zip(ours, stops, strict=True)]
+    assert texts_of(answers, cast(Any, Decoder())) == read

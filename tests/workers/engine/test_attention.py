@@ -46,10 +46,12 @@ def test_equals_the_plain_formula_row_by_row(lengths: list[int], window: int | N
 
 def test_rows_equally_long_are_one_call() -> None:
     rows = PackedRows.of([7, 7, 7, 3, 3, 1], torch.device("cpu"))
-    assert rows.blocks == ((3, 7), (2, 3), (1, 1))
-    assert rows.cu_seqlens.tolist() == [0, 7, 14, 21, 24, 27, 28]
-    assert rows.cu_seqlens.dtype == torch.int32
-    assert rows.longest == 7
+    assert rows.blocks == ((3, 7, 7), (2, 3, 3), (1, 1, 1))
+    starts, longest = rows.queries
+    assert starts.tolist() == rows.keys[0].tolist() == [0, 7, 14, 21, 24, 27, 28]
+    assert starts.dtype == torch.int32
+    assert longest == rows.keys[1] == 7
+    assert rows.last.tolist() == [6, 13, 20, 23, 26, 27]
 
 
 @pytest.mark.parametrize("extra", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"attention_mask": torch.ones(1, 1, 6, 6)}])
@@ -80,7 +82,7 @@ def test_the_kernel_of_a_gpu_repeats_itself_if_that_is_asked_for(monkeypatch: py
     Kernel.strict = []
     q, k, v = (x[0].transpose(0, 1) for x in states(6))
     rows = PackedRows.of([6], q.device)
-    places = rows.cu_seqlens, rows.longest
+    places = rows.queries
     varlen(q, k, v, places, places).sum().backward()
     with repeating_kernels():
         varlen(q, k, v, places, places).sum().backward()

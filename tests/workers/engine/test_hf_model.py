@@ -1,5 +1,6 @@
 """Loading, refusing, and running packed rows as transformers runs single ones."""
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from tests.workers.engine.toy import VOCABULARY, plain_model, plain_outputs, toy
 from trainer.data.chat import load_tokenizer
 from workers.batch import Batch
 from workers.engine.attention import PackedRows
-from workers.engine.hf_model import PackedModel, empty_model, load_model, model_config, model_path
+from workers.engine.hf_model import PLAIN_RMS_NORMS, PackedModel, empty_model, load_model, model_config, model_path
 
 LENGTHS = [30, 30, 17, 9, 9, 2, 1]
 SIZES = {
@@ -267,3 +268,25 @@ def test_a_models_own_code_does_not_run_unasked(tmp_path: Path) -> None:
         load_tokenizer(spec(path))
     with pytest.raises(RuntimeError, match="it ran"):
         model_config(spec(path, trust_remote_code=True), "lm")
+
+
+@pytest.mark.parametrize("name", sorted(PLAIN_RMS_NORMS))
+def test_the_norm_in_one_kernel_is_transformers_own(name: str) -> None:
+    """What is computed on CUDA, here; and that it is the model's norms that do it there."""
+    family = name.removesuffix("RMSNorm")
+    package = {"Qwen2Moe": "qwen2_moe", "Qwen3Moe": "qwen3_moe"}.get(family, family.lower())
+    kind = getattr(importlib.import_module(f"transformers.models.{package}.modeling_{package}"), name)
+    norm, draw = kind(48, eps=1e-3).double(), torch.Generator().manual_seed(0)
+    nn.init.normal_(norm.weight, generator=draw)
+    hidden = torch.randn(2, 5, 48, generator=draw, dtype=torch.float64)
+    fused = nn.functional.rms_norm(hidden, (48,), norm.weight, norm.variance_epsilon)
+    torch.testing.assert_close(fused, norm(hidden), rtol=1e-5, atol=1e-6)
+
+
+def test_every_norm_of_a_model_is_told_to(models: dict[str, str]) -> None:
+    model = spec(models["qwen3"])
+    hf = empty_model(model, model_config(model, "lm"), "lm", torch.float32).hf
+    norms = [module for module in hf.modules() if type(module).__name__ in PLAIN_RMS_NORMS]
+    assert len(norms) == 2 * 4 + 1 and all("forward" in vars(norm) for norm in norms)
+    hidden = torch.ones(1, 3, len(norms[-1].weight), device="meta")
+    assert norms[-1](hidden).shape == hidden.shape

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from scripts.bench.memory import Alive
 from workers.engine.logprob import (
     VocabShard,
+    backward_chunk_size,
     chunk_size,
     head_all_log_probs,
     head_log_probs,
@@ -153,6 +154,8 @@ def test_never_holds_all_logits(want_entropy: bool) -> None:
 
 def test_large_vocabularies_get_smaller_chunks() -> None:
     assert (chunk_size(460), chunk_size(152_000)) == (512, 256)
+    of_backward = [backward_chunk_size(152_000, hidden) for hidden in (64, 896, 3584, 8192)]
+    assert of_backward == [256, 512, 2048, 2048] and backward_chunk_size(460, 4096) == 512
 
 
 def test_the_gradient_of_the_weight_is_summed_where_it_lies() -> None:

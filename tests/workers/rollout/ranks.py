@@ -130,3 +130,21 @@ class Run:
         wanted = {1: ((0, 1), (0, 1)), 2: ((0, 0), (0,))}[self.size]
         assert (self.rollout.mesh.shard_of_rank, self.rollout.mesh.answers) == wanted
         assert self.actor.mesh.shard_of_rank == (0, 1), "the trainer's is another"
+
+
+class Groups:
+    """Of workers, each for one run after the other."""
+
+    def __init__(self, backend: RayBackend) -> None:
+        self.backend = backend
+        self._started: dict[str, WorkerGroup] = {}
+        self.engines = start_hosts(backend, "engines")
+
+    def trainers(self, count: int, kind: str = "fsdp") -> WorkerGroup:
+        """One group at a time beside the engines: they take turns on few processors."""
+        name = f"{kind}-{count}"
+        if name not in self._started:
+            for other in self._started.values():
+                other.shutdown()
+            self._started = {name: start_hosts(self.backend, name, count)}
+        return self._started[name]

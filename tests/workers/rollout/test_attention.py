@@ -3,9 +3,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from transformers import AutoModelForCausalLM
 
+from tests.tiny import tiny_config
 from tests.workers.rollout.test_kv_cache import make_cache, put, states
-from workers.rollout.attention import StepAttention
+from workers.rollout.attention import CACHED_ATTENTION, StepAttention, probe_cache_shape
 
 
 class Layer(nn.Module):
@@ -65,3 +67,13 @@ def test_chunks_are_read_by_the_rows_that_reach_them() -> None:
     ]
     assert sorted_rows.excess == 0
     assert StepAttention(cache, np.array([10, 130, 70, 10, 200]), []).excess == 3 + 1 + 2 + 3
+
+
+def test_the_probe_leaves_the_experts_as_they_were() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("qwen3_moe"))
+    model.set_attn_implementation(CACHED_ATTENTION)
+    model.set_experts_implementation("grouped_mm")
+    before = model.get_experts_implementation()
+    assert probe_cache_shape(model).layers == model.config.num_hidden_layers
+    assert model.get_experts_implementation() == before

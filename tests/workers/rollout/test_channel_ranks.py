@@ -11,10 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny import fsdp_config
 from tests.trainer.watchdogs import watchdog
-from tests.workers.engine.megatron.cases import megatron_config
-from tests.workers.rollout.ranks import Run, start_hosts
+from tests.workers.rollout.ranks import Groups, Run, start_hosts
 from tests.workers.rollout.vllm_hosts import CPU_BUILD
-from workers.controller.group import PhaseTimeout, WorkerError, WorkerGroup
+from workers.controller.group import PhaseTimeout, WorkerError
 from workers.controller.ray_backend import RayBackend
 from workers.metric import plain_numbers
 
@@ -22,7 +21,6 @@ pytestmark = CPU_BUILD
 SLACK = 8.0  # seconds from a fault to a clear end, on a busy machine
 SOAK = pytest.mark.soak
 AWAY = fsdp_config(param_offload=True, optimizer_offload=True)
-LORA: dict[str, object] = {"lora_rank": 4, "lora_alpha": 32.0}
 
 # (ranks of the trainer, the engine)
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -34,34 +32,6 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "sglang over two ranks, from one": (1, {"engine": "sglang", "tensor_model_parallel_size": 2}),
     "sglang over two ranks, from two": (2, {"engine": "sglang", "tensor_model_parallel_size": 2}),
 }
-
-
-SPECIAL: dict[str, tuple[int, dict[str, Any]]] = {  # the same; two ranks are a trainer of Megatron's where a sharding is named
-    "an adapter that is merged": (2, {"engine": "embedded", "lora": LORA, "lora_sync": "merged"}),
-    "an adapter that comes to vllm alone": (1, {"engine": "vllm", "lora": LORA}),
-    "an adapter that comes to sglang alone": (2, {"engine": "sglang", "lora": LORA, "intermediate_size": 128}),
-    "experts": (2, {"engine": "vllm", "architecture": "qwen3_moe"}),
-    "bfloat16": (2, {"engine": "vllm", "dtype": "bfloat16"}),
-    "from two stages": (2, {"engine": "vllm", "sharding": megatron_config(pp=2), "tie_word_embeddings": True}),
-}
-
-
-class Groups:
-    """Of workers, each for one run after the other."""
-
-    def __init__(self, backend: RayBackend) -> None:
-        self.backend = backend
-        self._started: dict[str, WorkerGroup] = {}
-        self.engines = start_hosts(backend, "engines")
-
-    def trainers(self, count: int, kind: str = "fsdp") -> WorkerGroup:
-        """One group at a time beside the engines: they take turns on few processors."""
-        name = f"{kind}-{count}"
-        if name not in self._started:
-            for other in self._started.values():
-                other.shutdown()
-            self._started = {name: start_hosts(self.backend, name, count)}
-        return self._started[name]
 
 
 @pytest.fixture(scope="module")
@@ -94,45 +64,6 @@ def test_every_byte_is_verified_and_what_is_off_is_found(run: Run) -> None:
         wanted = f"model.layers.1.input_layernorm.weight in {run.rollout.engine} on rank {rank} is not the trainer's, weights of"
         assert line.startswith(wanted) or (rank and run.size == 2 and run.rollout.engine == "sglang" and line == ""), said
     run.rollout.sync_weights(8)
-
-
-@pytest.fixture
-def special(request: pytest.FixtureRequest, groups: Groups, tmp_path: Path) -> Iterator[Run]:
-    count, words = SPECIAL[request.param]
-    trainers = groups.trainers(count, "megatron" if "sharding" in words else "fsdp")
-    size = 1 if words["engine"] == "embedded" else 2
-    try:
-        run = Run(
-            groups.engines, tmp_path / "model", verify_weights="full", trainers=trainers, tensor_model_parallel_size=size, **words
-        )
-        yield run
-    finally:
-        for group in (groups.engines, trainers):
-            group.call("start_over").result()
-            group._meshes.clear()
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("special", [name for name in SPECIAL if name != "bfloat16"], indirect=True)
-def test_what_else_goes_over(special: Run, tmp_path: Path) -> None:
-    special.check_rounds(tmp_path)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("special", [name for name in SPECIAL if "alone" in name], indirect=True)
-def test_a_number_of_an_adapter_that_is_off_is_found(special: Run) -> None:
-    special.rollout.sync_weights(0)
-    adapter = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-    said = special.sync_spoiled(adapter, 0)
-    assert said[0].startswith(f"{adapter} in {special.rollout.engine} on rank 0 is not the trainer's"), said
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("special", ["bfloat16"], indirect=True)
-def test_half_the_numbers(special: Run) -> None:
-    """All that is read equals the trainer's float32, cast; what is drawn is near what the trainer says."""
-    special.rollout.sync_weights(3)
-    assert special.mismatch(*special.answers(greedy=False)) < 0.25
 
 
 FAULTS = {

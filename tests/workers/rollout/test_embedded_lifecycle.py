@@ -260,9 +260,10 @@ def test_sleep_gives_memory_back(model: PreTrainedModel, shared: bool) -> None:
     assert all(torch.equal(weight, kept[name]) for name, weight in lent.items())
 
 
-def test_sleep_shows_in_the_memory_of_the_process(model: PreTrainedModel) -> None:
+def test_sleep_shows_in_the_memory_of_the_process(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     import psutil
 
+    monkeypatch.setattr("workers.rollout.embedded.WORTH_GIVING_BACK", 32 << 20)
     engine = make_engine(model, slots=400, max_model_len=1000)
     engine.submit([request(i, range(2, 60), max_tokens=900, ignore_eos=True) for i in range(400)])
     start = psutil.Process().memory_info().rss
@@ -275,3 +276,14 @@ def test_sleep_shows_in_the_memory_of_the_process(model: PreTrainedModel) -> Non
     asleep = psutil.Process().memory_info().rss
     assert awake - start > used * 0.8
     assert awake - asleep > used * 0.8
+
+
+def test_a_small_engine_leaves_the_freed_memory_to_the_trainer(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    given_back: list[None] = []
+    monkeypatch.setattr("workers.rollout.embedded.give_back_free_memory", lambda: given_back.append(None))
+    for worth, times in ((1 << 26, 0), (4 << 10, 1)):
+        monkeypatch.setattr("workers.rollout.embedded.WORTH_GIVING_BACK", worth)
+        engine = make_engine(model)
+        engine.generate([request(0, (2, 3))])
+        engine.sleep()
+        assert len(given_back) == times

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -34,9 +34,10 @@ from workers.engine.hf_model import (
     model_flops,
     without_memory,
 )
-from workers.engine.micro_batch import Answers, flat_rows, micro_batch, weighted
+from workers.engine.micro_batch import Answers, flat_rows, longest_first, micro_batch, weighted
 from workers.engine.offload import Offloadable, Place
 from workers.engine.out_of_memory import told_without_memory
+from workers.engine.shared_prompts import Prompts, SharedPrompts
 from workers.engine.ulysses import TokenCut
 from workers.metric import Metric, Metrics, join_metrics
 from workers.plan import MicroBatches
@@ -115,10 +116,11 @@ class FSDPEngine(TrainEngine):
         self._assert_here("params")
         answers = Answers(batch, outputs, self.spec.head, self._model.hf.config.get_text_config().vocab_size)
         alone = self._adapter.off() if self._adapter is not None and not adapter else nullcontext()
+        prompts = self.prompts(batch)
         with torch.no_grad(), alone:
             for chosen in plan:
                 rows = micro_batch(answers.batch, chosen, self.device)
-                results = self._run(rows, outputs)
+                results = self._run(rows, outputs, shared=self._shared(batch, prompts, chosen))
                 if chosen and self.mesh.is_output_rank:
                     answers.put(rows, results)
         self._free_gathered()
@@ -154,10 +156,11 @@ class FSDPEngine(TrainEngine):
         if self._model.top_k is not None:
             tokens = batch.total_tokens if self.mesh.is_output_rank else 0
             balance = LoadBalance(coefficient, self._model.top_k, tokens, self.device)
+        prompts = self.prompts(batch)
         for i, chosen in enumerate(plan):
             self._reduce_gradients(i == len(plan) - 1)
-            rows = micro_batch(batch, chosen, self.device)
-            outputs = self._run(rows, loss.needs, routing=None if balance is None else coefficient > 0)
+            rows, shared = micro_batch(batch, chosen, self.device), self._shared(batch, prompts, chosen)
+            outputs = self._run(rows, loss.needs, routing=None if balance is None else coefficient > 0, shared=shared)
             total, metrics = weighted(loss, outputs, rows)
             if chosen:
                 told.append({**metrics, "loss": Metric.sum(total.detach())})
@@ -197,9 +200,18 @@ class FSDPEngine(TrainEngine):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def _run(self, rows: Batch, outputs: Collection[str], routing: bool | None = None) -> dict[str, Tensor]:
+    def _shared(self, batch: Batch, prompts: Prompts | None, chosen: Sequence[int]) -> SharedPrompts | None:
+        """Of the micro-batch of these rows of ``batch``."""
+        if prompts is None or not chosen:
+            return None
+        order = longest_first(batch, chosen)
+        return prompts.shared(order, batch.lengths[order].tolist(), self.device)
+
+    def _run(
+        self, rows: Batch, outputs: Collection[str], *, routing: bool | None = None, shared: SharedPrompts | None = None
+    ) -> dict[str, Tensor]:
         input_ids, positions, lengths = flat_rows(rows, self.fsdp.ulysses_sequence_parallel_size)
-        packed, total = PackedRows.of(lengths, self.device, self._token_cut), rows.total_tokens
+        packed, total = PackedRows.of(lengths, self.device, cut=self._token_cut, shared=shared), rows.total_tokens
         told = {} if routing is None else {"routed": total, "routed_gradient": routing}
         if self.spec.head != "lm":
             results = self._model(input_ids, positions, packed, **told)

@@ -137,7 +137,7 @@ def attention(rank: int, path: Path, models: dict[str, str]) -> dict[str, float]
             whole = [state.clone().requires_grad_() for state in states]
             part = [state[:, :, mine].clone().requires_grad_() for state in states]
             theirs, _ = attend(*whole, packed_rows=PackedRows.of(lengths, torch.device("cpu")), sliding_window=window)
-            rows = PackedRows.of(lengths, torch.device("cpu"), token_cut)
+            rows = PackedRows.of(lengths, torch.device("cpu"), cut=token_cut)
             ours, _ = attend(*part, packed_rows=rows, sliding_window=window)
             theirs.backward(direction)
             ours.backward(direction[:, mine])

@@ -37,8 +37,8 @@ def pair_batch() -> Batch:
 
 def pair_cuts(batch: Batch, n_ranks: int) -> dict[str, tuple[list[Batch], list[MicroBatches]]]:
     """Each rank's rows and micro-batches, by every cut; and with an empty slot."""
-    lengths = batch.lengths.view(-1, 2).sum(1).tolist()
-    plans = {name: make_plan(lengths, n_ranks, Limits(**limits)).of_rows(2) for name, limits in CUTS.items()}
+    lengths, pairs = batch.lengths.view(-1, 2).sum(1).tolist(), torch.arange(len(batch)).view(-1, 2).tolist()
+    plans = {name: make_plan(lengths, n_ranks, Limits(**limits)).of_rows(pairs) for name, limits in CUTS.items()}
     found = {name: (plan.split(batch), list(plan.micro_batches)) for name, plan in plans.items()}
     shares, cuts = found["by tokens"]
     return found | {"with empty slots": (shares, [((), *cut, ()) for cut in cuts])}

@@ -10,6 +10,7 @@ import torch
 from configs.schema.common import TiledMLPConfig
 from tests.tiny import save_tiny_model
 from tests.workers.engine.fsdp.cases import exported, invariance_batch, shards, train
+from tests.workers.engine.test_shared_prompts import ONE_CUT, SEVERAL, both, grouped
 from tests.workers.engine.toy import ToyLoss, cut, distance, gradients, one_rank, toy_batch, toy_engine
 from workers.determinism import repeating_kernels
 from workers.engine import attention
@@ -51,6 +52,17 @@ def test_gradients_and_log_probs_are_those_of_the_cpu(
         ours, theirs = (batch.tokens[name] for batch in found if batch is not None)
         assert (ours - theirs).abs().max() < 5 * bound
     assert bool(calls) == (dtype == "bfloat16"), "one kernel for all rows, where it can"
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 0.05)])
+@pytest.mark.parametrize("architecture", ["qwen2", "window"])
+def test_prompts_that_are_computed_once(models: dict[str, str], window: str, architecture: str, dtype: str, bound: float) -> None:
+    path, batch = (models | {"window": window})[architecture], grouped(torch.float32)
+    exact, gpu = toy_engine(path), toy_engine(path, **(MIXED | {"dtype": dtype}))
+    for plan in (ONE_CUT, SEVERAL):
+        shared, whole = (gradients(gpu, part, plan, ToyLoss()) for part in both(batch))
+        assert distance(shared, whole) < bound
+        assert distance(shared, gradients(exact, both(batch)[1], plan, ToyLoss())) < bound
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 0.3)])

@@ -1,0 +1,92 @@
+"""Workers that answer at once, so that what a step takes is the controller's (dispatch.py)."""
+
+import time
+from collections import Counter
+from operator import methodcaller
+from typing import Any
+
+import torch
+
+from workers.batch import Batch
+from workers.controller.group import WorkerGroup, WorkerInfo
+from workers.controller.local_backend import LocalBackend
+from workers.controller.resource_pool import ResourcePool
+from workers.engine.base import EngineSpec, Loss, LossSpec
+from workers.metric import Metric, Metrics
+from workers.plan import MicroBatches
+from workers.rollout.base import RolloutSpec, Sampling
+
+PHASES = {"actor forward": "old_log_prob", "ref forward": "ref", "critic forward": "values", "rollout generate": "gen",
+          "rollout sync_weights": "sync", "actor train_step": "update_actor", "critic train_step": "update_critic"}  # fmt: skip
+
+
+class Clock:
+    """spent: seconds within workers by phase. marks: at each step's first question to a rollout engine, (wall seconds, CPU
+    seconds outside workers, what was spent so far). longest: answer, in tokens; the mean is half of it."""
+
+    longest = 127
+
+    def __init__(self) -> None:
+        self.spent: Counter[str] = Counter()
+        self.cpu = 0.0
+        self.marks: list[tuple[float, float, Counter[str]]] = []
+
+    def mark(self) -> None:
+        self.marks.append((time.perf_counter(), time.process_time() - self.cpu, self.spent.copy()))
+
+
+CLOCK = Clock()
+
+
+class Dummy:
+    """In the place of workers/host.py's Host."""
+
+    def __init__(self, info: WorkerInfo, *_: Any, **__: Any) -> None:
+        self.info = info
+        self.losses: dict[str, Loss] = {}
+
+    def build_model(self, role: str, spec: EngineSpec, loss: LossSpec | None) -> tuple[int, bool]:
+        if loss is not None:
+            self.losses[role] = loss.resolve()
+        return self.info.rank, True
+
+    def build_rollout(self, role: str, spec: RolloutSpec, source: str) -> tuple[int, bool]:
+        return self.info.rank, True
+
+    def run(self, role: str, method: str, *args: Any) -> Any:
+        if method == "generate" and self.info.rank == 0:
+            CLOCK.mark()
+        started, used = time.perf_counter(), time.process_time()
+        try:
+            return methodcaller(method, role, *args)(self)
+        finally:
+            CLOCK.spent[PHASES[f"{role} {method}"]] += time.perf_counter() - started
+            CLOCK.cpu += time.process_time() - used
+
+    def sync_weights(self, role: str, version: int) -> Metrics:
+        return {}
+
+    def generate(self, role: str, prompts: Batch, sampling: Sampling) -> Batch:
+        lengths = prompts.rows["seed"] % CLOCK.longest + 1
+        ids, finished = torch.randint(2, 12, (int(lengths.sum()),)), torch.zeros(len(lengths), dtype=torch.int64)
+        rows = {"finished": finished, "weight_version": finished}
+        return Batch(lengths, {"input_ids": ids, "rollout_log_probs": torch.full((len(ids),), -2.0)}, rows)
+
+    def forward(self, role: str, batch: Batch, plan: MicroBatches, outputs: list[str], adapter: bool) -> Batch:
+        return Batch(batch.lengths, {name: torch.full((batch.total_tokens,), -2.0) for name in outputs})
+
+    def train_step(self, role: str, batch: Batch, plan: MicroBatches) -> Metrics:
+        loss = self.losses[role]
+        _, metrics = loss({name: torch.full((batch.total_tokens,), -2.0) for name in loss.needs}, batch)
+        told = {name: Metric.sum(1.0) for name in ("loss", "grad_norm", "lr", "flops")}
+        return metrics | told | {"skipped_updates": Metric.max(0.0)}
+
+    def close(self) -> None:
+        """Nothing to leave."""
+
+
+class Dummies(LocalBackend):
+    """The backend that starts them, whatever it is asked to start."""
+
+    def start_group(self, name: str, pool: ResourcePool, worker: str | type, /, *args: Any, **kwargs: Any) -> WorkerGroup:
+        return super().start_group(name, pool, "scripts.bench.dummies:Dummy", *args, **kwargs)

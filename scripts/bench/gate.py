@@ -1,0 +1,127 @@
+"""Is a revision slower than another? Exit code 1 and a line for each figure that is, beyond noise; 2 if a bench fails.
+
+    python scripts/bench/gate.py main HEAD                                # whole GRPO steps, five rounds
+    python scripts/bench/gate.py v0.1 HEAD --bench step rollout --rounds 8 --tolerance 0.05
+
+Both are checked out side by side, both with HEAD's scripts/bench: one ruler for both. A round runs a bench of the suite once on
+each, in turns one or the other first, so that what drifts falls on both. Of each figure a round gives one ratio, HEAD over BASE.
+
+The rule: a figure is slower if the median of its ratios is above 1 + tolerance, and so many ratios are above 1 that coins would
+show as many heads once in twenty times at most (5 of 5, 7 of 8); and if the same holds again in as many new rounds, which are run
+only then. Without a difference a round's ratio is as likely above 1 as below: with five rounds a figure is blamed falsely at most
+once in 1024 times (1/32 twice), whatever the noise, and less often for the tolerance. A slowdown is seen when the noise of a
+round is smaller than it; more rounds see smaller ones.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import comb
+from pathlib import Path
+from typing import Any
+
+from scripts.bench.suite import PARTS, ROOT, Part, ask
+
+CHANCE = 1 / 20
+FEWEST = 5
+"""Rounds: with fewer not even all of them say enough."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("base")
+    parser.add_argument("head")
+    parser.add_argument("--bench", nargs="+", choices=PARTS, default=["step"], help="(default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=FEWEST, help=f"at least {FEWEST} (default: %(default)s)")
+    parser.add_argument("--tolerance", type=float, default=0.02, help="(default: %(default)s)")
+    args = parser.parse_args()
+    if args.rounds < FEWEST:
+        parser.error(f"--rounds {args.rounds}: fewer than {FEWEST} cannot tell noise from a difference")
+    parts = {name: PARTS[name] for name in args.bench}
+    try:
+        problems = gate(ROOT, args.base, args.head, parts, rounds=args.rounds, tolerance=args.tolerance)
+    except RuntimeError as error:
+        parser.error(str(error))
+    for problem in problems:
+        print(f"slower: {problem}", file=sys.stderr)
+    sys.exit(bool(problems))
+
+
+def gate(repository: Path, base: str, head: str, parts: Mapping[str, Part], *, rounds: int, tolerance: float) -> list[str]:
+    """A line for each figure of the benches that is slower at ``head``. Ratios go to stdout, as JSON."""
+    with checked_out(repository, base, head) as (old, new):
+        found = {name: ratios(part, old, new, rounds) for name, part in parts.items()}
+        for name, part in parts.items():
+            if suspects := [title for title, of in found[name].items() if is_slower(of, tolerance)]:
+                print(f"{name}: {', '.join(suspects)}: once more", file=sys.stderr)
+                again = ratios(part, old, new, rounds)
+                for title in found[name]:
+                    found[name][title] += again[title]
+    print(json.dumps({"base": base, "head": head, "ratios": found, "load": os.getloadavg()}, indent=1))
+    return [
+        f"{name}, {title}: {statistics.median(of):.3f} x of {base} (of {len(of)} rounds {min(of):.3f} to {max(of):.3f})"
+        for name, titles in found.items()
+        for title, of in titles.items()
+        if len(of) > rounds and is_slower(of[:rounds], tolerance) and is_slower(of[rounds:], tolerance)
+    ]
+
+
+def ratios(part: Part, old: Path, new: Path, rounds: int) -> dict[str, list[float]]:
+    """Of each figure, its cost at ``new`` over that at ``old``, round by round."""
+    found: dict[str, list[float]] = {title: [] for title in part.figures}
+    for number in range(rounds):
+        order = (old, new) if number % 2 == 0 else (new, old)
+        said = {tree: ask_at(tree, part) for tree in order}
+        for title, figure in part.figures.items():
+            costs = {tree: figure.cost(float(figure.of(said[tree]))) for tree in order}
+            found[title].append(costs[new] / costs[old])
+            print(f"{part.bench}, {title}, round {number + 1}: {found[title][-1]:.3f}", file=sys.stderr, flush=True)
+    return found
+
+
+def ask_at(tree: Path, part: Part) -> Any:
+    """See suite.ask; its error says at which of the two."""
+    try:
+        return ask(part, part.words, tree)
+    except RuntimeError as error:
+        raise RuntimeError(f"{part.bench} at {tree.name.upper()}: {error}") from None
+
+
+def is_slower(ratios: Sequence[float], tolerance: float) -> bool:
+    """The median is above what is tolerated, and coins would not often show as many heads as there are ratios above 1."""
+    above, n = sum(ratio > 1 for ratio in ratios), len(ratios)
+    by_chance = sum(comb(n, heads) for heads in range(above, n + 1)) / 2**n
+    return statistics.median(ratios) > 1 + tolerance and by_chance <= CHANCE
+
+
+@contextmanager
+def checked_out(repository: Path, base: str, head: str) -> Iterator[tuple[Path, Path]]:
+    """Work trees of both, the first with the other's benches. Raises CalledProcessError for a revision that is not there."""
+    with tempfile.TemporaryDirectory() as folder:
+        trees = Path(folder, "base"), Path(folder, "head")
+        try:
+            for tree, revision in zip(trees, (base, head), strict=True):
+                git(repository, "worktree", "add", "--quiet", "--detach", str(tree), revision)
+            benches = [tree / "scripts" / "bench" for tree in trees]
+            shutil.rmtree(benches[0], ignore_errors=True)
+            shutil.copytree(benches[1], benches[0])
+            yield trees
+        finally:
+            for tree in trees:
+                if tree.exists():
+                    git(repository, "worktree", "remove", "--force", str(tree))
+
+
+def git(repository: Path, *words: str) -> None:
+    subprocess.run(["git", "-C", str(repository), *words], check=True)
+
+
+if __name__ == "__main__":
+    main()

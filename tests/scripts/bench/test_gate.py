@@ -1,0 +1,74 @@
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from scripts.bench.gate import gate, is_slower
+from scripts.bench.suite import Figure, Part
+
+# What it says is not the clock's: the noise of a shared machine is no part of these tests.
+BENCH = """
+import json, os, pathlib
+from work import COST
+calls = pathlib.Path(os.environ["CALLS"])
+n = len(calls.read_text()) if calls.exists() else 0
+calls.write_text("." * (n + 1))
+noise = (1.0, 1.06, 0.97, 1.02, 1.09, 0.95, 1.04)[n % 7]
+print(json.dumps({"seconds": COST * noise, "speed": 1 / (COST * noise)}))
+"""
+PARTS = {
+    "toy": Part("toy", (), (), 30, {
+        "seconds": Figure(lambda said: said["seconds"]),
+        "speed": Figure(lambda said: said["speed"], better="higher"),
+    })
+}  # fmt: skip
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Revisions ``same``, ``equal`` (another commit, as fast), ``slow`` (1.3 x) and ``fast``; the first has no bench yet."""
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    home = tmp_path / "repository"
+    (home / "scripts" / "bench").mkdir(parents=True)
+    git = ["git", "-C", str(home), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    for name, cost in (("same", 1.0), ("equal", 1.0), ("slow", 1.3), ("fast", 0.7)):
+        (home / "work.py").write_text(f"COST = {cost}  # {name}\n")
+        if name != "same":
+            (home / "scripts" / "bench" / "toy.py").write_text(BENCH)
+        subprocess.run([*git, "add", "."], check=True)
+        subprocess.run([*git, "commit", "--quiet", "-m", name], check=True)
+        subprocess.run([*git, "tag", name], check=True)
+    return home
+
+
+@pytest.mark.parametrize(("head", "blamed"), [("slow", ["seconds", "speed"]), ("equal", []), ("fast", [])])
+def test_it_blames_what_is_slower_alone(
+    repository: Path, head: str, blamed: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    problems = gate(repository, "same", head, PARTS, rounds=5, tolerance=0.02)
+    assert [problem.partition(":")[0] for problem in problems] == [f"toy, {title}" for title in blamed]
+    assert all(1.2 < float(problem.split()[2]) < 1.4 for problem in problems)
+    told = json.loads(capsys.readouterr().out)["ratios"]["toy"]
+    assert [len(of) for of in told.values()] == ([10, 10] if blamed else [5, 5]), "a suspect is measured once more"
+    left = subprocess.run(["git", "-C", str(repository), "worktree", "list"], check=True, capture_output=True, text=True).stdout
+    assert len(left.splitlines()) == 1
+
+
+def test_a_bench_that_fails_is_named_with_its_revision(repository: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"^gone at BASE: exit code 1: .*No module named scripts.bench.gone"):
+        gate(repository, "same", "equal", {"gone": Part("gone", (), (), 30, {})}, rounds=5, tolerance=0.02)
+
+
+def test_the_rule() -> None:
+    assert is_slower([1.05, 1.04, 1.03, 1.06, 1.2], 0.02)
+    assert not is_slower([1.05, 1.04, 0.99, 1.06, 1.2], 0.02), "4 of 5 heads are nothing special"
+    assert is_slower([1.05, 1.04, 0.9, 1.06, 1.2, 1.1, 1.1, 1.1], 0.02), "7 of 8 are"
+    assert not is_slower([1.01] * 5, 0.02), "it is tolerated"
+
+
+def test_its_false_alarms_are_as_rare_as_it_says() -> None:
+    """Of all 32 signs that five rounds can show, one looks slower."""
+    outcomes = [[1.1 if bits >> i & 1 else 0.9 for i in range(5)] for bits in range(32)]
+    assert sum(is_slower(outcome, 0.02) for outcome in outcomes) == 1
