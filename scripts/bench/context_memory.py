@@ -8,7 +8,7 @@ beside what a device measures.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from workers.engine.logprob import backward_chunk_size, chunk_size
@@ -183,11 +183,13 @@ def mlp_gradients(shape: Shape, setting: Setting) -> float:
 
 
 def head_chunk(shape: Shape, setting: Setting) -> float:
-    """The head's logits of one chunk of positions (workers/engine/logprob.py), in the compute dtype and in float32, whose
-    gradient takes their place; of a frozen head the forward's are more, with the exponentials that it sums.
-    """
-    if setting.trained:
-        return (FLOAT32 + setting.compute) * backward_chunk_size(shape.vocabulary, shape.hidden) * shape.vocabulary
+    """In the head's backward (workers/engine/logprob.py), logits of one chunk of positions, in the compute dtype and in float32,
+    whose gradient takes their place."""
+    return (FLOAT32 + setting.compute) * backward_chunk_size(shape.vocabulary, shape.hidden) * shape.vocabulary
+
+
+def head_forward_chunk(shape: Shape, setting: Setting) -> float:
+    """In its forward, those, and the exponentials whose sum is the log-probs' denominator."""
     return (2 * FLOAT32 + setting.compute) * chunk_size(shape.vocabulary) * shape.vocabulary
 
 
@@ -241,11 +243,14 @@ def in_layer(shape: Shape, setting: Setting, row: float, layers_left: int) -> Pa
 
 
 def in_head(shape: Shape, setting: Setting, row: float) -> Parts:
-    """In the backward of the language head, whose own gradient is summed in float32, a chunk's part in the compute dtype
-    beside it.
+    """In the language head: in its backward, where its own gradient is summed in float32, a chunk's part in the compute dtype
+    beside it; or in its forward, if that takes more.
     """
     tokens = row / setting.sp
     summed = (FLOAT32 + setting.compute) * shape.vocabulary * shape.hidden if setting.trained else 0.0
+    chunk, forward = head_chunk(shape, setting), head_forward_chunk(shape, setting)
+    if forward > chunk + summed:
+        chunk, summed = forward, 0.0
     return {
         **resident(shape, setting),
         "gradients": summed + (gradients(shape, setting, shape.layers) if setting.several else 0.0),
@@ -253,7 +258,7 @@ def in_head(shape: Shape, setting: Setting, row: float) -> Parts:
         "layer inputs": tokens * layer_inputs(shape, setting, shape.layers),
         "norms, attention": tokens * rotary(shape, setting),
         "MLP": 0.0,
-        "head, columns": head_chunk(shape, setting) + tokens * head_backward(shape, setting) + row * columns(shape, setting),
+        "head, columns": chunk + tokens * head_backward(shape, setting) + row * columns(shape, setting),
     }
 
 
@@ -303,7 +308,7 @@ def scoring(shape: Shape, setting: Setting, row: float) -> Parts:
     """Bytes by part while log-probs are computed without gradient: within a layer's MLP, or within the head."""
     tokens = row / setting.sp
     here = {**resident(shape, setting), "gathered": gathered(shape, setting, 2)}
-    head = head_chunk(shape, replace(setting, trained=False)) + tokens * 3 * setting.compute * shape.hidden
+    head = head_forward_chunk(shape, setting) + tokens * 3 * setting.compute * shape.hidden
     mlp = tokens * (layer_forward(shape, setting) + rotary(shape, setting))
     most = {"MLP": mlp, "head, columns": 0.0} if mlp > head else {"MLP": 0.0, "head, columns": head}
     return {**here, **most, "head, columns": most["head, columns"] + row * columns(shape, setting)}
