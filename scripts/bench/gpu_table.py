@@ -65,15 +65,11 @@ def engines(found: dict[str, Any]) -> Rows:
             yield case, ", ".join(f"{name} {value}" for name, value in measured.items())
 
 
-def model(found: dict[str, Any]) -> Rows:
-    yield "is in", found["model"]
-
-
 def compare(found: dict[str, Any]) -> Rows:
     yield "report", json.dumps(found)
 
 
-KINDS = {"train": train, "memory": memory, "sync": sync, "step": step, "engines": engines, "model": model, "compare": compare}
+KINDS = {"train": train, "memory": memory, "sync": sync, "step": step, "engines": engines, "compare": compare}
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def test_every_part_runs_without_a_gpu(tmp_path: Path) -> None:
     done = suite(tmp_path)
     assert done.returncode == 0, done.stderr
     found = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
-    assert set(found) == {"train-tiny", "memory-tiny", "sync-tiny", "model-tiny", "step-tiny"}
+    assert set(found) == {"train-tiny", "memory-tiny", "sync-tiny", "step-tiny"}
     assert found["train-tiny"]["cases"]["tiny bfloat16"]["padding_waste"] == 0
     assert "aten::mm" in (tmp_path / "train-tiny.log").read_text(), "no profile"
     assert found["memory-tiny"]["phases"]["update"]["peak"] > found["memory-tiny"]["phases"]["update"]["after"]
@@ -48,13 +48,14 @@ def test_a_part_that_fails_is_told_and_the_next_one_runs(tmp_path: Path) -> None
 
 
 def test_a_report_among_what_else_is_printed_or_in_a_file_of_its_own(tmp_path: Path) -> None:
-    (tmp_path / "model-tiny.out").write_text('loading {\n{\n "model": "DIR"\n}\nbye\n')
+    (tmp_path / "engines-tiny.out").write_text('loading {\n{\n "fsdp": {"gpus": 1}\n}\nbye\n')
+    (tmp_path / "model-tiny.out").write_text("made")
     (tmp_path / "compare.out").write_text("a table\n")
     (tmp_path / "compare.json").write_text('{"ratio": 0.5}')
     command = [sys.executable, "-m", "scripts.bench.gpu_table", str(tmp_path)]
     said = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    assert said.splitlines()[2:] == ['| compare | report | {"ratio": 0.5} |', "| model-tiny | is in | DIR |"]
-    assert json.loads((tmp_path / "model-tiny.json").read_text()) == {"model": "DIR"}
+    assert said.splitlines()[2:] == ['| compare | report | {"ratio": 0.5} |', "| engines-tiny | fsdp | gpus 1 |"]
+    assert json.loads((tmp_path / "engines-tiny.json").read_text()) == {"fsdp": {"gpus": 1}}
 
 
 def test_a_part_that_there_is_not(tmp_path: Path) -> None:
