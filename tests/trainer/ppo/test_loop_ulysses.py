@@ -15,8 +15,8 @@ ULYSSES = (
 
 def test_two_ranks_on_the_same_rows_find_what_one_finds(tmp_path: Path) -> None:
     """Actor, critic and reference. What they compute together counts once: tokens and FLOPs are those of one."""
-    task = make_task(tmp_path)
-    one, two = (run_ppo(task, tmp_path / name, *PPO, *cut) for name, cut in {"one": (), "two": ULYSSES}.items())
+    task, alone = make_task(tmp_path), "actor_rollout_ref.rollout.n=1"  # one rank would share a group's prompt, and do less
+    one, two = (run_ppo(task, tmp_path / name, *PPO, alone, *cut) for name, cut in {"one": (), "two": ULYSSES}.items())
     assert all(one[1][name] for name in ("actor/grad_norm", "critic/grad_norm", "actor/reward_kl_penalty"))
     for mine, theirs in zip(repeatable(two), repeatable(one), strict=True):
         left_out = {"rollout/verified_bytes": theirs["rollout/verified_bytes"]}  # it depends on what is gathered for a sync

@@ -1,6 +1,5 @@
 """A reward model behind a server gives what transformers gives, a conversation at a time."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,8 +67,8 @@ def test_scores_are_transformers_own(path: str) -> None:
 def test_tokens_of_its_own_tokenizer_are_read_as_they_are(path: str) -> None:
     """A sampled answer may be spelt in tokens that the tokenizer would not choose."""
     words, row = words_of(tokenizer_of(path)), [40, 41, 42]
-    own, foreign = [replace(ANSWERS[0], ids=row, words=words) for words in (words, "of another")]
-    broken = [replace(own, ids=ids) for ids in ([40, -1], [[40]], ["x"], [40, 9999])]
+    own, foreign = [ANSWERS[0]._replace(ids=row, words=words) for words in (words, "of another")]
+    broken = [own._replace(ids=ids) for ids in ([40, -1], [[40]], ["x"], [40, 9999])]
     with serving(f"model.path={path}") as url:
         found = scores(url, [own, foreign, *broken])
     assert found[:2] == pytest.approx([float(plain_scores(path, [torch.tensor(row)])), float(by_hand(path)[0])], abs=1e-5)
