@@ -73,17 +73,22 @@ def row_costs(lengths: Sequence[int], attention_cost: float) -> list[float]:
     return [length + attention_cost * length * length for length in lengths]
 
 
-def make_plan(lengths: Sequence[int], n_ranks: int, limits: Limits, *, attention_cost: float = 0.0) -> Plan:
-    """Even work on every rank, and the same number of micro-batches.
-
-    lengths: tokens of each of the B rows. Raises ValueError if a row alone is over ``max_tokens``.
-    """
+def check_rows_fit(lengths: Sequence[int], limits: Limits) -> None:
+    """Raises ValueError if a row alone is over ``max_tokens``."""
     if limits.max_tokens is not None and lengths and max(lengths) > limits.max_tokens:
         row = max(range(len(lengths)), key=lengths.__getitem__)
         raise ValueError(
             f"row {row} has {lengths[row]} tokens, the micro-batch budget is {limits.max_tokens}: "
             f"raise *_max_token_len_per_gpu to at least {lengths[row]}"
         )
+
+
+def make_plan(lengths: Sequence[int], n_ranks: int, limits: Limits, *, attention_cost: float = 0.0) -> Plan:
+    """Even work on every rank, and the same number of micro-batches.
+
+    lengths: tokens of each of the B rows. Raises ValueError if a row alone is over ``max_tokens``.
+    """
+    check_rows_fit(lengths, limits)
     return _plan(lengths, row_costs(lengths, attention_cost), n_ranks, limits)
 
 
@@ -126,8 +131,9 @@ class SharedRows:
     def plan(self, n_ranks: int, limits: Limits, *, attention_cost: float = 0.0) -> Plan:
         """make_plan for such rows. Groups that stay together cost less, and parts of groups are easier to even out over ranks:
         groups are whole, in halves, in quarters ..., or single rows, whichever leaves the rank with most to do the least; of the
-        first that is EVEN enough, no more are tried.
+        first that is EVEN enough, no more are tried. Raises ValueError if a row alone is over ``max_tokens``.
         """
+        check_rows_fit(self.lengths, limits)
         least = self.cost(range(len(self.lengths)), attention_cost) / n_ranks
         best, best_cost = Plan((), ()), math.inf
         for plan in self._plans(n_ranks, limits, attention_cost):
@@ -152,7 +158,7 @@ class SharedRows:
         return [(len(part), self.computed(part)) for cut in plan.rows_by_rank() for part in cut]
 
     def _units(self, parts: int, max_tokens: int) -> list[list[int]]:
-        """Each group in so many parts, or as many more as it takes to have none over ``max_tokens``."""
+        """Each group in so many parts, or as many more as it takes to have none over ``max_tokens``, which no row is."""
         groups: dict[int, list[int]] = {}
         for row in _largest_first(range(len(self.lengths)), self.lengths):
             groups.setdefault(self.groups[row], []).append(row)

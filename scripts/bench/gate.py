@@ -49,6 +49,8 @@ def main() -> None:
         problems = gate(ROOT, args.base, args.head, parts, rounds=args.rounds, tolerance=args.tolerance)
     except RuntimeError as error:
         parser.error(str(error))
+    except subprocess.CalledProcessError as error:  # git has said why
+        parser.error(f"{' '.join(error.cmd)}: ended with {error.returncode}")
     for problem in problems:
         print(f"slower: {problem}", file=sys.stderr)
     sys.exit(bool(problems))

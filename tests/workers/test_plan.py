@@ -171,6 +171,12 @@ def test_sharing_never_costs_the_dearest_rank_more(groups: list[tuple[int, list[
     assert ours <= EVEN * plain
 
 
+def test_a_shared_row_over_the_budget_is_refused_too() -> None:
+    rows = shared_rows([(100, [10, 201])])
+    with pytest.raises(ValueError, match=r"row 1 has 301 tokens, the micro-batch budget is 300"):
+        rows.plan(1, Limits(max_tokens=300))
+
+
 def test_groups_stay_whole_on_one_rank_and_are_halved_where_that_is_even() -> None:
     rows = shared_rows([(100, [10] * 4)] * 2)
     together = rows.plan(1, Limits(max_tokens=140))

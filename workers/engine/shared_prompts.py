@@ -1,7 +1,8 @@
 """Answers to one prompt go through the model together, and their prompt once.
 
 In a causal model nothing of a prompt depends on what follows it. So a group's prompt is computed once, and each of its answers
-looks at the one copy of its keys: the same numbers as whole rows, to rounding, and fewer tokens through every layer.
+looks at the one copy of its keys: the same numbers as whole rows, to rounding, and fewer tokens through every layer
+(Liu et al. 2025, "Prefix Grouper", arXiv 2506.05433; here several groups and whole rows are packed into one sequence).
 """
 
 from __future__ import annotations

@@ -14,11 +14,12 @@ def give_back_free_memory() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Keep up to KEPT_BYTES of it for the next step, instead of asking the system for pages anew, which come empty: in a small
-    model's step that was a tenth of the processor's time. give_back_free_memory gives it back all the same. Whoever has set one
-    of the library's own variables (MALLOC_..._THRESHOLD_) is left with that.
+    """Keep up to KEPT_BYTES of it for the next step, instead of asking the system for pages anew, which come empty: with a sleep
+    that gave it back each time, a quarter of a small model's step went into that. give_back_free_memory gives it back all the
+    same. Whoever has set one of the library's own variables (MALLOC_..._THRESHOLD_) is left with that.
     """
     if any(name.startswith("MALLOC_") and name.endswith("_THRESHOLD_") for name in os.environ):
         return
     libc = ctypes.CDLL(None)
-    assert libc.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES) and libc.mallopt(M_MMAP_THRESHOLD, LARGEST_IN_HEAP), "mallopt: refused"
+    taken = libc.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES), libc.mallopt(M_MMAP_THRESHOLD, LARGEST_IN_HEAP)
+    assert all(taken), "mallopt: refused"

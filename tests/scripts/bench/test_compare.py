@@ -1,7 +1,7 @@
 """Reports that are written here: no rival is installed, nothing is measured."""
 
 import json
-import subprocess
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -122,9 +122,9 @@ def test_a_refusal_is_one_line_and_no_ratio(
 
 
 def test_an_environment_that_is_there_is_used_again(tmp_path: Path) -> None:
-    """Its mark has a hash of install.sh: nothing is fetched."""
-    found = subprocess.run(["sha256sum", compare.RIVALS / "install.sh"], check=True, capture_output=True, text=True)
-    (tmp_path / f"installed-trl-{found.stdout[:16]}").touch()
+    """Its mark has a hash of install.sh and of verl's list: nothing is fetched."""
+    recipe = b"".join((compare.RIVALS / name).read_bytes() for name in ("install.sh", "verl_requirements.txt"))
+    (tmp_path / f"installed-trl-{sha256(recipe).hexdigest()[:16]}").touch()
     assert compare.installed("trl", tmp_path) == tmp_path / "bin/python"
 
 

@@ -90,6 +90,8 @@ def test_a_run_ends_when_its_last_process_has(tmp_path: Path) -> None:
     assert (tmp_path / "late").exists()
 
 
-def test_install_says_how_it_is_called() -> None:
-    told = subprocess.run([INSTALL, "verl"], capture_output=True, text=True)
+@pytest.mark.parametrize("words", [("verl",), ("tlr", "env"), ()])
+def test_install_says_how_it_is_called_and_makes_nothing(words: tuple[str, ...], tmp_path: Path) -> None:
+    told = subprocess.run([INSTALL, *words], capture_output=True, text=True, cwd=tmp_path)
+    assert not any(tmp_path.iterdir())
     assert told.returncode == 2 and "usage: scripts/bench/rivals/install.sh trl|verl DIR" in told.stderr
