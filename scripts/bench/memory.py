@@ -5,8 +5,8 @@
     python scripts/bench/memory.py --quick                               # the same, seconds
 
 On the CPU memory is bytes of tensors alive, counted operation by operation, and the engine is the embedded one, in float32. On
-CUDA it is what torch's allocator counts, and beside it what the driver counts of the whole device, where the engine's own pools
-show. must: parameters, gradients and moments, each layer's input, and a chunk of the head: three times C x V numbers in float32,
+CUDA it is what torch's allocator counts, addresses that a sleeping vLLM only keeps among it, which the update's figure leaves
+out; and beside it what the driver counts of the whole device, where the engine's own pools show. must: parameters, gradients and moments, each layer's input, and a chunk of the head: three times C x V numbers in float32,
 and its weight's gradient. Further arguments are overrides of the configuration. A table goes to stderr, JSON to stdout.
 """
 
@@ -85,21 +85,24 @@ def phases(args: argparse.Namespace) -> dict[str, Any]:
             "update": lambda: bench.host.run("actor", "train_step", rows, plan),
             "rest": lambda: bench.host.residency.enter("rest"),
         }
-        alive = Alive([*bench.weights().values(), *bench.actor.engine._optimizer.moments().values()]) if cpu else None
+        kept = [*bench.weights().values(), *bench.actor.engine._optimizer.moments().values()]
+        alive = Alive(kept) if cpu else None
         for _ in range(args.rounds):
             for name, step in steps.items():
                 with measured(alive) as memory:
                     step()
                 found[name] = memory
+        asleep = 0 if cpu else found["rest"]["after"] - sum(tensor.nbytes for tensor in kept)
     shape = Shape.of(SHAPES[args.shape])
     setting = Setting(kept=DTYPES[args.trainer_dtype or args.dtype].itemsize, compute=DTYPES[args.dtype].itemsize)
     must = needed(shape, setting, args.tokens)
+    highest = found["update"]["peak"] - asleep
     result = {
         "phases": found,
         "update": {
             "must": must,
-            "peak": found["update"]["peak"],
-            "of_must": found["update"]["peak"] / sum(must.values()),
+            "peak": highest,
+            "of_must": highest / sum(must.values()),
             "tokens_by_vocabulary": FLOAT32 * args.tokens * shape.vocabulary,
             "chunk": FLOAT32 * chunk_size(shape.vocabulary) * shape.vocabulary,
         },
