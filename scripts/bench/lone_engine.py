@@ -11,6 +11,7 @@ from configs.schema.common import Dtype, FSDPConfig, ModelConfig, TiledMLPConfig
 from scripts.bench.shapes import ADAMW, qwen2
 from workers.engine.base import EngineSpec
 from workers.engine.fsdp import engine as fsdp
+from workers.rollout.memory import keep_freed_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,8 @@ class LoneEngine:
             optimizer_offload=self.optimizer_offload, fsdp_size=-1, ulysses_sequence_parallel_size=1,
         )  # fmt: skip
         cuda = self.device == "cuda"
+        if not cuda:
+            keep_freed_memory()  # as workers do
         meeting = f"file://{folder}/rendezvous"
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", init_method=meeting, rank=0, world_size=1)
         spec = EngineSpec(model, "lm", sharding, ADAMW if self.trained else None, "cuda" if cuda else "cpu", 0)

@@ -6,8 +6,9 @@
 
 On the CPU memory is bytes of tensors alive, counted operation by operation, and the engine is the embedded one, in float32. On
 CUDA it is what torch's allocator counts, addresses that a sleeping vLLM only keeps among it, which the update's figure leaves
-out; and beside it what the driver counts of the whole device, where the engine's own pools show. must: parameters, gradients and moments, each layer's input, and a chunk of the head: three times C x V numbers in float32,
-and its weight's gradient. Further arguments are overrides of the configuration. A table goes to stderr, JSON to stdout.
+out; and beside it what the driver counts of the whole device, where the engine's own pools show. must: parameters, gradients
+and moments, each layer's input, and a chunk of the head: three times C x V numbers in float32, and its weight's gradient.
+Further arguments are overrides of the configuration. A table goes to stderr, JSON to stdout.
 """
 
 import argparse

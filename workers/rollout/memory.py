@@ -3,9 +3,8 @@
 import ctypes
 import os
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 KEPT_BYTES = 1 << 30
-LARGEST_IN_HEAP = 32 << 20  # more it does not take
 
 
 def give_back_free_memory() -> None:
@@ -14,12 +13,13 @@ def give_back_free_memory() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Keep up to KEPT_BYTES of it for the next step, instead of asking the system for pages anew, which come empty: with a sleep
-    that gave it back each time, a quarter of a small model's step went into that. give_back_free_memory gives it back all the
-    same. Whoever has set one of the library's own variables (MALLOC_..._THRESHOLD_) is left with that.
+    """Keep up to KEPT_BYTES of it, above what is in use, instead of asking the system for pages anew, which come empty: with a
+    sleep that gave it back each time, a quarter of a small model's step went into that, and where large tensors were mappings of
+    their own, a tenth of an update at 84M parameters. give_back_free_memory gives it back all the same. Whoever has set one of
+    the library's own variables (MALLOC_..._) is left with that.
     """
-    if any(name.startswith("MALLOC_") and name.endswith("_THRESHOLD_") for name in os.environ):
+    if any(name.startswith("MALLOC_") for name in os.environ):
         return
     libc = ctypes.CDLL(None)
-    taken = libc.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES), libc.mallopt(M_MMAP_THRESHOLD, LARGEST_IN_HEAP)
+    taken = libc.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES), libc.mallopt(M_MMAP_MAX, 0)
     assert all(taken), "mallopt: refused"
