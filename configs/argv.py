@@ -1,7 +1,7 @@
 """Normalises what a user typed, before Hydra sees it, and by the same rules the keys of a user's YAML.
 
-Aliases become our names, `+key=v` of an existing key becomes an override, keys that cannot change a result are left out with a
-note, and a misspelt one fails at once and names the nearest. configs/compat.yaml has the names.
+Aliases become our names, `+key=v` of an existing key becomes an override, keys of other systems are translated, or left out with
+a note where they cannot change a result, and a misspelt one fails at once and names the nearest. configs/compat.yaml has the names.
 """
 
 import re
@@ -14,8 +14,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import OverrideParseException
+from hydra.core.override_parser.types import Sweep
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 
 from configs.keys import CONFIG_DIR, ConfigError, Keys, bare_type, did_you_mean, keys_of
@@ -23,6 +25,7 @@ from configs.secret_names import secrets_in
 
 FLAGS = {"--help", "-h", "--hydra-help", "--resolve", "--run", "-r", "--multirun", "-m"}
 FLAGS_WITH_VALUE = {"--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"}
+CONFIG_PATH, CONFIG_NAME, CONFIG_DIRECTORY = {"--config-path", "-cp"}, {"--config-name", "-cn"}, {"--config-dir", "-cd"}
 TYPED_SECRET = (
     "a secret on the command line is seen by all users of the machine, and kept in the shell's history; put it into an "
     "environment variable, and if the key must be set, give it as '${oc.env:NAME}'"
@@ -42,15 +45,46 @@ class Accepted:
     def takes(self, value: Any) -> bool:
         if self.values is None:
             return True
-        return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in self.values)
+        return _is_one_of(value, self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class Translated:
+    """cases: (values, what is set instead: our keys and their values; $value is the one that was typed). No values: any other.
+
+    why: for the note. otherwise: what to do with a value that is in no case. wins: over what is typed, too.
+    """
+
+    why: str
+    cases: tuple[tuple[tuple[Any, ...] | None, Mapping[str, Any]], ...]
+    otherwise: str = ""
+    wins: bool = False
+
+    def sets(self, value: Any) -> dict[str, Any] | None:
+        for values, sets in self.cases:
+            if _is_one_of(value, values) if values is not None else not isinstance(value, Sweep):
+                return {key: value if ours == "$value" else ours for key, ours in sets.items()}
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Instead:
+    """What becomes of a foreign key. sets: our keys and their values, in its place; wins: over what is typed, too."""
+
+    note: str
+    sets: Mapping[str, Any]
+    wins: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Compat:
     """configs/compat.yaml."""
 
+    configs: Mapping[str, str]
     alias: Mapping[str, str]
     spellings: Mapping[str, Mapping[str, str]]
+    values: Mapping[str, Mapping[str, str]]
+    translated: Mapping[str, Translated]
     accepted: Mapping[str, Accepted]
     refused: Mapping[str, str]
 
@@ -63,28 +97,51 @@ class Compat:
                 return target + key.removeprefix(stem)
         return key
 
-    def leave_out(self, key: str, value: Any, keys: Keys) -> str:
-        """The note for a ``key`` that has no meaning here. Raises ConfigError if it would change a result, or is unknown."""
-        patterns = [pattern for pattern in (*self.accepted, *self.refused) if fnmatchcase(key, pattern)]
+    def instead(self, key: str, value: Any, keys: Keys) -> Instead:
+        """For a ``key`` that is none of ours. Raises ConfigError if it would change a result, or is unknown."""
+        patterns = [name for name in (*self.translated, *self.accepted, *self.refused) if fnmatchcase(key, name)]
         if not patterns:
             raise ConfigError(f"{key}: there is no such key{keys.did_you_mean(key)}")
         pattern = max(patterns, key=lambda pattern: (pattern == key, len(pattern)))
         if pattern in self.refused:
             raise ConfigError(f"{key}: {self.refused[pattern]}")
-        entry = self.accepted[pattern]
-        if not entry.takes(value):
-            raise ConfigError(f"{key}={value}: {entry.otherwise}")
-        return f"{key} is left out: {entry.why}"
+        if pattern in self.accepted:
+            accepted = self.accepted[pattern]
+            if not accepted.takes(value):
+                raise ConfigError(f"{key}={_typed(value)}: {accepted.otherwise}")
+            return Instead(f"{key} is left out: {accepted.why}", {})
+        translated = self.translated[pattern]
+        sets = translated.sets(value)
+        if sets is None:
+            raise ConfigError(f"{key}={_typed(value)}: {translated.otherwise}")
+        sets = {name: ours for name, ours in sets.items() if keys.knows(name)}
+        said = f"sets {', '.join(f'{name}={_typed(ours)}' for name, ours in sets.items())}" if sets else "is left out"
+        return Instead(f"{key}={_typed(value)} {said}: {translated.why}", sets, translated.wins)
+
+    def why_not(self, key: str, value: Any) -> str:
+        """Why there is no such ``value`` of a key of ours, which other systems have; nothing for one that nobody has."""
+        told = [why[value] for pattern, why in self.values.items() if fnmatchcase(key, pattern) and value in why]
+        return f"; {told[0]}" if told else ""
 
 
 @cache
 def compat() -> Compat:
-    tree: Any = OmegaConf.to_container(OmegaConf.load(CONFIG_DIR / "compat.yaml"))
+    tree = yaml.safe_load((CONFIG_DIR / "compat.yaml").read_text(encoding="utf-8"))  # ${...} in it is resolved where it is set
     accepted = {
         key: Accepted(entry) if isinstance(entry, str) else Accepted(entry["why"], tuple(entry["values"]), entry["otherwise"])
         for key, entry in tree["accepted"].items()
     }
-    return Compat(alias=tree["alias"], spellings=tree["spellings"], accepted=accepted, refused=tree["refused"])
+    translated = {
+        key: Translated(
+            entry["why"],
+            tuple((tuple(case["values"]) if "values" in case else None, case.get("sets", {})) for case in entry["cases"]),
+            entry.get("otherwise", ""),
+            entry.get("wins", False),
+        )
+        for key, entry in tree["translated"].items()
+    }
+    rest = {name: tree[name] for name in ("configs", "alias", "spellings", "values", "refused")}
+    return Compat(accepted=accepted, translated=translated, **rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +163,7 @@ def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
     Of several values of a key the last counts. Raises ConfigError with a line for each word that is wrong.
     """
     flags, words = _split(argv)
+    flags = _with_our_configs(flags, root)
     keys, names, groups = keys_of(schema), compat(), Groups.of(root, flags)
     problems: list[str] = []
     chosen: dict[str, re.Match[str]] = {}
@@ -119,9 +177,10 @@ def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
         chosen.pop(name, None)  # the last one counts, and where it stands
         chosen[name] = match
 
-    overrides: list[str] = []
+    overrides: dict[str, str] = {}
     typed: set[str] = set()
     notes: list[str] = []
+    translated: list[Instead] = []
     for name, match in chosen.items():
         if told := list(secrets_in(name, _as_value(match["value"]))):
             problems += [f"{key}: {TYPED_SECRET}" for key in told]
@@ -132,18 +191,23 @@ def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
             tail = f"='{tail[1:]}'"  # two bounds; Hydra would read 0.5_5 as the number 0.55
         if groups.owns(match["key"]):
             is_listed = match["key"] in groups.listed
-            overrides.append(("" if is_listed and mark != "~" else mark) + name + tail)
+            overrides[name] = ("" if is_listed and mark != "~" else mark) + name + tail
         elif keys.knows(name):
-            overrides.append(("~" if mark == "~" else "++" if keys.is_free_form(name) else "") + name + tail)
+            overrides[name] = ("~" if mark == "~" else "++" if keys.is_free_form(name) else "") + name + tail
             typed.add(name)
         else:
             try:
-                notes.append(names.leave_out(name, _parsed(name, match["value"]), keys))
+                translated.append(names.instead(name, _parsed(name, match["value"]), keys))
             except ConfigError as error:
                 problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
-    return CommandLine(tuple(flags), tuple(overrides), frozenset(typed), tuple(notes))
+    for instead in translated:
+        notes.append(instead.note)
+        for name, value in instead.sets.items():
+            if instead.wins or name not in typed:
+                overrides[name] = f"{name}={_typed(value)}"
+    return CommandLine(tuple(flags), tuple(overrides.values()), frozenset(typed), tuple(notes))
 
 
 def normalise_tree(tree: Mapping[str, Any], schema: type, typed: Collection[str] = ()) -> tuple[dict[str, Any], list[str]]:
@@ -167,9 +231,12 @@ def normalise_tree(tree: Mapping[str, Any], schema: type, typed: Collection[str]
             ours |= {} if name in typed else {name: value}
             continue
         try:
-            notes.append(names.leave_out(name, value, keys))
+            instead = names.instead(name, value, keys)
         except ConfigError as error:
             problems.append(str(error))
+            continue
+        notes.append(instead.note)
+        ours |= {name: value for name, value in instead.sets.items() if instead.wins or name not in typed}
     if problems:
         raise ConfigError("\n".join(problems))
     nested: dict[str, Any] = {}
@@ -189,6 +256,13 @@ def groups_of(root: str) -> tuple[str, ...]:
     return tuple(name for entry in tree.defaults if entry != "_self_" for name in entry)
 
 
+@cache
+def configs_of(root: str) -> tuple[str, ...]:
+    """Our whole configurations of the program with this root: the root, and those that start from it."""
+    trees: dict[str, Any] = {file.stem: OmegaConf.load(file) for file in sorted(CONFIG_DIR.glob("*.yaml"))}
+    return (root, *(name for name, tree in trees.items() if root in tree.get("defaults", ())))
+
+
 @dataclass(frozen=True, slots=True)
 class Groups:
     """listed: the groups in the root's defaults list. directories: where options lie, ours first."""
@@ -198,7 +272,7 @@ class Groups:
 
     @classmethod
     def of(cls, root: str, flags: Sequence[str]) -> "Groups":
-        typed = [Path(value) for flag, value in pairwise(flags) if flag in {"--config-dir", "-cd"}]
+        typed = [Path(value) for flag, value in pairwise(flags) if flag in CONFIG_DIRECTORY]
         return cls(frozenset(groups_of(root)), (CONFIG_DIR, *typed))
 
     def owns(self, key: str) -> bool:
@@ -230,6 +304,38 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return flags, words
 
 
+def _with_our_configs(flags: Sequence[str], root: str) -> list[str]:
+    """``flags`` with --config-path, which other systems' scripts give, as --config-dir, and a name of theirs as ours.
+
+    A directory that does not have the configuration (theirs, which is not here) is left out. Raises ConfigError if nobody has it.
+    """
+    rest: list[str] = []
+    path = name = None
+    waiting = list(flags)
+    while waiting:
+        flag = waiting.pop(0)
+        if flag in CONFIG_PATH:
+            path = waiting.pop(0)
+        elif flag in CONFIG_NAME:
+            name = waiting.pop(0).removesuffix(".yaml")
+        else:
+            rest.append(flag)
+    if path is None and name is None:
+        return rest
+    stem, ours = name or root, configs_of(root)
+    is_address = path is not None and "://" in path
+    has_it = path is not None and (is_address or Path(path, f"{stem}.yaml").is_file())
+    if path is not None and not has_it and compat().configs.get(stem, stem) not in ours:
+        raise ConfigError(f"--config-path={path}: there is no {stem}.yaml in it; ours are {', '.join(ours)}, and need no path")
+    if path is not None and has_it:
+        directory = path if is_address else str(Path(path).absolute())
+        rest += ["--config-path" if is_address or stem in ours else "--config-dir", directory]
+    if name is not None:
+        is_theirs = has_it or any(flag in CONFIG_DIRECTORY for flag in rest)
+        rest += ["--config-name", stem if is_theirs else compat().configs.get(stem, stem)]
+    return rest
+
+
 def _as_value(text: str | None) -> Any:
     """A mapping or a list as such, anything else as it was typed."""
     if text is None or not text.startswith(("{", "[")):
@@ -243,8 +349,17 @@ def _parsed(key: str, text: str | None) -> Any:
     """A value as Hydra reads it; a sweep is none of the values that a key may be limited to."""
     try:
         return None if text is None else OverridesParser.create().parse_override(f"{key}={text}").value()
-    except OverrideParseException as error:
+    except HydraException as error:
         raise ConfigError(f"{key}={text}: cannot be read; put the value in quotes") from error
+
+
+def _is_one_of(value: Any, values: Collection[Any]) -> bool:
+    return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in values)
+
+
+def _typed(value: Any) -> str:
+    """As one types it."""
+    return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
 
 
 def _leaves(tree: Mapping[str, Any], keys: Keys, prefix: str = "") -> list[tuple[str, Any]]:

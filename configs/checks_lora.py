@@ -6,6 +6,7 @@ from configs.checks_rollout import ROLLOUT
 from configs.schema.common import ModelConfig, ShardedConfig
 from configs.schema.ppo import RolloutEngineConfig
 
+ALPHA = "set it to lora_rank, or twice that"
 SHAPE = ("lora_alpha", "target_modules")
 REFERENCE = ("actor_rollout_ref.ref.strategy", "actor_rollout_ref.ref.fsdp_config.", "actor_rollout_ref.ref.megatron.")
 
@@ -15,6 +16,8 @@ def lora_problems(models: Mapping[str, tuple[ModelConfig, ShardedConfig]]) -> It
     for key, (model, role) in models.items():
         if model.has_adapter and role.strategy == "megatron":
             yield f"{_given(key, model)}: the Megatron engine has no LoRA; take strategy=fsdp, or leave it out"
+        if model.lora_rank > 0 and model.lora_alpha == 0:
+            yield f"{key}.lora_alpha=0: the adapter's part is multiplied by lora_alpha / lora_rank, so it would be nothing; {ALPHA}"
 
 
 def lora_sync_problems(model: ModelConfig, rollout: RolloutEngineConfig) -> Iterator[str]:

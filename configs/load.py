@@ -79,8 +79,11 @@ def _convert(node: Mapping[str, Any], leaves: Mapping[str, Any], prefix: str) ->
         annotation = bare_type(leaves[key])
         if annotation is str and isinstance(value, int | float) and not isinstance(value, bool):
             value = str(value)
+        if isinstance(value, str) or (value is None and not takes_null(leaves[key])):
+            spellings = compat().spellings
+            value = spellings.get(key, spellings.get(name, {})).get(value, value)
         if isinstance(value, str):
-            value = _home(compat().spellings.get(name, {}).get(value, value))
+            value = _home(value)
             value = [value] if annotation == list[str] else value
         elif isinstance(value, list):
             value = [_home(item) if isinstance(item, str) else item for item in value]
@@ -120,6 +123,6 @@ def _problem(entry: Any, leaves: Mapping[str, Any]) -> str:
     if entry["type"] == "literal_error":
         choices = get_args(bare_type(annotation))
         allowed = f"must be one of {', '.join(choices)}"
-        nearest = did_you_mean(str(entry["input"]), choices)
+        nearest = compat().why_not(key, entry["input"]) or did_you_mean(str(entry["input"]), choices)
     null = " or null" if takes_null(annotation) else ""
     return f"{key}={json.dumps(entry['input'])}: {allowed}{null}{nearest}"

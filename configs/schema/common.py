@@ -34,7 +34,7 @@ class ModelConfig:
     tiled_mlp: TiledMLPConfig
     override_config: dict[str, Any]
     lora_rank: NonNegative
-    lora_alpha: PositiveFloat
+    lora_alpha: NonNegativeFloat
     target_modules: str | list[str]
     lora_adapter_path: str | None
     router_aux_loss_coef: NonNegativeFloat
