@@ -20,7 +20,7 @@ from hydra.core.override_parser.types import Sweep
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 
-from configs.keys import CONFIG_DIR, ConfigError, Keys, bare_type, did_you_mean, keys_of
+from configs.keys import CONFIG_DIR, ConfigError, Keys, bare_type, did_you_mean, followed, keys_of, takes_null
 from configs.secret_names import secrets_in
 
 FLAGS = {"--help", "-h", "--hydra-help", "--resolve", "--run", "-r", "--multirun", "-m"}
@@ -108,15 +108,15 @@ class Compat:
         if pattern in self.accepted:
             accepted = self.accepted[pattern]
             if not accepted.takes(value):
-                raise ConfigError(f"{key}={_typed(value)}: {accepted.otherwise}")
+                raise ConfigError(f"{key}={as_typed(value)}: {accepted.otherwise}")
             return Instead(f"{key} is left out: {accepted.why}", {})
         translated = self.translated[pattern]
         sets = translated.sets(value)
         if sets is None:
-            raise ConfigError(f"{key}={_typed(value)}: {translated.otherwise}")
+            raise ConfigError(f"{key}={as_typed(value)}: {translated.otherwise}")
         sets = {name: ours for name, ours in sets.items() if keys.knows(name)}
-        said = f"sets {', '.join(f'{name}={_typed(ours)}' for name, ours in sets.items())}" if sets else "is left out"
-        return Instead(f"{key}={_typed(value)} {said}: {translated.why}", sets, translated.wins)
+        said = f"sets {', '.join(f'{name}={as_typed(ours)}' for name, ours in sets.items())}" if sets else "is left out"
+        return Instead(f"{key}={as_typed(value)} {said}: {translated.why}", sets, translated.wins)
 
     def why_not(self, key: str, value: Any) -> str:
         """Why there is no such ``value`` of a key of ours, which other systems have; nothing for one that nobody has."""
@@ -192,6 +192,8 @@ def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
         if groups.owns(match["key"]):
             is_listed = match["key"] in groups.listed
             overrides[name] = ("" if is_listed and mark != "~" else mark) + name + tail
+        elif _sets_nothing(name, match["key"] + (match["package"] or ""), match["value"], keys):
+            notes.append(f"{match['key']}=null is left out: it sets nothing")
         elif keys.knows(name):
             overrides[name] = ("~" if mark == "~" else "++" if keys.is_free_form(name) else "") + name + tail
             typed.add(name)
@@ -206,7 +208,7 @@ def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
         notes.append(instead.note)
         for name, value in instead.sets.items():
             if instead.wins or name not in typed:
-                overrides[name] = f"{name}={_typed(value)}"
+                overrides[name] = f"{name}={as_typed(value)}"
     return CommandLine(tuple(flags), tuple(overrides.values()), frozenset(typed), tuple(notes))
 
 
@@ -228,7 +230,7 @@ def normalise_tree(tree: Mapping[str, Any], schema: type, typed: Collection[str]
     problems: list[str] = []
     for name, value in foreign.items():
         if keys.knows(name):
-            ours |= {} if name in typed else {name: value}
+            ours |= {} if name in typed or _sets_nothing(name, "", value, keys) else {name: value}
             continue
         try:
             instead = names.instead(name, value, keys)
@@ -353,12 +355,18 @@ def _parsed(key: str, text: str | None) -> Any:
         raise ConfigError(f"{key}={text}: cannot be read; put the value in quotes") from error
 
 
+def _sets_nothing(name: str, typed: str, value: Any, keys: Keys) -> bool:
+    """Another name of a key of ours, at null, which ours cannot be: elsewhere an older name stands there so."""
+    annotation = keys.annotation(name)
+    return name != typed and value in (None, "null") and annotation is not None and not takes_null(annotation)
+
+
 def _is_one_of(value: Any, values: Collection[Any]) -> bool:
     return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in values)
 
 
-def _typed(value: Any) -> str:
-    """As one types it."""
+def as_typed(value: Any) -> str:
+    """A value as one types it."""
     return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
 
 
@@ -367,7 +375,7 @@ def _leaves(tree: Mapping[str, Any], keys: Keys, prefix: str = "") -> list[tuple
     found: list[tuple[str, Any]] = []
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and key not in keys.leaves:
+        if isinstance(value, Mapping) and (key not in keys.leaves or followed(keys.leaves[key]) is not None):
             found += _leaves(value, keys, f"{key}.")
         else:
             found.append((key, value))

@@ -6,8 +6,9 @@ import re
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 CONFIG_DIR = Path(__file__).resolve().parent
 
@@ -17,17 +18,45 @@ class ConfigError(ValueError):
 
 
 @dataclass(frozen=True)
+class Follows:
+    """In the annotation of a block: its YAML has only what differs from the block at this key, most often nothing."""
+
+    key: str
+
+
+@dataclass(frozen=True)
 class Keys:
-    """leaves: {dotted key: its annotation}. nodes: what lies above them. A free-form leaf holds any keys below it."""
+    """leaves: {dotted key: its annotation}. nodes: what lies above them. A free-form leaf holds any keys below it.
+
+    A block that follows another is one leaf, for one line in the YAML and one line in the documentation is all there is of it.
+    """
 
     leaves: Mapping[str, Any]
     nodes: frozenset[str]
 
     def is_free_form(self, key: str) -> bool:
-        """``key`` is a free-form leaf or lies below one."""
+        """``key`` is a free-form leaf, or lies below one, or in a block that follows another."""
+        above = self._leaf_above(key)
+        if above is None:
+            return False
+        block = followed(self.leaves[above])
+        if block is None:
+            return get_origin(bare_type(self.leaves[above])) is dict
+        return above == key or keys_of(block).knows(key.removeprefix(f"{above}."))
+
+    def _leaf_above(self, key: str) -> str | None:
+        """The leaf that ``key`` is, or lies below."""
         parts = key.split(".")
         above = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
-        return any(get_origin(bare_type(self.leaves[name])) is dict for name in above if name in self.leaves)
+        return next((name for name in above if name in self.leaves), None)
+
+    def annotation(self, key: str) -> Any:
+        """Of a leaf, or of one in a block that follows another; None where there is none."""
+        above = self._leaf_above(key)
+        if above is None or above == key:
+            return self.leaves.get(key)
+        block = followed(self.leaves[above])
+        return None if block is None else keys_of(block).annotation(key.removeprefix(f"{above}."))
 
     def knows(self, key: str) -> bool:
         return key in self.leaves or key in self.nodes or self.is_free_form(key)
@@ -35,12 +64,19 @@ class Keys:
     def did_you_mean(self, key: str, others: Iterable[str] = ()) -> str:
         """What to add to an error about the unknown ``key``: "; did you mean ...?", or nothing when nothing is near."""
         parts = key.split(".")
+        above = self._leaf_above(key)
+        block = None if above is None else followed(self.leaves[above])
+        if block is not None:
+            near = keys_of(block)
+            words = did_you_mean(key.removeprefix(f"{above}."), [*near.leaves, *near.nodes])
+            return words.replace("did you mean ", f"did you mean {above}.")
         same_name = [leaf for leaf in self.leaves if leaf.split(".")[-1] == parts[-1]]
         if same_name:  # the right word in the wrong place
             return f"; did you mean {max(same_name, key=lambda leaf: len(set(parts) & set(leaf.split('.'))))}?"
         return did_you_mean(key, [*self.leaves, *self.nodes, *others])
 
 
+@cache
 def keys_of(schema: type) -> Keys:
     leaves = _leaves(schema, "")
     nodes = {key[:at] for key in leaves for at, letter in enumerate(key) if letter == "."}
@@ -49,13 +85,48 @@ def keys_of(schema: type) -> Keys:
 
 def _leaves(schema: type, prefix: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, annotation in get_type_hints(schema, include_extras=True).items():
+    hints = get_type_hints(schema, include_extras=True)
+    for name, annotation in ((field.name, hints[field.name]) for field in dataclasses.fields(schema) if field.init):
         if dataclasses.is_dataclass(annotation):
             assert isinstance(annotation, type)
             found |= _leaves(annotation, f"{prefix}{name}.")
         else:
             found[prefix + name] = annotation
     return found
+
+
+def followed(annotation: Any) -> type | None:
+    """The dataclass of a block that follows another; None for anything else."""
+    is_block = get_origin(annotation) is Annotated and any(isinstance(note, Follows) for note in annotation.__metadata__)
+    return annotation.__origin__ if is_block else None
+
+
+def filled(tree: Mapping[str, Any], schema: type) -> dict[str, Any]:
+    """``tree`` with its blocks that follow others whole."""
+    whole = dict(tree)
+    for key, annotation in keys_of(schema).leaves.items():
+        if followed(annotation) is None:
+            continue
+        (follows,) = (note for note in annotation.__metadata__ if isinstance(note, Follows))
+        *path, last = key.split(".")
+        node = whole
+        for part in path:
+            node[part] = dict(node.get(part) or {})
+            node = node[part]
+        model: Any = whole
+        for part in follows.key.split("."):
+            model = model[part]
+        node[last] = merged(model, node.get(last) or {})
+    return whole
+
+
+def merged(defaults: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree with some of its values changed, to any depth."""
+    both = {
+        name: merged(defaults[name], value) if isinstance(value, dict) and isinstance(defaults.get(name), dict) else value
+        for name, value in changes.items()
+    }
+    return {**defaults, **both}
 
 
 def takes_null(annotation: Any) -> bool:
@@ -83,8 +154,12 @@ class Described:
 
 
 def described(path: Path) -> dict[str, Described]:
-    """{dotted key: text of its value and of its comment} of a YAML file of ours: two spaces a level, one key a line."""
+    """{dotted key: text of its value and of its comment} of a YAML file of ours: two spaces a level, one key a line.
+
+    What `<<: *name` takes over from the block with &name is described there.
+    """
     found: dict[str, Described] = {}
+    anchors: dict[str, str] = {}
     above: list[str] = []
     for line in path.read_text(encoding="utf-8").splitlines():
         match = re.fullmatch(r"( *)([\w<]+):(?: +(.*?))?(?: +# (.*))?", line)
@@ -92,6 +167,12 @@ def described(path: Path) -> dict[str, Described]:
             continue
         depth = len(match[1]) // 2
         above[depth:] = [match[2]]
-        if match[3] and match[3][0] not in "&#":
-            found[".".join(above)] = Described(match[3], match[4] or "")
+        key, value = ".".join(above), match[3] or ""
+        if value.startswith("&"):
+            anchors[value[1:]] = key
+        elif match[2] == "<<":
+            block, model = key.removesuffix("<<"), anchors[value[1:]] + "."
+            found |= {block + name.removeprefix(model): leaf for name, leaf in found.items() if name.startswith(model)}
+        elif value and not value.startswith("#"):
+            found[key] = Described(value, match[4] or "")
     return found

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
 from configs.argv import compat, normalise_tree
-from configs.keys import ConfigError, bare_type, did_you_mean, keys_of, takes_null
+from configs.keys import ConfigError, Keys, bare_type, did_you_mean, filled, followed, keys_of, takes_null
 from configs.schema.ppo import PPOConfig
 from configs.schema.sft import SFTConfig
 
@@ -55,8 +55,8 @@ def load(tree: Mapping[str, Any], schema: type[Config], typed: Collection[str] =
         plain: Any = OmegaConf.to_container(OmegaConf.create(ours), resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
-    leaves = keys_of(schema).leaves
-    converted = _convert(plain, leaves, "")
+    keys = keys_of(schema)
+    converted = _convert(filled(plain, schema), keys.leaves, "")
     infinite = [key for key, value in _floats(converted, "") if not math.isfinite(value)]
     if infinite:
         raise ConfigError("\n".join(f"{key}: must be a finite number" for key in infinite))
@@ -64,7 +64,7 @@ def load(tree: Mapping[str, Any], schema: type[Config], typed: Collection[str] =
         # JSON is where pydantic is strict about numbers and texts, and yet takes mappings for dataclasses and lists for tuples.
         config = TypeAdapter(schema).validate_json(json.dumps(converted), strict=True)
     except ValidationError as error:
-        raise ConfigError("\n".join(_problems(error, leaves))) from error
+        raise ConfigError("\n".join(_problems(error, keys))) from error
     return Loaded(config, tuple(notes))
 
 
@@ -76,12 +76,16 @@ def _convert(node: Mapping[str, Any], leaves: Mapping[str, Any], prefix: str) ->
         if key not in leaves:
             converted[name] = _convert(value, leaves, f"{key}.") if isinstance(value, Mapping) else value
             continue
+        if (block := followed(leaves[key])) is not None:
+            below = {f"{key}.{leaf}": annotation for leaf, annotation in keys_of(block).leaves.items()}
+            converted[name] = _convert(value, below, f"{key}.")
+            continue
         annotation = bare_type(leaves[key])
         if annotation is str and isinstance(value, int | float) and not isinstance(value, bool):
             value = str(value)
         if isinstance(value, str) or (value is None and not takes_null(leaves[key])):
             spellings = compat().spellings
-            value = spellings.get(key, spellings.get(name, {})).get(value, value)
+            value = spellings.get(key, spellings.get(name, {})).get("null" if value is None else value, value)
         if isinstance(value, str):
             value = _home(value)
             value = [value] if annotation == list[str] else value
@@ -102,23 +106,23 @@ def _floats(node: Any, key: str) -> list[tuple[str, float]]:
     return [found for name, value in items for found in _floats(value, f"{key}.{name}".lstrip("."))]
 
 
-def _problems(error: ValidationError, leaves: Mapping[str, Any]) -> list[str]:
+def _problems(error: ValidationError, keys: Keys) -> list[str]:
     missing = [".".join(map(str, entry["loc"])) for entry in error.errors() if entry["type"] == "missing"]
     if len(missing) > TOO_MANY_MISSING:
         return [
             f"{len(missing)} keys are missing, {missing[0]} the first: a configuration of your own starts from ours, with "
             "`defaults: [ppo_trainer, _self_]` (or sft_trainer) at its top"
         ]
-    return [_problem(entry, leaves) for entry in error.errors()]
+    return [_problem(entry, keys) for entry in error.errors()]
 
 
-def _problem(entry: Any, leaves: Mapping[str, Any]) -> str:
+def _problem(entry: Any, keys: Keys) -> str:
     """One line for one of pydantic's errors."""
     key = ".".join(map(str, entry["loc"]))
     if entry["type"] == "missing":
         return f"{key}: is missing"
     allowed = WORDS.get(entry["type"]) or re.sub(r"^\w+ should", "must", entry["msg"])
-    annotation = leaves.get(key)
+    annotation = keys.annotation(key)
     nearest = ""
     if entry["type"] == "literal_error":
         choices = get_args(bare_type(annotation))

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from configs.keys import ConfigError
+from configs.keys import ConfigError, merged
 from configs.load import load
 from configs.schema.ppo import ModelScoringConfig
 from configs.schema.scoring_model import ScoringModelConfig
@@ -51,15 +51,6 @@ def reward_models(reward: ModelScoringConfig) -> dict[str, ScoringModelConfig]:
 def served_model(model: ServedModelConfig) -> ScoringModelConfig:
     """The model that trainer.main_serve_reward serves, as one of a run."""
     return load(asdict(model) | {"urls": [], "weight": 1.0, "kind": "sequence", "clip": None}, ScoringModelConfig).config
-
-
-def merged(defaults: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree with some of its values changed, to any depth."""
-    both = {
-        name: merged(defaults[name], value) if isinstance(value, dict) and isinstance(defaults.get(name), dict) else value
-        for name, value in changes.items()
-    }
-    return {**defaults, **both}
 
 
 def model_key(name: str, reward: ModelScoringConfig) -> str:

@@ -1,15 +1,18 @@
 """The typed tree of `trainer.main_ppo`. The YAML twin is configs/ppo_trainer.yaml; a test holds the two equal."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
+from configs.keys import Follows
 from configs.schema.alarms import AlarmsConfig
 from configs.schema.common import (
     AggMode,
     Dtype,
     Fraction,
+    FSDPConfig,
+    MegatronConfig,
     ModelConfig,
     NonNegative,
     NonNegativeFloat,
@@ -102,7 +105,15 @@ class ActorConfig(ShardedConfig):
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class RefConfig(ShardedConfig):
+class FollowingConfig(ShardedConfig):
+    """On the actor's GPUs, unless placement has it elsewhere, and by default sharded as the actor is."""
+
+    fsdp_config: Annotated[FSDPConfig, Follows("actor_rollout_ref.actor.fsdp_config")]
+    megatron: Annotated[MegatronConfig, Follows("actor_rollout_ref.actor.megatron")]
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class RefConfig(FollowingConfig):
     log_prob_micro_batch_size: Positive | None
     log_prob_micro_batch_size_per_gpu: Positive | None
     log_prob_use_dynamic_bsz: bool
@@ -174,9 +185,16 @@ class ActorRolloutRefConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class CriticConfig(ShardedConfig):
+class CriticModelConfig(ModelConfig):
+    """It reads the policy's tokens."""
+
+    tokenizer_path: None = field(init=False, default=None)
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class CriticConfig(FollowingConfig):
     enable: bool | None
-    model: ModelConfig
+    model: CriticModelConfig
     ppo_mini_batch_size: Positive
     ppo_micro_batch_size: Positive | None
     ppo_micro_batch_size_per_gpu: Positive | None
@@ -343,9 +361,15 @@ class ModelScoringConfig(RemoteScoringConfig):
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class FollowingModelDefaults(FollowingConfig, ScoringModelDefaults):
+    """Of reward models beside a policy that is trained."""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class RewardConfig(ModelScoringConfig):
     """And how the score becomes the reward that training sees."""
 
+    reward_model: FollowingModelDefaults
     reward_kwargs: RewardKwargsConfig
     missing_eos_penalty: PositiveFloat | None
     shaping: ShapingConfig
