@@ -1,7 +1,7 @@
 """Normalises what a user typed, before Hydra sees it, and by the same rules the keys of a user's YAML.
 
-Aliases become our names, `+key=v` of an existing key becomes an override, keys of other systems are translated, or left out with
-a note where they cannot change a result, and a misspelt one fails at once and names the nearest. configs/compat.yaml has the names.
+Aliases become our names, `+key=v` of an existing key becomes an override, keys of other systems are translated, or left out
+with a note where they cannot change a result, and a misspelt one fails at once and names the nearest: configs/compat.yaml.
 """
 
 import re

@@ -17,7 +17,7 @@ def lora_problems(models: Mapping[str, tuple[ModelConfig, ShardedConfig]]) -> It
         if model.has_adapter and role.strategy == "megatron":
             yield f"{_given(key, model)}: the Megatron engine has no LoRA; take strategy=fsdp, or leave it out"
         if model.lora_rank > 0 and model.lora_alpha == 0:
-            yield f"{key}.lora_alpha=0: the adapter's part is multiplied by lora_alpha / lora_rank, so it would be nothing; {ALPHA}"
+            yield f"{key}.lora_alpha=0: the adapter's part is multiplied by lora_alpha / lora_rank, and would be nothing; {ALPHA}"
 
 
 def lora_sync_problems(model: ModelConfig, rollout: RolloutEngineConfig) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from configs.checks_rollout import Workers, workers_in_words, world_size
-from configs.schema.common import ShardedConfig
+from configs.schema.common import FSDPConfig, ShardedConfig
 
 
 def data_parallel_size(role: ShardedConfig, workers: Workers) -> int:
@@ -28,9 +28,11 @@ def context_parallel_key(role: ShardedConfig) -> str:
 def parallel_problems(roles: Mapping[str, ShardedConfig], workers: Workers) -> Iterator[str]:
     """roles: by their key, those on the FSDP engine among them, that are on these workers."""
     total = world_size(workers)
+    told: list[FSDPConfig] = []
     for key, role in roles.items():
-        if role.strategy != "fsdp":
+        if role.strategy != "fsdp" or role.fsdp_config in told:  # others follow the actor
             continue
+        told.append(role.fsdp_config)
         size, ranks = role.fsdp_config.fsdp_size, role.fsdp_config.ulysses_sequence_parallel_size
         if size == 0:
             yield f"{key}.fsdp_config.fsdp_size=0: must be -1 (all GPUs share one copy), or so many that do, 1 at least"

@@ -76,8 +76,12 @@ class Keys:
         return did_you_mean(key, [*self.leaves, *self.nodes, *others])
 
 
-@cache
 def keys_of(schema: type) -> Keys:
+    return _keys_of(schema)
+
+
+@cache
+def _keys_of(schema: type) -> Keys:
     leaves = _leaves(schema, "")
     nodes = {key[:at] for key in leaves for at, letter in enumerate(key) if letter == "."}
     return Keys(leaves=leaves, nodes=frozenset(nodes))
@@ -109,15 +113,21 @@ def filled(tree: Mapping[str, Any], schema: type) -> dict[str, Any]:
             continue
         (follows,) = (note for note in annotation.__metadata__ if isinstance(note, Follows))
         *path, last = key.split(".")
-        node = whole
-        for part in path:
-            node[part] = dict(node.get(part) or {})
-            node = node[part]
-        model: Any = whole
-        for part in follows.key.split("."):
-            model = model[part]
-        node[last] = merged(model, node.get(last) or {})
+        model, above = _below(whole, follows.key.split(".")), _below(whole, path)
+        if isinstance(model, Mapping) and isinstance(above, Mapping):  # else what is missing is told where the tree is checked
+            node = whole
+            for part in path:
+                node[part] = dict(node[part])
+                node = node[part]
+            node[last] = merged(model, node.get(last) or {})
     return whole
+
+
+def _below(tree: Any, path: Iterable[str]) -> Any:
+    """What is there; None if nothing is."""
+    for part in path:
+        tree = tree.get(part) if isinstance(tree, Mapping) else None
+    return tree
 
 
 def merged(defaults: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

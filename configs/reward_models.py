@@ -1,7 +1,6 @@
 """The reward models of a run: each entry of reward.models over the defaults of reward.reward_model."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 

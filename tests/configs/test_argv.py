@@ -1,5 +1,6 @@
 """What becomes of each word on the command line, and of each key of a user's YAML."""
 
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -31,9 +32,9 @@ def complaint(*argv: str) -> str:
         ("trainer.seed=3", "trainer.seed=3"),
         ("+trainer.val_before_train=False", "trainer.val_before_train=False"),
         ("++trainer.val_before_train=False", "trainer.val_before_train=False"),
-        ("critic.model.fsdp_config.param_offload=True", "critic.fsdp_config.param_offload=True"),
-        ("critic.fsdp.param_offload=True", "critic.fsdp_config.param_offload=True"),
-        ("+critic.model.fsdp_config={param_offload: true}", "critic.fsdp_config={param_offload: true}"),
+        ("critic.model.fsdp_config.param_offload=True", "++critic.fsdp_config.param_offload=True"),
+        ("critic.fsdp.param_offload=True", "++critic.fsdp_config.param_offload=True"),
+        ("+critic.model.fsdp_config={param_offload: true}", "++critic.fsdp_config={param_offload: true}"),
         ("custom_reward_function.path=a.py", "reward.custom_reward_function.path=a.py"),
         ("actor_rollout_ref.model.lora.rank=8", "actor_rollout_ref.model.lora_rank=8"),
         ("+critic.model.lora.adapter_path=a", "critic.model.lora_adapter_path=a"),
@@ -74,25 +75,23 @@ def test_one_word(typed: str, seen: str) -> None:
 
 def test_the_last_value_of_a_key_counts_whatever_it_was_called() -> None:
     command = ppo("critic.fsdp.param_offload=True", "trainer.seed=1", "+critic.fsdp_config.param_offload=False", "trainer.seed=2")
-    assert command.overrides == ("critic.fsdp_config.param_offload=False", "trainer.seed=2")
+    assert command.overrides == ("++critic.fsdp_config.param_offload=False", "trainer.seed=2")
     assert command.typed == {"critic.fsdp_config.param_offload", "trainer.seed"}
     assert ppo("trainer.seed=1", "trainer={seed: 2}", "trainer.seed=3").overrides == ("trainer={seed: 2}", "trainer.seed=3")
 
 
 def test_keys_that_cannot_change_a_result_are_left_out_with_a_note() -> None:
-    command = ppo(
-        "trainer.balance_batch=False", "actor_rollout_ref.model.use_remove_padding=True", "trainer.validation_data_dir=null"
-    )
+    command = ppo("trainer.balance_batch=False", "actor_rollout_ref.model.use_remove_padding=True", "data.custom_cls.path=null")
     assert command.overrides == () and command.typed == frozenset()
     assert [note.split()[0] for note in command.notes] == [
         "trainer.balance_batch",
         "actor_rollout_ref.model.use_remove_padding",
-        "trainer.validation_data_dir",
+        "data.custom_cls.path",
     ]
 
 
 def test_of_a_foreign_key_too_the_last_value_counts() -> None:
-    key = "actor_rollout_ref.rollout.expert_parallel_size"
+    key = "actor_rollout_ref.rollout.pipeline_model_parallel_size"
     assert ppo(f"{key}=8", f"{key}=1").overrides == ()
     assert complaint(f"{key}=1", f"{key}=8").startswith(f"{key}=8: ")
 
@@ -108,26 +107,20 @@ def test_two_bounds_are_not_one_number(typed: str, kept: str) -> None:
 @pytest.mark.parametrize(
     ("typed", "told"),
     [
-        ("trainer.validation_data_dir=x", "shows answers"),
-        ("actor_rollout_ref.actor.megatron.expert_model_parallel_size=2", "leave it out"),
-        ("actor_rollout_ref.actor.megatron.expert_model_parallel_size=1,2", "leave it out"),
+        ("actor_rollout_ref.actor.megatron.expert_model_parallel_size=1,2", "sweep over the keys that it sets"),
+        ("actor_rollout_ref.actor.optim.lr_decay_style=WSD", "constant or falls like a cosine"),
+        ("model_engine=veomni", "two engines train, fsdp and megatron"),
+        ("+actor_rollout_ref.actor.megatron.override_ddp_config.average_in_collective=True", "summed in float32, once"),
         ("actor_rollout_ref.model.lora.dropout=0.1", "no dropout in training"),
         ("critic.model.exclude_modules=[lm_head]", "model.target_modules, none is excluded"),
         ("actor_rollout_ref.model.lora.type=dora", "the one kind of adapter"),
-        ("data.trust_remote_code=True", "set actor_rollout_ref.model.trust_remote_code=true"),
-        ("+actor_rollout_ref.actor.megatron.expert_model_parallel_size=8", "on Megatron there are no mixture-of-experts models"),
-        ("actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=2", "on Megatron there are no mixture-of-experts models"),
-        ("actor_rollout_ref.ref.megatron.dist_checkpointing_path=mcore", "model.path, a Hugging Face directory"),
-        ("actor_rollout_ref.actor.megatron.use_megatron_fsdp=True", "set strategy=fsdp"),
         ("critic.megatron.dynamic_context_parallel=True", "cut over context_parallel_size GPUs"),
         ("actor_rollout_ref.actor.megatron.max_seqlen_per_dp_cp_rank=4096", "ppo_max_token_len_per_gpu"),
-        ("+actor_rollout_ref.actor.megatron.override_ddp_config.overlap_grad_reduce=True", "summed in float32, once"),
         ("actor_rollout_ref.actor.megatron.override_ddp_config={overlap_grad_reduce: true}", "summed in float32, once"),
         ("+actor_rollout_ref.actor.megatron.override_mcore_model_config.hidden_size=3", "override_transformer_config"),
         ("actor_rollout_ref.actor.megatron.qat.enable=True", "no quantisation-aware training"),
         ("actor_rollout_ref.actor.megatron.router_replay.mode=R2", "no routing replay yet"),
-        ("+actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload=True", "optimizer_offload saves memory"),
-        ("actor_rollout_ref.actor.optim.lr_decay_style=cosine", "set lr_scheduler_type beside it"),
+        ("+actor_rollout_ref.actor.optim.override_optimizer_config.eps=1e-6", "optimizer_offload saves memory"),
         ("actor_rollout_ref.actor.optim.lr_warmup_init=1e-7", "rises from 0"),
         ("algorithm.use_pf_ppo=True", "no PF-PPO"),
     ],
@@ -146,7 +139,54 @@ def test_keys_of_verls_megatron_at_their_defaults_are_ours_or_left_out(role: str
     real = {f"{role}.{key}" for key in defaults if key.split(".")[1] in ours}
     left_out = {f"{role}.{key}" for key in defaults} - real
     assert len(real) == 15 and command.typed == real
-    assert {note.split()[0] for note in command.notes} == left_out
+    assert {re.split("[ =]", note)[0] for note in command.notes} == left_out
+    assert not any(" sets " in note for note in command.notes)
+
+
+@pytest.mark.parametrize(
+    ("typed", "seen"),
+    [
+        (["model_engine=megatron"], {"actor_rollout_ref.actor.strategy=megatron"}),
+        (["model_engine=megatron", "actor_rollout_ref.actor.strategy=fsdp"], {"actor_rollout_ref.actor.strategy=fsdp"}),
+        (["model_engine=dp"], set()),
+        (["data.trust_remote_code=True"], {"actor_rollout_ref.model.trust_remote_code=true"}),
+        (
+            ["data.trust_remote_code=True", "actor_rollout_ref.model.trust_remote_code=False"],
+            {"actor_rollout_ref.model.trust_remote_code=False"},
+        ),
+        (["actor_rollout_ref.actor.use_token_level_loss=False"], {"actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"}),
+        (
+            ["+actor_rollout_ref.actor.tis_imp_ratio_cap=2"],
+            {"algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_is_threshold=2"},
+        ),
+        (["actor_rollout_ref.actor.tis_imp_ratio_cap=-1"], set()),
+        (
+            ["trainer.remove_previous_ckpt_in_save=True"],
+            {"trainer.max_actor_ckpt_to_keep=1", "trainer.max_critic_ckpt_to_keep=1"},
+        ),
+        (["critic.optim.warmup_style=null", "critic.optim.lr_scheduler_type=cosine"], {"critic.optim.lr_scheduler_type=cosine"}),
+    ],
+)
+def test_what_other_keys_say_is_set_unless_it_is_typed(typed: list[str], seen: set[str]) -> None:
+    command = ppo(*typed)
+    assert set(command.overrides) == seen
+    if len(typed) == 1:
+        (note,) = command.notes
+        assert (" sets " in note) == bool(seen) and all(word in note for word in seen)
+
+
+@pytest.mark.parametrize(
+    "key", ["actor_rollout_ref.actor.megatron.expert_model_parallel_size=8", "critic.megatron.use_megatron_fsdp=True"]
+)
+def test_models_that_megatron_does_not_train_here_are_trained_by_fsdp_whatever_is_typed(key: str) -> None:
+    typed = ["model_engine=megatron", "actor_rollout_ref.ref.strategy=megatron", key]
+    typed += ["actor_rollout_ref.actor.megatron.context_parallel_size=2", "trainer.n_gpus_per_node=8"]
+    command = ppo(*typed)
+    config = compose("ppo_trainer", PPOConfig, typed)
+    roles = (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic)
+    assert {role.strategy for role in roles} == {"fsdp"}
+    assert {role.fsdp_config.ulysses_sequence_parallel_size for role in roles} == {2}
+    assert any(note.startswith(key.partition("=")[0]) and "FSDP" in note for note in command.notes)
 
 
 @pytest.mark.parametrize(
@@ -179,6 +219,35 @@ def test_all_wrong_words_are_told_at_once() -> None:
         "trainer.sed: there is no such key; did you mean trainer.seed?",
         "zzz.qqq: there is no such key",
     ]
+
+
+@pytest.mark.parametrize(
+    ("typed", "flags"),
+    [
+        (["--config-path=config", "--config-name=ppo_megatron_trainer.yaml"], ("--config-name", "ppo_megatron_trainer")),
+        (["--config-path", "./config", "--config-name", "ppo_megatron_trainer"], ("--config-name", "ppo_megatron_trainer")),
+        (["-cp", "verl/trainer/config"], ()),
+        (["--config-name=dapo_trainer"], ("--config-name", "ppo_trainer")),
+        (["--config-name=dapo_megatron_trainer", "--config-path=config"], ("--config-name", "ppo_megatron_trainer")),
+        (["--config-name=mine", "--config-dir=conf"], ("--config-dir", "conf", "--config-name", "mine")),
+    ],
+)
+def test_configurations_that_scripts_name(typed: list[str], flags: tuple[str, ...]) -> None:
+    assert ppo(*typed).flags == flags
+
+
+def test_a_directory_with_the_named_configuration_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf/mine.yaml").write_text("defaults: [ppo_trainer, _self_]\n")
+    flags = ("--config-dir", str(tmp_path / "conf"), "--config-name", "mine")
+    assert ppo("--config-path=conf", "--config-name=mine").flags == flags
+    told = complaint("--config-path=conf", "--config-name=other")
+    assert (
+        told == "--config-path=conf: there is no other.yaml in it; ours are ppo_trainer, ppo_megatron_trainer, and need no path"
+    )
+    (tmp_path / "conf/ppo_trainer.yaml").write_text("defaults: [_self_]\n")
+    assert ppo("--config-path=conf").flags == ("--config-path", str(tmp_path / "conf"))
 
 
 def test_flags_and_overrides_may_stand_in_any_order() -> None:
@@ -250,6 +319,6 @@ def test_a_misspelt_key_in_a_yaml() -> None:
 
 @pytest.mark.parametrize("key", ["reward.reward_manager.name", "reward_model.reward_manager"])
 def test_reward_managers_that_score_answer_by_answer_are_left_out(key: str) -> None:
-    for name in ("naive", "dapo"):
+    for name in ("naive", "dapo", "prime"):
         assert ppo(f"{key}={name}").overrides == ()
-    assert "each answer is scored by itself" in complaint(f"{key}=prime")
+    assert "each answer is scored by itself" in complaint(f"{key}=batch")

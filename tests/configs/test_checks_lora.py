@@ -102,3 +102,10 @@ def lines(root: str, *overrides: str) -> list[str]:
 )  # fmt: skip
 def test_lines(root: str, overrides: list[str], told: list[str]) -> None:
     assert lines(root, *overrides) == told
+
+
+def test_an_adapter_that_would_be_nothing() -> None:
+    (line,) = ppo_lines("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=0")
+    assert line.startswith("error: actor_rollout_ref.model.lora_alpha=0: ") and line.endswith(
+        "set it to lora_rank, or twice that"
+    )

@@ -108,7 +108,7 @@ def test_what_is_left_out_or_refused_is_no_key_of_ours() -> None:
 
 
 def test_values_are_told_apart_by_kind() -> None:
-    entry = compat().accepted["trainer.validation_data_dir"]
+    entry = compat().accepted["data.custom_cls.path"]
     assert entry.takes(None) and not entry.takes("a/b") and not entry.takes(0)
-    one = compat().accepted["actor_rollout_ref.rollout.data_parallel_size"]
+    one = compat().accepted["actor_rollout_ref.rollout.pipeline_model_parallel_size"]
     assert one.takes(1) and not one.takes(True) and not one.takes(2)

@@ -236,7 +236,7 @@ def test_a_configuration_of_the_users_own(tmp_path: Path) -> None:
             "trainer.sede: there is no such key; did you mean trainer.seed?",
         ),
         ("trainer: {seed: 9}\n", "starts from ours"),
-        ("defaults: [ppo_trainer, _self_]\ntrainer: {validation_data_dir: x}\n", "shows answers"),
+        ("defaults: [ppo_trainer, _self_]\ndata: {custom_cls: {path: x}}\n", "write the data as parquet"),
     ],
 )
 def test_mistakes_in_a_configuration_of_the_users_own(text: str, told: str, tmp_path: Path) -> None:

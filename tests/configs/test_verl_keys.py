@@ -1,4 +1,4 @@
-"""Every key of verl's main_ppo has an answer: it is ours, or is left out or translated with a note, or the line says what to do."""
+"""Every key of verl's main_ppo has an answer: it is ours, or left out or translated with a note, or the line says what to do."""
 
 import ast
 from dataclasses import dataclass
