@@ -89,8 +89,7 @@ def _keys_of(schema: type) -> Keys:
 
 def _leaves(schema: type, prefix: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    hints = get_type_hints(schema, include_extras=True)
-    for name, annotation in ((field.name, hints[field.name]) for field in dataclasses.fields(schema) if field.init):
+    for name, annotation in get_type_hints(schema, include_extras=True).items():
         if dataclasses.is_dataclass(annotation):
             assert isinstance(annotation, type)
             found |= _leaves(annotation, f"{prefix}{name}.")

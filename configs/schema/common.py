@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
+from configs.keys import Follows
+
 Positive = Annotated[int, Gt(0)]
 NonNegative = Annotated[int, Ge(0)]
 NonNegativeFloat = Annotated[float, Ge(0.0)]
@@ -103,6 +105,14 @@ class ShardedConfig:
     @property
     def sharding(self) -> Sharding:
         return self.fsdp_config if self.strategy == "fsdp" else self.megatron
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class FollowingConfig(ShardedConfig):
+    """On the actor's GPUs, unless placement has it elsewhere, and by default sharded as the actor is."""
+
+    fsdp_config: Annotated[FSDPConfig, Follows("actor_rollout_ref.actor.fsdp_config")]
+    megatron: Annotated[MegatronConfig, Follows("actor_rollout_ref.actor.megatron")]
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -1,18 +1,16 @@
 """The typed tree of `trainer.main_ppo`. The YAML twin is configs/ppo_trainer.yaml; a test holds the two equal."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from configs.keys import Follows
 from configs.schema.alarms import AlarmsConfig
 from configs.schema.common import (
     AggMode,
     Dtype,
+    FollowingConfig,
     Fraction,
-    FSDPConfig,
-    MegatronConfig,
     ModelConfig,
     NonNegative,
     NonNegativeFloat,
@@ -105,14 +103,6 @@ class ActorConfig(ShardedConfig):
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class FollowingConfig(ShardedConfig):
-    """On the actor's GPUs, unless placement has it elsewhere, and by default sharded as the actor is."""
-
-    fsdp_config: Annotated[FSDPConfig, Follows("actor_rollout_ref.actor.fsdp_config")]
-    megatron: Annotated[MegatronConfig, Follows("actor_rollout_ref.actor.megatron")]
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
 class RefConfig(FollowingConfig):
     log_prob_micro_batch_size: Positive | None
     log_prob_micro_batch_size_per_gpu: Positive | None
@@ -185,16 +175,9 @@ class ActorRolloutRefConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class CriticModelConfig(ModelConfig):
-    """It reads the policy's tokens."""
-
-    tokenizer_path: None = field(init=False, default=None)
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
 class CriticConfig(FollowingConfig):
     enable: bool | None
-    model: CriticModelConfig
+    model: ModelConfig
     ppo_mini_batch_size: Positive
     ppo_micro_batch_size: Positive | None
     ppo_micro_batch_size_per_gpu: Positive | None
