@@ -322,3 +322,8 @@ def test_reward_managers_that_score_answer_by_answer_are_left_out(key: str) -> N
     for name in ("naive", "dapo", "prime"):
         assert ppo(f"{key}={name}").overrides == ()
     assert "each answer is scored by itself" in complaint(f"{key}=batch")
+
+
+def test_a_foreign_value_that_hydra_cannot_read() -> None:
+    told = "reward_model.reward_loop_source=~/mine.py: cannot be read; put the value in quotes"
+    assert complaint("reward_model.reward_loop_source=~/mine.py") == told

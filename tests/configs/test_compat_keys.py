@@ -84,3 +84,9 @@ def test_with_another_value_each_passes_or_says_what_to_do() -> None:
 def test_a_key_that_nobody_has_is_still_unknown() -> None:
     with pytest.raises(ConfigError, match="there is no such key"):
         normalise(["actor_rollout_ref.actor.surely_not=1"], PPOConfig, "ppo_trainer")
+
+
+def test_null_where_ours_has_a_word_for_it() -> None:
+    config = compose("ppo_trainer", PPOConfig, ["critic.optim.lr_warmup_steps=null", "reward.custom_reward_function.name=null"])
+    assert config.critic.optim.lr_warmup_steps == -1
+    assert config.reward.custom_reward_function.name == "compute_score"
