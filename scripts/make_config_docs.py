@@ -62,7 +62,8 @@ def verl_page(page: str) -> str:
         "left out": [(_code(key), _values(entry), entry.why) for key, entry in names.accepted.items()],
         "refused": [
             *((_code(key), advice) for key, advice in names.refused.items()),
-            *((_code(key), entry.otherwise) for key, entry in (names.accepted | names.translated).items() if entry.otherwise),
+            *((_code(key), entry.otherwise) for key, entry in names.accepted.items() if entry.otherwise),
+            *((_code(key), entry.otherwise) for key, entry in names.translated.items() if entry.otherwise),
             *((_code(f"{key}={value}"), why) for key, values in names.values.items() for value, why in values.items()),
         ],
     }
