@@ -74,6 +74,11 @@ class Cut:
     dynamic: bool
     max_tokens: int
 
+    def tokens(self, longest: int) -> int:
+        """That a micro-batch has at most, of rows of ``longest`` tokens where rows are counted."""
+        tokens, rows = micro_batch_limits(self.per_gpu, self.over_all, self.dynamic, self.max_tokens, self.role, self.workers)
+        return tokens if rows is None or tokens is not None else rows * longest
+
     def problems(self, longest: int, longest_in_words: str) -> Iterator[str]:
         """longest: tokens that a row may have."""
         try:
@@ -89,7 +94,8 @@ class Cut:
             yield f"{key}={self.max_tokens}: a micro-batch of {size} does not hold the longest row, {longest_in_words}"
 
 
-def _cuts(config: PPOConfig, place: Placement, *, has_critic: bool) -> Iterator[Cut]:
+def cuts(config: PPOConfig, place: Placement, *, has_critic: bool) -> Iterator[Cut]:
+    """Of the roles that have keys of their own."""
     models, critic = config.actor_rollout_ref, config.critic
     actor, rollout, ref = models.actor, models.rollout, models.ref
     yield Cut(
@@ -172,7 +178,7 @@ def length_problems(config: PPOConfig, place: Placement, *, has_critic: bool) ->
     longest = prompt + response
     in_words = _longest_in_words(prompt, response)
     yield from model_length_problems(prompt, response, config.actor_rollout_ref.rollout.max_model_len)
-    for cut in _cuts(config, place, has_critic=has_critic):
+    for cut in cuts(config, place, has_critic=has_critic):
         yield from cut.problems(longest, in_words)
 
 

@@ -33,7 +33,16 @@ def model_problems(key: str, model: ScoringModelConfig, workers: Workers, prompt
     longest, in_words = prompt + response, f"data.max_prompt_length + data.max_response_length = {prompt} + {response}"
     if model.max_length is not None:
         longest, in_words = model.max_length, f"{key}.max_length = {model.max_length}"
-    yield from Cut(
+    yield from scoring_cut(key, model, workers).problems(longest, in_words)
+    if model.kind == "token" and model.normalize is not None:
+        yield f"{key}.normalize={model.normalize}: is of whole answers' scores, and {key}.kind=token has those of tokens; null"
+    if model.kind == "token" and model.truncation != "fail":
+        yield f"{key}.truncation={model.truncation}: {key}.kind=token wants a score for every token of the answer; fail"
+
+
+def scoring_cut(key: str, model: ScoringModelConfig, workers: Workers) -> Cut:
+    """How a reward model cuts its micro-batches."""
+    return Cut(
         key,
         model,
         workers,
@@ -42,11 +51,7 @@ def model_problems(key: str, model: ScoringModelConfig, workers: Workers, prompt
         model.forward_micro_batch_size,
         model.use_dynamic_bsz,
         model.forward_max_token_len_per_gpu,
-    ).problems(longest, in_words)
-    if model.kind == "token" and model.normalize is not None:
-        yield f"{key}.normalize={model.normalize}: is of whole answers' scores, and {key}.kind=token has those of tokens; null"
-    if model.kind == "token" and model.truncation != "fail":
-        yield f"{key}.truncation={model.truncation}: {key}.kind=token wants a score for every token of the answer; fail"
+    )
 
 
 def generation_problems(config: GenerationConfig) -> Iterator[str]:

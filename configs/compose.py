@@ -59,7 +59,9 @@ def run_jobs(command: CommandLine, root: str, job: Callable[[Tree], None]) -> No
 
     with ExitStack() as stack:
         settings = list(SETTINGS)
-        if "trainer.dry_run=config" in command.overrides:  # leaves no file, where a sweep leaves its multirun.yaml
+        if {"trainer.dry_run=config", "trainer.dry_run=full"} & {
+            *command.overrides
+        }:  # leaves no file, where a sweep leaves its multirun.yaml
             settings.append(f"hydra.sweep.dir={stack.enter_context(TemporaryDirectory())}")
         stack.enter_context(_one_line_errors())
         if SHOWING & {*command.flags}:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from scripts.bench.context_memory import FLOAT32, Setting, Shape, layer_inputs, moments, parameters
+from workers.engine.memory_model import FLOAT32, Setting, Shape, layer_inputs, moments, parameters
 from scripts.bench.shapes import SHAPES, random_rows
 from scripts.bench.train import ragged
 from scripts.bench.worker import Bench, command_line, make_requests, peak, run, taken

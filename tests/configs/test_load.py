@@ -81,7 +81,7 @@ def test_values_that_work(defaults: dict[str, Any], key: str, value: Any, result
         ("trainer.val_only", "true", 'trainer.val_only="true": must be true or false'),
         ("trainer.val_only", 1, "trainer.val_only=1: must be true or false"),
         ("trainer.device", "cudaa", 'trainer.device="cudaa": must be one of cuda, cpu; did you mean cuda?'),
-        ("trainer.dry_run", True, "trainer.dry_run=true: must be one of config or null"),
+        ("trainer.dry_run", True, "trainer.dry_run=true: must be one of config, full or null"),
         ("trainer.experiment_name", True, "trainer.experiment_name=true: must be a valid string"),
         ("trainer.project_name", ["a"], 'trainer.project_name=["a"]: must be a valid string'),
         ("actor_rollout_ref.actor.optim.lr", "1e-6x", 'actor_rollout_ref.actor.optim.lr="1e-6x": must be a valid number'),

@@ -31,7 +31,7 @@ class Prompt:
 
 
 class PromptDataset:
-    """Prompts of one or several files, of ``data.max_prompt_length`` tokens at most."""
+    """Prompts of one or several files, of ``data.max_prompt_length`` tokens at most. n_rows: of the files, whatever is left out."""
 
     def __init__(
         self,
@@ -54,6 +54,7 @@ class PromptDataset:
         self._source_key, self._prompt_key = config.reward_fn_key, config.prompt_key
         needed = [config.reward_fn_key, "reward_model.ground_truth"] if scored else []
         self._rows = Rows(files, [config.prompt_key, *needed], [config.reward_fn_key, "reward_model", "extra_info"])
+        self.n_rows = len(self._rows)
         sources = self._rows.column(config.reward_fn_key)
         notices = []
         uids = draw(len(self._rows), max_samples, seed, config.shuffle)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from scripts.bench import memory
-from scripts.bench.context_memory import Setting, Shape
+from workers.engine.memory_model import Setting, Shape
 from scripts.bench.memory import Alive, needed
 from scripts.bench.shapes import SHAPES
 

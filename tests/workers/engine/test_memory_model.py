@@ -9,7 +9,7 @@ import torch
 
 from configs.schema.common import TiledMLPConfig
 from scripts.bench.context import CARDS, rounded, tables, usable
-from scripts.bench.context_memory import Setting, Shape, in_layer, layer_inputs, longest, parameters, scoring, training
+from workers.engine.memory_model import Setting, Shape, in_layer, layer_inputs, longest, parameters, scoring, training
 from scripts.bench.memory import Alive
 from scripts.bench.shapes import SHAPES, Likelihood
 from tests.tiny import save_tiny_model

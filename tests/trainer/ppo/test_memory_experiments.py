@@ -13,7 +13,7 @@ from configs.compose import compose
 from configs.reward_models import reward_models
 from configs.schema.common import FSDPConfig, MegatronConfig, ModelConfig, ShardedConfig
 from configs.schema.ppo import PPOConfig
-from scripts.bench.context_memory import Setting, Shape, head_chunk, resident, training
+from workers.engine.memory_model import Setting, Shape, head_chunk, resident, training
 from scripts.bench.shapes import SHAPES
 from tests.experiments import EXPERIMENTS, started_by
 from tests.layout.source import ROOT
