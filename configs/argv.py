@@ -226,7 +226,10 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         elif equals:
             raise ConfigError(f"{word}: an override has no dashes: {word.lstrip('-')}")
         else:
-            raise ConfigError(f"{word}: there is no such flag{did_you_mean(word, FLAGS | FLAGS_WITH_VALUE | INFO_FLAGS)}")
+            near = did_you_mean(word, FLAGS | FLAGS_WITH_VALUE | INFO_FLAGS) or "; there are " + ", ".join(
+                sorted(FLAGS_WITH_VALUE)
+            )
+            raise ConfigError(f"{word}: there is no such flag{near}")
     return flags, words
 
 

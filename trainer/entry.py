@@ -130,9 +130,7 @@ class Program(Generic[Config]):
             trainer = loaded.config.trainer
             full_traceback = trainer.full_traceback
             if trainer.dry_run == "full" and self.plan is None:
-                raise ConfigError(
-                    f"trainer.dry_run=full: {self.name} has no plan to show; trainer.dry_run=config checks its keys"
-                )
+                raise ConfigError(f"trainer.dry_run=full: {self.name} has no plan to show; take trainer.dry_run=config")
             told = [*command.notes, *loaded.notes, *self.check(loaded.config, command.typed)]
             for note in told:
                 print(f"note: {note}", file=sys.stderr)

@@ -14,7 +14,6 @@ from configs.schema.ppo import ModelScoringConfig, PPOConfig, PromptConfig, Remo
 from configs.schema.reward_model import RewardModelConfig
 from configs.schema.sft import SFTConfig
 from trainer.algorithms.known import estimator_needs
-from trainer.data.files import check_file, values_of
 from trainer.rewards.registry import check_data_sources, scores_by_source, with_own_function
 from trainer.user_code import check_source
 from workers.model_path import check_files, check_tokenizer
@@ -85,6 +84,8 @@ def _prompts(
     key: str, files: Sequence[str], data: PromptConfig, reward: RemoteScoringConfig, *, whole: bool
 ) -> Generator[str, None, int | None]:
     """whole: all rows are used, but for those that are too long. Returns how many the files have, None if that is not known."""
+    from trainer.data.files import values_of
+
     truth = [data.reward_fn_key, "reward_model.ground_truth"] if wants_truth(reward) else []
     if not files:
         yield f"{key}=[]: no data file is given; name one, or a list"
@@ -97,6 +98,8 @@ def _prompts(
 
 def _files(key: str, files: Sequence[str], columns: Sequence[str], said_by: str) -> Generator[str, None, int | None]:
     """said_by: the keys that name the columns. Returns the rows of all of them, None if one is wrong or does not say."""
+    from trainer.data.files import check_file  # pyarrow takes its time
+
     total: int | None = 0
     for file in files:
         try:

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
-from workers.engine.memory_model import Setting, Shape, longest, scoring, training
 from scripts.bench.lone_engine import LoneEngine
 from scripts.bench.shapes import SHAPES, Likelihood, random_rows
 from workers.engine.fsdp.engine import FSDPEngine
 from workers.engine.hf_model import DTYPES
+from workers.engine.memory_model import Setting, Shape, longest, scoring, training
 from workers.engine.out_of_memory import OutOfMemory, is_out_of_memory
 
 MODELS = ("0.5b", "1.5b", "7b", "32b", "72b")

@@ -36,7 +36,7 @@ def sft_lines(*overrides: str) -> list[str]:
 
 def test_a_judge_needs_an_address_and_less_time_than_the_reward_has() -> None:
     assert ppo_lines("reward.scorer=judge") == [
-        f"error: reward.scorer=judge: reward.judge.{name} is null; the judge is a server with OpenAI's chat completions"
+        f"error: reward.scorer=judge: reward.judge.{name} is null; name a server with OpenAI's chat completions, and its model"
         for name in ("url", "model")
     ]
     there = ("reward.scorer=judge", "reward.judge.url=http://judge/v1", "reward.judge.model=large")
@@ -64,11 +64,15 @@ def test_defaults_and_the_quick_start_work() -> None:
     [
         (
             ["data.train_batch_size=100", f"{ACTOR}.ppo_mini_batch_size=32"],
-            [f"{ACTOR}.ppo_mini_batch_size=32: data.train_batch_size=100 is not a multiple of it (100 = 3 * 32 + 4)"],
+            [
+                f"{ACTOR}.ppo_mini_batch_size=32: data.train_batch_size=100 is not a multiple of it (100 = 3 * 32 + 4); take 25, say"
+            ],
         ),
         (
             ["critic.ppo_mini_batch_size=300"],
-            ["critic.ppo_mini_batch_size=300: data.train_batch_size=1024 is not a multiple of it (1024 = 3 * 300 + 124)"],
+            [
+                "critic.ppo_mini_batch_size=300: data.train_batch_size=1024 is not a multiple of it (1024 = 3 * 300 + 124); take 256, say"
+            ],
         ),
         (
             ["data.train_batch_size=2", f"{ACTOR}.ppo_mini_batch_size=1", f"{ROLLOUT}.n=3"],
@@ -79,7 +83,7 @@ def test_defaults_and_the_quick_start_work() -> None:
         ),
         (
             ["data.train_max_samples=1000"],
-            ["data.train_max_samples=1000: that is less than one batch, data.train_batch_size=1024"],
+            ["data.train_max_samples=1000: that is less than one batch, data.train_batch_size=1024; -1 is all rows"],
         ),
         ([f"{ROLLOUT}.max_model_len=1000"], [f"{ROLLOUT}.max_model_len=1000: less than {LONGEST}"]),
         (

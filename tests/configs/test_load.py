@@ -85,11 +85,11 @@ def test_values_that_work(defaults: dict[str, Any], key: str, value: Any, result
         ("trainer.experiment_name", True, "trainer.experiment_name=true: must be a valid string"),
         ("trainer.project_name", ["a"], 'trainer.project_name=["a"]: must be a valid string'),
         ("actor_rollout_ref.actor.optim.lr", "1e-6x", 'actor_rollout_ref.actor.optim.lr="1e-6x": must be a valid number'),
-        ("actor_rollout_ref.actor.optim.lr", float("nan"), "actor_rollout_ref.actor.optim.lr: must be a finite number"),
+        ("actor_rollout_ref.actor.optim.lr", float("nan"), "actor_rollout_ref.actor.optim.lr=nan: must be a finite number"),
         (
             "actor_rollout_ref.actor.entropy_coeff",
             float("-inf"),
-            "actor_rollout_ref.actor.entropy_coeff: must be a finite number",
+            "actor_rollout_ref.actor.entropy_coeff=-inf: must be a finite number",
         ),
         (
             "actor_rollout_ref.actor.optim.betas",

@@ -71,7 +71,7 @@ def check_file(name: str, required: Sequence[str], said_by: str = "") -> int | N
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise _unreadable(name, error) from error
     if empty:
-        raise ValueError(f"{name}: has no rows")
+        raise ValueError(f"{name}: has no rows; name another file")
     _check_columns(name, schema, required, said_by)
     return n_rows
 
@@ -96,17 +96,17 @@ def _read(name: str, required: Sequence[str], optional: Sequence[str]) -> pa.Tab
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise _unreadable(name, error) from error
     if not len(table):
-        raise ValueError(f"{name}: has no rows")
+        raise ValueError(f"{name}: has no rows; name another file")
     return table
 
 
 def _existing(name: str) -> Path:
     path = Path(name).expanduser()
     if path.suffix not in (".parquet", *_JSON):
-        raise ValueError(f"{name}: not a .parquet, .jsonl or .json file")
+        raise ValueError(f"{name}: not a .parquet, .jsonl or .json file; write it as one")
     if not path.is_file():
         if not path.parent.is_dir():
-            raise ValueError(f"{name}: no such file; there is no directory {path.parent} either")
+            raise ValueError(f"{name}: no such file; there is no directory {path.parent} either; name another")
         there = sorted(entry.name for entry in path.parent.iterdir() if entry.suffix in (".parquet", *_JSON))
         raise ValueError(f"{name}: no such file; {path.parent} has {', '.join(there) or 'no parquet or JSON-lines file'}")
     return path
@@ -136,7 +136,7 @@ def _objects(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _check_columns(name: str, schema: pa.Schema, required: Sequence[str], said_by: str = "") -> None:
-    advice = f" ({said_by})" if said_by else ""
+    advice = f"; set {said_by}" if said_by else ""
     for wanted in required:
         column, _, field = wanted.partition(".")
         if column not in schema.names:

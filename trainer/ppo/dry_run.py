@@ -107,18 +107,19 @@ def work_lines(parts: Assembly) -> Iterator[str]:
     config, data = parts.config, parts.config.data
     n, batch = config.actor_rollout_ref.rollout.n, data.train_batch_size
     yield "data"
-    yield f"  to train: {len(parts.data)} prompts of {parts.data.n_rows} rows; held out: {len(parts.held_out)} of {parts.held_out.n_rows}"
+    for name, prompts in (("train_files", parts.data), ("val_files", parts.held_out)):
+        yield f"  data.{name}: {len(prompts)} prompts of {prompts.n_rows} rows"
     yield "work"
     an_epoch, trainer = parts.order.steps_per_epoch, config.trainer
     why = "trainer.total_training_steps" if trainer.total_training_steps else f"{trainer.total_epochs} epochs"
     yield f"  {parts.total_steps} steps ({why}); {an_epoch} an epoch"
-    yield f"  a step: {batch} prompts x {n} answers = {batch * n} sequences of {data.max_prompt_length} + {data.max_response_length} tokens at most"
+    longest = data.max_prompt_length + data.max_response_length
+    yield f"  a step: {batch} prompts x {n} answers = {batch * n} sequences of {longest} tokens at most"
     learners = {"actor": (config.actor_rollout_ref.actor.ppo_mini_batch_size, parts.actor_update())}
     if parts.wants_critic:
         learners["critic"] = (config.critic.ppo_mini_batch_size, parts.critic_update())
     for name, (size, spec) in learners.items():
         yield f"  {name}: {spec.updates_a_step(batch)} updates a step, of {size} prompts = {size * n} sequences each"
-    longest = data.max_prompt_length + data.max_response_length
     for cut in cuts(config, parts.place, has_critic=parts.wants_critic):
         yield f"  {cut.key}.{cut.kind}*: micro-batches of {cut.tokens(longest)} tokens at most on a GPU"
 
@@ -143,7 +144,7 @@ def written_lines(config: PPOConfig, run_dir: Path, resume: Checkpoint | None) -
     if resume is not None:
         yield f"  goes on from step {resume.step}: {resume.path}"
     elif trainer.resume_mode == "auto" and trainer.checkpoint.remote_dir is not None:
-        yield f"  goes on from the newest whole checkpoint of {trainer.checkpoint.remote_dir}, if there is one; else it starts anew"
+        yield f"  goes on from the newest whole checkpoint of {trainer.checkpoint.remote_dir}, or starts anew"
     elif trainer.resume_mode == "resume_path":
         yield f"  goes on from {trainer.resume_from_path}, which is fetched first"
     else:
@@ -177,7 +178,8 @@ def memory_lines(config: PPOConfig, place: Placement, models: dict[str, tuple[st
     if room is not None and (fullest.bytes or 0.0) > room:
         yield f"  more than there is: {fullest.phase} in pool {fullest.pool}, and a worker here has {room / GB:.4g} GB"
     if config.trainer.device == "cuda" and torch.cuda.device_count() < config.trainer.n_gpus_per_node:
-        yield f"  this machine has {torch.cuda.device_count()} CUDA devices, and the run wants {config.trainer.n_gpus_per_node} on each node"
+        wanted = f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}"
+        yield f"  {wanted}: this machine has {torch.cuda.device_count()} CUDA devices, so the run must start on another"
 
 
 def room_of(config: PPOConfig, place: Placement) -> float | None:

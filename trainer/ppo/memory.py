@@ -153,7 +153,8 @@ def estimate(config: PPOConfig, place: Placement, shapes: Mapping[str, Shape], g
             if engine.name == "embedded":
                 yield Use(pool.name, "answers", rests + embedded_bytes(config, pool, roles["actor_rollout_ref.actor"].shape))
             else:
-                taken = None if gpu_bytes is None else rests + engine.gpu_memory_utilization * gpu_bytes
+                free = gpu_bytes if engine.name == "vllm" or gpu_bytes is None else gpu_bytes - rests  # SGLang's share is of this
+                taken = None if free is None else rests + engine.gpu_memory_utilization * free
                 yield Use(pool.name, "answers", taken, engine.gpu_memory_utilization)
                 asleep = ASLEEP if config.trainer.device == "cuda" else 0.0
         for key, role in here.items():

@@ -149,10 +149,12 @@ def model_config(model: ModelConfig, head: Head) -> PretrainedConfig:
         raise ValueError(f"model.path={model.path}: {str(error).splitlines()[0]}") from error
     except ValueError as error:
         check_own_code(model.path, error)
-        raise
+        raise ValueError(f"model.path={model.path}: {str(error).splitlines()[0]}; take another model or transformers") from error
     unknown.pop("trust_remote_code", None)
     if unknown:
-        raise ValueError(f"model.override_config: {', '.join(unknown)} not in the config of {model.path} ({config.model_type})")
+        raise ValueError(
+            f"model.override_config: {', '.join(unknown)} not in the config of {model.path} ({config.model_type}); take its names"
+        )
     if head == "reward":
         prepare_scoring(model.path, config)
     if head != "lm":
@@ -172,7 +174,9 @@ def prepare_scoring(path: str, config: PretrainedConfig) -> None:
     """
     made = (config.architectures or [""])[0]
     if made.endswith("Classification") and config.num_labels != 1:
-        raise ValueError(f"model.path={path}: a {made} with {config.num_labels} labels; a reward model has one")
+        raise ValueError(
+            f"model.path={path}: a {made} with {config.num_labels} labels, and a reward model has one; take such a one"
+        )
     text = config.get_text_config()
     if text.pad_token_id in (text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]):
         text.pad_token_id = None

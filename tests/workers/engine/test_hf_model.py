@@ -22,7 +22,7 @@ from transformers import (
 from configs.schema.common import ModelConfig
 from tests import tiny
 from tests.pickles import malicious_pickle
-from tests.tiny import save_tiny_model, tiny_config
+from tests.tiny import save_tiny_model
 from tests.workers.engine.test_logprob import Largest
 from tests.workers.engine.toy import VOCABULARY, plain_model, plain_outputs, toy_batch
 from trainer.data.chat import load_tokenizer
