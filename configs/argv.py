@@ -226,9 +226,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         elif equals:
             raise ConfigError(f"{word}: an override has no dashes: {word.lstrip('-')}")
         else:
-            near = did_you_mean(word, FLAGS | FLAGS_WITH_VALUE | INFO_FLAGS) or "; there are " + ", ".join(
-                sorted(FLAGS_WITH_VALUE)
-            )
+            near = did_you_mean(word, FLAGS | FLAGS_WITH_VALUE | INFO_FLAGS) or "; leave it out, --help names them"
             raise ConfigError(f"{word}: there is no such flag{near}")
     return flags, words
 

@@ -194,4 +194,5 @@ def _longest_in_words(prompt: int, response: int) -> str:
 
 def model_length_problems(prompt: int, response: int, max_model_len: int | None) -> Iterator[str]:
     if max_model_len is not None and max_model_len < prompt + response:
-        yield f"{ROLLOUT}.max_model_len={max_model_len}: less than {_longest_in_words(prompt, response)}; raise it, or leave it at null"
+        less = f"less than {_longest_in_words(prompt, response)}; raise it, or leave it at null"
+        yield f"{ROLLOUT}.max_model_len={max_model_len}: {less}"

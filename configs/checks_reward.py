@@ -16,7 +16,7 @@ def reward_model_problems(reward: ModelScoringConfig, workers: Workers, prompt: 
     """workers: the models' own. prompt, response: tokens that each may have at most. Raises ConfigError for what is no model."""
     models = reward_models(reward)
     if not models and not has_score(reward):
-        yield f"reward.scorer={NO_RULES}: there are no reward models either (reward.models); nothing would score the answers; name one"
+        yield f"reward.scorer={NO_RULES}: no reward models either (reward.models): nothing would score the answers; name one"
     elif not models and reward.weight == 0:
         yield "reward.weight=0: the scores are measured only, and there are no reward models (reward.models) to decide; name one"
     for name, model in models.items():

@@ -67,7 +67,8 @@ def engine_problems(rollout: RolloutEngineConfig, place: Workers, temperatures: 
     workers, size, on_node = world_size(place), rollout.tensor_model_parallel_size, place.n_gpus_per_node
     if workers % size:
         division = f"{workers} = {workers // size} * {size} + {workers % size}"
-        yield f"{ROLLOUT}.tensor_model_parallel_size={size}: does not divide {workers_in_words(place)} ({division}); take one that does"
+        does_not = f"does not divide {workers_in_words(place)} ({division}); take one that does"
+        yield f"{ROLLOUT}.tensor_model_parallel_size={size}: {does_not}"
     elif rollout.name == "sglang" and on_node % size:
         division = f"{on_node} = {on_node // size} * {size} + {on_node % size}"
         yield (

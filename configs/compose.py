@@ -125,7 +125,7 @@ def _one_line_errors() -> Iterator[None]:
             ) from error
         if not group and option:
             raise ConfigError(
-                f"--config-name={option}: there is no such configuration; --config-dir=DIR names where yours is"
+                f"--config-name={option}: there is no such configuration; give --config-dir=DIR, where yours is"
             ) from error
         raise ConfigError(" ".join(str(error).split())) from error
     except yaml.YAMLError as error:

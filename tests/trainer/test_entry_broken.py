@@ -292,7 +292,7 @@ CONTRADICTIONS = [
     ("reward.models={acc:{path:x}}", "reward.models.acc: "),
     ("reward.models={a:{path:x,wieght:1.0}}", "reward.models.a.wieght: "),
     ("reward.reward_model.enable=true", "reward.reward_model.path is null"),
-    ("reward.custom_reward_function.path=null reward.scorer=none", "reward.scorer=none: there are no reward models either"),
+    ("reward.custom_reward_function.path=null reward.scorer=none", "reward.scorer=none: no reward models either"),
     ("reward.weight=0", "reward.weight=0: "),
     ("data.train_max_samples=2", "data.train_max_samples=2: that is less than one batch"),
     ("data.val_max_samples=0", "data.val_max_samples=0: leaves no prompt"),

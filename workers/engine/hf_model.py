@@ -174,9 +174,7 @@ def prepare_scoring(path: str, config: PretrainedConfig) -> None:
     """
     made = (config.architectures or [""])[0]
     if made.endswith("Classification") and config.num_labels != 1:
-        raise ValueError(
-            f"model.path={path}: a {made} with {config.num_labels} labels, and a reward model has one; take such a one"
-        )
+        raise ValueError(f"model.path={path}: a {made} with {config.num_labels} labels; a reward model has one, take such a one")
     text = config.get_text_config()
     if text.pad_token_id in (text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]):
         text.pad_token_id = None

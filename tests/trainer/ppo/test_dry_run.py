@@ -45,7 +45,8 @@ def test_it_says_what_a_run_would_do(
     words = ("trainer.total_training_steps=null", "trainer.total_epochs=5", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
     told = plan(task, tmp_path / "run", capsys, *words, "algorithm=ppo", "reward.num_workers=2")
     with safe_open(task / "base" / "model.safetensors", "pt") as weights:
-        parameters = sum(weights.get_tensor(name).numel() for name in weights.keys())
+        names: list[str] = list(weights.keys())
+        parameters = sum(weights.get_tensor(name).numel() for name in names)
     assert f"actor_rollout_ref.actor: {parameters / 1e6:.3g} million parameters (qwen2, {task}/base)" in told
     assert "data.train_files: 30 prompts of 30 rows" in told and "data.val_files: 8 prompts of 8 rows" in told
     assert "15 steps (5 epochs); 3 an epoch" in told, "30 prompts are 3 batches of 8"

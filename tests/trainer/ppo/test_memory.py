@@ -35,10 +35,8 @@ def test_every_phase_of_every_role_is_there() -> None:
 
 def test_what_rests_is_counted_with_what_works() -> None:
     """Moments of the actor and its weights, 12 bytes a parameter over 8 GPUs, are beside whatever others do."""
-    with_all, offloaded = (
-        gigabytes(),
-        gigabytes(f"{ACTOR}.fsdp_config.param_offload=true", f"{ACTOR}.fsdp_config.optimizer_offload=true"),
-    )
+    words = [f"{ACTOR}.fsdp_config.{part}_offload=true" for part in ("param", "optimizer")]
+    with_all, offloaded = gigabytes(), gigabytes(*words)
     resting = 12 * SHAPE.parameters / 8 / 1e9
     for phase in ("answers", "critic: values", "critic: update"):
         assert with_all[f"workers {phase}"] - offloaded[f"workers {phase}"] == pytest.approx(resting)
