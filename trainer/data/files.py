@@ -76,6 +76,14 @@ def check_file(name: str, required: Sequence[str], said_by: str = "") -> int | N
     return n_rows
 
 
+def first_value(name: str, column: str) -> Any:
+    """Of a file's first row."""
+    path = Path(name).expanduser()
+    if path.suffix == ".parquet":
+        return next(pq.ParquetFile(path).iter_batches(1, columns=[column]))[column][0].as_py()
+    return next(_objects(path))[column]
+
+
 def values_of(name: str, column: str) -> list[Any]:
     """The distinct values of a parquet file's column."""
     return pq.read_table(Path(name).expanduser(), columns=[column])[column].unique().to_pylist()

@@ -22,7 +22,7 @@ from configs.schema.ppo import PPOConfig
 from configs.schema.scoring_model import ScoringModelConfig
 from trainer.checkpoint import Checkpoint, check_config, whole_checkpoint
 from trainer.ppo.assemble import Assembly
-from trainer.ppo.engines import check_engines, wants_critic
+from trainer.ppo.engines import check_engines, reader, wants_critic
 from trainer.ppo.memory import Use, estimate, shape_of
 from trainer.restart import Lifetime
 from trainer.rewards.registry import with_own_function
@@ -48,7 +48,7 @@ def dry_run(config: PPOConfig) -> None:
     place = placement_of(config, has_critic=wants_critic(config))
     life = Lifetime(config.trainer, Path(config.trainer.default_local_dir))
     resume = would_resume(config, life.run_dir)
-    parts = Assembly(config, place, {}, life)
+    parts = Assembly(config, place, {}, life, reader(config))
     check_rewards(config, parts)
     models = measured(config)
     lines = [*model_lines(models), *work_lines(parts), *place_lines(config, place), *written_lines(config, life.run_dir, resume)]

@@ -1,10 +1,16 @@
-"""Whether a run's engines are there, and can hold its models."""
+"""Whether a run's engines are there, and can hold its models: what is known before any process starts."""
+
+from transformers import PreTrainedTokenizerBase
 
 from configs.checks_batches import roles_of
 from configs.schema.ppo import PPOConfig
 from trainer.algorithms.advantages import ADVANTAGES
+from trainer.data.chat import load_tokenizer
+from trainer.data.encoding import encode
+from trainer.data.files import first_value
 from trainer.rewards.start import check_reward_models
 from workers.engine import check_engine
+from workers.engine.hf_model import vocab_size
 
 
 def check_engines(config: PPOConfig) -> None:
@@ -16,6 +22,17 @@ def check_engines(config: PPOConfig) -> None:
         elif key.startswith("actor_rollout_ref."):
             check_engine(key, role, config.actor_rollout_ref.model, "lm", device)
     check_reward_models(config.reward, config.trainer)
+
+
+def reader(config: PPOConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer. The model is known to be one that we have, and the first prompts can be read: the rest of the data is read
+    while processes start. Raises ValueError.
+    """
+    vocab_size(config.actor_rollout_ref.model)
+    tokenizer, data = load_tokenizer(config.actor_rollout_ref.model), config.data
+    first = [first_value(name, data.prompt_key) for name in (data.train_files[0], data.val_files[0])]
+    encode(tokenizer, first, data.apply_chat_template_kwargs)
+    return tokenizer
 
 
 def wants_critic(config: PPOConfig) -> bool:
