@@ -49,7 +49,7 @@ from trainer.rewards.shaping import Shaping
 from trainer.rewards.start import start_reward_models
 from trainer.saving import Saver
 from trainer.skips import Skips
-from trainer.tracking import Tracker, check_loggers
+from trainer.tracking import Tracker
 from trainer.watchdog import Watchdog
 from workers.controller.group import WorkerGroup
 from workers.engine.base import LossSpec
@@ -64,7 +64,6 @@ ACTOR_LOSS, ACTOR_AND_PTX_LOSS = "trainer.algorithms.actor_loss:ActorLoss", "tra
 def run(config: PPOConfig, notices: Sequence[str]) -> None:
     """Train as ``config`` says, and leave a report. notices: what the user was told about the configuration."""
     check_installed(config.actor_rollout_ref.rollout.name)
-    check_loggers(config.trainer.logger)
     life = Lifetime(config.trainer, Path(config.trainer.default_local_dir))
     try:
         keep_going(life, lambda: attempt(config, life))

@@ -29,7 +29,6 @@ from trainer.rewards.registry import with_own_function
 from trainer.rewards.start import engine_model, head_of, own_conversations
 from trainer.rewards.worker import resolve
 from trainer.run_dir import CONFIG, METRICS, write_config
-from trainer.tracking import check_loggers
 from workers.engine.base import Head
 from workers.engine.hf_model import DTYPES, empty_model, model_config
 from workers.engine.memory_model import Shape
@@ -43,7 +42,6 @@ GB = 1e9
 def dry_run(config: PPOConfig) -> None:
     """Check, print the plan, and write the configuration into the run directory. Raises ValueError and FileNotFoundError."""
     check_installed(config.actor_rollout_ref.rollout.name)
-    check_loggers(config.trainer.logger)
     check_engines(config)
     place = placement_of(config, has_critic=wants_critic(config))
     life = Lifetime(config.trainer, Path(config.trainer.default_local_dir))

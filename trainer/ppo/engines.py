@@ -1,4 +1,4 @@
-"""Whether a run's engines are there, and can hold its models: what is known before any process starts."""
+"""Whether a run's loggers and engines are there, and these can hold its models: what is known before any process starts."""
 
 from transformers import PreTrainedTokenizerBase
 
@@ -9,12 +9,14 @@ from trainer.data.chat import load_tokenizer
 from trainer.data.encoding import encode
 from trainer.data.files import first_value
 from trainer.rewards.start import check_reward_models
+from trainer.tracking import check_loggers
 from workers.engine import check_engine
 from workers.engine.hf_model import vocab_size
 
 
 def check_engines(config: PPOConfig) -> None:
     """Before any process starts. See workers.engine.check_engine and trainer.rewards.start.check_reward_models."""
+    check_loggers(config.trainer.logger)
     device = config.trainer.device
     for key, role in roles_of(config, has_critic=wants_critic(config)).items():
         if role is config.critic:
