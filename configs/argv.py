@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import OverrideParseException
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from configs.keys import CONFIG_DIR, ConfigError, Keys, bare_type, did_you_mean, keys_of
@@ -112,7 +112,7 @@ def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
     for word in words:
         match = OVERRIDE.fullmatch(word)
         if match is None or (match["value"] is None and match["mark"] != "~"):
-            problems.append(f"{word}: an override is key=value{keys.did_you_mean(word)}")
+            problems.append(f"{word}: an override is key=value{keys.did_you_mean(word) or '; give it a value'}")
             continue
         key = match["key"] if groups.owns(match["key"]) else names.rename(match["key"], keys)
         name = key + (match["package"] or "")
@@ -224,7 +224,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         elif word in FLAGS:
             flags.append(word)
         elif equals:
-            raise ConfigError(f"{word}: an override has no dashes: {word.lstrip('-')}")
+            raise ConfigError(f"{word}: an override has no dashes; write {word.lstrip('-')}")
         else:
             near = did_you_mean(word, FLAGS | FLAGS_WITH_VALUE | INFO_FLAGS) or "; leave it out, --help names them"
             raise ConfigError(f"{word}: there is no such flag{near}")
@@ -235,7 +235,7 @@ def _as_value(text: str | None) -> Any:
     """A mapping or a list as such, anything else as it was typed."""
     if text is None or not text.startswith(("{", "[")):
         return text
-    with suppress(OverrideParseException):  # told where the value counts
+    with suppress(HydraException):  # told where the value counts
         return OverridesParser.create().parse_override(f"value={text}").value()
     return text
 
@@ -244,7 +244,7 @@ def _parsed(key: str, text: str | None) -> Any:
     """A value as Hydra reads it; a sweep is none of the values that a key may be limited to."""
     try:
         return None if text is None else OverridesParser.create().parse_override(f"{key}={text}").value()
-    except OverrideParseException as error:
+    except HydraException as error:
         raise ConfigError(f"{key}={text}: cannot be read; put the value in quotes") from error
 
 

@@ -85,7 +85,7 @@ class Cut:
             tokens, _ = micro_batch_limits(self.per_gpu, self.over_all, self.dynamic, self.max_tokens, self.role, self.workers)
         except ValueError as error:
             key = f"{self.key}.{self.kind}micro_batch_size"
-            yield f"{key}={self.over_all}: {error}; {self.kind}micro_batch_size_per_gpu counts for one"
+            yield f"{key}={self.over_all}: {error}; take {self.kind}micro_batch_size_per_gpu"
             return
         if tokens is not None and tokens < longest:
             ranks, name = context_parallel_size(self.role), context_parallel_key(self.role)
@@ -174,9 +174,9 @@ def batch_problems(config: PPOConfig, place: Placement, *, has_critic: bool) -> 
         needed = shares_in_words(shares[most_cut], place.pool(name_of(most_cut)))
         yield f"data.train_batch_size={batch}: {product} sequences a step are fewer than {needed}; raise it"
     if 0 <= most < batch:
-        yield f"data.train_max_samples={most}: that is less than one batch, data.train_batch_size={batch}; -1 is all rows"
+        yield f"data.train_max_samples={most}: less than one batch, data.train_batch_size={batch}; raise it, -1 is all rows"
     if config.data.val_max_samples == 0:
-        yield "data.val_max_samples=0: leaves no prompt; -1 is all rows"
+        yield "data.val_max_samples=0: leaves no prompt; raise it, -1 is all rows"
 
 
 def length_problems(config: PPOConfig, place: Placement, *, has_critic: bool) -> Iterator[str]:

@@ -113,7 +113,7 @@ def _problem(entry: Any, leaves: Mapping[str, Any]) -> str:
     """One line for one of pydantic's errors."""
     key = ".".join(map(str, entry["loc"]))
     if entry["type"] == "missing":
-        return f"{key}: is missing"
+        return f"{key}: is missing; give it a value"
     allowed = WORDS.get(entry["type"]) or re.sub(r"^\w+ should", "must", entry["msg"])
     annotation = leaves.get(key)
     nearest = ""

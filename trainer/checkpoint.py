@@ -153,7 +153,7 @@ def _named(place: str, run_dir: Path) -> Checkpoint:
         raise ValueError(f"trainer.resume_from_path={path}: this checkpoint was never finished; take an earlier one")
     if not (path / MANIFEST).exists():
         inside = [checkpoint_dir(path, step).name for step in checkpoint_steps(path)]
-        advice = f"name one of those in it: {', '.join(inside)}" if inside else "a checkpoint is a directory global_step_<N>"
+        advice = f"name one of those in it: {', '.join(inside)}" if inside else "give a checkpoint, a directory global_step_<N>"
         raise ValueError(f"trainer.resume_from_path={path}: no {MANIFEST} in it; {advice}")
     return read_checkpoint(path)
 

@@ -54,7 +54,7 @@ def _model_directory(place: str, key: str) -> Path | None:
             if pickles := sorted(found.name for found in path.glob("*.bin")):
                 raise ValueError(
                     f"{key}={place}: no *.safetensors there, and {pickles[0]} is a pickle, which is not read; "
-                    "transformers' save_pretrained writes safetensors"
+                    "write safetensors with transformers' save_pretrained"
                 )
             raise FileNotFoundError(f"{key}={place}: no {pattern} there ({EXPECTED})")
     return path

@@ -85,7 +85,7 @@ def test_defaults_and_the_quick_start_work() -> None:
         ),
         (
             ["data.train_max_samples=1000"],
-            ["data.train_max_samples=1000: that is less than one batch, data.train_batch_size=1024; -1 is all rows"],
+            ["data.train_max_samples=1000: less than one batch, data.train_batch_size=1024; raise it, -1 is all rows"],
         ),
         (
             [f"{ROLLOUT}.max_model_len=1000"],
@@ -103,7 +103,7 @@ def test_defaults_and_the_quick_start_work() -> None:
             [f"{ACTOR}.ppo_micro_batch_size=12"],
             [
                 f"{ACTOR}.ppo_micro_batch_size=12: so many sequences do not divide by the data-parallel size (12 / 8 = 1.5); "
-                "ppo_micro_batch_size_per_gpu counts for one"
+                "take ppo_micro_batch_size_per_gpu"
             ],
         ),
         (

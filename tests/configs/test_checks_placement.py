@@ -40,7 +40,7 @@ def test_the_roles_own_workers_are_counted() -> None:
         f"error: {ROLLOUT}.tensor_model_parallel_size=2: does not divide {HALF} (3 = 1 * 2 + 1); take one that does"
     )
     assert ppo_lines(*PAIRS, f"{ACTOR}.ppo_micro_batch_size=8")[0].endswith(
-        "so many sequences do not divide by the data-parallel size (8 / 3 = 2.667); ppo_micro_batch_size_per_gpu counts for one"
+        "so many sequences do not divide by the data-parallel size (8 / 3 = 2.667); take ppo_micro_batch_size_per_gpu"
     )
     small = ("data.train_batch_size=2", f"{ACTOR}.ppo_mini_batch_size=2")
     (line,) = ppo_lines(*CUSTOM, *small)

@@ -115,7 +115,7 @@ def test_all_problems_are_told_at_once(defaults: dict[str, Any]) -> None:
 
 def test_a_missing_key_and_a_configuration_that_is_not_built_on_ours(defaults: dict[str, Any]) -> None:
     trainer = {name: value for name, value in defaults["trainer"].items() if name != "seed"}
-    assert complaint(defaults, "trainer", trainer) == "trainer.seed: is missing"
+    assert complaint(defaults, "trainer", trainer) == "trainer.seed: is missing; give it a value"
     with pytest.raises(ConfigError, match="starts from ours, with `defaults: "):
         load_ppo({"trainer": {"seed": 1}})
 

@@ -32,8 +32,11 @@ def reader(config: PPOConfig) -> PreTrainedTokenizerBase:
     """
     vocab_size(config.actor_rollout_ref.model)
     tokenizer, data = load_tokenizer(config.actor_rollout_ref.model), config.data
-    first = [first_value(name, data.prompt_key) for name in (data.train_files[0], data.val_files[0])]
-    encode(tokenizer, first, data.apply_chat_template_kwargs)
+    for key, name in (("data.train_files", data.train_files[0]), ("data.val_files", data.val_files[0])):
+        try:
+            encode(tokenizer, [first_value(name, data.prompt_key)], data.apply_chat_template_kwargs)
+        except ValueError as error:
+            raise ValueError(f"{key}={name}, row 0: {error}") from error
     return tokenizer
 
 
