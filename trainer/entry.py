@@ -58,7 +58,7 @@ Examples
 Groups: leaves that belong together; what is typed by hand wins over them
 {groups}
 
-Keys that are set most (all {count} and their defaults: configs/{root}.yaml)
+Keys that are set most; all {count} are in configs/{root}.yaml
 {keys}
 
 Flags

@@ -186,10 +186,7 @@ CONTRADICTIONS = [
     ("placement=split", "placement.layout=split: "),
     ("placement=colocate_pairs", "placement.layout=colocate_pairs: the run has neither a critic nor a reward model"),
     (
-        (
-            f"{TWO} placement=custom placement.pools={{a:{{nodes:1,gpus:2,fraction:1.0}}}} placement.roles.actor=b",
-            "placement.roles.actor=b: no such pool",
-        ),
+        f"{TWO} placement=custom placement.pools={{a:{{nodes:1,gpus:2,fraction:1.0}}}} placement.roles.actor=b",
         "placement.roles.actor=b: no such pool",
     ),
     (f"{TWO} rollout=vllm {ROLLOUT}.tensor_model_parallel_size=3", f"{ROLLOUT}.tensor_model_parallel_size=3: does not divide"),

@@ -63,8 +63,6 @@ def test_an_engine_takes_its_share_and_leaves_something_when_it_sleeps() -> None
         ("actor_rollout_ref.model.lora_rank=8", "workers actor: update"),
         ("actor_rollout_ref.model.enable_activation_offload=true", "workers actor: update"),
         ("data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=8", "workers actor: update"),
-        ("critic.ppo_max_token_len_per_gpu=2048", "workers critic: update"),
-        (f"{ACTOR}.strategy=megatron {ACTOR}.megatron.tensor_model_parallel_size=4", "workers actor: log-probs"),
     ],
 )
 def test_what_makes_it_less(word: str, phase: str) -> None:
