@@ -77,7 +77,10 @@ class Cut:
     def tokens(self, longest: int) -> int:
         """That a micro-batch has at most, of rows of ``longest`` tokens where rows are counted."""
         tokens, rows = micro_batch_limits(self.per_gpu, self.over_all, self.dynamic, self.max_tokens, self.role, self.workers)
-        return tokens if rows is None or tokens is not None else rows * longest
+        if tokens is not None:
+            return tokens
+        assert rows is not None, "one of them is"
+        return rows * longest
 
     def problems(self, longest: int, longest_in_words: str) -> Iterator[str]:
         """longest: tokens that a row may have."""

@@ -127,12 +127,14 @@ def memory_roles(config: PPOConfig, place: Placement, shapes: Mapping[str, Shape
         pool = place.pool(name_of(key))
         shares = data_parallel_size(role, pool)
         most = -(-data.train_batch_size * n // shares) * longest
-        learns, several = None, False
+        learns: int | None = None
+        several = False
+        model: ModelConfig | None = None
         if key in mini_batches:
             mine = -(-mini_batches[key] * n // shares) * longest
             learns, several = min(held[key, "ppo_"], mine), held[key, "ppo_"] < mine
         if isinstance(role, ScoringModelConfig):
-            forwards, model = scoring_cut(key, role, pool).tokens(longest), None
+            forwards = scoring_cut(key, role, pool).tokens(longest)
         else:
             forwards = held[asked.get(key, (key, "forward_"))]
             model = config.critic.model if role is config.critic else models.model
