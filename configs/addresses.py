@@ -20,9 +20,9 @@ def url_problem(url: str) -> str | None:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
     except ValueError as error:
-        return f"={url}: is no address: {error}"
+        return f"={url}: is no address: {error}; it must be http://HOST:PORT/PATH"
     if USER_IN_ADDRESS.search(url):  # not repeated: it may hold a password
-        return ": has a user or a password in it"
+        return ": has a user or a password in it; leave them out"
     if parts.scheme not in ("http", "https") or not host:
         return f"={url}: must be http://HOST:PORT/PATH or https://..."
     return None

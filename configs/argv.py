@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Sweep
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from configs.keys import CONFIG_DIR, ConfigError, Keys, bare_type, did_you_mean, followed, keys_of, takes_null
@@ -170,7 +170,7 @@ def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
     for word in words:
         match = OVERRIDE.fullmatch(word)
         if match is None or (match["value"] is None and match["mark"] != "~"):
-            problems.append(f"{word}: an override is key=value{keys.did_you_mean(word)}")
+            problems.append(f"{word}: an override is key=value{keys.did_you_mean(word) or '; give it a value'}")
             continue
         key = match["key"] if groups.owns(match["key"]) else names.rename(match["key"], keys)
         name = key + (match["package"] or "")
@@ -300,9 +300,10 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         elif word in FLAGS:
             flags.append(word)
         elif equals:
-            raise ConfigError(f"{word}: an override has no dashes: {word.lstrip('-')}")
+            raise ConfigError(f"{word}: an override has no dashes; write {word.lstrip('-')}")
         else:
-            raise ConfigError(f"{word}: there is no such flag{did_you_mean(word, FLAGS | FLAGS_WITH_VALUE | INFO_FLAGS)}")
+            near = did_you_mean(word, FLAGS | FLAGS_WITH_VALUE | INFO_FLAGS) or "; leave it out, --help names them"
+            raise ConfigError(f"{word}: there is no such flag{near}")
     return flags, words
 
 
@@ -342,7 +343,7 @@ def _as_value(text: str | None) -> Any:
     """A mapping or a list as such, anything else as it was typed."""
     if text is None or not text.startswith(("{", "[")):
         return text
-    with suppress(OverrideParseException):  # told where the value counts
+    with suppress(HydraException):  # told where the value counts
         return OverridesParser.create().parse_override(f"value={text}").value()
     return text
 

@@ -175,7 +175,8 @@ def _algorithm_problems(config: PPOConfig, has_critic: bool) -> Iterator[str]:
     if algorithm.adv_estimator == "gdpo" and not keys:
         yield "algorithm.gdpo_reward_keys=null: gdpo wants the names of the rewards, as the reward function's dict tells them"
     if keys and weights and len(keys) != len(weights):
-        yield f"algorithm.gdpo_reward_weights={weights}: {len(weights)} weights for {len(keys)} keys, {', '.join(keys)}"
+        counted = f"{len(weights)} weights for {len(keys)} keys, {', '.join(keys)}"
+        yield f"algorithm.gdpo_reward_weights={weights}: {counted}; give each one"
     if algorithm.truncated_answers == "bootstrap" and not has_critic:
         yield "algorithm.truncated_answers=bootstrap: takes the critic's value, and there is no critic; keep or mask do without"
     if algorithm.rollout_correction.bypass_mode and algorithm.use_kl_in_reward:
@@ -184,10 +185,11 @@ def _algorithm_problems(config: PPOConfig, has_critic: bool) -> Iterator[str]:
             "set actor_rollout_ref.actor.use_kl_loss instead"
         )
     if algorithm.rollout_correction.bypass_mode and algorithm.adv_estimator == "optimal_token_baseline":
-        yield "algorithm.rollout_correction.bypass_mode=true: optimal_token_baseline needs the log-probs that it saves"
+        needs = "optimal_token_baseline needs the log-probs that it saves; leave it out"
+        yield f"algorithm.rollout_correction.bypass_mode=true: {needs}"
     if actor.policy_loss.clip_cov_lb >= actor.policy_loss.clip_cov_ub:
-        bounds = f"{actor.policy_loss.clip_cov_lb:g} >= {actor.policy_loss.clip_cov_ub:g}"
-        yield f"actor_rollout_ref.actor.policy_loss.clip_cov_lb: not below clip_cov_ub ({bounds})"
+        bounds = f"clip_cov_lb={actor.policy_loss.clip_cov_lb:g}: must be below clip_cov_ub={actor.policy_loss.clip_cov_ub:g}"
+        yield f"actor_rollout_ref.actor.policy_loss.{bounds}"
 
 
 def _filter_problems(config: PPOConfig) -> Iterator[str]:
@@ -207,7 +209,7 @@ def _filter_problems(config: PPOConfig) -> Iterator[str]:
         rounds = f"{groups.max_num_gen_batches} rounds of {data.gen_batch_size} prompts = {reach}"
         yield (
             f"algorithm.filter_groups.max_num_gen_batches={groups.max_num_gen_batches}: {rounds}, which cannot fill "
-            f"data.train_batch_size={data.train_batch_size}"
+            f"data.train_batch_size={data.train_batch_size}; raise it, or data.gen_batch_size"
         )
 
 
@@ -231,7 +233,7 @@ def judge_problems(reward: ScoringConfig) -> Iterator[str]:
     judge = reward.judge
     if reward.scorer == "judge":
         yield from (
-            f"reward.scorer=judge: reward.judge.{name} is null; the judge is a server with OpenAI's chat completions"
+            f"reward.scorer=judge: reward.judge.{name} is null; name a server with OpenAI's chat completions, and its model"
             for name, value in (("url", judge.url), ("model", judge.model))
             if value is None
         )
@@ -249,7 +251,8 @@ def judge_problems(reward: ScoringConfig) -> Iterator[str]:
 
 def worker_problems(trainer: WorkersConfig) -> Iterator[str]:
     if trainer.backend == "local" and world_size(trainer) > 1:
-        yield f"trainer.backend=local: runs one worker, in this process, not {workers_in_words(trainer)}"
+        wanted = f"not {workers_in_words(trainer)}; take one, or trainer.backend=ray"
+        yield f"trainer.backend=local: runs one worker, in this process, {wanted}"
 
 
 def run_problems(trainer: RunConfig) -> Iterator[str]:
@@ -266,14 +269,14 @@ def run_problems(trainer: RunConfig) -> Iterator[str]:
         try:
             seconds_of(trainer.walltime)
         except ValueError as error:
-            yield f"trainer.walltime: {error}"
+            yield f"trainer.walltime={trainer.walltime}: {error}"
 
 
 def _replay_problems(replay: ReplayConfig) -> Iterator[str]:
     if replay.mode is not None and replay.path is None:
         yield f"trainer.replay.mode={replay.mode}: trainer.replay.path is null; name a step_N.safetensors of rollout_data_dir"
     if replay.mode is None and replay.path is not None:
-        yield f"trainer.replay.path={replay.path}: trainer.replay.mode is null; rollout draws the step again, train trains it"
+        yield f"trainer.replay.path={replay.path}: trainer.replay.mode is null; set rollout, which draws the step again, or train"
 
 
 def run_notes(trainer: RunConfig) -> Iterator[str]:

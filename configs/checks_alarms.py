@@ -10,7 +10,7 @@ from configs.schema.ppo import PPOConfig
 def alarm_problems(config: PPOConfig) -> Iterator[str]:
     for name, alarm in asdict(config.alarms).items():
         if name != "max_rollbacks" and alarm["action"] == "rollback" and config.trainer.save_freq <= 0:
-            yield f"alarms.{name}.action=rollback: without trainer.save_freq there is nothing to go back to; stop ends the run"
+            yield f"alarms.{name}.action=rollback: without trainer.save_freq there is nothing to go back to; set it, or take stop"
 
 
 def alarm_notes(config: PPOConfig, typed: Collection[str]) -> Iterator[str]:

@@ -74,22 +74,31 @@ class Cut:
     dynamic: bool
     max_tokens: int
 
+    def tokens(self, longest: int) -> int:
+        """That a micro-batch has at most, of rows of ``longest`` tokens where rows are counted."""
+        tokens, rows = micro_batch_limits(self.per_gpu, self.over_all, self.dynamic, self.max_tokens, self.role, self.workers)
+        if tokens is not None:
+            return tokens
+        assert rows is not None, "one of them is"
+        return rows * longest
+
     def problems(self, longest: int, longest_in_words: str) -> Iterator[str]:
         """longest: tokens that a row may have."""
         try:
             tokens, _ = micro_batch_limits(self.per_gpu, self.over_all, self.dynamic, self.max_tokens, self.role, self.workers)
         except ValueError as error:
             key = f"{self.key}.{self.kind}micro_batch_size"
-            yield f"{key}={self.over_all}: {error}; {self.kind}micro_batch_size_per_gpu counts for one"
+            yield f"{key}={self.over_all}: {error}; take {self.kind}micro_batch_size_per_gpu"
             return
         if tokens is not None and tokens < longest:
             ranks, name = context_parallel_size(self.role), context_parallel_key(self.role)
             size = "so many tokens" if ranks == 1 else f"{self.max_tokens} * {ranks} ({name}) = {tokens} tokens"
             key = f"{self.key}.{self.kind}max_token_len_per_gpu"
-            yield f"{key}={self.max_tokens}: a micro-batch of {size} does not hold the longest row, {longest_in_words}"
+            yield f"{key}={self.max_tokens}: a micro-batch of {size} does not hold the longest row, {longest_in_words}; raise it"
 
 
-def _cuts(config: PPOConfig, place: Placement, *, has_critic: bool) -> Iterator[Cut]:
+def cuts(config: PPOConfig, place: Placement, *, has_critic: bool) -> Iterator[Cut]:
+    """Of the roles that have keys of their own."""
     models, critic = config.actor_rollout_ref, config.critic
     actor, rollout, ref = models.actor, models.rollout, models.ref
     yield Cut(
@@ -154,7 +163,11 @@ def batch_problems(config: PPOConfig, place: Placement, *, has_critic: bool) -> 
     for size, role in mini_batches.items():
         if batch % size:
             division = f"{batch} = {batch // size} * {size} + {batch % size}"
-            yield f"{role}.ppo_mini_batch_size={size}: data.train_batch_size={batch} is not a multiple of it ({division})"
+            fits = max(other for other in range(1, min(size, batch) + 1) if batch % other == 0)
+            yield (
+                f"{role}.ppo_mini_batch_size={size}: data.train_batch_size={batch} is not a multiple of it ({division}); "
+                f"take {fits}, say"
+            )
     shares = {
         key: data_parallel_size(role, place.pool(name_of(key))) for key, role in roles_of(config, has_critic=has_critic).items()
     }
@@ -162,9 +175,11 @@ def batch_problems(config: PPOConfig, place: Placement, *, has_critic: bool) -> 
     if batch * n < shares[most_cut]:
         product = f"data.train_batch_size * {ROLLOUT}.n = {batch} * {n} = {batch * n}"
         needed = shares_in_words(shares[most_cut], place.pool(name_of(most_cut)))
-        yield f"data.train_batch_size={batch}: {product} sequences a step are fewer than {needed}"
+        yield f"data.train_batch_size={batch}: {product} sequences a step are fewer than {needed}; raise it"
     if 0 <= most < batch:
-        yield f"data.train_max_samples={most}: that is less than one batch, data.train_batch_size={batch}"
+        yield f"data.train_max_samples={most}: less than one batch, data.train_batch_size={batch}; raise it, -1 is all rows"
+    if config.data.val_max_samples == 0:
+        yield "data.val_max_samples=0: leaves no prompt; raise it, -1 is all rows"
 
 
 def length_problems(config: PPOConfig, place: Placement, *, has_critic: bool) -> Iterator[str]:
@@ -172,7 +187,7 @@ def length_problems(config: PPOConfig, place: Placement, *, has_critic: bool) ->
     longest = prompt + response
     in_words = _longest_in_words(prompt, response)
     yield from model_length_problems(prompt, response, config.actor_rollout_ref.rollout.max_model_len)
-    for cut in _cuts(config, place, has_critic=has_critic):
+    for cut in cuts(config, place, has_critic=has_critic):
         yield from cut.problems(longest, in_words)
 
 
@@ -182,4 +197,5 @@ def _longest_in_words(prompt: int, response: int) -> str:
 
 def model_length_problems(prompt: int, response: int, max_model_len: int | None) -> Iterator[str]:
     if max_model_len is not None and max_model_len < prompt + response:
-        yield f"{ROLLOUT}.max_model_len={max_model_len}: less than {_longest_in_words(prompt, response)}"
+        less = f"less than {_longest_in_words(prompt, response)}; raise it, or leave it at null"
+        yield f"{ROLLOUT}.max_model_len={max_model_len}: {less}"

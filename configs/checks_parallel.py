@@ -53,4 +53,6 @@ def parallel_notes(roles: Mapping[str, ShardedConfig]) -> Iterator[str]:
 
 def _does_not_divide(size: int, workers: Workers) -> str:
     total = world_size(workers)
-    return f"does not divide {workers_in_words(workers)} ({total} = {total // size} * {size} + {total % size})"
+    return (
+        f"does not divide {workers_in_words(workers)} ({total} = {total // size} * {size} + {total % size}); take one that does"
+    )

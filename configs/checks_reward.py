@@ -16,9 +16,9 @@ def reward_model_problems(reward: ModelScoringConfig, workers: Workers, prompt: 
     """workers: the models' own. prompt, response: tokens that each may have at most. Raises ConfigError for what is no model."""
     models = reward_models(reward)
     if not models and not has_score(reward):
-        yield f"reward.scorer={NO_RULES}: there are no reward models either (reward.models); nothing would score the answers"
+        yield f"reward.scorer={NO_RULES}: no reward models either (reward.models): nothing would score the answers; name one"
     elif not models and reward.weight == 0:
-        yield "reward.weight=0: the scores are measured only, and there are no reward models (reward.models) to decide"
+        yield "reward.weight=0: the scores are measured only, and there are no reward models (reward.models) to decide; name one"
     for name, model in models.items():
         yield from model_problems(model_key(name, reward), model, workers, prompt, response)
 
@@ -33,7 +33,16 @@ def model_problems(key: str, model: ScoringModelConfig, workers: Workers, prompt
     longest, in_words = prompt + response, f"data.max_prompt_length + data.max_response_length = {prompt} + {response}"
     if model.max_length is not None:
         longest, in_words = model.max_length, f"{key}.max_length = {model.max_length}"
-    yield from Cut(
+    yield from scoring_cut(key, model, workers).problems(longest, in_words)
+    if model.kind == "token" and model.normalize is not None:
+        yield f"{key}.normalize={model.normalize}: is of whole answers' scores, and {key}.kind=token has those of tokens; null"
+    if model.kind == "token" and model.truncation != "fail":
+        yield f"{key}.truncation={model.truncation}: {key}.kind=token wants a score for every token of the answer; fail"
+
+
+def scoring_cut(key: str, model: ScoringModelConfig, workers: Workers) -> Cut:
+    """How a reward model cuts its micro-batches."""
+    return Cut(
         key,
         model,
         workers,
@@ -42,11 +51,7 @@ def model_problems(key: str, model: ScoringModelConfig, workers: Workers, prompt
         model.forward_micro_batch_size,
         model.use_dynamic_bsz,
         model.forward_max_token_len_per_gpu,
-    ).problems(longest, in_words)
-    if model.kind == "token" and model.normalize is not None:
-        yield f"{key}.normalize={model.normalize}: is of whole answers' scores, and {key}.kind=token has those of tokens; null"
-    if model.kind == "token" and model.truncation != "fail":
-        yield f"{key}.truncation={model.truncation}: {key}.kind=token wants a score for every token of the answer; fail"
+    )
 
 
 def generation_problems(config: GenerationConfig) -> Iterator[str]:

@@ -67,15 +67,16 @@ def engine_problems(rollout: RolloutEngineConfig, place: Workers, temperatures: 
     workers, size, on_node = world_size(place), rollout.tensor_model_parallel_size, place.n_gpus_per_node
     if workers % size:
         division = f"{workers} = {workers // size} * {size} + {workers % size}"
-        yield f"{ROLLOUT}.tensor_model_parallel_size={size}: does not divide {workers_in_words(place)} ({division})"
+        does_not = f"does not divide {workers_in_words(place)} ({division}); take one that does"
+        yield f"{ROLLOUT}.tensor_model_parallel_size={size}: {does_not}"
     elif rollout.name == "sglang" and on_node % size:
         division = f"{on_node} = {on_node // size} * {size} + {on_node % size}"
         yield (
             f"{ROLLOUT}.tensor_model_parallel_size={size}: an engine of SGLang is on one node here, and {size} does not divide "
-            f"the {on_node} GPUs of a node ({division})"
+            f"the {on_node} GPUs of a node ({division}); take one that does"
         )
     if rollout.dtype == "float64":
-        yield f"{ROLLOUT}.dtype=float64: {engine} computes in float32, bfloat16 or float16"
+        yield f"{ROLLOUT}.dtype=float64: {engine} computes in float32, bfloat16 or float16; take one of these"
     for key, temperature in temperatures.items():
         if 0 < temperature < lowest:
             yield f"{ROLLOUT}.{key}={temperature:g}: {engine} takes {lowest:g} at least; do_sample=false: greedy"

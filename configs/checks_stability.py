@@ -27,7 +27,7 @@ def stability_problems(config: PPOConfig) -> Iterator[str]:
     if models.rollout.temperature != 1.0:
         yield (
             f"data.ptx_files: wants {ROLLOUT}.temperature=1, not {models.rollout.temperature:g}: log-probs of a mini-batch are "
-            "taken at one temperature, and the loss of texts is that of the model as it is"
+            "taken at one temperature, and the loss of texts is that of the model as it is; set it to 1"
         )
     try:
         most, _ = micro_batch_limits(
@@ -41,7 +41,7 @@ def stability_problems(config: PPOConfig) -> Iterator[str]:
     except ValueError:
         return  # configs/checks_batches.py tells it
     if most is not None and most < data.ptx_max_length:
-        holds = f"a micro-batch of the actor holds {most} tokens ({ACTOR}.ppo_max_token_len_per_gpu)"
+        holds = f"a micro-batch of the actor holds {most} tokens; raise {ACTOR}.ppo_max_token_len_per_gpu"
         yield f"data.ptx_max_length={data.ptx_max_length}: {holds}"
 
 

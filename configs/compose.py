@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 import hydra
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -59,7 +60,9 @@ def run_jobs(command: CommandLine, root: str, job: Callable[[Tree], None]) -> No
 
     with ExitStack() as stack:
         settings = list(SETTINGS)
-        if "trainer.dry_run=config" in command.overrides:  # leaves no file, where a sweep leaves its multirun.yaml
+        if {"trainer.dry_run=config", "trainer.dry_run=full"} & {
+            *command.overrides
+        }:  # leaves no file, where a sweep leaves its multirun.yaml
             settings.append(f"hydra.sweep.dir={stack.enter_context(TemporaryDirectory())}")
         stack.enter_context(_one_line_errors())
         if SHOWING & {*command.flags}:
@@ -120,7 +123,13 @@ def _one_line_errors() -> Iterator[None]:
             raise ConfigError(
                 f"{group}={option}: there is no such option; known: {', '.join(options)}{did_you_mean(option, options)}"
             ) from error
+        if not group and option:
+            raise ConfigError(
+                f"--config-name={option}: there is no such configuration; give --config-dir=DIR, where yours is"
+            ) from error
         raise ConfigError(" ".join(str(error).split())) from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{' '.join(str(error).split())}: put right what is no YAML there") from error
     except OverrideParseException as error:
         raise ConfigError(f"{error.override}: cannot be read; put the value in quotes, key=\"'value'\"") from error
     except (HydraException, OmegaConfBaseException, ValueError) as error:

@@ -54,12 +54,12 @@ def load(tree: Mapping[str, Any], schema: type[Config], typed: Collection[str] =
     try:
         plain: Any = OmegaConf.to_container(OmegaConf.create(ours), resolve=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}; name a key that is there") from error
     keys = keys_of(schema)
     converted = _convert(filled(plain, schema), keys.leaves, "")
-    infinite = [key for key, value in _floats(converted, "") if not math.isfinite(value)]
+    infinite = [f"{key}={value}: must be a finite number" for key, value in _floats(converted, "") if not math.isfinite(value)]
     if infinite:
-        raise ConfigError("\n".join(f"{key}: must be a finite number" for key in infinite))
+        raise ConfigError("\n".join(infinite))
     try:
         # JSON is where pydantic is strict about numbers and texts, and yet takes mappings for dataclasses and lists for tuples.
         config = TypeAdapter(schema).validate_json(json.dumps(converted), strict=True)
@@ -110,7 +110,7 @@ def _problems(error: ValidationError, keys: Keys) -> list[str]:
     missing = [".".join(map(str, entry["loc"])) for entry in error.errors() if entry["type"] == "missing"]
     if len(missing) > TOO_MANY_MISSING:
         return [
-            f"{len(missing)} keys are missing, {missing[0]} the first: a configuration of your own starts from ours, with "
+            f"{len(missing)} keys are missing, {missing[0]} the first: a configuration of your own starts from ours: put "
             "`defaults: [ppo_trainer, _self_]` (or sft_trainer) at its top"
         ]
     return [_problem(entry, keys) for entry in error.errors()]
@@ -120,7 +120,7 @@ def _problem(entry: Any, keys: Keys) -> str:
     """One line for one of pydantic's errors."""
     key = ".".join(map(str, entry["loc"]))
     if entry["type"] == "missing":
-        return f"{key}: is missing"
+        return f"{key}: is missing; give it a value"
     allowed = WORDS.get(entry["type"]) or re.sub(r"^\w+ should", "must", entry["msg"])
     annotation = keys.annotation(key)
     nearest = ""

@@ -38,9 +38,9 @@ def reward_models(reward: ModelScoringConfig) -> dict[str, ScoringModelConfig]:
             problems += [f"{key}.{line}" for line in str(error).splitlines()]
             continue
         if one.path is None and not one.urls:
-            problems.append(f"{key}.path is null: where is the model? Or which servers have it ({key}.urls)?")
+            problems.append(f"{key}.path is null: name the model, or the servers that have it ({key}.urls)")
         elif one.path is not None and one.urls:
-            problems.append(f"{key}.urls: the model is at {key}.path={one.path}, or on servers, not both")
+            problems.append(f"{key}.urls: the model is at {key}.path={one.path}, or on servers, not both; leave one out")
         found[name] = one
     if problems:
         raise ConfigError("\n".join(problems))

@@ -119,8 +119,24 @@ def resolve_resume(
     assert resume_mode == "resume_path", resume_mode
     if resume_from_path is None:
         raise ValueError("trainer.resume_mode=resume_path needs trainer.resume_from_path=<run directory>/global_step_<N>")
+    return _from_path(resume_from_path, run_dir)
+
+
+def whole_checkpoint(resume_mode: str, resume_from_path: str | None, run_dir: Path) -> Checkpoint | None:
+    """What resolve_resume would find of what is here. Nothing is removed, fetched or written; None for an address too.
+
+    Raises ValueError as that does.
+    """
+    if resume_mode == "auto" and run_dir.exists():
+        return find_latest(run_dir, tell=lambda step, damage: None)
+    if resume_mode == "resume_path" and resume_from_path is not None and not is_url(resume_from_path):
+        return _from_path(resume_from_path, run_dir)
+    return None
+
+
+def _from_path(place: str, run_dir: Path) -> Checkpoint:
     try:
-        return _named(resume_from_path, run_dir)
+        return _named(place, run_dir)
     except Damaged as damage:
         raise ValueError(f"trainer.resume_from_path: {damage}; take another one") from damage
 
@@ -137,7 +153,7 @@ def _named(place: str, run_dir: Path) -> Checkpoint:
         raise ValueError(f"trainer.resume_from_path={path}: this checkpoint was never finished; take an earlier one")
     if not (path / MANIFEST).exists():
         inside = [checkpoint_dir(path, step).name for step in checkpoint_steps(path)]
-        advice = f"name one of those in it: {', '.join(inside)}" if inside else "a checkpoint is a directory global_step_<N>"
+        advice = f"name one of those in it: {', '.join(inside)}" if inside else "give a checkpoint, a directory global_step_<N>"
         raise ValueError(f"trainer.resume_from_path={path}: no {MANIFEST} in it; {advice}")
     return read_checkpoint(path)
 

@@ -6,16 +6,18 @@ a worker that failed, or was late, its own; none if the last checkpoint could no
 for Ctrl-C and 143 for SIGTERM.
 """
 
+import re
 import sys
+import textwrap
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from configs.argv import groups_of, normalise
+from configs.argv import CommandLine, groups_of, normalise
 from configs.checks import world_size
 from configs.compose import Tree, run_jobs
-from configs.keys import CONFIG_DIR, ConfigError, described
+from configs.keys import CONFIG_DIR, ConfigError, described, keys_of
 from configs.load import load
 from configs.schema.common import ProgramConfig, WorkersConfig
 from configs.secret_names import hidden
@@ -50,21 +52,28 @@ python -m {name} [key=value ...] [group=option ...]
 
 {about}
 
-Groups and recipes (a recipe is a whole experiment; what is typed by hand wins over both)
+Examples
+{examples}
+
+Groups: leaves that belong together; what is typed by hand wins over them
 {groups}
 
-Keys that are set most, with their defaults (all of them: configs/{root}.yaml, or --cfg job)
+Keys that are set most; all {count} are in configs/{root}.yaml
 {keys}
 
 Flags
   --cfg job               print the composed configuration
   --info                  print where it comes from
-  --config-dir DIR        more groups and recipes; with --config-name NAME a whole configuration of your own
-  -m, --multirun          a job for each of the values key=1,2, each in a run directory of its own
-  trainer.dry_run=config  check the configuration, start nothing
-
-Examples
-{examples}"""
+  --config-dir DIR        more groups and recipes; with --config-name NAME
+                          a whole configuration of your own
+  -m, --multirun          a job for each of key=1,2, in its own directory
+{dry_runs}"""
+DRY_RUNS = {
+    "config": "  trainer.dry_run=config  check the configuration, start nothing",
+    "full": "  trainer.dry_run=full    and models, data and rewards; print the plan",
+}
+WIDTH = 80
+"""Columns of the help page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +83,8 @@ class Program(Generic[Config]):
     name: its module. about: a paragraph for --help. root: its YAML in configs/. often_used: keys for --help. examples: command
     lines, less the program. check: config and typed keys to lines for the user. run: the work, given these lines; it imports
     what is heavy. Both raise ValueError or FileNotFoundError for what the user can mend; run raises Found and Stopped.
+    inputs: what is wrong with the files that a configuration names, a line each, looked at before run. plan: what
+    trainer.dry_run=full does; None: the program has none.
     """
 
     name: str
@@ -84,6 +95,8 @@ class Program(Generic[Config]):
     examples: Sequence[str]
     check: Callable[[Config, Collection[str]], list[str]]
     run: Callable[[Config, list[str]], None]
+    inputs: Callable[[Config], Iterable[str]] = lambda config: ()
+    plan: Callable[[Config], None] | None = None
 
     def main(self) -> None:
         sys.exit(self(sys.argv[1:]))
@@ -94,43 +107,48 @@ class Program(Generic[Config]):
             print(self.help())
             return 0
         codes: list[int] = []
+        full = any(re.fullmatch(r"\+*trainer\.full_traceback=(true|yes|on|1)", word, re.IGNORECASE) for word in argv)
 
         def job(tree: Tree) -> None:
             if max(codes, default=0) <= 128:  # by a signal: neither do those begin that are left
-                codes.append(self.job(tree, command.typed, command.notes))
+                codes.append(self.job(tree, command, full_traceback=full))
 
         try:
             command = normalise(argv, self.schema, self.root)
             run_jobs(command, self.root, job)
         except ConfigError as error:
-            return complain(*str(error).splitlines())
+            return complain(*str(error).splitlines(), full_traceback=full)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return 130
         return max(codes, default=0)
 
-    def job(self, tree: Tree, typed: Collection[str], notes: Sequence[str]) -> int:
-        """One run, and its exit code."""
+    def job(self, tree: Tree, command: CommandLine, *, full_traceback: bool) -> int:
+        """One run, and its exit code. full_traceback: what was typed, for errors before the configuration is known."""
         try:
-            loaded = load(tree, self.schema, typed)
-            told = [*notes, *loaded.notes, *self.check(loaded.config, typed)]
+            loaded = load(tree, self.schema, command.typed)
+            trainer = loaded.config.trainer
+            full_traceback = trainer.full_traceback
+            if trainer.dry_run == "full" and self.plan is None:
+                raise ConfigError(f"trainer.dry_run=full: {self.name} has no plan to show; take trainer.dry_run=config")
+            told = [*command.notes, *loaded.notes, *self.check(loaded.config, command.typed)]
+            for note in told:
+                print(f"note: {note}", file=sys.stderr)
+            if trainer.dry_run == "config":
+                print(f"configuration is fine: {in_words(trainer)}run directory {trainer.default_local_dir}")
+                return 0
+            if problems := list(self.inputs(loaded.config)):
+                raise ConfigError("\n".join(problems))
         except ValueError as error:
-            return complain(*str(error).splitlines())
-        for note in told:
-            print(f"note: {note}", file=sys.stderr)
-        trainer = loaded.config.trainer
-        if trainer.dry_run == "config":
-            workers = ""
-            if isinstance(trainer, WorkersConfig):
-                workers = f"{world_size(trainer)} worker{'s' if world_size(trainer) > 1 else ''} on {trainer.device}, "
-            print(f"configuration is fine: {workers}run directory {trainer.default_local_dir}")
-            return 0
+            return complain(*str(error).splitlines(), full_traceback=full_traceback)
         try:
-            self.run(loaded.config, told)
+            if trainer.dry_run == "full" and self.plan is not None:
+                self.plan(loaded.config)
+            else:
+                self.run(loaded.config, told)
         except (ValueError, FileNotFoundError) as error:
-            if trainer.full_traceback:
-                traceback.print_exc()
-            return complain(f"{' '.join(str(error).split())} (trainer.full_traceback=true shows where)")
+            where = "" if full_traceback else " (trainer.full_traceback=true shows where)"
+            return complain(f"{' '.join(str(error).split())}{where}", full_traceback=full_traceback)
         except Found as error:
             complain(*str(error).splitlines())
             return 3
@@ -149,22 +167,44 @@ class Program(Generic[Config]):
 
     def help(self) -> str:
         said = described(CONFIG_DIR / f"{self.root}.yaml")
-        groups = [
-            f"  {group}={' | '.join(sorted(path.stem for path in (CONFIG_DIR / group).glob('*.yaml')))}"
-            for group in groups_of(self.root)
-        ]
         return HELP.format(
             name=self.name,
-            about=self.about,
+            about=wrapped(" ".join(self.about.split()), "", ""),
             root=self.root,
-            groups="\n".join(groups) or "  none",
-            keys="\n".join(f"  {f'{key}={said[key].value}':<66} {said[key].comment}".rstrip() for key in self.often_used),
-            examples="\n".join(f"  python -m {self.name} {example}" for example in self.examples),
+            examples="\n".join(wrapped(f"python -m {self.name} {example}", "  ", "      ", " \\") for example in self.examples),
+            groups="\n".join(line for group in groups_of(self.root) for line in group_lines(group)) or "  none",
+            count=len(keys_of(self.schema).leaves),
+            keys="\n".join(
+                f"  {key}={said[key].value}\n{wrapped(said[key].comment, '      ', '      ')}" for key in self.often_used
+            ),
+            dry_runs="\n".join(DRY_RUNS[kind] for kind in ("config", "full") if kind == "config" or self.plan is not None),
         )
 
 
-def complain(*problems: str) -> int:
-    """A line for each on stderr; the exit code of an error that the user can mend."""
+def group_lines(group: str) -> Iterator[str]:
+    """The options of a group, each with the line that its file begins with."""
+    for path in sorted((CONFIG_DIR / group).glob("*.yaml")):
+        _, comment, *_ = path.read_text(encoding="utf-8").splitlines()
+        yield f"  {f'{group}={path.stem}':<27}{comment.removeprefix('# ')}"
+
+
+def wrapped(text: str, first: str, other: str, broken: str = "") -> str:
+    """``text`` in lines of WIDTH at most. first, other: before the first and before others; broken: behind all but the last."""
+    lines = textwrap.wrap(text, WIDTH - len(broken), initial_indent=first, subsequent_indent=other, break_on_hyphens=False)
+    return f"{broken}\n".join(lines)
+
+
+def in_words(trainer: ProgramConfig) -> str:
+    """The workers of a program that has some."""
+    if not isinstance(trainer, WorkersConfig):
+        return ""
+    return f"{world_size(trainer)} worker{'s' if world_size(trainer) > 1 else ''} on {trainer.device}, "
+
+
+def complain(*problems: str, full_traceback: bool = False) -> int:
+    """A line for each on stderr; the exit code of an error that the user can mend. full_traceback: of what is handled, first."""
+    if full_traceback:
+        print(hidden(traceback.format_exc()), end="", file=sys.stderr)
     for problem in problems:
         print(f"error: {hidden(problem)}", file=sys.stderr)
     return 2

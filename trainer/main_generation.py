@@ -5,6 +5,7 @@ from collections.abc import Collection
 from configs.checks import check_generation
 from configs.schema.generation import GenerationConfig
 from trainer.entry import Program
+from trainer.inputs import generation_inputs
 
 
 def check(config: GenerationConfig, typed: Collection[str]) -> list[str]:
@@ -31,19 +32,11 @@ PROGRAM = Program(
     often_used=(
         "data.path",
         "data.output_path",
-        "data.output_format",
-        "data.batch_size",
-        "data.max_prompt_length",
-        "data.max_response_length",
         "actor_rollout_ref.model.path",
         "actor_rollout_ref.rollout.name",
         "actor_rollout_ref.rollout.n",
-        "actor_rollout_ref.rollout.temperature",
-        "selection.score",
         "selection.best_of_n",
         "selection.sft",
-        "selection.preferences",
-        "selection.min_score",
         "reward.scorer",
         "trainer.device",
         "trainer.n_gpus_per_node",
@@ -54,6 +47,7 @@ PROGRAM = Program(
     ),
     check=check,
     run=run,
+    inputs=generation_inputs,
 )
 
 main = PROGRAM.main

@@ -7,6 +7,7 @@ from configs.schema.ppo import PPOConfig
 from trainer.algorithms.correction_rules import rejection_rules, weight_bounds
 from trainer.algorithms.known import check_policy_loss, estimator_needs
 from trainer.entry import Program
+from trainer.inputs import ppo_inputs
 
 
 def check(config: PPOConfig, typed: Collection[str]) -> list[str]:
@@ -31,6 +32,12 @@ def run(config: PPOConfig, notices: list[str]) -> None:
     run(config, notices)
 
 
+def plan(config: PPOConfig) -> None:
+    from trainer.ppo.dry_run import dry_run
+
+    dry_run(config)
+
+
 PROGRAM = Program(
     name="trainer.main_ppo",
     about=(
@@ -43,25 +50,13 @@ PROGRAM = Program(
         "data.train_files",
         "data.val_files",
         "data.train_batch_size",
-        "data.max_prompt_length",
         "data.max_response_length",
         "actor_rollout_ref.model.path",
         "actor_rollout_ref.actor.optim.lr",
         "actor_rollout_ref.actor.ppo_mini_batch_size",
-        "actor_rollout_ref.actor.strategy",
         "actor_rollout_ref.rollout.n",
-        "critic.model.path",
-        "algorithm.adv_estimator",
-        "reward.custom_reward_function.path",
-        "trainer.default_local_dir",
-        "trainer.logger",
-        "trainer.device",
         "trainer.n_gpus_per_node",
-        "trainer.nnodes",
         "trainer.total_epochs",
-        "trainer.total_training_steps",
-        "trainer.test_freq",
-        "trainer.save_freq",
     ),
     examples=(
         "recipe=quickstart trainer.default_local_dir=runs/first",
@@ -70,6 +65,8 @@ PROGRAM = Program(
     ),
     check=check,
     run=run,
+    inputs=ppo_inputs,
+    plan=plan,
 )
 
 main = PROGRAM.main

@@ -3,6 +3,7 @@
 from configs.checks_supervised import check_reward_model
 from configs.schema.reward_model import RewardModelConfig
 from trainer.entry import Program
+from trainer.inputs import reward_model_inputs
 
 
 def run(config: RewardModelConfig, notices: list[str]) -> None:
@@ -25,14 +26,10 @@ PROGRAM = Program(
         "data.prompt_key",
         "data.chosen_key",
         "data.rejected_key",
-        "data.margin_key",
-        "data.max_length",
-        "data.train_batch_size",
         "model.path",
         "optim.lr",
         "trainer.device",
         "trainer.n_gpus_per_node",
-        "trainer.test_freq",
         "trainer.export_dir",
     ),
     examples=(
@@ -42,6 +39,7 @@ PROGRAM = Program(
     ),
     check=check_reward_model,
     run=run,
+    inputs=reward_model_inputs,
 )
 
 main = PROGRAM.main

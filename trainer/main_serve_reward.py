@@ -39,7 +39,6 @@ PROGRAM = Program(
         "server.host",
         "server.port",
         "server.token_env",
-        "server.batch_size",
     ),
     examples=(
         "reward.scorer=gsm8k",

@@ -3,6 +3,7 @@
 from configs.checks_supervised import check_sft
 from configs.schema.sft import SFTConfig
 from trainer.entry import Program
+from trainer.inputs import sft_inputs
 
 
 def run(config: SFTConfig, notices: list[str]) -> None:
@@ -18,12 +19,9 @@ PROGRAM = Program(
     schema=SFTConfig,
     often_used=(
         "data.train_files",
-        "data.val_files",
         "data.messages_key",
         "data.prompt_key",
         "data.response_key",
-        "data.max_length",
-        "data.train_batch_size",
         "model.path",
         "optim.lr",
         "trainer.device",
@@ -37,6 +35,7 @@ PROGRAM = Program(
     ),
     check=check_sft,
     run=run,
+    inputs=sft_inputs,
 )
 
 main = PROGRAM.main

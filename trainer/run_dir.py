@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from configs.secret_names import hidden, is_secret
 
 METRICS = "metrics.jsonl"
@@ -144,6 +146,13 @@ def redact(config: Mapping[str, Any]) -> dict[str, Any]:
     """A copy without secrets: strings under keys that end like the name of a secret, user:password@ in addresses, and what
     such variables of the environment hold, wherever it stands."""
     return {key: "***" if is_secret(key) and isinstance(value, str) else _redact_value(value) for key, value in config.items()}
+
+
+def write_config(run_dir: Path, config: Mapping[str, Any], name: str = CONFIG) -> dict[str, Any]:
+    """``config`` without secrets as a file of the run directory, which is there; returns what was written."""
+    plain = redact(config)
+    write_atomic(run_dir / name, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
+    return plain
 
 
 def start_run(run_dir: Path, resume_step: int | None, rollout_dir: Path | None, *, restarted: bool = False) -> None:

@@ -18,12 +18,12 @@ from urllib.parse import urlparse
 import yaml
 from rich.console import Console
 
+from configs.keys import did_you_mean
 from trainer.batch_file import save_batch
 from trainer.console import ConsoleLogger
 from trainer.dumps import Sample, write_dump
 from trainer.metrics import Span, gpu_names
 from trainer.run_dir import (
-    CONFIG,
     ENVIRONMENT,
     GLOBAL_STEP,
     METRICS,
@@ -35,9 +35,9 @@ from trainer.run_dir import (
     batch_file,
     go_back,
     json_line,
-    redact,
     start_run,
     write_atomic,
+    write_config,
 )
 from workers.batch import Batch
 
@@ -97,12 +97,9 @@ class Tracker:
         rollout_dir: Path | None = None,
         restarted: bool = False,
     ) -> None:
-        unknown = [name for name in loggers if name not in LOGGERS]
-        if unknown:
-            raise ValueError(f"trainer.logger: no logger {', '.join(unknown)}; there are {', '.join(LOGGERS)}")
+        check_loggers(loggers)
         start_run(run_dir, resume_step, rollout_dir, restarted=restarted)
-        plain = redact(config)
-        write_atomic(run_dir / CONFIG, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
+        plain = write_config(run_dir, config)
         write_atomic(run_dir / ENVIRONMENT, json.dumps(environment(), indent=1))
         self._config = plain
         self.shown_samples = shown_samples
@@ -276,3 +273,13 @@ def environment() -> dict[str, str]:
         with suppress(metadata.PackageNotFoundError):
             facts[package] = metadata.version(package)
     return facts
+
+
+def check_loggers(names: Sequence[str]) -> None:
+    """Raises ValueError for a logger that does not exist."""
+    unknown = [name for name in names if name not in LOGGERS]
+    if unknown:
+        near = did_you_mean(unknown[0], LOGGERS)
+        raise ValueError(
+            f"trainer.logger={','.join(names)}: no logger {', '.join(unknown)}; there are {', '.join(LOGGERS)}{near}"
+        )

@@ -1,5 +1,6 @@
 """Functions from the user's own files."""
 
+import ast
 import importlib.util
 import inspect
 import sys
@@ -42,6 +43,19 @@ def check_file(path: str, key: str) -> Path:
     if file.suffix != ".py":
         raise ValueError(f"{key}: not a Python file; its name must end in .py")
     return file
+
+
+def check_source(path: str, name: str, key: str) -> None:
+    """Without running the file: that it is there, is Python, and speaks of ``name``. Raises ValueError, one line."""
+    file = check_file(path, key)
+    text = file.read_bytes()
+    try:
+        tree = ast.parse(text, file.name)
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"{key}: {file.name} does not load: {describe(error)}") from error
+    if name.encode() not in text and b"import *" not in text:
+        functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+        raise ValueError(f"{key}: {file.name} has no function {name}; it has {', '.join(functions) or 'none'}")
 
 
 @cache

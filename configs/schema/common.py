@@ -121,7 +121,7 @@ class ProgramConfig:
 
     default_local_dir: str
     seed: int
-    dry_run: Literal["config"] | None
+    dry_run: Literal["config", "full"] | None
     full_traceback: bool
 
 

@@ -40,8 +40,8 @@ def run(*args: Any) -> None:
     ended("imports")
 
     class Assembly(assemble.Assembly):
-        def __init__(self, config: Any, place: Any, hosts: Any, life: Any) -> None:
-            super().__init__(config, place, hosts, life)
+        def __init__(self, config: Any, place: Any, hosts: Any, life: Any, tokenizer: Any) -> None:
+            super().__init__(config, place, hosts, life, tokenizer)
             ended("data")
             hosts["actor"].call("memory").result()  # they started meanwhile; the next call would wait for them
             ended("workers")

@@ -25,7 +25,7 @@ def test_addresses_of_servers(url: str) -> None:
         ("ftp://x/y", "=ftp://x/y: must be"),
         ("http://", "=http://: must be"),
         ("http://x:port/", "=http://x:port/: is no address: Port could not be cast"),
-        ("http://me:secret@x/y", ": has a user or a password in it"),
+        ("http://me:secret@x/y", ": has a user or a password in it; leave them out"),
     ],
 )
 def test_what_is_none(url: str, told: str) -> None:

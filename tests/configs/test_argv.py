@@ -261,7 +261,7 @@ def test_an_info_flag_keeps_its_value() -> None:
 
 
 def test_dashes_and_unknown_flags() -> None:
-    assert complaint("--trainer.seed=1") == "--trainer.seed=1: an override has no dashes: trainer.seed=1"
+    assert complaint("--trainer.seed=1") == "--trainer.seed=1: an override has no dashes; write trainer.seed=1"
     assert complaint("--multrun") == "--multrun: there is no such flag; did you mean --multirun?"
 
 

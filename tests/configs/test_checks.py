@@ -36,7 +36,7 @@ def sft_lines(*overrides: str) -> list[str]:
 
 def test_a_judge_needs_an_address_and_less_time_than_the_reward_has() -> None:
     assert ppo_lines("reward.scorer=judge") == [
-        f"error: reward.scorer=judge: reward.judge.{name} is null; the judge is a server with OpenAI's chat completions"
+        f"error: reward.scorer=judge: reward.judge.{name} is null; name a server with OpenAI's chat completions, and its model"
         for name in ("url", "model")
     ]
     there = ("reward.scorer=judge", "reward.judge.url=http://judge/v1", "reward.judge.model=large")
@@ -64,37 +64,46 @@ def test_defaults_and_the_quick_start_work() -> None:
     [
         (
             ["data.train_batch_size=100", f"{ACTOR}.ppo_mini_batch_size=32"],
-            [f"{ACTOR}.ppo_mini_batch_size=32: data.train_batch_size=100 is not a multiple of it (100 = 3 * 32 + 4)"],
+            [
+                f"{ACTOR}.ppo_mini_batch_size=32: data.train_batch_size=100 is not a multiple of it (100 = 3 * 32 + 4); "
+                "take 25, say"
+            ],
         ),
         (
             ["critic.ppo_mini_batch_size=300"],
-            ["critic.ppo_mini_batch_size=300: data.train_batch_size=1024 is not a multiple of it (1024 = 3 * 300 + 124)"],
+            [
+                "critic.ppo_mini_batch_size=300: data.train_batch_size=1024 is not a multiple of it (1024 = 3 * 300 + 124); "
+                "take 256, say"
+            ],
         ),
         (
             ["data.train_batch_size=2", f"{ACTOR}.ppo_mini_batch_size=1", f"{ROLLOUT}.n=3"],
             [
                 f"data.train_batch_size=2: data.train_batch_size * {ROLLOUT}.n = 2 * 3 = 6 sequences a step "
-                f"are fewer than {WORKERS}"
+                f"are fewer than {WORKERS}; raise it"
             ],
         ),
         (
             ["data.train_max_samples=1000"],
-            ["data.train_max_samples=1000: that is less than one batch, data.train_batch_size=1024"],
+            ["data.train_max_samples=1000: less than one batch, data.train_batch_size=1024; raise it, -1 is all rows"],
         ),
-        ([f"{ROLLOUT}.max_model_len=1000"], [f"{ROLLOUT}.max_model_len=1000: less than {LONGEST}"]),
+        (
+            [f"{ROLLOUT}.max_model_len=1000"],
+            [f"{ROLLOUT}.max_model_len=1000: less than {LONGEST}; raise it, or leave it at null"],
+        ),
         (
             [f"{ROLLOUT}.log_prob_max_token_len_per_gpu=1023"],
-            [f"{ROLLOUT}.log_prob_max_token_len_per_gpu=1023: {TOO_SMALL}, {LONGEST}"],
+            [f"{ROLLOUT}.log_prob_max_token_len_per_gpu=1023: {TOO_SMALL}, {LONGEST}; raise it"],
         ),
         (
             ["critic.forward_max_token_len_per_gpu=9"],
-            [f"critic.forward_max_token_len_per_gpu=9: {TOO_SMALL}, {LONGEST}"],
+            [f"critic.forward_max_token_len_per_gpu=9: {TOO_SMALL}, {LONGEST}; raise it"],
         ),
         (
             [f"{ACTOR}.ppo_micro_batch_size=12"],
             [
                 f"{ACTOR}.ppo_micro_batch_size=12: so many sequences do not divide by the data-parallel size (12 / 8 = 1.5); "
-                "ppo_micro_batch_size_per_gpu counts for one"
+                "take ppo_micro_batch_size_per_gpu"
             ],
         ),
         (
@@ -113,7 +122,10 @@ def test_defaults_and_the_quick_start_work() -> None:
         ),
         (
             [f"{FILTER}.enable=true", "data.gen_batch_size=500", f"{FILTER}.max_num_gen_batches=2", f"{ROLLOUT}.n=2"],
-            [f"{FILTER}.max_num_gen_batches=2: 2 rounds of 500 prompts = 1000, which cannot fill data.train_batch_size=1024"],
+            [
+                f"{FILTER}.max_num_gen_batches=2: 2 rounds of 500 prompts = 1000, which cannot fill data.train_batch_size=1024; "
+                "raise it, or data.gen_batch_size"
+            ],
         ),
         (
             [f"{FILTER}.enable=true", f"{FILTER}.metric=seq_final_reward", "algorithm.use_kl_in_reward=true"],
@@ -133,7 +145,7 @@ def test_defaults_and_the_quick_start_work() -> None:
         (["reward.shaping.clip=[1.0, -1]"], ["reward.shaping.clip=[1, -1]: the first must be less than the second"]),
         (
             ["trainer.backend=local"],
-            [f"trainer.backend=local: runs one worker, in this process, not {WORKERS}"],
+            [f"trainer.backend=local: runs one worker, in this process, not {WORKERS}; take one, or trainer.backend=ray"],
         ),
         (
             ["trainer.resume_mode=resume_path"],
@@ -156,7 +168,7 @@ def test_defaults_and_the_quick_start_work() -> None:
         ),
         (
             ["trainer.replay.path=a"],
-            ["trainer.replay.path=a: trainer.replay.mode is null; rollout draws the step again, train trains it"],
+            ["trainer.replay.path=a: trainer.replay.mode is null; set rollout, which draws the step again, or train"],
         ),
         (
             ["reward.judge.url=http://me@host/v1"],
@@ -229,7 +241,7 @@ def test_what_sglang_cannot_do() -> None:
     (line,) = ppo_lines(*two, "trainer.n_gpus_per_node=3")
     assert line.startswith(f"error: {ROLLOUT}.tensor_model_parallel_size=2: does not divide 3 workers")
     (line,) = ppo_lines(*two, "trainer.n_gpus_per_node=3", "trainer.nnodes=2")
-    assert line.endswith("is on one node here, and 2 does not divide the 3 GPUs of a node (3 = 1 * 2 + 1)")
+    assert line.endswith("is on one node here, and 2 does not divide the 3 GPUs of a node (3 = 1 * 2 + 1); take one that does")
     for words, said in (
         (f"{ROLLOUT}.dtype=float64", "dtype=float64: SGLang computes in"),
         (f"{ROLLOUT}.temperature=1e-7", "temperature=1e-07: SGLang takes 1e-06 at least"),
@@ -268,14 +280,12 @@ def test_notes() -> None:
 def test_a_walltime_can_be_read() -> None:
     for lines in (ppo_lines, sft_lines):
         assert lines("trainer.walltime=01:30:00") == lines("trainer.walltime=5400") == lines()
-        assert lines("trainer.walltime=1h") == [
-            "error: trainer.walltime: '1h' is neither seconds nor [[days-]hours:]minutes:seconds"
-        ]
+        assert lines("trainer.walltime=1h") == ["error: trainer.walltime=1h: must be seconds, or [[days-]hours:]minutes:seconds"]
 
 
 def test_alarms_that_cannot_do_what_they_are_asked() -> None:
     assert ppo_lines("alarms.reward.action=rollback", "alarms.length.action=stop") == [
-        "error: alarms.reward.action=rollback: without trainer.save_freq there is nothing to go back to; stop ends the run"
+        "error: alarms.reward.action=rollback: without trainer.save_freq there is nothing to go back to; set it, or take stop"
     ]
     assert ppo_lines("alarms.reward.action=rollback", "trainer.save_freq=5") == []
     (note,) = ppo_lines("alarms.entropy.bound=0.1")
@@ -305,8 +315,9 @@ def generation_lines(*overrides: str) -> list[str]:
         (
             [f"{ROLLOUT}.max_model_len=1000", "trainer.backend=local"],
             [
-                f"error: trainer.backend=local: runs one worker, in this process, not {WORKERS}",
-                f"error: {ROLLOUT}.max_model_len=1000: less than {LONGEST}",
+                f"error: trainer.backend=local: runs one worker, in this process, not {WORKERS}; take one, or "
+                "trainer.backend=ray",
+                f"error: {ROLLOUT}.max_model_len=1000: less than {LONGEST}; raise it, or leave it at null",
             ],
         ),
         (

@@ -98,7 +98,7 @@ def test_rows_are_enough_for_the_data_parallel_size() -> None:
     (line,) = ppo_lines(*few, MEGATRON, TP2)
     assert line == (
         f"error: data.train_batch_size=2: data.train_batch_size * {ROLLOUT}.n = 2 * 1 = 2 sequences a step are fewer than the "
-        "data-parallel size 4 = 8 workers (trainer.nnodes * trainer.n_gpus_per_node = 1 * 8) / 2"
+        "data-parallel size 4 = 8 workers (trainer.nnodes * trainer.n_gpus_per_node = 1 * 8) / 2; raise it"
     )
     (line,) = ppo_lines(*few, MEGATRON, TP2, PP2, f"{REF}.strategy=fsdp", f"{ACTOR}.use_kl_loss=true")
     assert "are fewer than 8 workers" in line, "the reference takes a share on every one"

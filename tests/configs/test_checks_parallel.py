@@ -17,8 +17,8 @@ EIGHT = "8 workers (trainer.nnodes * trainer.n_gpus_per_node = 1 * 8)"
 @pytest.mark.parametrize(
     ("typed", "told"),
     [
-        (f"{FSDP}.fsdp_size=3", f"{FSDP}.fsdp_size=3: does not divide {EIGHT} (8 = 2 * 3 + 2)"),
-        (f"{FSDP}.fsdp_size=16", f"{FSDP}.fsdp_size=16: does not divide {EIGHT} (8 = 0 * 16 + 8)"),
+        (f"{FSDP}.fsdp_size=3", f"{FSDP}.fsdp_size=3: does not divide {EIGHT} (8 = 2 * 3 + 2); take one that does"),
+        (f"{FSDP}.fsdp_size=16", f"{FSDP}.fsdp_size=16: does not divide {EIGHT} (8 = 0 * 16 + 8); take one that does"),
         (f"{FSDP}.fsdp_size=0", f"{FSDP}.fsdp_size=0: must be -1 (all GPUs share one copy), or so many that do, 1 at least"),
     ],
 )
@@ -32,7 +32,7 @@ def test_copies_that_can_be(size: int) -> None:
 
 
 def test_ulysses_takes_a_divisor_of_the_gpus_and_what_follows_the_actor_is_not_told_again() -> None:
-    size, why = "fsdp_config.ulysses_sequence_parallel_size", f"does not divide {EIGHT} (8 = 2 * 3 + 2)"
+    size, why = "fsdp_config.ulysses_sequence_parallel_size", f"does not divide {EIGHT} (8 = 2 * 3 + 2); take one that does"
     lines = ppo_lines(f"{ACTOR}.ulysses_sequence_parallel_size=3", f"{ACTOR}.use_kl_loss=true")
     assert lines == [f"error: {ACTOR}.{size}=3: {why}"]
     assert ppo_lines(f"{REF}.{size}=3", f"{ACTOR}.use_kl_loss=true") == [f"error: {REF}.{size}=3: {why}"]

@@ -34,19 +34,21 @@ def test_one_that_cannot_be_is_told_first() -> None:
 
 def test_the_roles_own_workers_are_counted() -> None:
     assert ppo_lines(*PAIRS, f"{ACTOR}.fsdp_config.fsdp_size=2")[0] == (
-        f"error: {ACTOR}.fsdp_config.fsdp_size=2: does not divide {HALF} (3 = 1 * 2 + 1)"
+        f"error: {ACTOR}.fsdp_config.fsdp_size=2: does not divide {HALF} (3 = 1 * 2 + 1); take one that does"
     )
     assert ppo_lines(*PAIRS, "rollout=vllm")[0] == (
-        f"error: {ROLLOUT}.tensor_model_parallel_size=2: does not divide {HALF} (3 = 1 * 2 + 1)"
+        f"error: {ROLLOUT}.tensor_model_parallel_size=2: does not divide {HALF} (3 = 1 * 2 + 1); take one that does"
     )
     assert ppo_lines(*PAIRS, f"{ACTOR}.ppo_micro_batch_size=8")[0].endswith(
-        "so many sequences do not divide by the data-parallel size (8 / 3 = 2.667); ppo_micro_batch_size_per_gpu counts for one"
+        "so many sequences do not divide by the data-parallel size (8 / 3 = 2.667); take ppo_micro_batch_size_per_gpu"
     )
     small = ("data.train_batch_size=2", f"{ACTOR}.ppo_mini_batch_size=2")
     (line,) = ppo_lines(*CUSTOM, *small)
-    assert line.endswith("2 * 1 = 2 sequences a step are fewer than 3 workers (placement.pools.a: nodes * gpus = 1 * 3)")
+    assert line.endswith(
+        "2 * 1 = 2 sequences a step are fewer than 3 workers (placement.pools.a: nodes * gpus = 1 * 3); raise it"
+    )
     (line,) = ppo_lines(*CUSTOM[:-2], "placement.roles.actor=b", "placement.roles.critic=a", *small)
-    assert line.endswith("fewer than 3 workers (placement.pools.a: nodes * gpus = 1 * 3)"), "the critic's"
+    assert line.endswith("fewer than 3 workers (placement.pools.a: nodes * gpus = 1 * 3); raise it"), "the critic's"
     assert ppo_lines(*CUSTOM, "critic.ppo_micro_batch_size=7") == ppo_lines(*CUSTOM), "one worker takes any number"
 
 

@@ -30,7 +30,7 @@ def test_models_beside_rules_and_alone_work() -> None:
     [
         (
             ["reward.scorer=none"],
-            "reward.scorer=none: there are no reward models either (reward.models); nothing would score the",
+            "reward.scorer=none: no reward models either (reward.models): nothing would score the",
         ),
         (["reward.weight=0"], "reward.weight=0: the scores are measured only, and there are no reward models (reward.models) to"),
         ([MODEL, "reward.models.a.clip=[1,1]"], "reward.models.a.clip=[1, 1]: the first must be less than the second"),

@@ -63,7 +63,7 @@ def test_what_has_no_effect() -> None:
 
 def test_servers_are_a_score_beside_reward_models() -> None:
     """reward.scorer=none says that no rule scores; with servers in its place something does."""
-    assert lines("reward.scorer=none")[0].startswith("error: reward.scorer=none: there are no reward models either")
+    assert lines("reward.scorer=none")[0].startswith("error: reward.scorer=none: no reward models either")
     assert lines("reward.scorer=none", f"reward.remote_urls=[{URL}]") == [
         *lines(),
         "reward.scorer=none has no effect: reward.remote_urls gives the scores",

@@ -17,7 +17,7 @@ def reward_model_lines(*overrides: str) -> list[str]:
 def test_rows_and_batches() -> None:
     assert sft_lines("data.train_batch_size=7") == [f"error: data.train_batch_size=7: fewer rows than {WORKERS}"]
     (line,) = sft_lines("data.max_length=9000")
-    assert line == f"error: data.max_token_len_per_gpu=8192: {TOO_SMALL}, data.max_length = 9000"
+    assert line == f"error: data.max_token_len_per_gpu=8192: {TOO_SMALL}, data.max_length = 9000; raise it"
     assert sft_lines("data.max_length=9000", "data.use_dynamic_bsz=false", "data.micro_batch_size_per_gpu=2") == []
 
 
@@ -30,7 +30,7 @@ def test_pairs_and_batches() -> None:
     )
     assert reward_model_lines("data.train_batch_size=7") == [f"error: data.train_batch_size=7: fewer pairs than {WORKERS}"]
     (line,) = reward_model_lines("data.max_length=4097")
-    assert line == f"error: data.max_token_len_per_gpu=8192: {TOO_SMALL}, that of a pair, 2 * data.max_length = 8194"
+    assert line == f"error: data.max_token_len_per_gpu=8192: {TOO_SMALL}, that of a pair, 2 * data.max_length = 8194; raise it"
     assert reward_model_lines("data.max_length=9000", "data.use_dynamic_bsz=false", "data.micro_batch_size_per_gpu=2") == []
 
 

@@ -146,7 +146,7 @@ def test_free_form_keys() -> None:
         ),
         (["trainer.seed=(1"], "trainer.seed=(1: cannot be read; put the value in quotes, key=\"'value'\""),
         (["trainer={sed: 1}"], "trainer.sed: Key 'sed' is not in struct"),
-        (["~trainer.seed"], "trainer.seed: is missing"),
+        (["~trainer.seed"], "trainer.seed: is missing; give it a value"),
         (
             ["actor_rollout_ref.rollout.name=vlm"],
             'actor_rollout_ref.rollout.name="vlm": must be one of embedded, vllm, sglang; did you mean vllm?',

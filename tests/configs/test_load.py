@@ -81,15 +81,15 @@ def test_values_that_work(defaults: dict[str, Any], key: str, value: Any, result
         ("trainer.val_only", "true", 'trainer.val_only="true": must be true or false'),
         ("trainer.val_only", 1, "trainer.val_only=1: must be true or false"),
         ("trainer.device", "cudaa", 'trainer.device="cudaa": must be one of cuda, cpu; did you mean cuda?'),
-        ("trainer.dry_run", True, "trainer.dry_run=true: must be one of config or null"),
+        ("trainer.dry_run", True, "trainer.dry_run=true: must be one of config, full or null"),
         ("trainer.experiment_name", True, "trainer.experiment_name=true: must be a valid string"),
         ("trainer.project_name", ["a"], 'trainer.project_name=["a"]: must be a valid string'),
         ("actor_rollout_ref.actor.optim.lr", "1e-6x", 'actor_rollout_ref.actor.optim.lr="1e-6x": must be a valid number'),
-        ("actor_rollout_ref.actor.optim.lr", float("nan"), "actor_rollout_ref.actor.optim.lr: must be a finite number"),
+        ("actor_rollout_ref.actor.optim.lr", float("nan"), "actor_rollout_ref.actor.optim.lr=nan: must be a finite number"),
         (
             "actor_rollout_ref.actor.entropy_coeff",
             float("-inf"),
-            "actor_rollout_ref.actor.entropy_coeff: must be a finite number",
+            "actor_rollout_ref.actor.entropy_coeff=-inf: must be a finite number",
         ),
         (
             "actor_rollout_ref.actor.optim.betas",
@@ -115,7 +115,7 @@ def test_all_problems_are_told_at_once(defaults: dict[str, Any]) -> None:
 
 def test_a_missing_key_and_a_configuration_that_is_not_built_on_ours(defaults: dict[str, Any]) -> None:
     trainer = {name: value for name, value in defaults["trainer"].items() if name != "seed"}
-    assert complaint(defaults, "trainer", trainer) == "trainer.seed: is missing"
+    assert complaint(defaults, "trainer", trainer) == "trainer.seed: is missing; give it a value"
     with pytest.raises(ConfigError, match="starts from ours, with `defaults: "):
         load_ppo({"trainer": {"seed": 1}})
 

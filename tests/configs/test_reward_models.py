@@ -47,8 +47,8 @@ def test_the_short_form_is_one_more() -> None:
         (["reward.models.a.pth=x"], "reward.models.a.pth: there is no such key; did you mean path?"),
         (["reward.models.a.fsdp_config.dtyp=x"], "reward.models.a.fsdp_config.dtyp: there is no such key; did you mean fsdp_c"),
         (["reward.models.a={path: x, clip: 3}"], "reward.models.a.clip=3: must be a list or null"),
-        (["reward.models.a.weight=1"], "reward.models.a.path is null: where is the model?"),
-        (["reward.reward_model.enable=true"], "reward.reward_model.path is null: where is the model?"),
+        (["reward.models.a.weight=1"], "reward.models.a.path is null: name the model"),
+        (["reward.reward_model.enable=true"], "reward.reward_model.path is null: name the model"),
         (
             ["reward.models={acc: {path: x}}"],
             "reward.models.acc: a name is letters, digits and _, a letter first, and none of acc",

@@ -2,14 +2,17 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import trainer
-from configs.keys import CONFIG_DIR
+from configs.argv import groups_of
+from configs.keys import CONFIG_DIR, described
 from configs.schema.sft import SFTConfig
+from tests.broken import PROGRAMS
 from trainer.entry import Found, Program, Stopped
 from workers.controller.group import PhaseTimeout, WorkerError
 
@@ -144,6 +147,44 @@ def test_help_names_groups_keys_and_examples(capsys: pytest.CaptureFixture[str])
     page = capsys.readouterr().out
     assert "About." in page and "python -m trainer.main_sft optim.lr=1e-4" in page
     assert "optim.lr=1.0e-5" in page and "largest learning rate" in page
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_help_is_a_page(program: Program[Any]) -> None:
+    """Of 80 columns and 60 lines: at most ten keys, each with its default and its comment, and every option of every group."""
+    page = program.help()
+    lines = page.splitlines()
+    assert max(map(len, lines)) <= 80 and len(lines) <= 60
+    assert len(program.often_used) <= 10
+    said = described(CONFIG_DIR / f"{program.root}.yaml")
+    words = " ".join(page.split())
+    assert all(f"{key}={said[key].value}\n" in page and said[key].comment in words for key in program.often_used)
+    for group in groups_of(program.root):
+        for path in (CONFIG_DIR / group).glob("*.yaml"):
+            (line,) = [line for line in lines if line.startswith(f"  {group}={path.stem} ")]
+            comment = path.read_text().splitlines()[1].removeprefix("# ")
+            assert comment and line.endswith(f"  {comment}")
+    assert ("trainer.dry_run=full" in page) == (program.plan is not None)
+
+
+def test_the_help_page_loads_neither_torch_nor_numpy() -> None:
+    code = (
+        "import sys; from trainer.main_ppo import PROGRAM; PROGRAM(['--help']); print({'torch', 'numpy', 'ray'} & {*sys.modules})"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.endswith("\nset()\n") and result.stdout.count("\n  python -m trainer.main_ppo ") == 3
+
+
+def test_a_full_dry_run_calls_the_plan_after_the_files_were_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
+    called: list[str] = []
+    main = replace(raising(AssertionError()), plan=lambda config: called.append(config.trainer.default_local_dir))
+    assert main(["trainer.dry_run=full", "trainer.default_local_dir=x"]) == 0 and called == ["x"]
+    there = replace(main, inputs=lambda config: ["a: not there", "b: not there"])
+    assert there(["trainer.dry_run=full"]) == 2 and called == ["x"]
+    assert capsys.readouterr().err == "error: a: not there\nerror: b: not there\n"
+    assert there(["trainer.dry_run=config"]) == 0, "needs no files"
+    assert raising(AssertionError())(["trainer.dry_run=full"]) == 2
+    assert capsys.readouterr().err.startswith("error: trainer.dry_run=full: trainer.main_sft has no plan to show")
 
 
 @pytest.mark.parametrize("name", ["workers", "configs"])

@@ -51,4 +51,4 @@ def _numbers(spec: str, key: str) -> list[float]:
     try:
         return [float(part) for part in spec.strip().split("_")]
     except ValueError:
-        raise ValueError(f"{key}: {spec!r} is no number, and no lower_upper") from None
+        raise ValueError(f"{key}: {spec!r} is no number, and no lower_upper; give 2.0, or 0.5_5.0") from None

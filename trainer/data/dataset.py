@@ -31,7 +31,7 @@ class Prompt:
 
 
 class PromptDataset:
-    """Prompts of one or several files, of ``data.max_prompt_length`` tokens at most."""
+    """Prompts of one or several files, of ``data.max_prompt_length`` tokens at most. n_rows: of the files."""
 
     def __init__(
         self,
@@ -54,6 +54,7 @@ class PromptDataset:
         self._source_key, self._prompt_key = config.reward_fn_key, config.prompt_key
         needed = [config.reward_fn_key, "reward_model.ground_truth"] if scored else []
         self._rows = Rows(files, [config.prompt_key, *needed], [config.reward_fn_key, "reward_model", "extra_info"])
+        self.n_rows = len(self._rows)
         sources = self._rows.column(config.reward_fn_key)
         notices = []
         uids = draw(len(self._rows), max_samples, seed, config.shuffle)
@@ -64,13 +65,13 @@ class PromptDataset:
         encoded = encode_in_processes(tokenizer, [column[uid] for uid in uids], config.apply_chat_template_kwargs, workers)
         for uid, (_, ids) in zip(uids, encoded, strict=True):
             if not len(ids):
-                raise ValueError(f"{self._rows.where(uid)}: the prompt is empty")
+                raise ValueError(f"{self._rows.where(uid)}: the prompt is empty; leave the row out")
         long = [uid for uid, (_, ids) in zip(uids, encoded, strict=True) if len(ids) > config.max_prompt_length]
         if long:
             count = f"{len(long)} of {len(uids)} prompts are longer than data.max_prompt_length={config.max_prompt_length} tokens"
             if config.filter_overlong_prompts:
                 if len(long) == len(uids):
-                    raise ValueError(f"{count}: data.filter_overlong_prompts leaves nothing")
+                    raise ValueError(f"{count}: data.filter_overlong_prompts leaves nothing; raise it")
                 notices.append(f"{count} and are dropped")
                 gone = set(long)
                 kept = [i for i, uid in enumerate(uids) if uid not in gone]
@@ -99,7 +100,7 @@ class PromptDataset:
             if ids.max() >= vocab_size:
                 raise ValueError(
                     f"{self._rows.where(uid)}: the tokenizer makes token {ids.max()} of the prompt, and the model's vocabulary "
-                    f"has {vocab_size}; is actor_rollout_ref.model.tokenizer_path the model's?"
+                    f"has {vocab_size}; set actor_rollout_ref.model.tokenizer_path to the model's"
                 )
 
     def row(self, index: int) -> dict[str, Any]:

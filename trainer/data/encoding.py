@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import reprlib
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from jinja2 import TemplateError
 
 from workers.controller.stop import die_with_parent
 
@@ -33,7 +35,13 @@ def render(tokenizer: PreTrainedTokenizerBase, prompt: Messages, template_kwargs
             "instruct model's tokenizer (actor_rollout_ref.model.tokenizer_path), put a chat_template.jinja into the model's "
             "directory, or give prompts as plain strings"
         )
-    text = tokenizer.apply_chat_template(prompt, **({"add_generation_prompt": True} | template_kwargs), tokenize=False)
+    try:
+        text = tokenizer.apply_chat_template(prompt, **({"add_generation_prompt": True} | template_kwargs), tokenize=False)
+    except (ValueError, TypeError, TemplateError) as error:
+        raise ValueError(
+            f"the chat template of {tokenizer.name_or_path} cannot take the prompt {reprlib.repr(prompt)}: {error}; leave the "
+            "row out, or set data.apply_chat_template_kwargs"
+        ) from error
     assert isinstance(text, str)
     return text
 

@@ -2,7 +2,7 @@
 
 import json
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -52,35 +52,84 @@ class Rows:
         return file, row - (self._ends[file - 1] if file else 0)
 
 
-def _read(name: str, required: Sequence[str], optional: Sequence[str]) -> pa.Table:
+def check_file(name: str, required: Sequence[str], said_by: str = "") -> int | None:
+    """Rows of a file that is there, can be read and has the columns, by what a parquet file says of itself or by the first line
+    of a JSON-lines file (whose rows are not counted: None). said_by: the keys that name the columns.
+
+    Raises ValueError, one line, for what Rows does.
+    """
+    path = _existing(name)
+    n_rows = None
+    try:
+        if path.suffix == ".parquet":
+            about = pq.read_metadata(path)
+            schema, n_rows = about.schema.to_arrow_schema(), about.num_rows
+            empty = n_rows == 0
+        else:
+            first = next(_objects(path), None)
+            schema, empty = pa.Table.from_pylist([] if first is None else [first]).schema, first is None
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise _unreadable(name, error) from error
+    if empty:
+        raise ValueError(f"{name}: has no rows; name another file")
+    _check_columns(name, schema, required, said_by)
+    return n_rows
+
+
+def first_value(name: str, column: str) -> Any:
+    """Of a file's first row."""
     path = Path(name).expanduser()
-    if not path.is_file():
-        if not path.parent.is_dir():
-            raise ValueError(f"{name}: no such file; there is no directory {path.parent} either")
-        there = sorted(entry.name for entry in path.parent.iterdir() if entry.suffix in (".parquet", *_JSON))
-        raise ValueError(f"{name}: no such file; {path.parent} has {', '.join(there) or 'no parquet or JSON-lines file'}")
+    if path.suffix == ".parquet":
+        return next(pq.ParquetFile(path).iter_batches(1, columns=[column]))[column][0].as_py()
+    return next(_objects(path))[column]
+
+
+def values_of(name: str, column: str) -> list[Any]:
+    """The distinct values of a parquet file's column."""
+    return pq.read_table(Path(name).expanduser(), columns=[column])[column].unique().to_pylist()
+
+
+def _read(name: str, required: Sequence[str], optional: Sequence[str]) -> pa.Table:
+    path = _existing(name)
     try:
         if path.suffix == ".parquet":
             schema = pq.read_schema(path)
             _check_columns(name, schema, required)
             wanted = {column.partition(".")[0] for column in required} | set(optional)
             table = pq.read_table(path, columns=[column for column in schema.names if column in wanted])
-        elif path.suffix in _JSON:
+        else:
             table = pa.Table.from_pylist(read_lines(path))
             if len(table):
                 _check_columns(name, table.schema, required)
-        else:
-            raise ValueError(f"{name}: not a .parquet, .jsonl or .json file")
-    except pa.ArrowException as error:
-        raise ValueError(f"{name}: cannot be read: {str(error).splitlines()[0]}") from error
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise _unreadable(name, error) from error
     if not len(table):
-        raise ValueError(f"{name}: has no rows")
+        raise ValueError(f"{name}: has no rows; name another file")
     return table
+
+
+def _existing(name: str) -> Path:
+    path = Path(name).expanduser()
+    if path.suffix not in (".parquet", *_JSON):
+        raise ValueError(f"{name}: not a .parquet, .jsonl or .json file; write it as one")
+    if not path.is_file():
+        if not path.parent.is_dir():
+            raise ValueError(f"{name}: no such file; there is no directory {path.parent} either; name another")
+        there = sorted(entry.name for entry in path.parent.iterdir() if entry.suffix in (".parquet", *_JSON))
+        raise ValueError(f"{name}: no such file; {path.parent} has {', '.join(there) or 'no parquet or JSON-lines file'}")
+    return path
+
+
+def _unreadable(name: str, error: Exception) -> ValueError:
+    return ValueError(f"{name}: cannot be read: {str(error).splitlines()[0]}; copy or make it again")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSON-lines file. Raises ValueError, with the line, for anything else."""
-    rows = []
+    return list(_objects(path))
+
+
+def _objects(path: Path) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -91,15 +140,15 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
                 raise ValueError(f"{path}, line {number}: not JSON ({error.msg}); one object a line is expected") from error
             if not isinstance(row, dict):
                 raise ValueError(f"{path}, line {number}: a {type(row).__name__}; one object a line is expected")
-            rows.append(row)
-    return rows
+            yield row
 
 
-def _check_columns(name: str, schema: pa.Schema, required: Sequence[str]) -> None:
+def _check_columns(name: str, schema: pa.Schema, required: Sequence[str], said_by: str = "") -> None:
+    advice = f"; set {said_by}" if said_by else ""
     for wanted in required:
         column, _, field = wanted.partition(".")
         if column not in schema.names:
-            raise ValueError(f"{name}: no column {column!r}; it has {', '.join(schema.names)}")
+            raise ValueError(f"{name}: no column {column!r}; it has {', '.join(schema.names)}{advice}")
         if not field:
             continue
         kind = schema.field(column).type

@@ -8,6 +8,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
 from configs.checks_batches import wants_ref
 from configs.checks_placement import placement_of
 from configs.pools import Placement
@@ -20,7 +22,6 @@ from trainer.algorithms.kl import KLController
 from trainer.algorithms.moments import RunningMoments
 from trainer.backend import open_backend, start_pools
 from trainer.checkpoint import Checkpoint, check_config
-from trainer.data.chat import load_tokenizer
 from trainer.data.dataset import PromptDataset
 from trainer.data.order import DataOrder
 from trainer.data.ptx import ptx_stream
@@ -30,7 +31,7 @@ from trainer.events import Events
 from trainer.generation.rollout import rollout_spec, sampling
 from trainer.metrics import peak_flops
 from trainer.models import Training, limits, start_model, value_head
-from trainer.ppo.engines import check_engines, wants_critic
+from trainer.ppo.engines import check_engines, reader, wants_critic
 from trainer.ppo.loop import Loop, old_log_probs_come_from_update
 from trainer.ppo.rollback import Rollbacks
 from trainer.ppo.source import Source
@@ -86,13 +87,14 @@ def attempt(config: PPOConfig, life: Lifetime) -> None:
 def opened(assembly: type[Assembly], config: PPOConfig, life: Lifetime, resume: Checkpoint | None) -> Iterator[Loop]:
     """The loop with all that it works with, which ends when the block does."""
     check_engines(config)
+    tokenizer = reader(config)
     with ExitStack() as stack:
         rewards = stack.enter_context(open_rewards(config.reward))
         rewards.start()
         backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, config.timeouts, life.run_dir))
         place = placement_of(config, has_critic=wants_critic(config))
         hosts = start_pools(backend, config.trainer, place, config.timeouts, engine=config.actor_rollout_ref.rollout.name)
-        parts = assembly(config, place, hosts, life)
+        parts = assembly(config, place, hosts, life, tokenizer)
         rewards.wait_ready()
         loop = parts.loop(rewards, resume)
         stack.callback(loop.tracker.close)
@@ -103,13 +105,15 @@ def opened(assembly: type[Assembly], config: PPOConfig, life: Lifetime, resume: 
 class Assembly:
     """The parts of a loop, each from its part of the configuration, and on the hosts where ``place`` has its role."""
 
-    def __init__(self, config: PPOConfig, place: Placement, hosts: Mapping[str, WorkerGroup], life: Lifetime) -> None:
+    def __init__(
+        self, config: PPOConfig, place: Placement, hosts: Mapping[str, WorkerGroup], life: Lifetime, tokenizer: Tokenizer
+    ) -> None:
         self.config = config
         self.place = place
         self.hosts = hosts
         self.life = life
         self.watchdog = Watchdog(asdict(config.timeouts), life.run_dir)
-        self.tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+        self.tokenizer = tokenizer
         self.data, self.held_out = self.prompts()
         seed = config.trainer.seed if config.data.seed is None else config.data.seed
         self.order = DataOrder(len(self.data), config.data.train_batch_size, seed, config.data.shuffle)

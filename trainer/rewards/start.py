@@ -59,8 +59,8 @@ def check_head(model: ModelConfig) -> None:
     names = {name for file in Path(model_files(model)).glob("*.safetensors") for name in tensor_names(file)}
     if not any(name.endswith(".weight") and name.split(".")[0] in HEADS for name in names):
         raise ValueError(
-            f"model.path {model.path}: {made} has no score head (no {HEADS[0]}.weight or {HEADS[1]}.weight), so it is no reward "
-            "model; trainer.main_reward_model makes one of a language model"
+            f"model.path={model.path}: {made} has no score head (no {HEADS[0]}.weight or {HEADS[1]}.weight), so it is no reward "
+            "model; take one, or make one of a language model with trainer.main_reward_model"
         )
 
 

@@ -32,6 +32,7 @@ from workers.engine.attention import PACKED_ATTENTION, PackedRows
 from workers.engine.balance import ROUTED, measure
 from workers.engine.base import Head
 from workers.engine.logprob import head_all_log_probs, head_log_probs, head_sum_pi_squared, head_top_log_probs
+from workers.model_path import model_path
 
 DTYPES: dict[Dtype, torch.dtype] = {
     "float16": torch.float16,
@@ -131,25 +132,6 @@ class PackedModel(nn.Module):
         return found
 
 
-def model_path(model: ModelConfig) -> str:
-    """A directory, checked, or a hub name as it is. Raises FileNotFoundError, and ValueError for weights in a pickle."""
-    path = Path(model.path).expanduser()
-    looks_local = model.path.startswith(("/", ".", "~")) or model.path.count("/") > 1
-    if not path.is_dir():
-        if looks_local:
-            raise FileNotFoundError(f"model.path {model.path}: no such directory (expected a Hugging Face model directory)")
-        return model.path
-    for pattern in ("config.json", "*.safetensors"):
-        if not any(path.glob(pattern)):
-            if pickles := sorted(found.name for found in path.glob("*.bin")):
-                raise ValueError(
-                    f"model.path {model.path}: no *.safetensors there, and {pickles[0]} is a pickle, which is not read; "
-                    "transformers' save_pretrained writes safetensors"
-                )
-            raise FileNotFoundError(f"model.path {model.path}: no {pattern} there (expected a Hugging Face model directory)")
-    return str(path)
-
-
 def model_files(model: ModelConfig) -> str:
     """The directory where the weights are; those of a hub name are fetched."""
     path = model_path(model)
@@ -164,13 +146,15 @@ def model_config(model: ModelConfig, head: Head) -> PretrainedConfig:
             path, trust_remote_code=model.trust_remote_code, return_unused_kwargs=True, **model.override_config
         )
     except OSError as error:  # transformers' own runs over many lines
-        raise ValueError(f"model.path {model.path}: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"model.path={model.path}: {str(error).splitlines()[0]}") from error
     except ValueError as error:
         check_own_code(model.path, error)
-        raise
+        raise ValueError(f"model.path={model.path}: {str(error).splitlines()[0]}; take another model or transformers") from error
     unknown.pop("trust_remote_code", None)
     if unknown:
-        raise ValueError(f"model.override_config: {', '.join(unknown)} not in the config of {model.path} ({config.model_type})")
+        raise ValueError(
+            f"model.override_config: {', '.join(unknown)} not in the config of {model.path} ({config.model_type}); take its names"
+        )
     if head == "reward":
         prepare_scoring(model.path, config)
     if head != "lm":
@@ -180,7 +164,7 @@ def model_config(model: ModelConfig, head: Head) -> PretrainedConfig:
     rope = (as_dict.get("rope_parameters") or {}).get("rope_type")
     refused = [*sorted(layers), *([f"{rope} rope"] if rope in LENGTH_DEPENDENT_ROPE else [])]
     if refused:
-        raise ValueError(f"model.path {model.path}: {config.model_type} cannot be packed: it has {', '.join(refused)}")
+        raise ValueError(f"model.path={model.path}: {config.model_type} cannot be packed: it has {', '.join(refused)}")
     return config
 
 
@@ -190,7 +174,7 @@ def prepare_scoring(path: str, config: PretrainedConfig) -> None:
     """
     made = (config.architectures or [""])[0]
     if made.endswith("Classification") and config.num_labels != 1:
-        raise ValueError(f"model.path {path}: a {made} with {config.num_labels} labels; a reward model has one")
+        raise ValueError(f"model.path={path}: a {made} with {config.num_labels} labels; a reward model has one, take such a one")
     text = config.get_text_config()
     if text.pad_token_id in (text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]):
         text.pad_token_id = None
@@ -217,7 +201,7 @@ def empty_model(model: ModelConfig, config: PretrainedConfig, head: Head, dtype:
             config, dtype=dtype, attn_implementation=PACKED_ATTENTION, trust_remote_code=model.trust_remote_code
         )
     if not hf._supports_attention_backend or hf._is_stateful:
-        raise ValueError(f"model.path {model.path}: {config.model_type} cannot be packed: its attention or state is its own")
+        raise ValueError(f"model.path={model.path}: {config.model_type} cannot be packed: its attention or state is its own")
     packed = PackedModel(fuse_norms(choose_experts(hf.eval())), head)
     if model.router_aux_loss_coef and packed.top_k is None:
         coefficient = f"model.router_aux_loss_coef={model.router_aux_loss_coef:g}"
@@ -278,7 +262,7 @@ def load_model(model: ModelConfig, config: PretrainedConfig, head: Head, dtype: 
         new = [own[name] for name in own.keys() & missing]
         missing -= own.keys()
     if missing:
-        raise ValueError(f"model.path {model.path}: {len(missing)} weights are not there, such as {min(missing)}")
+        raise ValueError(f"model.path={model.path}: {len(missing)} weights are not there, such as {min(missing)}")
     _check_packing(packed, model.path)
     for weight in new:  # only now: at zero, any packing would do
         nn.init.zeros_(weight)
@@ -316,7 +300,7 @@ def _check_packing(model: PackedModel, path: str) -> None:
                 difference = float((ours[1:] - theirs).abs().max())
         if not difference < (1e-3 if hf.dtype in (torch.float32, torch.float64) else 0.2):
             raise ValueError(
-                f"model.path {path}: {hf.config.model_type} is not supported: its head or attention does something more, "
+                f"model.path={path}: {hf.config.model_type} is not supported: its head or attention does something more, "
                 f"packed rows differ from transformers' own by {difference:.2g}"
             )
     hf.set_attn_implementation(PACKED_ATTENTION)

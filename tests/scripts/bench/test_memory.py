@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from scripts.bench import memory
-from scripts.bench.context_memory import Setting, Shape
 from scripts.bench.memory import Alive, needed
 from scripts.bench.shapes import SHAPES
+from workers.engine.memory_model import Setting, Shape
 
 
 def quick(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def test_errors_name_the_file_and_what_is_there(tmp_path: Path) -> None:
 def test_errors_of_files_that_cannot_be_read(tmp_path: Path) -> None:
     empty = tmp_path / "empty.parquet"
     pq.write_table(pa.table({"a": pa.array([], pa.int64())}), empty)
-    assert error_of([str(empty)], ["a"]) == f"{empty}: has no rows"
+    assert error_of([str(empty)], ["a"]) == f"{empty}: has no rows; name another file"
     assert "has no rows" in error_of([jsonl(tmp_path / "empty.jsonl", "\n")], ["a"])
     assert "cannot be read" in error_of([jsonl(tmp_path / "broken.parquet", "PAR1 no more")], ["a"])
     assert "line 2: not JSON" in error_of([jsonl(tmp_path / "broken.jsonl", '{"a": 1}\n{"a": \n')], ["a"])

@@ -103,7 +103,7 @@ def test_a_conversation_that_is_too_long_fails_alone_or_is_cut(path: str) -> Non
             ["model.path={path}", "model.max_length=99999"],
             r"model\.forward_max_token_len_per_gpu=32768: .*max_length = 99999",
         ),
-        (["model.path={base}"], r"model: model\.path \S+: .* has no score head"),
+        (["model.path={base}"], r"model: model\.path=\S+: .* has no score head"),
     ],
 )
 def test_what_is_wrong_is_one_line(

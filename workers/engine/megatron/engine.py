@@ -67,7 +67,7 @@ class MegatronEngine(TrainEngine):
         for chunk in self._model:
             chunk.requires_grad_(self._optimizer is not None)
             chunk.train(self._optimizer is not None)  # recomputation looks at it; there is no dropout
-        files = Files(model_files(spec.model), f"model.path {spec.model.path}")
+        files = Files(model_files(spec.model), f"model.path={spec.model.path}")
         self._exchange.refuse_strangers(files)
         self._exchange.fill(files, self._put_param)
         self._grads_place: Place = "device"

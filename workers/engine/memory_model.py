@@ -32,7 +32,7 @@ class Shape:
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Shape:
-        """config: one of scripts/bench/shapes.py."""
+        """config: as transformers has it, all of these said."""
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
         return cls(
             hidden=hidden,

@@ -9,7 +9,6 @@ import torch
 
 from configs.schema.common import TiledMLPConfig
 from scripts.bench.context import CARDS, rounded, tables, usable
-from scripts.bench.context_memory import Setting, Shape, in_layer, layer_inputs, longest, parameters, scoring, training
 from scripts.bench.memory import Alive
 from scripts.bench.shapes import SHAPES, Likelihood
 from tests.tiny import save_tiny_model
@@ -17,6 +16,7 @@ from tests.workers.engine.toy import one_rank, toy_engine
 from workers.batch import Batch
 from workers.engine.fsdp.engine import FSDPEngine
 from workers.engine.fsdp.sharding import local
+from workers.engine.memory_model import Setting, Shape, in_layer, layer_inputs, longest, parameters, scoring, training
 
 SMALL: dict[str, Any] = {
     "hidden_size": 128,

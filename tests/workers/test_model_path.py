@@ -1,0 +1,72 @@
+"""Whether a model's files are there: what is wrong is told in one line, before anything is loaded."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from data_preprocess import tiny_model
+from tests import tiny
+from tests.tiny import save_tiny_model, tiny_config
+from workers.model_path import check_files, check_tokenizer, model_path
+
+
+@pytest.mark.parametrize("path", ["/no/such/model", "./nothing", "~/nothing/here", "a/b/c"])
+def test_a_local_path_that_is_not_there_is_not_looked_for_elsewhere(path: str) -> None:
+    with pytest.raises(FileNotFoundError, match="no such directory"):
+        model_path(tiny.model_config(path))
+
+
+def test_a_directory_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no config\.json there"):
+        model_path(tiny.model_config(str(tmp_path)))
+    tiny_config().save_pretrained(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"no \*\.safetensors there"):
+        model_path(tiny.model_config(str(tmp_path)))
+
+
+def test_a_hub_name_is_left_alone() -> None:
+    assert model_path(tiny.model_config("Qwen/Qwen3-0.6B")) == "Qwen/Qwen3-0.6B"
+    check_files("Qwen/Qwen3-0.6B", "model.path")
+    check_tokenizer(tiny.model_config("Qwen/Qwen3-0.6B"), "model")
+
+
+def wrong(path: Path) -> str:
+    with pytest.raises((ValueError, FileNotFoundError)) as error:
+        check_files(str(path), "actor.model.path")
+    (line,) = str(error.value).splitlines()
+    assert line.startswith(f"actor.model.path={path}: ")
+    return line.removeprefix(f"actor.model.path={path}: ")
+
+
+def test_files_that_are_not_whole(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path)
+    check_files(str(tmp_path), "actor.model.path")
+    weights = tmp_path / "model.safetensors"
+    whole = weights.read_bytes()
+    size = f"{len(whole):,}"
+    weights.write_bytes(whole[:-1])
+    assert wrong(tmp_path) == f"model.safetensors has {len(whole) - 1:,} of its {size} bytes; copy or download it again"
+    for text in (b"", b"version https://git-lfs.github.com/spec/v1\n", whole[:20]):
+        weights.write_bytes(text)
+        assert wrong(tmp_path).startswith("model.safetensors is not what its name says; ")
+    weights.write_bytes(whole)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}))
+    assert wrong(tmp_path).startswith("1 of 2 parts of the weights are not there, such as model-2.safetensors")
+    index.unlink()
+    (tmp_path / "config.json").write_text("[]")
+    assert wrong(tmp_path).startswith("config.json is not what its name says")
+    assert "a file, not a directory" in wrong(weights)
+
+
+def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
+    model, other = save_tiny_model(tmp_path / "model"), tmp_path / "tokenizer"
+    with pytest.raises(FileNotFoundError) as error:
+        check_tokenizer(tiny.model_config(model), "critic.model")
+    assert str(error.value).startswith(f"critic.model.path={model}: no tokenizer there")
+    assert "set critic.model.tokenizer_path to " in str(error.value)
+    with pytest.raises(FileNotFoundError, match=r"^critic\.model\.tokenizer_path=\S+: no such directory"):
+        check_tokenizer(tiny.model_config(model, tokenizer_path=str(other)), "critic.model")
+    tiny_model.character_tokenizer("01").save_pretrained(other)
+    check_tokenizer(tiny.model_config(model, tokenizer_path=str(other)), "critic.model")

@@ -1,0 +1,203 @@
+"""trainer.dry_run=full: what a run would check before it starts anything, and what it would do. Starts nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import psutil
+import torch
+
+from configs.checks_batches import cuts, name_of, roles_of
+from configs.checks_parallel import data_parallel_size
+from configs.checks_placement import placement_of
+from configs.checks_rollout import world_size
+from configs.pools import Placement
+from configs.reward_models import model_key, reward_models
+from configs.rules import asks_rules
+from configs.schema.common import ModelConfig
+from configs.schema.ppo import PPOConfig
+from configs.schema.scoring_model import ScoringModelConfig
+from trainer.checkpoint import Checkpoint, check_config, whole_checkpoint
+from trainer.ppo.assemble import Assembly
+from trainer.ppo.engines import check_engines, reader, wants_critic
+from trainer.ppo.memory import Use, estimate, shape_of
+from trainer.restart import Lifetime
+from trainer.rewards.registry import with_own_function
+from trainer.rewards.start import engine_model, head_of, own_conversations
+from trainer.rewards.worker import resolve
+from trainer.run_dir import CONFIG, METRICS, write_config
+from workers.engine.base import Head
+from workers.engine.hf_model import DTYPES, empty_model, model_config
+from workers.engine.memory_model import Shape
+from workers.rollout import check_installed
+
+BESIDE = "config_dry_run.yaml"
+"""The configuration's file where a run has its own."""
+GB = 1e9
+
+
+def dry_run(config: PPOConfig) -> None:
+    """Check, print the plan, and write the configuration into the run directory. Raises ValueError and FileNotFoundError."""
+    check_installed(config.actor_rollout_ref.rollout.name)
+    check_engines(config)
+    place = placement_of(config, has_critic=wants_critic(config))
+    life = Lifetime(config.trainer, Path(config.trainer.default_local_dir))
+    resume = would_resume(config, life.run_dir)
+    parts = Assembly(config, place, {}, life, reader(config))
+    check_rewards(config, parts)
+    models = measured(config)
+    lines = [*model_lines(models), *work_lines(parts), *place_lines(config, place), *written_lines(config, life.run_dir, resume)]
+    print("\n".join([*lines, *memory_lines(config, place, models)]))
+    print(f"fine, nothing was started; the configuration: {write(config, life.run_dir)}")
+
+
+def would_resume(config: PPOConfig, run_dir: Path) -> Checkpoint | None:
+    """The checkpoint that the run would go on from, of those that are here. Raises ValueError if it cannot."""
+    trainer = config.trainer
+    found = whole_checkpoint(trainer.resume_mode, trainer.resume_from_path, run_dir)
+    if found is not None:
+        for change in check_config(found.manifest.config, asdict(config)):
+            print(f"note: would be resumed with another {change}", file=sys.stderr)
+    return found
+
+
+def check_rewards(config: PPOConfig, parts: Assembly) -> None:
+    """The user's function loads, and reward models can read the conversations."""
+    if asks_rules(config.reward) and not config.reward.remote_urls:
+        resolve(with_own_function(config.reward))
+    for name, model in reward_models(config.reward).items():
+        if model.path is not None:
+            try:
+                own_conversations(model, parts.tokenizer, config.data.apply_chat_template_kwargs)
+            except ValueError as error:
+                raise ValueError(f"{model_key(name, config.reward)}: {error}") from error
+
+
+def measured(config: PPOConfig) -> dict[str, tuple[str, int, Shape | None]]:
+    """By key of the role: kind of model, parameters, and shape where the memory model knows such a one."""
+    found = {}
+    for key, role in roles_of(config, has_critic=wants_critic(config)).items():
+        model: ModelConfig
+        head: Head
+        if isinstance(role, ScoringModelConfig):
+            model, head = engine_model(role), head_of(role)
+        else:
+            model, head = config.actor_rollout_ref.model, "lm"
+            if role is config.critic:
+                model, head = config.critic.model, "value"
+        about = model_config(model, head)
+        body = empty_model(model, about, head, DTYPES["bfloat16"])
+        parameters = sum(parameter.numel() for parameter in body.parameters())
+        found[key] = (f"{about.model_type}, {model.path}", parameters, shape_of(about, parameters))
+    return found
+
+
+def model_lines(models: dict[str, tuple[str, int, Shape | None]]) -> Iterator[str]:
+    yield "models"
+    for key, (kind, parameters, _) in models.items():
+        yield f"  {key}: {in_millions(parameters)} parameters ({kind})"
+
+
+def work_lines(parts: Assembly) -> Iterator[str]:
+    config, data = parts.config, parts.config.data
+    n, batch = config.actor_rollout_ref.rollout.n, data.train_batch_size
+    yield "data"
+    for name, prompts in (("train_files", parts.data), ("val_files", parts.held_out)):
+        yield f"  data.{name}: {len(prompts)} prompts of {prompts.n_rows} rows"
+    yield "work"
+    an_epoch, trainer = parts.order.steps_per_epoch, config.trainer
+    why = "trainer.total_training_steps" if trainer.total_training_steps else f"{trainer.total_epochs} epochs"
+    yield f"  {parts.total_steps} steps ({why}); {an_epoch} an epoch"
+    longest = data.max_prompt_length + data.max_response_length
+    yield f"  a step: {batch} prompts x {n} answers = {batch * n} sequences of {longest} tokens at most"
+    learners = {"actor": (config.actor_rollout_ref.actor.ppo_mini_batch_size, parts.actor_update())}
+    if parts.wants_critic:
+        learners["critic"] = (config.critic.ppo_mini_batch_size, parts.critic_update())
+    for name, (size, spec) in learners.items():
+        yield f"  {name}: {spec.updates_a_step(batch)} updates a step, of {size} prompts = {size * n} sequences each"
+    for cut in cuts(config, parts.place, has_critic=parts.wants_critic):
+        yield f"  {cut.key}.{cut.kind}*: micro-batches of {cut.tokens(longest)} tokens at most on a GPU"
+
+
+def place_lines(config: PPOConfig, place: Placement) -> Iterator[str]:
+    device, rollout = config.trainer.device, config.actor_rollout_ref.rollout
+    yield "who sits where" + (" (trainer.device=cpu: a GPU is a process)" if device == "cpu" else "")
+    for pool in place.pools:
+        yield f"  {pool.in_words()}"
+    for key, role in roles_of(config, has_critic=wants_critic(config)).items():
+        pool = place.pool(name_of(key))
+        yield f"  {key}: {role.strategy}, {world_size(pool)} ranks, data parallel {data_parallel_size(role, pool)}"
+    engines, size = world_size(place.pool("rollout")), 1
+    if rollout.name != "embedded":
+        size = rollout.tensor_model_parallel_size
+    yield f"  rollout: {engines // size} engines ({rollout.name}), each on {size} GPU{'s' if size > 1 else ''}"
+
+
+def written_lines(config: PPOConfig, run_dir: Path, resume: Checkpoint | None) -> Iterator[str]:
+    trainer = config.trainer
+    yield f"what is written, into {run_dir}"
+    if resume is not None:
+        yield f"  goes on from step {resume.step}: {resume.path}"
+    elif trainer.resume_mode == "auto" and trainer.checkpoint.remote_dir is not None:
+        yield f"  goes on from the newest whole checkpoint of {trainer.checkpoint.remote_dir}, or starts anew"
+    elif trainer.resume_mode == "resume_path":
+        yield f"  goes on from {trainer.resume_from_path}, which is fetched first"
+    else:
+        yield "  starts anew"
+    yield f"  each step: metrics.jsonl{''.join(f', {name}' for name in trainer.logger)}; at the end: report.html"
+    if trainer.rollout_data_dir is not None:
+        yield f"  each step's answers: {trainer.rollout_data_dir}"
+    when = (["before the first step"] if trainer.val_before_train else []) + every(trainer.test_freq)
+    yield f"  validation: {', '.join(when) or 'never (trainer.test_freq)'}"
+    kept = trainer.max_actor_ckpt_to_keep
+    saved = f"{', '.join(every(trainer.save_freq))}; {'all' if kept is None else f'the newest {kept}'} kept"
+    yield f"  checkpoints: {saved if trainer.save_freq > 0 else 'never (trainer.save_freq)'}"
+    if trainer.checkpoint.remote_dir is not None and trainer.save_freq > 0:
+        yield f"  copies of them: {trainer.checkpoint.remote_dir}"
+
+
+def every(frequency: int) -> list[str]:
+    return [f"every {frequency} steps" if frequency > 1 else "each step", "after the last"] if frequency > 0 else []
+
+
+def memory_lines(config: PPOConfig, place: Placement, models: dict[str, tuple[str, int, Shape | None]]) -> Iterator[str]:
+    yield "memory of a worker (an estimate; layers recomputed, rows as long as they may be; 1 GB is 10^9 bytes)"
+    shapes = {key: shape for key, (_, _, shape) in models.items() if shape is not None}
+    if shapes.keys() != models.keys():
+        yield f"  none: it is for dense decoders, and {', '.join(sorted(models.keys() - shapes.keys()))} is none"
+        return
+    room = room_of(config, place)
+    uses = list(estimate(config, place, shapes, room))
+    yield from (f"  {use.pool:<12}{use.phase:<26}{of_gpu(use)}" for use in uses)
+    fullest = max((use for use in uses if use.bytes is not None), key=lambda use: use.bytes or 0.0)
+    if room is not None and (fullest.bytes or 0.0) > room:
+        yield f"  more than there is: {fullest.phase} in pool {fullest.pool}, and a worker here has {room / GB:.4g} GB"
+    if config.trainer.device == "cuda" and torch.cuda.device_count() < config.trainer.n_gpus_per_node:
+        wanted = f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}"
+        yield f"  {wanted}: this machine has {torch.cuda.device_count()} CUDA devices, so the run must start on another"
+
+
+def room_of(config: PPOConfig, place: Placement) -> float | None:
+    """Bytes that a worker may have on this machine; None: there is no GPU here."""
+    if config.trainer.device == "cpu":
+        return psutil.virtual_memory().total / (place.n_gpus // config.trainer.nnodes)
+    return float(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else None
+
+
+def of_gpu(use: Use) -> str:
+    return f"{use.share:g} of the GPU, and what rests beside it" if use.bytes is None else f"{use.bytes / GB:>8.3g} GB"
+
+
+def in_millions(count: int) -> str:
+    return f"{count / 1e9:.3g} billion" if count >= 1e9 else f"{count / 1e6:.3g} million"
+
+
+def write(config: PPOConfig, run_dir: Path) -> Path:
+    """The configuration as the run would write it."""
+    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    name = BESIDE if (run_dir / METRICS).exists() else CONFIG
+    write_config(run_dir, asdict(replace(config, trainer=replace(config.trainer, dry_run=None))), name)
+    return run_dir / name

@@ -1,0 +1,98 @@
+"""Whether a model's files are there, before anything is started or loaded. Loads no torch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from configs.schema.common import ModelConfig
+
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "*.tiktoken",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
+EXPECTED = "expected a Hugging Face model directory, or a hub name like Qwen/Qwen3-0.6B"
+
+
+def model_path(model: ModelConfig) -> str:
+    """A directory, checked, or a hub name as it is. Raises FileNotFoundError, and ValueError for weights in a pickle."""
+    return str(_model_directory(model.path, "model.path") or model.path)
+
+
+def check_files(place: str, key: str) -> None:
+    """Raises what model_path does, and ValueError for files that are not whole. key: of ``place``, for words to the user."""
+    path = _model_directory(place, key)
+    if path is None:
+        return
+    try:
+        _read_object(path / "config.json", (path / "config.json").read_bytes())
+        _check_weights(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{key}={place}: {error}; copy or download it again") from error
+
+
+def check_tokenizer(model: ModelConfig, key: str) -> None:
+    """Raises FileNotFoundError if a directory has no tokenizer; a hub name is left alone. key: of the model."""
+    name, place = ("path", model.path) if model.tokenizer_path is None else ("tokenizer_path", model.tokenizer_path)
+    path = _directory(place, f"{key}.{name}")
+    if path is not None and not any(any(path.glob(pattern)) for pattern in TOKENIZER):
+        raise FileNotFoundError(
+            f"{key}.{name}={place}: no tokenizer there (tokenizer.json, tokenizer_config.json); set {key}.tokenizer_path to a "
+            "directory or hub name that has the model's"
+        )
+
+
+def _model_directory(place: str, key: str) -> Path | None:
+    """See _directory; with a configuration and weights in it."""
+    path = _directory(place, key)
+    for pattern in ("config.json", "*.safetensors"):
+        if path is not None and not any(path.glob(pattern)):
+            if pickles := sorted(found.name for found in path.glob("*.bin")):
+                raise ValueError(
+                    f"{key}={place}: no *.safetensors there, and {pickles[0]} is a pickle, which is not read; "
+                    "write safetensors with transformers' save_pretrained"
+                )
+            raise FileNotFoundError(f"{key}={place}: no {pattern} there ({EXPECTED})")
+    return path
+
+
+def _directory(place: str, key: str) -> Path | None:
+    """None for a hub name. Raises FileNotFoundError."""
+    path = Path(place).expanduser()
+    if path.is_dir():
+        return path
+    if place.startswith(("/", ".", "~")) or place.count("/") > 1 or path.exists():
+        said = "a file, not a directory" if path.exists() else "no such directory"
+        raise FileNotFoundError(f"{key}={place}: {said} ({EXPECTED})")
+    return None
+
+
+def _check_weights(path: Path) -> None:
+    """By the sizes that the files tell of themselves. Raises ValueError for a part that is missing or not whole."""
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        parts = set(_read_object(index, index.read_bytes()).get("weight_map", {}).values())
+        if gone := sorted(part for part in parts if not (path / part).is_file()):
+            raise ValueError(f"{len(gone)} of {len(parts)} parts of the weights are not there, such as {gone[0]}")
+    for file in sorted(path.glob("*.safetensors")):
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            header = _read_object(file, opened.read(length) if length < size else b"")
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        if size != (whole := 8 + length + max(ends, default=0)):
+            raise ValueError(f"{file.name} has {size:,} of its {whole:,} bytes")
+
+
+def _read_object(file: Path, text: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{file.name} is not what its name says") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file.name} is not what its name says")
+    return found
