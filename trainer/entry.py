@@ -7,18 +7,23 @@ for Ctrl-C and 143 for SIGTERM.
 """
 
 import sys
+import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from configs.argv import groups_of, normalise
+from configs.argv import CommandLine, groups_of, normalise
 from configs.checks import world_size
 from configs.compose import Tree, run_jobs
 from configs.keys import CONFIG_DIR, ConfigError, described
 from configs.load import load
-from configs.schema.common import ProgramConfig, WorkersConfig
+from configs.points import INTERRUPTED, Point, Result, Status, Value, read_results, write_result
+from configs.schema.common import ProgramConfig, RunConfig, WorkersConfig
 from configs.secret_names import hidden
+from trainer.outcome import objective_of
+from trainer.sweep import earlier, table
 from workers.controller.group import PhaseTimeout, WorkerError
 
 
@@ -43,6 +48,16 @@ class Stopped(Exception):
         self.code = code
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a job ended. status: None of one that was only checked. objective: trainer.objective, larger is better."""
+
+    code: int
+    status: Status | None
+    objective: float | None = None
+    seconds: float = 0.0
+
+
 Config = TypeVar("Config", bound=RunnableConfig)
 
 HELP = """\
@@ -60,7 +75,7 @@ Flags
   --cfg job               print the composed configuration
   --info                  print where it comes from
   --config-dir DIR        more groups and recipes; with --config-name NAME a whole configuration of your own
-  -m, --multirun          a job for each of the values key=1,2, each in a run directory of its own
+  -m, --multirun          a job for each of the values key=1,2, each in a run directory of its own; again: those that are left
   trainer.dry_run=config  check the configuration, start nothing
 
 Examples
@@ -95,27 +110,44 @@ class Program(Generic[Config]):
             return 0
         codes: list[int] = []
 
-        def job(tree: Tree) -> None:
-            if max(codes, default=0) <= 128:  # by a signal: neither do those begin that are left
-                codes.append(self.job(tree, command.typed, command.notes))
+        def job(tree: Tree, point: Point | None) -> Value:
+            if point is not None:
+                return self.point(tree, command, point)
+            codes.append(self.job(tree, command).code)
+            return None
 
         try:
             command = normalise(argv, self.schema, self.root)
-            run_jobs(command, self.root, job)
+            sweep_dir = run_jobs(command, self.root, job)
         except ConfigError as error:
             return complain(*str(error).splitlines())
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return 130
+        if sweep_dir is not None and (results := read_results(sweep_dir)):
+            print(*table(results), sep="\n")
+            codes += [result.code for result in results]
         return max(codes, default=0)
 
-    def job(self, tree: Tree, typed: Collection[str], notes: Sequence[str]) -> int:
-        """One run, and its exit code."""
+    def point(self, tree: Tree, command: CommandLine, point: Point) -> Value:
+        """A point of a sweep: what it tells the sweeper. After a signal to one, those that are left do not begin."""
+        if any(result.code > 128 for result in read_results(point.sweep_dir)):
+            ended = Ended(0, "not started")
+        else:
+            ended = self.job(tree, command, point)
+        if ended.status is not None:
+            write_result(
+                point, Result(point.number, point.overrides, ended.status, ended.code, ended.objective, ended.seconds)
+            )
+        return INTERRUPTED if ended.status in ("interrupted", "not started") else ended.objective
+
+    def job(self, tree: Tree, command: CommandLine, point: Point | None = None) -> Ended:
+        """One run; of a sweep, unless it is finished."""
         try:
-            loaded = load(tree, self.schema, typed)
-            told = [*notes, *loaded.notes, *self.check(loaded.config, typed)]
+            loaded = load(tree, self.schema, command.typed)
+            told = [*command.notes, *loaded.notes, *self.check(loaded.config, command.typed)]
         except ValueError as error:
-            return complain(*str(error).splitlines())
+            return Ended(complain(*str(error).splitlines()), "failed")
         for note in told:
             print(f"note: {note}", file=sys.stderr)
         trainer = loaded.config.trainer
@@ -124,28 +156,50 @@ class Program(Generic[Config]):
             if isinstance(trainer, WorkersConfig):
                 workers = f"{world_size(trainer)} worker{'s' if world_size(trainer) > 1 else ''} on {trainer.device}, "
             print(f"configuration is fine: {workers}run directory {trainer.default_local_dir}")
-            return 0
+            return Ended(0, None)
+        began, before = time.perf_counter(), None
+        if point is not None and isinstance(trainer, RunConfig):
+            try:
+                before = earlier(asdict(loaded.config), trainer, point)  # type: ignore[call-overload]
+            except ValueError as error:
+                return Ended(complain(str(error)), "failed")
+        if before is not None and before.status == "finished":
+            code, status, seconds = 0, before.status, before.seconds
+        else:
+            code, status = self.attempt(loaded.config, told)
+            seconds = time.perf_counter() - began
+        objective = None
+        if status == "finished" and isinstance(trainer, RunConfig) and trainer.objective is not None:
+            try:
+                objective = objective_of(Path(trainer.default_local_dir), trainer.objective)
+            except ValueError as error:
+                code = complain(str(error))
+        return Ended(code, status, objective, seconds)
+
+    def attempt(self, config: Config, told: list[str]) -> tuple[int, Status]:
+        """The work, and its exit code."""
+        trainer = config.trainer
         try:
-            self.run(loaded.config, told)
+            self.run(config, told)
         except (ValueError, FileNotFoundError) as error:
             if trainer.full_traceback:
                 traceback.print_exc()
-            return complain(f"{' '.join(str(error).split())} (trainer.full_traceback=true shows where)")
+            return complain(f"{' '.join(str(error).split())} (trainer.full_traceback=true shows where)"), "failed"
         except Found as error:
             complain(*str(error).splitlines())
-            return 3
+            return 3, "failed"
         except Stopped as error:
             print(error, file=sys.stderr)
-            return error.code
+            return error.code, "interrupted"
         except (WorkerError, PhaseTimeout, NotSaved) as error:  # they say where
             if trainer.full_traceback:
                 traceback.print_exc()
             print(f"error: {error}", file=sys.stderr)
-            return 1
+            return 1, "failed"
         except Exception:
             traceback.print_exc()
-            return 1
-        return 0
+            return 1, "failed"
+        return 0, "finished"
 
     def help(self) -> str:
         said = described(CONFIG_DIR / f"{self.root}.yaml")
