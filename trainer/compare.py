@@ -18,7 +18,13 @@ from trainer.page import render
 from trainer.report import CURVES, PNG_COLORS, CurveSpec, Series, series_of, smooth
 from trainer.run_dir import CONFIG, GLOBAL_STEP, METRICS, leaves_of, read_metrics, write_atomic
 
-NAMES = (*NOT_THE_RUN, "trainer.project_name", "trainer.experiment_name", "trainer.rollout_data_dir", "trainer.log_val_generations")
+NAMES = (
+    *NOT_THE_RUN,
+    "trainer.project_name",
+    "trainer.experiment_name",
+    "trainer.rollout_data_dir",
+    "trainer.log_val_generations",
+)
 """Keys in which two runs may differ and are yet the same."""
 MOST_IN_LABEL = 3
 NOT_SET = "(not set)"
@@ -198,9 +204,9 @@ def write_png(groups: Sequence[Group], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     runs = [run for group in groups for run in group.runs]
-    drawn = [
-        (title, spec, curves) for title, metric, spec in metrics_shown(runs) if (curves := curves_of(groups, metric, spec))
-    ][:PNG_CHARTS]
+    drawn = [(title, spec, curves) for title, metric, spec in metrics_shown(runs) if (curves := curves_of(groups, metric, spec))][
+        :PNG_CHARTS
+    ]
     style: dict[Any, Any] = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}
     columns = min(PNG_COLUMNS, len(drawn)) or 1
     rows = -(-len(drawn) // columns) or 1
@@ -214,7 +220,9 @@ def write_png(groups: Sequence[Group], path: Path) -> None:
                 assert curve.color is not None
                 color = PNG_COLORS[curve.color % len(PNG_COLORS)]
                 values = list(curve.values) if spec.exact else smooth(curve.values)
-                (line,) = axes.plot(curve.steps, values, color=color, linewidth=1.5, marker="o" if spec.dots else None, markersize=3)
+                (line,) = axes.plot(
+                    curve.steps, values, color=color, linewidth=1.5, marker="o" if spec.dots else None, markersize=3
+                )
                 if curve.low is not None and curve.high is not None:
                     axes.fill_between(curve.steps, curve.low, curve.high, color=color, alpha=0.15, linewidth=0)
                 lines.setdefault(curve.label, line)

@@ -136,9 +136,7 @@ class Program(Generic[Config]):
         else:
             ended = self.job(tree, command, point)
         if ended.status is not None:
-            write_result(
-                point, Result(point.number, point.overrides, ended.status, ended.code, ended.objective, ended.seconds)
-            )
+            write_result(point, Result(point.number, point.overrides, ended.status, ended.code, ended.objective, ended.seconds))
         return INTERRUPTED if ended.status in ("interrupted", "not started") else ended.objective
 
     def job(self, tree: Tree, command: CommandLine, point: Point | None = None) -> Ended:

@@ -25,8 +25,8 @@ MENDED_BY_USER = ("ValueError", "FileNotFoundError")
 
 
 class Lifetime:
-    """What outlives an attempt at a run. started: the run directory is this run's. restarted: this is not the first attempt. loggers:
-    beside those of trainer.logger."""
+    """What outlives an attempt at a run. started: the run directory is this run's. restarted: this is not the first attempt.
+    loggers: beside those of trainer.logger."""
 
     def __init__(self, trainer: RunConfig, run_dir: Path, loggers: Sequence[Logger] = ()) -> None:
         self.trainer = trainer

@@ -64,7 +64,9 @@ def test_it_finds_the_top_of_a_hill_better_than_luck(search: Search, capsys: pyt
     assert [(number, run_dir) for number, run_dir, *_ in search.jobs] == [(i, f"s/{i}") for i in range(40)]
     assert all(1e-6 <= lr <= 1e-2 and 0 <= warmup < 50 for *_, lr, warmup in search.jobs)
     distances = [abs(math.log10(lr) + 4) for *_, lr, _ in search.jobs]
-    assert sum(distances[-15:]) < 0.6 * sum(distances[:10]) / 10 * 15, "later points are nearer to the top than the first, random ones"
+    assert sum(distances[-15:]) < 0.6 * sum(distances[:10]) / 10 * 15, (
+        "later points are nearer to the top than the first, random ones"
+    )
     best = max(study().trials, key=lambda trial: trial.value or -math.inf)
     said = capsys.readouterr().out.splitlines()[-1]
     assert said.startswith(f"best: point {best.number}, x with optim.lr=") and best.value is not None and best.value > -0.1

@@ -16,7 +16,8 @@ CALLED = '#!/usr/bin/env bash\necho "$(basename "$0") $*${RAY_ADDRESS:+ [$RAY_AD
 PROGRAMS = {
     "scontrol": CALLED + 'printf "n%s\\n" 1 2 3\n',
     # A step runs here; what it runs is the last words.
-    "srun": CALLED + 'while [[ "$1" == --* ]]; do shift; done\nif [ "$1" = hostname ]; then echo "10.0.0.1 fe80::1"; else exec "$@"; fi\n',
+    "srun": CALLED + 'while [[ "$1" == --* ]]; do shift; done\n'
+    '[ "$1" != hostname ] || { echo "10.0.0.1 fe80::1"; exit; }\nexec "$@"\n',
     "ray": CALLED + '[ "$1" = status ] || exec sleep 600\n',
     "python": CALLED + 'trap "echo python USR1 >>$CALLS; exit 138" USR1\ntrap "echo python TERM >>$CALLS; exit 143" TERM\n'
     '[ -z "${WAITS:-}" ] || { touch "$WAITS"; while :; do sleep 0.05; done; }\nexit "${CODE:-0}"\n',

@@ -129,7 +129,9 @@ def test_the_page_has_every_method() -> None:
 
 def test_the_first_example_of_the_page_runs(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it stands, but for a smaller run in place of the quick start's."""
-    first, second = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/python_api.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+    first, second = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs/python_api.md").read_text(), flags=re.DOTALL | re.MULTILINE
+    )
     small = ppo_arguments(task, tmp_path, "trainer.test_freq=2")
     assert '"recipe=quickstart", "trainer.total_training_steps=50"' in first
     code = first.replace('"recipe=quickstart", "trainer.total_training_steps=50"', ", ".join(map(repr, small)))

@@ -88,8 +88,14 @@ def test_the_page_and_the_picture(sweep: Path, capsys: pytest.CaptureFixture[str
     assert compare([str(sweep), f"out={out}.html"]) == 0
     assert capsys.readouterr().out == f"comparison: {out}.html {out}.png\n"
     page = out.with_name("it is.html").read_text()
-    assert "actor_rollout_ref.actor.optim.lr" in page and "trainer.default_local_dir" not in page and "trainer.project_name" not in page
-    assert page.count('class="band"') == 2 and page.count('class="curve"') == 4, "score and accuracy, two groups, one of two seeds"
+    assert (
+        "actor_rollout_ref.actor.optim.lr" in page
+        and "trainer.default_local_dir" not in page
+        and "trainer.project_name" not in page
+    )
+    assert page.count('class="band"') == 2 and page.count('class="curve"') == 4, (
+        "score and accuracy, two groups, one of two seeds"
+    )
     assert all(f"<td>{sweep / str(i)}</td>" in page for i in range(3)) and "not yet, or killed" in page
     assert "trainer.seed=1" in page and "http://" not in page and "https://" not in page
     picture = out.with_name("it is.png").read_bytes()
