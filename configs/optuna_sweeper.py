@@ -138,7 +138,7 @@ def words(trial: "Trial | FrozenTrial") -> list[str]:
 
 
 def distribution(override: Override) -> "BaseDistribution":
-    """Of a choice, 1,2,3; a range(1,9,step=2); an interval(0.1,0.9), also as tag(log, ...)."""
+    """Of a choice, 1,2,3; a range(1,9,step=2); an interval(0.1,0.9), an int(interval(1,9)); these two also as tag(log, ...)."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     sweep = override.value()

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -60,13 +61,11 @@ def study() -> Study:
 
 
 def test_it_finds_the_top_of_a_hill_better_than_luck(search: Search, capsys: pytest.CaptureFixture[str]) -> None:
-    search(*SEARCH, "hydra.sweeper.n_trials=40")
-    assert [(number, run_dir) for number, run_dir, *_ in search.jobs] == [(i, f"s/{i}") for i in range(40)]
+    search(*SEARCH, "hydra.sweeper.n_trials=30")
+    assert [(number, run_dir) for number, run_dir, *_ in search.jobs] == [(i, f"s/{i}") for i in range(30)]
     assert all(1e-6 <= lr <= 1e-2 and 0 <= warmup < 50 for *_, lr, warmup in search.jobs)
-    distances = [abs(math.log10(lr) + 4) for *_, lr, _ in search.jobs]
-    assert sum(distances[-15:]) < 0.6 * sum(distances[:10]) / 10 * 15, (
-        "later points are nearer to the top than the first, random ones"
-    )
+    values = [trial.value for trial in study().trials if trial.value is not None]
+    assert median(values[15:]) > median(values[:10]) + 0.3, "later points are higher than the first, which are random"
     best = max(study().trials, key=lambda trial: trial.value or -math.inf)
     said = capsys.readouterr().out.splitlines()[-1]
     assert said.startswith(f"best: point {best.number}, x with optim.lr=") and best.value is not None and best.value > -0.1
@@ -136,10 +135,11 @@ def test_another_search_in_the_same_directory_is_one_line(search: Search) -> Non
     ("text", "expected"),
     [
         ("1,2", CategoricalDistribution(["1", "2"])),
-        ("choice(a,null)", CategoricalDistribution(["a", "null"])),
+        ("choice(a,true)", CategoricalDistribution(["a", "True"])),
         ("range(1,8,step=3)", IntDistribution(1, 7, step=3)),
         ("range(0.0,0.3,step=0.1)", CategoricalDistribution(["0.0", "0.1", "0.2"])),
-        ("interval(1,9)", IntDistribution(1, 9)),
+        ("interval(1,9)", FloatDistribution(1.0, 9.0)),
+        ("int(interval(1,9))", IntDistribution(1, 9)),
         ("interval(0.1,0.9)", FloatDistribution(0.1, 0.9)),
         ("tag(log,interval(1e-6,1e-2))", FloatDistribution(1e-6, 1e-2, log=True)),
     ],

@@ -63,17 +63,20 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
 GRID = "optim.lr=0.1,0.01"
 
 
+def rows(out: str) -> list[list[str]]:
+    """The words of what was printed, but for Hydra's own lines."""
+    return [line.split() for line in out.splitlines() if not line.startswith("[")]
+
+
 def test_a_finished_point_is_left_as_it_is(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     assert runs(GRID) == 0 and runs.begun == ["0", "1"]
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:3] for line in lines] == [
-        ["point", "status", "objective"], ["0", "finished", "-1"], ["1", "finished", "-4"],
-    ]  # fmt: skip
-    assert lines[2].split()[-1] == "optim.lr=0.01"
+    lines = rows(capsys.readouterr().out)
+    assert [line[:3] for line in lines] == [["point", "status", "objective"], ["0", "finished", "-1"], ["1", "finished", "-4"]]
+    assert lines[2][4:] == ["optim.lr=0.01"]
     written = {path: path.stat().st_mtime_ns for path in Path("x").glob("[01]/*")}
     assert runs(GRID, "trainer.objective=train/loss", "trainer.max_restarts=2") == 0 and runs.begun == ["0", "1"]
     out, err = capsys.readouterr()
-    assert [line.split()[2] for line in out.splitlines()] == ["objective", "1", "4"], "it may be named when all is over"
+    assert [line[2] for line in rows(out)] == ["objective", "1", "4"], "it may be named when all is over"
     assert [line for line in err.splitlines() if line.startswith("point")] == [
         f"point {point} was finished by an earlier start: it is left as it is (x/{point})" for point in "01"
     ]
@@ -84,12 +87,15 @@ def test_killed_and_failed_points_are_tried_again(runs: Runs, capsys: pytest.Cap
     runs.fail = {0.01: RuntimeError("broken")}
     assert runs("optim.lr=0.1,0.01,0.001") == 1
     Path("x/2/outcome.json").unlink()  # as a process that is killed leaves it
-    said = capsys.readouterr().out.splitlines()
-    assert [line.split()[1:3] for line in said[1:]] == [["finished", "-1"], ["failed", "-"], ["finished", "-9"]]
+    assert [line[1:3] for line in rows(capsys.readouterr().out)[1:]] == [["finished", "-1"], ["failed", "-"], ["finished", "-9"]]
     runs.begun, runs.fail = [], {}
     assert runs("optim.lr=0.1,0.01,0.001") == 0 and runs.begun == ["1", "2"]
     told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("point")]
-    assert told[1].startswith("point 1 failed: it is tried again") and told[2].startswith("point 2 was interrupted: it goes on")
+    assert (
+        len(told) == 3
+        and told[1].startswith("point 1 failed: it is tried again")
+        and told[2].startswith("point 2 was interrupted: it goes on")
+    )
     assert json.loads(Path("x/1/outcome.json").read_text())["status"] == "finished"
 
 
@@ -102,7 +108,7 @@ def test_another_run_in_a_points_directory_is_an_error_of_one_line(runs: Runs, c
     out, err = capsys.readouterr()
     (error,) = [line for line in err.splitlines() if line.startswith("error")]
     assert error.startswith("error: x/1 holds a run with optim.lr=0.01, not 0.02: take another trainer.default_local_dir")
-    assert [line.split()[1] for line in out.splitlines()] == ["status", "finished", "failed"]
+    assert [line[1] for line in rows(out)] == ["status", "finished", "failed"]
     assert before == {path: path.read_bytes() for path in Path("x/1").iterdir()}
 
 
@@ -129,7 +135,7 @@ def test_an_objective_that_no_step_measured_is_told(runs: Runs, capsys: pytest.C
 
 def test_a_dry_run_leaves_no_table_and_no_file(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert runs(GRID, "trainer.dry_run=config") == 0 and runs.begun == []
-    assert all("configuration is fine" in line for line in capsys.readouterr().out.splitlines())
+    assert [line[:3] for line in rows(capsys.readouterr().out)] == [["configuration", "is", "fine:"]] * 2
     assert list(tmp_path.iterdir()) == []
 
 
@@ -162,15 +168,15 @@ def test_a_real_grid_is_stopped_by_a_signal_and_goes_on(tmp_path: Path, capsys: 
     handler = signal.getsignal(signal.SIGTERM)
     flag = tmp_path / "calls"
     flag.write_text("0")
-    (task / "reward.py").write_text(STOPPING_REWARD.format(flag=str(flag), when=32 * (3 + 1) + 5))
+    (task / "stopping.py").write_text(STOPPING_REWARD.format(flag=str(flag), when=32 * (3 + 1) + 5))
     words = ["-m", *ppo_arguments(task, tmp_path / "grid", "trainer.total_training_steps=3", "trainer.seed=1,2,3")]
-    words.append("trainer.objective=critic/score/mean")
+    words += ["trainer.objective=critic/score/mean", f"reward.custom_reward_function.path={task}/stopping.py"]
     assert main_ppo.PROGRAM(words) == 143 and signal.getsignal(signal.SIGTERM) == handler
-    statuses = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line[:1].isdigit()]
+    statuses = [line[1] for line in rows(capsys.readouterr().out)[-3:]]
     assert statuses == ["finished", "interrupted", "not"] and not (tmp_path / "grid/2").exists()
     first = (tmp_path / "grid/0/metrics.jsonl").stat().st_mtime_ns
     assert main_ppo.PROGRAM(words) == 0
-    assert [line.split()[1] for line in capsys.readouterr().out.splitlines() if line[:1].isdigit()] == ["finished"] * 3
+    assert [line[1] for line in rows(capsys.readouterr().out)[-3:]] == ["finished"] * 3
     assert (tmp_path / "grid/0/metrics.jsonl").stat().st_mtime_ns == first
     assert repeatable(metrics_of(tmp_path / "grid/1")) == repeatable(whole), "it went on from its checkpoint, to the bit"
     assert int(flag.read_text()) == 32 * (3 + 3 + 3), "no step of the second point came twice"
