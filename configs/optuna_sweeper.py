@@ -39,9 +39,9 @@ class OptunaSweeper(Sweeper):
         self.seed = seed
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        self.config = config
+        self.settings = config
         self.parser = OverridesParser.create(config_loader=hydra_context.config_loader)
-        self.launcher = Plugins.instance().instantiate_launcher(
+        self.jobs = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
 
@@ -57,9 +57,9 @@ class OptunaSweeper(Sweeper):
             for override in overrides
             if not override.is_sweep_override()
         ]
-        sweep_dir = Path(self.config.hydra.sweep.dir)
+        sweep_dir = Path(self.settings.hydra.sweep.dir)
         sweep_dir.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(self.config, sweep_dir / "multirun.yaml")
+        OmegaConf.save(self.settings, sweep_dir / "multirun.yaml")
         study = self.study(sweep_dir, space, fixed)
 
         from optuna.trial import TrialState
@@ -77,7 +77,7 @@ class OptunaSweeper(Sweeper):
                 return
         if study.get_trials(states=(TrialState.COMPLETE,)):
             best = study.best_trial
-            print(f"best: point {best.number}, {self.config.trainer.objective} with {', '.join(words(best))}")
+            print(f"best: point {best.number}, {self.settings.trainer.objective} with {', '.join(words(best))}")
 
     def check(self) -> None:
         problems = [
@@ -87,7 +87,7 @@ class OptunaSweeper(Sweeper):
         ]
         if self.sampler not in ("tpe", "random"):
             problems.append(f"hydra.sweeper.sampler={self.sampler}: must be one of tpe, random")
-        if OmegaConf.select(self.config, "trainer.objective") is None:
+        if OmegaConf.select(self.settings, "trainer.objective") is None:
             problems.append("hydra/sweeper=optuna: it needs to know what to make better; set trainer.objective=val/accuracy, say")
         if problems:
             raise ConfigError("\n".join(problems))
@@ -104,7 +104,7 @@ class OptunaSweeper(Sweeper):
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         storage = JournalStorage(JournalFileBackend(str(sweep_dir / JOURNAL)))
         study = optuna.create_study(study_name=JOURNAL, storage=storage, direction="maximize", load_if_exists=True)
-        seed = self.config.trainer.seed if self.seed is None else self.seed
+        seed = self.settings.trainer.seed if self.seed is None else self.seed
         kinds = {"tpe": optuna.samplers.TPESampler, "random": optuna.samplers.RandomSampler}
         study.sampler = kinds[self.sampler](seed=seed + len(study.trials))  # not the first trials' draws again
         searched = {key: json.loads(distribution_to_json(value)) for key, value in space.items()} | {"": sorted(fixed)}
@@ -124,7 +124,7 @@ class OptunaSweeper(Sweeper):
         from optuna.trial import TrialState
 
         jobs = [(*fixed, *words(trial)) for trial in trials]
-        values = [done.return_value for done in self.launcher.launch(jobs, initial_job_idx=trials[0].number)]
+        values = [done.return_value for done in self.jobs.launch(jobs, initial_job_idx=trials[0].number)]
         for trial, value in zip(trials, values, strict=True):
             if value is None or (isinstance(value, float) and not math.isfinite(value)):
                 study.tell(trial.number, state=TrialState.FAIL)

@@ -80,10 +80,12 @@ def run_ppo(config: PPOConfig | Sequence[str], callbacks: Sequence[Callback] = (
     can mend, trainer.entry.Stopped if the run was told to stop and can be resumed, Found if an alarm stopped it, WorkerError or
     PhaseTimeout for what failed in a worker.
     """
-    typed: frozenset[str] = frozenset()
-    notes: list[str] = []
-    if not isinstance(config, PPOConfig):
-        config, typed, notes = compose_with_notes("ppo_trainer", PPOConfig, config)
+    if isinstance(config, PPOConfig):
+        return _run(config, frozenset(), [], callbacks)
+    return _run(*compose_with_notes("ppo_trainer", PPOConfig, config), callbacks)
+
+
+def _run(config: PPOConfig, typed: frozenset[str], notes: list[str], callbacks: Sequence[Callback]) -> RunResult:
     trainer = config.trainer
     for key, value in (("trainer.dry_run", trainer.dry_run), ("trainer.replay.mode", trainer.replay.mode)):
         if value is not None:

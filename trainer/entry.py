@@ -156,6 +156,7 @@ class Program(Generic[Config]):
             print(f"configuration is fine: {workers}run directory {trainer.default_local_dir}")
             return Ended(0, None)
         began, before = time.perf_counter(), None
+        status: Status
         if point is not None and isinstance(trainer, RunConfig):
             try:
                 before = earlier(asdict(loaded.config), trainer, point)  # type: ignore[call-overload]
