@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from configs.argv import CommandLine, normalise
 from configs.keys import ConfigError, did_you_mean
 from configs.load import load
-from configs.points import Point, SweepStart, Value
+from configs.points import Point, Result, SweepStart, Value, read_results
 from configs.secret_names import hidden_lines
 
 Config = TypeVar("Config")
@@ -55,11 +55,11 @@ def compose_with_notes(
     return loaded.config, command.typed, [*command.notes, *loaded.notes]
 
 
-def run_jobs(command: CommandLine, root: str, job: Callable[[Tree, Point | None], Value]) -> Path | None:
+def run_jobs(command: CommandLine, root: str, job: Callable[[Tree, Point | None], Value]) -> list[Result]:
     """What the command line asks of Hydra: the job once, or once for each point of a sweep, or --cfg, --info and the like.
 
     In a sweep every job has its own trainer.default_local_dir, and its value goes to the sweeper. ``job`` raises no Exception.
-    Returns the sweep's directory, None if there was none. Raises ConfigError.
+    Returns how its jobs ended, by number. Raises ConfigError.
     """
 
     def task(tree: Tree) -> Value:
@@ -80,7 +80,7 @@ def run_jobs(command: CommandLine, root: str, job: Callable[[Tree, Point | None]
             stack.enter_context(_without_secrets())
         stack.enter_context(_hydra_sees([*command.flags, *settings, *command.overrides]))
         hydra.main(config_path="pkg://configs", config_name=root, version_base="1.3")(task)()
-    return SweepStart.directory
+        return [] if SweepStart.directory is None else read_results(SweepStart.directory)
 
 
 def _point(command: CommandLine) -> Point:

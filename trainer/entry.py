@@ -118,16 +118,15 @@ class Program(Generic[Config]):
 
         try:
             command = normalise(argv, self.schema, self.root)
-            sweep_dir = run_jobs(command, self.root, job)
+            results = run_jobs(command, self.root, job)
         except ConfigError as error:
             return complain(*str(error).splitlines())
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return 130
-        if sweep_dir is not None and (results := read_results(sweep_dir)):
+        if results:
             print(*table(results), sep="\n")
-            codes += [result.code for result in results]
-        return max(codes, default=0)
+        return max([*codes, *(result.code for result in results)], default=0)
 
     def point(self, tree: Tree, command: CommandLine, point: Point) -> Value:
         """A point of a sweep: what it tells the sweeper. After a signal to one, those that are left do not begin."""

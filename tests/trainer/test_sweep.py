@@ -137,6 +137,7 @@ def test_a_dry_run_leaves_no_table_and_no_file(runs: Runs, tmp_path: Path, capsy
     assert runs(GRID, "trainer.dry_run=config") == 0 and runs.begun == []
     assert [line[:3] for line in rows(capsys.readouterr().out)] == [["configuration", "is", "fine:"]] * 2
     assert list(tmp_path.iterdir()) == []
+    assert runs("trainer.total_epochs=1,0", "trainer.dry_run=config") == 2, "one of them cannot work"
 
 
 def test_the_table_has_its_columns_under_each_other() -> None:

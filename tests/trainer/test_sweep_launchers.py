@@ -15,7 +15,7 @@ from workers.controller.shell import free_port
 
 
 def test_points_through_submitit_chosen_by_optuna(tmp_path: Path) -> None:
-    """Two processes of submitit's at the same time; their results come back to the study, and to the table. Then a third point."""
+    """Two processes of submitit's at the same time; their results come back to the study and to the table. Then a third."""
     task = make_task(tmp_path / "task")
     words = [
         "-m", "hydra/launcher=submitit_local", "hydra/sweeper=optuna", "hydra.sweeper.n_jobs=2",
@@ -50,16 +50,15 @@ def test_points_through_submitit_chosen_by_optuna(tmp_path: Path) -> None:
 def test_ray_job_submit(tmp_path: Path) -> None:
     """A cluster on this machine with a job server; the job joins it, and its workers run there."""
     pytest.importorskip("aiohttp_cors", reason="ray job submit needs ray[default]")
+    task = make_task(tmp_path / "task")
+    joins = ("trainer.backend=ray", "trainer.n_gpus_per_node=2", "+ray_kwargs.ray_init.address=auto")
     server = f"127.0.0.1:{free_port()}"
     head = ("--head", "--disable-usage-stats", "--dashboard-host=127.0.0.1", f"--dashboard-port={server.partition(':')[2]}")
-    task = make_task(tmp_path / "task")
-    words = ppo_arguments(
-        task, tmp_path / "run", "trainer.backend=ray", "trainer.n_gpus_per_node=2", "+ray_kwargs.ray_init.address=auto"
-    )
     with cluster(tmp_path, 2, head) as nodes:
         command = [
-            sys.executable, "-m", "ray.scripts.scripts", "job", "submit", f"--address=http://{server}", f"--working-dir={ROOT}/configs/recipe",
-            f'--runtime-env-json={{"env_vars": {{"PYTHONPATH": "{ROOT}"}}}}', "--", sys.executable, "-m", "trainer.main_ppo", *words,
+            sys.executable, "-m", "ray.scripts.scripts", "job", "submit", f"--address=http://{server}",
+            f'--runtime-env-json={{"env_vars": {{"PYTHONPATH": "{os.pathsep.join([str(ROOT), *sys.path[1:]])}"}}}}', "--",
+            sys.executable, "-m", "trainer.main_ppo", *ppo_arguments(task, tmp_path / "run", *joins),
         ]  # fmt: skip
         done = subprocess.run(command, env=os.environ | nodes.environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "succeeded" in done.stdout, done.stdout + done.stderr
