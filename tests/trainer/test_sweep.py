@@ -16,7 +16,7 @@ from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
 from trainer import main_ppo
 from trainer.entry import Program
 from trainer.restart import Lifetime, keep_going
-from trainer.run_dir import GLOBAL_STEP
+from trainer.run_dir import GLOBAL_STEP, OUTCOME
 from trainer.sweep import table
 from trainer.tracking import Tracker
 
@@ -45,6 +45,7 @@ class Runs:
 
         def attempt() -> None:
             tracker = Tracker([], run_dir, "p", "e", asdict(config))
+            assert not (run_dir / OUTCOME).exists(), "it is not over"
             life.started = True
             tracker.log({"train/loss": math.log10(config.optim.lr) ** 2, GLOBAL_STEP: 1}, 1)
             tracker.close()
