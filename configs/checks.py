@@ -282,6 +282,8 @@ def _replay_problems(replay: ReplayConfig) -> Iterator[str]:
 def run_notes(trainer: RunConfig) -> Iterator[str]:
     if trainer.best_metric is not None and trainer.save_freq <= 0:
         yield f"trainer.best_metric has no effect: trainer.save_freq={trainer.save_freq} saves no checkpoint"
+    if trainer.objective is not None and trainer.objective.removeprefix("-").startswith("val") and trainer.test_freq <= 0:
+        yield f"trainer.objective={trainer.objective} is not measured after training: trainer.test_freq={trainer.test_freq}"
     if trainer.resume_from_path is not None and trainer.resume_mode != "resume_path":
         yield f"trainer.resume_from_path has no effect with trainer.resume_mode={trainer.resume_mode}; resume_path reads it"
 

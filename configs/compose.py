@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from configs.argv import CommandLine, normalise
 from configs.keys import ConfigError, did_you_mean
 from configs.load import load
+from configs.points import Point, Result, SweepStart, Value, read_results
 from configs.secret_names import hidden_lines
 
 Config = TypeVar("Config")
@@ -35,29 +36,42 @@ SETTINGS = (
     "hydra/job_logging=none",
     "hydra.sweep.dir=${trainer.default_local_dir}",
     "hydra.sweep.subdir=.",
+    "+hydra.callbacks.sweep_start._target_=configs.points.SweepStart",
 )
 
 
 def compose(root: str, schema: type[Config], overrides: Sequence[str] = ()) -> Config:
     """The configuration that these words on the command line mean: compose("ppo_trainer", PPOConfig, ["recipe=quickstart"])."""
+    return compose_with_notes(root, schema, overrides)[0]
+
+
+def compose_with_notes(
+    root: str, schema: type[Config], overrides: Sequence[str] = ()
+) -> tuple[Config, frozenset[str], list[str]]:
+    """The same, the keys among the words, and lines for the user."""
     command = normalise(overrides, schema, root)
     with _one_line_errors(), hydra.initialize_config_module("configs", version_base="1.3"):
         tree = hydra.compose(root, list(command.overrides))
-    return load(tree, schema, command.typed).config
+    loaded = load(tree, schema, command.typed)
+    return loaded.config, command.typed, [*command.notes, *loaded.notes]
 
 
-def run_jobs(command: CommandLine, root: str, job: Callable[[Tree], None]) -> None:
+def run_jobs(command: CommandLine, root: str, job: Callable[[Tree, Point | None], Value]) -> list[Result]:
     """What the command line asks of Hydra: the job once, or once for each point of a sweep, or --cfg, --info and the like.
 
-    In a sweep every job has its own trainer.default_local_dir. ``job`` raises no Exception. Raises ConfigError.
+    In a sweep every job has its own trainer.default_local_dir, and its value goes to the sweeper. ``job`` raises no Exception.
+    Returns how its jobs ended, by number. Raises ConfigError.
     """
 
-    def task(tree: Tree) -> None:
+    def task(tree: Tree) -> Value:
         _hide_secrets_in_files()
-        if HydraConfig.get().mode == RunMode.MULTIRUN and not _sweeps_over_directories(command):
+        if HydraConfig.get().mode != RunMode.MULTIRUN:
+            return job(tree, None)
+        if not _sweeps_over_directories(command):
             tree.trainer.default_local_dir = f"{tree.trainer.default_local_dir}/{HydraConfig.get().job.num}"
-        job(tree)
+        return job(tree, _point(command))
 
+    SweepStart.directory = None
     with ExitStack() as stack:
         settings = list(SETTINGS)
         if {"trainer.dry_run=config", "trainer.dry_run=full"} & {
@@ -69,6 +83,15 @@ def run_jobs(command: CommandLine, root: str, job: Callable[[Tree], None]) -> No
             stack.enter_context(_without_secrets())
         stack.enter_context(_hydra_sees([*command.flags, *settings, *command.overrides]))
         hydra.main(config_path="pkg://configs", config_name=root, version_base="1.3")(task)()
+        return [] if SweepStart.directory is None else read_results(SweepStart.directory)
+
+
+def _point(command: CommandLine) -> Point:
+    settings = HydraConfig.get()
+    typed = OverridesParser.create().parse_overrides(list(command.overrides))
+    fixed = {override.get_key_element() for override in typed if not override.is_sweep_override()}
+    swept = [text for text in settings.overrides.task if text.partition("=")[0] not in fixed]
+    return Point(settings.job.num, tuple(swept), Path(settings.sweep.dir))
 
 
 def _hide_secrets_in_files() -> None:
@@ -116,6 +139,8 @@ def _hydra_sees(argv: Sequence[str]) -> Iterator[None]:
 def _one_line_errors() -> Iterator[None]:
     try:
         yield
+    except ConfigError:
+        raise
     except MissingConfigException as error:
         group, _, option = (error.missing_cfg_file or "").rpartition("/")
         options = error.options or []

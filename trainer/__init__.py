@@ -1,9 +1,22 @@
-"""What runs on the controller. Loads neither ray, hydra nor torch."""
+"""What runs on the controller. Loads neither ray, hydra nor torch, before run_ppo is asked for."""
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from trainer.api import Callback, RunResult, run_ppo
+
+__all__ = ["Callback", "RunResult", "run_ppo"]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from trainer import api
+
+    return vars(api)[name]
 
 
 def _check_not_shadowed() -> None:

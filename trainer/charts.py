@@ -17,7 +17,8 @@ SMOOTH_FROM = 30
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One line: label and its points by step; low and high draw a band. exact: never smoothed; dots: each point shown."""
+    """One line: label and its points by step; low and high draw a band. exact: never smoothed; dots: each point shown; color: its
+    number, None: its place among the chart's curves."""
 
     label: str
     steps: Sequence[float]
@@ -26,6 +27,7 @@ class Curve:
     high: Sequence[float] | None = None
     exact: bool = False
     dots: bool = False
+    color: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class Line:
     """An SVG path and how it looks; dots are circles on it; hover: what the pointer reads, [x, y, step, text] each."""
 
     label: str
+    color: int
     path: str
     faint_path: str
     band: str
@@ -116,7 +119,7 @@ def draw(title: str, note: str, curves: Sequence[Curve], *, at_least: tuple[floa
         return "M" + "L".join(f"{x(step)} {y(value)}" for step, value in zip(xs, ys, strict=True))
 
     lines = []
-    for curve in kept:
+    for place, curve in enumerate(kept):
         noisy = not curve.exact and len(curve.values) >= SMOOTH_FROM
         drawn = path(curve.steps, curve.values)
         band = ""
@@ -127,6 +130,7 @@ def draw(title: str, note: str, curves: Sequence[Curve], *, at_least: tuple[floa
         lines.append(
             Line(
                 label=curve.label,
+                color=place if curve.color is None else curve.color,
                 path=path(curve.steps, smooth(curve.values)) if noisy else drawn,
                 faint_path=drawn if noisy else "",
                 band=band,
@@ -200,6 +204,7 @@ def thin(curve: Curve) -> Curve:
         None if curve.high is None else [max(curve.high[i] for i in group) for group in groups],
         curve.exact,
         curve.dots,
+        curve.color,
     )
 
 

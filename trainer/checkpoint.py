@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, Protocol
 from trainer.events import Events
 from trainer.manifest import INCOMPLETE, MANIFEST, Checkpoint, Damaged, read_checkpoint
 from trainer.remote_copies import RemoteCopies, is_url
-from trainer.run_dir import LATEST, checkpoint_dir, checkpoint_steps, redact
+from trainer.run_dir import LATEST, checkpoint_dir, checkpoint_steps, leaves_of, redact
 
 __all__ = ["Checkpoint", "Stateful", "check_config", "find_latest", "resolve_resume"]
 
@@ -28,7 +27,7 @@ SAFE_TO_CHANGE = (
     "trainer.save_freq", "trainer.val_before_train", "trainer.val_only", "trainer.max_actor_ckpt_to_keep",
     "trainer.max_critic_ckpt_to_keep", "trainer.max_ckpt_to_keep", "trainer.export_dir", "trainer.resume_mode",
     "trainer.resume_from_path", "trainer.checkpoint.", "trainer.best_metric",
-    "trainer.max_restarts", "trainer.walltime", "trainer.watch.",
+    "trainer.objective", "trainer.max_restarts", "trainer.walltime", "trainer.watch.",
     "trainer.dry_run", "trainer.full_traceback", "data.val_files", "data.val_max_samples",
     "data.val_batch_size", "data.filter_overlong_prompts_workers", "reward.num_workers",
     "reward.remote.", "reward.remote_urls", "*.urls",
@@ -163,7 +162,7 @@ def check_config(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[s
 
     saved: ``Checkpoint.manifest.config``; current: the run's, resolved.
     """
-    old, new = _leaves(redact(saved)), _leaves(redact(current))
+    old, new = leaves_of(redact(saved)), leaves_of(redact(current))
     changed = {
         key: f"{key}: {old.get(key, '(not set)')} -> {new.get(key, '(not set)')}"
         for key in sorted(old.keys() | new.keys())
@@ -183,17 +182,6 @@ def _is_safe(key: str) -> bool:
         key == safe or (safe.endswith(".") and key.startswith(safe)) or (safe.startswith("*") and key.endswith(safe[1:]))
         for safe in SAFE_TO_CHANGE
     )
-
-
-def _leaves(tree: Mapping[str, Any]) -> dict[str, str]:
-    """Dotted key to value as JSON. An empty mapping has none."""
-    leaves: dict[str, str] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            leaves |= {f"{key}.{below}": leaf for below, leaf in _leaves(value).items()}
-        else:
-            leaves[key] = json.dumps(value)
-    return leaves
 
 
 def _remove_leftovers(run_dir: Path) -> None:

@@ -9,9 +9,11 @@ for Ctrl-C and 143 for SIGTERM.
 import re
 import sys
 import textwrap
+import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from configs.argv import CommandLine, groups_of, normalise
@@ -19,8 +21,11 @@ from configs.checks import world_size
 from configs.compose import Tree, run_jobs
 from configs.keys import CONFIG_DIR, ConfigError, described, keys_of
 from configs.load import load
-from configs.schema.common import ProgramConfig, WorkersConfig
+from configs.points import INTERRUPTED, Point, Result, Status, Value, read_results, write_result
+from configs.schema.common import ProgramConfig, RunConfig, WorkersConfig
 from configs.secret_names import hidden
+from trainer.outcome import objective_of
+from trainer.sweep import earlier, table
 from workers.controller.group import PhaseTimeout, WorkerError
 
 
@@ -45,6 +50,16 @@ class Stopped(Exception):
         self.code = code
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a job ended. status: None of one that was only checked. objective: trainer.objective, larger is better."""
+
+    code: int
+    status: Status | None
+    objective: float | None = None
+    seconds: float = 0.0
+
+
 Config = TypeVar("Config", bound=RunnableConfig)
 
 HELP = """\
@@ -66,7 +81,8 @@ Flags
   --info                  print where it comes from
   --config-dir DIR        more groups and recipes; with --config-name NAME
                           a whole configuration of your own
-  -m, --multirun          a job for each of key=1,2, in its own directory
+  -m, --multirun          a job for each of key=1,2, in its own directory;
+                          again: those that are left
 {dry_runs}"""
 DRY_RUNS = {
     "config": "  trainer.dry_run=config  check the configuration, start nothing",
@@ -109,22 +125,37 @@ class Program(Generic[Config]):
         codes: list[int] = []
         full = any(re.fullmatch(r"\+*trainer\.full_traceback=(true|yes|on|1)", word, re.IGNORECASE) for word in argv)
 
-        def job(tree: Tree) -> None:
-            if max(codes, default=0) <= 128:  # by a signal: neither do those begin that are left
-                codes.append(self.job(tree, command, full_traceback=full))
+        def job(tree: Tree, point: Point | None) -> Value:
+            if point is not None:
+                return self.point(tree, command, point, full_traceback=full)
+            codes.append(self.job(tree, command, full_traceback=full).code)
+            return None
 
         try:
             command = normalise(argv, self.schema, self.root)
-            run_jobs(command, self.root, job)
+            results = run_jobs(command, self.root, job)
         except ConfigError as error:
             return complain(*str(error).splitlines(), full_traceback=full)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return 130
-        return max(codes, default=0)
+        if results:
+            print(*table(results), sep="\n")
+        return max([*codes, *(result.code for result in results)], default=0)
 
-    def job(self, tree: Tree, command: CommandLine, *, full_traceback: bool) -> int:
-        """One run, and its exit code. full_traceback: what was typed, for errors before the configuration is known."""
+    def point(self, tree: Tree, command: CommandLine, point: Point, *, full_traceback: bool) -> Value:
+        """A point of a sweep: what it tells the sweeper. After a signal to one, those that are left do not begin."""
+        if any(result.code > 128 for result in read_results(point.sweep_dir)):
+            ended = Ended(0, "not started")
+        else:
+            ended = self.job(tree, command, point, full_traceback=full_traceback)
+        if ended.status is not None:
+            write_result(point, Result(point.number, point.overrides, ended.status, ended.code, ended.objective, ended.seconds))
+        return INTERRUPTED if ended.status in ("interrupted", "not started") else ended.objective
+
+    def job(self, tree: Tree, command: CommandLine, point: Point | None = None, *, full_traceback: bool) -> Ended:
+        """One run; of a sweep, unless it is finished. full_traceback: what was typed, for errors before there is a configuration."""
+        before = None
         try:
             loaded = load(tree, self.schema, command.typed)
             trainer = loaded.config.trainer
@@ -136,34 +167,55 @@ class Program(Generic[Config]):
                 print(f"note: {note}", file=sys.stderr)
             if trainer.dry_run == "config":
                 print(f"configuration is fine: {in_words(trainer)}run directory {trainer.default_local_dir}")
-                return 0
-            if problems := list(self.inputs(loaded.config)):
+                return Ended(0, None)
+            if point is not None and trainer.dry_run is None and isinstance(trainer, RunConfig):
+                before = earlier(asdict(loaded.config), trainer, point)  # type: ignore[call-overload]
+            finished = before is not None and before.status == "finished"
+            if not finished and (problems := list(self.inputs(loaded.config))):
                 raise ConfigError("\n".join(problems))
         except ValueError as error:
-            return complain(*str(error).splitlines(), full_traceback=full_traceback)
+            return Ended(complain(*str(error).splitlines(), full_traceback=full_traceback), "failed")
+        began, code = time.perf_counter(), 0
+        status: Status = "finished"
+        if not finished:
+            code, status = self.attempt(loaded.config, told)
+        if trainer.dry_run == "full":
+            return Ended(code, None)
+        seconds = before.seconds if before is not None and finished else time.perf_counter() - began
+        objective = None
+        if status == "finished" and isinstance(trainer, RunConfig) and trainer.objective is not None:
+            try:
+                objective = objective_of(Path(trainer.default_local_dir), trainer.objective)
+            except ValueError as error:
+                code = complain(str(error))
+        return Ended(code, status, objective, seconds)
+
+    def attempt(self, config: Config, told: list[str]) -> tuple[int, Status]:
+        """The work, and its exit code."""
+        trainer = config.trainer
         try:
             if trainer.dry_run == "full" and self.plan is not None:
-                self.plan(loaded.config)
+                self.plan(config)
             else:
-                self.run(loaded.config, told)
+                self.run(config, told)
         except (ValueError, FileNotFoundError) as error:
-            where = "" if full_traceback else " (trainer.full_traceback=true shows where)"
-            return complain(f"{' '.join(str(error).split())}{where}", full_traceback=full_traceback)
+            where = "" if trainer.full_traceback else " (trainer.full_traceback=true shows where)"
+            return complain(f"{' '.join(str(error).split())}{where}", full_traceback=trainer.full_traceback), "failed"
         except Found as error:
             complain(*str(error).splitlines())
-            return 3
+            return 3, "failed"
         except Stopped as error:
             print(error, file=sys.stderr)
-            return error.code
+            return error.code, "interrupted"
         except (WorkerError, PhaseTimeout, NotSaved) as error:  # they say where
             if trainer.full_traceback:
                 traceback.print_exc()
             print(f"error: {error}", file=sys.stderr)
-            return 1
+            return 1, "failed"
         except Exception:
             traceback.print_exc()
-            return 1
-        return 0
+            return 1, "failed"
+        return 0, "finished"
 
     def help(self) -> str:
         said = described(CONFIG_DIR / f"{self.root}.yaml")

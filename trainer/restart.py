@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+from configs.points import Status
 from configs.schema.common import RunConfig
 from trainer.budget import Budget
 from trainer.checkpoint import Checkpoint, resolve_resume
+from trainer.entry import Stopped
 from trainer.events import Events
+from trainer.outcome import write_outcome
 from trainer.stopping import Stopping
+from trainer.tracking import Logger
 from workers.controller.group import PhaseTimeout, WorkerError
 from workers.controller.stop import graceful_stop
 
@@ -19,11 +25,13 @@ MENDED_BY_USER = ("ValueError", "FileNotFoundError")
 
 
 class Lifetime:
-    """What outlives an attempt at a run. started: the run directory is this run's. restarted: this is not the first attempt."""
+    """What outlives an attempt at a run. started: the run directory is this run's. restarted: this is not the first attempt.
+    loggers: beside those of trainer.logger."""
 
-    def __init__(self, trainer: RunConfig, run_dir: Path) -> None:
+    def __init__(self, trainer: RunConfig, run_dir: Path, loggers: Sequence[Logger] = ()) -> None:
         self.trainer = trainer
         self.run_dir = run_dir
+        self.loggers = loggers
         self.stopping = Stopping(trainer, run_dir)
         self.started = False
         self.restarted = False
@@ -65,6 +73,21 @@ class Lifetime:
         self._restarts += 1
         self._go_on(events, step, f"{self._restarts} of {self.trainer.max_restarts}: {cause}")
 
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Within is the run; how it ended is written to the run directory. One that is killed leaves no record."""
+        began = time.perf_counter()
+        status: Status = "interrupted"
+        try:
+            yield
+            status = "finished"
+        except Exception as error:
+            status = "interrupted" if isinstance(error, Stopped) else "failed"
+            raise
+        finally:
+            if self.started:
+                write_outcome(self.run_dir, status, time.perf_counter() - began)
+
     def _asked_for(self) -> Checkpoint | None:
         trainer = self.trainer
         return resolve_resume(trainer.resume_mode, trainer.resume_from_path, self.run_dir, trainer.checkpoint.remote_dir)
@@ -82,7 +105,7 @@ def keep_going(life: Lifetime, attempt: Callable[[], None]) -> None:
 
     Within, signals unwind the stack. Raises what the last attempt raised, or Stopped.
     """
-    with graceful_stop():
+    with life.recorded(), graceful_stop():
         while True:
             try:
                 return attempt()

@@ -27,6 +27,7 @@ TIMELINE = "timeline.jsonl"
 CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 REPORT = "report.html"
+OUTCOME = "outcome.json"
 TENSORBOARD = "tensorboard"
 ROLLOUTS = "rollouts"
 SKIPPED_BATCHES = "logs/nonfinite"
@@ -155,6 +156,17 @@ def write_config(run_dir: Path, config: Mapping[str, Any], name: str = CONFIG) -
     return plain
 
 
+def leaves_of(tree: Mapping[str, Any]) -> dict[str, str]:
+    """Dotted key to value as JSON. An empty mapping has none."""
+    leaves: dict[str, str] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            leaves |= {f"{key}.{below}": leaf for below, leaf in leaves_of(value).items()}
+        else:
+            leaves[key] = json.dumps(value)
+    return leaves
+
+
 def start_run(run_dir: Path, resume_step: int | None, rollout_dir: Path | None, *, restarted: bool = False) -> None:
     """Make ``run_dir`` hold this run up to ``resume_step`` (None: nothing yet), and nothing else.
 
@@ -163,6 +175,7 @@ def start_run(run_dir: Path, resume_step: int | None, rollout_dir: Path | None, 
     itself, after a fall; its events tell of that, and stay.
     """
     run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (run_dir / OUTCOME).unlink(missing_ok=True)
     if resume_step is None or not checkpoint_dir(run_dir, resume_step).exists():
         written = (METRICS, SAMPLES, TIMELINE, EVENTS, REPORT, TENSORBOARD, ROLLOUTS, SKIPPED_BATCHES, WANDB_ID, LATEST, BEST)
         outputs = [run_dir / name for name in written if not (restarted and name == EVENTS)]

@@ -79,7 +79,7 @@ class Tracker:
     config.yaml and environment.json. A logger that cannot start says so in one line and is left out.
 
     resume_step: the checkpoint's, None for a run that starts. shown_samples: validation answers that loggers get.
-    rollout_dir: where log_rollouts writes; None: nowhere. restarted: see start_run.
+    rollout_dir: where log_rollouts writes; None: nowhere. restarted: see start_run. more: loggers beside those that are named.
     Raises ValueError for a logger that does not exist.
     """
 
@@ -96,6 +96,7 @@ class Tracker:
         shown_samples: int = 0,
         rollout_dir: Path | None = None,
         restarted: bool = False,
+        more: Sequence[Logger] = (),
     ) -> None:
         check_loggers(loggers)
         start_run(run_dir, resume_step, rollout_dir, restarted=restarted)
@@ -113,6 +114,7 @@ class Tracker:
                 self._loggers.append(LOGGERS[name](run))
             except LoggerUnavailable as reason:
                 print(f"logger {name} left out: {reason}", file=sys.stderr)
+        self._loggers += more
 
     def _open(self) -> None:
         self._metrics = Lines(self.run_dir / METRICS)

@@ -162,6 +162,7 @@ class RunConfig(WorkersConfig):
     save_freq: int
     checkpoint: CheckpointConfig
     best_metric: str | None
+    objective: str | None
     resume_mode: Literal["auto", "disable", "resume_path"]
     resume_from_path: str | None
     deterministic: bool

@@ -12,6 +12,7 @@ from configs.argv import normalise
 from configs.compose import compose, run_jobs
 from configs.keys import CONFIG_DIR, ConfigError, described
 from configs.load import load
+from configs.points import Point
 from configs.schema.ppo import PPOConfig
 from configs.schema.sft import SFTConfig
 
@@ -24,7 +25,7 @@ def jobs(*argv: str) -> list[PPOConfig]:
     """The configuration of each job that this command line starts."""
     command = normalise(argv, PPOConfig, "ppo_trainer")
     seen: list[PPOConfig] = []
-    run_jobs(command, "ppo_trainer", lambda tree: seen.append(load(tree, PPOConfig, command.typed).config))
+    run_jobs(command, "ppo_trainer", lambda tree, point: seen.append(load(tree, PPOConfig, command.typed).config))
     return seen
 
 
@@ -243,7 +244,7 @@ def test_mistakes_in_a_configuration_of_the_users_own(text: str, told: str, tmp_
     write(tmp_path / "mine.yaml", text)
     seen: list[Any] = []
 
-    def job(tree: Any) -> None:
+    def job(tree: Any, point: Point | None) -> None:
         with pytest.raises(ConfigError) as caught:
             load(tree, PPOConfig)
         seen.append(str(caught.value))

@@ -17,6 +17,7 @@ CONSTRAINTS = (ROOT / "requirements/constraints-cpu.txt").read_text()
 ENGINES = ("vllm", "sglang", "megatron")
 # Distribution -> why it is declared though nothing imports it.
 NOT_IMPORTED: dict[str, str] = {
+    "hydra-submitit-launcher": "a plugin of Hydra",
     "mypy": "a tool of scripts/test.sh",
     "pre-commit": "a tool of those who commit",
     "pytest-timeout": "a plugin: pyproject.toml sets its limit",
@@ -57,7 +58,7 @@ def imported(*trees: str) -> set[str]:
 
 
 def test_what_the_packages_import_is_declared() -> None:
-    assert imported() - declared("hub", "serve", "wandb", *ENGINES) == set()
+    assert imported() - declared("hub", "serve", "sweep", "wandb", *ENGINES) == set()
 
 
 def test_what_tests_and_scripts_import_is_declared() -> None:
@@ -68,7 +69,7 @@ def test_what_is_declared_is_imported() -> None:
     core = imported()
     assert declared() - core - NOT_IMPORTED.keys() == set()
     assert (
-        declared("dev", "hub", "serve", "wandb", *ENGINES)
+        declared("dev", "hub", "serve", "slurm", "sweep", "wandb", *ENGINES)
         - declared()
         - core
         - imported("tests", "scripts")
@@ -80,7 +81,7 @@ def test_what_is_declared_is_imported() -> None:
 
 def test_optional_packages_are_imported_where_they_are_used() -> None:
     """An extra may be missing: a module that imports it at its top cannot be loaded then."""
-    optional = declared("hub", "serve", "wandb", *ENGINES) - declared()
+    optional = declared("hub", "serve", "sweep", "wandb", *ENGINES) - declared()
     at_top = [
         f"{path}:{node.lineno}"
         for path in python_files()

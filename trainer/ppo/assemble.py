@@ -49,7 +49,7 @@ from trainer.rewards.shaping import Shaping
 from trainer.rewards.start import start_reward_models
 from trainer.saving import Saver
 from trainer.skips import Skips
-from trainer.tracking import Tracker
+from trainer.tracking import Logger, Tracker
 from trainer.watchdog import Watchdog
 from workers.controller.group import WorkerGroup
 from workers.engine.base import LossSpec
@@ -61,10 +61,11 @@ from workers.seeding import seed_of
 ACTOR_LOSS, ACTOR_AND_PTX_LOSS = "trainer.algorithms.actor_loss:ActorLoss", "trainer.algorithms.ptx:ActorAndPtxLoss"
 
 
-def run(config: PPOConfig, notices: Sequence[str]) -> None:
-    """Train as ``config`` says, and leave a report. notices: what the user was told about the configuration."""
+def run(config: PPOConfig, notices: Sequence[str], loggers: Sequence[Logger] = ()) -> None:
+    """Train as ``config`` says, and leave a report. notices: what the user was told about the configuration. loggers: beside
+    those of trainer.logger."""
     check_installed(config.actor_rollout_ref.rollout.name)
-    life = Lifetime(config.trainer, Path(config.trainer.default_local_dir))
+    life = Lifetime(config.trainer, Path(config.trainer.default_local_dir), loggers)
     try:
         keep_going(life, lambda: attempt(config, life))
     finally:
@@ -239,6 +240,7 @@ class Assembly:
             shown_samples=trainer.log_val_generations,
             rollout_dir=Path(trainer.rollout_data_dir) if trainer.rollout_data_dir is not None else None,
             restarted=self.life.restarted,
+            more=self.life.loggers,
         )
 
     def saver(self, run_dir: Path, events: Events) -> Saver:

@@ -103,7 +103,7 @@ def test_no_value_breaks_the_text() -> None:
     (word,) = (word for word in argv(text) if word.startswith("actor_rollout_ref.model.target_modules="))
     seen: list[str] = []
     command = normalise([word], PPOConfig, "ppo_trainer")  # what Hydra makes of it
-    run_jobs(command, "ppo_trainer", lambda tree: seen.extend(tree["actor_rollout_ref"]["model"]["target_modules"]))
+    run_jobs(command, "ppo_trainer", lambda tree, point: seen.extend(tree["actor_rollout_ref"]["model"]["target_modules"]))
     assert seen == odd
 
 

@@ -1,0 +1,157 @@
+"""hydra/sweeper=optuna: each point of a sweep is a trial of a study, which is kept in the sweep's directory."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
+from hydra.core.plugins import Plugins
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf
+
+from configs.keys import ConfigError
+from configs.points import INTERRUPTED
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+    from optuna.trial import FrozenTrial, Trial
+
+JOURNAL = "optuna.journal"
+SEARCHED = "searched"
+"""Attribute of the study: what it searches, and with which other settings."""
+
+
+class OptunaSweeper(Sweeper):
+    """The number of a trial is that of its job, and so of its run directory.
+
+    Started again, trials that were under way go on first; then new ones come until ``n_trials`` have a result. Those that failed
+    have none.
+    """
+
+    def __init__(self, n_trials: int, n_jobs: int, sampler: str, seed: int | None) -> None:
+        self.n_trials = n_trials
+        self.n_jobs = n_jobs
+        self.sampler = sampler
+        self.seed = seed
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self.settings = config
+        self.parser = OverridesParser.create(config_loader=hydra_context.config_loader)
+        self.jobs = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments: list[str]) -> None:
+        """Raises ConfigError for what the user can mend."""
+        self.check()
+        overrides = self.parser.parse_overrides(arguments)
+        space = {override.get_key_element(): distribution(override) for override in overrides if override.is_sweep_override()}
+        if not space:
+            raise ConfigError("hydra/sweeper=optuna: no key has a range, such as 'key=interval(0.1,0.9)' or key=choice(1,2)")
+        fixed = [
+            f"{override.get_key_element()}={override.get_value_element_as_str()}"
+            for override in overrides
+            if not override.is_sweep_override()
+        ]
+        sweep_dir = Path(self.settings.hydra.sweep.dir)
+        sweep_dir.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(self.settings, sweep_dir / "multirun.yaml")
+        study = self.study(sweep_dir, space, fixed)
+
+        from optuna.trial import TrialState
+
+        for trial in study.get_trials(states=(TrialState.RUNNING,)):
+            if trial.params.keys() != space.keys():  # killed while it was being made
+                study.tell(trial.number, state=TrialState.FAIL)
+            elif not self.run(study, [trial], fixed):
+                return
+        left = self.n_trials - len(study.get_trials(states=(TrialState.COMPLETE,)))
+        while left > 0:
+            trials = [study.ask(fixed_distributions=space) for _ in range(min(left, self.n_jobs))]
+            left -= len(trials)
+            if not self.run(study, trials, fixed):
+                return
+        if study.get_trials(states=(TrialState.COMPLETE,)):
+            best = study.best_trial
+            print(f"best: point {best.number}, {self.settings.trainer.objective} with {', '.join(words(best))}")
+
+    def check(self) -> None:
+        problems = [
+            f"hydra.sweeper.{name}={value}: must be 1 or more"
+            for name, value in (("n_trials", self.n_trials), ("n_jobs", self.n_jobs))
+            if not isinstance(value, int) or value < 1
+        ]
+        if self.sampler not in ("tpe", "random"):
+            problems.append(f"hydra.sweeper.sampler={self.sampler}: must be one of tpe, random")
+        if OmegaConf.select(self.settings, "trainer.objective") is None:
+            problems.append("hydra/sweeper=optuna: it needs to know what to make better; set trainer.objective=val/accuracy, say")
+        if problems:
+            raise ConfigError("\n".join(problems))
+
+    def study(self, sweep_dir: Path, space: Mapping[str, "BaseDistribution"], fixed: Sequence[str]) -> Any:
+        """That of the directory, which must have searched the same."""
+        try:
+            import optuna
+            from optuna.distributions import distribution_to_json
+            from optuna.storages import JournalStorage
+            from optuna.storages.journal import JournalFileBackend
+        except ImportError as error:
+            raise ConfigError("hydra/sweeper=optuna: package optuna is not installed; pip install optuna") from error
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        storage = JournalStorage(JournalFileBackend(str(sweep_dir / JOURNAL)))
+        study = optuna.create_study(study_name=JOURNAL, storage=storage, direction="maximize", load_if_exists=True)
+        seed = self.settings.trainer.seed if self.seed is None else self.seed
+        kinds = {"tpe": optuna.samplers.TPESampler, "random": optuna.samplers.RandomSampler}
+        study.sampler = kinds[self.sampler](seed=seed + len(study.trials))  # not the first trials' draws again
+        searched = {key: json.loads(distribution_to_json(value)) for key, value in space.items()} | {"": sorted(fixed)}
+        before = study.user_attrs.get(SEARCHED)
+        if before is None:
+            study.set_user_attr(SEARCHED, searched)
+        elif before != searched:
+            differ = [key or "settings" for key in {**before, **searched} if before.get(key) != searched.get(key)]
+            raise ConfigError(
+                f"{sweep_dir / JOURNAL}: it has points of a search with other {', '.join(differ)}; the same command goes on with "
+                "it, another one takes another trainer.default_local_dir"
+            )
+        return study
+
+    def run(self, study: Any, trials: "Sequence[Trial | FrozenTrial]", fixed: Sequence[str]) -> bool:
+        """Their jobs, and what they say to the study; those that were interrupted are left under way. False: the sweep ends."""
+        from optuna.trial import TrialState
+
+        jobs = [(*fixed, *words(trial)) for trial in trials]
+        values = [done.return_value for done in self.jobs.launch(jobs, initial_job_idx=trials[0].number)]
+        for trial, value in zip(trials, values, strict=True):
+            if value is None or (isinstance(value, float) and not math.isfinite(value)):
+                study.tell(trial.number, state=TrialState.FAIL)
+            elif value != INTERRUPTED:
+                study.tell(trial.number, value)
+        return INTERRUPTED not in values
+
+
+def words(trial: "Trial | FrozenTrial") -> list[str]:
+    return [f"{key}={value}" for key, value in trial.params.items()]
+
+
+def distribution(override: Override) -> "BaseDistribution":
+    """Of a choice, 1,2,3; a range(1,9,step=2); an interval(0.1,0.9), an int(interval(1,9)); these two also as tag(log, ...)."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    sweep = override.value()
+    if isinstance(sweep, ChoiceSweep):
+        return CategoricalDistribution(list(override.sweep_string_iterator()))
+    if isinstance(sweep, RangeSweep):
+        values = sweep.range()
+        if isinstance(values, range) and not sweep.shuffle:
+            return IntDistribution(values[0], values[-1], step=values.step)
+        return CategoricalDistribution(list(override.sweep_string_iterator()))
+    assert isinstance(sweep, IntervalSweep), sweep
+    low, high, log = sweep.start, sweep.end, "log" in sweep.tags
+    if isinstance(low, int) and isinstance(high, int):
+        return IntDistribution(low, high, log=log)
+    assert low is not None and high is not None
+    return FloatDistribution(low, high, log=log)

@@ -1,0 +1,63 @@
+"""The points of a sweep: one job each, in this process or, by another of Hydra's launchers, in one that shares its directory."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+
+Status = Literal["finished", "interrupted", "failed", "not started"]
+Value = float | Literal["interrupted"] | None
+"""What a job returns to the sweeper: trainer.objective, larger is better; None: there is none, or it failed."""
+INTERRUPTED: Literal["interrupted"] = "interrupted"
+POINTS = "points"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """number: of the job, from 0. overrides: those that the sweep sets."""
+
+    number: int
+    overrides: tuple[str, ...]
+    sweep_dir: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a point ended. code: as of a program of its own. seconds: of the start that ended it."""
+
+    number: int
+    overrides: Sequence[str]
+    status: Status
+    code: int
+    objective: float | None
+    seconds: float
+
+
+def write_result(point: Point, result: Result) -> None:
+    """Whole or absent: others may read it meanwhile."""
+    folder = point.sweep_dir / POINTS
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f"{point.number}.json.partial"
+    partial.write_text(json.dumps(asdict(result)))
+    partial.replace(folder / f"{point.number}.json")
+
+
+def read_results(sweep_dir: Path) -> list[Result]:
+    """Of the sweep's last start, by number."""
+    found = [Result(**json.loads(path.read_text())) for path in (sweep_dir / POINTS).glob("*.json")]
+    return sorted(found, key=lambda result: result.number)
+
+
+class SweepStart(Callback):
+    """Hydra calls it where a sweep is started, which may be another process than those of its jobs."""
+
+    directory: ClassVar[Path | None] = None
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        SweepStart.directory = Path(config.hydra.sweep.dir)
+        shutil.rmtree(SweepStart.directory / POINTS, ignore_errors=True)
