@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 from configs.schema.common import RunConfig
 from trainer.budget import Budget
 from trainer.checkpoint import Checkpoint, resolve_resume
 from trainer.events import Events
+from trainer.run_dir import CONTROLLER_LOG
 from trainer.stopping import Stopping
 from workers.controller.group import PhaseTimeout, WorkerError
+from workers.controller.logs import chatter_to
 from workers.controller.stop import graceful_stop
 
 MOST_IN_VAIN = 2
@@ -77,12 +80,14 @@ class Lifetime:
         events.add(step, "restart", f"{text}; it goes on from {where}")
 
 
-def keep_going(life: Lifetime, attempt: Callable[[], None]) -> None:
+def keep_going(life: Lifetime, attempt: Callable[[], None], *, hushed: bool = False) -> None:
     """Attempts, each after everything of the one before is gone, until one ends or there is no sense in another.
 
-    Within, signals unwind the stack. Raises what the last attempt raised, or Stopped.
+    hushed: what libraries write on the controller goes to a file. Within, signals unwind the stack. Raises what the last attempt
+    raised, or Stopped.
     """
-    with graceful_stop():
+    quietly = chatter_to(life.run_dir / CONTROLLER_LOG) if hushed else nullcontext()
+    with graceful_stop(), quietly:
         while True:
             try:
                 return attempt()

@@ -1,4 +1,4 @@
-"""What a worker writes: a file for each rank, and the last lines of it."""
+"""What a worker writes: a file for each rank, and the last lines of it. What the controller says, and its libraries write."""
 
 from __future__ import annotations
 
@@ -6,9 +6,75 @@ import faulthandler
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 LOG_TAIL = 30  # lines: a crash prints the stack of its thread
+USERS = [2]  # descriptors, the last: where a process that is dying leaves its stacks
+_heard: list[TextIO] = []
+
+
+def tell(line: str) -> None:
+    """A line to the user on stderr, wherever that of libraries goes."""
+    print(line, file=heard_where(), flush=True)
+
+
+def heard_where() -> TextIO:
+    return _heard[-1] if _heard else sys.stderr
+
+
+@contextmanager
+def heard_through(stream: TextIO) -> Iterator[None]:
+    """Within, ``tell`` writes to this stream: a display that keeps lines and itself apart."""
+    _heard.append(stream)
+    try:
+        yield
+    finally:
+        _heard.remove(stream)
+
+
+@contextmanager
+def chatter_to(path: Path) -> Iterator[None]:
+    """Within, what libraries and children write goes to the end of a file: descriptors 1 and 2, and Python's stderr with its
+    logging and warnings. Python's stdout, and ``tell``, still reach the user. Handlers of logging that were made before write to
+    what was stderr's descriptor: to the file too.
+    """
+    path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = [os.dup(1), os.dup(2)]
+    before = sys.stdout, sys.stderr
+    streams = [_same_on(kept[0], 1, sys.stdout), _same_on(kept[1], 2, sys.stderr)]
+    with path.open("a", buffering=1, errors="backslashreplace") as file:
+        file.write(f"--- process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        sys.stdout, sys.stderr = streams[0], file
+        USERS.append(kept[1])
+        try:
+            with heard_through(streams[1]):
+                yield
+        finally:
+            for stream in (*streams, *before):
+                stream.flush()
+            sys.stdout, sys.stderr = before
+            USERS.pop()
+            for number, descriptor in enumerate(kept, 1):
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+
+
+def _same_on(descriptor: int, number: int, stream: TextIO) -> TextIO:
+    """The stream on a copy of its descriptor; itself if it does not write to ``number`` (somebody reads along)."""
+    try:
+        if stream.fileno() != number:
+            return stream
+    except (OSError, ValueError):  # io.UnsupportedOperation is both
+        return stream
+    return open(descriptor, "w", buffering=1, encoding=stream.encoding, errors=stream.errors, closefd=False)
 
 
 def write_to(path: Path) -> None:
