@@ -42,7 +42,11 @@ class AnswerLog:
         if step % self._every and step != self._total_steps:
             return
         few = batch.select(spread(batch.rows["score"], max(KEPT_ROWS, len(actor.mesh.answers))))
-        trainers = actor.forward(few, ["log_probs"]).tokens["log_probs"] if self._forwards else few.tokens["old_log_probs"]
+        if self._forwards:
+            written = few.positions() >= torch.repeat_interleave(few.rows["prompt_length"], few.lengths)
+            trainers = actor.forward(few.with_tokens(response_mask=written.float()), ["log_probs"]).tokens["log_probs"]
+        else:
+            trainers = few.tokens["old_log_probs"]
         lines = [
             json_line({GLOBAL_STEP: step, **self._told(few, row, trainers)})
             for row in spread(few.rows["score"], KEPT_ROWS).tolist()

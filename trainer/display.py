@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from itertools import groupby
 from pathlib import Path
 from typing import TextIO, cast
 
@@ -105,9 +106,9 @@ class Display:
     def _draw(self) -> None:
         self._live.update(self.panel())
         lines = [self._lines.popleft() for _ in range(len(self._lines))]
-        if lines:
-            self._console.print(Group(*lines), soft_wrap=True)  # draws the panel too
-        else:
+        for is_text, group in groupby(lines, lambda line: isinstance(line, Text)):  # each print draws the panel too
+            self._console.print(Group(*group), soft_wrap=is_text)
+        if not lines:
             self._live.refresh()
 
     def panel(self) -> Panel:

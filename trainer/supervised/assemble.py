@@ -19,6 +19,7 @@ from trainer.determinism import KernelWatch, worker_environment
 from trainer.events import Events
 from trainer.metrics import Phases
 from trainer.models import Training, limits, start_model
+from trainer.report import finish
 from trainer.restart import Lifetime, keep_going
 from trainer.saving import Saver
 from trainer.skips import Skips
@@ -40,7 +41,11 @@ def run(config: Config, notices: Sequence[str]) -> None:
     head = SFT.head if isinstance(config, SFTConfig) else RewardModel.head
     check_engine("engine", config.engine, config.model, head, config.trainer.device)
     life = Lifetime(config.trainer, Path(config.trainer.default_local_dir))
-    keep_going(life, lambda: attempt(config, life), hushed=not config.ray_kwargs.ray_init.get("log_to_driver"))
+    try:
+        keep_going(life, lambda: attempt(config, life), hushed=not config.ray_kwargs.ray_init.get("log_to_driver"))
+    finally:
+        if life.started:
+            finish(life.run_dir)
 
 
 def attempt(config: Config, life: Lifetime) -> None:

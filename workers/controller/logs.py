@@ -37,38 +37,36 @@ def heard_through(stream: TextIO) -> Iterator[None]:
 
 @contextmanager
 def chatter_to(path: Path) -> Iterator[None]:
-    """Within, what libraries and children write goes to the end of a file: descriptors 1 and 2, and Python's stderr with its
-    logging and warnings. Python's stdout, and ``tell``, still reach the user. Handlers of logging that were made before write to
-    what was stderr's descriptor: to the file too.
+    """Within, what libraries and children write goes to the end of a file: descriptors 1 and 2, so also what Python writes to
+    stderr, logging and warnings among it. Python's stdout, and ``tell``, still reach the user.
     """
     path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.parent.mkdir(exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    kept = [os.dup(1), os.dup(2)]
-    before = sys.stdout, sys.stderr
-    streams = [_same_on(kept[0], 1, sys.stdout), _same_on(kept[1], 2, sys.stderr)]
-    with path.open("a", buffering=1, errors="backslashreplace") as file:
-        file.write(f"--- process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-        sys.stdout, sys.stderr = streams[0], file
-        USERS.append(kept[1])
-        try:
-            with heard_through(streams[1]):
-                yield
-        finally:
-            for stream in (*streams, *before):
-                stream.flush()
-            sys.stdout, sys.stderr = before
-            USERS.pop()
-            for number, descriptor in enumerate(kept, 1):
-                os.dup2(descriptor, number)
-                os.close(descriptor)
+    kept, stdout = [os.dup(1), os.dup(2)], sys.stdout
+    sys.stdout = _same_on(kept[0], 1, stdout)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.write(log, f"--- process {os.getpid()}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    USERS.append(kept[1])
+    try:
+        with heard_through(_same_on(kept[1], 2, sys.stderr)):
+            yield
+    finally:
+        for stream in (sys.stdout, stdout, sys.stderr):
+            stream.flush()
+        sys.stdout = stdout
+        USERS.pop()
+        for number, descriptor in enumerate(kept, 1):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
 
 
 def _same_on(descriptor: int, number: int, stream: TextIO) -> TextIO:
-    """The stream on a copy of its descriptor; itself if it does not write to ``number`` (somebody reads along)."""
+    """The stream on a copy of its descriptor; itself if it does not write to ``number``, for somebody reads along."""
     try:
         if stream.fileno() != number:
             return stream
