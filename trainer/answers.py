@@ -86,7 +86,7 @@ def pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
         return []
     plain = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
     alone = tokenizer.batch_decode([[token] for token in ids], **plain)
-    pairs = tokenizer.batch_decode([list(pair) for pair in pairwise(ids)], **plain)
+    pairs = tokenizer.batch_decode([list(pair) for pair in pairwise(ids)], **plain) if len(ids) > 1 else []
     texts = alone[:1] + [
         pair[len(before) :] if pair.startswith(before) else own
         for pair, (before, own) in zip(pairs, pairwise(alone), strict=True)

@@ -37,7 +37,8 @@ def batch_of(tokenizer: PreTrainedTokenizerFast, *answers: str) -> Batch:
             "response_mask": torch.ones(len(ids)),
         },
         rows={
-            "uid": torch.arange(len(rows)), "score": torch.arange(len(rows)).float(), "prompt_length": torch.full((len(rows),), 4),
+            "uid": torch.arange(len(rows)), "score": torch.arange(len(rows)).float(),
+            "prompt_length": torch.full((len(rows),), 4),
         },
         objects={"prompt": ["2+2="] * len(rows), "ground_truth": [{"sum": 4}] * len(rows)},
     )  # fmt: skip
@@ -77,7 +78,7 @@ def test_log_probs_that_only_the_update_would_make_are_asked_for(tokenizer: Any,
     entries = read_lines(tmp_path / ANSWERS)
     assert actor.asked == [10] and len(entries) == KEPT_ROWS, "a row for each rank, or more"
     assert all(entry["trainer"] == [pytest.approx(tokenizer.encode(entry["tokens"][0])[0] / 10)] for entry in entries)
-    assert [entry["score"] for entry in entries][0] == 0.0 and [entry["score"] for entry in entries][-1] == 11.0
+    assert (entries[0]["score"], entries[-1]["score"]) == (0.0, 11.0)
 
 
 def test_steps_rows_and_tokens_are_bounded(tokenizer: Any, tmp_path: Path) -> None:

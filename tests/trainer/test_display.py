@@ -65,7 +65,7 @@ def test_answers_are_counted_while_they_are_drawn(tmp_path: Path) -> None:
             progress.close()
         assert re.search(r"generating 8 of 32 answers · [\d,]+ tokens/s · left 0:0\d", panel_of(display))
     with phases("step"), phases("update_actor"):
-        assert "update of the actor 0.0 s" in panel_of(display) and "answers" not in panel_of(display)
+        assert "update of the actor 0.0 s" in panel_of(display) and " answers" not in panel_of(display)
     with phases("gen"):  # what is in the files is of the call before
         time.sleep(0.01)
         for engine in range(2):
