@@ -22,6 +22,7 @@ KEPT_STEPS = 100
 KEPT_ROWS = 8  # of such a step, from the worst to the best
 KEPT_TOKENS = 512  # of an answer
 SHOWN_STEPS = 3  # in the report: so many of the last, and of each tenth of the run
+BROKEN = "\ufffd"  # a part of a character
 SHOWN_ROWS = 2  # of the tenths' steps
 
 
@@ -88,14 +89,14 @@ def pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
     alone = tokenizer.batch_decode([[token] for token in ids], **plain)
     pairs = tokenizer.batch_decode([list(pair) for pair in pairwise(ids)], **plain) if len(ids) > 1 else []
     texts = alone[:1] + [
-        pair[len(before) :] if pair.startswith(before) else own
+        pair[len(before) :] if pair.startswith(before) and BROKEN not in pair else own
         for pair, (before, own) in zip(pairs, pairwise(alone), strict=True)
     ]
     start = 0
     while start < len(ids):
         end = start + 1
-        if "\ufffd" in texts[start]:
-            while end < len(ids) and "\ufffd" in texts[end]:
+        if BROKEN in texts[start]:
+            while end < len(ids) and BROKEN in texts[end]:
                 end += 1
             texts[start:end] = [tokenizer.decode(list(ids[start:end]), **plain), *[""] * (end - start - 1)]
         start = end

@@ -68,7 +68,7 @@ class Display:
         self._events: list[str] = []
         self._events_size = 0
         self._over = threading.Event()
-        self._live = Live(console=console, auto_refresh=False, transient=True, redirect_stderr=False)
+        self._live = Live(self.panel(), console=console, auto_refresh=False, transient=True, redirect_stderr=False)
         self._opened = ExitStack()
         self._live.start()
         self._opened.callback(self._live.stop)
