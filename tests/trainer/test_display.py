@@ -53,7 +53,7 @@ def test_the_panel_tells_steps_curves_memory_warnings_and_where_files_are(tmp_pa
     assert "libraries write to" in shown and str(tmp_path)[:60] in shown
 
 
-def test_answers_are_counted_while_they_are_drawn(tmp_path: Path) -> None:
+def test_answers_are_counted_while_they_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     phases = Phases()
     display = open_display(tmp_path, Screen(), phases=phases)
     with phases("step"), phases("gen"):
@@ -73,6 +73,14 @@ def test_answers_are_counted_while_they_are_drawn(tmp_path: Path) -> None:
             progress.begin(16)
             progress.tell(16, 1600)
             progress.close()
+        assert "generating 0.0 s" in panel_of(display)
+        long_ago = time.time() - 60
+        monkeypatch.setattr("workers.rollout.progress.time.time", lambda: long_ago)
+        for engine in range(2):  # of a run that was killed meanwhile
+            progress = Progress(progress_file(tmp_path, engine))
+            progress.begin(16)
+            progress.close()
+        monkeypatch.undo()
         assert "generating 0.0 s" in panel_of(display)
     display.close()
 
