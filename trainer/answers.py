@@ -17,7 +17,7 @@ from trainer.remote import RemoteModel
 from trainer.run_dir import ANSWERS, GLOBAL_STEP, Lines, json_line
 from workers.batch import Batch
 
-KEPT_STEPS = 100
+KEPT_STEPS = 50
 """Of a run, evenly spread: what is kept does not grow with its length."""
 KEPT_ROWS = 8  # of such a step, from the worst to the best
 KEPT_TOKENS = 512  # of an answer

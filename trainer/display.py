@@ -138,20 +138,21 @@ class Display:
         if not under_way:
             return Text("starting" if not self._last else "between steps")
         inner = [(name, since) for name, since in under_way if name != WHOLE_STEP] or under_way
-        told = []
-        for name, since in inner:
-            seconds = time.perf_counter() - since
-            usual = self._last.get(f"timing_s/{name}")
-            told.append(self._answers(DOING.get(name, name), seconds) if name in ("gen", "testing") else None)
-            told[-1] = told[-1] or f"{DOING.get(name, name)} {seconds:.1f} s" + (f" (last {usual:.1f} s)" if usual else "")
-        return Text(" · ".join(filter(None, told)))
+        return Text(" · ".join(self._standing(name, time.perf_counter() - since) for name, since in inner))
 
-    def _answers(self, doing: str, seconds: float) -> str | None:
+    def _standing(self, phase: str, seconds: float) -> str:
+        doing, usual = DOING.get(phase, phase), self._last.get(f"timing_s/{phase}")
+        answers = self._answers(seconds) if phase in ("gen", "testing") else None
+        if answers is not None:
+            return f"{doing} {answers}"
+        return f"{doing} {seconds:.1f} s" + (f" (last {usual:.1f} s)" if usual else "")
+
+    def _answers(self, seconds: float) -> str | None:
         standing = read_progress(self._run_dir)
         spent = time.time() - standing.begun
         if not standing.asked or standing.done == standing.asked or spent > seconds + 1.0:  # of an earlier call
             return None
-        told = f"{doing} {standing.done} of {standing.asked} answers"
+        told = f"{standing.done} of {standing.asked} answers"
         if standing.done and spent > 0:
             left = spent / standing.done * (standing.asked - standing.done)
             told += f" · {standing.tokens / spent:,.0f} tokens/s · left {clock(left)}"
