@@ -1,14 +1,14 @@
-"""One readable line a step on the console, under a progress bar where there is a terminal."""
+"""One readable line a step on the console, above a display where there is a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from trainer.display import Display
 from trainer.dumps import Sample
 
 # Metric, what the line calls it, how it is written. Those that a step does not have are left out.
@@ -46,26 +46,19 @@ def step_line(metrics: Mapping[str, float], step: int, total_steps: int | None) 
 
 
 class ConsoleLogger:
-    def __init__(self, console: Console, first_step: int, total_steps: int | None) -> None:
-        """first_step: steps that were done before this process."""
+    def __init__(self, console: Console, total_steps: int | None, display: Display | None = None) -> None:
+        """display: where the lines go above it; None: there is no terminal."""
         self.console = console
         self.total_steps = total_steps
-        self.bar: Progress | None = None
-        if console.is_terminal and total_steps is not None:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-            self.bar = Progress(
-                *columns, TextColumn("left"), TimeRemainingColumn(), console=console, transient=True, speed_estimate_period=3600
-            )
-            self.task = self.bar.add_task("training", total=total_steps, completed=first_step)
-            self.bar.start()
+        self.display = display
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         line = Text(step_line(metrics, step, self.total_steps))
         line.highlight_regex(r"(?<=  )[a-z][a-z /-]*(?= )", "dim")
         line.highlight_regex(r"held-out \S+", "bold green")
-        self.console.print(line, soft_wrap=True)
-        if self.bar is not None:
-            self.bar.update(self.task, completed=step)
+        self._print(line)
+        if self.display is not None:
+            self.display.show(metrics, step)
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         table = Table(title=f"validation answers, step {step}", title_justify="left", expand=False)
@@ -73,12 +66,18 @@ class ConsoleLogger:
             table.add_column(header, overflow="fold")
         for sample in samples:
             table.add_row(Text(sample["prompt"]), Text(sample["response"]), Text(sample["ground_truth"]), f"{sample['score']:g}")
-        self.console.print(table)
+        self._print(table)
+
+    def _print(self, line: RenderableType) -> None:
+        if self.display is None:
+            self.console.print(line, soft_wrap=isinstance(line, Text))
+        else:
+            self.display.print(line)
 
     def go_back(self, step: int) -> None:
-        if self.bar is not None:
-            self.bar.update(self.task, completed=step)
+        if self.display is not None:
+            self.display.go_back(step)
 
     def close(self) -> None:
-        if self.bar is not None:
-            self.bar.stop()
+        if self.display is not None:
+            self.display.close()

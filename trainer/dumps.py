@@ -39,7 +39,7 @@ def first_samples(batch: Batch, n: int) -> list[Sample]:
             data_source=batch.objects["data_source"][i],
             prompt=batch.objects["prompt"][i],
             response=batch.objects["response"][i],
-            ground_truth=_text(batch.objects["ground_truth"][i]),
+            ground_truth=text_of(batch.objects["ground_truth"][i]),
             score=float(batch.rows["score"][i]),
         )
         for i in rows
@@ -67,10 +67,11 @@ def write_dump(directory: Path, step: int, batch: Batch) -> Path:
 
 
 def _text_column(values: Sequence[Any]) -> pa.Array:
-    return pa.array([None if value is None else _text(value) for value in values], pa.string())
+    return pa.array([None if value is None else text_of(value) for value in values], pa.string())
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """Itself, or as JSON."""
     return value if isinstance(value, str) else json.dumps(value, default=_jsonable, ensure_ascii=False)
 
 

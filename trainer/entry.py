@@ -154,7 +154,7 @@ class Program(Generic[Config]):
         return INTERRUPTED if ended.status in ("interrupted", "not started") else ended.objective
 
     def job(self, tree: Tree, command: CommandLine, point: Point | None = None, *, full_traceback: bool) -> Ended:
-        """One run; of a sweep, unless it is finished. full_traceback: what was typed, for errors before there is a configuration."""
+        """One run; of a sweep, unless it is finished. full_traceback: as typed, for errors before there is a configuration."""
         before = None
         try:
             loaded = load(tree, self.schema, command.typed)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import TypedDict
 
 from configs.secret_names import hidden
 from trainer.run_dir import EVENTS, json_line
+from workers.controller.logs import tell
 
 
 class Event(TypedDict):
@@ -29,10 +29,10 @@ class Events:
     def add(self, step: int, kind: str, text: str) -> None:
         """One line on stderr and in the file, in the kernel's hands on return; if the disk takes nothing, on stderr alone."""
         event = Event(step=step, time=time.strftime("%Y-%m-%d %H:%M:%S"), kind=kind, text=" ".join(hidden(text).split()))
-        print(f"{kind}: step {step}: {event['text']}", file=sys.stderr, flush=True)
+        tell(f"{kind}: step {step}: {event['text']}")
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json_line({**event}))
         except OSError as error:
-            print(f"{self.path}: {error}", file=sys.stderr, flush=True)
+            tell(f"{self.path}: {error}")

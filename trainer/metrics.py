@@ -55,15 +55,18 @@ class Phases:
         self.pools = pools or {}
         self.seconds: dict[str, float] = {}
         self.spans: list[Span] = []
+        self.under_way: dict[str, float] = {}
+        """Phases that have begun, the innermost last: time.perf_counter() then."""
         self._began = time.time() - time.perf_counter()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
+        start = self.under_way[name] = time.perf_counter()
         try:
             yield
         finally:
             end = time.perf_counter()
+            self.under_way.pop(name, None)
             self.seconds[name] = self.seconds.get(name, 0.0) + end - start
             self.spans.append(Span(name, self.pools.get(name, ()), self._began + start, self._began + end))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -11,8 +12,13 @@ from trainer.charts import duration, number
 
 def render(template: str, **values: Any) -> str:
     """A template below trainer/; one page without outside parts. Everything is escaped; a missing value is an error."""
+    return _environment().get_template(template).render(**values)
+
+
+@cache
+def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("trainer", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"number": number, "duration": duration}
-    return environment.get_template(template).render(**values)
+    return environment

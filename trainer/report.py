@@ -1,10 +1,13 @@
-"""One page that shows a run: ``python -m trainer.report <run directory>`` writes report.html from what the tracker kept."""
+"""One page that shows a run: report.html, from what the tracker kept. It grows with the run; ``python -m trainer.report <run
+directory>`` writes it of any run, at any time."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +15,13 @@ from typing import Any
 
 import yaml
 
+from trainer.answers import shown
 from trainer.charts import Chart, Curve, Lanes, Stack, draw, duration, lanes, number, smooth, stack
 from trainer.dumps import Sample
 from trainer.metrics import AFTER_STEP, WHOLE_STEP
 from trainer.page import render
 from trainer.run_dir import (
+    ANSWERS,
     CONFIG,
     ENVIRONMENT,
     EVENTS,
@@ -29,11 +34,16 @@ from trainer.run_dir import (
     read_metrics,
     write_atomic,
 )
+from workers.controller.logs import tell
 
 ACCURACY = "val/accuracy"
 PROBLEMS = "val/problems"
 MOST_ANSWERS = 16
 DRAWN_STEPS = 3
+MOST_WORKERS = 32
+SHARE = 0.01
+"""Of the time, writing the page takes so much at most while the run goes on."""
+SECONDS = 5.0  # between two pages, at least
 CONTROLLER = "controller"
 PNG_COLORS = ("#3b6fd8", "#e0792f", "#2a9d74", "#a45bd0", "#d1495b", "#c9a227", "#3aa6b9", "#7a8699", "#b86b8f", "#9aa5b1")
 
@@ -129,6 +139,7 @@ def write_report(run_dir: Path) -> Path:
     series = series_of(steps)
     first_step, last_step, answers = answers_of(read_lines(run_dir / SAMPLES))
     scores = [sample["score"] for answer in answers for sample in (answer.first, answer.last) if sample is not None]
+    timeline = read_lines(run_dir / TIMELINE)
     config = yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))
     shares, columns = timing_of(steps)
     page = render(
@@ -142,9 +153,11 @@ def write_report(run_dir: Path) -> Path:
         charts=charts_of(series, reward_curves(config, series)),
         shares=shares,
         columns=columns,
-        timeline=timeline_of(read_lines(run_dir / TIMELINE)),
+        timeline=timeline_of(timeline),
+        workers=workers_of(timeline),
         drawn_steps=DRAWN_STEPS,
         answers=answers,
+        tokens=shown(read_lines(run_dir / ANSWERS)),
         first_step=first_step,
         last_step=last_step,
         good=(min(scores) + max(scores)) / 2 if scores and min(scores) < max(scores) else 0.0,
@@ -155,6 +168,46 @@ def write_report(run_dir: Path) -> Path:
     )
     write_atomic(run_dir / REPORT, page)
     return run_dir / REPORT
+
+
+class GrowingReport:
+    """A logger: report.html while the run goes on. A thread writes it after a step, and rests so long that it takes SHARE of the
+    time."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._stepped, self._over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._work, name="report", daemon=True)
+        self._thread.start()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._stepped.set()
+
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        """They are in the file, for the next page."""
+
+    def go_back(self, step: int) -> None:
+        """The next page shows it."""
+
+    def close(self) -> None:
+        self._over.set()
+        self._stepped.set()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while True:
+            self._stepped.wait()
+            self._stepped.clear()
+            if self._over.is_set():
+                return
+            before = time.thread_time()
+            try:
+                write_report(self._run_dir)
+            except Exception as error:  # the run is worth more than a page about it
+                tell(f"note: {self._run_dir / REPORT} is not written while the run goes on: {type(error).__name__}: {error}")
+                return
+            if self._over.wait(max(SECONDS, (time.thread_time() - before) / SHARE)):
+                return
 
 
 def write_curve_png(run_dir: Path, path: Path) -> None:
@@ -294,6 +347,21 @@ def timeline_of(entries: Sequence[Mapping[str, Any]]) -> Lanes | None:
     ]
     order = {pool: (pool == CONTROLLER, pool) for pool, *_ in spans}
     return lanes(sorted(spans, key=lambda span: (order[span[0]], span[2]))) if spans else None
+
+
+def workers_of(entries: Sequence[Mapping[str, Any]]) -> tuple[int, Lanes] | None:
+    """The last step, what each of its workers was asked for, and when; the controller's own phases below. None: no step yet."""
+    entry = next((entry for entry in reversed(entries) if entry.get("calls")), None)
+    if entry is None:
+        return None
+    calls = sorted(
+        (pool, rank, start, what, start + seconds)
+        for what, pool, start, by_rank in entry["calls"]
+        for rank, seconds in enumerate(by_rank[:MOST_WORKERS])
+    )
+    spans = [(f"{pool} {rank}", what, start, end) for pool, rank, start, what, end in calls]
+    spans += [(CONTROLLER, phase, start, end) for phase, pools, start, end in entry["spans"] if not pools and phase != WHOLE_STEP]
+    return entry[GLOBAL_STEP], lanes(spans)
 
 
 def answers_of(entries: Sequence[Mapping[str, Any]]) -> tuple[int, int, list[Answered]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from configs.points import Status
@@ -14,9 +14,11 @@ from trainer.checkpoint import Checkpoint, resolve_resume
 from trainer.entry import Stopped
 from trainer.events import Events
 from trainer.outcome import write_outcome
+from trainer.run_dir import CONTROLLER_LOG
 from trainer.stopping import Stopping
 from trainer.tracking import Logger
 from workers.controller.group import PhaseTimeout, WorkerError
+from workers.controller.logs import chatter_to
 from workers.controller.stop import graceful_stop
 
 MOST_IN_VAIN = 2
@@ -100,12 +102,14 @@ class Lifetime:
         events.add(step, "restart", f"{text}; it goes on from {where}")
 
 
-def keep_going(life: Lifetime, attempt: Callable[[], None]) -> None:
+def keep_going(life: Lifetime, attempt: Callable[[], None], *, hushed: bool = False) -> None:
     """Attempts, each after everything of the one before is gone, until one ends or there is no sense in another.
 
-    Within, signals unwind the stack. Raises what the last attempt raised, or Stopped.
+    hushed: what libraries write on the controller goes to a file. Within, signals unwind the stack. Raises what the last attempt
+    raised, or Stopped.
     """
-    with life.recorded(), graceful_stop():
+    quietly = chatter_to(life.run_dir / CONTROLLER_LOG) if hushed else nullcontext()
+    with life.recorded(), graceful_stop(), quietly:
         while True:
             try:
                 return attempt()

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import yaml
 
 from configs.secret_names import hidden, is_secret
+from workers.controller.logs import tell
 
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
@@ -28,10 +28,15 @@ CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 REPORT = "report.html"
 OUTCOME = "outcome.json"
+ANSWERS = "answers.jsonl"
+LOGS = "logs"
+CONTROLLER_LOG = "logs/controller.log"
 TENSORBOARD = "tensorboard"
 ROLLOUTS = "rollouts"
 SKIPPED_BATCHES = "logs/nonfinite"
 WANDB_ID = "wandb_id.txt"
+MLFLOW_ID = "mlflow_id.txt"
+SWANLAB_ID = "swanlab_id.txt"
 LATEST = "latest_checkpointed_iteration.txt"
 BEST = "best_checkpointed_iteration.txt"
 
@@ -133,7 +138,7 @@ class Lines:
                 self._left = self._left[self._file.write(self._left) :]
         except OSError as error:
             if not self._told:
-                print(f"{self._path}: {error}; what is not written waits for room", file=sys.stderr, flush=True)
+                tell(f"{self._path}: {error}; what is not written waits for room")
             self._told = True
         else:
             self._told = False
@@ -177,7 +182,10 @@ def start_run(run_dir: Path, resume_step: int | None, rollout_dir: Path | None, 
     run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     (run_dir / OUTCOME).unlink(missing_ok=True)
     if resume_step is None or not checkpoint_dir(run_dir, resume_step).exists():
-        written = (METRICS, SAMPLES, TIMELINE, EVENTS, REPORT, TENSORBOARD, ROLLOUTS, SKIPPED_BATCHES, WANDB_ID, LATEST, BEST)
+        written = (
+            METRICS, SAMPLES, TIMELINE, ANSWERS, EVENTS, REPORT, TENSORBOARD, ROLLOUTS, SKIPPED_BATCHES,
+            WANDB_ID, MLFLOW_ID, SWANLAB_ID, LATEST, BEST,
+        )  # fmt: skip
         outputs = [run_dir / name for name in written if not (restarted and name == EVENTS)]
         _set_aside(run_dir, outputs + [checkpoint_dir(run_dir, step) for step in checkpoint_steps(run_dir)])
         return
@@ -185,7 +193,7 @@ def start_run(run_dir: Path, resume_step: int | None, rollout_dir: Path | None, 
     _set_aside(run_dir, [checkpoint_dir(run_dir, step) for step in later])
     write_atomic(run_dir / LATEST, str(resume_step))
     _forget_best_after(run_dir, resume_step)
-    for name in (METRICS, SAMPLES, TIMELINE):
+    for name in (METRICS, SAMPLES, TIMELINE, ANSWERS):
         _cut_lines(run_dir / name, resume_step)
     for directory in {run_dir / ROLLOUTS, rollout_dir or run_dir / ROLLOUTS}:
         for path in _rollouts_after(directory, resume_step):
@@ -201,7 +209,7 @@ def go_back(run_dir: Path, step: int, rollout_dir: Path | None) -> Path:
     write_atomic(run_dir / LATEST, str(step))
     _forget_best_after(run_dir, step)
     aside = _next_aside(run_dir)
-    for name in (METRICS, SAMPLES, TIMELINE):
+    for name in (METRICS, SAMPLES, TIMELINE, ANSWERS):
         if (run_dir / name).exists():
             left = [entry for entry in read_lines(run_dir / name) if entry[GLOBAL_STEP] > step]
             write_atomic(aside / name, "".join(json_line(entry) for entry in left))
@@ -257,7 +265,7 @@ def _set_aside(run_dir: Path, outputs: list[Path]) -> None:
     for path in existing:
         path.rename(aside / path.name)
     names = ", ".join(path.name for path in existing)
-    print(f"{run_dir}: moved to {aside.name}/ what is not of this run: {names}", file=sys.stderr)
+    tell(f"{run_dir}: moved to {aside.name}/ what is not of this run: {names}")
 
 
 def _next_aside(run_dir: Path) -> Path:

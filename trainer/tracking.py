@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import json
-import netrc
 import os
 import platform
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
-from urllib.parse import urlparse
-
-import yaml
-from rich.console import Console
+from typing import Any
 
 from configs.keys import did_you_mean
 from trainer.batch_file import save_batch
-from trainer.console import ConsoleLogger
 from trainer.dumps import Sample, write_dump
-from trainer.metrics import Span, gpu_names
+from trainer.loggers import LOGGERS, Logger, LoggerUnavailable, Run
+from trainer.metrics import Phases, Span, gpu_names
+from trainer.report import GrowingReport
 from trainer.run_dir import (
     ENVIRONMENT,
     GLOBAL_STEP,
     METRICS,
     SAMPLES,
-    TENSORBOARD,
     TIMELINE,
-    WANDB_ID,
     Lines,
     batch_file,
     go_back,
@@ -39,37 +31,13 @@ from trainer.run_dir import (
     write_atomic,
     write_config,
 )
+from trainer.watchdog import Call
 from workers.batch import Batch
+from workers.controller.logs import tell
 
 KEPT_SAMPLES = 32
 """Validation answers a step that samples.jsonl keeps for the report."""
 PACKAGES = ("tandem", "torch", "transformers", "ray", "vllm", "sglang", "megatron-core", "numpy", "pyarrow", "hydra-core")
-WANDB_INIT_SECONDS = 30
-
-
-class Logger(Protocol):
-    """go_back: what was logged past ``step`` is of a branch that is left; the next step is the one after it."""
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
-    def log_samples(self, samples: Sequence[Sample], step: int) -> None: ...
-    def go_back(self, step: int) -> None: ...
-    def close(self) -> None: ...
-
-
-class LoggerUnavailable(Exception):
-    """A logger lacks its package, its key or its network."""
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What a logger may want to know. first_step: steps done before this process; 0 when the run starts anew."""
-
-    run_dir: Path
-    project: str
-    experiment: str
-    config: dict[str, Any]
-    first_step: int
-    total_steps: int | None
 
 
 class Tracker:
@@ -80,6 +48,7 @@ class Tracker:
 
     resume_step: the checkpoint's, None for a run that starts. shown_samples: validation answers that loggers get.
     rollout_dir: where log_rollouts writes; None: nowhere. restarted: see start_run. more: loggers beside those that are named.
+    phases: of the loop, for the display. report: report.html is rewritten while the run goes on.
     Raises ValueError for a logger that does not exist.
     """
 
@@ -97,6 +66,8 @@ class Tracker:
         rollout_dir: Path | None = None,
         restarted: bool = False,
         more: Sequence[Logger] = (),
+        phases: Phases | None = None,
+        report: bool = False,
     ) -> None:
         check_loggers(loggers)
         start_run(run_dir, resume_step, rollout_dir, restarted=restarted)
@@ -108,12 +79,14 @@ class Tracker:
         self.run_dir = run_dir
         self._open()
         self._loggers: list[Logger] = []
-        run = Run(run_dir, project, experiment, plain, resume_step or 0, total_steps)
+        run = Run(run_dir, project, experiment, plain, resume_step or 0, total_steps, phases or Phases())
+        if report:
+            self._loggers.append(GrowingReport(run_dir))
         for name in dict.fromkeys(loggers):
             try:
                 self._loggers.append(LOGGERS[name](run))
             except LoggerUnavailable as reason:
-                print(f"logger {name} left out: {reason}", file=sys.stderr)
+                tell(f"logger {name} left out: {reason}")
         self._loggers += more
 
     def _open(self) -> None:
@@ -139,10 +112,17 @@ class Tracker:
         for logger in self._loggers:
             logger.log(numbers, step)
 
-    def log_spans(self, spans: Sequence[Span], step: int) -> None:
-        """One line of timeline.jsonl: when the step's phases were under way, and where; to the millisecond."""
+    def log_spans(self, spans: Sequence[Span], calls: Sequence[Call], step: int) -> None:
+        """One line of timeline.jsonl: when the step's phases were under way, and where; the calls of workers within it, with
+        the seconds that each rank took. To the millisecond."""
         told = [[span.phase, list(span.pools), round(span.start, 3), round(span.end, 3)] for span in spans]
-        self._timeline.write(json_line({GLOBAL_STEP: step, "spans": told}))
+        begun = min((span.start for span in spans), default=0.0)
+        work = [
+            [call.what, call.pool, round(call.start, 3), [round(end - call.start, 3) for end in call.ends]]
+            for call in calls
+            if call.start >= begun
+        ]
+        self._timeline.write(json_line({GLOBAL_STEP: step, "spans": told, "calls": work}))
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         """Validation answers: the first KEPT_SAMPLES to samples.jsonl, the first ``shown_samples`` to the loggers."""
@@ -167,103 +147,6 @@ class Tracker:
         self._timeline.close()
         for logger in self._loggers:
             logger.close()
-
-
-class TensorBoardLogger:
-    def __init__(self, run: Run) -> None:
-        try:
-            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-            from tensorboard.compat.proto.summary_pb2 import Summary
-            from torch.utils.tensorboard import FileWriter
-            from torch.utils.tensorboard.summary import text
-        except ImportError as error:
-            raise LoggerUnavailable(f"{error}; pip install tensorboard") from error
-        self.summary, self.text = Summary, text
-        self.writer = FileWriter(str(run.run_dir / TENSORBOARD))
-        self.start = lambda: Event(session_log=SessionLog(status=SessionLog.START))
-        if run.first_step:
-            self.go_back(run.first_step)
-        else:
-            self.writer.add_summary(text("config", f"```yaml\n{yaml.safe_dump(run.config, sort_keys=False)}```"), 0)
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        values = [self.summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self.writer.add_summary(self.summary(value=values), step)  # one event: a tenth of SummaryWriter's time
-        self.writer.flush()
-
-    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        for i, sample in enumerate(samples):
-            truth, score = f"ground truth: {sample['ground_truth']}", f"score: {sample['score']:g}"
-            lines = "\n---\n".join((sample["prompt"], sample["response"], truth, score)).splitlines()
-            self.writer.add_summary(self.text(f"validation/{i}", "\n".join("    " + line for line in lines)), step)
-
-    def go_back(self, step: int) -> None:
-        """Hides what was written past ``step`` by an interrupted run, or on a branch that is left."""
-        self.writer.add_event(self.start(), step=step + 1)
-        self.writer.flush()
-
-    def close(self) -> None:
-        self.writer.close()
-
-
-class WandbLogger:
-    """Weights & Biases. A resumed run goes on under its id; W&B ignores steps that it has already, also after a rollback."""
-
-    def __init__(self, run: Run) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise LoggerUnavailable("package wandb is not installed; pip install wandb") from error
-        if not wandb_can_start(os.environ):
-            raise LoggerUnavailable("no key: set WANDB_API_KEY, run `wandb login`, or set WANDB_MODE=offline")
-        id_file = run.run_dir / WANDB_ID
-        try:
-            self.run = wandb.init(
-                project=run.project,
-                name=run.experiment,
-                dir=str(run.run_dir),
-                config=run.config,
-                id=id_file.read_text() if id_file.exists() else None,
-                resume="allow",
-                settings=wandb.Settings(init_timeout=WANDB_INIT_SECONDS, silent=True),
-            )
-        except wandb.Error as error:
-            raise LoggerUnavailable(" ".join(str(error).split())) from error
-        id_file.write_text(self.run.id)
-        self.table = wandb.Table
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self.run.log(dict(metrics), step=step)
-
-    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        rows = [list(sample.values()) for sample in samples]
-        self.run.log({"val/generations": self.table(columns=list(samples[0]), data=rows)}, step=step)
-
-    def go_back(self, step: int) -> None:
-        pass
-
-    def close(self) -> None:
-        self.run.finish()
-
-
-def wandb_can_start(env: Mapping[str, str]) -> bool:
-    """Whether ``wandb.init`` would start without asking for a key."""
-    if env.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
-        return True
-    if env.get("WANDB_API_KEY") or env.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    host = urlparse(env.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
-    for path in (Path(env["NETRC"]),) if "NETRC" in env else (Path("~/.netrc").expanduser(), Path("~/_netrc").expanduser()):
-        if path.exists() and host is not None and host in netrc.netrc(str(path)).hosts:
-            return True
-    return False
-
-
-def _console(run: Run) -> Logger:
-    return ConsoleLogger(Console(), run.first_step, run.total_steps)
-
-
-LOGGERS: dict[str, Callable[[Run], Logger]] = {"console": _console, "tensorboard": TensorBoardLogger, "wandb": WandbLogger}
 
 
 def environment() -> dict[str, str]:

@@ -46,7 +46,7 @@ class Watch:
 
     def warnings(self) -> Iterator[tuple[str, str]]:
         """(kind, text), each kind once."""
-        memory, config = self.memory(), self.config
+        memory, config = host_memory(), self.config
         if "low memory" not in self._told and memory.share < config.memory_warn:
             self._told.add("low memory")
             yield "low memory", f"{memory}, less than trainer.watch.memory_warn={config.memory_warn:g}"
@@ -58,7 +58,7 @@ class Watch:
 
     def shortage(self) -> str | None:
         """Why the run should save and stop now, while it can. The disk must hold one more checkpoint, and then disk_stop_gb."""
-        memory, config = self.memory(), self.config
+        memory, config = host_memory(), self.config
         if memory.share < config.memory_stop:
             return f"{memory}, less than trainer.watch.memory_stop={config.memory_stop:g}"
         free, checkpoint = self.disk()
@@ -69,11 +69,6 @@ class Watch:
             )
         return None
 
-    def memory(self) -> Memory:
-        """Where it is shortest: the machine's, or that of a control group around this process."""
-        host = psutil.virtual_memory()
-        return min([Memory(host.available, host.total, "machine"), *group_memory()], key=lambda memory: memory.share)
-
     def disk(self) -> tuple[float, int]:
         """Bytes free, and of the newest checkpoint. A run directory that has vanished is no reason: saving tells of it."""
         if not self.run_dir.is_dir():
@@ -83,6 +78,12 @@ class Watch:
             files = [path for path in checkpoint_dir(self.run_dir, steps[-1]).rglob("*") if path.is_file()]
             self._sizes = {steps[-1]: sum(path.stat().st_size for path in files)}
         return free, self._sizes[steps[-1]] if steps else 0
+
+
+def host_memory() -> Memory:
+    """Where it is shortest: the machine's, or that of a control group around this process."""
+    host = psutil.virtual_memory()
+    return min([Memory(host.available, host.total, "machine"), *group_memory()], key=lambda memory: memory.share)
 
 
 def group_memory(process: Path = Path("/proc/self/cgroup"), root: Path = CGROUPS) -> Iterator[Memory]:

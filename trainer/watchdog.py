@@ -7,8 +7,10 @@ import os
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -17,15 +19,27 @@ from trainer.events import Events
 from trainer.stall import CONTROLLER, Stall, ended_in_collective, record, summary, verdict
 from workers.controller.examine import RankState, examine
 from workers.controller.group import Future, PhaseTimeout, WorkerError, WorkerGroup
+from workers.controller.logs import USERS
 from workers.controller.stacks import answer_for_stacks
 
 MEASURED = 3  # so often a phase must have been seen
 WIDENED = 10.0  # times its longest, it may then take
+MOST_CALLS = 1000
 LOOK = 0.005  # seconds between looks at calls of several groups
 NEWS_SECONDS = 3.0  # until a group's own error is known, when another has lost it
 LOST = "ChannelLost"  # workers/rollout/channel.py: somebody else's error says why
 LAST_RESORT = 60.0  # seconds after the limit: the process ends, if nothing else can be done with it
 _EXPIRED = signal.SIGRTMIN + 6
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """When the workers of a pool did ``what``: from ``start``, in seconds since 1970, to the end of each rank."""
+
+    what: str
+    pool: str
+    start: float
+    ends: tuple[float, ...]
 
 
 class Watchdog:
@@ -34,6 +48,7 @@ class Watchdog:
         answer_for_stacks()
         self.step = 0
         """That the run is in, for what is told."""
+        self._calls: deque[Call] = deque(maxlen=MOST_CALLS)
         self._limits = limits
         self._run_dir = run_dir
         self._events = Events(run_dir)
@@ -61,9 +76,15 @@ class Watchdog:
         Raises WorkerError, and PhaseTimeout when the phase, or a collective in it, has taken too long; both with ``what``.
         """
         limit, started = self.limit(phase), time.monotonic()
-        result = self._result(lambda: group.call(method, *args, mesh=mesh, timeout=limit), phase, what, work)
+        result = self._result(lambda: group.call(method, *args, mesh=mesh, timeout=limit), phase, what, work, group.name)
         self._saw(phase, time.monotonic() - started)
         return result
+
+    def take_calls(self) -> list[Call]:
+        """When which rank was at what: what has ended since the last time, the last MOST_CALLS of it."""
+        taken = list(self._calls)
+        self._calls.clear()
+        return taken
 
     def together(self, phase: str, *calls: tuple[WorkerGroup, str, tuple[Any, ...]]) -> list[list[Any]]:
         """The results of calls on groups that wait for one another, in the time for one. calls: (group, what, what is called).
@@ -71,6 +92,7 @@ class Watchdog:
         Raises what ``call`` does as soon as one group has failed; where that one only lost another, the other's error.
         """
         limit, started = self.limit(phase), time.monotonic()
+        pools = {what: group.name for group, what, _ in calls}
         waiting = [(what, group.call(*words, timeout=limit)) for group, what, words in calls]
         results: dict[str, list[Any]] = {}
         while waiting:
@@ -78,7 +100,7 @@ class Watchdog:
             for what, future in [one for one in waiting if over or one[1].done()]:
                 waiting.remove((what, future))
                 try:
-                    results[what] = self._answer(future, phase, what)
+                    results[what] = self._answer(future, phase, what, pools[what])
                 except (WorkerError, PhaseTimeout) as error:
                     raise self._cause(error, phase, waiting) from None
             time.sleep(LOOK)
@@ -103,13 +125,17 @@ class Watchdog:
             time.sleep(LOOK)
         return error
 
-    def _answer(self, future: Future, phase: str, what: str) -> list[Any]:
-        return self._result(lambda: future, phase, what)
+    def _answer(self, future: Future, phase: str, what: str, pool: str = "") -> list[Any]:
+        return self._result(lambda: future, phase, what, pool=pool)
 
-    def _result(self, ask: Callable[[], Future], phase: str, what: str, work: Callable[[], Sequence[str]] = list) -> list[Any]:
+    def _result(
+        self, ask: Callable[[], Future], phase: str, what: str, work: Callable[[], Sequence[str]] = list, pool: str = ""
+    ) -> list[Any]:
         try:
             future = ask()
-            return future.result()
+            result = future.result()
+            self._calls.append(Call(what.partition(" (")[0], pool, future.begun, tuple(future.ended)))
+            return result
         except WorkerError as error:
             error.method = what
             if ended_in_collective(str(error)):
@@ -128,7 +154,7 @@ class Watchdog:
         """
         limit, started = self.limit(phase), time.monotonic()
         alarm = _Alarm(limit, lambda: self._tell(phase, what, controller_state(), lambda: [work]))
-        faulthandler.dump_traceback_later(limit + LAST_RESORT, exit=True, file=2)
+        faulthandler.dump_traceback_later(limit + LAST_RESORT, exit=True, file=USERS[-1])
         try:
             with alarm:
                 yield

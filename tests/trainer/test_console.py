@@ -1,5 +1,4 @@
 import io
-import re
 
 from rich.console import Console
 
@@ -21,26 +20,16 @@ def test_failed_rewards_show_only_when_there_are_some() -> None:
 
 def test_plain_lines_where_there_is_no_terminal() -> None:
     out = io.StringIO()
-    logger = ConsoleLogger(Console(file=out, width=40), 0, 2)
+    logger = ConsoleLogger(Console(file=out, width=40), 2)
     logger.log(METRICS, 1)
     logger.log(METRICS, 2)
     logger.close()
     assert out.getvalue().splitlines() == [step_line(METRICS, 1, 2), step_line(METRICS, 2, 2)]
 
 
-def test_a_bar_where_there_is_a_terminal() -> None:
-    out = io.StringIO()
-    logger = ConsoleLogger(Console(file=out, force_terminal=True, width=120), 5, 10)
-    logger.log(METRICS, 6)
-    logger.close()
-    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
-    assert "training" in plain and "5/10" in plain and "6/10" in plain
-    assert "score 0.531" in plain
-
-
 def test_answers_are_text_not_markup() -> None:
     out = io.StringIO()
-    ConsoleLogger(Console(file=out, width=100), 0, None).log_samples(
+    ConsoleLogger(Console(file=out, width=100), None).log_samples(
         [Sample(uid=0, data_source="s", prompt="[red]1+1[/red]=", response="[/]", ground_truth="2", score=0.5)], 3
     )
     assert "[red]1+1[/red]=" in out.getvalue() and "[/]" in out.getvalue() and "0.5" in out.getvalue()

@@ -247,6 +247,8 @@ def test_the_first_rank_that_answers_speaks_for_its_share() -> None:
 class Unhappy:
     """A group on which a call ends in ``error``; the others do what they should."""
 
+    name = "workers"
+
     def __init__(self, method: str, error: Exception) -> None:
         self.method, self.error = method, error
         self.limits: dict[str, float] = {}
@@ -257,7 +259,7 @@ class Unhappy:
     def call(self, *words: Any, mesh: str | None, timeout: float) -> Any:
         method = words[2] if words[0] == "run" else words[0]
         self.limits[method] = timeout
-        return SimpleNamespace(result=partial(self._result, method))
+        return SimpleNamespace(result=partial(self._result, method), begun=0.0, ended=[])
 
     def _result(self, method: str) -> list[Any]:
         if method == self.method:

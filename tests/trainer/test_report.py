@@ -2,6 +2,9 @@ import json
 import re
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -12,9 +15,10 @@ import pytest
 from trainer.dumps import Sample
 from trainer.events import Events
 from trainer.metrics import Span
-from trainer.report import answers_of, main, phase_seconds, timeline_of, write_curve_png, write_report
-from trainer.run_dir import GLOBAL_STEP, read_lines
+from trainer.report import answers_of, main, phase_seconds, timeline_of, workers_of, write_curve_png, write_report
+from trainer.run_dir import GLOBAL_STEP, json_line, read_lines
 from trainer.tracking import Tracker
+from trainer.watchdog import Call
 
 CONFIG: dict[str, Any] = {
     "trainer": {"project_name": "project", "experiment_name": "sort <b>digits</b>"},
@@ -132,7 +136,7 @@ def test_the_timeline_has_a_lane_for_each_pool_and_the_last_steps(tmp_path: Path
     tracker = Tracker([], tmp_path, "project", "experiment", CONFIG)
     for step in range(1, 6):
         spans = [Span("values", ("<b>",), step + 0.2, step + 0.8), Span("adv", (), step + 0.8, step + 0.9)]
-        tracker.log_spans([Span("gen", ("a",), step, step + 0.25), *spans, Span("step", (), step, step + 0.9)], step)
+        tracker.log_spans([Span("gen", ("a",), step, step + 0.25), *spans, Span("step", (), step, step + 0.9)], [], step)
     tracker.close()
     drawn = timeline_of(read_lines(tmp_path / "timeline.jsonl"))
     assert drawn is not None
@@ -141,6 +145,111 @@ def test_the_timeline_has_a_lane_for_each_pool_and_the_last_steps(tmp_path: Path
     text = write_report(tmp_path).read_text(encoding="utf-8")
     assert "the last 3 steps" in text and text.count("<title>values: ") == 3 and "&lt;b&gt;</text>" in text
     assert timeline_of([]) is None
+
+
+def test_each_worker_of_the_last_step_has_a_lane(tmp_path: Path) -> None:
+    tracker = Tracker([], tmp_path, "project", "experiment", CONFIG)
+    before = Call("weight sync", "a", 0.5, (0.9, 0.9))
+    for step in (1, 2):
+        spans = [Span("gen", ("a",), step, step + 0.5), Span("adv", (), step + 0.5, step + 0.6), Span("step", (), step, step + 1)]
+        calls = [Call("update", "b", step + 0.6, (step + 0.9,)), Call("generation", "a", step, (step + 0.5, step + 0.25))]
+        tracker.log_spans(spans, [before, *calls], step)
+    tracker.close()
+    found = workers_of(read_lines(tmp_path / "timeline.jsonl"))
+    assert found is not None
+    step, drawn = found
+    assert step == 2 and [name.label for name in drawn.names] == ["a 0", "a 1", "b 0", "controller"]
+    assert [bar.told for bar in drawn.bars] == [
+        "generation: 0.000 to 0.500 s", "generation: 0.000 to 0.250 s", "update: 0.600 to 0.900 s", "adv: 0.500 to 0.600 s",
+    ]  # fmt: skip
+    assert "Step 2, by worker" in Page(write_report(tmp_path).read_text(encoding="utf-8")).text
+    assert workers_of([]) is None and workers_of([{GLOBAL_STEP: 1, "spans": []}]) is None, "also of a run before there were calls"
+
+
+def growing(run_dir: Path, steps: int) -> Tracker:
+    tracker = Tracker([], run_dir, "p", "e", CONFIG, report=True)
+    for step in range(1, steps + 1):
+        tracker.log({"critic/score/mean": step / 8}, step)
+    return tracker
+
+
+def wait_for(path: Path) -> str:
+    deadline = time.monotonic() + 20
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return path.read_text(encoding="utf-8")
+
+
+def test_it_grows_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.report.SECONDS", 0.01)
+    monkeypatch.setattr("trainer.report.SHARE", 1e6)
+    tracker = growing(tmp_path, 1)
+    assert "steps 1 " in Page(wait_for(tmp_path / "report.html")).text
+    tracker.log({"critic/score/mean": 1.0}, 2)
+    deadline = time.monotonic() + 20
+    while "steps 2 " not in (text := Page(wait_for(tmp_path / "report.html")).text) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert "steps 2 " in text
+    tracker.close()
+    assert not (tmp_path / "report.html.partial").exists()
+
+
+def test_writing_it_takes_a_hundredth_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rests: list[float] = []
+    monkeypatch.setattr("trainer.report.SECONDS", 0.0)
+    monkeypatch.setattr("trainer.report.write_report", lambda run_dir: busy(0.05))
+    monkeypatch.setattr("threading.Event.wait", rested(rests))
+    tracker = growing(tmp_path, 1)
+    deadline = time.monotonic() + 10
+    while not rests and time.monotonic() < deadline:
+        time.sleep(0.01)
+    tracker.close()
+    assert 5.0 <= rests[0] < 10.0
+
+
+def busy(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def rested(rests: list[float]) -> Callable[[threading.Event, float | None], bool]:
+    wait = threading.Event.wait
+
+    def waited(event: threading.Event, timeout: float | None = None) -> bool:
+        if threading.current_thread().name == "report" and timeout is not None:
+            rests.append(timeout)
+        return wait(event, timeout)
+
+    return waited
+
+
+def test_a_page_that_cannot_be_written_is_told_once_and_ends_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(run_dir: Path) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("trainer.report.write_report", fails)
+    tracker = growing(tmp_path, 3)
+    deadline = time.monotonic() + 10
+    while not (said := capsys.readouterr().err) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    tracker.close()
+    assert said.splitlines()[0].endswith("is not written while the run goes on: OSError: no space left")
+
+
+def test_a_thousand_steps_are_a_few_megabytes(tmp_path: Path) -> None:
+    make_run(tmp_path, steps=1000)
+    row = {
+        "uid": 1, "prompt": "p" * 400, "ground_truth": "1", "score": 0.5, "length": 2000, "tokens": [" word"] * 512,
+        "rollout": [-1.2345] * 512, "trainer": [-1.2346] * 512, "advantages": [0.7071] * 512,
+    }  # fmt: skip
+    entries = [json_line({GLOBAL_STEP: step, **row}) for step in range(10, 1010, 10) for _ in range(8)]
+    (tmp_path / "answers.jsonl").write_text("".join(entries))
+    before = time.thread_time()
+    page = write_report(tmp_path)
+    assert page.stat().st_size < 3e6 and time.thread_time() - before < 5.0
 
 
 def test_the_rest_is_the_step_less_what_lies_in_it() -> None:

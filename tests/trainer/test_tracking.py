@@ -10,8 +10,9 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from trainer.dumps import Sample
+from trainer.loggers import wandb_can_start
 from trainer.run_dir import GLOBAL_STEP, read_lines, read_metrics
-from trainer.tracking import KEPT_SAMPLES, Tracker, environment, wandb_can_start
+from trainer.tracking import KEPT_SAMPLES, Tracker, environment
 from workers.batch import Batch
 
 CONFIG = {"trainer": {"project_name": "p", "logger": ["console"]}, "ray_kwargs": {"env": {"HF_TOKEN": "s3cret"}}}

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from configs.schema.common import WatchConfig
-from trainer.watch import Memory, Watch, group_memory
+from trainer.watch import Memory, Watch, group_memory, host_memory
 
 NEVER = {"memory_warn": 0.0, "memory_stop": 0.0, "disk_warn_gb": 0.0, "disk_stop_gb": 0.0}
 MB = 2**20
@@ -107,6 +107,6 @@ def test_a_limit_above_the_machine_is_none(tmp_path: Path) -> None:
 def test_the_shortest_of_all_is_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tight = Memory(1, 100, "control group")
     monkeypatch.setattr("trainer.watch.group_memory", lambda: [Memory(99, 100, "control group"), tight])
-    assert watch(tmp_path).memory() is tight
+    assert host_memory() is tight
     monkeypatch.setattr("trainer.watch.group_memory", lambda: [])
-    assert watch(tmp_path).memory().whose == "machine"
+    assert host_memory().whose == "machine"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -21,10 +22,15 @@ FORWARD_TOKENS = 8192  # of a micro-batch; bounds the memory of activations
 
 
 def rollout_spec(
-    model: ModelConfig, rollout: RolloutEngineConfig, data: PromptConfig, device: Literal["cpu", "cuda"]
+    model: ModelConfig,
+    rollout: RolloutEngineConfig,
+    data: PromptConfig,
+    device: Literal["cpu", "cuda"],
+    run_dir: Path | None = None,
 ) -> RolloutSpec:
     max_model_len = rollout.max_model_len or data.max_prompt_length + data.max_response_length
-    return RolloutSpec(model=model, rollout=rollout, max_model_len=max_model_len, device=device)
+    told = None if run_dir is None else run_dir.absolute()
+    return RolloutSpec(model=model, rollout=rollout, max_model_len=max_model_len, device=device, run_dir=told)
 
 
 def start_source(hosts: WorkerGroup, spec: RolloutSpec, watchdog: Watchdog, *, sharding: Sharding, seed: int) -> RemoteModel:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
@@ -20,6 +19,7 @@ from trainer.algorithms.actor_loss import ActorLoss, ActorLossConfig
 from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.kl import KLController
 from trainer.algorithms.moments import RunningMoments
+from trainer.answers import AnswerLog
 from trainer.backend import open_backend, start_pools
 from trainer.checkpoint import Checkpoint, check_config
 from trainer.data.dataset import PromptDataset
@@ -32,7 +32,7 @@ from trainer.generation.rollout import rollout_spec, sampling
 from trainer.metrics import peak_flops
 from trainer.models import Training, limits, start_model, value_head
 from trainer.ppo.engines import check_engines, reader, wants_critic
-from trainer.ppo.loop import Loop, old_log_probs_come_from_update
+from trainer.ppo.loop import Loop, has_old_log_probs, old_log_probs_come_from_update
 from trainer.ppo.rollback import Rollbacks
 from trainer.ppo.source import Source
 from trainer.ppo.together import Together, phases_of
@@ -52,6 +52,7 @@ from trainer.skips import Skips
 from trainer.tracking import Logger, Tracker
 from trainer.watchdog import Watchdog
 from workers.controller.group import WorkerGroup
+from workers.controller.logs import tell
 from workers.engine.base import LossSpec
 from workers.engine.hf_model import vocab_size
 from workers.rollout import check_installed
@@ -67,7 +68,7 @@ def run(config: PPOConfig, notices: Sequence[str], loggers: Sequence[Logger] = (
     check_installed(config.actor_rollout_ref.rollout.name)
     life = Lifetime(config.trainer, Path(config.trainer.default_local_dir), loggers)
     try:
-        keep_going(life, lambda: attempt(config, life))
+        keep_going(life, lambda: attempt(config, life), hushed=not config.ray_kwargs.ray_init.get("log_to_driver"))
     finally:
         if life.started:
             finish(life.run_dir)
@@ -78,7 +79,7 @@ def attempt(config: PPOConfig, life: Lifetime) -> None:
     resume = life.resume()
     if resume is not None:
         for change in check_config(resume.manifest.config, asdict(config)):
-            print(f"note: resumed with another {change}", file=sys.stderr)
+            tell(f"note: resumed with another {change}")
     with opened(Assembly, config, life, resume) as loop, life.stopping, loop.saver:
         loop.fit()
     life.stopping.check()
@@ -97,8 +98,9 @@ def opened(assembly: type[Assembly], config: PPOConfig, life: Lifetime, resume: 
         hosts = start_pools(backend, config.trainer, place, config.timeouts, engine=config.actor_rollout_ref.rollout.name)
         parts = assembly(config, place, hosts, life, tokenizer)
         rewards.wait_ready()
-        loop = parts.loop(rewards, resume)
-        stack.callback(loop.tracker.close)
+        tracker = parts.tracker(life.run_dir, resume)
+        stack.callback(tracker.close)
+        loop = parts.loop(rewards, resume, tracker)
         life.started = True
         yield loop
 
@@ -115,6 +117,7 @@ class Assembly:
         self.life = life
         self.watchdog = Watchdog(asdict(config.timeouts), life.run_dir)
         self.tokenizer = tokenizer
+        self.phases = phases_of(place)
         self.data, self.held_out = self.prompts()
         seed = config.trainer.seed if config.data.seed is None else config.data.seed
         self.order = DataOrder(len(self.data), config.data.train_batch_size, seed, config.data.shuffle)
@@ -127,18 +130,16 @@ class Assembly:
         texts = () if self.ptx is None else self.ptx.data.notices
         for notice in (*self.data.notices, *self.held_out.notices, *texts, self.stream().order.notice):
             if notice is not None:
-                print(f"note: {notice}", file=sys.stderr)
+                tell(f"note: {notice}")
         self.total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * self.order.steps_per_epoch
 
-    def loop(self, rewards: Rewards, resume: Checkpoint | None) -> Loop:
-        run_dir = self.life.run_dir
-        config, rollout_config = self.config, self.config.actor_rollout_ref.rollout
-        tracker = self.tracker(run_dir, resume)
+    def loop(self, rewards: Rewards, resume: Checkpoint | None, tracker: Tracker) -> Loop:
+        config, run_dir, rollout_config = self.config, self.life.run_dir, self.config.actor_rollout_ref.rollout
         actor = self.actor()
         ref = self.ref(actor) if self.wants_ref else None
         critic = self.critic() if self.wants_critic else None
         if critic is not None and resume is None:
-            print(f"note: {value_head(config.critic.model)}", file=sys.stderr)
+            tell(f"note: {value_head(config.critic.model)}")
         rollout = self.rollout()
         source = self.source(rollout, rewards)
         events = Events(run_dir)
@@ -168,6 +169,7 @@ class Assembly:
                 batch_size=config.data.val_batch_size,
             ),
             tracker=tracker,
+            answers=AnswerLog(run_dir, self.tokenizer, self.total_steps, forwards=not has_old_log_probs(config)),
             events=events,
             saver=self.saver(run_dir, events),
             watchdog=self.watchdog,
@@ -176,7 +178,7 @@ class Assembly:
             skips=Skips(run_dir, events, asdict(config)),
             rollbacks=source.rollbacks,
             kernels=KernelWatch(self.hosts.values(), events, self.watchdog) if config.trainer.deterministic else None,
-            phases=phases_of(self.place),
+            phases=self.phases,
             peak_flops=peak_flops(config.trainer.device),
             resume=resume,
             total_steps=self.total_steps,
@@ -241,6 +243,8 @@ class Assembly:
             rollout_dir=Path(trainer.rollout_data_dir) if trainer.rollout_data_dir is not None else None,
             restarted=self.life.restarted,
             more=self.life.loggers,
+            phases=self.phases,
+            report=True,
         )
 
     def saver(self, run_dir: Path, events: Events) -> Saver:
@@ -389,7 +393,7 @@ class Assembly:
 
     def rollout(self) -> RemoteRollout:
         models = self.config.actor_rollout_ref
-        spec = rollout_spec(models.model, models.rollout, self.config.data, self.config.trainer.device)
+        spec = rollout_spec(models.model, models.rollout, self.config.data, self.config.trainer.device, self.life.run_dir)
         return RemoteRollout(self.hosts["rollout"], spec, "actor", self.watchdog, trainers=self.hosts["actor"])
 
     def sampling(self) -> Sampling:

@@ -18,6 +18,7 @@ from trainer.algorithms.correction import is_enabled, mismatch, rollout_correcti
 from trainer.algorithms.kl import KLController, reward_with_kl
 from trainer.algorithms.moments import RunningMoments
 from trainer.algorithms.whitening import whitened
+from trainer.answers import AnswerLog
 from trainer.checkpoint import Checkpoint, Stateful
 from trainer.data.ptx import PtxStream
 from trainer.data.stream import PromptStream
@@ -63,6 +64,7 @@ class Loop:
     returns: RunningMoments
     validation: Validation
     tracker: Tracker
+    answers: AnswerLog
     events: Events
     saver: Saver
     watchdog: Watchdog
@@ -87,6 +89,7 @@ class Loop:
                 batch |= self.correction(batch)  # where the rollout engine was not quite the policy
                 batch |= self.advantages(batch)
                 batch |= self.loss_mask(batch)
+                self.answers.keep(step, batch, self.actor)  # a few, for the report
                 self.update(step, batch)
                 self.sync_weights(step)
             self.after(step, batch)
@@ -290,7 +293,7 @@ class Loop:
         if config.save_freq > 0 and (is_last or step % config.save_freq == 0):
             self.save(step)
         self.saver.settle(patient=False)
-        self.tracker.log_spans(self.phases.spans, step)
+        self.tracker.log_spans(self.phases.spans, self.watchdog.take_calls(), step)
 
     def save(self, step: int) -> None:
         state = {name: part.state() for name, part in self.stateful().items()}
@@ -332,6 +335,11 @@ def old_log_probs_come_from_update(config: PPOConfig) -> bool:
     asked_for = algorithm.use_kl_in_reward or "sum_pi_squared" in ADVANTAGES.needs(algorithm.adv_estimator)
     correction = algorithm.rollout_correction
     return one_update and not asked_for and not correction.bypass_mode and not is_enabled(correction)
+
+
+def has_old_log_probs(config: PPOConfig) -> bool:
+    """Whether the batch has the policy's own before the update."""
+    return not (config.algorithm.rollout_correction.bypass_mode or old_log_probs_come_from_update(config))
 
 
 def under(role: str, metrics: dict[str, float]) -> dict[str, float]:

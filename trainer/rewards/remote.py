@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from trainer.rewards.http import Passing, Refused, nobody_there, patiently, post
 from trainer.rewards.registry import scores_by_source
 from trainer.rewards.runner import RewardRunner
 from trainer.rewards.scoring import Answer, Rewards, Score, in_threads
+from workers.controller.logs import tell
 
 _LONGEST_REST = 60.0  # seconds until a server that does not answer is asked first again
 _BETWEEN_LOOKS = 0.1  # seconds, while no server is there yet
@@ -128,14 +128,14 @@ class RemoteRewards:
             server.rests_until = time.monotonic() + rest
             is_news = server.failures == 1
         if is_news:
-            print(f"note: reward server: {error}", file=sys.stderr)
+            tell(f"note: reward server: {error}")
 
     def _answered(self, server: _Server) -> None:
         with self._lock:
             server.in_flight -= 1
             is_news, server.failures, server.rests_until = server.failures > 0, 0, 0.0
         if is_news:
-            print(f"note: reward server {server.url} answers again", file=sys.stderr)
+            tell(f"note: reward server {server.url} answers again")
 
 
 def open_rewards(config: RemoteScoringConfig) -> Rewards:

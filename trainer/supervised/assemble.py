@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
@@ -20,6 +19,7 @@ from trainer.determinism import KernelWatch, worker_environment
 from trainer.events import Events
 from trainer.metrics import Phases
 from trainer.models import Training, limits, start_model
+from trainer.report import finish
 from trainer.restart import Lifetime, keep_going
 from trainer.saving import Saver
 from trainer.skips import Skips
@@ -29,6 +29,7 @@ from trainer.supervised.sft import SFT
 from trainer.supervised.task import Task
 from trainer.tracking import Tracker
 from trainer.watchdog import Watchdog
+from workers.controller.logs import tell
 from workers.engine import check_engine
 from workers.seeding import seed_of
 
@@ -40,7 +41,11 @@ def run(config: Config, notices: Sequence[str]) -> None:
     head = SFT.head if isinstance(config, SFTConfig) else RewardModel.head
     check_engine("engine", config.engine, config.model, head, config.trainer.device)
     life = Lifetime(config.trainer, Path(config.trainer.default_local_dir))
-    keep_going(life, lambda: attempt(config, life))
+    try:
+        keep_going(life, lambda: attempt(config, life), hushed=not config.ray_kwargs.ray_init.get("log_to_driver"))
+    finally:
+        if life.started:
+            finish(life.run_dir)
 
 
 def attempt(config: Config, life: Lifetime) -> None:
@@ -48,7 +53,7 @@ def attempt(config: Config, life: Lifetime) -> None:
     trainer, run_dir, resume = config.trainer, life.run_dir, life.resume()
     if resume is not None:
         for change in check_config(resume.manifest.config, asdict(config)):
-            print(f"note: resumed with another {change}", file=sys.stderr)
+            tell(f"note: resumed with another {change}")
     with ExitStack() as stack:
         backend = stack.enter_context(open_backend(trainer, config.ray_kwargs, config.timeouts, run_dir))
         deterministic = trainer.deterministic
@@ -61,8 +66,9 @@ def attempt(config: Config, life: Lifetime) -> None:
         order = DataOrder(len(task), config.data.train_batch_size, seed, config.data.shuffle)
         for notice in (*task.notices, order.notice):
             if notice is not None:
-                print(f"note: {notice}", file=sys.stderr)
+                tell(f"note: {notice}")
         total_steps = trainer.total_training_steps or trainer.total_epochs * order.steps_per_epoch
+        phases = Phases()
         tracker = stack.enter_context(
             closing(
                 Tracker(
@@ -74,6 +80,8 @@ def attempt(config: Config, life: Lifetime) -> None:
                     resume_step=resume.step if resume is not None else None,
                     total_steps=total_steps,
                     restarted=life.restarted,
+                    phases=phases,
+                    report=True,
                 )
             )
         )
@@ -129,7 +137,7 @@ def attempt(config: Config, life: Lifetime) -> None:
             events=events,
             alarms=sft_alarms(config.alarms),
             skips=Skips(run_dir, events, asdict(config)),
-            phases=Phases(),
+            phases=phases,
             kernels=KernelWatch([hosts], events, watchdog) if trainer.deterministic else None,
             resume=resume,
             total_steps=total_steps,

@@ -65,7 +65,7 @@ class SupervisedLoop:
                 if self.step and not self.saver.has(self.step):
                     self.save(self.step)
                 return
-            self.phases.seconds.clear()
+            self.phases.clear()
             self.watchdog.step = step
             yield step, self.task.batch(self.order.batch(step - 1))
 
@@ -89,6 +89,7 @@ class SupervisedLoop:
         if config.save_freq > 0 and (is_last or step % config.save_freq == 0):
             self.save(step)
         self.saver.settle(patient=False)
+        self.tracker.log_spans(self.phases.spans, self.watchdog.take_calls(), step)
 
     def save(self, step: int) -> None:
         state = {name: part.state() for name, part in self.stateful().items()}

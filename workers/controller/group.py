@@ -69,15 +69,23 @@ class PhaseTimeout(TimeoutError):
 
 @dataclass
 class Replies(ABC):
-    """The answers to one call while they come in. values: by rank. missing: the ranks that have not answered."""
+    """The answers to one call while they come in. values: by rank. missing: the ranks that have not answered. ended: when each
+    rank's answer came, seconds since 1970."""
 
     world_size: int
     values: list[Any] = field(init=False)
     missing: set[int] = field(init=False)
+    ended: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
         self.values = [None] * self.world_size
         self.missing = set(range(self.world_size))
+        self.ended = [0.0] * self.world_size
+
+    def came(self, rank: int, value: Any, at: float) -> None:
+        self.values[rank] = value
+        self.missing.remove(rank)
+        self.ended[rank] = at
 
     @abstractmethod
     def receive(self, timeout: float | None) -> None:
@@ -102,13 +110,22 @@ class Transport(Protocol):
 class Future:
     """The result of a call that may still run. If nobody asks for it, its error stays unknown."""
 
-    def __init__(self, method: str, replies: Replies, mesh: Mesh | None, timeout: float | None) -> None:
+    def __init__(
+        self, method: str, replies: Replies, mesh: Mesh | None, timeout: float | None, begun: float | None = None
+    ) -> None:
+        """begun: when the call was made, seconds since 1970; None: now."""
+        self.begun = time.time() if begun is None else begun
         self._method = method
         self._replies = replies
         self._mesh = mesh
         self._timeout = timeout
         self._started = time.monotonic()
         self._error: WorkerError | None = None
+
+    @property
+    def ended(self) -> list[float]:
+        """When each rank's answer came, seconds since 1970; 0 if it has not."""
+        return self._replies.ended
 
     def done(self) -> bool:
         """Whether result() would answer, or raise, at once."""
@@ -183,12 +200,13 @@ class WorkerGroup:
         """
         if not self._open:
             raise RuntimeError(f"{method} was called on group {self.name!r} after its shutdown")
+        begun = time.time()
         if mesh is None:
             sharded = [name for name, value in (*enumerate(args), *kwargs.items()) if isinstance(value, Sharded)]
             if sharded:
                 raise ValueError(f"{method}: arguments {sharded} are Sharded, but the call names no mesh")
             replies = self._transport.send(method, [(args, kwargs)] * self.world_size, [True] * self.world_size, timeout)
-            return Future(method, replies, None, timeout)
+            return Future(method, replies, None, timeout, begun)
         if mesh not in self._meshes:
             raise ValueError(f"{method}: group {self.name!r} has no mesh {mesh!r}, only {sorted(self._meshes)}")
         chosen = self._meshes[mesh]
@@ -197,7 +215,7 @@ class WorkerGroup:
         except ValueError as error:
             raise ValueError(f"{method} on mesh {mesh!r}: {error}") from None
         wanted = [rank in chosen.answers for rank in range(self.world_size)]
-        return Future(method, self._transport.send(method, calls, wanted, timeout), chosen, timeout)
+        return Future(method, self._transport.send(method, calls, wanted, timeout), chosen, timeout, begun)
 
     def shutdown(self) -> None:
         """End the workers, whatever they do just now, and give their slots back."""

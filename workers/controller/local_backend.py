@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import faulthandler
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from workers.controller.dispatch import Call
 from workers.controller.group import Backend, Replies, Transport, WorkerError, WorkerGroup, WorkerInfo
+from workers.controller.logs import USERS
 from workers.controller.resource_pool import ResourcePool
 from workers.controller.session import set_environment
 from workers.controller.shell import Failure, Shell, free_port, pack_call
@@ -78,7 +80,7 @@ def stacks_after(seconds: float | None) -> Iterator[None]:
     if seconds is None:
         yield
         return
-    faulthandler.dump_traceback_later(seconds, file=2)
+    faulthandler.dump_traceback_later(seconds, file=USERS[-1])
     try:
         yield
     finally:
@@ -93,8 +95,7 @@ class _LocalReplies(Replies):
         if isinstance(answer, Failure):
             self.error = answer.raised(rank)
             return False
-        self.values[rank] = unpack(answer)
-        self.missing.remove(rank)
+        self.came(rank, unpack(answer), time.time())
         return True
 
     def receive(self, timeout: float | None) -> None:

@@ -317,12 +317,11 @@ class RayReplies(Replies):
         arrived, _ = ray.wait(pending, num_returns=1, timeout=timeout)
         if arrived:
             arrived, _ = ray.wait(pending, num_returns=len(pending), timeout=0)
-        here = set(arrived)
+        here, now = set(arrived), time.time()
         errors = []
         for rank in [rank for rank, ref in self._refs.items() if ref in here]:
             try:
-                self.values[rank] = self._unpacked(rank, self._refs.pop(rank))
-                self.missing.remove(rank)
+                self.came(rank, self._unpacked(rank, self._refs.pop(rank)), now)
             except WorkerError as error:
                 errors.append(error)
         return errors

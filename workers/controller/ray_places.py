@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from workers.controller.logs import tell
 from workers.controller.resource_pool import ResourcePool
 
 SLOT = "tandem_slot"  # the custom resource that stands for a GPU where there is none
@@ -61,7 +61,7 @@ class Places:
                 return have
             if have != told:
                 limit = f"waiting for more, {self._join_seconds:g} s at most (timeouts.join)"
-                print(f"{wish}; the nodes of this Ray have {have}: {limit}", file=sys.stderr, flush=True)
+                tell(f"{wish}; the nodes of this Ray have {have}: {limit}")
                 told = have
             time.sleep(LOOK_SECONDS)
 

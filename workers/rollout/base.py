@@ -5,12 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
 from configs.schema.common import ModelConfig
 from configs.schema.ppo import RolloutEngineConfig
+from workers.rollout.progress import Progress
 from workers.rollout.verification import HeldWeight, Lines
 
 if TYPE_CHECKING:
@@ -57,12 +59,14 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class RolloutSpec:
-    """All a rollout engine is built from. max_model_len: prompt and response together, tokens."""
+    """All a rollout engine is built from. max_model_len: prompt and response together, tokens. run_dir: where it tells how far it
+    is, see progress.py; None: nowhere."""
 
     model: ModelConfig
     rollout: RolloutEngineConfig
     max_model_len: int
     device: Literal["cpu", "cuda"]
+    run_dir: Path | None = None
 
 
 class EngineAsleep(RuntimeError):
@@ -102,6 +106,8 @@ class Rollout(ABC):
     """Loaded or shared, since the engine was made or its weights woke."""
     _version = -1
     """Of these weights."""
+    progress: Progress | None = None
+    """Is told how far ``generate`` is."""
 
     @abstractmethod
     def submit(self, requests: Sequence[Request]) -> None:
@@ -124,8 +130,15 @@ class Rollout(ABC):
         """All completions, in the order of the requests."""
         self.submit(requests)
         done: dict[int, Completion] = {}
+        tokens = 0
+        if self.progress is not None:
+            self.progress.begin(len(requests))
         while self.unfinished:
-            done.update((completion.id, completion) for completion in self.step())
+            ended = self.step()
+            done.update((completion.id, completion) for completion in ended)
+            if self.progress is not None:
+                tokens += sum(len(completion.token_ids) for completion in ended)
+                self.progress.tell(len(done), tokens)
         return [done[request.id] for request in requests]
 
     def in_its_names(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:

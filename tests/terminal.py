@@ -1,0 +1,61 @@
+"""A program at a terminal, as a person has it: its keys, and the text that is seen."""
+
+import fcntl
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
+
+
+class Terminal:
+    """One with 40 lines of 120 characters."""
+
+    def __init__(self, command: Sequence[str], *, cwd: Path, env: dict[str, str]) -> None:
+        self._ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+        plain = {
+            name: value for name, value in env.items() if name not in ("COLUMNS", "LINES", "NO_COLOR", "CI", "TTY_COMPATIBLE")
+        }
+        self.process = subprocess.Popen(
+            command, cwd=cwd, env=plain | {"TERM": "xterm-256color"}, stdin=theirs, stdout=theirs, stderr=theirs,
+            start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )  # fmt: skip
+        os.close(theirs)
+        self.written = ""
+
+    @property
+    def text(self) -> str:
+        """All that was seen, one picture after the other."""
+        return CONTROL.sub("", self.written)
+
+    def read(self, *, until: str | None = None, seconds: float = 60.0) -> str:
+        """Up to this text, or to the program's end."""
+        deadline = time.monotonic() + seconds
+        while until is None or until not in self.text:
+            ready, _, _ = select.select([self._ours], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self.process.kill()
+                raise AssertionError(f"{until!r} did not come in {seconds:g} s; what did: {self.text[-2000:]}")
+            try:
+                self.written += os.read(self._ours, 65536).decode(errors="replace")
+            except OSError:  # nobody has the other end any more
+                assert until is None, f"it ended without {until!r}: {self.text[-2000:]}"
+                break
+        return self.text
+
+    def press(self, keys: str) -> None:
+        os.write(self._ours, keys.encode())
+
+    def end(self) -> int:
+        """Reads to the end; the exit code."""
+        self.read()
+        os.close(self._ours)
+        return self.process.wait(30)
