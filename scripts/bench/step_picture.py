@@ -1,6 +1,6 @@
 """The picture of a step in docs/concepts.md, from a run: what a worker does when, and what is in its memory meanwhile.
 
-    python scripts/bench/step_picture.py measure docs/step.json    # 84M parameters on the CPU, a minute or two
+    python scripts/bench/step_picture.py measure docs/step.json    # 86M parameters on the CPU, some minutes
     python scripts/bench/step_picture.py draw docs/step.json docs/step.svg
 
 The worker is this process (trainer.backend=local), and a thread looks at it every few milliseconds: bytes of each role's weights,
