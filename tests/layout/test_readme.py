@@ -96,6 +96,7 @@ def commands(page: str) -> list[list[str]]:
 
 COMMANDS = [(page, words) for page in PAGES if page not in RUN_ELSEWHERE for words in commands(page)]
 OURS = [words for _, words in COMMANDS if words[1:2] == ["-m"] and words[2] in PROGRAMS]
+OURS += [["python", "-m", name, *shlex.split(said)] for name, program in PROGRAMS.items() for said in program.examples]  # --help
 
 
 def distinct(found: list[list[str]]) -> list[list[str]]:
@@ -104,8 +105,9 @@ def distinct(found: list[list[str]]) -> list[list[str]]:
 
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory, but for examples/."""
+    """An empty working directory, but for examples/ and a scorer that --help names."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "my_rewards.py").write_text("def helpful(**answer):\n    return 0.0\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     return tmp_path
