@@ -33,7 +33,7 @@ WORK = Workload(
     prompts=8, n=4, prompt_length=64, response_length=96, hidden_size=768, num_hidden_layers=12, intermediate_size=2048,
     vocab=5504, steps=2,
 )  # fmt: skip
-QUICK = Workload(prompts=4, n=2, prompt_length=4, response_length=8, hidden_size=32, num_hidden_layers=1, steps=2)
+QUICK = Workload(prompts=8, n=4, prompt_length=16, response_length=48, hidden_size=64, num_hidden_layers=2, steps=2)
 RETURNED_AT_ONCE = {"MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "262144"}
 LOOK_SECONDS = 0.004
 # What is stacked, from below: name, what the legend says, colour.
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     verbs = parser.add_subparsers(dest="what", required=True)
     measuring = verbs.add_parser("measure")
     measuring.add_argument("numbers", type=Path)
-    measuring.add_argument("--quick", action="store_true", help="a model of a few thousand parameters")
+    measuring.add_argument("--quick", action="store_true", help="a tiny model, seconds")
     drawing = verbs.add_parser("draw")
     drawing.add_argument("numbers", type=Path)
     drawing.add_argument("picture", type=Path)
@@ -86,6 +86,7 @@ def measure(work: Workload) -> dict[str, Any]:
         spans = json.loads((Path(folder) / "run/timeline.jsonl").read_text().splitlines()[-1])["spans"]
     begin, end = next((start, end) for phase, _, start, end in spans if phase == "step")
     inside = [(second - begin, sizes) for second, sizes in looks if begin <= second <= end]
+    assert inside, "the step was over before anybody looked"
     own = min(sizes["process"] - sum(sizes[name] for name, *_ in PARTS if name in sizes) for _, sizes in inside)
     rows = []
     for second, sizes in inside:

@@ -15,6 +15,9 @@ def test_a_model_learns_the_length(tmp_path: Path) -> None:
     task = make_task(tmp_path)
     path = f"reward.custom_reward_function.path={ROOT}/examples/reward_length.py"
     sizes = ("actor_rollout_ref.rollout.n=8", "data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16")
-    steps = run_ppo(task, tmp_path / "run", path, *sizes, "trainer.total_training_steps=20")
-    assert steps[-1]["critic/score/mean"] > steps[0]["critic/score/mean"] + 0.1
-    assert steps[-1]["reward/characters/mean"] <= steps[-1]["response_length/mean"]
+    lr = "actor_rollout_ref.actor.optim.lr=1e-3"
+    steps = run_ppo(task, tmp_path / "run", path, *sizes, lr, "trainer.total_training_steps=40")
+    score = [step["critic/score/mean"] for step in steps]
+    assert sum(score[-5:]) / 5 > sum(score[:5]) / 5 + 0.1
+    off = [abs(step["reward/characters/mean"] - 6) for step in steps]
+    assert sum(off[-5:]) < sum(off[:5])

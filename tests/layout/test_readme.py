@@ -168,7 +168,10 @@ def test_nothing_is_typed_that_is_not_there(page: str, words: list[str]) -> None
 
 
 def test_the_commands_are_found() -> None:
+    """In a fenced block, in an indented one, and in a line of text."""
     assert ("README.md", ["scripts/quickstart.sh"]) in COMMANDS
+    assert ("docs/performance.md", ["python", "scripts/bench/context.py", "predict"]) in COMMANDS
+    assert ("docs/examples.md", ["python", "-m", "trainer.main_ppo", "recipe=quickstart", "algorithm=ppo"]) in COMMANDS
     assert len(OURS) > 50 and len(MADE_HERE) > 3
 
 
