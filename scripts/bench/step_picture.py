@@ -3,7 +3,7 @@
     python scripts/bench/step_picture.py measure docs/step.json    # 86M parameters on the CPU, some minutes
     python scripts/bench/step_picture.py draw docs/step.json docs/step.svg
 
-The worker is this process (trainer.backend=local), and a thread looks at it every few milliseconds: bytes of each role's weights,
+The worker is this process (trainer.backend=local). Every few milliseconds it is looked at: bytes of each role's weights,
 gradients and moments, of the rollout engine's own weights and of its cache. What the process has beyond these, and beyond the
 least that it ever has in the step, counts as activations. Memory that is freed goes back to the system at once
 (MALLOC_TRIM_THRESHOLD_), so that it shows. GB is 10^9 bytes.
@@ -13,6 +13,7 @@ import argparse
 import html
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -20,6 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from threading import Event, Thread
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -104,49 +106,57 @@ def measure(work: Workload) -> dict[str, Any]:
 
 @contextmanager
 def watched() -> Iterator[list[tuple[float, dict[str, int]]]]:
-    """Looks at the workers that are made within: (seconds since 1970, bytes by part; process: of all of it)."""
+    """Looks at the worker that is made within: (seconds since 1970, bytes by part; process: of all of it). For the main thread,
+    which alone may look at tensors that it is about to free: a timer interrupts it."""
     hosts: list[Host] = []
     looks: list[tuple[float, dict[str, int]]] = []
-    ended, made = Event(), Host.__init__
+    sizes: list[dict[str, int]] = []
+    ended, made, process = Event(), Host.__init__, psutil.Process()
 
     def remember(self: Host, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
         hosts.append(self)
 
+    def weigh(number: int, frame: FrameType | None) -> None:
+        if hosts and has_all_roles(hosts[-1]):
+            sizes[:] = [held(hosts[-1])]
+
     def look() -> None:
-        process = psutil.Process()
         while not ended.wait(LOOK_SECONDS):
-            if hosts and (sizes := held(hosts[-1])) is not None:
-                looks.append((time.time(), sizes | {"process": process.memory_info().rss}))
+            for known in sizes[:]:
+                looks.append((time.time(), known | {"process": process.memory_info().rss}))
 
     Host.__init__ = remember  # type: ignore[method-assign]
+    before = signal.signal(signal.SIGPROF, weigh)
+    signal.setitimer(signal.ITIMER_PROF, LOOK_SECONDS, LOOK_SECONDS)
     watcher = Thread(target=look, daemon=True)
     watcher.start()
     try:
         yield looks
     finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
         ended.set()
         watcher.join()
         Host.__init__ = made  # type: ignore[method-assign]
 
 
-def held(host: Host) -> dict[str, int] | None:
-    """Bytes of each part that can be named; None until all roles are there, or if something changes under our eyes."""
-    tenants = host.residency._tenants
-    if not {"actor", "ref"} <= tenants.keys() or "rollout" not in host.roles:
-        return None
-    actor, ref, engine = tenants["actor"].engine, tenants["ref"].engine, host.roles["rollout"].rollout
-    try:
-        return {
-            "actor": nbytes(actor._params.values()),
-            "moments": nbytes(actor._optimizer.moments().values()),
-            "ref": nbytes(ref._params.values()),
-            "gradients": nbytes(param.grad for param in actor._params.values() if param.grad is not None),
-            "engine": engine.model.owned_bytes,
-            "cache": engine.cache.nbytes,
-        }
-    except RuntimeError:  # a dict of states grew while it was gone through
-        return None
+def has_all_roles(host: Host) -> bool:
+    return {"actor", "ref", "rollout"} <= host.roles.keys()
+
+
+def held(host: Host) -> dict[str, int]:
+    """Bytes of each part that can be named."""
+    tenants, engine = host.residency._tenants, host.roles["rollout"].rollout
+    actor, ref = tenants["actor"].engine, tenants["ref"].engine
+    return {
+        "actor": nbytes(actor._params.values()),
+        "moments": nbytes(actor._optimizer.moments().values()),
+        "ref": nbytes(ref._params.values()),
+        "gradients": nbytes(param.grad for param in actor._params.values() if param.grad is not None),
+        "engine": engine.model.owned_bytes,
+        "cache": engine.cache.nbytes,
+    }
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
