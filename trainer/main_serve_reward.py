@@ -43,7 +43,8 @@ PROGRAM = Program(
     examples=(
         "reward.scorer=gsm8k",
         "reward.scorer=my_rewards.py:helpful server.port=0",
-        "judge_engine.enable=true judge_engine.model.path=Qwen/Qwen3-4B judge_engine.rollout.name=vllm",
+        "judge_engine.enable=true judge_engine.model.path=Qwen/Qwen3-4B judge_engine.rollout.name=vllm "
+        "judge_engine.rollout.tensor_model_parallel_size=1",
     ),
     check=check,
     run=run,

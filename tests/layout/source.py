@@ -18,9 +18,9 @@ def python_files(*trees: str) -> tuple[Path, ...]:
 @cache
 def written_files() -> tuple[Path, ...]:
     """Paths relative to ROOT of all text files that people write: what is in the repository, but for the licence."""
-    trees = [*PACKAGES, "scripts", "tests", "docs", "requirements", ".ci"]
+    trees = [*PACKAGES, "scripts", "tests", "docs", "examples", "requirements", ".ci"]
     paths = [path for tree in trees for path in (ROOT / tree).rglob("*")]
-    paths += [path for path in ROOT.iterdir() if path.suffix in {".py", ".toml", ".md", ".yaml"}]
+    paths += [path for path in ROOT.iterdir() if path.suffix in {".py", ".toml", ".md", ".yaml", ".yml", ".cff"}]
     return tuple(
         sorted(
             path.relative_to(ROOT)

@@ -19,6 +19,7 @@ TRACKERS = ("wandb", "mlflow", "swanlab")
 # Distribution -> why it is declared though nothing imports it.
 NOT_IMPORTED: dict[str, str] = {
     "hydra-submitit-launcher": "a plugin of Hydra",
+    "mkdocs-material": "the theme that mkdocs.yml names",
     "mypy": "a tool of scripts/test.sh",
     "pre-commit": "a tool of those who commit",
     "pytest-timeout": "a plugin: pyproject.toml sets its limit",
@@ -50,7 +51,7 @@ def declared(*extras: str) -> set[str]:
 
 def imported(*trees: str) -> set[str]:
     """Distributions that files under ``trees`` import, wherever the import stands."""
-    ours = {*PACKAGES, "tests", "scripts"}
+    ours = {*PACKAGES, "tests", "scripts", "examples"}
     files = [path for path in python_files(*trees) if not path.is_relative_to(OTHER_ENVIRONMENTS)]
     names = {top_level(name) for path in files for _, name in imports(path)}
     owners = packages_distributions()
@@ -63,7 +64,7 @@ def test_what_the_packages_import_is_declared() -> None:
 
 
 def test_what_tests_and_scripts_import_is_declared() -> None:
-    assert imported("tests", "scripts") - declared("hub", "serve", *TRACKERS, *ENGINES, "dev") == set()
+    assert imported("tests", "scripts", "examples") - declared("hub", "serve", *TRACKERS, *ENGINES, "dev") == set()
 
 
 def test_what_is_declared_is_imported() -> None:
@@ -73,7 +74,7 @@ def test_what_is_declared_is_imported() -> None:
         declared("dev", "hub", "serve", "slurm", "sweep", *TRACKERS, *ENGINES)
         - declared()
         - core
-        - imported("tests", "scripts")
+        - imported("tests", "scripts", "examples")
         - NOT_IMPORTED.keys()
         == set()
     )
@@ -101,6 +102,12 @@ def test_constraints_pin_what_is_installed_by_name() -> None:
         requirement = Requirement(text)
         assert requirement.specifier.contains(pins[canonical(requirement.name)]), text
     assert all("+" not in version for version in pins.values()), "a local version (torch 2.13.0+cpu) is one machine's"
+
+
+def test_the_site_is_built_with_what_the_tests_build_it_with() -> None:
+    assert declared("docs") - declared() <= declared("dev")
+    text = (ROOT / "requirements/docs.txt").read_text()
+    assert declared("docs") - declared() <= {canonical(line.split("==")[0]) for line in text.splitlines() if "==" in line}
 
 
 def needed() -> dict[str, str | None]:

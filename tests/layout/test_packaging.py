@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from setuptools import find_namespace_packages
 from setuptools.config.expand import read_attr
 
@@ -48,6 +49,13 @@ def test_a_users_folder_does_not_hide_ours(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import configs, workers; print(configs.__file__, workers.__file__)"]
     done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
     assert done.stdout.split() == [str(ROOT / "configs/__init__.py"), str(ROOT / "workers/__init__.py")]
+
+
+def test_it_is_cited_by_its_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    version = read_attr(SETUPTOOLS["dynamic"]["version"]["attr"], root_dir=ROOT)
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys(), "what the format asks for"
+    assert (citation["version"], citation["license"]) == (version, PYPROJECT["project"]["license"])
 
 
 @pytest.mark.parametrize("target", PYPROJECT["project"]["scripts"].values())

@@ -1,18 +1,24 @@
-"""Commands in README.md and CONTRIBUTING.md are true: configurations compose, scripts and modules exist."""
+"""What the pages say can be typed can be typed: commands are run, or composed as far as can be; links lead somewhere."""
 
+import ast
+import importlib
 import importlib.util
+import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
-from itertools import dropwhile
+from collections.abc import Iterator
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
 from configs.schema.common import AggMode
-from tests.layout.source import ROOT
+from tests.experiments import EXPERIMENTS, started_by
+from tests.layout.source import ROOT, parse, python_files
 from trainer import (
     main_eval,
     main_export,
@@ -25,47 +31,194 @@ from trainer import (
 )  # fmt: skip
 from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.policy_losses import POLICY_LOSSES
+from trainer.main_translate import translate
 
-KNOWN_PROGRAMS = {"git", "cd", "source", "ray"}
+# How a command begins that no test runs -> why.
+NOT_RUN = {
+    ".venv/bin/pre-commit install": "changes the clone's hooks",
+    "bash": "runs what the line before it has written",
+    "cp": "tests/examples/test_plain_engine.py does",
+    "git": "wants a network, or changes the clone",
+    "mkdocs": "tests/scripts/test_docs_site.py builds the site",
+    "pip install": "changes the environment",
+    "pytest": "tests run themselves; that the file is there is checked",
+    "ray": "a cluster of somebody's",
+    "sbatch": "wants Slurm",
+    "source": "enters the environment",
+    "tensorboard": "serves until it is ended",
+}
+# Page -> where all its commands and its Python are run.
+RUN_ELSEWHERE = {"docs/how_to/engine.md": "tests/examples/test_plain_engine.py"}
+# Page -> why its Python is compiled, and not run.
+COMPILED = {"docs/coming_from_openrlhf.md": "it downloads"}
+# Module -> what stands for the hub.
+RAW = {
+    "data_preprocess.gsm8k": {"question": "1 + 1?", "answer": "Two. #### 2"},
+    "data_preprocess.math_dataset": {"problem": "1 + 1?", "solution": r"\boxed{2}", "level": "Level 1", "type": "Algebra"},
+}
+PROGRAM_WORDS = re.compile(r"(python|pip|pytest|git|scripts/\S+|mkdocs|ray|bash|tandem-\S+) ")
 
-
-def commands(page: str) -> list[list[str]]:
-    """The words of every command in the ```bash blocks of a page; continued lines are joined, comments dropped."""
-    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    split = (shlex.split(line, comments=True) for line in lines)
-    return [words for line in split if (words := list(dropwhile(lambda word: re.match(r"[A-Z_]+=", word), line)))]
-
-
-PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
-COMMANDS = [(page, words) for page in ("README.md", "CONTRIBUTING.md") for words in commands(page)]
+FENCED = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
+PAGES = [
+    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"),
+    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md"))),
+]
 MODULES = (
     main_ppo, main_sft, main_reward_model, main_generation, main_eval, main_parity, main_export, main_serve_reward
 )  # fmt: skip
 PROGRAMS = {module.PROGRAM.name: module.PROGRAM for module in MODULES}
-TRAINING = [words for _, words in COMMANDS if words[1:2] == ["-m"] and words[2] in PROGRAMS]
 
 
-@pytest.mark.parametrize("words", TRAINING, ids=" ".join)
-def test_training_commands_compose(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def blocks(page: str, *languages: str) -> list[str]:
+    return [text for kind, text in re.findall(FENCED, (ROOT / page).read_text()) if kind in languages]
+
+
+def lines(page: str) -> Iterator[str]:
+    """Of fenced blocks of shell, all; of indented blocks, those that begin with a program; of inline code, our programs'."""
+    for block in blocks(page, "bash", "sh", "console"):
+        for line in block.replace("\\\n", " ").splitlines():
+            yield line.strip().removeprefix("$ ")
+    prose = FENCED.sub("", (ROOT / page).read_text())
+    for line in prose.replace("\\\n", " ").splitlines():
+        if line.startswith("    ") and PROGRAM_WORDS.match(line.strip()):
+            yield line.strip()
+    yield from (code for code in re.findall(r"`(python -m trainer\.main_\w+ [^`]+)`", prose) if "<" not in code)
+
+
+def commands(page: str) -> list[list[str]]:
+    """The words of every command: without comments, variables before it, what follows a pipe or a redirection, and `...`, which
+    stands for the reader's own."""
+    split = (shlex.split(line, comments=True) for line in lines(page))
+    bare = (list(dropwhile(lambda word: re.match(r"[A-Z_]+=", word) or word == "exec", words)) for words in split)
+    cut = (list(takewhile(lambda word: not re.match(r"[12]?>|\||<", word), words)) for words in bare)
+    return [[word for word in words if word != "..."] for words in cut if words]
+
+
+COMMANDS = [(page, words) for page in PAGES if page not in RUN_ELSEWHERE for words in commands(page)]
+OURS = [words for _, words in COMMANDS if words[1:2] == ["-m"] and words[2] in PROGRAMS]
+OURS += [["python", "-m", name, *shlex.split(said)] for name, program in PROGRAMS.items() for said in program.examples]  # --help
+
+
+def distinct(found: list[list[str]]) -> list[list[str]]:
+    return [list(words) for words in dict.fromkeys(map(tuple, found))]
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory, but for examples/ and a scorer that --help names."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "my_rewards.py").write_text("def helpful(**answer):\n    return 0.0\n")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("words", distinct(OURS), ids=" ".join)
+def test_training_commands_compose(words: list[str], desk: Path) -> None:
     assert PROGRAMS[words[2]]([*words[3:], "trainer.dry_run=config"]) == 0
 
 
-@pytest.mark.parametrize(("page", "words"), COMMANDS, ids=lambda value: value if isinstance(value, str) else " ".join(value))
-def test_programs_exist(page: str, words: list[str]) -> None:
-    program = words[0]
-    if program in {"python", ".venv/bin/python"}:
-        assert words[1] == "-m" and importlib.util.find_spec(words[2]) is not None
-    elif "/" in program:
-        assert (ROOT / program).stat().st_mode & 0o111, f"{page}: {program} is not there, or not executable"
+@pytest.mark.parametrize(
+    "words", distinct([words for _, words in COMMANDS if words[0].removeprefix("scripts/") in EXPERIMENTS]), ids=" ".join
+)
+def test_experiments_compose(words: list[str], desk: Path) -> None:
+    _, module, *arguments = started_by(words[0].removeprefix("scripts/"), *words[1:], "trainer.dry_run=config")
+    assert PROGRAMS[module](arguments) == 0
+
+
+MADE_HERE = [words for _, words in COMMANDS if " ".join(words).startswith(("python -m data_preprocess.", "python examples/"))]
+
+
+@pytest.mark.parametrize("words", distinct(MADE_HERE), ids=" ".join)
+def test_data_is_written(words: list[str], desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if words[1] == "-m":
+        raw = RAW.get(words[2])
+        for split in ("train", "test") if raw else ():
+            (desk / f"{split}.jsonl").write_text(json.dumps(raw))
+        importlib.import_module(words[2]).main([*words[3:], *([f"--local_dataset_path={desk}"] if raw else [])])
     else:
-        assert program in KNOWN_PROGRAMS
+        monkeypatch.setattr(sys, "argv", words[1:])
+        runpy.run_path(str(ROOT / words[1]), run_name="__main__")
+    assert [*desk.rglob("*.parquet")] or [*desk.rglob("*.safetensors")]
 
 
-def test_the_two_commands_are_there() -> None:
-    assert ["scripts/quickstart.sh"] in [words for page, words in COMMANDS if page == "README.md"]
-    assert TRAINING
+@pytest.mark.parametrize(("page", "words"), COMMANDS, ids=lambda value: value if isinstance(value, str) else " ".join(value))
+def test_nothing_is_typed_that_is_not_there(page: str, words: list[str]) -> None:
+    """Every command is one of a kind that a test here runs or composes, or begins as one of NOT_RUN does."""
+    said, program = " ".join(words), words[0]
+    if program == "python" and words[1] == "-m":
+        known = [*PROGRAMS, "trainer.report", "trainer.main_translate"]
+        assert words[2] in known or words[2].startswith("data_preprocess."), said
+        assert importlib.util.find_spec(words[2]) is not None
+        if words[2] == "trainer.main_translate":
+            assert translate(words[3:]) == 0
+    elif program == "python" and words[1].startswith("scripts/bench/"):  # minutes each, some of them on GPUs
+        sources = "".join(path.read_text() for path in (ROOT / words[1]).parent.glob("*.py"))
+        flags = [word.partition("=")[0] for word in words[2:] if word.startswith("--")]
+        assert (ROOT / words[1]).is_file() and [flag for flag in flags if flag.removeprefix("--") not in sources] == []
+    elif program == "python":
+        assert words in MADE_HERE, said
+    elif program.startswith("scripts/"):
+        assert (ROOT / program).stat().st_mode & 0o111, f"{page}: {program} is not there, or not executable"
+        subprocess.run(["bash", "-n", ROOT / program], check=True)
+    else:
+        assert said.startswith(tuple(NOT_RUN)), f"{page}: {said}: what is it, and which test runs it?"
+        files = [word.partition("::")[0] for word in words[1:] if word.startswith("tests/")]
+        assert [file for file in files if not (ROOT / file).exists()] == []
+
+
+def test_the_commands_are_found() -> None:
+    """In a fenced block, in an indented one, and in a line of text."""
+    assert ("README.md", ["scripts/quickstart.sh"]) in COMMANDS
+    assert ("docs/performance.md", ["python", "scripts/bench/context.py", "predict"]) in COMMANDS
+    assert ("docs/examples.md", ["python", "-m", "trainer.main_ppo", "recipe=quickstart", "algorithm=ppo"]) in COMMANDS
+    assert len(OURS) > 50 and len(MADE_HERE) > 3
+
+
+PYTHON = [(page, code) for page in PAGES for code in blocks(page, "python")]
+
+
+def test_the_pages_python_compiles() -> None:
+    for page, code in PYTHON:
+        compile(code, page, "exec")
+    assert {page for page, _ in PYTHON} >= {"docs/how_to/reward.md", "docs/how_to/algorithm.md", "docs/how_to/data_set.md"}
+
+
+def test_the_pages_python_runs(tmp_path: Path) -> None:
+    """Each block by itself, in a process of its own for all: some register a name."""
+    runnable = [(page, code) for page, code in PYTHON if page not in COMPILED and page not in RUN_ELSEWHERE]
+    program = f"for page, code in {runnable!r}:\n    exec(compile(code, page, 'exec'), {{'__name__': page}})\n"
+    (tmp_path / "run.py").write_text(program)
+    command = [sys.executable, "run.py"]
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_code_of_the_examples_is_that_of_their_files() -> None:
+    examples = [path.read_text() for path in (ROOT / "examples").glob("*.py")]
+    for page in ("docs/how_to/reward.md", "docs/how_to/algorithm.md"):
+        assert [code for code in blocks(page, "python") if not any(code in text for text in examples)] == []
+
+
+def test_what_troubleshooting_quotes_is_said_somewhere() -> None:
+    """Its messages are this program's, to the letter; … stands for what differs."""
+    said = {" ".join(message.split()) for path in python_files() for message in messages(parse(path))}
+    said |= {(ROOT / "scripts/setup_env.sh").read_text()}
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| ")]
+    quotes = [quote for cell in cells for quote in re.findall(r"`([^`]+ [^`]+)`", cell) if not quote.startswith("pip ")]
+    assert len(quotes) > 20
+    assert [quote for quote in quotes if not any(quote.strip("… ") in message for message in said)] == []
+
+
+def messages(tree: ast.Module) -> Iterator[str]:
+    """Strings of a program, with … for what is put in."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
 
 
 @pytest.mark.parametrize("page", PAGES)
