@@ -48,7 +48,8 @@ def test_the_short_keys() -> None:
         (
             [f"{ROLLOUT}.max_model_len=8"],
             [
-                f"{ROLLOUT}.max_model_len=8: less than data.max_prompt_length + data.max_response_length = 512 + 512 = 1024; raise it, or leave it at null"
+                f"{ROLLOUT}.max_model_len=8: less than data.max_prompt_length + data.max_response_length = 512 + 512 = 1024; "
+                "raise it, or leave it at null"
             ],
         ),
         (
