@@ -222,7 +222,7 @@ def test_what_vllm_cannot_do() -> None:
     vllm = ["rollout=vllm", "trainer.n_gpus_per_node=3", f"{ROLLOUT}.tensor_model_parallel_size=2"]
     (line,) = ppo_lines(*vllm)
     assert line.startswith(f"error: {ROLLOUT}.tensor_model_parallel_size=2: does not divide 3 workers")
-    assert line.endswith("(3 = 1 * 2 + 1)")
+    assert line.endswith("(3 = 1 * 2 + 1); take one that does")
     assert ppo_lines(*vllm[1:], "rollout=embedded") != [line], "the embedded engine is not split"
     one = ["rollout=vllm", f"{ROLLOUT}.tensor_model_parallel_size=1", "trainer.n_gpus_per_node=1"]
     assert ppo_lines(*one, f"{ROLLOUT}.enforce_eager=true", f"{ROLLOUT}.val_kwargs.temperature=0") == []

@@ -87,7 +87,7 @@ def test_the_hard_cap_is_over_the_gpus_that_share_a_micro_batch() -> None:
     (line,) = ppo_lines(f"{ACTOR}.ppo_max_token_len_per_gpu=511", *short[1:], MEGATRON, CP2, needs_values=False)
     assert line == (
         f"error: {ACTOR}.ppo_max_token_len_per_gpu=511: a micro-batch of 511 * 2 (context_parallel_size) = 1022 tokens does not "
-        f"hold the longest row, {LONGEST}"
+        f"hold the longest row, {LONGEST}; raise it"
     )
 
 

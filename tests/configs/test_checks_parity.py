@@ -42,18 +42,21 @@ def test_the_short_keys() -> None:
             ["trainer.backend=local"],
             [
                 "trainer.backend=local: runs one worker, in this process, not 8 workers "
-                "(trainer.nnodes * trainer.n_gpus_per_node = 1 * 8)"
+                "(trainer.nnodes * trainer.n_gpus_per_node = 1 * 8); take one, or trainer.backend=ray"
             ],
         ),
         (
             [f"{ROLLOUT}.max_model_len=8"],
-            [f"{ROLLOUT}.max_model_len=8: less than data.max_prompt_length + data.max_response_length = 512 + 512 = 1024"],
+            [
+                f"{ROLLOUT}.max_model_len=8: less than data.max_prompt_length + data.max_response_length = 512 + 512 = 1024; "
+                "raise it, or leave it at null"
+            ],
         ),
         (
             ["engines=[embedded,vllm]", "trainer.n_gpus_per_node=3"],
             [
                 f"{ROLLOUT}.tensor_model_parallel_size=2: does not divide 3 workers "
-                "(trainer.nnodes * trainer.n_gpus_per_node = 1 * 3) (3 = 1 * 2 + 1)"
+                "(trainer.nnodes * trainer.n_gpus_per_node = 1 * 3) (3 = 1 * 2 + 1); take one that does"
             ],
         ),
         (

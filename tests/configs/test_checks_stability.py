@@ -24,12 +24,12 @@ GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=8")
         (
             [PTX, f"{ROLLOUT}.temperature=0.7"],
             f"error: data.ptx_files: wants {ROLLOUT}.temperature=1, not 0.7: log-probs of a mini-batch are taken at one "
-            "temperature, and the loss of texts is that of the model as it is",
+            "temperature, and the loss of texts is that of the model as it is; set it to 1",
         ),
         (
             [PTX, "data.ptx_max_length=20000"],
-            "error: data.ptx_max_length=20000: a micro-batch of the actor holds 16384 tokens "
-            f"({ACTOR}.ppo_max_token_len_per_gpu)",
+            "error: data.ptx_max_length=20000: a micro-batch of the actor holds 16384 tokens; "
+            f"raise {ACTOR}.ppo_max_token_len_per_gpu",
         ),
         (
             ["algorithm.whiten_advantages=group"],
