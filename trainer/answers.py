@@ -98,7 +98,7 @@ def pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
         if BROKEN in texts[start]:
             while end < len(ids) and BROKEN in texts[end]:
                 end += 1
-            texts[start:end] = [tokenizer.decode(list(ids[start:end]), **plain), *[""] * (end - start - 1)]
+            texts[start:end] = [*tokenizer.batch_decode([list(ids[start:end])], **plain), *[""] * (end - start - 1)]
         start = end
     return texts
 
