@@ -227,7 +227,8 @@ def wandb_can_start(env: Mapping[str, str]) -> bool:
 
 
 def _console(run: Run) -> Logger:
-    console, display = Console(), None
+    console = Console()
+    display: Display | None = None
     if console.is_terminal and run.total_steps is not None:
         title = f"{run.project} · {run.experiment}"
         display = Display(console, run.run_dir, title, run.phases, run.first_step, run.total_steps)
