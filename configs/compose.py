@@ -2,6 +2,7 @@
 
 import io
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
@@ -26,6 +27,8 @@ from configs.secret_names import hidden_lines
 
 Config = TypeVar("Config")
 SHOWING = {"--cfg", "-c", "--info", "-i"}  # flags that print the configuration
+DRY_RUNS = {"trainer.dry_run=config", "trainer.dry_run=full"}
+SLURM = "hydra/launcher=submitit_slurm"
 Tree = DictConfig  # composed, not yet checked: for configs.load alone
 
 # trainer.default_local_dir is the run directory: Hydra makes none beside it, and leaves logging alone. What is typed comes
@@ -71,12 +74,12 @@ def run_jobs(command: CommandLine, root: str, job: Callable[[Tree, Point | None]
             tree.trainer.default_local_dir = f"{tree.trainer.default_local_dir}/{HydraConfig.get().job.num}"
         return job(tree, _point(command))
 
+    if SLURM in command.overrides and shutil.which("srun") is None:
+        raise ConfigError(f"{SLURM}: there is no srun on this machine; use a login node, or hydra/launcher=submitit_local")
     SweepStart.directory = None
     with ExitStack() as stack:
         settings = list(SETTINGS)
-        if {"trainer.dry_run=config", "trainer.dry_run=full"} & {
-            *command.overrides
-        }:  # leaves no file, where a sweep leaves its multirun.yaml
+        if DRY_RUNS & {*command.overrides}:  # leaves no file, where a sweep leaves its multirun.yaml
             settings.append(f"hydra.sweep.dir={stack.enter_context(TemporaryDirectory())}")
         stack.enter_context(_one_line_errors())
         if SHOWING & {*command.flags}:

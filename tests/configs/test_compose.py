@@ -262,3 +262,10 @@ def test_recipes_of_the_users_own(tmp_path: Path) -> None:
 def test_a_directory_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match="not found"):
         jobs("--config-dir", "nowhere")
+
+
+def test_slurm_is_asked_for_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    command = normalise(["--multirun", "hydra/launcher=submitit_slurm", "trainer.seed=1,2"], PPOConfig, "ppo_trainer")
+    with pytest.raises(ConfigError, match="no srun on this machine; use a login node"):
+        run_jobs(command, "ppo_trainer", lambda *_: None)

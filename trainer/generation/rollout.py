@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema.common import FSDPConfig, ModelConfig, Sharding
-from configs.schema.ppo import PromptConfig, RolloutEngineConfig
+from configs.schema.ppo import PromptConfig, RolloutEngineConfig, SamplingConfig
 from trainer.data.chat import stop_token_ids
 from trainer.models import start_model
 from trainer.remote import RemoteModel, RemoteRollout
@@ -79,3 +80,9 @@ def sampling(
         stop_token_ids=stop_token_ids(tokenizer, model),
         ignore_eos=rollout.ignore_eos,
     )
+
+
+def validation_sampling(training: Sampling, chosen: SamplingConfig) -> Sampling:
+    """As in training, but for what validation chooses."""
+    temperature = chosen.temperature if chosen.do_sample else 0.0
+    return replace(training, temperature=temperature, top_k=chosen.top_k, top_p=chosen.top_p)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -13,7 +14,7 @@ from configs.checks_batches import wants_ref
 from configs.checks_placement import placement_of
 from configs.pools import Placement
 from configs.rules import wants_truth
-from configs.schema.ppo import PPOConfig
+from configs.schema.ppo import ActorConfig, CriticConfig, PPOConfig
 from trainer.alarms import ppo_alarms
 from trainer.algorithms.actor_loss import ActorLoss, ActorLossConfig
 from trainer.algorithms.advantages import ADVANTAGES
@@ -28,7 +29,7 @@ from trainer.data.ptx import ptx_stream
 from trainer.data.stream import PromptStream
 from trainer.determinism import KernelWatch
 from trainer.events import Events
-from trainer.generation.rollout import rollout_spec, sampling
+from trainer.generation.rollout import rollout_spec, sampling, validation_sampling
 from trainer.metrics import peak_flops
 from trainer.models import Training, limits, start_model, value_head
 from trainer.ppo.engines import check_engines, reader, wants_critic
@@ -165,7 +166,7 @@ class Assembly:
                 source,
                 tracker,
                 n=rollout_config.val_kwargs.n,
-                sampling=self.validation_sampling(),
+                sampling=validation_sampling(self.sampling(), rollout_config.val_kwargs),
                 batch_size=config.data.val_batch_size,
             ),
             tracker=tracker,
@@ -366,29 +367,27 @@ class Assembly:
         return ActorLossConfig.of(self.config, own_old_log_probs=old_log_probs_come_from_update(self.config))
 
     def actor_update(self) -> UpdateSpec:
-        actor, loss = self.config.actor_rollout_ref.actor, ActorLoss(self.actor_loss())
-        return UpdateSpec(
-            epochs=actor.ppo_epochs,
-            groups=actor.ppo_mini_batch_size,
-            shuffle=actor.shuffle,
-            agg_mode=actor.loss_agg_mode,
-            norm_length=actor.loss_scale_factor or self.config.data.max_response_length,
+        loss = ActorLoss(self.actor_loss())
+        return self._update(
+            "actor",
+            self.config.actor_rollout_ref.actor,
             columns=loss.columns if self.ptx is None else (*loss.columns, "ptx"),
-            seed=seed_of(self.config.trainer.seed, "actor_update"),
             prepare=loss.prepare if loss.wants_preparation else None,
             beside=self.ptx.beside if self.ptx is not None else None,
         )
 
     def critic_update(self) -> UpdateSpec:
-        critic = self.config.critic
+        return self._update("critic", self.config.critic, columns=("values", "returns"))
+
+    def _update(self, name: str, role: ActorConfig | CriticConfig, **own: Any) -> UpdateSpec:
         return UpdateSpec(
-            epochs=critic.ppo_epochs,
-            groups=critic.ppo_mini_batch_size,
-            shuffle=critic.shuffle,
-            agg_mode=critic.loss_agg_mode,
-            norm_length=critic.loss_scale_factor or self.config.data.max_response_length,
-            columns=("values", "returns"),
-            seed=seed_of(self.config.trainer.seed, "critic_update"),
+            epochs=role.ppo_epochs,
+            groups=role.ppo_mini_batch_size,
+            shuffle=role.shuffle,
+            agg_mode=role.loss_agg_mode,
+            norm_length=role.loss_scale_factor or self.config.data.max_response_length,
+            seed=seed_of(self.config.trainer.seed, f"{name}_update"),
+            **own,
         )
 
     def rollout(self) -> RemoteRollout:
@@ -399,8 +398,3 @@ class Assembly:
     def sampling(self) -> Sampling:
         models = self.config.actor_rollout_ref
         return sampling(models.rollout, self.tokenizer, models.model, self.config.data)
-
-    def validation_sampling(self) -> Sampling:
-        chosen = self.config.actor_rollout_ref.rollout.val_kwargs
-        temperature = chosen.temperature if chosen.do_sample else 0.0
-        return replace(self.sampling(), temperature=temperature, top_k=chosen.top_k, top_p=chosen.top_p)
