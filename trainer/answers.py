@@ -19,6 +19,8 @@ from workers.batch import Batch
 
 KEPT_STEPS = 50
 """Of a run, evenly spread: what is kept does not grow with its length."""
+FORWARD_EVERY = 10
+"""Steps, where the trainer's log-probs take a forward of their own: in a small run a tenth of a step."""
 KEPT_ROWS = 8  # of such a step, from the worst to the best
 KEPT_TOKENS = 512  # of an answer
 SHOWN_STEPS = 3  # in the report: so many of the last, and of each tenth of the run
@@ -34,7 +36,7 @@ class AnswerLog:
         self._path = run_dir / ANSWERS
         self._tokenizer = tokenizer
         self._total_steps = total_steps
-        self._every = -(-total_steps // KEPT_STEPS)
+        self._every = max(-(-total_steps // KEPT_STEPS), FORWARD_EVERY if forwards else 1)
         self._forwards = forwards
 
     def keep(self, step: int, batch: Batch, actor: RemoteModel) -> None:

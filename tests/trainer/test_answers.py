@@ -81,6 +81,11 @@ def test_log_probs_that_only_the_update_would_make_are_asked_for(tokenizer: Any,
     assert (entries[0]["score"], entries[-1]["score"]) == (0.0, 11.0)
 
 
+def test_they_are_asked_for_in_a_tenth_of_the_steps_at_most(tokenizer: Any, tmp_path: Path) -> None:
+    actor = keep(tmp_path, tokenizer, batch_of(tokenizer, "4"), *range(1, 46), total=45, forwards=True)
+    assert [entry[GLOBAL_STEP] for entry in read_lines(tmp_path / ANSWERS)] == [10, 20, 30, 40, 45] and len(actor.asked) == 5
+
+
 def test_steps_rows_and_tokens_are_bounded(tokenizer: Any, tmp_path: Path) -> None:
     batch = batch_of(tokenizer, "x" * (KEPT_TOKENS + 9), *["y"] * 20)
     keep(tmp_path, tokenizer, batch, *range(1, 1051), total=1050)
