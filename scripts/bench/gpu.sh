@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The benches on one GPU, part by part, on random weights of Qwen2.5's shapes: nothing comes from a hub.
-#     scripts/bench/gpu.sh                      all parts but compare
+#     scripts/bench/gpu.sh                      all parts but compare-0.5b
 #     scripts/bench/gpu.sh train-7b sync-7b     some of them
 #     scripts/bench/gpu.sh --cpu                the same on the CPU, of tiny models: does it work?
 #     BENCH_OUT=DIR BENCH_MODELS=DIR PYTHON=python3 scripts/bench/gpu.sh    where results and models go
@@ -55,18 +55,13 @@ worker() { # PART MODULE WORDS ...: what has a worker with a rollout engine
   bench "$part" 400 "$module" "$@" --shape "$shape" --device "$device" --model "$models/$shape" "${size[@]}"
 }
 
-# A GRPO step with a KL loss: 32 prompts x 8 answers x (256 + 1,024) tokens.
-step() { # SHAPE
-  local size=(--prompts 32 --n 8 --prompt_length 256 --response_length 1024 --steps 4) engine=vllm dtype=bfloat16
-  [ "$device" = cuda ] || { size=(--prompts 2 --n 2 --prompt_length 4 --response_length 8 --steps 2) engine=embedded dtype=float32; }
-  bench "model-$1" 120 worker --shape "$1" --device "$device" --dtype "$dtype" --model "$models/$1"
-  local roles=("rollout=$engine" "actor_rollout_ref.rollout.dtype=$dtype" "trainer.device=$device" trainer.backend=local
-    actor_rollout_ref.rollout.tensor_model_parallel_size=1)
-  for role in actor_rollout_ref.actor actor_rollout_ref.ref; do
-    roles+=("$role.fsdp_config.dtype=$dtype" "$role.fsdp_config.model_dtype=$dtype")
-  done
-  bench "step-$1" 500 step "${size[@]}" "${roles[@]}" "actor_rollout_ref.model.path=$models/$1" \
-    actor_rollout_ref.model.enable_gradient_checkpointing=true actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384
+# A GRPO step with a KL loss: 32 prompts x 8 answers x (256 + 1,024) tokens. compare: and verl's.
+step() { # PART SECONDS BENCH WORDS ...
+  local shape=${1#*-} part=$1 limit=$2 module=$3 size=(--prompts 32 --n 8 --prompt_length 256 --response_length 1024) dtype=bfloat16
+  shift 3
+  [ "$device" = cuda ] || { size=(--prompts 2 --n 2 --prompt_length 4 --response_length 8) dtype=float32; }
+  bench "model-$shape" 120 worker --shape "$shape" --device "$device" --dtype "$dtype" --model "$models/$shape"
+  bench "$part" "$limit" "$module" "$@" "${size[@]}" --device "$device" --model "$models/$shape" trainer.backend=local
 }
 
 for part in "${parts[@]}"; do
@@ -77,10 +72,10 @@ for part in "${parts[@]}"; do
     train-*) train "$shape" ;;
     memory-*) worker "$part" memory --tokens "$([ "$device" = cuda ] && echo 8192 || echo 256)" ;;
     sync-*) worker "$part" rollout_gpu memory ;;
-    step-*) step "$shape" ;;
+    step-*) step "$part" 500 step --steps "$([ "$device" = cuda ] && echo 4 || echo 2)" ;;
     engines-*) bench "$part" 300 engines fsdp one --shape "$shape" --device "$device" ;; # needs megatron-core
-    compare) bench compare 600 compare --rival verl --json "$out/compare.json" ;;
-    *) echo "no part $part: train, memory, sync, step, engines, each with -SHAPE (train-SHAPE-recompute, -float32), and compare" >&2 && exit 2 ;;
+    compare-*) step "$part" 2400 compare --rival verl --rounds 1 --steps 2 --json "$out/$part.json" ;;
+    *) echo "no part $part: train, memory, sync, step, engines, compare, each with -SHAPE (train-SHAPE-recompute, -float32)" >&2 && exit 2 ;;
   esac
 done
 "$python" -m scripts.bench.gpu_table "$out"

@@ -52,7 +52,8 @@ POLL_SECONDS = 0.001
 @dataclass(kw_only=True)
 class Workload:
     """What a step works on. response_length: of every answer, or with ``ragged`` of the longest: lengths are then drawn from a
-    geometric distribution whose mean is about a quarter of it. kl_coef 0: no KL loss. vocab: of the model."""
+    geometric distribution whose mean is about a quarter of it. kl_coef 0: no KL loss. vocab: of the model. model: a directory of
+    one, instead of one of these sizes. device: on cuda all is in bfloat16 and recomputed, and vLLM answers."""
 
     algorithm: str = "grpo"
     prompts: int = 32
@@ -70,6 +71,8 @@ class Workload:
     steps: int = 5
     warmup: int = 1
     threads: int = 1
+    model: str = ""
+    device: str = "cpu"
 
 
 QUICKSTART: dict[str, Any] = {"prompt_length": 7, "response_length": 7, "hidden_size": 96, "num_hidden_layers": 2,
@@ -119,15 +122,7 @@ def make_task(work: Workload, folder: Path, seed: int) -> dict[str, Any]:
     A run has warmup + steps steps, and the file exactly their prompts, in order. lengths: a file with a list of the tokens of
     each answer of the run, prompts * n of them a step; null if all have response_length.
     """
-    logging.disable_progress_bar()
-    alphabet = "--bytes" if work.vocab >= 258 else f"--alphabet={string.printable[: work.vocab - 2]}"
-    sizes = [f"--{name}={asdict(work)[name]}" for name in ("hidden_size", "num_hidden_layers", "intermediate_size")]
-    tied = "--tie_word_embeddings" if work.tie_word_embeddings else "--no-tie_word_embeddings"
-    with redirect_stdout(sys.stderr):
-        tiny_model.main([f"--save_dir={folder / 'model'}", alphabet, tied, f"--seed={seed}", *sizes])
-        model = AutoModelForCausalLM.from_pretrained(folder / "model")
-        model.resize_token_embeddings(work.vocab, mean_resizing=False)
-        model.save_pretrained(folder / "model")
+    model = Path(work.model) if work.model else random_model(work, folder / "model", seed)
     rng, steps = np.random.default_rng(seed), work.warmup + work.steps
     digits = rng.integers(0, 10, (work.prompts * steps, work.prompt_length))
     rows = [
@@ -142,17 +137,30 @@ def make_task(work: Workload, folder: Path, seed: int) -> dict[str, Any]:
         lengths = folder / "lengths.json"
         drawn = rng.geometric(4 / work.response_length, work.prompts * work.n * steps).clip(1, work.response_length)
         lengths.write_text(json.dumps(drawn.tolist()))
-    shared = ("prompts", "n", "prompt_length", "response_length", "lr", "kl_coef", "steps", "warmup", "threads")
-    files = {"model": folder / "model", "train": folder / "train.parquet", "reward": folder / "reward.py", "lengths": lengths}
+    shared = ("prompts", "n", "prompt_length", "response_length", "lr", "kl_coef", "steps", "warmup", "threads", "device")
+    files = {"model": model, "train": folder / "train.parquet", "reward": folder / "reward.py", "lengths": lengths}
     task = {name: path and str(path) for name, path in files.items()} | {name: asdict(work)[name] for name in shared}
-    task |= {"ignore_eos": True, "parameters": model.num_parameters()}
+    task |= {"ignore_eos": True}
     (folder / "task.json").write_text(json.dumps(task, indent=1))
     return task
 
 
+def random_model(work: Workload, folder: Path, seed: int) -> Path:
+    logging.disable_progress_bar()
+    alphabet = "--bytes" if work.vocab >= 258 else f"--alphabet={string.printable[: work.vocab - 2]}"
+    sizes = [f"--{name}={asdict(work)[name]}" for name in ("hidden_size", "num_hidden_layers", "intermediate_size")]
+    tied = "--tie_word_embeddings" if work.tie_word_embeddings else "--no-tie_word_embeddings"
+    with redirect_stdout(sys.stderr):
+        tiny_model.main([f"--save_dir={folder}", alphabet, tied, f"--seed={seed}", *sizes])
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        model.resize_token_embeddings(work.vocab, mean_resizing=False)
+        model.save_pretrained(folder)
+    return folder
+
+
 def run_tandem(work: Workload, task: dict[str, Any], run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """One run, as a rival's driver tells of its own: see compare.py."""
-    folder = Path(task["model"]).parent
+    folder = Path(task["train"]).parent
     environment = {"OMP_NUM_THREADS": str(work.threads), "BENCH_TASK": str(folder)}
     command = [sys.executable, "-m", "scripts.bench.launch", *arguments(work, task, run_dir), *overrides]
     began = time.perf_counter()
@@ -186,20 +194,23 @@ def run_tandem(work: Workload, task: dict[str, Any], run_dir: Path, overrides: S
 def arguments(work: Workload, task: dict[str, Any], run_dir: Path) -> list[str]:
     """The overrides that make trainer.main_ppo do the task."""
     actor, longest = "actor_rollout_ref.actor", work.prompt_length + work.response_length
+    cuda = work.device == "cuda"
+    dtype, tokens = ("bfloat16", 16_384) if cuda else ("float32", 4096)
+    roles = {"actor_rollout_ref.actor": "actor_rollout_ref", "actor_rollout_ref.ref": "actor_rollout_ref", "critic": "critic"}
+    types = [f"{role}.fsdp_config.{key}" for role in roles for key in (f"dtype={dtype}", f"model_dtype={dtype}")]
+    recomputed = [f"{model}.model.enable_gradient_checkpointing={str(cuda).lower()}" for model in dict.fromkeys(roles.values())]
+    engine = ["rollout=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"] if cuda else []
     return [
-        f"algorithm={work.algorithm}", f"data.train_files={task['train']}", f"data.val_files={task['train']}",
+        f"algorithm={work.algorithm}", *engine, f"data.train_files={task['train']}", f"data.val_files={task['train']}",
         f"data.train_batch_size={work.prompts}", f"data.max_prompt_length={work.prompt_length}",
         f"data.max_response_length={work.response_length}", "data.shuffle=false",
         f"actor_rollout_ref.model.path={task['model']}", f"critic.model.path={task['model']}",
         f"{actor}.ppo_mini_batch_size={work.prompts}", f"actor_rollout_ref.rollout.n={work.n}",
         f"{actor}.use_kl_loss={str(work.kl_coef > 0).lower()}", f"{actor}.kl_loss_coef={work.kl_coef}",
-        f"{actor}.optim.lr={work.lr}",
-        "actor_rollout_ref.rollout.ignore_eos=true", "actor_rollout_ref.rollout.dtype=float32",
-        "actor_rollout_ref.model.enable_gradient_checkpointing=false", "critic.model.enable_gradient_checkpointing=false",
-        f"{actor}.fsdp_config.dtype=float32", "actor_rollout_ref.ref.fsdp_config.dtype=float32",
-        "critic.fsdp_config.dtype=float32", f"{actor}.ppo_max_token_len_per_gpu={max(4096, longest)}",
-        f"critic.ppo_max_token_len_per_gpu={max(4096, longest)}", f"reward.custom_reward_function.path={task['reward']}",
-        "trainer.device=cpu", "trainer.n_gpus_per_node=1", "trainer.logger=[]", "trainer.val_before_train=false",
+        f"{actor}.optim.lr={work.lr}", "actor_rollout_ref.rollout.ignore_eos=true", f"actor_rollout_ref.rollout.dtype={dtype}",
+        *recomputed, *types, f"{actor}.ppo_max_token_len_per_gpu={max(tokens, longest)}",
+        f"critic.ppo_max_token_len_per_gpu={max(tokens, longest)}", f"reward.custom_reward_function.path={task['reward']}",
+        f"trainer.device={work.device}", "trainer.n_gpus_per_node=1", "trainer.logger=[]", "trainer.val_before_train=false",
         "trainer.test_freq=-1", "trainer.save_freq=-1", f"trainer.total_training_steps={work.warmup + work.steps}",
         f"trainer.default_local_dir={run_dir}",
     ]  # fmt: skip

