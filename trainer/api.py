@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from configs.compose import compose_with_notes
+from configs.keys import ConfigError
 from configs.schema.ppo import PPOConfig
 from trainer import main_ppo
+from trainer.inputs import ppo_inputs
 from trainer.outcome import last_metrics, objective_of
 
 if TYPE_CHECKING:
@@ -76,7 +78,7 @@ def run_ppo(config: PPOConfig | Sequence[str], callbacks: Sequence[Callback] = (
 
     config: of configs.compose.compose, maybe with dataclasses.replace; or what stands on a command line,
     ["recipe=quickstart", "trainer.total_training_steps=20"].
-    Raises ConfigError (a ValueError) for a configuration that cannot work, ValueError or FileNotFoundError for what else the user
+    Raises ConfigError (a ValueError) for a configuration that cannot work and files that are not there, ValueError or FileNotFoundError for what else the user
     can mend, trainer.entry.Stopped if the run was told to stop and can be resumed, Found if an alarm stopped it, WorkerError or
     PhaseTimeout for what failed in a worker.
     """
@@ -93,6 +95,8 @@ def _run(config: PPOConfig, typed: frozenset[str], notes: list[str], callbacks: 
     notes += main_ppo.check(config, typed)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
+    if problems := list(ppo_inputs(config)):
+        raise ConfigError("\n".join(problems))
     for callback in callbacks:
         callback.on_train_begin(config)
 

@@ -92,6 +92,7 @@ def test_what_a_callback_raises_ends_the_run_and_comes_out(task: Path, tmp_path:
     [
         (["trainer.sed=1"], ConfigError, "trainer.sed: there is no such key; did you mean"),
         (["recipe=quickstart", "data.train_batch_size=-1"], ConfigError, "data.train_batch_size=-1"),
+        (["recipe=quickstart", "data.train_files=nowhere.parquet"], ConfigError, "data.train_files=nowhere.parquet"),
         (["recipe=quickstart", "trainer.dry_run=config"], ValueError, "trainer.dry_run=config: not in run_ppo"),
         (
             ["recipe=quickstart", "trainer.replay.mode=train", "trainer.replay.path=x"],

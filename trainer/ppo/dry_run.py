@@ -147,7 +147,7 @@ def written_lines(config: PPOConfig, run_dir: Path, resume: Checkpoint | None) -
         yield f"  goes on from {trainer.resume_from_path}, which is fetched first"
     else:
         yield "  starts anew"
-    yield f"  each step: metrics.jsonl{''.join(f', {name}' for name in trainer.logger)}; at the end: report.html"
+    yield f"  each step: metrics.jsonl{''.join(f', {name}' for name in trainer.logger)}, report.html"
     if trainer.rollout_data_dir is not None:
         yield f"  each step's answers: {trainer.rollout_data_dir}"
     when = (["before the first step"] if trainer.val_before_train else []) + every(trainer.test_freq)
