@@ -78,9 +78,9 @@ def run_ppo(config: PPOConfig | Sequence[str], callbacks: Sequence[Callback] = (
 
     config: of configs.compose.compose, maybe with dataclasses.replace; or what stands on a command line,
     ["recipe=quickstart", "trainer.total_training_steps=20"].
-    Raises ConfigError (a ValueError) for a configuration that cannot work and files that are not there, ValueError or FileNotFoundError for what else the user
-    can mend, trainer.entry.Stopped if the run was told to stop and can be resumed, Found if an alarm stopped it, WorkerError or
-    PhaseTimeout for what failed in a worker.
+    Raises ConfigError (a ValueError) for a configuration that cannot work and for files that are not there, ValueError or
+    FileNotFoundError for what else the user can mend, trainer.entry.Stopped if the run was told to stop and can be resumed, Found
+    if an alarm stopped it, WorkerError or PhaseTimeout for what failed in a worker.
     """
     if isinstance(config, PPOConfig):
         return _run(config, frozenset(), [], callbacks)
