@@ -25,8 +25,12 @@ Truncation = Literal["error", "left", "right", "middle"]
 PART = 1024  # prompts that are tokenised at a time
 
 
+class Refused(ValueError):
+    """By a chat template."""
+
+
 def render(tokenizer: PreTrainedTokenizerBase, prompt: Messages, template_kwargs: dict[str, Any]) -> str:
-    """The prompt as the model reads it, up to where its answer begins."""
+    """The prompt as the model reads it, up to where its answer begins. Raises Refused, or ValueError if there is no template."""
     if isinstance(prompt, str):
         return prompt
     if tokenizer.chat_template is None:
@@ -38,9 +42,8 @@ def render(tokenizer: PreTrainedTokenizerBase, prompt: Messages, template_kwargs
     try:
         text = tokenizer.apply_chat_template(prompt, **({"add_generation_prompt": True} | template_kwargs), tokenize=False)
     except (ValueError, TypeError, TemplateError) as error:
-        raise ValueError(
-            f"the chat template of {tokenizer.name_or_path} cannot take the prompt {reprlib.repr(prompt)}: {error}; leave the "
-            "row out, or set data.apply_chat_template_kwargs"
+        raise Refused(
+            f"the chat template refuses it: {error}; leave out {reprlib.repr(prompt)}, or set data.apply_chat_template_kwargs"
         ) from error
     assert isinstance(text, str)
     return text

@@ -12,7 +12,7 @@ import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from trainer.data.encoding import Messages, encode, render, token_ids
+from trainer.data.encoding import Messages, Refused, encode, render, token_ids
 from trainer.data.files import Rows
 
 ROLES = ("system", "developer", "user", "assistant")
@@ -74,6 +74,8 @@ class TurnEncoder:
             ids, spans = self._by_marks(messages) if self._marked else self._by_prefixes(where, messages)
         except TemplateError as error:
             raise ValueError(f"{where}: the chat template refuses it: {error}") from error
+        except Refused as error:
+            raise ValueError(f"{where}: {error}") from error
         trained = np.zeros(len(ids), dtype=bool)
         n_open, is_open = 0, False
         for start, end in spans:

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from configs.schema.alarms import AlarmConfig
 from configs.schema.ppo import PPOConfig
+from trainer.answers import AnswerLog
 from trainer.batch_file import load_batch
 from trainer.checkpoint import Checkpoint, check_config, resolve_resume
 from trainer.data.stream import PromptStream
@@ -21,7 +22,7 @@ from trainer.ppo.assemble import Assembly, opened
 from trainer.ppo.differences import MOST_LINES, WIDTH, Difference, compare_answers, compare_metrics, replayed, table
 from trainer.ppo.loop import Loop
 from trainer.ppo.source import Beside, Source
-from trainer.remote import RemoteRollout
+from trainer.remote import RemoteModel, RemoteRollout
 from trainer.restart import Lifetime
 from trainer.rewards.shaping import Shaping
 from trainer.run_dir import GLOBAL_STEP, METRICS, checkpoint_dir, checkpoint_steps, read_metrics
@@ -142,10 +143,20 @@ class TrainAgain(Assembly):
 
 def train_again(loop: Loop, batch: Batch, step: int) -> dict[str, float]:
     """The step's metrics, from its batch."""
-    loop.source = Recorded(batch, loop.source.shaping)
+    loop.source, loop.answers = Recorded(batch, loop.source.shaping), NothingKept()
     loop.total_steps = step
     loop.fit()
     return loop.metrics
+
+
+class NothingKept(AnswerLog):
+    """The run has kept a few of its answers; their prompts, as messages, are not in the batch."""
+
+    def __init__(self) -> None:
+        pass
+
+    def keep(self, step: int, batch: Batch, actor: RemoteModel) -> None:
+        pass
 
 
 class NoRollout(RemoteRollout):

@@ -126,7 +126,7 @@ def test_a_token_that_the_model_has_not_is_named_by_row(make: Any) -> None:
     largest = [max(prompt.prompt_ids) for prompt in iter_prompts(data)]
     data.check_tokens(max(largest) + 1)
     first = next(uid for uid, token in enumerate(largest) if token == max(largest))
-    with pytest.raises(ValueError, match=rf"row {first}: the tokenizer makes token {max(largest)} .* has {max(largest)}; is"):
+    with pytest.raises(ValueError, match=rf"row {first}: the tokenizer makes token {max(largest)} .* has {max(largest)}; set"):
         data.check_tokens(max(largest))
 
 

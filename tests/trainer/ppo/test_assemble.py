@@ -32,6 +32,7 @@ def test_every_role_is_asked_whether_its_engine_can_hold_its_model(
         raise AssertionError("a process was started")
 
     monkeypatch.setattr(assemble, "open_rewards", nothing_starts)
+    monkeypatch.setattr(assemble, "reader", lambda config: None)  # there is no data
     path = save_tiny_model(tmp_path / "model")
     models = [f"actor_rollout_ref.model.path={path}", f"critic.model.path={path}", f"trainer.default_local_dir={tmp_path}/run"]
     with pytest.raises(ValueError, match=rf"^{told}strategy=megatron has the activation silu"):

@@ -11,7 +11,7 @@ from tests.tiny import tiny_config
 from trainer.ppo.memory import ASLEEP, estimate, shape_of
 from workers.engine.memory_model import Shape
 
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 SHAPE = Shape.of(SHAPES["7b"])
 
 
@@ -36,6 +36,7 @@ def test_every_phase_of_every_role_is_there() -> None:
 def test_what_rests_is_counted_with_what_works() -> None:
     """Moments of the actor and its weights, 12 bytes a parameter over 8 GPUs, are beside whatever others do."""
     words = [f"{ACTOR}.fsdp_config.{part}_offload=true" for part in ("param", "optimizer")]
+    words += [f"{other}.fsdp_config.{part}_offload=false" for other in (REF, "critic") for part in ("param", "optimizer")]
     with_all, offloaded = gigabytes(), gigabytes(*words)
     resting = 12 * SHAPE.parameters / 8 / 1e9
     for phase in ("answers", "critic: values", "critic: update"):
