@@ -128,8 +128,9 @@ def finish(run_dir: Path) -> None:
     """However the run ended: write the report, and say where it is."""
     path, series = write_report(run_dir), series_of(read_metrics(run_dir))
     if ACCURACY in series:
-        accuracies, problems = series[ACCURACY][1], series[PROBLEMS][1]
-        print(f"held-out accuracy: {accuracies[0]:.2f} -> {accuracies[-1]:.2f} ({problems[-1]:g} problems)")
+        accuracies = series[ACCURACY][1]
+        of = f" ({series[PROBLEMS][1][-1]:g} problems)" if PROBLEMS in series else ""  # a reward model's is of pairs
+        print(f"held-out accuracy: {accuracies[0]:.2f} -> {accuracies[-1]:.2f}{of}")
     print(f"report: {path}")
 
 

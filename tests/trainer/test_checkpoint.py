@@ -1,6 +1,7 @@
 import json
 import re
 import shutil
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
+from configs.compose import compose
+from configs.schema.ppo import PPOConfig
+from configs.schema.sft import SFTConfig
 from tests.trainer.checkpoints import CONFIG, is_whole, names, save
 from trainer.checkpoint import (
     SAFE_TO_CHANGE,
@@ -263,7 +267,7 @@ def test_where_roles_are_may_change() -> None:
 
 
 def test_how_models_are_cut_may_change_and_what_they_compute_in_may_not() -> None:
-    trees = [yaml.safe_load((ROOT / "configs" / name).read_text()) for name in ("ppo_trainer.yaml", "sft_trainer.yaml")]
+    trees = [asdict(compose("ppo_trainer", PPOConfig)), asdict(compose("sft_trainer", SFTConfig))]
     keys = {key for tree in trees for key in leaves(tree) if ".megatron." in key or key.endswith("strategy")}
     assert {key.rpartition(".")[2] for key in keys if not _is_safe(key)} == {"dtype", "override_transformer_config"}
     assert len(keys) == 5 * 12 and not _is_safe("critic.megatron.override_transformer_config.recompute_num_layers")

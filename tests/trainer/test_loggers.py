@@ -61,7 +61,9 @@ def swanlab(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recorder:
 def test_an_unknown_logger_is_a_line_with_those_that_there_are(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as raised:
         track(tmp_path, "mlfow")
-    assert str(raised.value) == "trainer.logger: no logger mlfow; there are console, tensorboard, wandb, mlflow, swanlab"
+    assert str(raised.value) == (
+        "trainer.logger=mlfow: no logger mlfow; there are console, tensorboard, wandb, mlflow, swanlab; did you mean mlflow?"
+    )
     assert list(LOGGERS) == ["console", "tensorboard", "wandb", "mlflow", "swanlab"]
 
 
