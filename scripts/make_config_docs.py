@@ -29,7 +29,7 @@ BEGIN, END = "<!-- {}: from configs/compat.yaml -->", "<!-- end -->"
 TOP = """\
 # Every key
 
-Written by `python -m scripts.make_config_docs` from the comments in [configs/](../configs), the only home of a default. A key is
+Written by `python -m scripts.make_config_docs` from the comments in `configs/`, the only home of a default. A key is
 set on the command line, `key=value`; `null` is no value, `${other.key}` is what that key says. A block in braces, or `{}`, holds
 what differs from what its line says; its keys are set one by one all the same. Keys of verl that are not here:
 [coming_from_verl.md](coming_from_verl.md).
