@@ -25,6 +25,8 @@ ROOT = Path(__file__).parents[2]
 class Clocked:
     """A group whose calls take as long as they say, by a clock of ours."""
 
+    name = "workers"
+
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.limits = 0.0, [0.0]
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
@@ -38,7 +40,7 @@ class Clocked:
                 raise PhaseTimeout("run", [0], timeout)
             return []
 
-        return SimpleNamespace(result=result)
+        return SimpleNamespace(begun=0.0, ended=[0.0], result=result)
 
 
 def test_a_limit_is_widened_by_what_was_measured_and_never_narrowed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

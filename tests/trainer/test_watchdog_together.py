@@ -38,6 +38,8 @@ class Told(Replies):
 
 
 class Group:
+    name = "workers"
+
     def __init__(self, after: float, answer: Any = "fine") -> None:
         self.after, self.answer = after, answer
         self.limits: list[float] = []

@@ -57,6 +57,7 @@ def test_reward_models() -> None:
         "models.rm.path": "rm",
         "models.rm.normalize": "stored",
         "reward_model.forward_micro_batch_size_per_gpu": "8",
+        "reward_model.fsdp_config.ulysses_sequence_parallel_size": "1",  # else it would follow the actor's
         "shaping.clip": "[-10,10]",
     }
     two = chosen(PPO + "--reward_pretrain a,b --reward_clip_range -5 5", "reward")
