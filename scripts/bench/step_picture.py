@@ -26,6 +26,7 @@ from typing import Any
 
 import psutil
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from scripts.bench.step import Workload, arguments, make_task
 from trainer.main_ppo import PROGRAM
@@ -85,6 +86,7 @@ def measure(work: Workload) -> dict[str, Any]:
         words = [word for word in arguments(work, task, Path(folder) / "run") if word.partition("=")[0] not in mine]
         code = PROGRAM([*words, *settings])
         assert code == 0, "the run failed"
+        parameters = AutoModelForCausalLM.from_pretrained(task["model"]).num_parameters()
         spans = json.loads((Path(folder) / "run/timeline.jsonl").read_text().splitlines()[-1])["spans"]
     begin, end = next((start, end) for phase, _, start, end in spans if phase == "step")
     inside = [(second - begin, sizes) for second, sizes in looks if begin <= second <= end]
@@ -99,7 +101,7 @@ def measure(work: Workload) -> dict[str, Any]:
         ([phase, round(a - begin, 3), round(b - begin, 3)] for phase, _, a, b in spans if phase in PHASES), key=lambda s: s[1]
     )
     return {
-        "parameters": task["parameters"], "answers": work.prompts * work.n, "tokens": work.prompt_length + work.response_length,
+        "parameters": parameters, "answers": work.prompts * work.n, "tokens": work.prompt_length + work.response_length,
         "seconds": round(end - begin, 3), "spans": told, "looks": thinned(rows, 240),
     }  # fmt: skip
 

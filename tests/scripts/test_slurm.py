@@ -19,7 +19,9 @@ PROGRAMS = {
     "srun": CALLED + 'while [[ "$1" == --* ]]; do shift; done\n'
     '[ "$1" != hostname ] || { echo "10.0.0.1 fe80::1"; exit; }\nexec "$@"\n',
     "ray": CALLED + '[ "$1" = status ] || exec sleep 600\n',
-    "python": CALLED + 'trap "echo python USR1 >>$CALLS; exit 138" USR1\ntrap "echo python TERM >>$CALLS; exit 143" TERM\n'
+    # A run waits for its nodes.
+    "python": CALLED + 'until [ "$SLURM_JOB_NUM_NODES" = 1 ] || grep -q "ray start --block" "$CALLS"; do sleep 0.02; done\n'
+    'trap "echo python USR1 >>$CALLS; exit 138" USR1\ntrap "echo python TERM >>$CALLS; exit 143" TERM\n'
     '[ -z "${WAITS:-}" ] || { touch "$WAITS"; while :; do sleep 0.05; done; }\nexit "${CODE:-0}"\n',
 }  # fmt: skip
 

@@ -34,5 +34,5 @@ def test_in_this_process_a_late_call_goes_on(capfd: pytest.CaptureFixture[str]) 
 def test_the_time_is_that_of_all_ranks_together(capfd: pytest.CaptureFixture[str]) -> None:
     with LocalBackend() as backend:
         group = backend.start_group("toy", ResourcePool((3,), "cpu", "p"), Toy)
-        assert group.call("note", "x", pause=0.1, timeout=0.2).result() == [1, 1, 1]
+        assert group.call("note", "x", pause=0.15, timeout=0.2).result() == [1, 1, 1]
     assert "in note" in capfd.readouterr().err
