@@ -62,7 +62,7 @@ def test_a_quick_step_tells_where_its_time_goes(capsys: pytest.CaptureFixture[st
 def test_a_run_that_fails_ends_the_bench(tmp_path: Path) -> None:
     work = chosen("--quick")
     task = step.make_task(work, tmp_path, seed=0)
-    with pytest.raises(SystemExit, match="the run ended with"):
+    with pytest.raises(SystemExit, match="the run ended with 2"):
         step.run_tandem(work, task, tmp_path / "run", ["trainer.backend=nowhere"])
 
 
