@@ -50,6 +50,7 @@ def figures(run_dir: Path) -> dict[str, Any]:
 
 
 @CPU_BUILD
+@pytest.mark.soak
 def test_embedded_and_vllm_side_by_side(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each in a worker process of its own."""
     assert run(task, tmp_path, "engines=[embedded,vllm]", "trainer.backend=ray") == 0

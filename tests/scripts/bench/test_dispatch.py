@@ -5,6 +5,7 @@ import pytest
 from scripts.bench.suite import PARTS, ROOT, ask
 
 
+@pytest.mark.soak
 @pytest.mark.alone
 def test_a_quick_run_counts_the_controllers_time_and_the_stores_bytes() -> None:
     part = PARTS["dispatch"]

@@ -35,6 +35,7 @@ def test_a_quick_run_compares_equal_numbers_of_tokens(
 
 
 @CPU_BUILD
+@pytest.mark.soak
 def test_engines_beside_each_other_and_one_that_does_not_take_the_model() -> None:
     report = bench("--engines", "embedded", "vllm", "--workload", "ragged", "--workload", "quickstart", "--reference", "vllm")
     ragged, quickstart = report["ragged"], report["quickstart"]

@@ -3,6 +3,7 @@ import pytest
 from scripts.bench.suite import PARTS, ROOT, ask
 
 
+@pytest.mark.soak
 @pytest.mark.alone
 def test_a_quick_run_tells_the_parts_of_a_start() -> None:
     part = PARTS["startup"]

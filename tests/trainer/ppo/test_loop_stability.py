@@ -85,6 +85,7 @@ def test_the_average_is_exported_as_a_model(task: Path, tmp_path: Path, capfd: p
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.soak
 def test_two_workers_learn_from_the_same_texts_to_the_same_average(task: Path, tmp_path: Path) -> None:
     overrides = (*ptx(task), *EMA, "trainer.save_freq=2")
     two = ("trainer.backend=ray", "trainer.n_gpus_per_node=2")

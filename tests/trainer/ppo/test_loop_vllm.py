@@ -30,6 +30,7 @@ def test_a_run_repeats_to_the_bit_and_its_first_update_is_on_policy(task: Path, 
     assert first[0]["training/rollout_log_probs_diff_max"] < 1e-5
 
 
+@pytest.mark.soak
 def test_awake_all_the_time_it_gives_the_same(task: Path, tmp_path: Path) -> None:
     asleep, awake = (
         run_ppo(task, tmp_path / free, *VLLM, f"actor_rollout_ref.rollout.free_cache_engine={free}") for free in ("true", "false")

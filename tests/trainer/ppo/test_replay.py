@@ -22,6 +22,7 @@ FILTER = ("algorithm=grpo", "algorithm.filter_groups.enable=true", "data.gen_bat
 TWO_WORKERS = ("algorithm=grpo", "trainer.backend=ray", "trainer.n_gpus_per_node=2", "reward.num_workers=1")
 Run = tuple[Path, tuple[str, ...]]
 RUNS = {"ppo": PPO, "filter": FILTER, "two_workers": TWO_WORKERS}
+LONG = pytest.param("two_workers", marks=pytest.mark.soak)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_task(tmp_path_factory.mktemp("sort_digits"), train_size=96, sft_size=8)
 
 
-@pytest.fixture(scope="module", params=RUNS)
+@pytest.fixture(scope="module", params=["ppo", "filter", LONG])
 def kept(request: pytest.FixtureRequest, task: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run of two steps that kept everything."""
     run_dir = tmp_path_factory.mktemp(request.param) / "run"

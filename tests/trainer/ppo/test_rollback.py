@@ -131,6 +131,7 @@ def test_the_data_goes_on_after_what_was_drawn(whole: Path) -> None:
     assert uids(whole, GOOD + 1) == set(range(8 * RUNG, 8 * (RUNG + 1)))
 
 
+@pytest.mark.soak
 def test_killed_after_the_rollback_it_ends_alike(task: Path, whole: Path, tmp_path: Path) -> None:
     """In the second step after it: no checkpoint remembers the rollback yet, so it is found and made again."""
     (task / "kill_at_call").write_text(str(32 * (RUNG + 1) + 5))
