@@ -18,7 +18,13 @@ from workers.controller.ray_backend import RayBackend
 pytestmark = CPU_BUILD
 
 
-@pytest.fixture(scope="module", params=[2, 1], ids=["one engine over two ranks", "two engines"])
+ENGINES = [
+    pytest.param(2, id="one engine over two ranks"),
+    pytest.param(1, id="two engines", marks=pytest.mark.soak),  # a start of SGLang's is half a minute
+]
+
+
+@pytest.fixture(scope="module", params=ENGINES)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("run")
     with RayBackend(run_dir=folder, nnodes=1, n_gpus_per_node=2, device="cpu", ray_init={}) as backend:
