@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parents[2]
+LAST_LINES = 30  # of a bench that failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,9 @@ def ask(part: Part, words: tuple[str, ...], root: Path) -> Any:
     finally:
         end(bench)
     if bench.returncode:
-        raise RuntimeError(f"exit code {bench.returncode}: {(err.strip().splitlines() or ['no word'])[-1]}")
+        lines = err.strip().splitlines() or ["no word"]
+        print(f"{part.bench} wrote last:", *lines[-LAST_LINES:], sep="\n", file=sys.stderr)
+        raise RuntimeError(f"exit code {bench.returncode}: {lines[-1]}")
     return said_in(out)
 
 
