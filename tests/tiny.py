@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from configs.schema.common import FSDPConfig, ModelConfig, TiledMLPConfig
+from configs.schema.common import FSDPConfig, TiledMLPConfig, TokenizedModelConfig
 
 ARCHITECTURES: dict[str, type[PretrainedConfig]] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
 MIXTURES: dict[str, type[PretrainedConfig]] = {"qwen3_moe": Qwen3MoeConfig}
@@ -49,7 +49,7 @@ def save_tiny_model(
     return str(path)
 
 
-def model_config(path: str, **changes: Any) -> ModelConfig:
+def model_config(path: str, **changes: Any) -> TokenizedModelConfig:
     """Of the model at ``path``, all of it trained, nothing recomputed."""
     fields: dict[str, Any] = {
         "tokenizer_path": None,
@@ -64,7 +64,7 @@ def model_config(path: str, **changes: Any) -> ModelConfig:
         "lora_adapter_path": None,
         "router_aux_loss_coef": 0.0,
     }
-    return ModelConfig(path=path, **(fields | changes))
+    return TokenizedModelConfig(path=path, **(fields | changes))
 
 
 def fsdp_config(dtype: str = "float32", **changes: Any) -> FSDPConfig:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from configs.reward_models import model_key, reward_models
 from configs.rules import wants_truth
-from configs.schema.common import ModelConfig, RunConfig
+from configs.schema.common import RunConfig, TokenizedModelConfig
 from configs.schema.generation import GenerationConfig
 from configs.schema.ppo import ModelScoringConfig, PPOConfig, PromptConfig, RemoteScoringConfig
 from configs.schema.reward_model import RewardModelConfig
@@ -63,7 +63,7 @@ def _supervised(config: SFTConfig | RewardModelConfig, columns: Sequence[str], s
     yield from _resume(config.trainer)
 
 
-def _model(key: str, model: ModelConfig) -> Iterator[str]:
+def _model(key: str, model: TokenizedModelConfig) -> Iterator[str]:
     told = list(_problems(check_files, model.path, f"{key}.path"))
     yield from told or _problems(check_tokenizer, model, key)
 

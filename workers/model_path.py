@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from configs.schema.common import ModelConfig
+from configs.schema.common import ModelConfig, TokenizedModelConfig
 
 TOKENIZER = (
     "tokenizer.json",
@@ -35,7 +35,7 @@ def check_files(place: str, key: str) -> None:
         raise ValueError(f"{key}={place}: {error}; copy or download it again") from error
 
 
-def check_tokenizer(model: ModelConfig, key: str) -> None:
+def check_tokenizer(model: TokenizedModelConfig, key: str) -> None:
     """Raises FileNotFoundError if a directory has no tokenizer; a hub name is left alone. key: of the model."""
     name, place = ("path", model.path) if model.tokenizer_path is None else ("tokenizer_path", model.tokenizer_path)
     path = _directory(place, f"{key}.{name}")

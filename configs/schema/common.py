@@ -29,7 +29,6 @@ class TiledMLPConfig:
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ModelConfig:
     path: str
-    tokenizer_path: str | None
     trust_remote_code: bool
     enable_gradient_checkpointing: bool
     enable_activation_offload: bool
@@ -45,6 +44,13 @@ class ModelConfig:
     def has_adapter(self) -> bool:
         """It has a LoRA adapter, which alone is trained."""
         return self.lora_rank > 0 or self.lora_adapter_path is not None
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class TokenizedModelConfig(ModelConfig):
+    """And the tokenizer that goes with it."""
+
+    tokenizer_path: str | None
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from configs.schema.common import ModelConfig, Positive, PositiveFloat, RayConfig, WorkersConfig, WorkersTimeoutsConfig
+from configs.schema.common import Positive, PositiveFloat, RayConfig, TokenizedModelConfig, WorkersConfig, WorkersTimeoutsConfig
 from configs.schema.ppo import ModelScoringConfig, PromptConfig, RolloutEngineConfig
 
 
@@ -20,7 +20,7 @@ class GenerationDataConfig(PromptConfig):
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class GeneratorConfig:
-    model: ModelConfig
+    model: TokenizedModelConfig
     rollout: RolloutEngineConfig
 
 

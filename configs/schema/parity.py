@@ -8,12 +8,12 @@ from annotated_types import Ge
 from configs.schema.common import (
     Dtype,
     Fraction,
-    ModelConfig,
     NonNegative,
     NonNegativeFloat,
     PositiveFloat,
     RayConfig,
     ShardedConfig,
+    TokenizedModelConfig,
     WorkersConfig,
     WorkersTimeoutsConfig,
 )
@@ -28,7 +28,7 @@ class ParityDataConfig(PromptConfig):
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ParityModelsConfig:
-    model: ModelConfig
+    model: TokenizedModelConfig
     actor: ShardedConfig
     rollout: RolloutEngineConfig
 

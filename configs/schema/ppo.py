@@ -20,6 +20,7 @@ from configs.schema.common import (
     RayConfig,
     RunConfig,
     ShardedConfig,
+    TokenizedModelConfig,
     TrainingTimeoutsConfig,
 )
 from configs.schema.placement import PlacementConfig
@@ -168,7 +169,7 @@ class RolloutConfig(RolloutEngineConfig):
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ActorRolloutRefConfig:
-    model: ModelConfig
+    model: TokenizedModelConfig
     actor: ActorConfig
     ref: RefConfig
     rollout: RolloutConfig

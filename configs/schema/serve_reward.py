@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 
-from configs.schema.common import ModelConfig, Positive, PositiveFloat, RayConfig, WorkersConfig, WorkersTimeoutsConfig
+from configs.schema.common import Positive, PositiveFloat, RayConfig, TokenizedModelConfig, WorkersConfig, WorkersTimeoutsConfig
 from configs.schema.ppo import RolloutEngineConfig, ScoringConfig
 from configs.schema.scoring_model import ReadingModelConfig
 
@@ -31,7 +31,7 @@ class JudgeEngineConfig:
     enable: bool
     max_prompt_length: Positive
     apply_chat_template_kwargs: dict[str, Any]
-    model: ModelConfig
+    model: TokenizedModelConfig
     rollout: RolloutEngineConfig
 
 

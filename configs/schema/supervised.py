@@ -5,13 +5,13 @@ from typing import Any, Literal
 
 from configs.schema.alarms import SFTAlarmsConfig
 from configs.schema.common import (
-    ModelConfig,
     OptimConfig,
     Positive,
     PositiveFloat,
     RayConfig,
     RunConfig,
     ShardedConfig,
+    TokenizedModelConfig,
     TrainingTimeoutsConfig,
 )
 
@@ -45,7 +45,7 @@ class SupervisedTrainerConfig(RunConfig):
 @dataclass(slots=True, kw_only=True, frozen=True)
 class SupervisedConfig:
     data: SupervisedDataConfig
-    model: ModelConfig
+    model: TokenizedModelConfig
     engine: SupervisedEngineConfig
     optim: OptimConfig
     alarms: SFTAlarmsConfig

@@ -37,7 +37,6 @@ def spec_of(path: str) -> EngineSpec:
     return EngineSpec(
         model=ModelConfig(
             path=path,
-            tokenizer_path=None,
             trust_remote_code=False,
             enable_gradient_checkpointing=False,
             enable_activation_offload=False,

@@ -35,7 +35,7 @@ class LoneEngine:
         qwen2(self.shape, longest=1 << 22).save_pretrained(folder)
         (folder / "model.safetensors").touch()
         model = ModelConfig(
-            path=str(folder), tokenizer_path=None, trust_remote_code=False, enable_gradient_checkpointing=self.recompute,
+            path=str(folder), trust_remote_code=False, enable_gradient_checkpointing=self.recompute,
             override_config={}, enable_activation_offload=self.offload,
             tiled_mlp=TiledMLPConfig(enabled=self.pieces > 1, num_shards=self.pieces),
             lora_rank=0, lora_alpha=16.0, target_modules="all-linear", lora_adapter_path=None, router_aux_loss_coef=0.0,

@@ -5,11 +5,11 @@ import os
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from configs.schema.common import ModelConfig
+from configs.schema.common import ModelConfig, TokenizedModelConfig
 from workers.engine.hf_model import check_own_code
 
 
-def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+def load_tokenizer(model: TokenizedModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of ``tokenizer_path``, or of the model. Raises ValueError if there is none."""
     path = os.path.expanduser(model.tokenizer_path or model.path)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # a hub out of reach is told below, in one line

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from configs.checks_rollout import Workers
 from configs.reward_models import model_key, reward_models
 from configs.rules import has_score
-from configs.schema.common import ModelConfig, TiledMLPConfig, WorkersConfig
+from configs.schema.common import ModelConfig, TiledMLPConfig, TokenizedModelConfig, WorkersConfig
 from configs.schema.ppo import ModelScoringConfig
 from configs.schema.scoring_model import ScoringModelConfig
 from trainer.algorithms.moments import RunningMoments
@@ -183,10 +183,10 @@ def head_of(config: ScoringModelConfig) -> Head:
     return "reward" if config.kind == "sequence" else "value"
 
 
-def engine_model(config: ScoringModelConfig) -> ModelConfig:
+def engine_model(config: ScoringModelConfig) -> TokenizedModelConfig:
     """Of a role that is never trained."""
     assert config.path is not None, "see configs.reward_models"
-    return ModelConfig(
+    return TokenizedModelConfig(
         path=config.path,
         tokenizer_path=config.tokenizer_path,
         trust_remote_code=config.trust_remote_code,

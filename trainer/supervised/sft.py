@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from configs.schema.common import ModelConfig
 from configs.schema.sft import SFTConfig
 from trainer.algorithms.weights import token_weights
 from trainer.data.sft import SFTDataset
@@ -24,7 +25,7 @@ class SFT:
 
     def __init__(self, config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self.config = config
-        self.model = config.model
+        self.model: ModelConfig = config.model
         self._data = self._read(config.data.train_files, tokenizer)
         self._held_out = self._read(config.data.val_files, tokenizer) if config.trainer.test_freq > 0 else None
         self.notices = [*self._data.notices, *(self._held_out.notices if self._held_out is not None else ())]

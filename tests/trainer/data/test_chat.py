@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from configs.schema.common import ModelConfig
+from configs.schema.common import TokenizedModelConfig
 from tests.tiny import model_config
 from tests.trainer.data.tokenizers import byte_tokenizer
 from trainer.data.chat import load_tokenizer, stop_token_ids
 
 
-def model(path: Path, tokenizer_path: str | None = None) -> ModelConfig:
+def model(path: Path, tokenizer_path: str | None = None) -> TokenizedModelConfig:
     return model_config(str(path), tokenizer_path=tokenizer_path)
 
 

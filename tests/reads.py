@@ -1,0 +1,176 @@
+"""Which leaves of trainer.main_ppo's configuration are read, and by what, while something runs in this process."""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import FrameType
+from typing import Any, get_type_hints
+
+import pytest
+
+from configs.keys import followed, keys_of
+from configs.schema.ppo import PPOConfig
+from configs.schema.scoring_model import ScoringModelConfig
+
+REPLACE = getattr(dataclasses, "_replace", dataclasses.replace).__code__
+"""What copies a node with other values."""
+GENERATED = "<string>"
+"""Where the methods are that dataclasses write: they compare and print."""
+CHECKS = ("check", "_check")
+"""What the names of functions begin with that only look whether a value can be."""
+_recording: list["Reads"] = []
+
+
+class Reads:
+    """leaves: those that were read, and the module that was the first to read each.
+
+    A leaf is known by where its node stands. A copy stands where its original does: one by dataclasses.replace, one that comes
+    out of a pickle, and any node whose class stands at one place alone. Of a part that asdict made a dictionary, the look-ups
+    count; of the whole tree it is a dump. Whoever only checks has not read, and neither has what copies, compares or prints.
+    """
+
+    def __init__(self) -> None:
+        self.leaves: dict[str, str] = {}
+        self._places: dict[int, tuple[Any, str]] = {}
+
+    def stands(self, node: Any, place: str) -> None:
+        """place: the dotted key of the node and a dot; nothing for the root. So do the nodes below it that stand nowhere yet."""
+        self._places[id(node)] = node, place  # the node stays alive: no other gets its id
+        for field in dataclasses.fields(node):
+            value = object.__getattribute__(node, field.name)
+            if type(value) in places() and id(value) not in self._places:
+                self.stands(value, f"{place}{field.name}.")
+
+    def place(self, node: Any) -> str | None:
+        """None where it is not known: of a node that somebody made anew."""
+        if id(node) not in self._places:
+            (only, *more) = places()[type(node)]
+            if more:
+                return None
+            self.stands(node, only)
+        return self._places[id(node)][1]
+
+    def saw(self, place: str | None, names: Iterable[str], frame: FrameType) -> None:
+        for leaf in {leaf_of(f"{place}{name}") for name in names} if place is not None else ():
+            if leaf is not None and leaf not in self.leaves and (reader := reader_of(frame)) is not None:
+                self.leaves[leaf] = reader
+
+
+class Told(dict[str, Any]):
+    """What asdict made of a part of the tree."""
+
+    saw: Callable[[Iterable[str], FrameType], None]
+
+    def __getitem__(self, name: str) -> Any:
+        self.saw([name], sys._getframe(1))
+        return super().__getitem__(name)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        self.saw([name], sys._getframe(1))
+        return super().pop(name, *default)
+
+    def items(self) -> Any:
+        self.saw(self, sys._getframe(1))
+        return super().items()
+
+
+@contextmanager
+def recorded() -> Iterator[Reads]:
+    reads, patch, as_dictionary = Reads(), pytest.MonkeyPatch(), dataclasses._asdict_inner  # type: ignore[attr-defined]
+
+    def told(node: Any, factory: Any) -> Any:
+        values, caller = as_dictionary(node, factory), sys._getframe(1)
+        if type(node) in places() and type(node) is not PPOConfig and caller.f_code is dataclasses.asdict.__code__:
+            values, place = Told(values), reads.place(node)
+            values.saw = lambda names, frame: reads.saw(place, names, frame)
+        return values
+
+    for kind in places():
+        patch.setattr(kind, "__getattribute__", _looking(reads))
+        patch.setattr(kind, "__init__", _copying(reads, kind.__init__))
+        patch.setattr(kind, "__reduce_ex__", _reducing(reads))
+    patch.setattr(dataclasses, "_asdict_inner", told)
+    _recording.append(reads)
+    try:
+        yield reads
+    finally:
+        _recording.remove(reads)
+        patch.undo()
+
+
+def _looking(reads: Reads) -> Callable[[Any, str], Any]:
+    def look(node: Any, name: str) -> Any:
+        if name in type(node).__dataclass_fields__:
+            reads.saw(reads.place(node), [name], sys._getframe(1))
+        return object.__getattribute__(node, name)
+
+    return look
+
+
+def _copying(reads: Reads, init: Callable[..., None]) -> Callable[..., None]:
+    def made(node: Any, **values: Any) -> None:
+        init(node, **values)
+        caller = sys._getframe(1)
+        if caller.f_code is REPLACE and (place := reads.place(caller.f_locals[REPLACE.co_varnames[0]])) is not None:
+            reads.stands(node, place)
+
+    return made
+
+
+def _reducing(reads: Reads) -> Callable[[Any, int], Any]:
+    def reduce(node: Any, protocol: int) -> Any:
+        values = {field.name: object.__getattribute__(node, field.name) for field in dataclasses.fields(node)}
+        return _unpickled, (type(node), values, reads.place(node))
+
+    return reduce
+
+
+def _unpickled(kind: type, values: dict[str, Any], place: str | None) -> Any:
+    node = kind(**values)
+    for reads in _recording:
+        if place is not None:
+            reads.stands(node, place)
+    return node
+
+
+@cache
+def places() -> dict[type, list[str]]:
+    """Of the classes of the tree; the entries of reward.models are made of its defaults."""
+    found: dict[type, list[str]] = {ScoringModelConfig: ["reward.reward_model."]}
+
+    def walk(kind: type, place: str) -> None:
+        found.setdefault(kind, []).append(place)
+        for field in dataclasses.fields(kind):
+            inner = keys_of(kind).leaves.get(field.name)
+            inner = followed(inner) if inner is not None else get_type_hints(kind)[field.name]
+            if inner is not None:
+                walk(inner, f"{place}{field.name}.")
+
+    walk(PPOConfig, "")
+    return found
+
+
+@cache
+def leaf_of(key: str) -> str | None:
+    """The leaf that is read with this key; None for a node. A block that follows another is read with what is in it."""
+    leaves = keys_of(PPOConfig).leaves
+    if key in leaves:
+        return key if followed(leaves[key]) is None else None
+    return next((leaf for leaf in leaves if key.startswith(f"{leaf}.")), None)
+
+
+def reader_of(frame: FrameType | None) -> str | None:
+    """The module that reads; None for one that copies, compares, prints or checks. What is in configs reads for others."""
+    reader = None
+    while frame is not None:
+        module, code = frame.f_globals.get("__name__", ""), frame.f_code
+        if code.co_qualname.startswith(CHECKS) or module == "trainer.inputs":
+            return None
+        if reader is None and (module == "dataclasses" or code.co_filename == GENERATED):
+            return None
+        if reader is None and module != __name__ and not module.startswith("configs."):
+            reader = module
+        frame = frame.f_back
+    return reader

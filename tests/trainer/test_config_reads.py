@@ -1,0 +1,235 @@
+"""No key is dead: every leaf of trainer.main_ppo is read by a run, or by a function that a run calls with its configuration."""
+
+import json
+import os
+import pickle
+import socket
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from configs.compose import compose
+from configs.keys import CONFIG_DIR, described, keys_of
+from configs.schema.ppo import PPOConfig
+from tests.reads import recorded
+from tests.reward_models import make_reward_model
+from tests.runs import make_task, ppo_arguments, run_ppo
+from tests.trainer.algorithms.test_actor_loss import micro_batch
+from tests.trainer.rewards.server import Reply, Server
+from tests.workers.rollout.test_sglang_arguments import Recorder
+from tests.workers.rollout.vllm_hosts import place
+from trainer import main_ppo
+from trainer.alarms import ppo_alarms
+from trainer.algorithms.actor_loss import ActorLoss, ActorLossConfig
+from trainer.algorithms.padded import advantages
+from trainer.backend import open_backend
+from trainer.generation.rollout import rollout_spec
+from trainer.ppo.filtering import Tally
+from trainer.restart import Lifetime
+from trainer.rewards import worker
+from trainer.rewards.forkserver import close_fork_servers
+from trainer.rewards.registry import compute_score
+from trainer.rewards.remote import open_rewards
+from trainer.rewards.scoring import Answer
+from workers.controller import ray_backend
+from workers.controller.group import WorkerError
+from workers.rollout import sglang, vllm
+
+ACTOR, MODEL, ROLLOUT, OVERLONG = (
+    "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout", "reward.reward_kwargs.overlong_buffer_cfg",
+)  # fmt: skip
+pytestmark = [  # as in tests/trainer/ppo/test_loop_megatron.py
+    pytest.mark.filterwarnings(r"ignore:::megatron\."),
+    pytest.mark.filterwarnings(r"ignore:`torch\.distributed:FutureWarning"),
+]
+
+PPO = (
+    "algorithm=ppo", "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_clip=1",
+    "trainer.save_freq=1", "trainer.test_freq=2", "trainer.log_val_generations=1", "trainer.logger=[console]",
+    "trainer.total_training_steps=null", "trainer.total_epochs=2", "data.train_max_samples=8", "data.truncation=left",
+    "data.max_prompt_length=6", "data.ptx_max_length=32", f"{ACTOR}.ema_decay=0.75", f"{ACTOR}.calculate_entropy=true",
+    f"{ACTOR}.policy_loss.loss_mode=sapo", f"{ACTOR}.optim.lr_warmup_steps=-1", "critic.optim.lr_warmup_steps=-1",
+    f"{MODEL}.tiled_mlp.enabled=true", "critic.model.tiled_mlp.enabled=true", "critic.model.lora_rank=2",
+    f"{ACTOR}.fsdp_config.dtype=bfloat16", f"{ROLLOUT}.val_kwargs.do_sample=true",
+)  # fmt: skip
+"""With a critic, a reference, a fine-tuning file, checkpoints, validation and a dump, on FSDP."""
+GRPO = (
+    "trainer.total_training_steps=1", "trainer.deterministic=true", "data.filter_overlong_prompts=true", f"{MODEL}.lora_rank=2",
+    "algorithm.filter_groups.enable=true", f"{OVERLONG}.enable=true", f"{OVERLONG}.len=2", "reward.missing_eos_penalty=0.5",
+    "reward.shaping.clip=[-1,9]", "reward.shaping.normalize=running", f"{ACTOR}.use_kl_loss=true",
+    "algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_rs=token_k1",
+    "algorithm.rollout_correction.rollout_rs_threshold=0.5_2", f"{ACTOR}.policy_loss.loss_mode=clip_cov",
+    f"{ACTOR}.optim.lr_scheduler_type=cosine", "reward.reward_model.enable=true",
+)  # fmt: skip
+"""With an adapter, a reward model, whole groups alone, corrections and what shapes the reward."""
+MEGATRON = (
+    "algorithm=ppo", f"{ACTOR}.strategy=megatron", f"{ACTOR}.megatron.param_offload=true", "reward.reward_model.enable=true",
+    f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.calculate_entropy=true", "algorithm.rollout_correction.bypass_mode=true",
+    "trainer.total_training_steps=1", "trainer.save_freq=5", "alarms.entropy.bound=99", "alarms.entropy.patience=1",
+    "alarms.entropy.action=rollback", "alarms.max_rollbacks=0",
+)  # fmt: skip
+"""Every role on Megatron; it ends where an alarm asks for a rollback, of which there may be none."""
+FOLLOWED = {
+    f"{ACTOR}.clip_ratio": (0.3, {f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"}),
+    "algorithm.rollout_correction.mismatch_bound": (0.3, {"alarms.mismatch.bound"}),
+}
+"""Another value, and the leaves whose default it is."""
+
+
+class Opinions(Server):
+    """A judge, and a reward server."""
+
+    def reply_to(self, n: int, body: Any) -> Reply:
+        if "temperature" in body:
+            return 200, {"choices": [{"message": {"content": "Score: 1"}}]}, 0.0
+        return 200, {"rewards": [1.0] * len(body["query"])}, 0.0
+
+
+def config_of(*overrides: str) -> PPOConfig:
+    return compose("ppo_trainer", PPOConfig, overrides)
+
+
+def engines_are_asked_for(model: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sglang, "Client", Recorder)
+    for name in ("vllm", "sglang"):
+        config = config_of(f"{ROLLOUT}.name={name}", f"{MODEL}.path={model}", f"{ROLLOUT}.tensor_model_parallel_size=1")
+        models = config.actor_rollout_ref
+        spec = rollout_spec(models.model, models.rollout, config.data, "cpu")
+        if name == "vllm":
+            assert vllm.engine_arguments(spec)["model"] == str(model)
+        else:
+            assert sglang.SGLangRollout(spec, place()).bucket_bytes > 0
+
+
+def losses_are_computed() -> None:
+    for mode in ("kl_cov", "clip_cov", "vanilla"):
+        loss = ActorLoss(ActorLossConfig.of(config_of(f"{ACTOR}.policy_loss.loss_mode={mode}"), own_old_log_probs=False))
+        x = torch.linspace(-2, -1, 8)
+        batch = micro_batch(old_log_probs=x, advantages=x.flip(0), log_probs=x + 0.5)
+        if loss.wants_preparation:
+            batch, _ = loss.prepare(batch, torch.Generator())
+        assert loss({"log_probs": batch.tokens["log_probs"]}, batch)[0].isfinite().all()
+
+
+def groups_are_looked_at() -> None:
+    """Those of GDPO, by two rewards; and of a batch that is not full when no more rounds may come."""
+    one, other = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
+    found, _ = advantages(
+        "gdpo", torch.eye(2), torch.ones(2, 2), [0, 0], rewards={"a": one, "b": other}, gdpo_reward_weights=[3, 1]
+    )
+    assert (found[0] > 0).all() and (found[1] < 0).all(), "the first reward counts for more"
+    tally = Tally(
+        config_of("algorithm.filter_groups.max_num_gen_batches=1").algorithm.filter_groups, wanted=2, rounds_per_epoch=9
+    )
+    tally.add(["kept"], [1.0])
+    with pytest.raises(ValueError, match="max_num_gen_batches=1 is reached"):
+        tally.check_another(step=1)
+
+
+def answers_are_scored() -> None:
+    with Opinions() as server, server.listening():
+        url = f"http://127.0.0.1:{server.server_port}"
+        reward = config_of(
+            f"reward.judge.url={url}", "reward.judge.model=x", "reward.num_workers=0", f"reward.remote_urls=[{url}]"
+        ).reward
+        for source, answer, truth in (
+            ("openai/gsm8k", "#### 4", "4"),
+            ("math_dapo", "Answer: 4", "4"),
+            ("judge", "4", "4"),
+            ("codeforces", "print(4)", json.dumps({"inputs": [""], "outputs": ["4"]})),
+        ):
+            found = compute_score(source, answer, truth, {"question": "2 + 2"}, reward)
+            assert (found["score"] if isinstance(found, dict) else found) == 1.0
+        assert open_rewards(replace(reward, remote_urls=[])).score([Answer("judge", "4", "4", {"question": "?"}, True, "", "")])
+        with open_rewards(reward) as rewards:
+            assert [score.value for score in rewards.score([Answer("mine", "4", "4", {}, True, "", "")])] == [1.0]
+
+
+def a_scoring_process_starts(patch: pytest.MonkeyPatch) -> None:
+    """In this process, so that its limits are noted and not set."""
+    limits: list[int] = []
+    patch.setattr(worker, "_limit_memory", limits.append)
+    patch.setattr(worker, "die_with_parent", lambda parent: None)
+    ours, theirs = socket.socketpair()
+    ours.sendall(pickle.dumps((config_of("reward.memory_limit_mb=3").reward, 1)))
+    ours.shutdown(socket.SHUT_WR)
+    worker.main(theirs.detach(), os.getpid())
+    assert limits == [3 << 20] and ours.recv(5) == b"null\n"
+    ours.close()
+
+
+def a_sick_run_is_seen() -> None:
+    """Everything is as usual for ten steps, then nothing is."""
+    told = "[{bound:0.5,action:warn,patience:1}]"[1:-1]
+    names = [key.split(".")[1] for key in keys_of(PPOConfig).leaves if key.startswith("alarms.") and key.endswith(".bound")]
+    alarms = ppo_alarms(config_of(*(f"alarms.{name}={told}" for name in names)))
+    usual = {
+        "critic/score/mean": 1.0, "critic/score/max": 1.0, "critic/score/min": 0.0, "actor/entropy": 1.0, "actor/ppo_kl": 0.0,
+        "actor/kl_loss": 0.0, "training/rollout_log_probs_diff_mean": 0.0, "actor/grad_norm": 1.0, "response_length/mean": 1.0,
+        "response_length/clip_ratio": 0.0,
+    }  # fmt: skip
+    odd = {name: 9.0 for name in usual} | {"actor/entropy": 0.1, "critic/score/mean": -90.0, "training/skipped_in_a_row": 9.0}
+    assert [alarm for step in range(1, 11) for alarm in alarms.see(step, usual)] == []
+    rung = {alarm.text.partition(":")[0] for step in range(11, 30) for alarm in alarms.see(step, odd | {"critic/score/max": 1.0})}
+    assert rung == set(names)
+
+
+def a_worker_dies(run_dir: Path) -> None:
+    with pytest.raises(WorkerError):
+        Lifetime(config_of("trainer.max_restarts=0").trainer, run_dir).fell(WorkerError(0, "update", "killed"))
+
+
+def ray_is_joined(run_dir: Path, patch: pytest.MonkeyPatch) -> None:
+    """As far as Ray's own part of it."""
+    asked: list[dict[str, Any]] = []
+    patch.setattr(ray_backend, "RayBackend", lambda **arguments: asked.append(arguments))
+    config = config_of("trainer.device=cpu")
+    open_backend(config.trainer, config.ray_kwargs, config.timeouts, run_dir)
+    assert asked[0]["join_seconds"] == config.timeouts.join
+
+
+def code_of(task: Path, run_dir: Path, *overrides: str) -> int:
+    return main_ppo.PROGRAM(ppo_arguments(task, run_dir, *overrides))
+
+
+@pytest.fixture(scope="module")
+def read(no_process_left_behind: None, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
+    """Leaves that are read, and by whom."""
+    folder = tmp_path_factory.mktemp("reads")
+    task = make_task(folder / "task", train_size=32, test_size=4, sft_size=32)
+    judge = f"reward.reward_model.path={make_reward_model(folder / 'judge', seed=1)}"
+    first = (*PPO, f"data.ptx_files={task}/sft.parquet", f"trainer.rollout_data_dir={folder}/dump")
+    with pytest.MonkeyPatch.context() as patch, recorded() as reads:
+        run_ppo(task, folder / "first", *first)
+        again = ("trainer.replay.mode=train", f"trainer.replay.path={folder}/dump/step_2.safetensors")
+        assert code_of(task, folder / "first", *first, *again) == 0
+        run_ppo(task, folder / "second", *GRPO, judge)
+        assert code_of(task, folder / "third", *MEGATRON, judge) == 3
+        for part in (losses_are_computed, groups_are_looked_at, answers_are_scored, a_sick_run_is_seen):
+            part()
+        engines_are_asked_for(task / "base", patch)
+        a_scoring_process_starts(patch)
+        a_worker_dies(folder / "fourth")
+        ray_is_joined(folder / "fifth", patch)
+    close_fork_servers()
+    return reads.leaves
+
+
+def test_every_leaf_is_read(read: Mapping[str, str]) -> None:
+    """But for one that others follow: what it says is read of them."""
+    written, leaves = described(CONFIG_DIR / "ppo_trainer.yaml"), keys_of(PPOConfig).leaves
+    assert sorted(leaves.keys() - read.keys() - FOLLOWED.keys()) == []
+    for leaf, (value, followers) in FOLLOWED.items():
+        plain, changed = (flat(config_of(*typed)) for typed in ((), (f"{leaf}={value}",)))
+        assert {key for key in leaves if plain[key] != changed[key]} == {leaf, *followers}
+        assert all(written[key].value.startswith("${") and key in read for key in followers)
+
+
+def flat(config: PPOConfig) -> dict[str, Any]:
+    """By leaf."""
+    return {leaf: reduce(getattr, leaf.split("."), config) for leaf in keys_of(PPOConfig).leaves}
