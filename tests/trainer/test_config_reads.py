@@ -5,7 +5,7 @@ import os
 import pickle
 import socket
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from configs.checks import check_ppo
 from configs.compose import compose
 from configs.keys import CONFIG_DIR, described, keys_of
 from configs.schema.ppo import PPOConfig
@@ -218,6 +219,22 @@ def read(no_process_left_behind: None, tmp_path_factory: pytest.TempPathFactory)
         ray_is_joined(folder / "fifth", patch)
     close_fork_servers()
     return reads.leaves
+
+
+def test_a_read_counts_where_the_node_stands_and_a_look_at_everything_does_not() -> None:
+    with recorded() as reads:
+        config = config_of()
+        check_ppo(config, (), needs_values=True)
+        assert asdict(config) and repr(config) and config == replace(config, data=replace(config.data))
+        copy = pickle.loads(pickle.dumps(replace(config.critic.optim, weight_decay=0.5)))
+        assert reads.leaves == {}
+        assert copy.weight_decay == 0.5 and asdict(config.timeouts)["save"] > 0
+        assert reads.leaves.keys() == {"critic.optim.weight_decay", "timeouts.save"}
+        assert config.actor_rollout_ref.ref.sharding is config.actor_rollout_ref.ref.fsdp_config
+        assert reads.leaves.keys() == {"critic.optim.weight_decay", "timeouts.save", "actor_rollout_ref.ref.strategy"}
+        assert config.actor_rollout_ref.ref.fsdp_config.dtype
+        assert reads.leaves["actor_rollout_ref.ref.fsdp_config"] == __name__
+    assert config.actor_rollout_ref.actor.ppo_epochs and len(reads.leaves) == 4, "it is over"
 
 
 def test_every_leaf_is_read(read: Mapping[str, str]) -> None:

@@ -1,0 +1,418 @@
+"""For forty leaves of trainer.main_ppo, drawn by a seed: another value makes something else happen."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, reduce
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from configs.checks_placement import placement_of
+from configs.compose import compose
+from configs.keys import keys_of
+from configs.pools import ROLES
+from configs.schema.ppo import PPOConfig
+from data_preprocess import tiny_model
+from tests.runs import make_task, ppo_arguments
+from tests.trainer.rewards.server import Reply, Server
+from tests.workers.engine.toy import one_rank
+from tests.workers.rollout.engines import request
+from tests.workers.rollout.vllm_hosts import place
+from trainer.alarms import Alarm, react
+from trainer.algorithms.actor_loss import ActorLoss
+from trainer.entry import Found
+from trainer.ppo.assemble import Assembly
+from trainer.ppo.engines import reader, wants_critic
+from trainer.ppo.loop import Loop
+from trainer.ppo.rollback import roll_back
+from trainer.ppo.update import update
+from trainer.restart import Lifetime
+from trainer.rewards.remote import open_rewards
+from trainer.rewards.scoring import Answer
+from trainer.rewards.served_model import ServedModel
+from workers.batch import Batch
+from workers.controller.dispatch import Sharded
+from workers.engine import make_engine
+from workers.engine.base import TrainEngine
+from workers.metric import Metric, plain_numbers
+from workers.rollout import make_rollout, vllm
+from workers.rollout.base import Sampling
+from workers.rollout.weight_sync import WeightSync
+
+SEED, DRAWN = 10, 40
+ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+BASE = (
+    f"{MODEL}.enable_gradient_checkpointing=false", "critic.model.enable_gradient_checkpointing=false", "data.train_batch_size=8",
+    f"{ROLLOUT}.tensor_model_parallel_size=1",
+)  # fmt: skip
+
+
+def drawn() -> list[str]:
+    """Each leaf draws a number by the seed and its name; those with the least. A leaf that comes or goes moves no other."""
+    return sorted(keys_of(PPOConfig).leaves, key=lambda leaf: Random(f"{SEED} {leaf}").random())[:DRAWN]
+
+
+@dataclass
+class Hosts:
+    """In the place of workers. calls: method and arguments of each, and the seconds that it may take."""
+
+    world_size: int
+    name: str = "workers"
+    calls: list[tuple[tuple[Any, ...], float]] = field(default_factory=list)
+
+    def register_mesh(self, name: str, mesh: Any) -> None:
+        pass
+
+    def call(self, *words: Any, mesh: str | None = None, timeout: float) -> Any:
+        self.calls.append((words, timeout))
+        shares = [word for word in words if isinstance(word, Sharded)]
+        replies: list[Any] = [None] * self.world_size
+        if words[0].startswith("build_"):
+            replies = [(rank, True) for rank in range(self.world_size)]
+        elif "train_step" in words:
+            replies = [{"flops": Metric.sum(0.0), "skipped_updates": Metric.max(0.0)}] * self.world_size
+        elif "sync_weights" in words:
+            replies = [{}] * self.world_size
+        elif shares:
+            replies = list(shares[0])
+        return SimpleNamespace(result=lambda: replies, begun=0.0, ended=[0.0])
+
+    def asked(self, method: str) -> list[tuple[Any, ...]]:
+        """The arguments of each call of it."""
+        return [words[words.index(method) + 1 :] for words, _ in self.calls if method in words]
+
+
+class Trial:
+    """What a run would be made of by a configuration, as far as it is looked at."""
+
+    def __init__(self, config: PPOConfig) -> None:
+        self.config = config
+        self.hosts = Hosts(config.trainer.nnodes * config.trainer.n_gpus_per_node)
+
+    @cached_property
+    def assembly(self) -> Assembly:
+        config = self.config
+        hosts: Any = dict.fromkeys(ROLES, self.hosts)
+        life = Lifetime(config.trainer, Path(config.trainer.default_local_dir))
+        return Assembly(config, placement_of(config, has_critic=wants_critic(config)), hosts, life, reader(config))
+
+    @cached_property
+    def loop(self) -> Loop:
+        nobody: Any = None
+        return self.assembly.loop(nobody, None, nobody)
+
+    def engine(self, role: str) -> tuple[TrainEngine, Any]:
+        """The engine that workers are told to build, and its loss."""
+        getattr(self.assembly, role)()
+        _, spec, loss = self.hosts.asked("build_model")[-1]
+        return make_engine(spec), loss and loss.resolve()
+
+
+def step_batch() -> Batch:
+    """Eight prompts of two tokens, two answers each."""
+    draw = torch.Generator().manual_seed(3)
+    lengths = torch.randint(4, 9, (16,), generator=draw)
+    batch = Batch(lengths, meta={"temperature": 1.0})
+    total = batch.total_tokens
+    mask = (batch.positions() > 1).float()
+    noise = {name: torch.randn(total, generator=draw) * mask for name in ("advantages", "values", "returns")}
+    log_probs = {name: -torch.rand(total, generator=draw) * 3 for name in ("log_probs", "old_log_probs", "ref_log_probs")}
+    ids = torch.randint(3, 12, (total,), generator=draw)
+    batch = batch.with_tokens(
+        input_ids=ids, response_mask=mask, rollout_log_probs=log_probs["old_log_probs"], **noise, **log_probs
+    )
+    return batch.with_rows(uid=torch.arange(16) // 2, prompt_length=torch.full((16,), 2), finished=torch.ones(16))
+
+
+# What is looked at. All of it lies behind the configuration: what is computed, asked for, drawn, told or raised.
+
+
+def losses(trial: Trial) -> Any:
+    """Of tokens, by the actor's loss."""
+    loss, batch = ActorLoss(trial.assembly.actor_loss()), step_batch()
+    if loss.wants_preparation:
+        batch, _ = loss.prepare(batch, torch.Generator().manual_seed(0))
+    batch = batch.with_tokens(loss_weight=batch.tokens["response_mask"])
+    return loss({"log_probs": batch.tokens["log_probs"]}, batch)[0].tolist()
+
+
+def updates(role: str) -> Callable[[Trial], Any]:
+    """Of each mini-batch: its micro-batches, the weights of its tokens, and the seconds that it may take."""
+
+    def look(trial: Trial) -> Any:
+        model, spec = getattr(trial.assembly, role)(), getattr(trial.assembly, f"{role}_update")()
+        update(model, step_batch(), spec, 1, lambda batch, metrics: None)
+        made = [(words, seconds) for words, seconds in trial.hosts.calls if "train_step" in words]
+        return [
+            (words[4], seconds, [(part.lengths.tolist(), part.tokens["loss_weight"].tolist()) for part in words[3]])
+            for words, seconds in made
+        ]
+
+    return look
+
+
+def forwards(role: str) -> Callable[[Trial], Any]:
+    """The micro-batches of a step's forward."""
+
+    def look(trial: Trial) -> Any:
+        actor = trial.assembly.actor()
+        model = trial.assembly.ref(actor) if role == "ref" else actor
+        model.forward(step_batch(), ["log_probs"])
+        ((_, cuts, *_),) = trial.hosts.asked("forward")
+        return cuts
+
+    return look
+
+
+def log_probs(trial: Trial) -> Any:
+    """By the actor's engine."""
+    engine, _ = trial.engine("actor")
+    found = engine.forward(step_batch(), (tuple(range(16)),), {"log_probs"})
+    assert found is not None
+    return found.tokens["log_probs"].tolist()
+
+
+def learning(role: str) -> Callable[[Trial], Any]:
+    """The metrics of two train steps on the role's engine; how often they compute a layer's MLP; a sum of the weights then."""
+
+    def look(trial: Trial) -> Any:
+        engine, loss = trial.engine(role)
+        computed = []
+        for name, module in engine._model.named_modules():  # type: ignore[attr-defined]
+            if name.endswith("layers.0.mlp.gate_proj"):
+                module.register_forward_hook(lambda *words: computed.append(1))
+        batch = step_batch()
+        batch = batch.with_tokens(loss_weight=batch.tokens["response_mask"] / 64)
+        metrics = [plain_numbers(engine.train_step(batch, (tuple(range(16)),), loss)) for _ in range(2)]
+        return metrics, len(computed), sum(float(tensor.double().square().sum()) for _, tensor in engine.export_weights())
+
+    return look
+
+
+def rollout_arguments(trial: Trial) -> Any:
+    """What vLLM is asked for."""
+    trial.assembly.rollout()
+    _, spec, _ = trial.hosts.asked("build_rollout")[0]
+    return vllm.engine_arguments(spec)
+
+
+def calls_when_a_model_has_worked(trial: Trial) -> Any:
+    """What workers are told, when answers are wanted after another model had the GPUs."""
+    rollout = trial.assembly.rollout()
+    rollout.rest(rollout.group)
+    rollout.generate(step_batch(), Sampling(1.0, -1, 1.0, 4, (1,)), 2)
+    return [words[:3] for words, _ in trial.hosts.calls if words[0] == "run"]
+
+
+def verified(trial: Trial) -> Any:
+    """What a weight sync between two engines tells, but for its time."""
+    engine, _ = trial.engine("actor")
+    trial.assembly.rollout()
+    _, spec, _ = trial.hosts.asked("build_rollout")[0]
+    _, told = WeightSync(make_rollout(spec, place()), engine, spec.rollout, 0)(1)
+    return {name: value for name, value in plain_numbers(told).items() if not name.startswith("timing")}
+
+
+def validation_asks(trial: Trial) -> Any:
+    """For how many prompts at first, and what an engine is to draw by."""
+    found = []
+
+    def answer(prompts: Any, n: int, sampling: Sampling, *rest: Any, **more: Any) -> Any:
+        found.append((len(prompts), n, vllm.sampling_arguments(request(0, (2,), **dataclasses.asdict(sampling)), 64)))
+        raise Found("seen")
+
+    trial.loop.source.answer = answer  # type: ignore[method-assign]
+    with pytest.raises(Found, match="seen"):
+        trial.loop.validation.run(0)
+    return found
+
+
+def rung(trial: Trial) -> Any:
+    """What becomes of a step in which every figure is bad, and what is told."""
+    bad = {"actor/entropy": 0.5, "actor/ppo_kl": 9.0, "training/rollout_log_probs_diff_mean": 9.0}
+    told: list[Any] = []
+    events: Any = SimpleNamespace(add=lambda *words: told.append(words))
+    try:
+        return react(trial.loop.alarms.see(1, bad), events, 1), told
+    except Found as error:
+        return str(error)
+
+
+def gone_back(trial: Trial) -> Any:
+    with pytest.raises(Found) as error:
+        roll_back(trial.loop, Alarm("rollback", "too high", 0))
+    return str(error.value)
+
+
+def coefficient(trial: Trial) -> Any:
+    """Of the KL in the reward, after a step that was far from the reference."""
+    trial.loop.kl.update(9.0, 8)
+    return trial.loop.kl.coefficient
+
+
+def round_of_prompts(trial: Trial) -> Any:
+    return [prompt.prompt_ids for prompt in trial.assembly.stream().draw()]
+
+
+def texts(trial: Trial) -> Any:
+    """Of the file that goes along."""
+    assert trial.assembly.ptx is not None
+    batch = trial.assembly.ptx.beside(step_batch().with_tokens(loss_weight=torch.ones(int(step_batch().lengths.sum()))))
+    return batch.tokens["input_ids"].tolist()
+
+
+def servers_score(trial: Trial) -> Any:
+    """What the reward model's server gives."""
+    models = trial.assembly.reward_models()
+    assert models is not None and isinstance(models.models[0].scorer, ServedModel)
+    return models.models[0].scorer.servers.score([Answer("sort_digits", "12", "12", {}, True, "", "<eos>")])
+
+
+def score(trial: Trial) -> Any:
+    with open_rewards(trial.config.reward) as rewards:
+        return rewards.score([Answer("mine", "#### 12", "12", {}, True, "", "<eos>")])
+
+
+def seconds_to_load(trial: Trial) -> Any:
+    trial.assembly.actor().load("somewhere")
+    ((_, seconds),) = [(words, seconds) for words, seconds in trial.hosts.calls if "load" in words]
+    return seconds
+
+
+def who_learns(trial: Trial) -> Any:
+    """In the first step."""
+    loop = trial.loop
+    loop.together = lambda parts: {role: {"did": 1.0} for role in parts if learnt.append(role) is None}  # type: ignore
+    learnt: list[str] = []
+    loop.update(1, step_batch())
+    return learnt
+
+
+def events_before_a_step(trial: Trial) -> Any:
+    kinds: list[str] = []
+    events: Any = SimpleNamespace(add=lambda step, kind, text: kinds.append(kind))
+    with trial.assembly.life.stopping:
+        trial.assembly.life.stopping.is_due(0, {}, events)
+    return kinds
+
+
+@dataclass(frozen=True)
+class Row:
+    """other: another value than the leaf has. look: what is another thing then. base: other leaves that the row wants, and their
+    values. In both {task}, {first} and {second} stand for what ``names`` has.
+    """
+
+    other: Any
+    look: Callable[[Trial], Any]
+    base: Mapping[str, Any] = field(default_factory=dict)
+
+
+PPO = {"algorithm.adv_estimator": "gae"}
+VLLM = {f"{ROLLOUT}.name": "vllm"}
+TWO_EPOCHS = {f"{ACTOR}.ppo_epochs": 2}
+SERVED = {"reward.reward_model.enable": True, "reward.reward_model.urls": ["{first}"]}
+PTX = {"data.ptx_files": ["{task}/sft.parquet"], "data.ptx_max_length": 32, "data.ptx_truncation": "right"}
+ALARM = {"patience": 1, "bound": 0.1, "action": "warn"}
+ALARMS = {f"alarms.{name}.{key}": value for name in ("entropy", "mismatch", "policy_kl") for key, value in ALARM.items()}
+ON_TWO = {f"{ACTOR}.strategy": "megatron", f"{ACTOR}.ppo_micro_batch_size": 8, "trainer.n_gpus_per_node": 2}
+RULE = {"reward.custom_reward_function.path": None, "reward.scorer": "exact_match"}
+ROWS: Mapping[str, Row] = {
+    f"{ACTOR}.clip_ratio_low": Row(0.9, losses, TWO_EPOCHS),
+    f"{ACTOR}.fsdp_config.dtype": Row("bfloat16", log_probs),
+    f"{ACTOR}.loss_agg_mode": Row("seq-mean-token-mean", updates("actor")),
+    f"{ACTOR}.megatron.context_parallel_size": Row(2, updates("actor"), ON_TWO),
+    f"{ACTOR}.optim.betas": Row((0.5, 0.6), learning("actor")),
+    f"{ACTOR}.policy_loss.kl_cov_ratio": Row(0.5, losses, {**TWO_EPOCHS, f"{ACTOR}.policy_loss.loss_mode": "kl_cov"}),
+    f"{ACTOR}.ppo_mini_batch_size": Row(4, updates("actor")),
+    f"{ACTOR}.use_dynamic_bsz": Row(True, updates("actor"), {f"{ACTOR}.ppo_micro_batch_size_per_gpu": 1}),
+    f"{MODEL}.enable_gradient_checkpointing": Row(True, learning("actor")),
+    f"{MODEL}.path": Row("{task}/other", log_probs),
+    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": Row(32, forwards("ref"), {f"{ACTOR}.use_kl_loss": True}),
+    f"{ROLLOUT}.enforce_eager": Row(True, rollout_arguments, VLLM),
+    f"{ROLLOUT}.free_cache_engine": Row(False, calls_when_a_model_has_worked),
+    f"{ROLLOUT}.log_prob_micro_batch_size": Row(2, forwards("actor")),
+    f"{ROLLOUT}.max_model_len": Row(50, rollout_arguments, VLLM),
+    f"{ROLLOUT}.val_kwargs.do_sample": Row(True, validation_asks, {f"{ROLLOUT}.val_kwargs.temperature": 0.7}),
+    f"{ROLLOUT}.val_kwargs.top_k": Row(3, validation_asks),
+    f"{ROLLOUT}.verify_weights": Row("off", verified),
+    "alarms.entropy.bound": Row(0.9, rung, ALARMS),
+    "alarms.max_rollbacks": Row(0, gone_back),
+    "alarms.mismatch.action": Row("stop", rung, ALARMS),
+    "alarms.mismatch.bound": Row(None, rung, {**ALARMS, "alarms.mismatch.action": "stop"}),
+    "alarms.policy_kl.action": Row("rollback", rung, ALARMS),
+    "algorithm.kl_ctrl.type": Row("adaptive", coefficient),
+    "critic.model.lora_alpha": Row(64.0, learning("critic"), {**PPO, "critic.model.lora_rank": 2}),
+    "critic.model.tiled_mlp.num_shards": Row(2, learning("critic"), {**PPO, "critic.model.tiled_mlp.enabled": True}),
+    "critic.optim.lr_warmup_steps": Row(9, learning("critic"), {**PPO, "critic.optim.lr_warmup_steps": 0}),
+    "critic.optim.lr_warmup_steps_ratio": Row(1.0, learning("critic"), {**PPO, "critic.optim.lr_warmup_steps": -1}),
+    "critic.ppo_max_token_len_per_gpu": Row(32, updates("critic"), PPO),
+    "critic.ppo_mini_batch_size": Row(4, updates("critic"), PPO),
+    "data.gen_batch_size": Row(4, round_of_prompts, {"algorithm.filter_groups.enable": True}),
+    "data.ptx_max_length": Row(9, texts, PTX),
+    "data.ptx_prompt_key": Row("response", texts, PTX),
+    "data.val_batch_size": Row(3, validation_asks),
+    "reward.reward_model.urls": Row(["{second}"], servers_score, SERVED),
+    "reward.scorer": Row("gsm8k", score, RULE),
+    "timeouts.load": Row(7.0, seconds_to_load),
+    "timeouts.update": Row(7.0, updates("actor")),
+    "trainer.critic_warmup": Row(5, who_learns, PPO),
+    "trainer.watch.memory_warn": Row(1.0, events_before_a_step),
+}
+
+
+class Rewards(Server):
+    """Gives every answer the same."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value = value
+
+    def reply_to(self, n: int, body: Any) -> Reply:
+        return 200, {"rewards": [self.value] * len(body["query"])}, 0.0
+
+
+@pytest.fixture(scope="module")
+def names(no_process_left_behind: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, str]]:
+    """What is named in the table: a task and two reward servers. Within is a process group of this process alone."""
+    task = make_task(tmp_path_factory.mktemp("task"), train_size=16, test_size=4, sft_size=16)
+    tiny_model.main([f"--save_dir={task / 'other'}", "--seed=2"])
+    (task / "run").mkdir()
+    with one_rank(task), Rewards(1.0) as first, Rewards(2.0) as second, first.listening(), second.listening():
+        yield {"task": str(task)} | {
+            name: f"http://127.0.0.1:{server.server_port}" for name, server in {"first": first, "second": second}.items()
+        }
+
+
+@pytest.fixture(scope="module")
+def base(names: Mapping[str, str]) -> PPOConfig:
+    task = Path(names["task"])
+    return compose("ppo_trainer", PPOConfig, ppo_arguments(task, task / "run", *BASE))
+
+
+def with_leaf(node: Any, leaf: str, value: Any, names: Mapping[str, str]) -> Any:
+    """A copy in which this leaf alone is another: nothing that follows it goes along."""
+    name, _, below = leaf.partition(".")
+    if below:
+        return dataclasses.replace(node, **{name: with_leaf(getattr(node, name), below, value, names)})
+    texts = [text.format(**names) for text in value] if isinstance(value, list) else value
+    return dataclasses.replace(node, **{name: texts.format(**names) if isinstance(texts, str) else texts})
+
+
+def test_the_table_has_what_the_seed_draws() -> None:
+    assert sorted(ROWS) == sorted(drawn())
+
+
+@pytest.mark.parametrize("leaf", ROWS)
+def test_another_value_makes_another_thing_happen(leaf: str, names: Mapping[str, str], base: PPOConfig) -> None:
+    row = ROWS[leaf]
+    config = reduce(lambda config, item: with_leaf(config, *item, names), row.base.items(), base)
+    changed = with_leaf(config, leaf, row.other, names)
+    assert config != changed, "the table's value is another"
+    before, again, after = (row.look(Trial(one)) for one in (config, config, changed))
+    assert before == again, "nothing but the leaf makes the difference"
+    assert before != after
