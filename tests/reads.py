@@ -82,7 +82,7 @@ def recorded() -> Iterator[Reads]:
 
     def told(node: Any, factory: Any) -> Any:
         values, caller = as_dictionary(node, factory), sys._getframe(1)
-        if type(node) in places() and type(node) is not PPOConfig and caller.f_code is dataclasses.asdict.__code__:
+        if type(node) in places() and caller.f_code is dataclasses.asdict.__code__:
             values, place = Told(values), reads.place(node)
             values.saw = lambda names, frame: reads.saw(place, names, frame)
         return values
