@@ -57,6 +57,7 @@ PPO = (
     f"{ACTOR}.policy_loss.loss_mode=sapo", f"{ACTOR}.optim.lr_warmup_steps=-1", "critic.optim.lr_warmup_steps=-1",
     f"{MODEL}.tiled_mlp.enabled=true", "critic.model.tiled_mlp.enabled=true", "critic.model.lora_rank=2",
     f"{ACTOR}.fsdp_config.dtype=bfloat16", f"{ROLLOUT}.val_kwargs.do_sample=true",
+    f"{ROLLOUT}.n=2",
 )  # fmt: skip
 """With a critic, a reference, a fine-tuning file, checkpoints, validation and a dump, on FSDP."""
 GRPO = (
@@ -65,14 +66,14 @@ GRPO = (
     "reward.shaping.clip=[-1,9]", "reward.shaping.normalize=running", f"{ACTOR}.use_kl_loss=true",
     "algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_rs=token_k1",
     "algorithm.rollout_correction.rollout_rs_threshold=0.5_2", f"{ACTOR}.policy_loss.loss_mode=clip_cov",
-    f"{ACTOR}.optim.lr_scheduler_type=cosine", "reward.reward_model.enable=true",
+    f"{ACTOR}.optim.lr_scheduler_type=cosine", "reward.reward_model.enable=true", f"{ROLLOUT}.n=2",
 )  # fmt: skip
 """With an adapter, a reward model, whole groups alone, corrections and what shapes the reward."""
 MEGATRON = (
     "algorithm=ppo", f"{ACTOR}.strategy=megatron", f"{ACTOR}.megatron.param_offload=true", "reward.reward_model.enable=true",
     f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.calculate_entropy=true", "algorithm.rollout_correction.bypass_mode=true",
     "trainer.total_training_steps=1", "trainer.save_freq=5", "alarms.entropy.bound=99", "alarms.entropy.patience=1",
-    "alarms.entropy.action=rollback", "alarms.max_rollbacks=0",
+    "alarms.entropy.action=rollback", "alarms.max_rollbacks=0", f"{ROLLOUT}.n=2",
 )  # fmt: skip
 """Every role on Megatron; it ends where an alarm asks for a rollback, of which there may be none."""
 FOLLOWED = {
