@@ -289,14 +289,19 @@ def seconds_to_load(trial: Trial) -> Any:
 
 def who_learns(trial: Trial) -> Any:
     """In the first step."""
-    loop = trial.loop
-    loop.together = lambda parts: {role: {"did": 1.0} for role in parts if learnt.append(role) is None}  # type: ignore
     learnt: list[str] = []
-    loop.update(1, step_batch())
+
+    def together(parts: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+        learnt.extend(parts)
+        return {}
+
+    trial.loop.together = together  # type: ignore[assignment]
+    trial.loop.update(1, step_batch())
     return learnt
 
 
 def events_before_a_step(trial: Trial) -> Any:
+    """Their kinds."""
     kinds: list[str] = []
     events: Any = SimpleNamespace(add=lambda step, kind, text: kinds.append(kind))
     with trial.assembly.life.stopping:

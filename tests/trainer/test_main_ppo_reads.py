@@ -121,13 +121,11 @@ def losses_are_computed() -> None:
 def groups_are_looked_at() -> None:
     """Those of GDPO, by two rewards; and of a batch that is not full when no more rounds may come."""
     one, other = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
-    found, _ = advantages(
-        "gdpo", torch.eye(2), torch.ones(2, 2), [0, 0], rewards={"a": one, "b": other}, gdpo_reward_weights=[3, 1]
-    )
+    named: dict[str, Any] = {"rewards": {"a": one, "b": other}, "gdpo_reward_weights": [3, 1]}
+    found, _ = advantages("gdpo", torch.eye(2), torch.ones(2, 2), [0, 0], **named)
     assert (found[0] > 0).all() and (found[1] < 0).all(), "the first reward counts for more"
-    tally = Tally(
-        config_of("algorithm.filter_groups.max_num_gen_batches=1").algorithm.filter_groups, wanted=2, rounds_per_epoch=9
-    )
+    filtering = config_of("algorithm.filter_groups.max_num_gen_batches=1").algorithm.filter_groups
+    tally = Tally(filtering, wanted=2, rounds_per_epoch=9)
     tally.add(["kept"], [1.0])
     with pytest.raises(ValueError, match="max_num_gen_batches=1 is reached"):
         tally.check_another(step=1)
@@ -136,9 +134,8 @@ def groups_are_looked_at() -> None:
 def answers_are_scored() -> None:
     with Opinions() as server, server.listening():
         url = f"http://127.0.0.1:{server.server_port}"
-        reward = config_of(
-            f"reward.judge.url={url}", "reward.judge.model=x", "reward.num_workers=0", f"reward.remote_urls=[{url}]"
-        ).reward
+        servers = (f"reward.judge.url={url}", "reward.judge.model=x", f"reward.remote_urls=[{url}]")
+        reward = config_of("reward.num_workers=0", *servers).reward
         for source, answer, truth in (
             ("openai/gsm8k", "#### 4", "4"),
             ("math_dapo", "Answer: 4", "4"),
@@ -167,7 +164,7 @@ def a_scoring_process_starts(patch: pytest.MonkeyPatch) -> None:
 
 def a_sick_run_is_seen() -> None:
     """Everything is as usual for ten steps, then nothing is."""
-    told = "[{bound:0.5,action:warn,patience:1}]"[1:-1]
+    told = "{bound:0.5,action:warn,patience:1}"
     names = [key.split(".")[1] for key in keys_of(PPOConfig).leaves if key.startswith("alarms.") and key.endswith(".bound")]
     alarms = ppo_alarms(config_of(*(f"alarms.{name}={told}" for name in names)))
     usual = {
@@ -242,7 +239,7 @@ def test_every_leaf_is_read(read: Mapping[str, str]) -> None:
     """But for one that others follow: what it says is read of them."""
     written, leaves = described(CONFIG_DIR / "ppo_trainer.yaml"), keys_of(PPOConfig).leaves
     assert {reader.partition(".")[0] for reader in read.values()} == {"trainer", "workers"}, "and no test"
-    assert sorted(leaves.keys() - read.keys() - FOLLOWED.keys()) == []
+    assert leaves.keys() - read.keys() == FOLLOWED.keys()
     for leaf, (value, followers) in FOLLOWED.items():
         plain, changed = (flat(config_of(*typed)) for typed in ((), (f"{leaf}={value}",)))
         assert {key for key in leaves if plain[key] != changed[key]} == {leaf, *followers}
