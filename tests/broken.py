@@ -11,7 +11,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hydra._internal.hydra import Hydra
 from transformers import AutoConfig
 
 from data_preprocess.tiny_model import character_tokenizer
@@ -76,6 +75,7 @@ def break_data(folder: Path, rows: list[dict[str, Any]]) -> None:
     write("no_truth", [row | {"reward_model": {"style": "rule"}} for row in rows])
     write("no_struct", [row | {"reward_model": "rule"} for row in rows])
     write("strange_source", [row | {"data_source": "sort_digit"} for row in rows])
+    write("no_source", [row | {"data_source": None} for row in rows[:1]] + rows)
     write("nothing_asked", [row | {"prompt": []} for row in rows])
     write("few", rows[:3])
     whole = (folder / "train.parquet").read_bytes()
@@ -117,9 +117,8 @@ def break_models(folder: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an empty directory. Hydra would compose each line once more, to see whether hydra.mode is in it: a third of the time."""
+    """In an empty directory."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Hydra, "get_mode", lambda *args, **kwargs: None)
 
 
 def told(program: str, argv: Sequence[str], capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -15,7 +15,17 @@ import pytest
 from trainer.dumps import Sample
 from trainer.events import Events
 from trainer.metrics import Span
-from trainer.report import answers_of, main, phase_seconds, timeline_of, workers_of, write_curve_png, write_report
+from trainer.report import (
+    MOST_ANSWERS,
+    MOST_WORKERS,
+    answers_of,
+    main,
+    phase_seconds,
+    timeline_of,
+    workers_of,
+    write_curve_png,
+    write_report,
+)
 from trainer.run_dir import GLOBAL_STEP, json_line, read_lines
 from trainer.tracking import Tracker
 from trainer.watchdog import Call
@@ -163,6 +173,9 @@ def test_each_worker_of_the_last_step_has_a_lane(tmp_path: Path) -> None:
         "generation: 0.000 to 0.500 s", "generation: 0.000 to 0.250 s", "update: 0.600 to 0.900 s", "adv: 0.500 to 0.600 s",
     ]  # fmt: skip
     assert "Step 2, by worker" in Page(write_report(tmp_path).read_text(encoding="utf-8")).text
+    many = {GLOBAL_STEP: 3, "calls": [["update", "a", 0.0, [1.0] * (MOST_WORKERS + 1)]], "spans": []}
+    found = workers_of([many])
+    assert found is not None and len(found[1].names) == MOST_WORKERS
     assert workers_of([]) is None and workers_of([{GLOBAL_STEP: 1, "spans": []}]) is None, "also of a run before there were calls"
 
 
@@ -262,6 +275,8 @@ def test_answers_before_and_after_stand_side_by_side(html: str, tmp_path: Path) 
     first, last, pairs = answers_of(read_lines(make_run(tmp_path) / "samples.jsonl"))
     assert (first, last) == (0, 40)
     assert [(pair.first["uid"], pair.last and pair.last["response"]) for pair in pairs] == [(1, "12"), (2, "12")]
+    many = [{**sample(uid, "x", 0.0), GLOBAL_STEP: 0} for uid in range(MOST_ANSWERS + 1)]
+    assert len(answers_of(many)[2]) == MOST_ANSWERS
     text = Page(html).text
     assert "before · step 0 after · step 40" in text and "only before" not in text
     assert html.count('<span class="score up">1</span>') == 2
