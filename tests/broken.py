@@ -55,7 +55,7 @@ def broken_task(folder: Path) -> Path:
         "syntax": "def compute_score(:\n",
         "raises": "import nothing_of_this_name\ndef compute_score(**row): return 1.0\n",
         "other": "def score(**row): return 1.0\n",
-        "empty": "\n",
+        "odd": "def compute_score(response, answer): return 1.0\n",
     }
     for name, text in code.items():
         (folder / f"{name}.py").write_text(text)

@@ -32,7 +32,7 @@ FILES = [
     (f"{MODEL}.path={{task}}/no_tokenizer", f"{MODEL}.path={{task}}/no_tokenizer: no tokenizer there"),
     (f"{MODEL}.tokenizer_path={{task}}/nothing", f"{MODEL}.tokenizer_path={{task}}/nothing: no tokenizer there"),
     ("algorithm=ppo critic.model.path=./gone", "critic.model.path=./gone: no such directory"),
-    ("critic.enable=true critic.model.path=~/gone", "critic.model.path={task}/gone: no such directory"),
+    ("critic.enable=true critic.model.path='~/gone'", "critic.model.path={task}/gone: no such directory"),
     ("reward.models={a:{path:{task}/gone}}", "reward.models.a.path={task}/gone: no such directory"),
     (
         "reward.models={a:{path:{task}/base,chat_template:gone.jinja}}",
@@ -83,6 +83,10 @@ FILES = [
 LATE = [
     ("trainer.logger=[wnadb]", "trainer.logger=wnadb: no logger wnadb; there are "),
     (f"{KEY}.path={{task}}/raises.py", f"{KEY}.path={{task}}/raises.py: raises.py does not load: ModuleNotFoundError"),
+    (
+        f"{KEY}.path={{task}}/odd.py",
+        f"{KEY}.path={{task}}/odd.py: compute_score must take data_source, ",
+    ),
     (f"{KEY}.reward_kwargs={{ground_truth:1}}", f"{KEY}.reward_kwargs: ground_truth comes with every answer"),
     ("data.max_prompt_length=2", "16 of 16 prompts are longer than data.max_prompt_length=2 tokens"),
     ("data.max_prompt_length=2 data.filter_overlong_prompts=true", "data.filter_overlong_prompts leaves nothing"),
@@ -133,8 +137,8 @@ FINE = [
     f"data.train_files={{task}}/strange_source.parquet {KEY}.path=null reward.scorer=exact_match",
     "data.train_files={task}/no_truth.parquet reward.remote_urls=['http://host/'] " + f"{KEY}.path=gone.py",
     "data.train_batch_size=16",
-    "data.train_files=~/train.parquet actor_rollout_ref.model.path=~/base",
-    "reward.models={a:{path:~/base,chat_template:~/reward.py}}",
+    "data.train_files='~/train.parquet' actor_rollout_ref.model.path='~/base'",
+    "reward.models={a:{path:'~/base',chat_template:'~/reward.py'}}",
     "trainer.resume_mode=resume_path trainer.resume_from_path=s3://bucket/run/global_step_4",
 ]
 

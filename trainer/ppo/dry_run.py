@@ -41,6 +41,7 @@ GB = 1e9
 
 def dry_run(config: PPOConfig) -> None:
     """Check, print the plan, and write the configuration into the run directory. Raises ValueError and FileNotFoundError."""
+    config = replace(config, trainer=replace(config.trainer, dry_run=None))  # the run's
     check_installed(config.actor_rollout_ref.rollout.name)
     check_engines(config)
     place = placement_of(config, has_critic=wants_critic(config))
@@ -205,7 +206,7 @@ def doubts(config: PPOConfig, place: Placement, models: dict[str, Measured]) -> 
     longest = data.max_prompt_length + data.max_response_length
     if positions is not None and positions < longest:
         row = f"data.max_prompt_length + data.max_response_length = {longest} tokens"
-        yield f"longer than the model's rows: {row}, and config.json has {positions} positions (max_position_embeddings)"
+        yield f"rows longer than the model knows: {row}, and its config.json has {positions} positions (max_position_embeddings)"
     fullest = max(uses_of(config, place, models), key=lambda use: use.bytes or 0.0, default=None)
     if room is not None and fullest is not None and (fullest.bytes or 0.0) > room:
         yield f"more than there is: {fullest.phase} in pool {fullest.pool}, and a worker here has {room / GB:.4g} GB"
@@ -234,5 +235,5 @@ def write(config: PPOConfig, run_dir: Path) -> Path:
     """The configuration as the run would write it."""
     run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     name = BESIDE if (run_dir / METRICS).exists() else CONFIG
-    write_config(run_dir, asdict(replace(config, trainer=replace(config.trainer, dry_run=None))), name)
+    write_config(run_dir, asdict(config), name)
     return run_dir / name
