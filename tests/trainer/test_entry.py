@@ -13,7 +13,7 @@ from configs.argv import groups_of
 from configs.keys import CONFIG_DIR, described
 from configs.schema.sft import SFTConfig
 from tests.broken import PROGRAMS
-from trainer.entry import Found, NotSaved, Program, Stopped
+from trainer.entry import Found, NotSaved, Program, Stopped, wrapped
 from workers.controller.group import PhaseTimeout, WorkerError
 
 ROOT = CONFIG_DIR.parent
@@ -168,6 +168,12 @@ def test_help_names_groups_keys_and_examples(flag: str, capsys: pytest.CaptureFi
     page = capsys.readouterr().out
     assert "About." in page and "python -m trainer.main_sft optim.lr=1e-4" in page
     assert "optim.lr=1.0e-5" in page and "largest learning rate" in page
+
+
+def test_a_word_of_an_example_stays_whole() -> None:
+    words = [f"key{i}={'some-value-' * 3}" for i in range(9)]
+    lines = wrapped(" ".join(words), "  ", "    ", " \\").splitlines()
+    assert max(map(len, lines)) <= 80 and [word for line in lines for word in line.removesuffix(" \\").split()] == words
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)

@@ -11,7 +11,7 @@ from tests.tiny import save_tiny_model, tiny_config
 from workers.model_path import check_files, check_tokenizer, model_path
 
 
-@pytest.mark.parametrize("path", ["/no/such/model", "./nothing", "~/nothing/here", "a/b/c"])
+@pytest.mark.parametrize("path", ["/no/such/model", "./nothing", "~/nothing", "a/b/c"])
 def test_a_local_path_that_is_not_there_is_not_looked_for_elsewhere(path: str) -> None:
     with pytest.raises(FileNotFoundError, match="no such directory"):
         model_path(tiny.model_config(path))
@@ -23,6 +23,12 @@ def test_a_directory_without_a_model(tmp_path: Path) -> None:
     tiny_config().save_pretrained(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"no \*\.safetensors there"):
         model_path(tiny.model_config(str(tmp_path)))
+
+
+def test_a_path_from_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save_tiny_model(tmp_path / "mine")
+    assert model_path(tiny.model_config("~/mine")) == str(tmp_path / "mine")
 
 
 def test_a_hub_name_is_left_alone() -> None:

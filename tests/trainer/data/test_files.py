@@ -54,6 +54,8 @@ def test_errors_name_the_file_and_what_is_there(tmp_path: Path) -> None:
     missing = str(tmp_path / "train.parquet")
     assert error_of([], ["a"]) == "no data file is given"
     assert error_of([good, missing], ["a"]) == f"{missing}: no such file; {tmp_path} has good.parquet"
+    (tmp_path / "other").mkdir()
+    assert error_of([str(tmp_path / "other/a.json")], ["a"]).endswith("/other has no parquet or JSON-lines file")
     assert "there is no directory" in error_of([str(tmp_path / "no" / "train.parquet")], ["a"])
     for made, maker in (
         ("sort_digits", "scripts/quickstart.sh"),
