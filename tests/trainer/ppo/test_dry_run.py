@@ -156,9 +156,7 @@ def test_what_would_not_go_well_is_told(
     positions = "actor_rollout_ref.model.override_config.max_position_embeddings=8"
     told = plan(task, tmp_path / "run", capsys, *words, positions).splitlines()
     assert "  actor_rollout_ref.actor.ppo_*: micro-batches of 64 tokens at most on a GPU" in told
-    assert (
-        told[-3] == "longer than the model: 16 tokens (data.max_prompt_length + data.max_response_length), and it has 8 positions"
-    )
+    assert told[-3].startswith("rows longer than the model knows: ") and " = 16 tokens, and its config.json has 8 " in told[-3]
     assert told[-2] == "more than there is: actor: update in pool workers, and a worker here has 0.001 GB"
     assert told[-1].startswith("nothing was started; ")
     small.total = 1e12

@@ -68,7 +68,7 @@ def test_further_arguments_of_the_configuration_reach_the_function(tmp_path: Pat
 @pytest.mark.parametrize(
     ("head", "kwargs", "told"),
     [
-        ("response, answer", {}, "got an unexpected keyword argument 'data_source'"),
+        ("response, answer", {}, "missing a required argument: 'response'"),
         ("data_source, solution_str, ground_truth", {}, "got an unexpected keyword argument 'extra_info'"),
         ("data_source, solution_str, ground_truth, extra_info, scale", {}, "missing a required argument: 'scale'"),
         ("data_source, solution_str, ground_truth, extra_info", {"scale": 1}, "got an unexpected keyword argument 'scale'"),
