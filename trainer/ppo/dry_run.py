@@ -195,7 +195,7 @@ def memory_lines(config: PPOConfig, place: Placement, models: dict[str, Measured
 
 
 def uses_of(config: PPOConfig, place: Placement, models: dict[str, Measured]) -> list[Use]:
-    """None if a model is not known."""
+    """Of the phases of a step; none if a model is not known."""
     shapes = {key: model.shape for key, model in models.items() if model.shape is not None}
     return list(estimate(config, place, shapes, room_of(config, place))) if shapes.keys() == models.keys() else []
 
