@@ -111,8 +111,11 @@ def break_models(folder: Path) -> None:
     (silent / "chat_template.jinja").unlink(missing_ok=True)
     about = json.loads((silent / "tokenizer_config.json").read_text())
     (silent / "tokenizer_config.json").write_text(json.dumps({key: about[key] for key in about if key != "chat_template"}))
-    labelled = AutoConfig.from_pretrained(folder / "base", num_labels=3, architectures=["Qwen2ForSequenceClassification"])
-    labelled.save_pretrained(copy("three_labels"))
+    for name, labels in (("one_label", 1), ("three_labels", 3)):
+        labelled = AutoConfig.from_pretrained(
+            folder / "base", num_labels=labels, architectures=["Qwen2ForSequenceClassification"]
+        )
+        labelled.save_pretrained(copy(name))
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,8 @@ import pytest
 import yaml
 from safetensors import safe_open
 
+from configs.compose import compose
+from configs.schema.ppo import PPOConfig
 from tests.runs import make_task, ppo_arguments, run_ppo
 from trainer import main_ppo
 from trainer.ppo import assemble, dry_run
@@ -168,6 +170,9 @@ def test_what_would_not_go_well_is_told(
 def test_models_that_the_estimate_does_not_know_and_adapters(
     task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    models = dry_run.measured(compose("ppo_trainer", PPOConfig, ppo_arguments(task, tmp_path / "run", "algorithm=ppo")))
+    more = models["critic"].parameters - models["actor_rollout_ref.actor"].parameters
+    assert more == 96, "the value of each hidden state, for its head is the embedding's"
     monkeypatch.setattr(dry_run, "shape_of", lambda *args: None)
     told = plan(task, tmp_path / "run", capsys, "algorithm=ppo", "actor_rollout_ref.model.lora_rank=2")
     assert "\n  none: it is for dense decoders, and actor_rollout_ref.actor, critic is none\nfine, " in told
