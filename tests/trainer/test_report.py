@@ -128,6 +128,14 @@ def test_every_chart_is_well_formed_and_holds_its_data(html: str) -> None:
     assert not {"Loss", "Value loss", "Explained variance", "Clipped"} & set(titles)  # not there, or 0 throughout
 
 
+def test_the_only_data_source_is_no_curve_of_its_own(tmp_path: Path) -> None:
+    tracker = Tracker([], tmp_path, "p", "e", CONFIG)
+    tracker.log({"val/accuracy": 0.5, "val-core/a/reward/mean@1": 0.5}, 1)
+    tracker.close()
+    (chart,) = re.findall(r"json\">(.*)</script>", write_report(tmp_path).read_text(encoding="utf-8"))
+    assert len(json.loads(chart)) == 1
+
+
 def test_a_score_that_never_leaves_zero_is_shown(tmp_path: Path) -> None:
     tracker = Tracker([], tmp_path, "p", "e", CONFIG)
     tracker.log({"critic/score/mean": 0.0, "actor/entropy": 0.0}, 1)
@@ -146,14 +154,15 @@ def test_the_timeline_has_a_lane_for_each_pool_and_the_last_steps(tmp_path: Path
     tracker = Tracker([], tmp_path, "project", "experiment", CONFIG)
     for step in range(1, 6):
         spans = [Span("values", ("<b>",), step + 0.2, step + 0.8), Span("adv", (), step + 0.8, step + 0.9)]
-        tracker.log_spans([Span("gen", ("a",), step, step + 0.25), *spans, Span("step", (), step, step + 0.9)], [], step)
+        tracker.log_spans([Span("gen", ("workers",), step, step + 0.25), *spans, Span("step", (), step, step + 0.9)], [], step)
     tracker.close()
     drawn = timeline_of(read_lines(tmp_path / "timeline.jsonl"))
     assert drawn is not None
-    assert [name.label for name in drawn.names] == ["<b>", "a", "controller"] and drawn.labels == ["values", "gen", "adv"]
+    assert [name.label for name in drawn.names] == ["<b>", "workers", "controller"] and drawn.labels == ["values", "gen", "adv"]
     assert len(drawn.bars) == 3 * 3 and drawn.bars[0].told == "values: 0.200 to 0.800 s"
     text = write_report(tmp_path).read_text(encoding="utf-8")
     assert "the last 3 steps" in text and text.count("<title>values: ") == 3 and "&lt;b&gt;</text>" in text
+    assert timeline_of([*read_lines(tmp_path / "timeline.jsonl"), {GLOBAL_STEP: 6, "spans": []}]) == drawn
     assert timeline_of([]) is None
 
 
