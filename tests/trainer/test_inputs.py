@@ -100,10 +100,6 @@ LATE = [
     ("reward.models={a:{path:{task}/base}}", "reward.models.a: model.path={task}/base: Qwen2ForCausalLM has no score head"),
     ("reward.models={a:{path:{task}/three_labels}}", "reward.models.a: model.path={task}/three_labels: "),
     (
-        "reward.models={a:{path:{task}/one_label,kind:token,apply_chat_template_kwargs:{x:1}}}",
-        "reward.models.a: kind=token: the policy's tokens are rewarded",
-    ),
-    (
         "trainer.resume_mode=resume_path trainer.resume_from_path={task}/no_step",
         "trainer.resume_from_path={task}/no_step: no manifest",
     ),

@@ -172,7 +172,7 @@ def test_models_that_the_estimate_does_not_know_and_adapters(
 ) -> None:
     models = dry_run.measured(compose("ppo_trainer", PPOConfig, ppo_arguments(task, tmp_path / "run", "algorithm=ppo")))
     more = models["critic"].parameters - models["actor_rollout_ref.actor"].parameters
-    assert more == 96, "the value of each hidden state, for its head is the embedding's"
+    assert more == 96 + 1, "a value's weights and bias; the language head is the embedding's"
     monkeypatch.setattr(dry_run, "shape_of", lambda *args: None)
     told = plan(task, tmp_path / "run", capsys, "algorithm=ppo", "actor_rollout_ref.model.lora_rank=2")
     assert "\n  none: it is for dense decoders, and actor_rollout_ref.actor, critic is none\nfine, " in told
