@@ -163,7 +163,7 @@ def batch_problems(config: PPOConfig, place: Placement, *, has_critic: bool) -> 
     for size, role in mini_batches.items():
         if batch % size:
             division = f"{batch} = {batch // size} * {size} + {batch % size}"
-            fits = max(other for other in range(1, min(size, batch) + 1) if batch % other == 0)
+            fits = min((other for other in range(1, batch + 1) if batch % other == 0), key=lambda other: abs(other - size))
             yield (
                 f"{role}.ppo_mini_batch_size={size}: data.train_batch_size={batch} is not a multiple of it ({division}); "
                 f"take {fits}, say"

@@ -53,10 +53,14 @@ def compose_with_notes(
 ) -> tuple[Config, frozenset[str], list[str]]:
     """The same, the keys among the words, and lines for the user."""
     command = normalise(overrides, schema, root)
-    with _one_line_errors(), hydra.initialize_config_module("configs", version_base="1.3"):
-        tree = hydra.compose(root, list(command.overrides))
-    loaded = load(tree, schema, command.typed)
+    loaded = load(_tree_of(command, root), schema, command.typed)
     return loaded.config, command.typed, [*command.notes, *loaded.notes]
+
+
+def _tree_of(command: CommandLine, root: str) -> Tree:
+    """Without flags, and without what Hydra sets for a job."""
+    with _one_line_errors(), hydra.initialize_config_module("configs", version_base="1.3"):
+        return hydra.compose(root, list(command.overrides))
 
 
 def run_jobs(command: CommandLine, root: str, job: Callable[[Tree, Point | None], Value]) -> list[Result]:
@@ -65,6 +69,9 @@ def run_jobs(command: CommandLine, root: str, job: Callable[[Tree, Point | None]
     In a sweep every job has its own trainer.default_local_dir, and its value goes to the sweeper. ``job`` raises no Exception.
     Returns how its jobs ended, by number. Raises ConfigError.
     """
+    if not command.flags and not any("hydra" in text for text in command.overrides):  # hydra.main would compose twice
+        job(_tree_of(command, root), None)
+        return []
 
     def task(tree: Tree) -> Value:
         _hide_secrets_in_files()

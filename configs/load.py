@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Generic, TypeVar, get_args
 
 from omegaconf import DictConfig, OmegaConf
@@ -62,10 +63,15 @@ def load(tree: Mapping[str, Any], schema: type[Config], typed: Collection[str] =
         raise ConfigError("\n".join(infinite))
     try:
         # JSON is where pydantic is strict about numbers and texts, and yet takes mappings for dataclasses and lists for tuples.
-        config = TypeAdapter(schema).validate_json(json.dumps(converted), strict=True)
+        config: Config = _adapter(schema).validate_json(json.dumps(converted), strict=True)  # type: ignore[arg-type]  # hashable
     except ValidationError as error:
         raise ConfigError("\n".join(_problems(error, keys))) from error
     return Loaded(config, tuple(notes))
+
+
+@cache
+def _adapter(schema: type) -> TypeAdapter[Any]:
+    return TypeAdapter(schema)
 
 
 def _convert(node: Mapping[str, Any], leaves: Mapping[str, Any], prefix: str) -> dict[str, Any]:

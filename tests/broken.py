@@ -11,7 +11,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hydra._internal.hydra import Hydra
 from transformers import AutoConfig
 
 from data_preprocess.tiny_model import character_tokenizer
@@ -56,7 +55,7 @@ def broken_task(folder: Path) -> Path:
         "syntax": "def compute_score(:\n",
         "raises": "import nothing_of_this_name\ndef compute_score(**row): return 1.0\n",
         "other": "def score(**row): return 1.0\n",
-        "empty": "\n",
+        "odd": "def compute_score(response, answer): return 1.0\n",
     }
     for name, text in code.items():
         (folder / f"{name}.py").write_text(text)
@@ -76,6 +75,7 @@ def break_data(folder: Path, rows: list[dict[str, Any]]) -> None:
     write("no_truth", [row | {"reward_model": {"style": "rule"}} for row in rows])
     write("no_struct", [row | {"reward_model": "rule"} for row in rows])
     write("strange_source", [row | {"data_source": "sort_digit"} for row in rows])
+    write("no_source", [row | {"data_source": None} for row in rows[:1]] + rows)
     write("nothing_asked", [row | {"prompt": []} for row in rows])
     write("few", rows[:3])
     whole = (folder / "train.parquet").read_bytes()
@@ -111,15 +111,17 @@ def break_models(folder: Path) -> None:
     (silent / "chat_template.jinja").unlink(missing_ok=True)
     about = json.loads((silent / "tokenizer_config.json").read_text())
     (silent / "tokenizer_config.json").write_text(json.dumps({key: about[key] for key in about if key != "chat_template"}))
-    labelled = AutoConfig.from_pretrained(folder / "base", num_labels=3, architectures=["Qwen2ForSequenceClassification"])
-    labelled.save_pretrained(copy("three_labels"))
+    for name, labels in (("one_label", 1), ("three_labels", 3)):
+        labelled = AutoConfig.from_pretrained(
+            folder / "base", num_labels=labels, architectures=["Qwen2ForSequenceClassification"]
+        )
+        labelled.save_pretrained(copy(name))
 
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an empty directory. Hydra would compose each line once more, to see whether hydra.mode is in it: a third of the time."""
+    """In an empty directory."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Hydra, "get_mode", lambda *args, **kwargs: None)
 
 
 def told(program: str, argv: Sequence[str], capsys: pytest.CaptureFixture[str]) -> list[str]:

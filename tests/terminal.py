@@ -1,4 +1,7 @@
-"""A program at a terminal, as a person has it: its keys, and the text that is seen."""
+"""A program at a terminal, as a person has it: its keys, and the text that is seen.
+
+The program is one of tests/warm.py, which takes the terminal.
+"""
 
 import fcntl
 import os
@@ -26,7 +29,7 @@ class Terminal:
         }
         self.process = subprocess.Popen(
             command, cwd=cwd, env=plain | {"TERM": "xterm-256color"}, stdin=theirs, stdout=theirs, stderr=theirs,
-            start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            start_new_session=True,
         )  # fmt: skip
         os.close(theirs)
         self.written = ""

@@ -4,12 +4,15 @@
 the other would spend most of their time with imports.
 """
 
+import fcntl
 import json
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
+import termios
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,6 +72,10 @@ def run(words: list[str], directory: str, environment: dict[str, str], streams: 
     try:
         for i, stream in enumerate(streams):
             os.dup2(stream, i)
+        if os.isatty(0):  # its keys are for this process, also where a shell in the background had the server ignore them
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.setsid()
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
         os.chdir(directory)
         os.environ.clear()
         os.environ.update(environment)

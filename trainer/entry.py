@@ -123,7 +123,7 @@ class Program(Generic[Config]):
             print(self.help())
             return 0
         codes: list[int] = []
-        full = any(re.fullmatch(r"\+*trainer\.full_traceback=(true|yes|on|1)", word, re.IGNORECASE) for word in argv)
+        full = any(re.fullmatch(r"\+*trainer\.full_traceback=true", word, re.IGNORECASE) for word in argv)
 
         def job(tree: Tree, point: Point | None) -> Value:
             if point is not None:

@@ -76,7 +76,7 @@ def _reward(reward: ModelScoringConfig) -> Iterator[str]:
         key, template = model_key(name, reward), model.chat_template
         if model.path is not None:
             yield from _problems(check_files, model.path, f"{key}.path")
-        if template is not None and not Path(template).expanduser().is_file():
+        if template is not None and not Path(template).is_file():
             yield f"{key}.chat_template={template}: no such file; it has the Jinja template of the model's conversations"
 
 
@@ -113,12 +113,7 @@ def _files(key: str, files: Sequence[str], columns: Sequence[str], said_by: str)
 
 def _resume(trainer: RunConfig) -> Iterator[str]:
     place = trainer.resume_from_path
-    if (
-        trainer.resume_mode == "resume_path"
-        and place is not None
-        and "://" not in place
-        and not Path(place).expanduser().is_dir()
-    ):
+    if trainer.resume_mode == "resume_path" and place is not None and "://" not in place and not Path(place).is_dir():
         yield f"trainer.resume_from_path={place}: no such directory; it is a global_step_N of a run directory"
 
 

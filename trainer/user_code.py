@@ -51,7 +51,7 @@ def check_source(path: str, name: str, key: str) -> None:
     text = file.read_bytes()
     try:
         tree = ast.parse(text, file.name)
-    except (SyntaxError, ValueError) as error:
+    except SyntaxError as error:
         raise ValueError(f"{key}: {file.name} does not load: {describe(error)}") from error
     if name.encode() not in text and b"import *" not in text:
         functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]

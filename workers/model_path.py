@@ -1,6 +1,7 @@
 """Whether a model's files are there, before anything is started or loaded. Loads no torch."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,11 @@ TOKENIZER = (
     "spiece.model",
 )
 EXPECTED = "expected a Hugging Face model directory, or a hub name like Qwen/Qwen3-0.6B"
+
+
+def hush_hub() -> None:
+    """A hub out of reach is told in one line by who asks it, and not at each of its attempts."""
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
 def model_path(model: ModelConfig) -> str:

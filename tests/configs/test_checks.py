@@ -70,6 +70,10 @@ def test_defaults_and_the_quick_start_work() -> None:
             ],
         ),
         (
+            ["data.train_batch_size=17", f"{ACTOR}.ppo_mini_batch_size=16"],
+            [f"{ACTOR}.ppo_mini_batch_size=16: data.train_batch_size=17 is not a multiple of it (17 = 1 * 16 + 1); take 17, say"],
+        ),
+        (
             ["critic.ppo_mini_batch_size=300"],
             [
                 "critic.ppo_mini_batch_size=300: data.train_batch_size=1024 is not a multiple of it (1024 = 3 * 300 + 124); "

@@ -181,6 +181,12 @@ def test_one_job_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Monke
     assert sys.argv is argv and dict(os.environ) == environment
 
 
+def test_what_is_asked_of_hydra_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (config,) = jobs("hydra.output_subdir=asked", "trainer.default_local_dir=x-${hydra:job.config_name}")
+    assert config.trainer.default_local_dir == "x-ppo_trainer" and (tmp_path / "asked/overrides.yaml").is_file()
+
+
 def test_every_job_of_a_sweep_has_its_own_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     first, second = jobs("-m", "trainer.default_local_dir=runs/x", "trainer.seed=4,5", "algorithm=ppo,grpo")[:2]

@@ -51,7 +51,7 @@ def said_anyway(overrides: list[str]) -> Iterator[str]:
         if is_group(word):
             if composed([other for other in overrides if other != word]) == whole:
                 yield word
-        elif value_if(whole, key, written(groups, key)) == value_if(whole, key, written(whole, key)):
+        elif value_if(whole, key, written(groups, key)) == value_of(whole, key):
             yield word
 
 
@@ -76,4 +76,8 @@ def value_if(tree: DictConfig, key: str, text: Any) -> Any:
     """What ``key`` means in ``tree`` if ``text`` is written there."""
     changed = tree.copy()
     OmegaConf.update(changed, key, text, merge=False)
-    return OmegaConf.to_container(OmegaConf.create({"value": OmegaConf.select(changed, key)}))
+    return value_of(changed, key)
+
+
+def value_of(tree: DictConfig, key: str) -> Any:
+    return OmegaConf.to_container(OmegaConf.create({"value": OmegaConf.select(tree, key)}))

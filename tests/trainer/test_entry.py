@@ -13,7 +13,7 @@ from configs.argv import groups_of
 from configs.keys import CONFIG_DIR, described
 from configs.schema.sft import SFTConfig
 from tests.broken import PROGRAMS
-from trainer.entry import Found, Program, Stopped
+from trainer.entry import Found, NotSaved, Program, Stopped, wrapped
 from workers.controller.group import PhaseTimeout, WorkerError
 
 ROOT = CONFIG_DIR.parent
@@ -80,9 +80,28 @@ def test_what_the_user_can_mend_is_one_line_and_exit_code_2(error: Exception, ca
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_an_error_in_one_line_tells_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
-    assert raising(ValueError("no answer from https://me:s3cret@host/v1"))([]) == 2
-    assert "s3cret" not in capsys.readouterr().err
+@pytest.mark.parametrize("words", [[], ["trainer.full_traceback=true"]])
+def test_an_error_tells_no_secret(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert raising(ValueError("no answer from https://me:s3cret@host/v1"))(words) == 2
+    err = capsys.readouterr().err
+    assert "s3cret" not in err and "no answer from https://" in err and ("Traceback" in err) == bool(words)
+
+
+@pytest.mark.parametrize("word", ["trainer.full_traceback=true", "++trainer.full_traceback=True"])
+def test_the_traceback_of_what_comes_before_a_configuration(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert program()([word, "optim.lrr=1"]) == 2
+    err = capsys.readouterr().err
+    assert "Traceback" in err and err.endswith("\nerror: optim.lrr: there is no such key; did you mean optim.lr?\n")
+
+
+def test_the_traceback_as_a_configuration_of_ones_own_asks_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "own.yaml").write_text("defaults: [sft_trainer, _self_]\ntrainer: {full_traceback: true}\n")
+
+    def check(config: SFTConfig, typed: Any) -> list[str]:
+        raise ValueError("a contradiction")
+
+    assert program(check=check)([f"--config-dir={tmp_path}", "--config-name=own"]) == 2
+    assert "Traceback" in (err := capsys.readouterr().err) and err.endswith("\nerror: a contradiction\n")
 
 
 def test_anything_else_is_a_traceback_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,9 +114,10 @@ def test_anything_else_is_a_traceback_and_exit_code_1(capsys: pytest.CaptureFixt
     [
         WorkerError(1, "generation (rollout engine vllm)", "process 7 died", "last lines of x.log:\nlast words"),
         PhaseTimeout("generation", [0, 1], 3.0, "last lines of x.log:\nlast words"),
+        NotSaved("the last checkpoint could not be written"),
     ],
 )
-def test_a_worker_that_failed_tells_it_itself(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_says_where_itself_needs_no_traceback(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
     assert raising(error)([]) == 1
     assert capsys.readouterr().err == f"error: {error}\n"
     assert raising(error)(["trainer.full_traceback=true"]) == 1
@@ -142,11 +162,18 @@ def test_jobs_of_a_sweep_run_on_when_one_fails(tmp_path: Path, monkeypatch: pyte
     assert seen == ["x/0", "x/1"]
 
 
-def test_help_names_groups_keys_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    assert program()(["--help"]) == 0
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_names_groups_keys_and_examples(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert program()([flag]) == 0
     page = capsys.readouterr().out
     assert "About." in page and "python -m trainer.main_sft optim.lr=1e-4" in page
     assert "optim.lr=1.0e-5" in page and "largest learning rate" in page
+
+
+def test_a_word_of_an_example_stays_whole() -> None:
+    words = [f"key{i}={'some-value-' * 3}" for i in range(9)]
+    lines = wrapped(" ".join(words), "  ", "    ", " \\").splitlines()
+    assert max(map(len, lines)) <= 80 and [word for line in lines for word in line.removesuffix(" \\").split()] == words
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
@@ -159,6 +186,7 @@ def test_help_is_a_page(program: Program[Any]) -> None:
     said = described(CONFIG_DIR / f"{program.root}.yaml")
     words = " ".join(page.split())
     assert all(f"{key}={said[key].value}\n" in page and said[key].comment in words for key in program.often_used)
+    assert ("\n  none\n" in page) == (not groups_of(program.root))
     for group in groups_of(program.root):
         for path in (CONFIG_DIR / group).glob("*.yaml"):
             (line,) = [line for line in lines if line.startswith(f"  {group}={path.stem} ")]

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from configs.compose import compose
 from configs.keys import CONFIG_DIR
+from configs.schema.ppo import PPOConfig
 from tests.broken import ACTOR, ADVICE, MODEL, PROGRAMS, ROLLOUT, broken_task, check, elsewhere, told  # noqa: F401 - a fixture
+from trainer.inputs import ppo_inputs
 
 # What is not there, or is not what it must be: told before anything heavy is loaded, but for the last ones.
 KEY = "reward.custom_reward_function"
@@ -29,6 +32,7 @@ FILES = [
     (f"{MODEL}.path={{task}}/no_tokenizer", f"{MODEL}.path={{task}}/no_tokenizer: no tokenizer there"),
     (f"{MODEL}.tokenizer_path={{task}}/nothing", f"{MODEL}.tokenizer_path={{task}}/nothing: no tokenizer there"),
     ("algorithm=ppo critic.model.path=./gone", "critic.model.path=./gone: no such directory"),
+    ("critic.enable=true critic.model.path='~/gone'", "critic.model.path={task}/gone: no such directory"),
     ("reward.models={a:{path:{task}/gone}}", "reward.models.a.path={task}/gone: no such directory"),
     (
         "reward.models={a:{path:{task}/base,chat_template:gone.jinja}}",
@@ -50,6 +54,10 @@ FILES = [
     ("data.train_files={task}/no_truth.parquet", "data.train_files={task}/no_truth.parquet: column 'reward_model' has no field"),
     ("data.val_files={task}/no_struct.parquet", "data.val_files={task}/no_struct.parquet: column 'reward_model' has no field"),
     ("data.prompt_key=question", "data.train_files={task}/train.parquet: no column 'question'"),
+    (
+        f"data.train_files={{task}}/no_source.parquet {KEY}.path=null",
+        "data.train_files: data_source '' has no scorer",
+    ),
     ("data.train_files={task}/few.parquet", "data.train_batch_size=8: data.train_files has 3 rows"),
     (
         f"data.train_files={{task}}/strange_source.parquet {KEY}.path=null",
@@ -75,6 +83,10 @@ FILES = [
 LATE = [
     ("trainer.logger=[wnadb]", "trainer.logger=wnadb: no logger wnadb; there are "),
     (f"{KEY}.path={{task}}/raises.py", f"{KEY}.path={{task}}/raises.py: raises.py does not load: ModuleNotFoundError"),
+    (
+        f"{KEY}.path={{task}}/odd.py",
+        f"{KEY}.path={{task}}/odd.py: compute_score must take data_source, ",
+    ),
     (f"{KEY}.reward_kwargs={{ground_truth:1}}", f"{KEY}.reward_kwargs: ground_truth comes with every answer"),
     ("data.max_prompt_length=2", "16 of 16 prompts are longer than data.max_prompt_length=2 tokens"),
     ("data.max_prompt_length=2 data.filter_overlong_prompts=true", "data.filter_overlong_prompts leaves nothing"),
@@ -100,8 +112,34 @@ OTHERS = [
         "data.train_files={task}/train.parquet: no column 'response'",
     ),
     ("sft model.path={task}/base trainer.test_freq=1 data.val_files=gone.jsonl", "data.val_files=gone.jsonl: no such file"),
+    (
+        "sft data.messages_key=talk model.path={task}/base data.train_files={task}/train.parquet",
+        "data.train_files={task}/train.parquet: no column 'talk'",
+    ),
+    (
+        "sft trainer.resume_mode=resume_path trainer.resume_from_path=gone",
+        "trainer.resume_from_path=gone: no such directory",
+    ),
     ("reward_model model.path={task}/no_tokenizer", "model.path={task}/no_tokenizer: no tokenizer there"),
+    (
+        "reward_model model.path={task}/base data.train_files={task}/preferences.parquet data.margin_key=gap",
+        "data.train_files={task}/preferences.parquet: no column 'gap'",
+    ),
+    ("reward_model trainer.test_freq=-1 data.val_files=gone.jsonl", "data.val_files=gone.jsonl: no such file"),
     ("generation data.path=/gone.parquet", "data.path=/gone.parquet: no such file"),
+    ("generation actor_rollout_ref.model.path=/gone", "actor_rollout_ref.model.path=/gone: no such directory"),
+]
+# Lines whose files are fine, though others would not be.
+FINE = [
+    f"data.train_files={{task}}/strange_source.parquet {KEY}.path=null data.train_max_samples=8",
+    f"data.val_files={{task}}/strange_source.parquet {KEY}.path=null data.val_max_samples=8",
+    f"data.train_files={{task}}/strange_source.parquet {KEY}.path=null data.filter_overlong_prompts=true",
+    f"data.train_files={{task}}/strange_source.parquet {KEY}.path=null reward.scorer=exact_match",
+    "data.train_files={task}/no_truth.parquet reward.remote_urls=['http://host/'] " + f"{KEY}.path=gone.py",
+    "data.train_batch_size=16",
+    "data.train_files='~/train.parquet' actor_rollout_ref.model.path='~/base'",
+    "reward.models={a:{path:'~/base',chat_template:'~/reward.py'}}",
+    "trainer.resume_mode=resume_path trainer.resume_from_path=s3://bucket/run/global_step_4",
 ]
 
 
@@ -131,8 +169,26 @@ def test_nothing_is_wrong_with_the_line_that_is_broken(task: Path, capsys: pytes
 
 
 @pytest.mark.parametrize(("words", "said"), [*FILES, *LATE])
-def test_what_is_not_there(words: str, said: str, task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_there(
+    words: str, said: str, task: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(task))
     check("ppo", [*valid(task), *of(words, task).split()], [of(said, task)], capsys)
+
+
+@pytest.mark.parametrize("words", FINE)
+def test_what_is_not_looked_at_is_not_refused(words: str, task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(task))
+    config = compose("ppo_trainer", PPOConfig, [*valid(task), *of(words, task).split()])
+    assert list(ppo_inputs(config)) == []
+
+
+@pytest.mark.parametrize("words", [f"{MODEL}.path={{task}}/gone", "data.train_files=[{task}/few.parquet,{task}/torn.parquet]"])
+def test_one_mistake_is_one_line(words: str, task: Path) -> None:
+    """Though the directory that is not there has no tokenizer either, and the file that can be read too few rows."""
+    config = compose("ppo_trainer", PPOConfig, [*valid(task), *of(words, task).split()])
+    (line,) = ppo_inputs(config)
+    assert line.startswith((f"{MODEL}.path={task}/gone: ", f"data.train_files={task}/torn.parquet: "))
 
 
 @pytest.mark.parametrize(("words", "said"), OTHERS)

@@ -15,7 +15,17 @@ import pytest
 from trainer.dumps import Sample
 from trainer.events import Events
 from trainer.metrics import Span
-from trainer.report import answers_of, main, phase_seconds, timeline_of, workers_of, write_curve_png, write_report
+from trainer.report import (
+    MOST_ANSWERS,
+    MOST_WORKERS,
+    answers_of,
+    main,
+    phase_seconds,
+    timeline_of,
+    workers_of,
+    write_curve_png,
+    write_report,
+)
 from trainer.run_dir import GLOBAL_STEP, json_line, read_lines
 from trainer.tracking import Tracker
 from trainer.watchdog import Call
@@ -118,6 +128,14 @@ def test_every_chart_is_well_formed_and_holds_its_data(html: str) -> None:
     assert not {"Loss", "Value loss", "Explained variance", "Clipped"} & set(titles)  # not there, or 0 throughout
 
 
+def test_the_only_data_source_is_no_curve_of_its_own(tmp_path: Path) -> None:
+    tracker = Tracker([], tmp_path, "p", "e", CONFIG)
+    tracker.log({"val/accuracy": 0.5, "val-core/a/reward/mean@1": 0.5}, 1)
+    tracker.close()
+    (chart,) = re.findall(r"json\">(.*)</script>", write_report(tmp_path).read_text(encoding="utf-8"))
+    assert len(json.loads(chart)) == 1
+
+
 def test_a_score_that_never_leaves_zero_is_shown(tmp_path: Path) -> None:
     tracker = Tracker([], tmp_path, "p", "e", CONFIG)
     tracker.log({"critic/score/mean": 0.0, "actor/entropy": 0.0}, 1)
@@ -136,14 +154,15 @@ def test_the_timeline_has_a_lane_for_each_pool_and_the_last_steps(tmp_path: Path
     tracker = Tracker([], tmp_path, "project", "experiment", CONFIG)
     for step in range(1, 6):
         spans = [Span("values", ("<b>",), step + 0.2, step + 0.8), Span("adv", (), step + 0.8, step + 0.9)]
-        tracker.log_spans([Span("gen", ("a",), step, step + 0.25), *spans, Span("step", (), step, step + 0.9)], [], step)
+        tracker.log_spans([Span("gen", ("workers",), step, step + 0.25), *spans, Span("step", (), step, step + 0.9)], [], step)
     tracker.close()
     drawn = timeline_of(read_lines(tmp_path / "timeline.jsonl"))
     assert drawn is not None
-    assert [name.label for name in drawn.names] == ["<b>", "a", "controller"] and drawn.labels == ["values", "gen", "adv"]
+    assert [name.label for name in drawn.names] == ["<b>", "workers", "controller"] and drawn.labels == ["values", "gen", "adv"]
     assert len(drawn.bars) == 3 * 3 and drawn.bars[0].told == "values: 0.200 to 0.800 s"
     text = write_report(tmp_path).read_text(encoding="utf-8")
     assert "the last 3 steps" in text and text.count("<title>values: ") == 3 and "&lt;b&gt;</text>" in text
+    assert timeline_of([*read_lines(tmp_path / "timeline.jsonl"), {GLOBAL_STEP: 6, "spans": []}]) == drawn
     assert timeline_of([]) is None
 
 
@@ -163,6 +182,9 @@ def test_each_worker_of_the_last_step_has_a_lane(tmp_path: Path) -> None:
         "generation: 0.000 to 0.500 s", "generation: 0.000 to 0.250 s", "update: 0.600 to 0.900 s", "adv: 0.500 to 0.600 s",
     ]  # fmt: skip
     assert "Step 2, by worker" in Page(write_report(tmp_path).read_text(encoding="utf-8")).text
+    many = {GLOBAL_STEP: 3, "calls": [["update", "a", 0.0, [1.0] * (MOST_WORKERS + 1)]], "spans": []}
+    found = workers_of([many])
+    assert found is not None and len(found[1].names) == MOST_WORKERS
     assert workers_of([]) is None and workers_of([{GLOBAL_STEP: 1, "spans": []}]) is None, "also of a run before there were calls"
 
 
@@ -262,6 +284,8 @@ def test_answers_before_and_after_stand_side_by_side(html: str, tmp_path: Path) 
     first, last, pairs = answers_of(read_lines(make_run(tmp_path) / "samples.jsonl"))
     assert (first, last) == (0, 40)
     assert [(pair.first["uid"], pair.last and pair.last["response"]) for pair in pairs] == [(1, "12"), (2, "12")]
+    many = [{**sample(uid, "x", 0.0), GLOBAL_STEP: 0} for uid in range(MOST_ANSWERS + 1)]
+    assert len(answers_of(many)[2]) == MOST_ANSWERS
     text = Page(html).text
     assert "before · step 0 after · step 40" in text and "only before" not in text
     assert html.count('<span class="score up">1</span>') == 2

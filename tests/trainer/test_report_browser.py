@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
 
@@ -112,14 +113,27 @@ def test_everything_is_there(browser: webdriver.Chrome) -> None:
     assert "python" in browser.find_element(By.XPATH, "//details[summary='Environment']").text
 
 
+def test_a_chart_tells_its_values_where_the_pointer_is(browser: webdriver.Chrome) -> None:
+    chart = next(card for card in browser.find_elements(By.CSS_SELECTOR, ".chart") if "Held-out accuracy" in card.text)
+    svg, tip = chart.find_element(By.TAG_NAME, "svg"), chart.find_element(By.CSS_SELECTOR, ".tip")
+    assert not tip.is_displayed()
+    ActionChains(browser).move_to_element_with_offset(svg, svg.size["width"] // 2 - 20, 0).perform()
+    assert tip.is_displayed() and tip.text.splitlines()[0] == "step 40" and "all 0.75" in tip.text
+    ActionChains(browser).move_to_element_with_offset(svg, 30 - svg.size["width"] // 2, 0).perform()
+    assert tip.text.splitlines()[0] == "step 0" and "all 0.25" in tip.text
+    ActionChains(browser).move_to_element(browser.find_element(By.TAG_NAME, "h1")).perform()
+    assert not tip.is_displayed()
+
+
 def test_the_reward_filters_answers(browser: webdriver.Chrome) -> None:
+    assert {text.partition("step ")[2].split(" ")[0] for text in seen(browser)} == {"40"}, "the last, unless another is asked for"
     Select(browser.find_element(By.ID, "step")).select_by_value("")
     assert len(seen(browser)) == 9 + 6 - 4, "three last steps, and the first and the last row of the step before"
     Select(browser.find_element(By.ID, "step")).select_by_value("40")
     assert [text.splitlines()[0].split("step")[0].strip() for text in seen(browser)] == ["reward 0", "reward 0.5", "reward 1"]
-    type_into(browser, "least", "0.25")
+    type_into(browser, "least", "0.5")
     assert len(seen(browser)) == 2 and "2 of 11 answers" in browser.find_element(By.ID, "count").text
-    type_into(browser, "most", "0.75")
+    type_into(browser, "most", "0.5")
     (text,) = seen(browser)
     assert "reward 0.5" in text and "step 40 · 900 tokens, the first 6 · ground truth 2" in text
     assert HOSTILE in text and "What is 1 + 1?" in text
@@ -134,7 +148,13 @@ def test_tokens_are_coloured_by_log_prob_or_by_advantage(browser: webdriver.Chro
 
     gap = colours(browser)
     assert strength(gap[2]) == 0.0 and strength(gap[0]) > strength(gap[4]) > 0 and strength(gap[3]) > strength(gap[1]) > 0
-    assert gap[0].rpartition("/")[0] != gap[3].rpartition("/")[0], "above is not below"
+    red, _, blue = map(float, re.findall(r"[\d.]+", gap[0])[:3])
+    assert blue > red, "above is blue"
+    red, _, blue = map(float, re.findall(r"[\d.]+", gap[3])[:3])
+    assert red > blue, "below is red"
+    assert [browser.find_element(By.ID, end).text for end in ("low", "high")] == ["-0.5", "+0.5"]
+    token = next(one for one in browser.find_elements(By.CSS_SELECTOR, ".token") if one.is_displayed())
+    assert token.get_attribute("title") == "log-prob -1 rollout, -0.5 trainer, difference 0.5; advantage -1.5"
     browser.find_element(By.XPATH, "//label[span='advantage']").click()
     advantage = colours(browser)
     assert len(set(advantage[1:])) == 1 and strength(advantage[0]) > strength(advantage[1]) > 0 and advantage != gap

@@ -22,10 +22,13 @@ from trainer.tracking import Tracker
 
 
 class Runs:
-    """A program whose runs keep their directories as all do, and are over at once. fail: the learning rates that raise so."""
+    """A program whose runs keep their directories as all do, and are over at once. fail: the learning rates that raise so.
+    gone: what is not there any more."""
 
     def __init__(self) -> None:
         self.begun: list[str] = []
+        self.planned: list[str] = []
+        self.gone: list[str] = []
         self.fail: dict[float, BaseException] = {}
 
     def __call__(self, *words: str) -> int:
@@ -34,7 +37,8 @@ class Runs:
 
         program = Program(
             name="trainer.main_sft", about="", root="sft_trainer", schema=SFTConfig, often_used=(), examples=(),
-            check=check, run=self.run,
+            check=check, run=self.run, inputs=lambda config: self.gone,
+            plan=lambda config: self.planned.append(config.trainer.default_local_dir),
         )  # fmt: skip
         return program(["-m", "trainer.default_local_dir=x", "trainer.logger=[]", "trainer.objective=-train/loss", *words])
 
@@ -75,6 +79,10 @@ def test_a_finished_point_is_left_as_it_is(runs: Runs, capsys: pytest.CaptureFix
     assert [line[:3] for line in lines] == [["point", "status", "objective"], ["0", "finished", "-1"], ["1", "finished", "-4"]]
     assert lines[2][4:] == ["optim.lr=0.01"]
     written = {path: path.stat().st_mtime_ns for path in Path("x").glob("[01]/*")}
+    assert runs(GRID, "trainer.dry_run=full") == 0 and runs.planned == ["x/0", "x/1"], "a plan is asked for, not a result"
+    out, err = capsys.readouterr()
+    assert rows(out) == [] and err == ""
+    runs.gone = ["data.train_files=a: no such file"]
     assert runs(GRID, "trainer.objective=train/loss", "trainer.max_restarts=2") == 0 and runs.begun == ["0", "1"]
     out, err = capsys.readouterr()
     assert [line[2] for line in rows(out)] == ["objective", "1", "4"], "it may be named when all is over"

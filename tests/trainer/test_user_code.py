@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.user_code import load_function
+from trainer.user_code import check_source, load_function
 
 FILE = """
 def mine(x):
@@ -40,3 +40,24 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, text: str, path: str, name: s
     with pytest.raises(ValueError, match=told) as caught:
         load_function(str(tmp_path / path), name, "some.key")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (FILE, "my.py has no function compute_score; it has mine, other"),
+        ("limit = 3\n", "my.py has no function compute_score; it has none"),
+        ("def compute_score(:", "my.py does not load: SyntaxError: "),
+        ("\0", "my.py does not load: "),
+    ],
+)
+def test_what_can_be_told_without_running_the_file(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "my.py").write_text(text)
+    with pytest.raises(ValueError) as caught:
+        check_source(str(tmp_path / "my.py"), "compute_score", "some.key")
+    assert str(caught.value).startswith(f"some.key: {told}")
+
+
+def test_a_function_may_come_from_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "my.py").write_text("from mine import *\n")
+    check_source(str(tmp_path / "my.py"), "compute_score", "some.key")

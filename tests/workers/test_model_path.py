@@ -11,7 +11,7 @@ from tests.tiny import save_tiny_model, tiny_config
 from workers.model_path import check_files, check_tokenizer, model_path
 
 
-@pytest.mark.parametrize("path", ["/no/such/model", "./nothing", "~/nothing/here", "a/b/c"])
+@pytest.mark.parametrize("path", ["/no/such/model", "./nothing", "~/nothing", "a/b/c"])
 def test_a_local_path_that_is_not_there_is_not_looked_for_elsewhere(path: str) -> None:
     with pytest.raises(FileNotFoundError, match="no such directory"):
         model_path(tiny.model_config(path))
@@ -23,6 +23,12 @@ def test_a_directory_without_a_model(tmp_path: Path) -> None:
     tiny_config().save_pretrained(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"no \*\.safetensors there"):
         model_path(tiny.model_config(str(tmp_path)))
+
+
+def test_a_path_from_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save_tiny_model(tmp_path / "mine")
+    assert model_path(tiny.model_config("~/mine")) == str(tmp_path / "mine")
 
 
 def test_a_hub_name_is_left_alone() -> None:
@@ -55,9 +61,34 @@ def test_files_that_are_not_whole(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}))
     assert wrong(tmp_path).startswith("1 of 2 parts of the weights are not there, such as model-2.safetensors")
     index.unlink()
+    index.write_text("{}")
+    check_files(str(tmp_path), "actor.model.path")
+    weights.write_bytes(whole + b"\0")
+    assert wrong(tmp_path).startswith(f"model.safetensors has {len(whole) + 1:,} of its {size} bytes")
+    only_about = b'{"__metadata__": {"format": "pt"}}'
+    weights.write_bytes(len(only_about).to_bytes(8, "little") + only_about)
+    check_files(str(tmp_path), "actor.model.path")
     (tmp_path / "config.json").write_text("[]")
     assert wrong(tmp_path).startswith("config.json is not what its name says")
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").mkdir()
+    assert "Is a directory" in wrong(tmp_path)
     assert "a file, not a directory" in wrong(weights)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "qwen.tiktoken", "vocab.json", "vocab.txt", "spiece.model"])
+def test_a_tokenizer_of_an_older_kind(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).touch()
+    check_tokenizer(tiny.model_config(str(tmp_path)), "model")
+
+
+@pytest.mark.parametrize("name", ["base", "a/b"])
+def test_a_file_is_no_hub_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    with pytest.raises(FileNotFoundError, match=f"model.path={name}: a file, not a directory"):
+        check_files(name, "model.path")
 
 
 def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:

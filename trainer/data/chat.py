@@ -1,18 +1,18 @@
 """The tokenizer, and the tokens that end an answer. All tokenizers live on the controller."""
 
-import logging
 import os
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from configs.schema.common import ModelConfig, TokenizedModelConfig
 from workers.engine.hf_model import check_own_code
+from workers.model_path import hush_hub
 
 
 def load_tokenizer(model: TokenizedModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of ``tokenizer_path``, or of the model. Raises ValueError if there is none."""
     path = os.path.expanduser(model.tokenizer_path or model.path)
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # a hub out of reach is told below, in one line
+    hush_hub()
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:

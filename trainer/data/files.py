@@ -11,6 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 _JSON = (".jsonl", ".json")
+_MAKERS = {
+    "sort_digits": "scripts/quickstart.sh",
+    "gsm8k": "python -m data_preprocess.gsm8k --local_save_dir {}",
+    "math": "python -m data_preprocess.math_dataset --local_save_dir {}",
+}
+"""Directory that examples name: what makes it."""
 
 
 class Rows:
@@ -114,7 +120,9 @@ def _existing(name: str) -> Path:
         raise ValueError(f"{name}: not a .parquet, .jsonl or .json file; write it as one")
     if not path.is_file():
         if not path.parent.is_dir():
-            raise ValueError(f"{name}: no such file; there is no directory {path.parent} either; name another")
+            maker = _MAKERS.get(path.parent.name)
+            made = "" if maker is None else f", or run {maker.format(path.parent)}"
+            raise ValueError(f"{name}: no such file; there is no directory {path.parent} either; name another{made}")
         there = sorted(entry.name for entry in path.parent.iterdir() if entry.suffix in (".parquet", *_JSON))
         raise ValueError(f"{name}: no such file; {path.parent} has {', '.join(there) or 'no parquet or JSON-lines file'}")
     return path

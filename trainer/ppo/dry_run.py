@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -41,6 +41,7 @@ GB = 1e9
 
 def dry_run(config: PPOConfig) -> None:
     """Check, print the plan, and write the configuration into the run directory. Raises ValueError and FileNotFoundError."""
+    config = replace(config, trainer=replace(config.trainer, dry_run=None))  # the run's
     check_installed(config.actor_rollout_ref.rollout.name)
     check_engines(config)
     place = placement_of(config, has_critic=wants_critic(config))
@@ -49,9 +50,11 @@ def dry_run(config: PPOConfig) -> None:
     parts = Assembly(config, place, {}, life, reader(config))
     check_rewards(config, parts)
     models = measured(config)
-    lines = [*model_lines(models), *work_lines(parts), *place_lines(config, place), *written_lines(config, life.run_dir, resume)]
-    print("\n".join([*lines, *memory_lines(config, place, models)]))
-    print(f"fine, nothing was started; the configuration: {write(config, life.run_dir)}")
+    lines = [*model_lines(models), *work_lines(parts), *place_lines(config, place)]
+    lines += [*written_lines(config, life.run_dir, resume), *memory_lines(config, place, models)]
+    wrong = list(doubts(config, place, models))
+    print("\n".join([*lines, *wrong]))
+    print(f"{'' if wrong else 'fine, '}nothing was started; the configuration: {write(config, life.run_dir)}")
 
 
 def would_resume(config: PPOConfig, run_dir: Path) -> Checkpoint | None:
@@ -76,8 +79,19 @@ def check_rewards(config: PPOConfig, parts: Assembly) -> None:
                 raise ValueError(f"{model_key(name, config.reward)}: {error}") from error
 
 
-def measured(config: PPOConfig) -> dict[str, tuple[str, int, Shape | None]]:
-    """By key of the role: kind of model, parameters, and shape where the memory model knows such a one."""
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A role's model. positions: max_position_embeddings of its config; None: it has none, or stretches them. shape: None if the
+    memory model does not know such a one."""
+
+    kind: str
+    parameters: int
+    positions: int | None
+    shape: Shape | None
+
+
+def measured(config: PPOConfig) -> dict[str, Measured]:
+    """By key of the role."""
     found = {}
     for key, role in roles_of(config, has_critic=wants_critic(config)).items():
         model: ModelConfig
@@ -91,14 +105,18 @@ def measured(config: PPOConfig) -> dict[str, tuple[str, int, Shape | None]]:
         about = model_config(model, head)
         body = empty_model(model, about, head, DTYPES["bfloat16"])
         parameters = sum(parameter.numel() for parameter in body.parameters())
-        found[key] = (f"{about.model_type}, {model.path}", parameters, shape_of(about, parameters))
+        kind = f"{about.model_type}, {model.path}{'; a LoRA adapter alone is trained' if model.has_adapter else ''}"
+        told = about.get_text_config().to_dict()
+        stretched = "factor" in (told.get("rope_parameters") or {})
+        positions = None if stretched else told.get("max_position_embeddings")
+        found[key] = Measured(kind, parameters, positions, shape_of(about, parameters))
     return found
 
 
-def model_lines(models: dict[str, tuple[str, int, Shape | None]]) -> Iterator[str]:
+def model_lines(models: dict[str, Measured]) -> Iterator[str]:
     yield "models"
-    for key, (kind, parameters, _) in models.items():
-        yield f"  {key}: {in_millions(parameters)} parameters ({kind})"
+    for key, model in models.items():
+        yield f"  {key}: {in_millions(model.parameters)} parameters ({model.kind})"
 
 
 def work_lines(parts: Assembly) -> Iterator[str]:
@@ -109,15 +127,17 @@ def work_lines(parts: Assembly) -> Iterator[str]:
         yield f"  data.{name}: {len(prompts)} prompts of {prompts.n_rows} rows"
     yield "work"
     an_epoch, trainer = parts.order.steps_per_epoch, config.trainer
-    why = "trainer.total_training_steps" if trainer.total_training_steps else f"{trainer.total_epochs} epochs"
-    yield f"  {parts.total_steps} steps ({why}); {an_epoch} an epoch"
+    why = "trainer.total_training_steps" if trainer.total_training_steps else counted(trainer.total_epochs, "epoch")
+    yield f"  {counted(parts.total_steps, 'step')} ({why}); {an_epoch} an epoch"
     longest = data.max_prompt_length + data.max_response_length
-    yield f"  a step: {batch} prompts x {n} answers = {batch * n} sequences of {longest} tokens at most"
+    asked = f"{counted(batch, 'prompt')} x {counted(n, 'answer')} = {counted(batch * n, 'sequence')}"
+    yield f"  a step: {asked} of {longest} tokens at most"
     learners = {"actor": (config.actor_rollout_ref.actor.ppo_mini_batch_size, parts.actor_update())}
     if parts.wants_critic:
         learners["critic"] = (config.critic.ppo_mini_batch_size, parts.critic_update())
     for name, (size, spec) in learners.items():
-        yield f"  {name}: {spec.updates_a_step(batch)} updates a step, of {size} prompts = {size * n} sequences each"
+        updates = counted(spec.updates_a_step(batch), "update")
+        yield f"  {name}: {updates} a step, of {counted(size, 'prompt')} = {counted(size * n, 'sequence')} each"
     for cut in cuts(config, parts.place, has_critic=parts.wants_critic):
         yield f"  {cut.key}.{cut.kind}*: micro-batches of {cut.tokens(longest)} tokens at most on a GPU"
 
@@ -129,11 +149,12 @@ def place_lines(config: PPOConfig, place: Placement) -> Iterator[str]:
         yield f"  {pool.in_words()}"
     for key, role in roles_of(config, has_critic=wants_critic(config)).items():
         pool = place.pool(name_of(key))
-        yield f"  {key}: {role.strategy}, {world_size(pool)} ranks, data parallel {data_parallel_size(role, pool)}"
+        ranks = counted(world_size(pool), "rank")
+        yield f"  {key}: {role.strategy}, {ranks}, data parallel {data_parallel_size(role, pool)}"
     engines, size = world_size(place.pool("rollout")), 1
     if rollout.name != "embedded":
         size = rollout.tensor_model_parallel_size
-    yield f"  rollout: {engines // size} engines ({rollout.name}), each on {size} GPU{'s' if size > 1 else ''}"
+    yield f"  rollout: {counted(engines // size, 'engine')} ({rollout.name}), each on {counted(size, 'GPU')}"
 
 
 def written_lines(config: PPOConfig, run_dir: Path, resume: Checkpoint | None) -> Iterator[str]:
@@ -163,21 +184,32 @@ def every(frequency: int) -> list[str]:
     return [f"every {frequency} steps" if frequency > 1 else "each step", "after the last"] if frequency > 0 else []
 
 
-def memory_lines(config: PPOConfig, place: Placement, models: dict[str, tuple[str, int, Shape | None]]) -> Iterator[str]:
+def memory_lines(config: PPOConfig, place: Placement, models: dict[str, Measured]) -> Iterator[str]:
     yield "memory of a worker (an estimate; layers recomputed, rows as long as they may be; 1 GB is 10^9 bytes)"
-    shapes = {key: shape for key, (_, _, shape) in models.items() if shape is not None}
-    if shapes.keys() != models.keys():
-        yield f"  none: it is for dense decoders, and {', '.join(sorted(models.keys() - shapes.keys()))} is none"
-        return
-    room = room_of(config, place)
-    uses = list(estimate(config, place, shapes, room))
-    yield from (f"  {use.pool:<12}{use.phase:<26}{of_gpu(use)}" for use in uses)
-    fullest = max((use for use in uses if use.bytes is not None), key=lambda use: use.bytes or 0.0)
-    if room is not None and (fullest.bytes or 0.0) > room:
-        yield f"  more than there is: {fullest.phase} in pool {fullest.pool}, and a worker here has {room / GB:.4g} GB"
+    if unknown := sorted(key for key, model in models.items() if model.shape is None):
+        yield f"  none: it is for dense decoders, and {', '.join(unknown)} is none"
+    yield from (f"  {use.pool:<12}{use.phase:<26}{of_gpu(use)}" for use in uses_of(config, place, models))
     if config.trainer.device == "cuda" and torch.cuda.device_count() < config.trainer.n_gpus_per_node:
         wanted = f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}"
         yield f"  {wanted}: this machine has {torch.cuda.device_count()} CUDA devices, so the run must start on another"
+
+
+def uses_of(config: PPOConfig, place: Placement, models: dict[str, Measured]) -> list[Use]:
+    """Of the phases of a step; none if a model is not known."""
+    shapes = {key: model.shape for key, model in models.items() if model.shape is not None}
+    return list(estimate(config, place, shapes, room_of(config, place))) if shapes.keys() == models.keys() else []
+
+
+def doubts(config: PPOConfig, place: Placement, models: dict[str, Measured]) -> Iterator[str]:
+    """What is not refused, and yet would not go well."""
+    data, positions, room = config.data, models["actor_rollout_ref.actor"].positions, room_of(config, place)
+    longest = data.max_prompt_length + data.max_response_length
+    if positions is not None and positions < longest:
+        row = f"data.max_prompt_length + data.max_response_length = {longest} tokens"
+        yield f"rows longer than the model knows: {row}, and its config.json has {positions} positions (max_position_embeddings)"
+    fullest = max(uses_of(config, place, models), key=lambda use: use.bytes or 0.0, default=None)
+    if room is not None and fullest is not None and (fullest.bytes or 0.0) > room:
+        yield f"more than there is: {fullest.phase} in pool {fullest.pool}, and a worker here has {room / GB:.4g} GB"
 
 
 def room_of(config: PPOConfig, place: Placement) -> float | None:
@@ -191,6 +223,10 @@ def of_gpu(use: Use) -> str:
     return f"{use.share:g} of the GPU, and what rests beside it" if use.bytes is None else f"{use.bytes / GB:>8.3g} GB"
 
 
+def counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 def in_millions(count: int) -> str:
     return f"{count / 1e9:.3g} billion" if count >= 1e9 else f"{count / 1e6:.3g} million"
 
@@ -199,5 +235,5 @@ def write(config: PPOConfig, run_dir: Path) -> Path:
     """The configuration as the run would write it."""
     run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     name = BESIDE if (run_dir / METRICS).exists() else CONFIG
-    write_config(run_dir, asdict(replace(config, trainer=replace(config.trainer, dry_run=None))), name)
+    write_config(run_dir, asdict(config), name)
     return run_dir / name

@@ -54,7 +54,15 @@ def test_errors_name_the_file_and_what_is_there(tmp_path: Path) -> None:
     missing = str(tmp_path / "train.parquet")
     assert error_of([], ["a"]) == "no data file is given"
     assert error_of([good, missing], ["a"]) == f"{missing}: no such file; {tmp_path} has good.parquet"
+    (tmp_path / "other").mkdir()
+    assert error_of([str(tmp_path / "other/a.json")], ["a"]).endswith("/other has no parquet or JSON-lines file")
     assert "there is no directory" in error_of([str(tmp_path / "no" / "train.parquet")], ["a"])
+    for made, maker in (
+        ("sort_digits", "scripts/quickstart.sh"),
+        ("gsm8k", f"python -m data_preprocess.gsm8k --local_save_dir {tmp_path}/gsm8k"),
+        ("math", f"python -m data_preprocess.math_dataset --local_save_dir {tmp_path}/math"),
+    ):
+        assert error_of([str(tmp_path / made / "train.parquet")], ["a"]).endswith(f"; name another, or run {maker}")
     assert error_of([good], ["prompt"]) == f"{good}: no column 'prompt'; it has a, b, d"
     assert error_of([good], ["b.truth"]) == f"{good}: column 'b' has no field 'truth'; it has c"
     assert error_of([good], ["d.truth"]) == f"{good}: column 'd' has no field 'truth'; it has none (int64)"

@@ -3,11 +3,14 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from safetensors import safe_open
 
+from configs.compose import compose
+from configs.schema.ppo import PPOConfig
 from tests.runs import make_task, ppo_arguments, run_ppo
 from trainer import main_ppo
 from trainer.ppo import assemble, dry_run
@@ -25,7 +28,8 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plan(task: Path, run_dir: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
     capsys.readouterr()
     assert main_ppo.PROGRAM(ppo_arguments(task, run_dir, *overrides, FULL)) == 0, capsys.readouterr().err
-    return capsys.readouterr().out
+    out, err = capsys.readouterr()
+    return err + out
 
 
 def refused(task: Path, run_dir: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
@@ -53,7 +57,7 @@ def test_it_says_what_a_run_would_do(
     assert "a step: 8 prompts x 4 answers = 32 sequences" in told
     assert "actor: 2 updates a step, of 4 prompts = 16 sequences each" in told
     assert "workers (actor, critic, rollout): node 0, GPU 0" in told
-    assert "rollout: 1 engines (embedded), each on 1 GPU" in told
+    assert "rollout: 1 engine (embedded), each on 1 GPU" in told
     assert "starts anew" in told and "checkpoints: never (trainer.save_freq)" in told
     phases = re.findall(r"^  workers +(\S.*?)  +([\d.e+-]+) GB$", told, re.MULTILINE)
     assert [phase for phase, _ in phases] == [
@@ -75,6 +79,9 @@ def test_the_configuration_is_the_runs_own_and_a_run_is_left_alone(
     assert len(steps) == 4 and (run_dir / "config.yaml").read_text() == ours
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
     told = plan(task, run_dir, capsys, *SAVED, "trainer.total_training_steps=6")
+    assert [line for line in told.splitlines() if line.startswith("note: would be resumed")] == [
+        "note: would be resumed with another trainer.total_training_steps: 4 -> 6"
+    ]
     assert f"goes on from step 4: {run_dir}/global_step_4" in told and "6 steps (trainer.total_training_steps)" in told
     after = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
     written = after.keys() - before.keys()
@@ -96,7 +103,7 @@ def test_prompts_that_are_dropped_are_counted(task: Path, tmp_path: Path, capsys
     (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(item) + "\n" for item in rows))
     words = (f"data.train_files={tmp_path}/mixed.jsonl", "data.filter_overlong_prompts=true")
     told = plan(task, tmp_path / "run", capsys, *words, "trainer.total_training_steps=null", "trainer.total_epochs=1")
-    assert "data.train_files: 9 prompts of 11 rows" in told and "1 steps (1 epochs)" in told
+    assert "data.train_files: 9 prompts of 11 rows" in told and "1 step (1 epoch)" in told
 
 
 def test_it_can_be_planned_on_a_machine_without_the_gpus(
@@ -108,7 +115,69 @@ def test_it_can_be_planned_on_a_machine_without_the_gpus(
     sizes = ("trainer.n_gpus_per_node=3", "data.train_batch_size=6", "actor_rollout_ref.actor.ppo_mini_batch_size=6")
     told = plan(task, tmp_path / "run", capsys, *words, *sizes)
     assert "trainer.n_gpus_per_node=3: this machine has 0 CUDA devices" in told
-    assert "critic (critic): node 0, GPU 1" in told and "critic: fsdp, 1 ranks, data parallel 1" in told
+    assert "critic (critic): node 0, GPU 1" in told and "critic: fsdp, 1 rank, data parallel 1" in told
+    assert "is a process" not in told
     beside = plan(task, tmp_path / "second", capsys, "trainer.backend=ray", "trainer.n_gpus_per_node=2", "trainer.device=cuda")
     assert "rollout: 2 engines (embedded), each on 1 GPU" in beside
     assert "actor_rollout_ref.actor: fsdp, 2 ranks, data parallel 2" in beside
+    monkeypatch.setattr("workers.rollout.find_spec", lambda name: name)
+    engines = ("rollout=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=4")
+    told = plan(task, tmp_path / "third", capsys, "trainer.backend=ray", "trainer.device=cuda", *engines)
+    assert "rollout: 2 engines (vllm), each on 2 GPUs" in told and " of the GPU, and what rests beside it" in told
+    monkeypatch.setattr("workers.rollout.find_spec", lambda name: None)
+    said = refused(task, tmp_path / "third", capsys, "trainer.backend=ray", "trainer.device=cuda", *engines)
+    assert "actor_rollout_ref.rollout.name=vllm: vLLM is not installed here" in said
+
+
+def test_what_is_written_and_where(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copies, answers = tmp_path / "copies", tmp_path / "answers"
+    words = ("trainer.save_freq=1", "trainer.test_freq=1", "trainer.val_before_train=true", "trainer.max_actor_ckpt_to_keep=2")
+    places = (f"trainer.checkpoint.remote_dir={copies}", f"trainer.rollout_data_dir={answers}")
+    told = plan(task, tmp_path / "run", capsys, *words, *places)
+    for line in (
+        f"goes on from the newest whole checkpoint of {copies}, or starts anew",
+        f"each step's answers: {answers}",
+        "validation: before the first step, each step, after the last",
+        "checkpoints: each step, after the last; the newest 2 kept",
+        f"copies of them: {copies}",
+    ):
+        assert f"\n  {line}\n" in told, line
+    far = "s3://bucket/run/global_step_4"
+    words = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={far}", "reward.remote_urls=['http://127.0.0.1:9/']")
+    told = plan(task, tmp_path / "run", capsys, *words, "reward.custom_reward_function.path=not_asked.py")
+    assert f"\n  goes on from {far}, which is fetched first\n" in told
+    assert "\n  validation: never (trainer.test_freq)\n" in told and not copies.exists() and not answers.exists()
+
+
+def test_what_would_not_go_well_is_told(
+    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = SimpleNamespace(total=2e6)
+    monkeypatch.setattr(dry_run.psutil, "virtual_memory", lambda: small)
+    words = ("trainer.backend=ray", "trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64")
+    positions = "actor_rollout_ref.model.override_config.max_position_embeddings=8"
+    told = plan(task, tmp_path / "run", capsys, *words, positions).splitlines()
+    assert "  actor_rollout_ref.actor.ppo_*: micro-batches of 64 tokens at most on a GPU" in told
+    assert told[-3].startswith("rows longer than the model knows: ") and " = 16 tokens, and its config.json has 8 " in told[-3]
+    assert told[-2] == "more than there is: actor: update in pool workers, and a worker here has 0.001 GB"
+    assert told[-1].startswith("nothing was started; ")
+    small.total = 1e12
+    stretched = "actor_rollout_ref.model.override_config.rope_parameters={rope_type:linear,factor:2.0,rope_theta:10000.0}"
+    told = plan(task, tmp_path / "run", capsys, positions, stretched).splitlines()
+    assert told[-1].startswith("fine, nothing was started; ") and not told[-2].startswith("rows longer")
+
+
+def test_models_that_the_estimate_does_not_know_and_adapters(
+    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = dry_run.measured(compose("ppo_trainer", PPOConfig, ppo_arguments(task, tmp_path / "run", "algorithm=ppo")))
+    more = models["critic"].parameters - models["actor_rollout_ref.actor"].parameters
+    assert more == 96 + 1, "a value's weights and bias; the language head is the embedding's"
+    monkeypatch.setattr(dry_run, "shape_of", lambda *args: None)
+    told = plan(task, tmp_path / "run", capsys, "algorithm=ppo", "actor_rollout_ref.model.lora_rank=2")
+    assert "\n  none: it is for dense decoders, and actor_rollout_ref.actor, critic is none\nfine, " in told
+    assert (
+        f"(qwen2, {task}/base; a LoRA adapter alone is trained)" in told
+        and f"critic: 0.223 million parameters (qwen2, {task}/base)" in told
+    )
+    assert dry_run.in_millions(7_620_000_000) == "7.62 billion" and dry_run.in_millions(999_000) == "0.999 million"

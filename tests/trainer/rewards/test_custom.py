@@ -63,3 +63,27 @@ def test_further_arguments_of_the_configuration_reach_the_function(tmp_path: Pat
     assert load_function(path, "f", {"scale": 0.5})(**given) == 2.0
     with pytest.raises(ValueError, match="reward_kwargs: extra_info, solution_str comes with every answer"):
         load_function(path, "f", {"scale": 1.0, "solution_str": "", "extra_info": {}})
+
+
+@pytest.mark.parametrize(
+    ("head", "kwargs", "told"),
+    [
+        ("response, answer", {}, "missing a required argument: 'response'"),
+        ("data_source, solution_str, ground_truth", {}, "got an unexpected keyword argument 'extra_info'"),
+        ("data_source, solution_str, ground_truth, extra_info, scale", {}, "missing a required argument: 'scale'"),
+        ("data_source, solution_str, ground_truth, extra_info", {"scale": 1}, "got an unexpected keyword argument 'scale'"),
+    ],
+)
+def test_a_function_of_other_arguments_is_refused_before_it_is_called(
+    head: str, kwargs: dict[str, int], told: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "rewards.py", f"def f({head}): raise AssertionError")
+    with pytest.raises(ValueError) as error:
+        load_function(path, "f", kwargs)
+    names = ", ".join(["data_source", "extra_info", "ground_truth", "solution_str", *kwargs])
+    assert str(error.value) == f"reward.custom_reward_function.path={path}: f must take {names} as keywords: {told}"
+
+
+def test_a_function_that_takes_anything_is_taken(tmp_path: Path) -> None:
+    path = write(tmp_path / "rewards.py", "def f(ground_truth, **row): return 1.0")
+    assert load_function(path, "f", {"scale": 1})(ground_truth="") == 1.0
