@@ -134,7 +134,7 @@ class Compat:
         return Instead(note, sets, forces)
 
     def is_translated(self, key: str, value: str | None, keys: Keys) -> bool:
-        """``key``, one of ours or the name of a block of ours, has a meaning elsewhere that the ``value`` as typed has there alone."""
+        """``key`` is ours, a leaf or a block, and the ``value`` as typed is one that others have alone."""
         entry = self.translated.get(key)
         return entry is not None and (key not in keys.leaves or entry.case(_parsed(key, value)) is not None)
 

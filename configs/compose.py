@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
@@ -44,7 +45,10 @@ SETTINGS = (
 
 
 def compose(root: str, schema: type[Config], overrides: Sequence[str] = ()) -> Config:
-    """The configuration that these words on the command line mean: compose("ppo_trainer", PPOConfig, ["recipe=quickstart"])."""
+    """The configuration that these words on the command line mean: compose("ppo_trainer", PPOConfig, ["recipe=quickstart"]).
+
+    Of Hydra's flags --config-name alone counts, with a name of ours.
+    """
     return compose_with_notes(root, schema, overrides)[0]
 
 
@@ -53,8 +57,9 @@ def compose_with_notes(
 ) -> tuple[Config, frozenset[str], list[str]]:
     """The same, the keys among the words, and lines for the user."""
     command = normalise(overrides, schema, root)
+    name = dict(pairwise(command.flags)).get("--config-name", root)
     with _one_line_errors(), hydra.initialize_config_module("configs", version_base="1.3"):
-        tree = hydra.compose(root, list(command.overrides))
+        tree = hydra.compose(name, list(command.overrides))
     loaded = load(tree, schema, command.typed)
     return loaded.config, command.typed, [*command.notes, *loaded.notes]
 
