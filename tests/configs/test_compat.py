@@ -130,18 +130,9 @@ def test_the_sft_trainers_one_block_of_an_engines_keys() -> None:
     )
     assert fsdp.engine.strategy == "fsdp" and fsdp.engine.grad_clip == 2.0
     assert fsdp.engine.fsdp_config.fsdp_size == 4 and fsdp.engine.fsdp_config.param_offload
-    megatron = compose(
-        "sft_trainer",
-        SFTConfig,
-        [
-            *common,
-            "engine=megatron",
-            "optim=megatron",
-            "engine.tensor_model_parallel_size=2",
-            "engine.virtual_pipeline_model_parallel_size=null",
-        ]
-        + ["optim.lr_decay_style=constant", "optim.lr_warmup_init=0", "engine.optimizer_offload=True", "engine.use_mbridge=True"],
-    )
+    cut = ["engine.tensor_model_parallel_size=2", "engine.virtual_pipeline_model_parallel_size=null", "engine.use_mbridge=True"]
+    paced = ["optim.lr_decay_style=constant", "optim.lr_warmup_init=0", "engine.optimizer_offload=True"]
+    megatron = compose("sft_trainer", SFTConfig, [*common, "engine=megatron", "optim=megatron", *cut, *paced])
     assert megatron.engine.strategy == "megatron" and megatron.engine.megatron.tensor_model_parallel_size == 2
     assert megatron.engine.megatron.optimizer_offload and not megatron.engine.megatron.param_offload
     assert megatron.optim.lr_scheduler_type == "constant" and megatron.optim.lr_warmup_steps_ratio == 0.1
