@@ -174,6 +174,8 @@ def test_a_key_of_ours_with_a_value_that_others_have_alone() -> None:
 
 def test_a_lora_rank_of_megatrons_has_megatrons_alpha() -> None:
     lora = "actor_rollout_ref.model.lora"
+    ulysses = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
+    assert f"{ulysses}=2" in normalise([f"{lora}.rank=8", f"{ulysses}=2"], PPOConfig, "ppo_trainer").overrides
     assert f"{lora}_alpha=32" in normalise([f"{lora}.rank=8"], PPOConfig, "ppo_trainer").overrides
     assert f"{lora}_alpha=64" in normalise([f"{lora}.rank=8", f"{lora}.alpha=64"], PPOConfig, "ppo_trainer").overrides
     assert not normalise([f"{lora}.rank=0"], PPOConfig, "ppo_trainer").overrides
