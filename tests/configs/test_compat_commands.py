@@ -69,7 +69,7 @@ def test_what_fsdp_does_in_place_of_megatron() -> None:
     for config in (adapter, half):
         strategies = {config.actor_rollout_ref.actor.strategy, config.actor_rollout_ref.ref.strategy, config.critic.strategy}
         assert strategies == {"fsdp"}
-    assert composed("megatron").actor_rollout_ref.actor.strategy == "megatron"
+    assert composed("megatron-path").actor_rollout_ref.actor.strategy == "megatron"
     assert (adapter.actor_rollout_ref.model.lora_rank, adapter.actor_rollout_ref.model.lora_alpha) == (16, 32.0)
     assert half.actor_rollout_ref.actor.fsdp_config.dtype == half.actor_rollout_ref.ref.fsdp_config.dtype == "float16"
 
