@@ -43,9 +43,7 @@ class Accepted:
     otherwise: str = ""
 
     def takes(self, value: Any) -> bool:
-        if self.values is None:
-            return True
-        return _is_one_of(value, self.values)
+        return self.values is None or _is_one_of(value, self.values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +60,7 @@ class Translated:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """values: None: any other. sets: instead, our keys and their values, $value is the one that was typed; unless they are typed
-    themselves. forces: the same, over what is typed, too.
-    """
+    """values: None: any other. sets: our keys in its place, unless they are typed; forces: whatever is typed. $value: its own."""
 
     values: tuple[Any, ...] | None
     sets: Mapping[str, Any]
@@ -130,8 +126,7 @@ class Compat:
             for side in (case.sets, case.forces)
         )
         said = ", ".join(f"{name}={as_typed(ours)}" for name, ours in {**sets, **forces}.items())
-        note = f"{key}={as_typed(value)} {f'sets {said}' if said else 'is left out'}: {translated.why}"
-        return Instead(note, sets, forces)
+        return Instead(f"{key}={as_typed(value)} {f'sets {said}' if said else 'is left out'}: {translated.why}", sets, forces)
 
     def is_translated(self, key: str, value: str | None, keys: Keys) -> bool:
         """``key`` is ours, a leaf or a block, and the ``value`` as typed is one that others have alone."""
