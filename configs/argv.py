@@ -42,37 +42,44 @@ class Accepted:
     otherwise: str = ""
 
     def takes(self, value: Any) -> bool:
-        if self.values is None:
-            return True
-        return _is_one_of(value, self.values)
+        return self.values is None or _is_one_of(value, self.values)
 
 
 @dataclass(frozen=True, slots=True)
 class Translated:
-    """cases: (values, what is set instead: our keys and their values; $value is the one that was typed). No values: any other.
-
-    why: for the note. otherwise: what to do with a value that is in no case. wins: over what is typed, too.
-    """
+    """why: for the note. otherwise: what to do with a value that is in no case."""
 
     why: str
-    cases: tuple[tuple[tuple[Any, ...] | None, Mapping[str, Any]], ...]
+    cases: tuple["Case", ...]
     otherwise: str = ""
-    wins: bool = False
 
-    def sets(self, value: Any) -> dict[str, Any] | None:
-        for values, sets in self.cases:
-            if _is_one_of(value, values) if values is not None else not isinstance(value, Sweep):
-                return {key: value if ours == "$value" else ours for key, ours in sets.items()}
-        return None
+    def case(self, value: Any) -> "Case | None":
+        return next((case for case in self.cases if case.takes(value)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """values: None: any other. sets: our keys in its place, unless they are typed; forces: whatever is typed. $value: its own."""
+
+    values: tuple[Any, ...] | None
+    sets: Mapping[str, Any]
+    forces: Mapping[str, Any]
+
+    def takes(self, value: Any) -> bool:
+        return _is_one_of(value, self.values) if self.values is not None else not isinstance(value, Sweep)
 
 
 @dataclass(frozen=True, slots=True)
 class Instead:
-    """What becomes of a foreign key. sets: our keys and their values, in its place; wins: over what is typed, too."""
+    """What becomes of a foreign key. sets, forces: our keys and their values, in its place; see Case."""
 
     note: str
     sets: Mapping[str, Any]
-    wins: bool = False
+    forces: Mapping[str, Any]
+
+    def over(self, typed: Collection[str]) -> dict[str, Any]:
+        """What counts beside the keys that are typed."""
+        return {name: value for name, value in self.sets.items() if name not in typed} | dict(self.forces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +115,22 @@ class Compat:
             accepted = self.accepted[pattern]
             if not accepted.takes(value):
                 raise ConfigError(f"{key}={as_typed(value)}: {accepted.otherwise}")
-            return Instead(f"{key} is left out: {accepted.why}", {})
+            return Instead(f"{key} is left out: {accepted.why}", {}, {})
         translated = self.translated[pattern]
-        sets = translated.sets(value)
-        if sets is None:
+        case = translated.case(value)
+        if case is None:
             raise ConfigError(f"{key}={as_typed(value)}: {translated.otherwise}")
-        sets = {name: ours for name, ours in sets.items() if keys.knows(name)}
-        said = f"sets {', '.join(f'{name}={as_typed(ours)}' for name, ours in sets.items())}" if sets else "is left out"
-        return Instead(f"{key}={as_typed(value)} {said}: {translated.why}", sets, translated.wins)
+        sets, forces = (
+            {name: value if ours == "$value" else ours for name, ours in side.items() if keys.knows(name)}
+            for side in (case.sets, case.forces)
+        )
+        said = ", ".join(f"{name}={as_typed(ours)}" for name, ours in {**sets, **forces}.items())
+        return Instead(f"{key}={as_typed(value)} {f'sets {said}' if said else 'is left out'}: {translated.why}", sets, forces)
+
+    def is_translated(self, key: str, value: str | None, keys: Keys) -> bool:
+        """``key`` is ours, a leaf or a block, and the ``value`` as typed is one that others have alone."""
+        entry = self.translated.get(key)
+        return entry is not None and (key not in keys.leaves or entry.case(_parsed(key, value)) is not None)
 
     def why_not(self, key: str, value: Any) -> str:
         """Why there is no such ``value`` of a key of ours, which other systems have; nothing for one that nobody has."""
@@ -133,9 +148,11 @@ def compat() -> Compat:
     translated = {
         key: Translated(
             entry["why"],
-            tuple((tuple(case["values"]) if "values" in case else None, case.get("sets", {})) for case in entry["cases"]),
+            tuple(
+                Case(tuple(case["values"]) if "values" in case else None, case.get("sets", {}), case.get("forces", {}))
+                for case in entry["cases"]
+            ),
             entry.get("otherwise", ""),
-            entry.get("wins", False),
         )
         for key, entry in tree["translated"].items()
     }
@@ -193,7 +210,7 @@ def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
             overrides[name] = ("" if is_listed and mark != "~" else mark) + name + tail
         elif _sets_nothing(name, match["key"] + (match["package"] or ""), match["value"], keys):
             notes.append(f"{match['key']}=null is left out: it sets nothing")
-        elif keys.knows(name):
+        elif keys.knows(name) and not names.is_translated(name, match["value"], keys):
             overrides[name] = ("~" if mark == "~" else "++" if keys.is_free_form(name) else "") + name + tail
             typed.add(name)
         else:
@@ -205,9 +222,7 @@ def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
         raise ConfigError("\n".join(problems))
     for instead in translated:
         notes.append(instead.note)
-        for name, value in instead.sets.items():
-            if instead.wins or name not in typed:
-                overrides[name] = f"{name}={as_typed(value)}"
+        overrides |= {name: f"{name}={as_typed(value)}" for name, value in instead.over(typed).items()}
     return CommandLine(tuple(flags), tuple(overrides.values()), frozenset(typed), tuple(notes))
 
 
@@ -237,7 +252,7 @@ def normalise_tree(tree: Mapping[str, Any], schema: type, typed: Collection[str]
             problems.append(str(error))
             continue
         notes.append(instead.note)
-        ours |= {name: value for name, value in instead.sets.items() if instead.wins or name not in typed}
+        ours |= instead.over(typed)
     if problems:
         raise ConfigError("\n".join(problems))
     nested: dict[str, Any] = {}

@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
@@ -44,7 +45,10 @@ SETTINGS = (
 
 
 def compose(root: str, schema: type[Config], overrides: Sequence[str] = ()) -> Config:
-    """The configuration that these words on the command line mean: compose("ppo_trainer", PPOConfig, ["recipe=quickstart"])."""
+    """The configuration that these words on the command line mean: compose("ppo_trainer", PPOConfig, ["recipe=quickstart"]).
+
+    Of Hydra's flags --config-name alone counts, with a name of ours.
+    """
     return compose_with_notes(root, schema, overrides)[0]
 
 
@@ -58,9 +62,10 @@ def compose_with_notes(
 
 
 def _tree_of(command: CommandLine, root: str) -> Tree:
-    """Without flags, and without what Hydra sets for a job."""
+    """Without what Hydra sets for a job; of flags --config-name alone."""
+    name = dict(pairwise(command.flags)).get("--config-name", root)
     with _one_line_errors(), hydra.initialize_config_module("configs", version_base="1.3"):
-        return hydra.compose(root, list(command.overrides))
+        return hydra.compose(name, list(command.overrides))
 
 
 def run_jobs(command: CommandLine, root: str, job: Callable[[Tree, Point | None], Value]) -> list[Result]:

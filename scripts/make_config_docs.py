@@ -116,10 +116,10 @@ def _values(entry: Accepted) -> str:
 
 
 def _translated_rows(key: str, entry: Translated) -> Iterable[tuple[str, str, str]]:
-    for values, sets in entry.cases:
-        theirs = "any other" if values is None else ", ".join(map(as_typed, values))
-        ours = "<br>".join(_code(f"{name}={as_typed(value)}") for name, value in sets.items()) or "left out"
-        yield _code(f"{key}={theirs}"), ours, entry.why
+    for case in entry.cases:
+        theirs = "any other" if case.values is None else ", ".join(map(as_typed, case.values))
+        ours = "<br>".join(_code(f"{name}={as_typed(value)}") for name, value in {**case.sets, **case.forces}.items())
+        yield _code(f"{key}={theirs}"), ours or "left out", entry.why
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:

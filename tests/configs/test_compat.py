@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from configs.argv import compat
+from configs.argv import compat, normalise
 from configs.compose import compose
-from configs.keys import CONFIG_DIR, Keys, keys_of
+from configs.keys import CONFIG_DIR, ConfigError, Keys, keys_of
 from configs.schema.evaluation import EvaluationConfig
 from configs.schema.export import ExportConfig
 from configs.schema.generation import GenerationConfig
@@ -112,3 +112,70 @@ def test_values_are_told_apart_by_kind() -> None:
     assert entry.takes(None) and not entry.takes("a/b") and not entry.takes(0)
     one = compat().accepted["actor_rollout_ref.rollout.pipeline_model_parallel_size"]
     assert one.takes(1) and not one.takes(True) and not one.takes(2)
+
+
+def test_the_sft_trainers_one_block_of_an_engines_keys() -> None:
+    """As tests/special_e2e/sft/run_sft_engine_gsm8k.sh types it for either engine."""
+    common = [
+        "model=hf_model",
+        "data.pad_mode=no_padding",
+        "data.messages_key=messages",
+        "optim.betas=[0.9,0.95]",
+        "optim.clip_grad=2.0",
+    ]
+    fsdp = compose(
+        "sft_trainer",
+        SFTConfig,
+        [*common, "engine=fsdp", "optim=fsdp", "engine.strategy=fsdp2", "engine.fsdp_size=4", "engine.param_offload=True"],
+    )
+    assert fsdp.engine.strategy == "fsdp" and fsdp.engine.grad_clip == 2.0
+    assert fsdp.engine.fsdp_config.fsdp_size == 4 and fsdp.engine.fsdp_config.param_offload
+    cut = ["engine.tensor_model_parallel_size=2", "engine.virtual_pipeline_model_parallel_size=null", "engine.use_mbridge=True"]
+    paced = ["optim.lr_decay_style=constant", "optim.lr_warmup_init=0", "engine.optimizer_offload=True"]
+    megatron = compose("sft_trainer", SFTConfig, [*common, "engine=megatron", "optim=megatron", *cut, *paced])
+    assert megatron.engine.strategy == "megatron" and megatron.engine.megatron.tensor_model_parallel_size == 2
+    assert megatron.engine.megatron.optimizer_offload and not megatron.engine.megatron.param_offload
+    assert megatron.optim.lr_scheduler_type == "constant" and megatron.optim.lr_warmup_steps_ratio == 0.1
+    experts = compose(
+        "sft_trainer", SFTConfig, ["engine=megatron", "engine.expert_model_parallel_size=8", "engine.context_parallel_size=2"]
+    )
+    assert experts.engine.strategy == "fsdp" and experts.engine.fsdp_config.ulysses_sequence_parallel_size == 2
+    with pytest.raises(ConfigError, match="engine=veomni: two engines train, fsdp and megatron"):
+        compose("sft_trainer", SFTConfig, ["engine=veomni"])
+    with pytest.raises(ConfigError, match=r"data.prompt_dict_keys=.*write the entry into a column of its own"):
+        compose("sft_trainer", SFTConfig, ["data.prompt_key=extra_info", "data.prompt_dict_keys=['question']"])
+
+
+def test_main_generations_flatter_tree() -> None:
+    words = ["data.n_samples=4", "model.path=a/model", "+model.trust_remote_code=True", "rollout.prompt_length=2048"]
+    words += ["rollout.response_length=1024", "rollout.tensor_model_parallel_size=1", "rollout.top_k=50", "rollout.mode=sync"]
+    config = compose("generation", GenerationConfig, words)
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    assert (model.path, model.trust_remote_code) == ("a/model", True)
+    assert (rollout.n, rollout.top_k, rollout.tensor_model_parallel_size) == (4, 50, 1)
+    assert (config.data.max_prompt_length, config.data.max_response_length) == (2048, 1024)
+
+
+def test_a_key_of_ours_with_a_value_that_others_have_alone() -> None:
+    """Taken as it is with any other value, and what is forced stands over what is typed."""
+    words = ["trainer.test_freq=False", "trainer.resume_from_path=False", "actor_rollout_ref.actor.megatron.dtype=float16"]
+    command = normalise([*words, "actor_rollout_ref.actor.strategy=megatron"], PPOConfig, "ppo_trainer")
+    assert {"trainer.test_freq=-1", "trainer.resume_from_path=null", "actor_rollout_ref.actor.strategy=fsdp"} <= {
+        *command.overrides
+    }
+    assert "actor_rollout_ref.actor.fsdp_config.dtype=float16" in command.overrides and len(command.notes) == 3
+    plain = ["trainer.test_freq=5", "trainer.resume_from_path=a/b", "actor_rollout_ref.actor.megatron.dtype=float32"]
+    command = normalise(plain, PPOConfig, "ppo_trainer")
+    assert command.overrides == tuple(plain) and not command.notes
+    typed = "actor_rollout_ref.actor.fsdp_config.dtype=float32"
+    command = normalise([words[2], typed], PPOConfig, "ppo_trainer")
+    assert typed in command.overrides and not any(text.endswith("dtype=float16") for text in command.overrides)
+
+
+def test_a_lora_rank_of_megatrons_has_megatrons_alpha() -> None:
+    lora = "actor_rollout_ref.model.lora"
+    ulysses = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
+    assert f"{ulysses}=2" in normalise([f"{lora}.rank=8", f"{ulysses}=2"], PPOConfig, "ppo_trainer").overrides
+    assert f"{lora}_alpha=32" in normalise([f"{lora}.rank=8"], PPOConfig, "ppo_trainer").overrides
+    assert f"{lora}_alpha=64" in normalise([f"{lora}.rank=8", f"{lora}.alpha=64"], PPOConfig, "ppo_trainer").overrides
+    assert not normalise([f"{lora}.rank=0"], PPOConfig, "ppo_trainer").overrides

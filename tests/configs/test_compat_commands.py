@@ -1,10 +1,14 @@
 """Command lines as they stand in verl's public scripts: they pass unchanged, or the answer says what is not here."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+from configs.compose import compose_with_notes
+from configs.schema.ppo import PPOConfig
+from trainer.algorithms.correction_rules import rejection_rules
 from trainer.main_ppo import PROGRAM
 
 
@@ -35,19 +39,47 @@ def known_commands() -> dict[str, Known]:
 COMMANDS = known_commands()
 
 
+def composed(name: str) -> PPOConfig:
+    """What trainer.dry_run=config composes and checks; raises ValueError where it complains. Neither models nor data exist."""
+    config, typed, _ = compose_with_notes(PROGRAM.root, PROGRAM.schema, COMMANDS[name].words)
+    PROGRAM.check(config, typed)
+    return config
+
+
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_public_command_line_passes_or_says_what_is_not_here(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Neither models nor data exist."""
-    command = COMMANDS[name]
-    code = PROGRAM([*command.words, "trainer.dry_run=config"])
+def test_a_public_command_line_passes_or_says_what_is_not_here(name: str) -> None:
+    try:
+        composed(name)
+        errors = []
+    except ValueError as error:
+        errors = str(error).splitlines()
+    refused = COMMANDS[name].refused
+    assert any(error.startswith(refused) for error in errors) if refused else errors == [], errors
+
+
+def test_it_is_what_the_program_says(capsys: pytest.CaptureFixture[str]) -> None:
+    codes = [PROGRAM([*COMMANDS[name].words, "trainer.dry_run=config"]) for name in ("lora-megatron", "npu-sglang")]
     said = capsys.readouterr()
-    errors = [line.removeprefix("error: ") for line in said.err.splitlines() if line.startswith("error: ")]
-    if command.refused:
-        assert code == 2 and any(error.startswith(command.refused) for error in errors), errors
-    else:
-        assert (code, errors) == (0, []) and said.out.startswith("configuration is fine: ")
+    assert codes == [0, 2] and said.out.startswith("configuration is fine: 8 workers on cuda")
+    assert "error: trainer.device=" in said.err
+
+
+def test_what_fsdp_does_in_place_of_megatron() -> None:
+    adapter, half = composed("lora-megatron"), composed("fp16-megatron")
+    for config in (adapter, half):
+        strategies = {config.actor_rollout_ref.actor.strategy, config.actor_rollout_ref.ref.strategy, config.critic.strategy}
+        assert strategies == {"fsdp"}
+    assert composed("megatron-path").actor_rollout_ref.actor.strategy == "megatron"
+    assert (adapter.actor_rollout_ref.model.lora_rank, adapter.actor_rollout_ref.model.lora_alpha) == (16, 32.0)
+    assert half.actor_rollout_ref.actor.fsdp_config.dtype == half.actor_rollout_ref.ref.fsdp_config.dtype == "float16"
+
+
+def test_rejection_is_called_otherwise() -> None:
+    correction = composed("correction-0.6").algorithm.rollout_correction
+    assert rejection_rules(correction) == [("seq_mean_k1", math.log(1 / 1.001), math.log(1.001))]
+    assert correction.loss_type == "reinforce" and correction.bypass_mode
 
 
 def test_most_of_them_pass() -> None:
     passing = [name for name, command in COMMANDS.items() if not command.refused]
-    assert len(COMMANDS) >= 35 and len(passing) >= 0.8 * len(COMMANDS)
+    assert len(COMMANDS) >= 55 and len(passing) >= 0.8 * len(COMMANDS)
