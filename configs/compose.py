@@ -103,8 +103,10 @@ def _point(command: CommandLine) -> Point:
 
 
 def slurm_walltime(timeout_min: int, signal_delay_s: int) -> str:
-    """trainer.walltime in a job of submitit's on Slurm, from its keys. The signal before its end reaches all of its processes, and
-    ends Ray's before a run could save: so the run ends by itself before that. Raises ConfigError if no time is left."""
+    """trainer.walltime in a job of submitit's on Slurm, from the launcher's keys. Raises ConfigError if no time is left.
+
+    The signal before the job's end reaches all of its processes, and ends Ray's before the run could save: it ends by itself.
+    """
     seconds = timeout_min * 60 - signal_delay_s - SLURM_SECONDS
     if seconds <= 0:
         raise ConfigError(

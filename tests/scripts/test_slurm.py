@@ -74,6 +74,15 @@ def test_one_node_needs_no_cluster(tmp_path: Path) -> None:
     assert calls(tmp_path) == ["python -m trainer.main_ppo trainer.nnodes=1 trainer.n_gpus_per_node=4 a=1"]
 
 
+def test_it_runs_where_it_was_submitted_in_the_environment_there(tmp_path: Path) -> None:
+    (tmp_path / "project/.venv/bin").mkdir(parents=True)
+    python = tmp_path / "project/.venv/bin/python"
+    python.write_text('#!/usr/bin/env bash\necho "$PWD"\n')
+    python.chmod(0o755)
+    env = environment(tmp_path, SLURM_JOB_NUM_NODES="1", SLURM_SUBMIT_DIR=str(tmp_path / "project"))
+    assert subprocess.run([SCRIPT], env=env, capture_output=True, text=True).stdout == f"{tmp_path}/project\n"
+
+
 @pytest.mark.parametrize("code", [0, 3])
 def test_the_programs_exit_code_is_the_jobs(tmp_path: Path, code: int) -> None:
     assert subprocess.run([SCRIPT], env=environment(tmp_path, CODE=str(code)), capture_output=True).returncode == code

@@ -18,6 +18,11 @@ from trainer.outcome import read_outcome
 from trainer.run_dir import checkpoint_steps
 from workers.controller.shell import free_port
 
+REWARD = """
+import os
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return float(os.environ["WORTH"])
+"""
 RUN = (sys.executable, "-m", "trainer.main_ppo")
 
 
@@ -55,12 +60,10 @@ def test_a_wrong_key_is_one_line_in_the_jobs_log(jobs: Jobs) -> None:
 
 @pytest.mark.soak
 def test_the_program_joins_the_cluster_that_runs_the_job(jobs: Jobs, tmp_path: Path) -> None:
-    """Both of its workers have their slots from it; a reward of the working directory's is found; variables of the job's arrive."""
+    """Workers get slots from it; a reward of the working directory's is found; variables of the job's arrive."""
     task = make_task(tmp_path / "task")
     (tmp_path / "work").mkdir()
-    (tmp_path / "work/mine.py").write_text(
-        "import os\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n    return float(os.environ['WORTH'])\n"
-    )
+    (tmp_path / "work/mine.py").write_text(REWARD)
     environment = {"env_vars": {"WORTH": "0.25", "PYTHONPATH": str(ROOT)}}
     words = ppo_arguments(task, tmp_path / "run", "trainer.backend=ray", "trainer.n_gpus_per_node=2")
     words.append("reward.custom_reward_function.path=mine.py")
@@ -83,7 +86,8 @@ def test_the_program_joins_the_cluster_that_runs_the_job(jobs: Jobs, tmp_path: P
 def test_a_job_that_is_stopped_saves_if_it_is_given_time(jobs: Jobs, tmp_path: Path) -> None:
     task = make_task(tmp_path / "task")
     environment = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"}}
-    words = ppo_arguments(task, tmp_path / "run", "trainer.backend=ray", "reward.num_workers=1", "trainer.total_training_steps=999")
+    words = ppo_arguments(task, tmp_path / "run", "trainer.backend=ray", "reward.num_workers=1")
+    words.append("trainer.total_training_steps=999")
     begun = jobs("submit", "--no-wait", "--working-dir=.", f"--runtime-env-json={json.dumps(environment)}", "--", *RUN, *words)
     number = re.search(r"Job '(\w+)' submitted", begun.stdout)
     assert number is not None, begun.stderr
@@ -100,7 +104,8 @@ def test_a_job_that_is_stopped_saves_if_it_is_given_time(jobs: Jobs, tmp_path: P
 
 @pytest.mark.soak
 def test_who_has_not_got_the_token_starts_nothing(jobs: Jobs, tmp_path: Path) -> None:
+    nowhere = str(tmp_path / "none")
     for token in ("0" * 64, ""):
-        done = jobs("submit", "--", "touch", str(tmp_path / "here"), RAY_AUTH_TOKEN=token, RAY_AUTH_TOKEN_PATH=str(tmp_path / "none"))
+        done = jobs("submit", "--", "touch", str(tmp_path / "here"), RAY_AUTH_TOKEN=token, RAY_AUTH_TOKEN_PATH=nowhere)
         assert done.returncode != 0 and "uthentication" in done.stderr, done.stderr
     assert not (tmp_path / "here").exists()

@@ -1,4 +1,5 @@
-"""A program for sweeps whose point needs as many starts as trainer.seed says: before the last of them it stops for its walltime."""
+"""A program for sweeps whose points cost nothing, and have their learning rate for a loss. Each needs as many starts as
+trainer.seed says: all but the last of them end for its walltime."""
 
 from collections.abc import Collection
 from dataclasses import asdict
@@ -27,12 +28,13 @@ def run(config: SFTConfig, told: list[str]) -> None:
     if len((run_dir / STARTS).read_text().splitlines()) < config.trainer.seed:
         write_outcome(run_dir, "interrupted", 1.0)
         raise Stopped(0, "another step does not fit into trainer.walltime")
-    (run_dir / METRICS).write_text(json_line({"train/loss": 0.5}))
+    (run_dir / METRICS).write_text(json_line({"train/loss": config.optim.lr}))
     write_outcome(run_dir, "finished", 1.0)
 
 
 PROGRAM = Program(
-    name="tests.trainer.slurm_points", about="", root="sft_trainer", schema=SFTConfig, often_used=(), examples=(), check=check, run=run
+    name="tests.trainer.points", about="", root="sft_trainer", schema=SFTConfig, often_used=(), examples=(),
+    check=check, run=run,
 )  # fmt: skip
 
 if __name__ == "__main__":
