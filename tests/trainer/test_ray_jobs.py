@@ -26,6 +26,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 RUN = (sys.executable, "-m", "trainer.main_ppo")
 
 
+PACKAGES = Path(sys.prefix) / "ray-default"
+"""What the job server needs beside Ray."""
+
+pytestmark = pytest.mark.skipif(not PACKAGES.is_dir(), reason="there is no .venv/ray-default: scripts/setup_env.sh dev makes it")
+
+
 class Jobs:
     def __init__(self, nodes: Nodes, server: str) -> None:
         self.server = f"http://{server}"
@@ -45,8 +51,10 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
         "--head", "--disable-usage-stats", "--dashboard-host=127.0.0.1", f"--dashboard-port={server.partition(':')[2]}",
         f"--dashboard-agent-listen-port={free_port()}",
     )  # fmt: skip
-    with cluster(tmp_path_factory.mktemp("nodes"), slots=2, head=head) as nodes:
-        yield Jobs(nodes, server)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", str(PACKAGES))
+        with cluster(tmp_path_factory.mktemp("nodes"), slots=2, head=head) as nodes:
+            yield Jobs(nodes, server)
 
 
 def test_a_wrong_key_is_one_line_in_the_jobs_log(jobs: Jobs) -> None:
@@ -64,7 +72,7 @@ def test_the_program_joins_the_cluster_that_runs_the_job(jobs: Jobs, tmp_path: P
     task = make_task(tmp_path / "task")
     (tmp_path / "work").mkdir()
     (tmp_path / "work/mine.py").write_text(REWARD)
-    environment = {"env_vars": {"WORTH": "0.25", "PYTHONPATH": str(ROOT)}}
+    environment = {"env_vars": {"WORTH": "0.25", "PYTHONPATH": f"{ROOT}:{PACKAGES}"}}
     words = ppo_arguments(task, tmp_path / "run", "trainer.backend=ray", "trainer.n_gpus_per_node=2")
     words.append("reward.custom_reward_function.path=mine.py")
     done = jobs(
