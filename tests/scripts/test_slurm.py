@@ -88,10 +88,12 @@ def test_the_programs_exit_code_is_the_jobs(tmp_path: Path, code: int) -> None:
     assert subprocess.run([SCRIPT], env=environment(tmp_path, CODE=str(code)), capture_output=True).returncode == code
 
 
+@pytest.mark.parametrize("nodes", ["3", "1"])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 138), (signal.SIGTERM, 143)])
-def test_the_batch_systems_signal_reaches_the_program(tmp_path: Path, number: signal.Signals, code: int) -> None:
+def test_the_batch_systems_signal_reaches_the_program(tmp_path: Path, number: signal.Signals, code: int, nodes: str) -> None:
     waits = tmp_path / "waits"
-    script = subprocess.Popen([SCRIPT], env=environment(tmp_path, WAITS=str(waits)), stderr=subprocess.PIPE)
+    env = environment(tmp_path, WAITS=str(waits), SLURM_JOB_NUM_NODES=nodes)
+    script = subprocess.Popen([SCRIPT], env=env, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 20
     while not waits.exists():
         assert time.monotonic() < deadline and script.poll() is None
