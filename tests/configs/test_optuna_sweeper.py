@@ -73,7 +73,7 @@ def test_it_finds_the_top_of_a_hill_better_than_luck(search: Search, capsys: pyt
 
 
 def test_started_again_it_goes_on_with_the_point_that_was_killed(search: Search) -> None:
-    search.special = {2: KeyboardInterrupt(), 4: INTERRUPTED, 5: None, 6: float("nan")}
+    search.special = {2: KeyboardInterrupt(), 4: INTERRUPTED, 5: None, 6: float("inf")}
     with pytest.raises(KeyboardInterrupt):
         search(*SEARCH, "hydra.sweeper.n_trials=6")
     killed = search.jobs[-1]

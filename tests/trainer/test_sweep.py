@@ -31,6 +31,7 @@ class Runs:
 
     def __init__(self) -> None:
         self.begun: list[str] = []
+        self.planned: list[str] = []
         self.problems: list[str] = []
         self.fail: dict[float, BaseException] = {}
 
@@ -40,9 +41,12 @@ class Runs:
 
         program = Program(
             name="trainer.main_sft", about="", root="sft_trainer", schema=SFTConfig, often_used=(), examples=(),
-            check=check, run=self.run, inputs=lambda config: self.problems,
+            check=check, run=self.run, inputs=lambda config: self.problems, plan=self.plan,
         )  # fmt: skip
         return program(["-m", "trainer.default_local_dir=x", "trainer.logger=[]", "trainer.objective=-train/loss", *words])
+
+    def plan(self, config: SFTConfig) -> None:
+        self.planned.append(Path(config.trainer.default_local_dir).name)
 
     def run(self, config: SFTConfig, told: list[str]) -> None:
         run_dir = Path(config.trainer.default_local_dir)
@@ -125,7 +129,8 @@ def test_another_run_in_a_points_directory_is_an_error_of_one_line(runs: Runs, c
 
 
 def test_resume_mode_disable_starts_every_point_anew(runs: Runs) -> None:
-    assert runs(GRID) == runs(GRID, "trainer.resume_mode=disable") == 0
+    assert runs(GRID) == runs(GRID, "trainer.dry_run=full") == 0 and runs.planned == ["0", "1"], "a plan is for any point"
+    assert runs(GRID, "trainer.resume_mode=disable") == 0
     assert runs.begun == ["0", "1", "0", "1"] and Path("x/0/earlier_1").is_dir()
 
 
