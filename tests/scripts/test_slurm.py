@@ -12,7 +12,10 @@ import pytest
 from tests.layout.source import ROOT
 
 SCRIPT = ROOT / "scripts/slurm/multinode.sh"
-CALLED = '#!/usr/bin/env bash\necho "$(basename "$0") $*${RAY_ADDRESS:+ [$RAY_ADDRESS]}${RAY_AUTH_TOKEN:+ $RAY_AUTH_MODE}" >>"$CALLS"\n'
+CALLED = (
+    "#!/usr/bin/env bash\n"
+    'echo "$(basename "$0") $*${RAY_ADDRESS:+ [$RAY_ADDRESS]}${RAY_AUTH_TOKEN:+ $RAY_AUTH_MODE}" >>"$CALLS"\n'
+)
 PROGRAMS = {
     "scontrol": CALLED + 'printf "n%s\\n" 1 2 3\n',
     # A step runs here; what it runs is the last words.
