@@ -30,6 +30,7 @@ Config = TypeVar("Config")
 SHOWING = {"--cfg", "-c", "--info", "-i"}  # flags that print the configuration
 DRY_RUNS = {"trainer.dry_run=config", "trainer.dry_run=full"}
 SLURM = "hydra/launcher=submitit_slurm"
+SLURM_SECONDS = 120  # before its signal: this may come a minute early, and processes take a while to end
 Tree = DictConfig  # composed, not yet checked: for configs.load alone
 
 # trainer.default_local_dir is the run directory: Hydra makes none beside it, and leaves logging alone. What is typed comes
@@ -84,6 +85,9 @@ def run_jobs(command: CommandLine, root: str, job: Callable[[Tree, Point | None]
             return job(tree, None)
         if not _sweeps_over_directories(command):
             tree.trainer.default_local_dir = f"{tree.trainer.default_local_dir}/{HydraConfig.get().job.num}"
+        launcher = HydraConfig.get().launcher
+        if "signal_delay_s" in launcher and tree.trainer.get("walltime", "") is None:
+            tree.trainer.walltime = slurm_walltime(launcher.timeout_min, launcher.signal_delay_s)
         return job(tree, _point(command))
 
     if SLURM in command.overrides and shutil.which("srun") is None:
@@ -106,7 +110,22 @@ def _point(command: CommandLine) -> Point:
     typed = OverridesParser.create().parse_overrides(list(command.overrides))
     fixed = {override.get_key_element() for override in typed if not override.is_sweep_override()}
     swept = [text for text in settings.overrides.task if text.partition("=")[0] not in fixed]
-    return Point(settings.job.num, tuple(swept), Path(settings.sweep.dir))
+    requeued = bool(settings.launcher.get("max_num_timeout"))
+    return Point(settings.job.num, tuple(swept), Path(settings.sweep.dir), requeued)
+
+
+def slurm_walltime(timeout_min: int, signal_delay_s: int) -> str:
+    """trainer.walltime in a job of submitit's on Slurm, from the launcher's keys. Raises ConfigError if no time is left.
+
+    The signal before the job's end reaches all of its processes, and ends Ray's before the run could save: it ends by itself.
+    """
+    seconds = timeout_min * 60 - signal_delay_s - SLURM_SECONDS
+    if seconds <= 0:
+        raise ConfigError(
+            f"hydra.launcher.timeout_min={timeout_min}: must be more; of it {signal_delay_s} s (hydra.launcher.signal_delay_s) "
+            f"and {SLURM_SECONDS} s are kept for the end"
+        )
+    return str(seconds)
 
 
 def _hide_secrets_in_files() -> None:

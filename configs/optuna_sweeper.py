@@ -146,7 +146,7 @@ def distribution(override: Override) -> "BaseDistribution":
         return CategoricalDistribution(list(override.sweep_string_iterator()))
     if isinstance(sweep, RangeSweep):
         values = sweep.range()
-        if isinstance(values, range) and not sweep.shuffle:
+        if isinstance(values, range):
             return IntDistribution(values[0], values[-1], step=values.step)
         return CategoricalDistribution(list(override.sweep_string_iterator()))
     assert isinstance(sweep, IntervalSweep), sweep

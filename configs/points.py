@@ -19,11 +19,13 @@ POINTS = "points"
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """number: of the job, from 0. overrides: those that the sweep sets."""
+    """number: of the job, from 0. overrides: those that the sweep sets. requeued: a Slurm job that may begin again, when its time
+    is over and its run is not."""
 
     number: int
     overrides: tuple[str, ...]
     sweep_dir: Path
+    requeued: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv and installs Tandem into it, editable, with the core's dependencies and those of the extras that are named:
 #     scripts/setup_env.sh [dev|hub|wandb ...]
-# dev without a GPU has the CPU builds of all engines too, which the tests run.
+# dev without a GPU has the CPU builds of all engines too, and a Ray job server, which the tests run.
 # Run again, it returns at once unless pyproject.toml or the requirements changed. After adding a GPU: rm -rf .venv.
 # PYTHON=/path/to/python3 chooses the interpreter.
 set -euo pipefail
@@ -73,6 +73,8 @@ stage "PyTorch, $build" "${install[@]}" "${torch_index[@]}" torch
 extras=$(IFS=,; echo "$*")
 stage "Tandem and what it imports${extras:+ [$extras]}" "${install[@]}" --editable ".${extras:+[$extras]}"
 if [[ " $* " == *" dev "* && $engines == all ]]; then
+  # Apart: where all of ray[default] is installed, every Ray starts slower.
+  stage "A Ray job server's packages" "${install[@]}" --no-deps --upgrade --target .venv/ray-default -r requirements/ray-default.txt
   stage "Engines, CPU builds" env PYTHON=.venv/bin/python scripts/install_engine.sh all cpu
 fi
 for part in core "$@"; do

@@ -5,7 +5,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,15 +20,15 @@ START_SECONDS = 60.0
 
 
 class Nodes:
-    def __init__(self, folder: Path, slots: int, temp_dir: str) -> None:
-        """The head; each node has so many slots. folder: of what they say; temp_dir: Ray's."""
+    def __init__(self, folder: Path, slots: int, temp_dir: str, head: Sequence[str] = HEAD) -> None:
+        """The head; each node has so many slots. folder: of what they say; temp_dir: Ray's. head: how it is started."""
         self.folder = folder
         self.slots = slots
         self.environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         """Of whoever joins the cluster."""
         self.address = f"127.0.0.1:{free_port()}"
         self.processes: list[subprocess.Popen[bytes]] = []
-        self._start(*HEAD, f"--port={self.address.partition(':')[2]}", f"--temp-dir={temp_dir}")
+        self._start(*head, f"--port={self.address.partition(':')[2]}", f"--temp-dir={temp_dir}")
 
     def join(self) -> subprocess.Popen[bytes]:
         return self._start(f"--address={self.address}")
@@ -62,10 +62,10 @@ class Nodes:
 
 
 @contextmanager
-def cluster(folder: Path, slots: int) -> Iterator[Nodes]:
+def cluster(folder: Path, slots: int, head: Sequence[str] = HEAD) -> Iterator[Nodes]:
     """Its head; all that joins it ends with the block. Ray's sockets want a short path: they are not in ``folder``."""
     with TemporaryDirectory(prefix="nodes_") as short:
-        nodes = Nodes(folder, slots, short)
+        nodes = Nodes(folder, slots, short, head)
         try:
             nodes.wait_for_head()
             yield nodes

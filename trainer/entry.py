@@ -6,12 +6,15 @@ a worker that failed, or was late, its own; none if the last checkpoint could no
 for Ctrl-C and 143 for SIGTERM.
 """
 
+import os
 import re
+import signal
 import sys
 import textwrap
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -144,13 +147,19 @@ class Program(Generic[Config]):
         return max([*codes, *(result.code for result in results)], default=0)
 
     def point(self, tree: Tree, command: CommandLine, point: Point, *, full_traceback: bool) -> Value:
-        """A point of a sweep: what it tells the sweeper. After a signal to one, those that are left do not begin."""
+        """A point of a sweep: what it tells the sweeper. After a signal to one, those that are left do not begin.
+
+        One that ran out of time in a job that may begin again has this done by submitit's own signal, which ends the process.
+        """
         if any(result.code > 128 for result in read_results(point.sweep_dir)):
             ended = Ended(0, "not started")
         else:
             ended = self.job(tree, command, point, full_traceback=full_traceback)
         if ended.status is not None:
             write_result(point, Result(point.number, point.overrides, ended.status, ended.code, ended.objective, ended.seconds))
+        if ended.status == "interrupted" and ended.code == 0 and point.requeued:
+            with suppress(RuntimeError):  # submitit's way to say, also in its log, that it was requeued often enough
+                signal.raise_signal(signal.Signals[f"SIG{os.environ.get('SUBMITIT_PREEMPT_SIGNAL', 'USR2')}"])
         return INTERRUPTED if ended.status in ("interrupted", "not started") else ended.objective
 
     def job(self, tree: Tree, command: CommandLine, point: Point | None = None, *, full_traceback: bool) -> Ended:

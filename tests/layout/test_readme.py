@@ -44,7 +44,7 @@ NOT_RUN = {
     "mkdocs": "tests/scripts/test_docs_site.py builds the site",
     "pip install": "changes the environment",
     "pytest": "tests run themselves; that the file is there is checked",
-    "ray": "a cluster of somebody's",
+    "ray": "a cluster of somebody's; what is submitted to it is composed",
     "sbatch": "wants Slurm",
     "source": "enters the environment",
     "tensorboard": "serves until it is ended",
@@ -98,6 +98,7 @@ def commands(page: str) -> list[list[str]]:
 
 COMMANDS = [(page, words) for page in PAGES if page not in RUN_ELSEWHERE for words in commands(page)]
 OURS = [words for _, words in COMMANDS if words[1:2] == ["-m"] and words[2] in PROGRAMS]
+OURS += [words[words.index("--") + 1 :] for _, words in COMMANDS if words[:3] == ["ray", "job", "submit"]]
 OURS += [["python", "-m", name, *shlex.split(said)] for name, program in PROGRAMS.items() for said in program.examples]  # --help
 
 

@@ -20,7 +20,8 @@ case "$*" in
 esac
 """
 
-REQUIREMENTS = tuple(f"requirements/{name}-cpu.txt" for name in ("constraints", "vllm", "sglang", "megatron"))
+ENGINES = tuple(f"requirements/{name}-cpu.txt" for name in ("vllm", "sglang", "megatron"))
+REQUIREMENTS = ("requirements/constraints-cpu.txt", "requirements/ray-default.txt", *ENGINES)
 
 
 class Clone:
@@ -84,7 +85,7 @@ def test_an_extra_is_added_to_what_is_there(clone: Clone) -> None:
     clone.set_up()
     clone.calls()
     clone.set_up("dev", "hub")
-    assert [call.split()[-1] for call in clone.calls()] == ["torch", ".[dev,hub]", "requirements/megatron-cpu.txt"]
+    assert [call.split()[-1] for call in clone.calls()] == ["torch", ".[dev,hub]", "requirements/ray-default.txt", ENGINES[-1]]
 
 
 @pytest.mark.parametrize("changed", ["pyproject.toml", *REQUIREMENTS])
@@ -104,8 +105,10 @@ def test_development_has_the_engines_cpu_builds_and_nothing_that_these_ask_for(c
     clone.set_up()
     assert not any("vllm" in call for call in clone.calls())
     done = clone.set_up("dev")
-    files = " ".join(f"--requirement {name}" for name in REQUIREMENTS[1:])
-    assert clone.calls()[-1].endswith(f"--no-deps {files}")
+    files = " ".join(f"--requirement {name}" for name in ENGINES)
+    *_, jobs, engines = clone.calls()
+    assert jobs.endswith("--no-deps --upgrade --target .venv/ray-default -r requirements/ray-default.txt"), "apart from the rest"
+    assert engines.endswith(f"--no-deps {files}")
     assert "Engines, CPU builds ... " in done.stdout
 
 

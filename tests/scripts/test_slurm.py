@@ -12,7 +12,10 @@ import pytest
 from tests.layout.source import ROOT
 
 SCRIPT = ROOT / "scripts/slurm/multinode.sh"
-CALLED = '#!/usr/bin/env bash\necho "$(basename "$0") $*${RAY_ADDRESS:+ [$RAY_ADDRESS]}${RAY_AUTH_TOKEN:+ token}" >>"$CALLS"\n'
+CALLED = (
+    "#!/usr/bin/env bash\n"
+    'echo "$(basename "$0") $*${RAY_ADDRESS:+ [$RAY_ADDRESS]}${RAY_AUTH_TOKEN:+ $RAY_AUTH_MODE}" >>"$CALLS"\n'
+)
 PROGRAMS = {
     "scontrol": CALLED + 'printf "n%s\\n" 1 2 3\n',
     # A step runs here; what it runs is the last words.
@@ -74,15 +77,26 @@ def test_one_node_needs_no_cluster(tmp_path: Path) -> None:
     assert calls(tmp_path) == ["python -m trainer.main_ppo trainer.nnodes=1 trainer.n_gpus_per_node=4 a=1"]
 
 
+def test_it_runs_where_it_was_submitted_in_the_environment_there(tmp_path: Path) -> None:
+    (tmp_path / "project/.venv/bin").mkdir(parents=True)
+    python = tmp_path / "project/.venv/bin/python"
+    python.write_text('#!/usr/bin/env bash\necho "$PWD"\n')
+    python.chmod(0o755)
+    env = environment(tmp_path, SLURM_JOB_NUM_NODES="1", SLURM_SUBMIT_DIR=str(tmp_path / "project"))
+    assert subprocess.run([SCRIPT], env=env, capture_output=True, text=True).stdout == f"{tmp_path}/project\n"
+
+
 @pytest.mark.parametrize("code", [0, 3])
 def test_the_programs_exit_code_is_the_jobs(tmp_path: Path, code: int) -> None:
     assert subprocess.run([SCRIPT], env=environment(tmp_path, CODE=str(code)), capture_output=True).returncode == code
 
 
+@pytest.mark.parametrize("nodes", ["3", "1"])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 138), (signal.SIGTERM, 143)])
-def test_the_batch_systems_signal_reaches_the_program(tmp_path: Path, number: signal.Signals, code: int) -> None:
+def test_the_batch_systems_signal_reaches_the_program(tmp_path: Path, number: signal.Signals, code: int, nodes: str) -> None:
     waits = tmp_path / "waits"
-    script = subprocess.Popen([SCRIPT], env=environment(tmp_path, WAITS=str(waits)), stderr=subprocess.PIPE)
+    env = environment(tmp_path, WAITS=str(waits), SLURM_JOB_NUM_NODES=nodes)
+    script = subprocess.Popen([SCRIPT], env=env, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 20
     while not waits.exists():
         assert time.monotonic() < deadline and script.poll() is None

@@ -1,7 +1,7 @@
 """Runs beside each other: groups of seeds, differences, curves, and the page and the picture of all that."""
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +9,11 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.axes import Axes
 
 from configs.compose import compose
 from configs.schema.ppo import PPOConfig
-from trainer.compare import Group, Run, charts_of, differing, final_of, find_runs, groups_of, mean_curve, write_comparison
+from trainer.compare import Group, Run, charts_of, curves_of, differing, final_of, find_runs, groups_of, mean_curve, metrics_shown
 from trainer.main_compare import compare
 from trainer.run_dir import CONFIG, GLOBAL_STEP, METRICS, json_line
 
@@ -36,7 +37,7 @@ def scores(*values: float) -> list[Metrics]:
 def sweep(tmp_path: Path) -> Path:
     """Two learning rates, and of the first two seeds."""
     write_run(tmp_path / "sweep/0", scores(0.1, 0.5, 0.9), "trainer.seed=1")
-    write_run(tmp_path / "sweep/1", scores(0.3, 0.7), "trainer.seed=2")
+    write_run(tmp_path / "sweep/1", scores(0.3, 0.7), "trainer.seed=2", "data.seed=5")
     write_run(tmp_path / "sweep/2", scores(0.2, 0.2, 0.2), "actor_rollout_ref.actor.optim.lr=0.5")
     return tmp_path / "sweep"
 
@@ -83,8 +84,10 @@ def test_a_group_has_its_color_in_every_chart(tmp_path: Path) -> None:
     assert [line.color for line in charts["Value loss"].lines] == [1]
 
 
-def test_the_page_and_the_picture(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_and_the_picture(sweep: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     out = sweep.parent / "there/it is"
+    fill, bands = Axes.fill_between, list[Any]()
+    monkeypatch.setattr(Axes, "fill_between", lambda axes, *args, **how: (bands.append(args), fill(axes, *args, **how))[1])
     assert compare([str(sweep), f"out={out}.html"]) == 0
     assert capsys.readouterr().out == f"comparison: {out}.html {out}.png\n"
     page = out.with_name("it is.html").read_text()
@@ -97,18 +100,46 @@ def test_the_page_and_the_picture(sweep: Path, capsys: pytest.CaptureFixture[str
         "score and accuracy, two groups, one of two seeds"
     )
     assert all(f"<td>{sweep / str(i)}</td>" in page for i in range(3)) and "not yet, or killed" in page
-    assert "trainer.seed=1" in page and "http://" not in page and "https://" not in page
+    assert "trainer.seed=1" in page and "data.seed=5, trainer.seed=2" in page and "http://" not in page and "https://" not in page
     picture = out.with_name("it is.png").read_bytes()
-    assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
+    assert picture.startswith(b"\x89PNG") and len(picture) > 20_000 and len(bands) == 2
+    assert int.from_bytes(picture[16:20]) == 2 * 624, "two charts side by side"
 
 
 def test_equal_runs_have_no_differences_and_directories_for_labels(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", scores(0.1), "trainer.experiment_name=a")
-    write_run(tmp_path / "b", scores(0.1), "trainer.experiment_name=b", "trainer.logger=[]")
-    (group,) = groups_of(find_runs([tmp_path / "a", tmp_path / "b", tmp_path]))
-    assert len(group.runs) == 2 and group.label == str(tmp_path / "a")
-    html, _ = write_comparison([tmp_path], tmp_path / "c")
-    assert "<td>none</td>" in html.read_text()
+    write_run(tmp_path / "9", scores(0.1), "trainer.experiment_name=a")
+    write_run(tmp_path / "10", scores(0.1), "trainer.experiment_name=b", "trainer.logger=[]")
+    (group,) = groups_of(find_runs([tmp_path, tmp_path / "10"]))
+    assert len(group.runs) == 2 and group.label == str(tmp_path / "9"), "point 9 comes before point 10"
+    assert compare([str(tmp_path), f"out={tmp_path}/c.png"]) == 0
+    assert "<td>none</td>" in (tmp_path / "c.html").read_text()
+
+
+def plain(name: str, config: dict[str, str], **series: list[float]) -> Run:
+    """config: as JSON. series: a value a step, from 1."""
+    named = {metric.replace("__", "/"): ([*range(1, len(ys) + 1)], ys) for metric, ys in series.items()}
+    return Run(Path(name), config, named, 2, None)
+
+
+def test_labels_are_settings_if_they_are_few_and_tell_runs_apart() -> None:
+    few = [plain(str(i), {"a.x": str(i), "b.y": '"s"', "c.z": f"{i}.5"}) for i in (1, 2)]
+    assert [group.label for group in groups_of(few)] == ["x=1, z=1.5", "x=2, z=2.5"]
+    many = [plain(str(i), {key: str(i) for key in "abcd"}) for i in (1, 2)]
+    assert [group.label for group in groups_of(many)] == ["1", "2"]
+    alike = [plain(str(i), {"a.x": f"0.{'3' * i}"}) for i in (12, 13)]
+    assert [group.label for group in groups_of(alike)] == ["12", "13"], "they look the same as numbers"
+
+
+def test_what_is_drawn() -> None:
+    """A chart for each data source if there are several; none of what is zero throughout, unless that says something."""
+    zeros, ones = [0.0, 0.0], [1.0, 1.0]
+    one = plain("a", {}, **{"val-core__a__acc": ones, "actor__grad_norm": zeros})
+    two = plain("b", {"x": "1"}, **{"val-core__a__acc": zeros, "val-core__b__acc": ones})
+    assert [title for title, *_ in metrics_shown([one]) if "acc" in title] == []
+    assert [title for title, *_ in metrics_shown([one, two]) if "acc" in title] == ["a/acc", "b/acc"]
+    ((_, metric, spec),) = [shown for shown in metrics_shown([one]) if shown[1] == "actor/grad_norm"]
+    assert not spec.zero and curves_of(groups_of([one]), metric, spec) == []
+    assert len(curves_of(groups_of([one]), metric, replace(spec, zero=True))) == 1
 
 
 def broken(tmp_path: Path) -> dict[str, tuple[list[Any], str]]:

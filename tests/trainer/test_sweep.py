@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
-from configs.points import Result
+from configs.argv import normalise
+from configs.points import INTERRUPTED, Point, Result, read_results, write_result
+from configs.schema.ppo import PPOConfig
 from configs.schema.sft import SFTConfig
 from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
 from trainer import main_ppo
 from trainer.entry import Program
+from trainer.outcome import write_outcome
 from trainer.restart import Lifetime, keep_going
 from trainer.run_dir import GLOBAL_STEP, OUTCOME
 from trainer.sweep import table
@@ -37,10 +41,12 @@ class Runs:
 
         program = Program(
             name="trainer.main_sft", about="", root="sft_trainer", schema=SFTConfig, often_used=(), examples=(),
-            check=check, run=self.run, inputs=lambda config: self.gone,
-            plan=lambda config: self.planned.append(config.trainer.default_local_dir),
+            check=check, run=self.run, inputs=lambda config: self.gone, plan=self.plan,
         )  # fmt: skip
         return program(["-m", "trainer.default_local_dir=x", "trainer.logger=[]", "trainer.objective=-train/loss", *words])
+
+    def plan(self, config: SFTConfig) -> None:
+        self.planned.append(Path(config.trainer.default_local_dir).name)
 
     def run(self, config: SFTConfig, told: list[str]) -> None:
         run_dir = Path(config.trainer.default_local_dir)
@@ -78,18 +84,22 @@ def test_a_finished_point_is_left_as_it_is(runs: Runs, capsys: pytest.CaptureFix
     lines = rows(capsys.readouterr().out)
     assert [line[:3] for line in lines] == [["point", "status", "objective"], ["0", "finished", "-1"], ["1", "finished", "-4"]]
     assert lines[2][4:] == ["optim.lr=0.01"]
+    write_outcome(Path("x/1"), "finished", 12.25)
     written = {path: path.stat().st_mtime_ns for path in Path("x").glob("[01]/*")}
-    assert runs(GRID, "trainer.dry_run=full") == 0 and runs.planned == ["x/0", "x/1"], "a plan is asked for, not a result"
+    assert runs(GRID, "trainer.dry_run=full") == 0 and runs.planned == ["0", "1"], "a plan is asked for, not a result"
     out, err = capsys.readouterr()
     assert rows(out) == [] and err == ""
     runs.gone = ["data.train_files=a: no such file"]
     assert runs(GRID, "trainer.objective=train/loss", "trainer.max_restarts=2") == 0 and runs.begun == ["0", "1"]
     out, err = capsys.readouterr()
     assert [line[2] for line in rows(out)] == ["objective", "1", "4"], "it may be named when all is over"
+    assert rows(out)[2][3] == "12.2", "the seconds are those that it took"
     assert [line for line in err.splitlines() if line.startswith("point")] == [
         f"point {point} was finished by an earlier start: it is left as it is (x/{point})" for point in "01"
     ]
     assert written == {path: path.stat().st_mtime_ns for path in Path("x").glob("[01]/*")} and len(written) > 4
+    assert runs("optim.lr=0.1") == 0 and len(rows(capsys.readouterr().out)) == 2, "the points of this start alone"
+    assert runs("optim.lr=0.1,0.01,0.5") == 2 and runs.begun == ["0", "1"], "inputs count for those that are to begin"
 
 
 def test_killed_and_failed_points_are_tried_again(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,7 +132,8 @@ def test_another_run_in_a_points_directory_is_an_error_of_one_line(runs: Runs, c
 
 
 def test_resume_mode_disable_starts_every_point_anew(runs: Runs) -> None:
-    assert runs(GRID) == runs(GRID, "trainer.resume_mode=disable") == 0
+    assert runs(GRID) == runs(GRID, "trainer.dry_run=full") == 0 and runs.planned == ["0", "1"], "a plan is for any point"
+    assert runs(GRID, "trainer.resume_mode=disable") == 0
     assert runs.begun == ["0", "1", "0", "1"] and Path("x/0/earlier_1").is_dir()
 
 
@@ -140,6 +151,15 @@ def test_an_objective_that_no_step_measured_is_told(runs: Runs, capsys: pytest.C
     assert errors == [
         f"error: trainer.objective=train/los: the run in x/{point} has no such metric; did you mean train/loss?" for point in "01"
     ]
+
+
+def test_what_does_not_begin_after_a_signal_was_not_tried(runs: Runs, tmp_path: Path) -> None:
+    """Beside others, by another launcher: to a sweeper it is as one that was interrupted."""
+    write_result(Point(0, (), tmp_path), Result(0, (), "interrupted", 143, None, 1.0))
+    left = main_ppo.PROGRAM.point(
+        OmegaConf.create(), normalise([], PPOConfig, "ppo_trainer"), Point(1, (), tmp_path), full_traceback=True
+    )
+    assert left == INTERRUPTED and [result.status for result in read_results(tmp_path)] == ["interrupted", "not started"]
 
 
 def test_a_dry_run_leaves_no_table_and_no_file(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,14 +192,14 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 
 def test_a_real_grid_is_stopped_by_a_signal_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """SIGTERM in the second step of the second of three points; 8 prompts times 4 answers a step."""
+    """SIGTERM in the first of two steps of the second of three points; 8 prompts times 4 answers a step."""
     task = make_task(tmp_path / "task")
-    whole = run_ppo(task, tmp_path / "whole", "trainer.total_training_steps=3", "trainer.seed=2")
+    whole = run_ppo(task, tmp_path / "whole", "trainer.seed=2")
     handler = signal.getsignal(signal.SIGTERM)
     flag = tmp_path / "calls"
     flag.write_text("0")
-    (task / "stopping.py").write_text(STOPPING_REWARD.format(flag=str(flag), when=32 * (3 + 1) + 5))
-    words = ["-m", *ppo_arguments(task, tmp_path / "grid", "trainer.total_training_steps=3", "trainer.seed=1,2,3")]
+    (task / "stopping.py").write_text(STOPPING_REWARD.format(flag=str(flag), when=32 * 2 + 5))
+    words = ["-m", *ppo_arguments(task, tmp_path / "grid", "trainer.seed=1,2,3")]
     words += ["trainer.objective=critic/score/mean", f"reward.custom_reward_function.path={task}/stopping.py"]
     assert main_ppo.PROGRAM(words) == 143 and signal.getsignal(signal.SIGTERM) == handler
     statuses = [line[1] for line in rows(capsys.readouterr().out)[-3:]]
@@ -189,5 +209,5 @@ def test_a_real_grid_is_stopped_by_a_signal_and_goes_on(tmp_path: Path, capsys: 
     assert [line[1] for line in rows(capsys.readouterr().out)[-3:]] == ["finished"] * 3
     assert (tmp_path / "grid/0/metrics.jsonl").stat().st_mtime_ns == first
     assert repeatable(metrics_of(tmp_path / "grid/1")) == repeatable(whole), "it went on from its checkpoint, to the bit"
-    assert int(flag.read_text()) == 32 * (3 + 3 + 3), "no step of the second point came twice"
+    assert int(flag.read_text()) == 32 * (2 + 2 + 2), "no step of the second point came twice"
     assert os.environ.get("HYDRA_FULL_ERROR") is None

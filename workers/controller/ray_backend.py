@@ -17,6 +17,7 @@ from typing import Any, Literal
 import psutil
 import ray
 from ray._private import ray_constants
+from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR as IN_JOB
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -43,7 +44,8 @@ HOMES_SECONDS, NODE_SECONDS = 2.0, 30.0  # until the ranks of a group, and the p
 
 class RayBackend(Backend):
     """Starts a Ray of its own on this machine: loopback only, in directories of its own. Or joins the one that runs, if
-    ``nnodes`` > 1 or ``ray_init`` has an address; then it starts and ends nothing but its workers.
+    ``nnodes`` > 1, ``ray_init`` has an address, or this is a job of `ray job submit`; then it starts and ends nothing but its
+    workers.
 
     What ``ray_init`` says wins over what is chosen here. Workers write to <run_dir>/logs/rank_<rank>_<group>.log, on their node,
     unless log_to_driver is asked for.
@@ -64,7 +66,8 @@ class RayBackend(Backend):
         self._run_dir = Path(run_dir).absolute()
         self._logs = None if ray_init.get("log_to_driver") else self._run_dir / "logs"
         self._opened = ExitStack()
-        self._joined = nnodes > 1 or ray_init.get("address") not in (None, "local")
+        address = ray_init.get("address") or ("auto" if nnodes > 1 or IN_JOB in os.environ else "local")
+        self._joined = address != "local"
         self._places = Places(join_seconds if self._joined else None)
         environment = {
             "PYTHONPATH": os.pathsep.join(import_path()),
@@ -72,7 +75,10 @@ class RayBackend(Backend):
         }
         try:
             with handlers_kept():
-                self._join(ray_init, environment) if self._joined else self._start(ray_init, environment, n_gpus_per_node, device)
+                if self._joined:
+                    self._join({**ray_init, "address": address}, environment)
+                else:
+                    self._start(ray_init, environment, n_gpus_per_node, device)
         except BaseException:
             self.shutdown()
             raise
@@ -82,7 +88,6 @@ class RayBackend(Backend):
         session = SessionDir(self._run_dir)
         self._opened.callback(session.remove)
         options: dict[str, Any] = {
-            "address": "local",
             "include_dashboard": False,
             "log_to_driver": False,
             "logging_level": "WARNING",
@@ -91,6 +96,7 @@ class RayBackend(Backend):
             "object_spilling_directory": str(session.spill),
             "_temp_dir": str(session.path),
             **ray_init,
+            "address": "local",
         }
         slots = {SLOT: n_slots} if device == "cpu" else {}
         options["resources"] = slots | (ray_init.get("resources") or {})
@@ -105,9 +111,10 @@ class RayBackend(Backend):
     def _join(self, ray_init: Mapping[str, Any], environment: Mapping[str, str]) -> None:
         runtime_env = ray_init.get("runtime_env") or {}
         runtime_env = {**runtime_env, "env_vars": {**environment, **(runtime_env.get("env_vars") or {})}}
-        options = {"address": "auto", "log_to_driver": False, "logging_level": "WARNING", **ray_init, "runtime_env": runtime_env}
+        options = {"log_to_driver": False, "logging_level": "WARNING", **ray_init, "runtime_env": runtime_env}
         self._opened.callback(ray.shutdown)
-        ray.init(**options)
+        with set_environment({"RAY_OVERRIDE_JOB_RUNTIME_ENV": "1"}):  # PYTHONPATH of a job's env_vars is in ours
+            ray.init(**options)
 
     def start_group(
         self,

@@ -1,0 +1,47 @@
+"""Stand-ins for Slurm's programs: jobs run on this machine, at once, and again if they are requeued."""
+
+import sys
+from pathlib import Path
+
+from tests.layout.source import ROOT
+
+SBATCH = r"""#!/usr/bin/env bash
+id=$((7 + $(find "$SLURM_STAND_IN" -name "batch_*.sh" | wc -l)))
+cp "$1" "$SLURM_STAND_IN/batch_$id.sh"
+for task in $(seq 0 "$(sed -n 's/^#SBATCH --array=0-\([0-9]*\)%.*/\1/p' "$1")"); do
+  SLURM_JOB_ID=$id$task SLURM_ARRAY_JOB_ID=$id SLURM_ARRAY_TASK_ID=$task SLURM_JOB_NUM_NODES=1 SLURM_NTASKS=1 \
+    SLURM_JOB_NODELIST=n1 "$SLURM_STAND_IN/node" "$1" "${id}_$task" </dev/null >/dev/null 2>&1 &
+done
+echo "Submitted batch job $id"
+"""
+# A job, until it ends without having been requeued.
+NODE = r"""#!/usr/bin/env bash
+while bash "$1"; [ -e "$SLURM_STAND_IN/requeued_$2" ]; do mv "$SLURM_STAND_IN/requeued_$2" "$SLURM_STAND_IN/again_$2"; done
+touch "$SLURM_STAND_IN/ended_$2"
+"""
+SRUN = r"""#!/usr/bin/env bash
+while [[ "$1" == --* ]]; do
+  case $1 in --output | --error) shift ;; esac
+  shift
+done
+exec "$@"
+"""
+SCONTROL = r"""#!/usr/bin/env bash
+echo "$*" >>"$SLURM_STAND_IN/told"
+[ "$1" = requeue ] && touch "$SLURM_STAND_IN/requeued_$2"
+"""
+SACCT = r"""#!/usr/bin/env bash
+echo "JobID|State|NodeList"
+cd "$SLURM_STAND_IN" && for ended in ended_*; do echo "${ended#ended_}|COMPLETED|n1"; done
+"""
+
+
+def stand_in(folder: Path) -> dict[str, str]:
+    """The environment in which they are found. folder: new; gets batch_7.sh, batch_8.sh ... of the jobs, and told, what
+    scontrol was asked for."""
+    folder.mkdir()
+    for name, text in {"sbatch": SBATCH, "node": NODE, "srun": SRUN, "scontrol": SCONTROL, "sacct": SACCT}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    path = f"{folder}:{Path(sys.executable).parent}:/usr/bin:/bin"
+    return {"PATH": path, "SLURM_STAND_IN": str(folder), "PYTHONPATH": str(ROOT), "HOME": str(folder), "OMP_NUM_THREADS": "1"}

@@ -1,0 +1,41 @@
+"""A program for sweeps whose points cost nothing, and have their learning rate for a loss. Each needs as many starts as
+trainer.seed says: all but the last of them end for its walltime."""
+
+from collections.abc import Collection
+from dataclasses import asdict
+from pathlib import Path
+
+import yaml
+
+from configs.schema.sft import SFTConfig
+from trainer.entry import Program, Stopped
+from trainer.outcome import write_outcome
+from trainer.run_dir import CONFIG, METRICS, json_line, redact, write_atomic
+
+STARTS = "starts"
+
+
+def check(config: SFTConfig, typed: Collection[str]) -> list[str]:
+    return []
+
+
+def run(config: SFTConfig, told: list[str]) -> None:
+    run_dir = Path(config.trainer.default_local_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_atomic(run_dir / CONFIG, yaml.safe_dump(redact(asdict(config))))
+    with (run_dir / STARTS).open("a") as starts:
+        print(config.trainer.walltime, file=starts)
+    if len((run_dir / STARTS).read_text().splitlines()) < config.trainer.seed:
+        write_outcome(run_dir, "interrupted", 1.0)
+        raise Stopped(0, "another step does not fit into trainer.walltime")
+    (run_dir / METRICS).write_text(json_line({"train/loss": config.optim.lr}))
+    write_outcome(run_dir, "finished", 1.0)
+
+
+PROGRAM = Program(
+    name="tests.trainer.points", about="", root="sft_trainer", schema=SFTConfig, often_used=(), examples=(),
+    check=check, run=run,
+)  # fmt: skip
+
+if __name__ == "__main__":
+    PROGRAM.main()
