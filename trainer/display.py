@@ -117,7 +117,8 @@ class Display:
         rows.append(Text(f"libraries write to {self._run_dir / LOGS} · report: {self._run_dir / REPORT}", "dim"))
         for row in rows:
             row.no_wrap, row.overflow = True, "ellipsis"
-        return Panel(Group(*rows), title=Text(self._title), title_align="left", border_style="dim")
+        width = self._console.width - len("^C")  # a terminal writes that behind it, and in the next line if there is no room
+        return Panel(Group(*rows), title=Text(self._title), title_align="left", border_style="dim", width=width)
 
     def _steps(self) -> Text:
         done = self.step / self._total if self._total else 1.0

@@ -117,9 +117,14 @@ def work_lines(parts: Assembly) -> Iterator[str]:
     if parts.wants_critic:
         learners["critic"] = (config.critic.ppo_mini_batch_size, parts.critic_update())
     for name, (size, spec) in learners.items():
-        yield f"  {name}: {spec.updates_a_step(batch)} updates a step, of {size} prompts = {size * n} sequences each"
+        updates = counted(spec.updates_a_step(batch), "update")
+        yield f"  {name}: {updates} a step, of {size} prompts = {size * n} sequences each"
     for cut in cuts(config, parts.place, has_critic=parts.wants_critic):
         yield f"  {cut.key}.{cut.kind}*: micro-batches of {cut.tokens(longest)} tokens at most on a GPU"
+
+
+def counted(n: int, what: str) -> str:
+    return f"{n} {what}{'s' if n != 1 else ''}"
 
 
 def place_lines(config: PPOConfig, place: Placement) -> Iterator[str]:
@@ -129,11 +134,11 @@ def place_lines(config: PPOConfig, place: Placement) -> Iterator[str]:
         yield f"  {pool.in_words()}"
     for key, role in roles_of(config, has_critic=wants_critic(config)).items():
         pool = place.pool(name_of(key))
-        yield f"  {key}: {role.strategy}, {world_size(pool)} ranks, data parallel {data_parallel_size(role, pool)}"
+        yield f"  {key}: {role.strategy}, {counted(world_size(pool), 'rank')}, data parallel {data_parallel_size(role, pool)}"
     engines, size = world_size(place.pool("rollout")), 1
     if rollout.name != "embedded":
         size = rollout.tensor_model_parallel_size
-    yield f"  rollout: {engines // size} engines ({rollout.name}), each on {size} GPU{'s' if size > 1 else ''}"
+    yield f"  rollout: {counted(engines // size, 'engine')} ({rollout.name}), each on {counted(size, 'GPU')}"
 
 
 def written_lines(config: PPOConfig, run_dir: Path, resume: Checkpoint | None) -> Iterator[str]:

@@ -53,7 +53,7 @@ def test_it_says_what_a_run_would_do(
     assert "a step: 8 prompts x 4 answers = 32 sequences" in told
     assert "actor: 2 updates a step, of 4 prompts = 16 sequences each" in told
     assert "workers (actor, critic, rollout): node 0, GPU 0" in told
-    assert "rollout: 1 engines (embedded), each on 1 GPU" in told
+    assert "rollout: 1 engine (embedded), each on 1 GPU" in told
     assert "starts anew" in told and "checkpoints: never (trainer.save_freq)" in told
     phases = re.findall(r"^  workers +(\S.*?)  +([\d.e+-]+) GB$", told, re.MULTILINE)
     assert [phase for phase, _ in phases] == [
@@ -108,7 +108,7 @@ def test_it_can_be_planned_on_a_machine_without_the_gpus(
     sizes = ("trainer.n_gpus_per_node=3", "data.train_batch_size=6", "actor_rollout_ref.actor.ppo_mini_batch_size=6")
     told = plan(task, tmp_path / "run", capsys, *words, *sizes)
     assert "trainer.n_gpus_per_node=3: this machine has 0 CUDA devices" in told
-    assert "critic (critic): node 0, GPU 1" in told and "critic: fsdp, 1 ranks, data parallel 1" in told
+    assert "critic (critic): node 0, GPU 1" in told and "critic: fsdp, 1 rank, data parallel 1" in told
     beside = plan(task, tmp_path / "second", capsys, "trainer.backend=ray", "trainer.n_gpus_per_node=2", "trainer.device=cuda")
     assert "rollout: 2 engines (embedded), each on 1 GPU" in beside
     assert "actor_rollout_ref.actor: fsdp, 2 ranks, data parallel 2" in beside
