@@ -59,9 +59,9 @@ class ConsoleLogger:
         line = Text(step_line(metrics, step, self.total_steps, width))
         line.highlight_regex(r"(?<=  )[a-z][a-z /-]*(?= )", "dim")
         line.highlight_regex(r"held-out \S+", "bold green")
-        self._print(line)
         if self.display is not None:
             self.display.show(metrics, step)
+        self._print(line)
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         table = Table(title=f"validation answers, step {step}", title_justify="left", expand=False)

@@ -117,6 +117,20 @@ def test_lines_scroll_above_and_the_panel_goes_when_it_ends(tmp_path: Path, caps
     assert capsys.readouterr().err == "after it\n"
 
 
+def test_the_panel_is_never_behind_the_lines_above_it(tmp_path: Path) -> None:
+    """Also where every picture has new lines."""
+    screen = Screen()
+    logger = ConsoleLogger(Console(), 10, open_display(tmp_path, screen))
+    for step in (1, 2, 3, 4):
+        logger.log({"critic/score/mean": 0.5}, step)
+        time.sleep(1.1 * PERIOD)
+    logger.close()
+    pictures = seen(screen).split("\u256d")
+    lines = [max([0, *map(int, re.findall(r"^step +(\d+)/10  ", above, re.MULTILINE))]) for above in pictures[:-1]]
+    panels = [int(re.findall(r"\u2502 step (\d+)/10", below)[0]) for below in pictures[1:]]
+    assert max(lines) == 4 and all(panel >= line for line, panel in zip(lines, panels, strict=True))
+
+
 def test_a_line_above_it_is_as_long_as_the_terminal_is_wide(tmp_path: Path) -> None:
     screen = Screen()
     logger = ConsoleLogger(Console(file=screen, width=40), 10, open_display(tmp_path, screen))
