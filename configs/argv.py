@@ -186,7 +186,9 @@ def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
     for word in words:
         match = OVERRIDE.fullmatch(word)
         if match is None or (match["value"] is None and match["mark"] != "~"):
-            problems.append(f"{word}: an override is key=value{keys.did_you_mean(word) or '; give it a value'}")
+            options = [f"{group}={word}" for group in groups_of(root) if (CONFIG_DIR / group / f"{word}.yaml").exists()]
+            meant = f"; did you mean {options[0]}?" if options else "" if word in keys.leaves else keys.did_you_mean(word)
+            problems.append(f"{word}: an override is key=value{meant or '; give it a value'}")
             continue
         key = match["key"] if groups.owns(match["key"]) else names.rename(match["key"], keys)
         name = key + (match["package"] or "")

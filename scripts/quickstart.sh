@@ -9,11 +9,12 @@ scripts/setup_env.sh
 python=.venv/bin/python
 data=data/sort_digits
 
-if [ ! -e $data/warm ]; then # the last of them, put in place when it is whole
-  rm -rf $data/warm.part
+if [ ! -e $data/whole ]; then
   "$python" -m data_preprocess.sort_digits --local_save_dir $data
   "$python" -m data_preprocess.tiny_model --save_dir $data/base --seed 1
-  "$python" -m trainer.main_sft sft_recipe=sort_digits trainer.export_dir=$data/warm.part
-  mv $data/warm.part $data/warm
+  echo "A warm start: the model learns from worked examples until it is right about half of the time"
+  "$python" -m trainer.main_sft sft_recipe=sort_digits trainer.export_dir=$data/warm
+  : >$data/whole
 fi
+echo "Training with GRPO"
 exec "$python" -m trainer.main_ppo recipe=quickstart trainer.default_local_dir="runs/quickstart-$(date +%Y%m%d-%H%M%S)" "$@"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 WIDTH, HEIGHT = 440, 220
 LEFT, RIGHT, TOP, BOTTOM = 50, 430, 12, 192
@@ -89,13 +90,15 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """Bars on a common axis of time, a lane above the other. left, bottom: of the axes; names: of the lanes, at their tops."""
+    """Bars on a common axis of time, a lane above the other. left, bottom: of the axes; names: of the lanes, at their tops;
+    colors: of the labels, a number each."""
 
     left: int
     bottom: int
     height: int
     names: list[Tick]
     labels: list[str]
+    colors: list[int]
     bars: list[Bar]
     x_ticks: list[Tick]
 
@@ -170,10 +173,14 @@ def stack(labels: Sequence[str], steps: Sequence[float], parts: Sequence[Sequenc
     return Stack(list(labels), columns, x_ticks, y_ticks)
 
 
-def lanes(spans: Sequence[tuple[str, str, float, float]], left: int = 90, height: int = 26) -> Lanes:
-    """What ran when: (lane, label, start, end) in seconds each. Lanes and labels in the order in which they first come."""
+def lanes(spans: Sequence[tuple[str, str, float, float]], colors: Mapping[str, int], left: int = 90, height: int = 26) -> Lanes:
+    """What ran when: (lane, label, start, end) in seconds each. Lanes and labels in the order in which they first come.
+
+    colors: the numbers of labels that have one elsewhere; the others get the next ones.
+    """
     names = list(dict.fromkeys(lane for lane, *_ in spans))
     labels = list(dict.fromkeys(label for _, label, *_ in spans))
+    free = count(max(colors.values(), default=-1) + 1)
     first, last = min(start for *_, start, _ in spans), max(end for *_, end in spans)
     scale = (LANES_WIDTH - left - 10) / ((last - first) or 1.0)
     bars = [
@@ -188,7 +195,9 @@ def lanes(spans: Sequence[tuple[str, str, float, float]], left: int = 90, height
     ]
     bottom = TOP + len(names) * height
     x_ticks = [Tick(round(left + at * scale, 2), number(at)) for at in nice_ticks(0.0, (last - first) or 1.0)]
-    return Lanes(left, bottom, height, [Tick(TOP + i * height, name) for i, name in enumerate(names)], labels, bars, x_ticks)
+    tops = [Tick(TOP + i * height, name) for i, name in enumerate(names)]
+    numbers = [colors[label] if label in colors else next(free) for label in labels]
+    return Lanes(left, bottom, height, tops, labels, numbers, bars, x_ticks)
 
 
 def thin(curve: Curve) -> Curve:

@@ -11,10 +11,13 @@ from rich.text import Text
 from trainer.display import Display
 from trainer.dumps import Sample
 
-# Metric, what the line calls it, how it is written. Those that a step does not have are left out.
+# Metric, what the line calls it, how it is written. Those that a step does not have are left out; the first matter most.
 COLUMNS = (
     ("val/accuracy", "held-out", ".3f"),
     ("val/loss", "val loss", ".4f"),
+    ("reward/failed", "failed rewards", ".0f"),
+    ("actor/skipped_updates", "skipped updates", ".0f"),
+    ("train/skipped_updates", "skipped updates", ".0f"),
     ("critic/score/mean", "score", ".3f"),
     ("train/loss", "loss", ".4f"),
     ("response_length/mean", "length", ".1f"),
@@ -26,22 +29,21 @@ COLUMNS = (
     ("train/grad_norm", "grad", ".3f"),
     ("actor/lr", "lr", ".1e"),
     ("train/lr", "lr", ".1e"),
-    ("reward/failed", "failed rewards", ".0f"),
-    ("actor/skipped_updates", "skipped updates", ".0f"),
-    ("train/skipped_updates", "skipped updates", ".0f"),
-    ("perf/throughput", "tok/s/gpu", ",.0f"),
     ("timing_s/step", "s", ".2f"),
+    ("perf/throughput", "tok/s/gpu", ",.0f"),
 )
 QUIET_AT_ZERO = {"reward/failed", "actor/skipped_updates", "train/skipped_updates"}
 
 
-def step_line(metrics: Mapping[str, float], step: int, total_steps: int | None) -> str:
-    """``step   7/100  held-out 0.712  score 0.531  length 7.0 ...``"""
+def step_line(metrics: Mapping[str, float], step: int, total_steps: int | None, width: int | None = None) -> str:
+    """``step   7/100  held-out 0.712  score 0.531  length 7.0 ...``. width: characters at most; the last figures are left out."""
     total = "" if total_steps is None else f"/{total_steps}"
     parts = [f"step {step:>{max(len(total) - 1, 1)}}{total}"]
     for name, label, form in COLUMNS:
         if name in metrics and not (name in QUIET_AT_ZERO and metrics[name] == 0):
             parts.append(f"{label} {metrics[name]:{form}}")
+    while width is not None and len("  ".join(parts)) > width and len(parts) > 1:
+        parts.pop()
     return "  ".join(parts)
 
 
@@ -53,12 +55,13 @@ class ConsoleLogger:
         self.display = display
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        line = Text(step_line(metrics, step, self.total_steps))
+        width = None if self.display is None else self.console.width
+        line = Text(step_line(metrics, step, self.total_steps, width))
         line.highlight_regex(r"(?<=  )[a-z][a-z /-]*(?= )", "dim")
         line.highlight_regex(r"held-out \S+", "bold green")
-        self._print(line)
         if self.display is not None:
             self.display.show(metrics, step)
+        self._print(line)
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         table = Table(title=f"validation answers, step {step}", title_justify="left", expand=False)

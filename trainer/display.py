@@ -68,7 +68,8 @@ class Display:
         self._events: list[str] = []
         self._events_size = 0
         self._over = threading.Event()
-        self._live = Live(self.panel(), console=console, auto_refresh=False, transient=True, redirect_stderr=False)
+        self._panel = self.panel()
+        self._live = Live(self, console=console, auto_refresh=False, transient=True, redirect_stderr=False)
         self._opened = ExitStack()
         self._live.start()
         self._opened.callback(self._live.stop)
@@ -104,12 +105,16 @@ class Display:
             self._draw()
 
     def _draw(self) -> None:
-        self._live.update(self.panel())
         lines = [self._lines.popleft() for _ in range(len(self._lines))]
+        self._panel = self.panel()  # after the lines: it is never behind them
         for is_text, group in groupby(lines, lambda line: isinstance(line, Text)):  # each print draws the panel too
             self._console.print(Group(*group), soft_wrap=is_text)
         if not lines:
             self._live.refresh()
+
+    def __rich__(self) -> Panel:
+        """What each print draws below its lines."""
+        return self._panel
 
     def panel(self) -> Panel:
         rows = [self._steps(), self._phase(), *self._curves(), self._figures()]
@@ -117,7 +122,8 @@ class Display:
         rows.append(Text(f"libraries write to {self._run_dir / LOGS} · report: {self._run_dir / REPORT}", "dim"))
         for row in rows:
             row.no_wrap, row.overflow = True, "ellipsis"
-        return Panel(Group(*rows), title=Text(self._title), title_align="left", border_style="dim")
+        width = self._console.width - len("^C")  # a terminal writes that behind it, and in the next line if there is no room
+        return Panel(Group(*rows), title=Text(self._title), title_align="left", border_style="dim", width=width)
 
     def _steps(self) -> Text:
         done = self.step / self._total if self._total else 1.0

@@ -118,7 +118,10 @@ class Program(Generic[Config]):
     plan: Callable[[Config], None] | None = None
 
     def main(self) -> None:
-        sys.exit(self(sys.argv[1:]))
+        code = self(sys.argv[1:])
+        if code == 2 and not sys.argv[1:]:
+            print(f"note: nothing was asked for; python -m {self.name} --help has examples", file=sys.stderr)
+        sys.exit(code)
 
     def __call__(self, argv: Sequence[str]) -> int:
         """Do what ``argv``, the words after the program's name, asks for; the exit code. Of several jobs: the highest."""
@@ -139,8 +142,8 @@ class Program(Generic[Config]):
             results = run_jobs(command, self.root, job)
         except ConfigError as error:
             return complain(*str(error).splitlines(), full_traceback=full)
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
+        except KeyboardInterrupt as interrupt:
+            print("; ".join(["interrupted", *interrupt.args]), file=sys.stderr)
             return 130
         if results:
             print(*table(results), sep="\n")
@@ -202,6 +205,8 @@ class Program(Generic[Config]):
     def attempt(self, config: Config, told: list[str]) -> tuple[int, Status]:
         """The work, and its exit code."""
         trainer = config.trainer
+        if trainer.dry_run is None and sys.stdout.isatty():  # what is imported next takes seconds
+            print(f"starting, in {trainer.default_local_dir}", flush=True)
         try:
             if trainer.dry_run == "full" and self.plan is not None:
                 self.plan(config)

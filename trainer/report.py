@@ -45,6 +45,11 @@ SHARE = 0.01
 """Of the time, writing the page takes so much at most while the run goes on."""
 SECONDS = 5.0  # between two pages, at least
 CONTROLLER = "controller"
+PHASE_OF = {
+    "generation": "gen", "forward of actor": "old_log_prob", "forward of ref": "ref", "forward of critic": "values",
+    "update of actor": "update_actor", "update of critic": "update_critic", "weight sync": "sync",
+}  # fmt: skip
+"""What a worker is asked for, and the phase whose colour it has."""
 PNG_COLORS = ("#3b6fd8", "#e0792f", "#2a9d74", "#a45bd0", "#d1495b", "#c9a227", "#3aa6b9", "#7a8699", "#b86b8f", "#9aa5b1")
 
 Series = dict[str, tuple[list[float], list[float]]]
@@ -143,6 +148,7 @@ def write_report(run_dir: Path) -> Path:
     timeline = read_lines(run_dir / TIMELINE)
     config = yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))
     shares, columns = timing_of(steps)
+    colors = {share.label: place for place, share in enumerate(shares)}
     page = render(
         "report.html.j2",
         project=config["trainer"]["project_name"],
@@ -154,8 +160,8 @@ def write_report(run_dir: Path) -> Path:
         charts=charts_of(series, reward_curves(config, series)),
         shares=shares,
         columns=columns,
-        timeline=timeline_of(timeline),
-        workers=workers_of(timeline),
+        timeline=timeline_of(timeline, colors),
+        workers=workers_of(timeline, colors),
         drawn_steps=DRAWN_STEPS,
         answers=answers,
         tokens=shown(read_lines(run_dir / ANSWERS)),
@@ -336,8 +342,9 @@ def timing_of(steps: Sequence[Mapping[str, float]]) -> tuple[list[Share], Stack 
     return [Share(name, total, total / whole) for name, total in zip(phases, totals, strict=True)], stack(phases, xs, parts)
 
 
-def timeline_of(entries: Sequence[Mapping[str, Any]]) -> Lanes | None:
-    """The phases of the last steps, a lane for each pool and one for what the controller does itself; None: there are none."""
+def timeline_of(entries: Sequence[Mapping[str, Any]], colors: Mapping[str, int]) -> Lanes | None:
+    """The phases of the last steps, a lane for each pool and one for what the controller does itself; None: there are none.
+    colors: of phases."""
     entries = [entry for entry in entries if entry["spans"]][-DRAWN_STEPS:]
     spans = [
         (pool, phase, start, end)
@@ -347,11 +354,12 @@ def timeline_of(entries: Sequence[Mapping[str, Any]]) -> Lanes | None:
         if phase != WHOLE_STEP
     ]
     order = {pool: (pool == CONTROLLER, pool) for pool, *_ in spans}
-    return lanes(sorted(spans, key=lambda span: (order[span[0]], span[2]))) if spans else None
+    return lanes(sorted(spans, key=lambda span: (order[span[0]], span[2])), colors) if spans else None
 
 
-def workers_of(entries: Sequence[Mapping[str, Any]]) -> tuple[int, Lanes] | None:
-    """The last step, what each of its workers was asked for, and when; the controller's own phases below. None: no step yet."""
+def workers_of(entries: Sequence[Mapping[str, Any]], colors: Mapping[str, int]) -> tuple[int, Lanes] | None:
+    """The last step, what each of its workers was asked for, and when; the controller's own phases below. None: no step yet.
+    colors: of phases."""
     entry = next((entry for entry in reversed(entries) if entry.get("calls")), None)
     if entry is None:
         return None
@@ -362,7 +370,8 @@ def workers_of(entries: Sequence[Mapping[str, Any]]) -> tuple[int, Lanes] | None
     )
     spans = [(f"{pool} {rank}", what, start, end) for pool, rank, start, what, end in calls]
     spans += [(CONTROLLER, phase, start, end) for phase, pools, start, end in entry["spans"] if not pools and phase != WHOLE_STEP]
-    return entry[GLOBAL_STEP], lanes(spans)
+    calls_too = {what: colors[phase] for what, phase in PHASE_OF.items() if phase in colors}
+    return entry[GLOBAL_STEP], lanes(spans, {**colors, **calls_too})
 
 
 def answers_of(entries: Sequence[Mapping[str, Any]]) -> tuple[int, int, list[Answered]]:

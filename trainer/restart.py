@@ -14,11 +14,11 @@ from trainer.checkpoint import Checkpoint, resolve_resume
 from trainer.entry import Stopped
 from trainer.events import Events
 from trainer.outcome import write_outcome
-from trainer.run_dir import CONTROLLER_LOG
+from trainer.run_dir import CONTROLLER_LOG, goes_on
 from trainer.stopping import Stopping
 from trainer.tracking import Logger
 from workers.controller.group import PhaseTimeout, WorkerError
-from workers.controller.logs import chatter_to
+from workers.controller.logs import chatter_to, tell
 from workers.controller.stop import graceful_stop
 
 MOST_IN_VAIN = 2
@@ -49,7 +49,10 @@ class Lifetime:
     def resume(self) -> Checkpoint | None:
         """What the next attempt goes on from. A run that has begun goes on from its own last checkpoint, whatever the mode says
         of those that were there before; without one, from where it began."""
-        return self._resume if self.restarted else self._asked_for()
+        found = self._resume if self.restarted else self._asked_for()
+        if found is not None:
+            tell(f"note: goes on from {found.path}")
+        return found
 
     def fell(self, error: Exception) -> None:
         """After an attempt. Raises the error if that is the end, and Stopped if the run was to stop anyway.
@@ -86,6 +89,8 @@ class Lifetime:
         except Exception as error:
             status = "interrupted" if isinstance(error, Stopped) else "failed"
             raise
+        except KeyboardInterrupt as interrupt:
+            raise KeyboardInterrupt(goes_on(self.run_dir)) from interrupt
         finally:
             if self.started:
                 write_outcome(self.run_dir, status, time.perf_counter() - began)

@@ -200,6 +200,13 @@ def start_run(run_dir: Path, resume_step: int | None, rollout_dir: Path | None, 
             path.unlink()
 
 
+def goes_on(run_dir: Path) -> str:
+    """Where the same command would take up the run, in words."""
+    steps = checkpoint_steps(run_dir) if run_dir.is_dir() else []
+    where = f"from {checkpoint_dir(run_dir, steps[-1])}" if steps else "from the beginning: there is no checkpoint"
+    return f"with trainer.resume_mode=auto it goes on {where}"
+
+
 def go_back(run_dir: Path, step: int, rollout_dir: Path | None) -> Path:
     """Move what is past ``step`` to earlier_<k>/: the run goes on from there with other data. Returns the directory.
 

@@ -18,7 +18,7 @@ from configs.walltime import seconds_of
 from trainer.entry import Stopped
 from trainer.events import Events
 from trainer.metrics import WHOLE_STEP
-from trainer.run_dir import checkpoint_dir, checkpoint_steps
+from trainer.run_dir import goes_on
 from trainer.watch import Watch
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -78,11 +78,7 @@ class Stopping:
         reason = self._reason or (self._asked() if fell else None)
         if reason is None:
             return
-        steps = checkpoint_steps(self.run_dir) if self.run_dir.is_dir() else []
-        where = f"from {checkpoint_dir(self.run_dir, steps[-1])}" if steps else "from the beginning: there is no checkpoint"
-        raise Stopped(
-            reason[0], f"stopped after step {self.furthest}: {reason[1]}; with trainer.resume_mode=auto it goes on {where}"
-        )
+        raise Stopped(reason[0], f"stopped after step {self.furthest}: {reason[1]}; {goes_on(self.run_dir)}")
 
     def _listen(self) -> None:
         if not self._before:

@@ -213,9 +213,11 @@ def test_an_unknown_key_names_the_nearest(typed: str, nearest: str) -> None:
 
 
 def test_all_wrong_words_are_told_at_once() -> None:
-    lines = complaint("trainer.sed=1", "trainer.seed=2", "zzz.qqq=1", "trainer.seed").splitlines()
+    lines = complaint("trainer.sed=1", "trainer.seed=2", "zzz.qqq=1", "trainer.seed", "trainer.sed", "quickstart").splitlines()
     assert lines == [
-        "trainer.seed: an override is key=value; did you mean trainer.seed?",
+        "trainer.seed: an override is key=value; give it a value",
+        "trainer.sed: an override is key=value; did you mean trainer.seed?",
+        "quickstart: an override is key=value; did you mean recipe=quickstart?",
         "trainer.sed: there is no such key; did you mean trainer.seed?",
         "zzz.qqq: there is no such key",
     ]

@@ -113,7 +113,8 @@ def test_durations_are_short(seconds: float, text: str) -> None:
 
 
 def test_bars_lie_in_their_lane_at_their_time() -> None:
-    drawn = lanes([("a", "gen", 10.0, 12.0), ("b", "values", 11.0, 14.0), ("a", "ref", 12.0, 14.0)])
+    drawn = lanes([("a", "gen", 10.0, 12.0), ("b", "values", 11.0, 14.0), ("a", "ref", 12.0, 14.0)], {"ref": 0, "gen": 5})
+    assert drawn.colors == [5, 6, 0]
     assert [(name.label, name.at) for name in drawn.names] == [("a", TOP), ("b", TOP + drawn.height)]
     assert drawn.labels == ["gen", "values", "ref"] and drawn.bottom == TOP + 2 * drawn.height
     gen, values, ref = drawn.bars
@@ -124,4 +125,4 @@ def test_bars_lie_in_their_lane_at_their_time() -> None:
     ]  # fmt: skip
     assert (gen.y, values.y, ref.y) == (TOP, TOP + drawn.height, TOP)
     assert values.told == "values: 1.000 to 4.000 s" and [tick.label for tick in drawn.x_ticks][:2] == ["0", "1"]
-    assert lanes([("a", "gen", 1.0, 1.0)]).bars[0].width == 0.0
+    assert lanes([("a", "gen", 1.0, 1.0)], {}).bars[0].width == 0.0

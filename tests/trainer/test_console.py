@@ -9,8 +9,18 @@ METRICS = {"critic/score/mean": 0.5312, "actor/lr": 3e-4, "perf/throughput": 123
 
 
 def test_a_line_has_what_the_step_has() -> None:
-    assert step_line(METRICS, 7, 100) == "step   7/100  score 0.531  lr 3.0e-04  tok/s/gpu 12,346  s 0.42"
+    assert step_line(METRICS, 7, 100) == "step   7/100  score 0.531  lr 3.0e-04  s 0.42  tok/s/gpu 12,346"
     assert step_line({"val/accuracy": 0.5}, 0, None) == "step 0  held-out 0.500"
+
+
+def test_a_line_fits_the_terminal_and_loses_what_matters_least() -> None:
+    metrics = METRICS | {"reward/failed": 3.0}
+    whole = step_line(metrics, 7, 100)
+    for width in range(len(whole) + 2):
+        line = step_line(metrics, 7, 100, width)
+        assert whole.startswith(line) and whole[len(line) :][:2] in ("  ", "") and (len(line) <= width or line == "step   7/100")
+    assert step_line(metrics, 7, 100, 50) == "step   7/100  failed rewards 3  score 0.531"
+    assert step_line(metrics, 7, 100, len(whole)) == whole != step_line(metrics, 7, 100, len(whole) - 1)
 
 
 def test_failed_rewards_show_only_when_there_are_some() -> None:

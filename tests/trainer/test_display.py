@@ -110,10 +110,33 @@ def test_lines_scroll_above_and_the_panel_goes_when_it_ends(tmp_path: Path, caps
     time.sleep(2.5 * PERIOD)
     logger.close()
     assert step_line({"critic/score/mean": 0.5}, 1, 10) in seen(screen)
+    assert {len(line) for line in seen(screen).splitlines() if line.endswith("\u256e")} == {118}, "there is room for ^C"
     last = screen.getvalue().rpartition("\u256f")[2]
     assert "\x1b[2K" in last and "\x1b[?25h" in last, "wiped, and the cursor is back"
     tell("after it")
     assert capsys.readouterr().err == "after it\n"
+
+
+def test_the_panel_is_never_behind_the_lines_above_it(tmp_path: Path) -> None:
+    """Also where every picture has new lines."""
+    screen = Screen()
+    logger = ConsoleLogger(Console(), 10, open_display(tmp_path, screen))
+    for step in (1, 2, 3, 4):
+        logger.log({"critic/score/mean": 0.5}, step)
+        time.sleep(1.1 * PERIOD)
+    logger.close()
+    pictures = seen(screen).split("\u256d")
+    lines = [max([0, *map(int, re.findall(r"step +(\d+)/10  score", above))]) for above in pictures[:-1]]
+    panels = [int(re.findall(r"\u2502 step (\d+)/10", below)[0]) for below in pictures[1:]]
+    assert max(lines) == 4 and all(panel >= line for line, panel in zip(lines, panels, strict=True))
+
+
+def test_a_line_above_it_is_as_long_as_the_terminal_is_wide(tmp_path: Path) -> None:
+    screen = Screen()
+    logger = ConsoleLogger(Console(file=screen, width=40), 10, open_display(tmp_path, screen))
+    logger.log({"critic/score/mean": 0.5, "actor/lr": 1e-4, "perf/throughput": 1.0}, 1)
+    logger.close()
+    assert "step  1/10  score 0.500  lr 1.0e-04\n" in seen(screen) and "tok/s" not in seen(screen).replace("tokens/s", "")
 
 
 def test_after_a_rollback_the_steps_are_those_that_are_left(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_a_run_is_followed_and_leaves_its_lines(python: str, task: Path, tmp_pat
     assert terminal.end() == 0
     text = terminal.text
     assert "quickstart · sort_digits" in text and "step 0/3" in text and re.search(r"step [12]/3 ━", text)
-    assert re.search(r"scoring \d\.\d s", text)
+    assert text.startswith(f"starting, in {tmp_path}/run") and re.search(r"scoring \d\.\d s", text)
     assert re.search(r"reward [\d.]+ [▁▂▃▄▅▆▇█]", text) and re.search(r"length [\d.]+ [▁▂▃▄▅▆▇█]", text) and "memory" in text
     assert f"libraries write to {tmp_path}"[:60] in text
     after = text.rpartition("╯")[2]
@@ -86,5 +86,8 @@ def test_an_interrupt_ends_the_display_and_the_run(python: str, task: Path, tmp_
     terminal.press("\x03")
     assert terminal.end() == 130
     after = terminal.text.rpartition("╯")[2]
-    assert after.rstrip().endswith("interrupted") and "Traceback" not in after
+    assert after.rstrip().endswith(
+        "interrupted; with trainer.resume_mode=auto it goes on from the beginning: there is no checkpoint"
+    )
+    assert "Traceback" not in after and "^C" in terminal.text
     assert "\x1b[?25h" in terminal.written.rpartition("╯")[2]

@@ -127,6 +127,19 @@ def test_what_says_where_itself_needs_no_traceback(error: Exception, capsys: pyt
 def test_ctrl_c_has_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert raising(KeyboardInterrupt())([]) == 130
     assert capsys.readouterr().err == "interrupted\n"
+    assert raising(KeyboardInterrupt("it goes on from here"))([]) == 130
+    assert capsys.readouterr().err == "interrupted; it goes on from here\n"
+
+
+@pytest.mark.parametrize("words", [[], ["trainer.seed=2"]])
+def test_who_asks_for_nothing_is_told_where_help_is(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["a program", *words])
+    with pytest.raises(SystemExit, match="2"):
+        raising(ValueError("no data")).main()
+    told = f"note: nothing was asked for; python -m {raising(ValueError()).name} --help has examples\n"
+    assert capsys.readouterr().err.endswith(told) is (words == [])
 
 
 @pytest.mark.parametrize("code", [0, 4, 143])

@@ -156,14 +156,15 @@ def test_the_timeline_has_a_lane_for_each_pool_and_the_last_steps(tmp_path: Path
         spans = [Span("values", ("<b>",), step + 0.2, step + 0.8), Span("adv", (), step + 0.8, step + 0.9)]
         tracker.log_spans([Span("gen", ("workers",), step, step + 0.25), *spans, Span("step", (), step, step + 0.9)], [], step)
     tracker.close()
-    drawn = timeline_of(read_lines(tmp_path / "timeline.jsonl"))
+    drawn = timeline_of(read_lines(tmp_path / "timeline.jsonl"), {"gen": 7})
     assert drawn is not None
     assert [name.label for name in drawn.names] == ["<b>", "workers", "controller"] and drawn.labels == ["values", "gen", "adv"]
+    assert drawn.colors == [8, 7, 9]
     assert len(drawn.bars) == 3 * 3 and drawn.bars[0].told == "values: 0.200 to 0.800 s"
     text = write_report(tmp_path).read_text(encoding="utf-8")
     assert "the last 3 steps" in text and text.count("<title>values: ") == 3 and "&lt;b&gt;</text>" in text
-    assert timeline_of([*read_lines(tmp_path / "timeline.jsonl"), {GLOBAL_STEP: 6, "spans": []}]) == drawn
-    assert timeline_of([]) is None
+    assert timeline_of([*read_lines(tmp_path / "timeline.jsonl"), {GLOBAL_STEP: 6, "spans": []}], {"gen": 7}) == drawn
+    assert timeline_of([], {}) is None
 
 
 def test_each_worker_of_the_last_step_has_a_lane(tmp_path: Path) -> None:
@@ -174,18 +175,20 @@ def test_each_worker_of_the_last_step_has_a_lane(tmp_path: Path) -> None:
         calls = [Call("update", "b", step + 0.6, (step + 0.9,)), Call("generation", "a", step, (step + 0.5, step + 0.25))]
         tracker.log_spans(spans, [before, *calls], step)
     tracker.close()
-    found = workers_of(read_lines(tmp_path / "timeline.jsonl"))
+    found = workers_of(read_lines(tmp_path / "timeline.jsonl"), {"adv": 1, "gen": 3})
     assert found is not None
     step, drawn = found
     assert step == 2 and [name.label for name in drawn.names] == ["a 0", "a 1", "b 0", "controller"]
     assert [bar.told for bar in drawn.bars] == [
         "generation: 0.000 to 0.500 s", "generation: 0.000 to 0.250 s", "update: 0.600 to 0.900 s", "adv: 0.500 to 0.600 s",
     ]  # fmt: skip
+    assert dict(zip(drawn.labels, drawn.colors, strict=True)) == {"generation": 3, "update": 4, "adv": 1}, "a phase's everywhere"
     assert "Step 2, by worker" in Page(write_report(tmp_path).read_text(encoding="utf-8")).text
     many = {GLOBAL_STEP: 3, "calls": [["update", "a", 0.0, [1.0] * (MOST_WORKERS + 1)]], "spans": []}
-    found = workers_of([many])
+    found = workers_of([many], {})
     assert found is not None and len(found[1].names) == MOST_WORKERS
-    assert workers_of([]) is None and workers_of([{GLOBAL_STEP: 1, "spans": []}]) is None, "also of a run before there were calls"
+    assert workers_of([], {}) is None
+    assert workers_of([{GLOBAL_STEP: 1, "spans": []}], {}) is None, "also of a run before there were calls"
 
 
 def growing(run_dir: Path, steps: int) -> Tracker:

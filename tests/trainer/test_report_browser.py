@@ -147,6 +147,7 @@ def test_tokens_are_coloured_by_log_prob_or_by_advantage(browser: webdriver.Chro
         return float(re.split(r"[ ,/]+", colour.rstrip(")"))[-1]) if colour != "rgba(0, 0, 0, 0)" else 0.0
 
     gap = colours(browser)
+    assert browser.find_element(By.ID, "largest").text == "largest 0.5"
     assert strength(gap[2]) == 0.0 and strength(gap[0]) > strength(gap[4]) > 0 and strength(gap[3]) > strength(gap[1]) > 0
     red, _, blue = map(float, re.findall(r"[\d.]+", gap[0])[:3])
     assert blue > red, "above is blue"
@@ -157,6 +158,7 @@ def test_tokens_are_coloured_by_log_prob_or_by_advantage(browser: webdriver.Chro
     assert token.get_attribute("title") == "log-prob -1 rollout, -0.5 trainer, difference 0.5; advantage -1.5"
     browser.find_element(By.XPATH, "//label[span='advantage']").click()
     advantage = colours(browser)
+    assert browser.find_element(By.ID, "largest").text == "largest 1.5"
     assert len(set(advantage[1:])) == 1 and strength(advantage[0]) > strength(advantage[1]) > 0 and advantage != gap
     token = browser.find_element(By.CSS_SELECTOR, ".token")
     assert token.get_attribute("title") == "log-prob -1 rollout, -0.5 trainer, difference 0.5; advantage -1.5"
