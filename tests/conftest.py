@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import time
 import uuid
 from collections.abc import Iterator
@@ -16,6 +17,9 @@ from tests.turns import pytest_runtest_protocol  # noqa: F401 - a hook
 
 settings.register_profile("tandem", deadline=None, derandomize=True)  # the same examples every time
 settings.load_profile("tandem")
+for _number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(_number) is signal.SIG_IGN:  # in a shell's background, under nohup; programs that tests start inherit it
+        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
 FAMILY = uuid.uuid4().hex

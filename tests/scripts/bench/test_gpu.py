@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.warm import warm_python
+
 ROOT = Path(__file__).parents[3]
 
 
@@ -29,12 +31,13 @@ def suite(folder: Path, *words: str, python: str = sys.executable) -> subprocess
 
 @pytest.mark.timeout(300)
 def test_every_part_runs_without_a_gpu(tmp_path: Path) -> None:
-    done = suite(tmp_path)
+    with warm_python(tmp_path) as python:
+        done = suite(tmp_path / "out", python=python)
     assert done.returncode == 0, done.stderr
-    found = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    found = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "out").glob("*.json")}
     assert set(found) == {"train-tiny", "memory-tiny", "sync-tiny", "step-tiny"}
     assert found["train-tiny"]["cases"]["tiny bfloat16"]["padding_waste"] == 0
-    assert "aten::mm" in (tmp_path / "train-tiny.log").read_text(), "no profile"
+    assert "aten::mm" in (tmp_path / "out/train-tiny.log").read_text(), "no profile"
     assert found["memory-tiny"]["phases"]["update"]["peak"] > found["memory-tiny"]["phases"]["update"]["after"]
     assert found["sync-tiny"]["seconds"]["sync"]["seconds"] > 0
     assert found["step-tiny"]["tokens_per_s"] > 0
