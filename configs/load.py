@@ -16,7 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
-from configs.argv import compat, normalise_tree
+from configs.argv import normalise_tree
+from configs.compat import compat
 from configs.keys import ConfigError, Keys, bare_type, did_you_mean, filled, followed, keys_of, takes_null
 from configs.schema.ppo import PPOConfig
 from configs.schema.sft import SFTConfig

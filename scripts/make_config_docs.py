@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from configs.argv import Accepted, Translated, as_typed, compat, configs_of, groups_of
+from configs.argv import configs_of, groups_of
+from configs.compat import Accepted, Translated, as_typed, compat
 from configs.keys import CONFIG_DIR, Described, described
 
 DOCS = CONFIG_DIR.parent / "docs"

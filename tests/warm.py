@@ -8,7 +8,6 @@ import fcntl
 import json
 import os
 import runpy
-import signal
 import socket
 import subprocess
 import sys
@@ -72,8 +71,7 @@ def run(words: list[str], directory: str, environment: dict[str, str], streams: 
     try:
         for i, stream in enumerate(streams):
             os.dup2(stream, i)
-        if os.isatty(0):  # its keys are for this process, also where a shell in the background had the server ignore them
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if os.isatty(0):  # its keys are for this process
             os.setsid()
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
         os.chdir(directory)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from configs.argv import compat, normalise
+from configs.argv import normalise
+from configs.compat import compat
 from configs.compose import compose
 from configs.keys import CONFIG_DIR, ConfigError, Keys, keys_of
 from configs.schema.evaluation import EvaluationConfig

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from configs.argv import as_typed, compat, normalise
+from configs.argv import normalise
+from configs.compat import as_typed, compat
 from configs.compose import compose
 from configs.keys import ConfigError, keys_of
 from configs.schema.ppo import PPOConfig

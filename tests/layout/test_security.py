@@ -18,7 +18,7 @@ LOADERS = {
 ALLOWED = {
     ("workers/controller/wire.py", "pickle.loads"): "Ray, between processes of one run",
     ("trainer/rewards/worker.py", "pickle.load"): "the socket that its parent made for it",
-    ("configs/argv.py", "yaml.load"): "our own YAML, by a safe loader",
+    ("configs/compat.py", "yaml.load"): "our own YAML, by a safe loader",
     ("trainer/rewards/sandbox.py", "exec"): "the answer to be scored, confined (trainer/rewards/confine.py)",
 }
 WRITERS = {"dumps", "dump", "Pickler", "PickleBuffer", "register_pickle_by_value"}

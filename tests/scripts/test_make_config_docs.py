@@ -1,6 +1,6 @@
 """The pages that are written from the configuration are as it is now."""
 
-from configs.argv import compat
+from configs.compat import compat
 from configs.keys import CONFIG_DIR, described, keys_of
 from configs.schema.ppo import PPOConfig
 from scripts.make_config_docs import CONFIG_PAGE, PROGRAMS, VERL_PAGE, config_page, verl_page
