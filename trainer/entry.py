@@ -13,11 +13,11 @@ import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from configs.argv import CommandLine, groups_of, normalise
 from configs.checks import world_size
@@ -27,7 +27,7 @@ from configs.load import load
 from configs.points import INTERRUPTED, Point, Result, Status, Value, read_results, write_result
 from configs.schema.common import ProgramConfig, RunConfig, WorkersConfig
 from configs.secret_names import hidden
-from trainer.outcome import objective_of
+from trainer.outcome import ended_with, objective_of
 from trainer.sweep import earlier, table
 from workers.controller.group import PhaseTimeout, WorkerError
 
@@ -91,6 +91,7 @@ DRY_RUNS = {
     "config": "  trainer.dry_run=config  check the configuration, start nothing",
     "full": "  trainer.dry_run=full    and models, data and rewards; print the plan",
 }
+NOTHING_LEFT = "nothing is left to do; more steps go on from there, and trainer.resume_mode=disable starts anew"
 WIDTH = 80
 """Columns of the help page."""
 
@@ -180,8 +181,13 @@ class Program(Generic[Config]):
             if trainer.dry_run == "config":
                 print(f"configuration is fine: {in_words(trainer)}run directory {trainer.default_local_dir}")
                 return Ended(0, None)
-            if point is not None and trainer.dry_run is None and isinstance(trainer, RunConfig):
-                before = earlier(asdict(loaded.config), trainer, point)  # type: ignore[call-overload]
+            if trainer.dry_run is None and isinstance(trainer, RunConfig):
+                config = asdict(loaded.config)  # type: ignore[call-overload]
+                if point is not None:
+                    before = earlier(config, trainer, point)
+                elif (step := nothing_left(config)) is not None:
+                    print(f"the run in {trainer.default_local_dir} ended with step {step}: {NOTHING_LEFT}")
+                    return Ended(0, "finished")
             finished = before is not None and before.status == "finished"
             if not finished and (problems := list(self.inputs(loaded.config))):
                 raise ConfigError("\n".join(problems))
@@ -258,6 +264,15 @@ def wrapped(text: str, first: str, other: str, broken: str = "") -> str:
     """``text`` in lines of WIDTH at most. first, other: before the first and before others; broken: behind all but the last."""
     lines = textwrap.wrap(text, WIDTH - len(broken), initial_indent=first, subsequent_indent=other, break_on_hyphens=False)
     return f"{broken}\n".join(lines)
+
+
+def nothing_left(config: Mapping[str, Any]) -> int | None:
+    """The last step of a run that has ended, where the same command would only find that out."""
+    trainer = config["trainer"]
+    exported = trainer["export_dir"] is None or Path(trainer["export_dir"]).expanduser().is_dir()
+    if trainer["resume_mode"] != "auto" or trainer.get("val_only") or not exported:
+        return None
+    return ended_with(Path(trainer["default_local_dir"]), config)
 
 
 def in_words(trainer: ProgramConfig) -> str:

@@ -12,7 +12,17 @@ import yaml
 
 from configs.keys import did_you_mean
 from configs.points import Status
-from trainer.run_dir import CONFIG, OUTCOME, leaves_of, read_metrics, redact, write_atomic
+from trainer.run_dir import (
+    CONFIG,
+    GLOBAL_STEP,
+    LATEST,
+    OUTCOME,
+    checkpoint_steps,
+    leaves_of,
+    read_metrics,
+    redact,
+    write_atomic,
+)  # fmt: skip
 
 # Keys that say how a run is started, watched and judged, and not which run it is; a name that ends in a dot stands for all below.
 NOT_THE_RUN = (
@@ -50,6 +60,19 @@ def earlier_outcome(run_dir: Path, config: Mapping[str, Any]) -> Outcome | None:
                 "trainer.default_local_dir, or trainer.resume_mode=disable, which moves that run aside"
             )
     return read_outcome(run_dir) or Outcome("interrupted", 0.0)
+
+
+def ended_with(run_dir: Path, config: Mapping[str, Any]) -> int | None:
+    """The last step of the run with this configuration, if it came to its end and its checkpoint says so too; None: some of it is
+    left, or asked for again."""
+    try:
+        before = earlier_outcome(run_dir, config)
+    except ValueError:  # another configuration may go on from where this one ended
+        return None
+    if before is None or before.status != "finished" or not (run_dir / LATEST).exists():
+        return None
+    step = int(last_metrics(run_dir).get(GLOBAL_STEP, 0))
+    return step if (run_dir / LATEST).read_text().strip() == str(step) and step in checkpoint_steps(run_dir) else None
 
 
 def read_outcome(run_dir: Path) -> Outcome | None:

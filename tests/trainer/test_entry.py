@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from configs.keys import CONFIG_DIR, described
 from configs.schema.sft import SFTConfig
 from tests.broken import PROGRAMS
 from trainer.entry import Found, NotSaved, Program, Stopped, wrapped
+from trainer.outcome import write_outcome
+from trainer.run_dir import GLOBAL_STEP, LATEST, METRICS, json_line, write_config
 from workers.controller.group import PhaseTimeout, WorkerError
 
 ROOT = CONFIG_DIR.parent
@@ -47,6 +49,29 @@ def test_a_run_gets_the_configuration_and_what_the_user_was_told(capsys: pytest.
     assert isinstance(config, SFTConfig) and config.optim.lr == 1.0
     assert told == ["use_remove_padding is left out: no batch is ever padded", "typed ['optim.lr']"]
     assert capsys.readouterr().err.splitlines() == [f"note: {line}" for line in told]
+
+
+def test_a_run_that_has_ended_is_not_started_to_find_that_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[str] = []
+
+    def run(config: SFTConfig, told: list[str]) -> None:
+        seen.append(config.trainer.resume_mode)
+        write_config(tmp_path, asdict(config))
+        (tmp_path / METRICS).write_text(json_line({GLOBAL_STEP: 7}))
+        (tmp_path / "global_step_7").mkdir(exist_ok=True)
+        (tmp_path / LATEST).write_text("7")
+        write_outcome(tmp_path, "finished", 1.0)
+
+    exported = tmp_path / "exported"
+    main = program(run)
+    words = [f"trainer.default_local_dir={tmp_path}", "trainer.logger=[]", f"trainer.export_dir={exported}"]
+    assert main(words) == main(words) == 0 and seen == ["auto", "auto"], "what it is to leave is not there"
+    exported.mkdir()
+    seen.clear()
+    assert main(words) == 0 and seen == []
+    assert capsys.readouterr().out.startswith(f"the run in {tmp_path} ended with step 7: nothing is left to do; ")
+    assert main([*words, "trainer.resume_mode=disable"]) == 0 and seen == ["disable"]
+    assert main([*words, "trainer.total_epochs=9"]) == 0 and seen == ["disable", "auto"]
 
 
 def test_what_a_run_finds_to_be_wrong_is_a_line_each_and_exit_code_3(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from trainer.outcome import Outcome, earlier_outcome, last_metrics, objective_of, write_outcome
-from trainer.run_dir import METRICS, json_line, write_config
+from trainer.outcome import Outcome, earlier_outcome, ended_with, last_metrics, objective_of, write_outcome
+from trainer.run_dir import CONFIG as CONFIG_FILE
+from trainer.run_dir import GLOBAL_STEP, LATEST, METRICS, OUTCOME, json_line, write_config
 
 CONFIG = {"optim": {"lr": 0.1}, "trainer": {"seed": 1}, "judge": {"api_key": "hidden"}}
 
@@ -57,6 +58,36 @@ def test_another_run_is_told_by_its_first_key(before: dict[str, Any], now: dict[
     with pytest.raises(ValueError) as caught:
         earlier_outcome(tmp_path, now)
     assert str(caught.value).startswith(f"{tmp_path} {said}")
+
+
+def ended(run_dir: Path) -> Path:
+    """The directory of a run with CONFIG that came to its end."""
+    write_config(run_dir, CONFIG)
+    (run_dir / METRICS).write_text("".join(json_line({GLOBAL_STEP: step}) for step in (1, 2, 3)))
+    for step in (2, 3):
+        (run_dir / f"global_step_{step}").mkdir(parents=True)
+    (run_dir / LATEST).write_text("3")
+    write_outcome(run_dir, "finished", 1.0)
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    "otherwise",
+    [
+        lambda run_dir: write_config(run_dir, with_key("optim.lr", 0.2)),
+        lambda run_dir: write_outcome(run_dir, "failed", 1.0),
+        lambda run_dir: (run_dir / OUTCOME).unlink(),
+        lambda run_dir: (run_dir / LATEST).unlink(),
+        lambda run_dir: (run_dir / LATEST).write_text("2"),
+        lambda run_dir: (run_dir / "global_step_3").rmdir(),
+        lambda run_dir: (run_dir / CONFIG_FILE).unlink(),
+    ],
+    ids=["another", "failed", "killed", "nothing saved", "gone back to", "removed", "not begun"],
+)
+def test_of_a_run_that_has_ended_nothing_is_left(otherwise: Any, tmp_path: Path) -> None:
+    assert ended_with(ended(tmp_path), CONFIG) == 3
+    otherwise(tmp_path)
+    assert ended_with(tmp_path, CONFIG) is None
 
 
 def test_the_last_value_of_each_metric_counts(tmp_path: Path) -> None:
