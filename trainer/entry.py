@@ -269,7 +269,8 @@ def wrapped(text: str, first: str, other: str, broken: str = "") -> str:
 def nothing_left(config: Mapping[str, Any]) -> int | None:
     """The last step of a run that has ended, where the same command would only find that out."""
     trainer = config["trainer"]
-    exported = trainer["export_dir"] is None or Path(trainer["export_dir"]).expanduser().is_dir()
+    export_dir = trainer.get("export_dir")
+    exported = export_dir is None or Path(export_dir).expanduser().is_dir()
     if trainer["resume_mode"] != "auto" or trainer.get("val_only") or not exported:
         return None
     return ended_with(Path(trainer["default_local_dir"]), config)
