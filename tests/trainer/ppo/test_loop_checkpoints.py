@@ -36,7 +36,9 @@ def shards(run_dir: Path, step: int) -> dict[str, tuple[int, str]]:
     return {name: (entry.size, entry.sha256) for name, entry in files.items()}
 
 
-def test_in_the_background_the_same_run_and_the_same_bytes(task: Path, tmp_path: Path) -> None:
+def test_in_the_background_the_same_run_and_the_same_bytes(
+    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     overrides = ("algorithm=ppo", "trainer.save_freq=1", "trainer.total_training_steps=3")
     best = ("trainer.best_metric=-critic/score/mean", "trainer.max_actor_ckpt_to_keep=1", "trainer.max_critic_ckpt_to_keep=1")
     waiting = run_ppo(task, tmp_path / "waiting", *overrides)
@@ -54,6 +56,9 @@ def test_in_the_background_the_same_run_and_the_same_bytes(task: Path, tmp_path:
     further = run_ppo(task, tmp_path / "further", *overrides, *goes_on, from_background)
     whole = run_ppo(task, tmp_path / "waiting", *overrides, "trainer.total_training_steps=4")
     assert repeatable(further) == repeatable(whole)[3:]
+    capsys.readouterr()
+    assert run_ppo(task, tmp_path / "waiting", *overrides, "trainer.total_training_steps=4") == whole
+    assert capsys.readouterr().out.startswith(f"the run in {tmp_path}/waiting ended with step 4: nothing is left to do")
 
 
 def run_on_a_disk_that_is_full_at(task: Path, folder: Path, full: list[int], *overrides: str) -> int:
