@@ -228,7 +228,7 @@ def test_plain_prompts_in_json_lines_without_scores(task: Path, tmp_path: Path, 
     ("overrides", "line"),
     [
         (["data.path=nowhere/test.parquet"], "data.path=nowhere/test.parquet: no such file"),
-        (["data.n_samples=4"], "data.n_samples: there is no such key; did you mean"),
+        (["data.batch_sizes=4"], "data.batch_sizes: there is no such key; did you mean data.batch_size?"),
         (["reward.scorer=gsm"], "reward.scorer=gsm is not known (did you mean gsm8k?)"),
         (["selection.sft=sft.csv"], "selection.sft=sft.csv: the name of the file must end in .parquet or .jsonl"),
         (["trainer.seed=2", "selection.score=true", THERE], f"{ANOTHER}: trainer.seed was 1 and is 2; put it back, or give"),
