@@ -58,7 +58,7 @@ class OptimConfig:
     lr: NonNegativeFloat
     betas: tuple[Fraction, Fraction]
     weight_decay: NonNegativeFloat
-    lr_scheduler_type: Literal["constant", "cosine"]
+    lr_scheduler_type: Literal["constant", "cosine", "linear", "wsd"]
     lr_warmup_steps: Annotated[int, Ge(-1)]
     lr_warmup_steps_ratio: Fraction
     min_lr_ratio: Fraction
