@@ -164,8 +164,6 @@ class RunConfig(WorkersConfig):
     logger: list[str]
     total_epochs: Positive
     total_training_steps: Positive | None
-    test_freq: int
-    save_freq: int
     checkpoint: CheckpointConfig
     best_metric: str | None
     objective: str | None
