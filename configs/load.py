@@ -131,7 +131,9 @@ def _problem(entry: Any, keys: Keys) -> str:
     allowed = WORDS.get(entry["type"]) or re.sub(r"^\w+ should", "must", entry["msg"])
     annotation = keys.annotation(key)
     above, _, branch = key.rpartition(".")
-    if branch == "int" and (words := [get_args(part) for part in get_args(keys.annotation(above)) if get_origin(part) is Literal]):
+    if branch == "int" and (
+        words := [get_args(part) for part in get_args(keys.annotation(above)) if get_origin(part) is Literal]
+    ):
         key, allowed = above, f"{allowed}, or {', '.join(words[0])}"
     nearest = ""
     if entry["type"] == "literal_error":
