@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from configs.schema.common import AggMode
-from configs.schema.ppo import KLKind, PPOConfig
+from configs.schema.common import KLKind
+from configs.schema.ppo import PPOConfig
 from trainer.algorithms.actor_loss import importance
 from trainer.algorithms.advantages import ADVANTAGES, AdvantageInputs
 from trainer.algorithms.correction import rollout_correction as flat_rollout_correction
