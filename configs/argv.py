@@ -66,6 +66,9 @@ def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
         chosen.pop(name, None)  # the last one counts, and where it stands
         chosen[name] = match
 
+    def typed_value(name: str) -> Any:
+        return parsed(name, chosen[name]["value"]) if name in chosen else None
+
     overrides: dict[str, str] = {}
     typed: set[str] = set()
     notes: list[str] = []
@@ -88,14 +91,14 @@ def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
             typed.add(name)
         else:
             try:
-                translated.append(names.instead(name, parsed(name, match["value"]), keys))
+                translated.append(names.instead(name, parsed(name, match["value"]), keys, typed_value))
             except ConfigError as error:
                 problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
     for instead in translated:
         notes.append(instead.note)
-        overrides |= {name: f"{name}={as_typed(value)}" for name, value in instead.over(typed).items()}
+        overrides |= {name: f"{name}={_quoted(as_typed(value))}" for name, value in instead.over(typed).items()}
     return CommandLine(tuple(flags), tuple(overrides.values()), frozenset(typed), tuple(notes))
 
 
@@ -120,7 +123,7 @@ def normalise_tree(tree: Mapping[str, Any], schema: type, typed: Collection[str]
             ours |= {} if name in typed or _sets_nothing(name, "", value, keys) else {name: value}
             continue
         try:
-            instead = names.instead(name, value, keys)
+            instead = names.instead(name, value, keys, ours.get)
         except ConfigError as error:
             problems.append(str(error))
             continue
@@ -232,6 +235,11 @@ def _as_value(text: str | None) -> Any:
     with suppress(HydraException):  # told where the value counts
         return OverridesParser.create().parse_override(f"value={text}").value()
     return text
+
+
+def _quoted(text: str) -> str:
+    """With a function of ours in it, which Hydra reads in quotes alone."""
+    return f"'{text}'" if "${share:" in text else text
 
 
 def _sets_nothing(name: str, typed: str, value: Any, keys: Keys) -> bool:

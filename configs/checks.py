@@ -20,8 +20,9 @@ from configs.rules import has_score
 from configs.schema.common import ModelConfig, RunConfig, ShardedConfig, WorkersConfig
 from configs.schema.evaluation import EvaluationConfig
 from configs.schema.generation import GenerationConfig
-from configs.schema.ppo import PPOConfig, RemoteScoringConfig, ReplayConfig, RewardConfig, ScoringConfig
+from configs.schema.ppo import PPOConfig, RemoteScoringConfig, ReplayConfig, RewardConfig, ScoringConfig, TrainerConfig
 from configs.schema.serve_reward import ServeRewardConfig
+from configs.schema.supervised import SupervisedTrainerConfig, is_ever
 from configs.secret_names import USER_IN_ADDRESS
 from configs.walltime import seconds_of
 
@@ -279,10 +280,10 @@ def _replay_problems(replay: ReplayConfig) -> Iterator[str]:
         yield f"trainer.replay.path={replay.path}: trainer.replay.mode is null; set rollout, which draws the step again, or train"
 
 
-def run_notes(trainer: RunConfig) -> Iterator[str]:
-    if trainer.best_metric is not None and trainer.save_freq <= 0:
+def run_notes(trainer: TrainerConfig | SupervisedTrainerConfig) -> Iterator[str]:
+    if trainer.best_metric is not None and not is_ever(trainer.save_freq):
         yield f"trainer.best_metric has no effect: trainer.save_freq={trainer.save_freq} saves no checkpoint"
-    if trainer.objective is not None and trainer.objective.removeprefix("-").startswith("val") and trainer.test_freq <= 0:
+    if trainer.objective is not None and trainer.objective.removeprefix("-").startswith("val") and not is_ever(trainer.test_freq):
         yield f"trainer.objective={trainer.objective} is not measured after training: trainer.test_freq={trainer.test_freq}"
     if trainer.resume_from_path is not None and trainer.resume_mode != "resume_path":
         yield f"trainer.resume_from_path has no effect with trainer.resume_mode={trainer.resume_mode}; resume_path reads it"

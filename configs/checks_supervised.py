@@ -12,7 +12,7 @@ from configs.checks_parallel import data_parallel_size, parallel_notes, parallel
 from configs.keys import ConfigError
 from configs.schema.reward_model import RewardModelConfig
 from configs.schema.sft import SFTConfig
-from configs.schema.supervised import SupervisedConfig
+from configs.schema.supervised import SupervisedConfig, is_ever
 
 
 def check_sft(config: SFTConfig, typed: Collection[str]) -> list[str]:
@@ -25,7 +25,7 @@ def check_reward_model(config: RewardModelConfig, typed: Collection[str]) -> lis
     """See configs.checks.check_ppo."""
     data, trainer, longest = config.data, config.trainer, 2 * config.data.max_length
     problems = list(_problems(config, "pairs", longest, f"that of a pair, 2 * data.max_length = {longest}"))
-    if trainer.test_freq > 0 and not data.val_files:
+    if is_ever(trainer.test_freq) and not data.val_files:
         problems.append(f"trainer.test_freq={trainer.test_freq}: there is nothing to validate on; set data.val_files")
     return _checked(config, typed, problems)
 

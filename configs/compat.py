@@ -1,6 +1,7 @@
 """What becomes of the keys of other systems: configs/compat.yaml."""
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -11,6 +12,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Sweep
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 
 from configs.keys import CONFIG_DIR, ConfigError, Keys
 
@@ -41,7 +43,10 @@ class Translated:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """values: None: any other. sets: our keys in its place, unless they are typed; forces: whatever is typed. $value: its own."""
+    """values: None: any other. sets: our keys in its place, unless they are typed; forces: whatever is typed.
+
+    $value: its own. $typed: what is typed for the key that is set.
+    """
 
     values: tuple[Any, ...] | None
     sets: Mapping[str, Any]
@@ -85,8 +90,11 @@ class Compat:
                 return target + key.removeprefix(stem)
         return key
 
-    def instead(self, key: str, value: Any, keys: Keys) -> Instead:
-        """For a ``key`` that is none of ours. Raises ConfigError if it would change a result, or is unknown."""
+    def instead(self, key: str, value: Any, keys: Keys, typed: Callable[[str], Any]) -> Instead:
+        """For a ``key`` that is none of ours; typed: the value of a key of ours that stands beside it, None if there is none.
+
+        Raises ConfigError if it would change a result, or is unknown.
+        """
         patterns = [name for name in (*self.translated, *self.accepted, *self.refused) if fnmatchcase(key, name)]
         if not patterns:
             raise ConfigError(f"{key}: there is no such key{keys.did_you_mean(key)}")
@@ -102,8 +110,10 @@ class Compat:
         case = translated.case(value)
         if case is None:
             raise ConfigError(f"{key}={as_typed(value)}: {translated.otherwise}")
+        if any("$typed" in str(ours) and not isinstance(typed(name), str) for name, ours in case.forces.items()):
+            raise ConfigError(f"{key}={as_typed(value)}: {translated.otherwise}")
         sets, forces = (
-            {name: value if ours == "$value" else ours for name, ours in side.items() if keys.knows(name)}
+            {name: _filled(ours, value, typed(name)) for name, ours in side.items() if keys.knows(name)}
             for side in (case.sets, case.forces)
         )
         said = ", ".join(f"{name}={as_typed(ours)}" for name, ours in {**sets, **forces}.items())
@@ -158,6 +168,24 @@ def parsed(key: str, text: str | None) -> Any:
 def as_typed(value: Any) -> str:
     """A value as one types it."""
     return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
+
+
+def _filled(template: Any, value: Any, typed: Any) -> Any:
+    """A value of Case.sets or forces with $value and $typed in it."""
+    if not isinstance(template, str) or template == "$value":
+        return value if template == "$value" else template
+    text = ".".join(map(str, value)) if isinstance(value, list) else as_typed(value)
+    return template.replace("$typed", str(typed)).replace("$value", text)
+
+
+def _share(part: Any, whole: Any) -> Any:
+    """part / whole; what is no number stays, for the key's own check to refuse."""
+    if not isinstance(part, int | float) or not isinstance(whole, int | float):
+        return part
+    return part / whole if whole else math.inf
+
+
+OmegaConf.register_new_resolver("share", _share)
 
 
 def _is_one_of(value: Any, values: Collection[Any]) -> bool:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Generic, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -120,7 +120,7 @@ def _problems(error: ValidationError, keys: Keys) -> list[str]:
             f"{len(missing)} keys are missing, {missing[0]} the first: a configuration of your own starts from ours: put "
             "`defaults: [ppo_trainer, _self_]` (or sft_trainer) at its top"
         ]
-    return [_problem(entry, keys) for entry in error.errors()]
+    return [_problem(entry, keys) for entry in error.errors() if not str(entry["loc"][-1]).startswith("literal[")]
 
 
 def _problem(entry: Any, keys: Keys) -> str:
@@ -130,6 +130,11 @@ def _problem(entry: Any, keys: Keys) -> str:
         return f"{key}: is missing; give it a value"
     allowed = WORDS.get(entry["type"]) or re.sub(r"^\w+ should", "must", entry["msg"])
     annotation = keys.annotation(key)
+    above, _, branch = key.rpartition(".")
+    if branch == "int" and (
+        words := [get_args(part) for part in get_args(keys.annotation(above)) if get_origin(part) is Literal]
+    ):
+        key, allowed = above, f"{allowed}, or {', '.join(words[0])}"
     nearest = ""
     if entry["type"] == "literal_error":
         choices = get_args(bare_type(annotation))

@@ -13,6 +13,7 @@ from configs.schema.generation import GenerationConfig
 from configs.schema.ppo import ModelScoringConfig, PPOConfig, PromptConfig, RemoteScoringConfig
 from configs.schema.reward_model import RewardModelConfig
 from configs.schema.sft import SFTConfig
+from configs.schema.supervised import is_ever
 from trainer.algorithms.known import estimator_needs
 from trainer.rewards.registry import check_data_sources, scores_by_source, with_own_function
 from trainer.user_code import check_source
@@ -58,7 +59,7 @@ def generation_inputs(config: GenerationConfig) -> Iterator[str]:
 def _supervised(config: SFTConfig | RewardModelConfig, columns: Sequence[str], said_by: str) -> Iterator[str]:
     yield from _model("model", config.model)
     yield from _files("data.train_files", config.data.train_files, columns, said_by)
-    if config.trainer.test_freq > 0 or isinstance(config, RewardModelConfig):
+    if is_ever(config.trainer.test_freq) or isinstance(config, RewardModelConfig):
         yield from _files("data.val_files", config.data.val_files, columns, said_by)
     yield from _resume(config.trainer)
 

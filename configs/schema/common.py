@@ -17,6 +17,9 @@ PositiveFloat = Annotated[float, Gt(0.0)]
 Fraction = Annotated[float, Ge(0.0), Le(1.0)]
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 AggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+KLKind = Literal[
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "full+"
+]  # fmt: skip
 Strategy = Literal["fsdp", "megatron"]
 
 
@@ -58,7 +61,7 @@ class OptimConfig:
     lr: NonNegativeFloat
     betas: tuple[Fraction, Fraction]
     weight_decay: NonNegativeFloat
-    lr_scheduler_type: Literal["constant", "cosine"]
+    lr_scheduler_type: Literal["constant", "cosine", "linear", "wsd"]
     lr_warmup_steps: Annotated[int, Ge(-1)]
     lr_warmup_steps_ratio: Fraction
     min_lr_ratio: Fraction
@@ -164,8 +167,6 @@ class RunConfig(WorkersConfig):
     logger: list[str]
     total_epochs: Positive
     total_training_steps: Positive | None
-    test_freq: int
-    save_freq: int
     checkpoint: CheckpointConfig
     best_metric: str | None
     objective: str | None

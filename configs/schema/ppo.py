@@ -11,6 +11,7 @@ from configs.schema.common import (
     Dtype,
     FollowingConfig,
     Fraction,
+    KLKind,
     ModelConfig,
     NonNegative,
     NonNegativeFloat,
@@ -25,10 +26,6 @@ from configs.schema.common import (
 )
 from configs.schema.placement import PlacementConfig
 from configs.schema.scoring_model import ScoringModelDefaults
-
-KLKind = Literal[
-    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "full+"
-]  # fmt: skip
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -368,6 +365,8 @@ class ReplayConfig:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class TrainerConfig(RunConfig):
+    test_freq: int
+    save_freq: int
     log_val_generations: NonNegative
     rollout_data_dir: str | None
     replay: ReplayConfig

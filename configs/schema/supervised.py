@@ -15,6 +15,12 @@ from configs.schema.common import (
     TrainingTimeoutsConfig,
 )
 
+Frequency = int | Literal["after_each_epoch"]
+
+
+def is_ever(frequency: Frequency) -> bool:
+    return isinstance(frequency, str) or frequency > 0
+
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class SupervisedDataConfig:
@@ -38,6 +44,8 @@ class SupervisedEngineConfig(ShardedConfig):
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class SupervisedTrainerConfig(RunConfig):
+    test_freq: Frequency
+    save_freq: Frequency
     max_ckpt_to_keep: Positive | None
     export_dir: str | None
 

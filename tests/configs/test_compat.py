@@ -15,6 +15,7 @@ from configs.argv import normalise
 from configs.compat import compat
 from configs.compose import compose
 from configs.keys import CONFIG_DIR, ConfigError, Keys, keys_of
+from configs.load import load_sft
 from configs.schema.evaluation import EvaluationConfig
 from configs.schema.export import ExportConfig
 from configs.schema.generation import GenerationConfig
@@ -22,6 +23,7 @@ from configs.schema.parity import ParityConfig
 from configs.schema.ppo import PPOConfig
 from configs.schema.reward_model import RewardModelConfig
 from configs.schema.sft import SFTConfig
+from trainer import main_sft
 
 VERL_DEFAULTS = Path(__file__).with_name("verl_defaults.tsv")
 DIFFERENCES: Any = OmegaConf.to_container(OmegaConf.load(CONFIG_DIR / "compat.yaml"))["differences"]  # type: ignore[index, call-overload]
@@ -143,8 +145,85 @@ def test_the_sft_trainers_one_block_of_an_engines_keys() -> None:
     assert experts.engine.strategy == "fsdp" and experts.engine.fsdp_config.ulysses_sequence_parallel_size == 2
     with pytest.raises(ConfigError, match="engine=veomni: two engines train, fsdp and megatron"):
         compose("sft_trainer", SFTConfig, ["engine=veomni"])
-    with pytest.raises(ConfigError, match=r"data.prompt_dict_keys=.*write the entry into a column of its own"):
-        compose("sft_trainer", SFTConfig, ["data.prompt_key=extra_info", "data.prompt_dict_keys=['question']"])
+
+
+GSM8K = ["data.prompt_key=extra_info", "data.response_key=extra_info", "data.prompt_dict_keys=['question']"]
+SFT_LINES = {
+    "examples/sft/gsm8k/run_gemma_7b.sh": [
+        "data.train_files=a/train.parquet", "data.val_files=a/test.parquet", *GSM8K, "+data.response_dict_keys=['answer']",
+        "data.micro_batch_size_per_gpu=4", "model.partial_pretrain=google/gemma-1.1-7b-it", "trainer.default_local_dir=a",
+        "trainer.project_name=gsm8k-sft", "trainer.total_epochs=4", "trainer.logger=['console','wandb']",
+    ],
+    "examples/sft/multiturn/run_qwen_05_sp2.sh, without its tools": [
+        "data.multiturn.enable=true", "data.multiturn.messages_key=messages", "data.micro_batch_size=4",
+        "model.fsdp_config.cpu_offload=false", "model.fsdp_config.offload_params=false", "optim.lr_scheduler=wsd",
+        "ulysses_sequence_parallel_size=2", "use_remove_padding=true", "trainer.default_hdfs_dir=null",
+    ],
+    "tests/special_e2e/sft/run_sft_engine_gsm8k.sh": [
+        "data.messages_key=messages", "engine=megatron", "optim=megatron", "optim.lr=1e-5", "optim.lr_warmup_init=0",
+        "optim.lr_decay_style=cosine", "optim.min_lr=1e-6", "engine.tensor_model_parallel_size=2",
+        "trainer.test_freq=after_each_epoch", "trainer.save_freq=-1", "trainer.total_training_steps=2",
+    ],
+}  # fmt: skip
+
+
+def sft(*words: str) -> SFTConfig:
+    return compose("sft_trainer", SFTConfig, words)
+
+
+def sft_complaint(*words: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        sft(*words)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", SFT_LINES)
+def test_public_command_lines_of_the_sft_trainer_pass(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main_sft.PROGRAM([*SFT_LINES[name], "trainer.dry_run=config"]) == 0
+    assert capsys.readouterr().out.startswith("configuration is fine")
+
+
+def test_a_field_of_a_column_is_named_with_it() -> None:
+    data = sft(*GSM8K, "data.response_dict_keys=[a,b]").data
+    assert (data.prompt_key, data.response_key) == ("extra_info.question", "extra_info.a.b")
+    quoted = sft('data.prompt_key="extra_info"', "data.prompt_dict_keys=['question']").data
+    assert quoted.prompt_key == "extra_info.question"
+    assert sft("data.prompt_key=x", "data.prompt_dict_keys=null", "data.response_dict_keys=[]").data.prompt_key == "x"
+    lonely = sft_complaint("data.prompt_dict_keys=['question']", "data.response_key=a,b", "data.response_dict_keys=[c]")
+    assert lonely.splitlines() == [
+        f"data.{side}_dict_keys=['{field}']: set data.{side}_key=COLUMN.FIELD instead"
+        for side, field in (("prompt", "question"), ("response", "c"))
+    ]
+
+
+def test_in_a_users_yaml_too() -> None:
+    tree: Any = OmegaConf.to_container(OmegaConf.load(CONFIG_DIR / "sft_trainer.yaml"))
+    del tree["defaults"]
+    tree["data"] |= {"prompt_key": "extra_info", "prompt_dict_keys": ["question"]}
+    tree["optim"] |= {"lr": 1e-5, "min_lr": 1e-6}
+    config = load_sft(tree)
+    assert config.data.prompt_key == "extra_info.question" and config.optim.min_lr_ratio == pytest.approx(0.1)
+
+
+def test_a_smallest_rate_is_a_share_of_the_largest() -> None:
+    assert sft("optim.lr=2e-5", "optim.min_lr=1e-6").optim.min_lr_ratio == pytest.approx(0.05)
+    assert sft("optim.min_lr=1e-6", "optim.min_lr_ratio=0.2").optim.min_lr_ratio == 0.2
+    words = [f"{role}.optim.{key}" for role in (ACTOR, "critic") for key in ("lr=1e-5", "min_lr=1e-6", "lr_decay_style=linear")]
+    ppo = compose("ppo_trainer", PPOConfig, words)
+    for optim in (ppo.actor_rollout_ref.actor.optim, ppo.critic.optim):
+        assert optim.min_lr_ratio == pytest.approx(0.1) and optim.lr_scheduler_type == "linear"
+    assert sft_complaint("optim.lr=1e-6", "optim.min_lr=2e-6").startswith("optim.min_lr_ratio=2.0: must be less")
+    assert sft_complaint("optim.lr=0", "optim.min_lr=1e-5") == "optim.min_lr_ratio=inf: must be a finite number"
+    assert sft_complaint("optim.min_lr=low") == 'optim.min_lr_ratio="low": must be a valid number'
+
+
+def test_schedules_and_epochs_of_the_sft_trainer() -> None:
+    config = sft("sft_recipe=sort_digits", "optim.lr_decay_style=cosine", "trainer.save_freq=after_each_epoch")
+    assert config.optim.lr_scheduler_type == "cosine" and config.trainer.save_freq == "after_each_epoch"
+    assert sft_complaint("trainer.test_freq=daily") == 'trainer.test_freq="daily": must be a valid integer, or after_each_epoch'
+    assert sft("model.fsdp_config.cpu_offload=true").engine.fsdp_config.param_offload
+    assert sft("data.multiturn.enable=true").data.messages_key == "messages"
+    assert sft("data.multiturn.enable=true", "data.multiturn.messages_key=chat").data.messages_key == "chat"
 
 
 def test_main_generations_flatter_tree() -> None:

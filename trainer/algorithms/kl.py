@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from configs.schema.ppo import KLControlConfig, KLKind
+from configs.schema.common import KLKind
+from configs.schema.ppo import KLControlConfig
 
 
 def kl_estimate(kind: KLKind, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:

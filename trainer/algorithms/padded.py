@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from configs.schema.common import AggMode
-from configs.schema.ppo import KLKind, PPOConfig
+from configs.schema.common import AggMode, KLKind
+from configs.schema.ppo import PPOConfig
 from trainer.algorithms.actor_loss import importance
 from trainer.algorithms.advantages import ADVANTAGES, AdvantageInputs
 from trainer.algorithms.correction import rollout_correction as flat_rollout_correction

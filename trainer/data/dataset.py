@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.schema.ppo import PromptConfig
 from trainer.data.encoding import Messages, encode_in_processes, truncate
-from trainer.data.files import Rows
+from trainer.data.files import Rows, value_of
 from trainer.data.order import draw
 
 
@@ -116,5 +116,5 @@ class PromptDataset:
             data_source=row.get(self._source_key) or "",
             ground_truth=(row.get("reward_model") or {}).get("ground_truth"),
             extra_info=row.get("extra_info") or {},
-            messages=row[self._prompt_key],
+            messages=value_of(row, self._prompt_key),
         )

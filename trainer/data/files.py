@@ -2,12 +2,13 @@
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 _JSON = (".jsonl", ".json")
@@ -37,12 +38,8 @@ class Rows:
         return self._ends[-1]
 
     def column(self, name: str) -> list[Any]:
-        """All values of a column, as Python objects; None where a file lacks it."""
-        return [
-            value
-            for table in self._tables
-            for value in (table[name].to_pylist() if name in table.column_names else [None] * len(table))
-        ]
+        """All values of a column, or of ``column.field``, as Python objects; None where a file lacks the column."""
+        return [value for table in self._tables for value in _values(table, name)]
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         file, place = self._locate(row)
@@ -86,8 +83,17 @@ def first_value(name: str, column: str) -> Any:
     """Of a file's first row."""
     path = Path(name).expanduser()
     if path.suffix == ".parquet":
-        return next(pq.ParquetFile(path).iter_batches(1, columns=[column]))[column][0].as_py()
-    return next(_objects(path))[column]
+        return value_of(next(pq.ParquetFile(path).iter_batches(1, columns=[column])).to_pylist()[0], column)
+    return value_of(next(_objects(path)), column)
+
+
+def value_of(row: Mapping[str, Any], column: str) -> Any:
+    """A row's value of a column, or of ``column.field``; None where the struct is null."""
+    name, *fields = column.split(".")
+    value = row[name]
+    for field in fields:
+        value = None if value is None else value[field]
+    return value
 
 
 def values_of(name: str, column: str) -> list[Any]:
@@ -112,6 +118,13 @@ def _read(name: str, required: Sequence[str], optional: Sequence[str]) -> pa.Tab
     if not len(table):
         raise ValueError(f"{name}: has no rows; name another file")
     return table
+
+
+def _values(table: pa.Table, name: str) -> list[Any]:
+    column, *fields = name.split(".")
+    if column not in table.column_names:
+        return [None] * len(table)
+    return (pc.struct_field(table[column], fields) if fields else table[column]).to_pylist()
 
 
 def _existing(name: str) -> Path:
@@ -154,12 +167,13 @@ def _objects(path: Path) -> Iterator[dict[str, Any]]:
 def _check_columns(name: str, schema: pa.Schema, required: Sequence[str], said_by: str = "") -> None:
     advice = f"; set {said_by}" if said_by else ""
     for wanted in required:
-        column, _, field = wanted.partition(".")
+        column, *path = wanted.split(".")
         if column not in schema.names:
             raise ValueError(f"{name}: no column {column!r}; it has {', '.join(schema.names)}{advice}")
-        if not field:
-            continue
         kind = schema.field(column).type
-        fields = [kind.field(i).name for i in range(kind.num_fields)] if pa.types.is_struct(kind) else []
-        if field not in fields:
-            raise ValueError(f"{name}: column {column!r} has no field {field!r}; it has {', '.join(fields) or f'none ({kind})'}")
+        for field in path:
+            fields = [kind.field(i).name for i in range(kind.num_fields)] if pa.types.is_struct(kind) else []
+            if field not in fields:
+                there = ", ".join(fields) or f"none ({kind})"
+                raise ValueError(f"{name}: column {column!r} has no field {field!r}; it has {there}{advice}")
+            column, kind = f"{column}.{field}", kind.field(field).type

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from trainer.data.dataset import Prompt, PromptDataset
+from trainer.data.files import value_of
 from trainer.evaluation.scoring import check_some_scored
 from trainer.generation.shards import Row
 from trainer.ppo.source import ask, join, texts_of
@@ -93,4 +94,5 @@ class Generator:
         source = self.data.row(index)
         kept = {name: source[name] for name in ("reward_model", "extra_info") if source.get(name)}  # parquet has no empty struct
         named = {"data_source": prompt.data_source} if prompt.data_source else {}
-        return {"uid": prompt.uid, "prompt": source[self.prompt_key], **named, **kept, "prompt_length": len(prompt.prompt_ids)}
+        asked = value_of(source, self.prompt_key)
+        return {"uid": prompt.uid, "prompt": asked, **named, **kept, "prompt_length": len(prompt.prompt_ids)}

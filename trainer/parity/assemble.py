@@ -15,6 +15,7 @@ from configs.schema.parity import ParityConfig
 from trainer.backend import open_backend, start_hosts
 from trainer.data.chat import load_tokenizer
 from trainer.data.dataset import PromptDataset
+from trainer.data.files import value_of
 from trainer.entry import Found
 from trainer.generation.rollout import rollout_spec, sampling
 from trainer.parity.bounds import Engine, Pass, broken, coarser, margin
@@ -121,7 +122,7 @@ def heads_of(tokenizer: PreTrainedTokenizerBase, prompts: PromptDataset, prompt_
         return heads(None, None, [], [])
     puts_one = tokenizer("")["input_ids"][:1] == [bos_id]
     asked = [prompts[index] for index in range(len(prompts))]
-    plain = [isinstance(prompts.row(index)[prompt_key], str) for index in range(len(prompts))]
+    plain = [isinstance(value_of(prompts.row(index), prompt_key), str) for index in range(len(prompts))]
     wanted = [puts_one if is_plain else prompt.text.startswith(bos) for prompt, is_plain in zip(asked, plain, strict=True)]
     return heads(bos, bos_id, [prompt.prompt_ids for prompt in asked], wanted)
 

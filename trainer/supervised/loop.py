@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from configs.checks import world_size
-from configs.schema.supervised import SupervisedConfig
+from configs.schema.supervised import Frequency, SupervisedConfig, is_ever
 from trainer.alarms import Alarms, react
 from trainer.checkpoint import Checkpoint, Stateful
 from trainer.data.order import DataOrder
@@ -71,11 +71,11 @@ class SupervisedLoop:
 
     def after(self, step: int, batch: Batch, metrics: dict[str, float]) -> None:
         """Validate, log, and save: a checkpoint's step is always in the log already. A sick run stops here."""
-        config, is_last, self.step = self.config.trainer, step == self.total_steps, step
+        config, self.step = self.config.trainer, step
         self.model.budget.tell(self.events, step)
         values = {name if "/" in name else f"train/{name}": value for name, value in metrics.items()} | self.skips.tell(step)
         values["training/epoch"] = (step - 1) // self.order.steps_per_epoch
-        if config.test_freq > 0 and (is_last or step % config.test_freq == 0):
+        if self.is_due(config.test_freq, step):
             with self.phases("testing"):
                 values |= self.task.validate(self.model, step)
         seconds = self.phases.seconds
@@ -86,10 +86,15 @@ class SupervisedLoop:
         self.tracker.log(values, step)
         self.metrics = values
         react(self.alarms.see(step, values), self.events, step)
-        if config.save_freq > 0 and (is_last or step % config.save_freq == 0):
+        if self.is_due(config.save_freq, step):
             self.save(step)
         self.saver.settle(patient=False)
         self.tracker.log_spans(self.phases.spans, self.watchdog.take_calls(), step)
+
+    def is_due(self, frequency: Frequency, step: int) -> bool:
+        """After this step; what is done at times is done after the last, too."""
+        every = self.order.steps_per_epoch if isinstance(frequency, str) else frequency
+        return is_ever(frequency) and (step == self.total_steps or step % every == 0)
 
     def save(self, step: int) -> None:
         state = {name: part.state() for name, part in self.stateful().items()}

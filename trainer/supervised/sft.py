@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.schema.common import ModelConfig
 from configs.schema.sft import SFTConfig
+from configs.schema.supervised import is_ever
 from trainer.algorithms.weights import token_weights
 from trainer.data.sft import SFTDataset
 from trainer.remote import RemoteModel
@@ -27,7 +28,7 @@ class SFT:
         self.config = config
         self.model: ModelConfig = config.model
         self._data = self._read(config.data.train_files, tokenizer)
-        self._held_out = self._read(config.data.val_files, tokenizer) if config.trainer.test_freq > 0 else None
+        self._held_out = self._read(config.data.val_files, tokenizer) if is_ever(config.trainer.test_freq) else None
         self.notices = [*self._data.notices, *(self._held_out.notices if self._held_out is not None else ())]
 
     def _read(self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> SFTDataset:

@@ -96,13 +96,15 @@ def _schedule(arguments: Arguments, names: tuple[str, ...], floor: float, optims
             changes = {"lr_scheduler_type": "cosine", "min_lr_ratio": floor}
         case "cosine":
             changes = {"lr_scheduler_type": "cosine", "min_lr_ratio": 0.0}
+        case "linear":
+            changes = {"lr_scheduler_type": "linear", "min_lr_ratio": 0.0}
         case "constant_with_warmup":
             changes = {"lr_scheduler_type": "constant"}
         case "constant":
             changes, said = {"lr_scheduler_type": "constant", "lr_warmup_steps": 0}, "transformers' constant has no warm-up"
         case _:
             changes = {"lr_scheduler_type": "cosine", "min_lr_ratio": 0.0}
-            said = f"there is no schedule {shape}, constant and cosine are all; cosine, which falls to 0 as well, stands in"
+            said = f"there is no schedule {shape}; cosine, which falls to 0 as well, stands in"
             return Entry(names, "none", said, {f"{optim}.{key}": value for optim in optims for key, value in changes.items()})
     return mapped(names, {f"{optim}.{key}": value for optim in optims for key, value in changes.items()}, said)
 

@@ -73,7 +73,7 @@ class LossSpec:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
-    """AdamW with warm-up and schedule. Steps are optimizer steps; ``total_steps`` is the length of the cosine.
+    """AdamW with warm-up and schedule. Steps are optimizer steps; ``total_steps`` is the length of the schedule.
 
     ema_decay: of a moving average of the parameters that goes along; None: none.
     """
@@ -81,7 +81,7 @@ class OptimizerSpec:
     lr: float
     betas: tuple[float, float]
     weight_decay: float
-    schedule: Literal["constant", "cosine"]
+    schedule: Literal["constant", "cosine", "linear", "wsd"]
     warmup_steps: int
     total_steps: int
     min_lr_ratio: float

@@ -6,17 +6,24 @@ import math
 
 from workers.engine.base import OptimizerSpec
 
+STABLE = 0.9
+"""Share of the steps after the warm-up in which wsd holds the learning rate."""
+
 
 def learning_rate(spec: OptimizerSpec, step: int) -> float:
     """Of the optimizer step after ``step`` steps. A pure function: nothing to save but the count.
 
     Warm-up is linear and its first step is not 0: lr * (step + 1) / warmup_steps. Cosine (Loshchilov & Hutter 2017, eq. 5,
-    with num_cycles / 0.5 half waves) goes from lr down to lr * min_lr_ratio at total_steps, and stays there.
+    with num_cycles / 0.5 half waves) goes from lr down to lr * min_lr_ratio at total_steps, and stays there. Linear goes as far
+    on a straight line. Warm-up, stable, decay (Hu et al. 2024) holds lr and goes down by a cosine at the end.
     """
     if step < spec.warmup_steps:
         return spec.lr * (step + 1) / spec.warmup_steps
     if spec.schedule == "constant":
         return spec.lr
-    progress = min(1.0, (step - spec.warmup_steps) / max(1, spec.total_steps - spec.warmup_steps))
-    wave = 0.5 * (1.0 + math.cos(2.0 * math.pi * spec.num_cycles * progress))
+    start = spec.warmup_steps
+    if spec.schedule == "wsd":
+        start += int(STABLE * max(0, spec.total_steps - start))
+    progress = min(1.0, max(0.0, (step - start) / max(1, spec.total_steps - start)))
+    wave = 1.0 - progress if spec.schedule == "linear" else 0.5 * (1.0 + math.cos(2.0 * math.pi * spec.num_cycles * progress))
     return spec.lr * (spec.min_lr_ratio + (1.0 - spec.min_lr_ratio) * wave)

@@ -53,6 +53,12 @@ def test_columns_of_other_names_and_no_extra_info(tmp_path: Path) -> None:
     assert (data[0].text, data[0].data_source, data[0].ground_truth, data[0].extra_info) == ("plain", "s", ["a", "b"], {})
 
 
+def test_the_prompt_may_be_a_field_of_a_struct(make: Any) -> None:
+    given = [row | {"nested": {"prompt": row["prompt"]}} for row in rows([12, 13])]
+    nested, plain = make(given, prompt_key="nested.prompt"), make(given)
+    assert [nested[i] for i in range(2)] == [plain[i] for i in range(2)]
+
+
 def test_template_settings_reach_the_template(make: Any) -> None:
     assert make(rows([12]), apply_chat_template_kwargs={"tail": "!"})[0].text == "<user>xxx<a>!"
 

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trainer.data.files import Rows
+from trainer.data.files import Rows, check_file, first_value, value_of
 
 
 def parquet(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -34,6 +34,24 @@ def test_files_of_both_kinds_end_to_end(tmp_path: Path) -> None:
     assert [rows[i]["a"] for i in range(8)] == rows.column("a")
     assert "unread" not in rows[0] and rows[4]["b"] == {"c": "4", "d": None}
     assert [rows.where(i) for i in (2, 3, 7)] == [f"{files[0]}, row 2", f"{files[1]}, row 0", f"{files[2]}, row 2"]
+
+
+def test_fields_of_structs(tmp_path: Path) -> None:
+    first = [{"info": {"q": "1", "deep": {"a": 1, "b": 2}}, "unread": 1}, {"info": None, "unread": 1}]
+    second = [{"info": {"q": "2", "deep": None}}]
+    files = [parquet(tmp_path / "1.parquet", first), jsonl(tmp_path / "2.jsonl", json.dumps(second[0]))]
+    rows = Rows(files[:1], ["info.q", "info.deep.a"])
+    assert rows.column("info.q") == ["1", None] and rows.column("info.deep.a") == [1, None]
+    assert rows.column("unread") == [None, None]
+    both = Rows(files, ["info.q"])
+    assert both.column("info.q") == ["1", None, "2"] == [value_of(both[row], "info.q") for row in range(3)]
+    assert [value_of(both[row], "info.deep.b") for row in range(3)] == [2, None, None]
+    assert [first_value(file, "info.q") for file in files] == ["1", "2"] and first_value(files[0], "info.deep.b") == 2
+    assert check_file(files[0], ["info.deep.b"]) == 2
+    with pytest.raises(ValueError) as error:
+        check_file(files[0], ["info.deep.c"], "data.prompt_key")
+    assert str(error.value) == f"{files[0]}: column 'info.deep' has no field 'c'; it has a, b; set data.prompt_key"
+    assert error_of(files[:1], ["info.q.c"]) == f"{files[0]}: column 'info.q' has no field 'c'; it has none (string)"
 
 
 def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,8 @@ def test_micro_batches() -> None:
         ("cosine", "cosine", {"min_lr_ratio": "0.0"}),
         ("constant_with_warmup", "constant", {}),
         ("constant", "constant", {"lr_warmup_steps": "0"}),
-        ("linear", "cosine", {"min_lr_ratio": "0.0"}),
+        ("linear", "linear", {"min_lr_ratio": "0.0"}),
+        ("polynomial", "cosine", {"min_lr_ratio": "0.0"}),
     ],
 )
 def test_schedules(shape: str, kind: str, rest: dict[str, str]) -> None:
@@ -59,7 +60,7 @@ def test_schedules(shape: str, kind: str, rest: dict[str, str]) -> None:
     found = settings(line)
     for optim in (f"{ACTOR}.optim", "critic.optim"):
         assert {key: found[f"{optim}.{key}"] for key in ("lr_scheduler_type", *rest)} == {"lr_scheduler_type": kind} | rest
-    assert ("no counterpart" in comment(line, "--lr_scheduler")) == (shape == "linear")
+    assert ("no counterpart" in comment(line, "--lr_scheduler")) == (shape == "polynomial")
 
 
 def test_each_model_has_a_schedule_in_the_newer_command_line() -> None:
