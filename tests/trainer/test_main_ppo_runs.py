@@ -31,7 +31,10 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("command", [SMALL_BATCH, LONG_ANSWERS], ids=["small_batch", "long_answers"])
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(SMALL_BATCH, id="small_batch"), pytest.param(LONG_ANSWERS, id="long_answers", marks=pytest.mark.soak)],
+)
 def test_command_lines_of_verl_train_as_they_are_typed(command: str, task: Path, tmp_path: Path) -> None:
     small = [f"actor_rollout_ref.model.path={task}/model", f"critic.model.path={task}/model", *MADE_SMALL]
     shell = f'python3() {{ "{sys.executable}" "$@" {" ".join(small)}; }}\n{command}'

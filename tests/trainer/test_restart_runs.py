@@ -44,6 +44,7 @@ def test_a_worker_is_killed_and_the_run_is_the_same_to_the_bit(task: Path, tmp_p
     assert "killed by a signal" in text and survivors(str(tmp_path / "run")) == []
 
 
+@pytest.mark.soak
 def test_among_two_ranks_the_group_starts_again_in_smaller_micro_batches(task: Path, tmp_path: Path) -> None:
     """Memory runs out on rank 1 in step 3 while rank 0 waits for it; in step 5 rank 1 is killed, the one restart that is left."""
     fault = f"m = dist.get_rank() and call('of_rank_1'); m == 3 and {TOO_MUCH}; m == 8 and {DIE}"

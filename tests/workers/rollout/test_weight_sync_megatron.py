@@ -28,7 +28,9 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
         yield start_hosts(backend)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.soak] if name.startswith("sglang") else []) for name in RUNS]
+)
 def test_two_stages(hosts: WorkerGroup, name: str, tmp_path: Path) -> None:
     engine, size, changes = RUNS[name]
     run = Run(hosts, tmp_path / "model", engine, size, verify_weights="full", sharding=megatron_config(pp=2), **changes)
