@@ -80,7 +80,7 @@ def measure(work: Workload) -> dict[str, Any]:
         settings = [
             "trainer.backend=local", "reward.num_workers=0", "actor_rollout_ref.rollout.dtype=bfloat16",
             f"actor_rollout_ref.actor.ppo_mini_batch_size={work.prompts // 2}", "data.shuffle=false",
-            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2048", "actor_rollout_ref.rollout.verify_weights=sample",
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1024", "actor_rollout_ref.rollout.verify_weights=sample",
         ]  # fmt: skip
         mine = {word.partition("=")[0] for word in settings}
         words = [word for word in arguments(work, task, Path(folder) / "run") if word.partition("=")[0] not in mine]
