@@ -22,7 +22,7 @@ from trainer.run_dir import (
     read_metrics,
     redact,
     write_atomic,
-)  # fmt: skip
+)
 
 # Keys that say how a run is started, watched and judged, and not which run it is; a name that ends in a dot stands for all below.
 NOT_THE_RUN = (

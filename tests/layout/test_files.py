@@ -75,6 +75,14 @@ def test_no_package_registry_but_pytorchs_own() -> None:
     assert [hit for hit in hits if "https://download.pytorch.org/whl/cpu" not in hit] == []
 
 
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no repository: an unpacked archive")
+def test_nothing_that_runs_leave_behind_is_committed() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--ignored", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert listed.stdout == ""
+
+
 def test_nothing_is_left_to_do() -> None:
     everything = tuple(path for path in written_files() if path.parts[:2] != ("tests", "layout"))
     assert lines_matching(r"\b(TODO|FIXME|XXX|HACK)\b|NotImplementedError", everything) == []

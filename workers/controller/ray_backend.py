@@ -17,7 +17,6 @@ from typing import Any, Literal
 import psutil
 import ray
 from ray._private import ray_constants
-from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR as IN_JOB
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -39,6 +38,7 @@ STORE_BYTES = 8 * 2**30
 SHUTDOWN_SECONDS = 20.0
 DEATH_SECONDS, NODE_DEATH_SECONDS = 1.0, 40.0  # until Ray tells of the death of a process, of a node, at most
 PEER_LOST = re.compile(r"[Cc]onnection (reset|closed) by peer|[Bb]roken pipe|remote process exited")  # gloo's words, and NCCL's
+IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # what `ray job submit` sets for what it starts
 HOMES_SECONDS, NODE_SECONDS = 2.0, 30.0  # until the ranks of a group, and the processes of another node, are known
 
 
