@@ -318,10 +318,10 @@ def test_a_misspelt_key_in_a_yaml() -> None:
 
 
 @pytest.mark.parametrize("key", ["reward.reward_manager.name", "reward_model.reward_manager"])
-def test_reward_managers_that_score_answer_by_answer_are_left_out(key: str) -> None:
-    for name in ("naive", "dapo", "prime"):
+def test_reward_managers_are_left_out_for_the_function_says_what_it_takes(key: str) -> None:
+    for name in ("naive", "dapo", "prime", "batch"):
         assert ppo(f"{key}={name}").overrides == ()
-    assert "each answer is scored by itself" in complaint(f"{key}=batch")
+    assert "may take whole batches (solution_strs)" in complaint(f"{key}=mine")
 
 
 def test_a_foreign_value_that_hydra_cannot_read() -> None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from contextlib import suppress
 from dataclasses import replace
 from math import inf
@@ -33,7 +33,8 @@ _CHILD = "import sys; sys.path[:] = {path!r}; from trainer.rewards.worker import
 
 
 class RewardRunner:
-    """``reward.num_workers`` processes, at most one a core; 0: scores in this process, without a time limit.
+    """``reward.num_workers`` processes, at most one a core; 0: scores in this process, without a time limit. One process, if the
+    user's function takes whole batches; the limit of a batch is that of an answer times their number.
 
     Processes are plain interpreters that load no torch, and die with the thread that started them. Two threads must not use a
     runner at once.
@@ -50,6 +51,7 @@ class RewardRunner:
         self._threads = -(-config.judge.concurrency // max(1, self._size)) if may_ask_judge(config) else 1
         self._timeout = config.timeout
         self._function: ScoreFunction | None = None
+        self._whole: bool | None = None  # whether it takes whole batches; None: the first process that is ready will say
         self._processes: list[_Process] = []
         self._selector = selectors.DefaultSelector()
         self._chunks: deque[list[int]] = deque()
@@ -79,14 +81,18 @@ class RewardRunner:
         if self._function is not None:
             return list(judge_all(self._function, answers, self._threads))
         scores: dict[int, Score] = {}
-        if self._threads == 1:
+        while self._whole is None:
+            self._turn()
+        if self._whole:
+            self._chunks = deque(_cut(len(answers), 1, len(answers)))
+        elif self._threads == 1:
             self._chunks = deque(_cut(len(answers), self._size * _CHUNKS_PER_PROCESS, _MAX_CHUNK))
         else:  # those that wait for a judge wait together
             self._chunks = deque(_cut(len(answers), self._size, _CHUNKS_PER_PROCESS * self._threads))
         try:
             while len(scores) < len(answers):
                 for process in self._processes:
-                    if self._chunks and process.idle and process.give(self._chunks[0], answers, self._timeout):
+                    if self._chunks and process.idle and process.give(self._chunks[0], answers, self._limit(self._chunks[0])):
                         self._chunks.popleft()
                 scores |= self._turn()
         except BaseException:
@@ -120,23 +126,40 @@ class RewardRunner:
         first = min(process.deadline for process in self._processes)
         for key, _ in self._selector.select(None if first == inf else max(0.0, first - time.monotonic())):
             process: _Process = key.data
+            if process not in self._processes:
+                continue  # dismissed a moment ago
             for message in process.read():
                 if process.ready:
                     scores[process.given.popleft()] = Score(*message)
-                elif message is None:
-                    process.ready = True
-                else:
+                elif isinstance(message, str):
                     raise ValueError(message)
+                else:
+                    process.ready, self._whole = True, message
+                    if self._whole:
+                        self._keep(process)
                 process.wait_for_next(self._timeout)
             if process.ended:
                 scores |= self._replace(process)
         for process in list(self._processes):
             if time.monotonic() >= process.deadline:
-                scores |= self._replace(process, f"timed out after {self._timeout:g} s")
+                scores |= self._replace(process, f"timed out after {self._limit(process.given):g} s")
         return scores
 
+    def _limit(self, given: Sized) -> float:
+        """Seconds until the next word about what a process was given is due."""
+        return self._timeout * len(given) if self._whole else self._timeout
+
+    def _keep(self, process: _Process) -> None:
+        """And no other: the user's module may hold much."""
+        self._size = 1
+        for other in self._processes:
+            if other is not process:
+                self._selector.unregister(other.connection)
+                other.kill()
+        self._processes = [process]
+
     def _replace(self, process: _Process, reason: str | None = None) -> dict[int, Score]:
-        """A new process for one that is dead or late. It fails the answer it had in hand; the rest of its chunk goes back."""
+        """A new process for one that is dead or late. It fails what it had in hand; the rest of its chunk goes back."""
         self._selector.unregister(process.connection)
         self._processes.remove(process)
         if process.ended:
@@ -146,16 +169,15 @@ class RewardRunner:
             how = ending if process.ended else f"was not ready in {_START_LIMIT:g} s"
             raise RuntimeError(f"a scoring process did not start: it {how}")
         self._add()
-        if not process.given:
-            return {}
-        guilty = process.given.popleft()
-        if process.given:
-            self._chunks.appendleft(list(process.given))
-        return {guilty: Score(None, {}, reason or f"the scoring process {ending}")}
+        given = list(process.given)
+        in_hand = len(given) if self._whole else 1
+        if given[in_hand:]:
+            self._chunks.appendleft(given[in_hand:])
+        return dict.fromkeys(given[:in_hand], Score(None, {}, reason or f"the scoring process {ending}"))
 
 
 class _Process:
-    """given: the answers it has not scored yet, the first of them in hand. deadline: when the next word from it is due."""
+    """given: the answers it has not scored yet, the first or all in hand. deadline: when the next word from it is due."""
 
     def __init__(self, config: ScoringConfig, threads: int) -> None:
         self.connection, theirs = socket.socketpair()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -16,10 +17,14 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from trainer.user_code import describe
 
 ARGUMENTS = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
+BATCH_ARGUMENTS = frozenset(f"{name}s" for name in ARGUMENTS)
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 ScoreFunction = Callable[..., Any]
-"""verl's signature, called by keyword: (data_source, solution_str, ground_truth, extra_info) -> number, or dict with "score"."""
+"""verl's signature, called by keyword: (data_source, solution_str, ground_truth, extra_info) -> number, or dict with "score".
+
+One of whole batches (takes_batches): (data_sources, solution_strs, ground_truths, extra_infos) -> as many of these, in order.
+"""
 
 
 class Answer(NamedTuple):
@@ -74,15 +79,40 @@ def judge(function: ScoreFunction, answer: Answer) -> Score:
             data_source=answer.data_source,
             solution_str=answer.solution_str,
             ground_truth=answer.ground_truth,
-            extra_info=answer.extra_info | {"finished": answer.finished},
+            extra_info=_extra_info(answer),
         )
         return _to_score(result)
     except (Exception, SystemExit) as error:  # a user's function may raise anything; it is told, not swallowed
         return Score(None, {}, describe(error))
 
 
+def takes_batches(function: ScoreFunction) -> bool:
+    """Whether it is to be called once for all answers: it has an argument ``solution_strs``."""
+    return "solution_strs" in inspect.signature(function).parameters
+
+
+def judge_batch(function: ScoreFunction, answers: Sequence[Answer]) -> list[Score]:
+    """The scores by a function of whole batches; whatever it raises becomes the error of each."""
+    try:
+        results = list(
+            function(
+                data_sources=[answer.data_source for answer in answers],
+                solution_strs=[answer.solution_str for answer in answers],
+                ground_truths=[answer.ground_truth for answer in answers],
+                extra_infos=[_extra_info(answer) for answer in answers],
+            )
+        )
+    except (Exception, SystemExit) as error:  # as in judge
+        return [Score(None, {}, describe(error))] * len(answers)
+    if len(results) != len(answers):
+        return [Score(None, {}, f"{len(results)} rewards came back for {len(answers)} answers")] * len(answers)
+    return [_to_score(result) for result in results]
+
+
 def judge_all(function: ScoreFunction, answers: Sequence[Answer], threads: int) -> Iterator[Score]:
     """The scores in order, each as soon as it and those before it are known. threads: answers judged at a time."""
+    if takes_batches(function):
+        return iter(judge_batch(function, answers))
     return in_threads(partial(judge, function), answers, threads)
 
 
@@ -110,6 +140,10 @@ def in_threads(function: Callable[[Item], Result], items: Sequence[Item], thread
             yield result.result()
     finally:
         todo.clear()
+
+
+def _extra_info(answer: Answer) -> dict[str, Any]:
+    return answer.extra_info | {"finished": answer.finished}
 
 
 def _to_score(result: Any) -> Score:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from configs.schema.ppo import ScoringConfig
 from trainer.rewards.custom import load_function
 from trainer.rewards.registry import built_in
-from trainer.rewards.scoring import ScoreFunction, judge_all
+from trainer.rewards.scoring import ScoreFunction, judge_all, takes_batches
 from workers.controller.stacks import answer_for_stacks
 from workers.controller.stop import die_with_parent
 
@@ -22,9 +22,9 @@ def resolve(config: ScoringConfig) -> ScoreFunction:
 
 
 def main(fd: int, parent: int) -> None:
-    """In: a pickled (ScoringConfig, threads), then pickled lists of Answer. Out, as lines of JSON: ``null`` once
-    ready, or the text of what went wrong; then [value, extra, error] for each answer as soon as it is known, so that
-    the other side sees which answer is late or fatal. Ends when the socket does.
+    """In: a pickled (ScoringConfig, threads), then pickled lists of Answer. Out, as lines of JSON: once ready, whether the
+    function takes batches, or the text of what went wrong; then [value, extra, error] for each answer as soon as it is
+    known, so that the other side sees which answer is late or fatal. Ends when the socket does.
     """
     die_with_parent(parent)
     answer_for_stacks()
@@ -44,7 +44,7 @@ def main(fd: int, parent: int) -> None:
         except ValueError as error:
             say(str(error))
             return
-        say(None)
+        say(takes_batches(function))
         while True:
             for score in judge_all(function, pickle.load(stream), threads):
                 say((score.value, score.extra, score.error))

@@ -87,3 +87,14 @@ def test_a_function_of_other_arguments_is_refused_before_it_is_called(
 def test_a_function_that_takes_anything_is_taken(tmp_path: Path) -> None:
     path = write(tmp_path / "rewards.py", "def f(ground_truth, **row): return 1.0")
     assert load_function(path, "f", {"scale": 1})(ground_truth="") == 1.0
+
+
+def test_a_function_of_whole_batches_is_known_by_its_argument(tmp_path: Path) -> None:
+    path = write(tmp_path / "rewards.py", "def f(solution_strs, scale, **rest): return [scale] * len(solution_strs)")
+    assert load_function(path, "f", {"scale": 2})(solution_strs=["", ""]) == [2, 2]
+    with pytest.raises(ValueError, match="reward_kwargs: extra_infos comes with every answer"):
+        load_function(path, "f", {"scale": 1, "extra_infos": 1})
+    path = write(tmp_path / "others.py", "def f(solution_strs, ground_truth): ...")
+    names = "data_sources, extra_infos, ground_truths, solution_strs"
+    with pytest.raises(ValueError, match=f"f must take {names} as keywords: missing a required argument: 'ground_truth'"):
+        load_function(path, "f", {})

@@ -44,6 +44,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
             file.write(str(subprocess.Popen(["sleep", "600"]).pid))
         time.sleep(600)
     return {"score": extra_info["index"], "pid": os.getpid(), "finished": extra_info["finished"]}
+
+def all_at_once(data_sources, solution_strs, ground_truths, extra_infos):
+    time.sleep(sum(float(text.partition(" ")[2]) for text in solution_strs if text.startswith("sleep")))
+    if "exit" in solution_strs:
+        os._exit(3)
+    return [{"score": info["index"], "pid": os.getpid(), "of": len(solution_strs)} for info in extra_infos]
 """
 
 
@@ -244,9 +250,40 @@ def test_without_workers_the_controller_scores(rewards: Path) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("n", [0, 1, 500])
+def test_a_function_of_whole_batches_gets_them_whole(rewards: Path, num_workers: int, n: int) -> None:
+    with RewardRunner(config(rewards, name="all_at_once", num_workers=num_workers)) as runner:
+        scores = runner.score(answers(*["fine"] * n))
+        again = runner.score(answers("fine", "fine"))
+    expect(scores, {})
+    expect(again, {})
+    assert len(scores) == n and all(score.extra["of"] == n for score in scores)
+    assert len({score.extra["pid"] for score in (*scores, *again)}) == 1
+
+
+def test_one_process_is_kept_for_whole_batches(rewards: Path) -> None:
+    before = len(psutil.Process().children())
+    with RewardRunner(config(rewards, name="all_at_once")) as runner:
+        runner.wait_ready()
+        runner.wait_ready()
+        assert len(psutil.Process().children()) == before + 1
+
+
+def test_a_batch_has_the_time_of_its_answers_and_fails_whole(rewards: Path) -> None:
+    with RewardRunner(config(rewards, name="all_at_once", timeout=0.3)) as runner:
+        runner.wait_ready()
+        expect(runner.score(answers("sleep 0.5", "fine", "fine")), {})
+        expect(runner.score(answers("sleep 5", "fine")), dict.fromkeys(range(2), "timed out after 0.6 s"))
+        expect(
+            runner.score(answers("fine", "exit", "fine")), dict.fromkeys(range(3), "the scoring process ended with exit code 3")
+        )
+        expect(runner.score(answers("fine", "fine")), {})
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_function_that_is_not_there_is_an_error_of_the_start(rewards: Path, num_workers: int) -> None:
     with RewardRunner(config(rewards, name="score", num_workers=num_workers)) as runner:
-        with pytest.raises(ValueError, match=r"has no function score; it has compute_score$"):
+        with pytest.raises(ValueError, match=r"has no function score; it has compute_score, all_at_once$"):
             runner.wait_ready()
         with pytest.raises(ValueError, match="no function score"):
             runner.score(answers("fine"))

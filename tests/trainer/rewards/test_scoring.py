@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainer.rewards.scoring import Answer, judge
+from trainer.rewards.scoring import Answer, Score, judge, judge_all
 
 ANSWER = Answer("source", "text", "truth", {"index": 3}, finished=True)
 
@@ -49,3 +49,38 @@ def test_whatever_is_raised_becomes_one_line_with_its_place(error: BaseException
     score = judge(function, ANSWER)
     assert score.value is None and score.error is not None
     assert score.error.startswith(type(error).__name__) and "test_scoring.py:" in score.error and "\n" not in score.error
+
+
+ANSWERS = [ANSWER, Answer("other", "words", None, {"index": 4}, finished=False)]
+
+
+def returning_all(results: Any) -> list[Score]:
+    return list(judge_all(lambda solution_strs, **_: results, ANSWERS, threads=1))
+
+
+def test_a_function_of_whole_batches_is_called_once_the_way_verl_calls_it() -> None:
+    calls = []
+
+    def function(
+        data_sources: list[str], solution_strs: list[str], ground_truths: list[Any], extra_infos: list[dict[str, Any]]
+    ) -> Any:
+        calls.append((data_sources, solution_strs, ground_truths, extra_infos))
+        return np.array([1, 0.5], np.float32)
+
+    assert [score.value for score in judge_all(function, ANSWERS, threads=1)] == [1.0, 0.5]
+    infos = [{"index": 3, "finished": True}, {"index": 4, "finished": False}]
+    assert calls == [(["source", "other"], ["text", "words"], ["truth", None], infos)]
+
+
+def test_each_reward_of_a_batch_is_read_as_one_of_an_answer() -> None:
+    assert returning_all([{"score": 1, "acc": True}, float("nan")]) == [
+        Score(1.0, {"acc": 1.0}, None),
+        Score(None, {}, "the reward is nan, not a finite number"),
+    ]
+    assert [score.value for score in returning_all(iter((1, 0)))] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(("results", "told"), [([1.0], "1 rewards came back for 2 answers"), (0.5, "TypeError: 'float' object")])
+def test_a_batch_of_another_length_fails_whole(results: Any, told: str) -> None:
+    scores = returning_all(results)
+    assert len(scores) == 2 and all(score.value is None and (score.error or "").startswith(told) for score in scores)
