@@ -5,7 +5,7 @@ with a note where they cannot change a result, and a misspelt one fails at once 
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -54,7 +54,7 @@ def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
     keys, names, groups = keys_of(schema), compat(), Groups.of(root, flags)
     problems: list[str] = []
     chosen: dict[str, re.Match[str]] = {}
-    for word in words:
+    for word in _words(words, keys):
         match = OVERRIDE.fullmatch(word)
         if match is None or (match["value"] is None and match["mark"] != "~"):
             options = [f"{group}={word}" for group in groups_of(root) if (CONFIG_DIR / group / f"{word}.yaml").exists()]
@@ -194,6 +194,30 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             near = did_you_mean(word, FLAGS | FLAGS_WITH_VALUE | INFO_FLAGS) or "; leave it out, --help names them"
             raise ConfigError(f"{word}: there is no such flag{near}")
     return flags, words
+
+
+def _words(words: Sequence[str], keys: Keys) -> Iterator[str]:
+    """With a word for each key in the braces of one that is not ours: node={a: 1, b: 2}."""
+    for word in words:
+        match = OVERRIDE.fullmatch(word)
+        value = None if match is None else _as_value(match["value"])
+        if match is None or not isinstance(value, dict) or not value or keys.knows(compat().rename(match["key"], keys)):
+            yield word
+            continue
+        below = [f"{match['mark'] or ''}{match['key']}.{name}={_text_of(inner)}" for name, inner in value.items()]
+        yield from _words(below, keys)
+
+
+def _text_of(value: Any) -> str:
+    """As Hydra reads it: any text in quotes."""
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{name}:{_text_of(inner)}' for name, inner in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(_text_of, value))}]"
+    if not isinstance(value, str):
+        return as_typed(value)
+    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
+    return f"'{escaped}'"
 
 
 def _with_our_configs(flags: Sequence[str], root: str) -> list[str]:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from configs.checks_activations import activation_problems
 from configs.checks_alarms import alarm_notes, alarm_problems
-from configs.checks_batches import batch_problems, length_problems, model_length_problems, roles_of, wants_ref
+from configs.checks_batches import batch_problems, length_problems, roles_of, room_problems, wants_ref
 from configs.checks_lora import lora_notes, lora_problems, lora_sync_notes, lora_sync_problems, reference_notes
 from configs.checks_megatron import megatron_notes, repeat_problems
 from configs.checks_parallel import parallel_notes
@@ -109,10 +109,10 @@ def _models(config: PPOConfig, has_critic: bool) -> dict[str, tuple[ModelConfig,
 
 def check_generation(config: GenerationConfig, typed: Collection[str]) -> list[str]:
     """See check_ppo."""
-    data, rollout, selection = config.data, config.actor_rollout_ref.rollout, config.selection
+    rollout, selection = config.actor_rollout_ref.rollout, config.selection
     problems = [
         *worker_problems(config.trainer),
-        *model_length_problems(data.max_prompt_length, data.max_response_length, rollout.max_model_len),
+        *room_problems(rollout.max_model_len),
         *engine_problems(rollout, config.trainer, {"temperature": rollout.temperature}),
         *lora_sync_problems(config.actor_rollout_ref.model, rollout),
         *_reward_problems(config.reward),

@@ -185,17 +185,16 @@ def batch_problems(config: PPOConfig, place: Placement, *, has_critic: bool) -> 
 def length_problems(config: PPOConfig, place: Placement, *, has_critic: bool) -> Iterator[str]:
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
     longest = prompt + response
-    in_words = _longest_in_words(prompt, response)
-    yield from model_length_problems(prompt, response, config.actor_rollout_ref.rollout.max_model_len)
+    in_words = longest_in_words(prompt, response)
     for cut in cuts(config, place, has_critic=has_critic):
         yield from cut.problems(longest, in_words)
+    yield from room_problems(config.actor_rollout_ref.rollout.max_model_len)
 
 
-def _longest_in_words(prompt: int, response: int) -> str:
+def longest_in_words(prompt: int, response: int) -> str:
     return f"data.max_prompt_length + data.max_response_length = {prompt} + {response} = {prompt + response}"
 
 
-def model_length_problems(prompt: int, response: int, max_model_len: int | None) -> Iterator[str]:
-    if max_model_len is not None and max_model_len < prompt + response:
-        less = f"less than {_longest_in_words(prompt, response)}; raise it, or leave it at null"
-        yield f"{ROLLOUT}.max_model_len={max_model_len}: {less}"
+def room_problems(max_model_len: int | None) -> Iterator[str]:
+    if max_model_len == 1:
+        yield f"{ROLLOUT}.max_model_len=1: no room for a prompt and an answer; raise it, or leave it at null"

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from fnmatch import fnmatchcase
 from typing import Any
 
 from configs.checks_rollout import Workers, workers_in_words, world_size
@@ -21,15 +22,53 @@ HEEDED = (
     "bias_activation_fusion", "bias_dropout_fusion", "deallocate_pipeline_outputs", "transformer_impl",
 )  # fmt: skip
 RECOMPUTED = ("core_attn", "mlp")  # parts of a layer, with recompute_granularity=selective
-# Those that are left out, as they are no more than a choice of kernels.
+# Those that are left out, * for any text: they choose kernels, what waits for what, or where things lie.
 OWN_ATTENTION = "the engine has its own attention over packed rows"
+SPEED, MEMORY = "a matter of speed alone", "a matter of memory alone"
 LEFT_OUT = {
+    "moe_*": "models with experts are trained by FSDP, and others have no use for it",
     "attention_backend": OWN_ATTENTION,
     "apply_rope_fusion": OWN_ATTENTION,
     "masked_softmax_fusion": OWN_ATTENTION,
     "persist_layer_norm": "the engine has its own norm",
     "cross_entropy_loss_fusion": "the engine has its own log-probs, computed in chunks",
+    "cross_entropy_fusion_impl": "the engine has its own log-probs, computed in chunks",
+    "fused_single_qkv_rope": OWN_ATTENTION,
+    "attention_softmax_in_fp32": OWN_ATTENTION,
+    "memory_efficient_layer_norm": "the engine has its own norm",
+    "variable_seq_lengths": "micro-batches are of any length",
+    "use_fused_*": SPEED,
+    "tp_comm_*": SPEED,
+    "overlap_*": SPEED,
+    "batch_p2p_*": SPEED,
+    "*_cuda_graph": SPEED,
+    "cuda_graph_*": SPEED,
+    "delay_wgrad_compute": SPEED,
+    "defer_embedding_wgrad_compute": SPEED,
+    "wgrad_deferral_limit": SPEED,
+    "async_tensor_model_parallel_allreduce": SPEED,
+    "disable_parameter_transpose_cache": SPEED,
+    "barrier_with_L1_time": SPEED,
+    "cpu_offloading*": MEMORY,
+    "fine_grained_activation_offloading": MEMORY,
+    "offload_modules": MEMORY,
+    "distribute_saved_activations": MEMORY,
+    "clone_scatter_output_in_embedding": MEMORY,
     "gradient_accumulation_fusion": "a matter of speed alone, and its kernel is no part of megatron-core",
+}
+# And these, at a value that says what is so anyway.
+SO_ANYWAY: dict[str, tuple[Any, ...]] = {
+    "account_for_embedding_in_pipeline_split": (False,),
+    "account_for_loss_in_pipeline_split": (False,),
+    "attention_dropout": (0, None),
+    "hidden_dropout": (0, None),
+    "fp8": (None, False),
+    "fp4": (None, False),
+    "mtp_num_layers": (0, None),
+    "pipeline_model_parallel_layout": (None,),
+    "calculate_per_token_loss": (False,),
+    "deterministic_mode": (False,),
+    "fp32_residual_connection": (False,),
 }
 
 
@@ -52,10 +91,11 @@ def megatron_problems(roles: Mapping[str, ShardedConfig], workers: Workers) -> I
 def megatron_notes(roles: Mapping[str, ShardedConfig]) -> Iterator[str]:
     told: set[str] = set()
     for key, role in roles.items():
-        asked = role.megatron.override_transformer_config.keys() if role.strategy == "megatron" else set()
-        for name in sorted(asked & LEFT_OUT.keys() - told):
-            told.add(name)
-            yield f"{key}.megatron.override_transformer_config.{name} has no effect: {LEFT_OUT[name]}"
+        asked = role.megatron.override_transformer_config if role.strategy == "megatron" else {}
+        for name in sorted(asked.keys() - told):
+            if (why := _left_out(name, asked[name])) is not None:
+                told.add(name)
+                yield f"{key}.megatron.override_transformer_config.{name} has no effect: {why}"
 
 
 def repeat_problems(roles: Mapping[str, ShardedConfig], trainer: RunConfig) -> Iterator[str]:
@@ -92,8 +132,15 @@ def _unlike(first: str, one: MegatronConfig, second: str, other: MegatronConfig)
             )
 
 
+def _left_out(name: str, value: Any) -> str | None:
+    """Why; None if it is not."""
+    if name in SO_ANYWAY and value in SO_ANYWAY[name]:
+        return "it is so anyway"
+    return next((why for pattern, why in LEFT_OUT.items() if fnmatchcase(name, pattern)), None)
+
+
 def _override_problems(key: str, own: Mapping[str, Any]) -> Iterator[str]:
-    for name in sorted(own.keys() - {*HEEDED, *LEFT_OUT}):
+    for name in sorted(name for name in own.keys() - set(HEEDED) if _left_out(name, own[name]) is None):
         why = "the model or another key says it, or the engine's layers do not heed it"
         yield f"{key}.{name}: {why}{did_you_mean(name, HEEDED)}; there are {', '.join(HEEDED)}"
     granularity = own.get("recompute_granularity")

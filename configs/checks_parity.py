@@ -4,7 +4,7 @@ from collections.abc import Collection
 from typing import get_args, get_type_hints
 
 from configs.checks import ROLLOUT, engine_notes, engine_problems, worker_problems
-from configs.checks_batches import model_length_problems
+from configs.checks_batches import longest_in_words
 from configs.checks_lora import lora_problems, lora_sync_problems
 from configs.checks_megatron import megatron_notes, megatron_problems
 from configs.checks_parallel import parallel_notes, parallel_problems
@@ -23,8 +23,10 @@ def check_parity(config: ParityConfig, typed: Collection[str]) -> list[str]:
         *parallel_problems(roles, config.trainer),
         *megatron_problems(roles, config.trainer),
         *lora_problems({"actor_rollout_ref.model": (config.actor_rollout_ref.model, config.actor_rollout_ref.actor)}),
-        *model_length_problems(data.max_prompt_length, data.max_response_length, rollout.max_model_len),
     ]
+    if rollout.max_model_len is not None and rollout.max_model_len < data.max_prompt_length + data.max_response_length:
+        less = f"less than {longest_in_words(data.max_prompt_length, data.max_response_length)}; raise it, or leave it at null"
+        problems.append(f"{ROLLOUT}.max_model_len={rollout.max_model_len}: {less}")
     if f"{ROLLOUT}.name" in typed:
         problems.append(f"{ROLLOUT}.name={rollout.name}: engines=[{rollout.name}] says which engines are compared")
     if "model" in typed and "actor_rollout_ref.model.path" in typed:

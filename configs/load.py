@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
 from configs.argv import normalise_tree
+from configs.bounds import within_bounds
 from configs.compat import compat
 from configs.keys import ConfigError, Keys, bare_type, did_you_mean, filled, followed, keys_of, takes_null
 from configs.schema.ppo import PPOConfig
@@ -67,29 +68,8 @@ def load(tree: Mapping[str, Any], schema: type[Config], typed: Collection[str] =
         config: Config = _adapter(schema).validate_json(json.dumps(converted), strict=True)  # type: ignore[arg-type]  # hashable
     except ValidationError as error:
         raise ConfigError("\n".join(_problems(error, keys))) from error
-    if isinstance(config, PPOConfig):
-        config, capped = _with_mini_batches_within(config)  # type: ignore[assignment]  # it is of the schema still
-        notes += capped
-    return Loaded(config, tuple(notes))
-
-
-def _with_mini_batches_within(config: PPOConfig) -> tuple[PPOConfig, list[str]]:
-    """Of at most a batch, which is what one update takes then. With notes."""
-    batch, actor, critic = config.data.train_batch_size, config.actor_rollout_ref.actor, config.critic
-    notes = []
-    if actor.ppo_mini_batch_size > batch:
-        notes.append(_one_update("actor_rollout_ref.actor", actor.ppo_mini_batch_size, batch))
-        models = replace(config.actor_rollout_ref, actor=replace(actor, ppo_mini_batch_size=batch))
-        config = replace(config, actor_rollout_ref=models)
-    if critic.ppo_mini_batch_size > batch:
-        if critic.ppo_mini_batch_size != actor.ppo_mini_batch_size:  # which it follows, if nothing else is said
-            notes.append(_one_update("critic", critic.ppo_mini_batch_size, batch))
-        config = replace(config, critic=replace(critic, ppo_mini_batch_size=batch))
-    return config, notes
-
-
-def _one_update(role: str, size: int, batch: int) -> str:
-    return f"{role}.ppo_mini_batch_size={size}: more than data.train_batch_size={batch}; one update takes the whole batch"
+    config, cut = within_bounds(config)
+    return Loaded(config, (*notes, *cut))
 
 
 @cache

@@ -53,6 +53,7 @@ def model_config(path: str, **changes: Any) -> TokenizedModelConfig:
     """Of the model at ``path``, all of it trained, nothing recomputed."""
     fields: dict[str, Any] = {
         "tokenizer_path": None,
+        "custom_chat_template": None,
         "trust_remote_code": False,
         "enable_gradient_checkpointing": False,
         "enable_activation_offload": False,

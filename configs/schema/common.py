@@ -54,6 +54,7 @@ class TokenizedModelConfig(ModelConfig):
     """And the tokenizer that goes with it."""
 
     tokenizer_path: str | None
+    custom_chat_template: str | None
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -5,6 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from configs.argv import CommandLine, normalise, normalise_tree
 from configs.compose import compose
@@ -80,6 +81,22 @@ def test_the_last_value_of_a_key_counts_whatever_it_was_called() -> None:
     assert ppo("trainer.seed=1", "trainer={seed: 2}", "trainer.seed=3").overrides == ("trainer={seed: 2}", "trainer.seed=3")
 
 
+def test_a_foreign_key_with_braces_is_each_of_the_keys_in_them() -> None:
+    precision = "+critic.model.fsdp_config.mixed_precision={param_dtype: bf16, reduce_dtype: fp32}"
+    command = ppo(precision)
+    assert command.overrides == ("++critic.fsdp_config.dtype='bf16'",)
+    assert [note.split()[0] for note in command.notes] == ["critic.fsdp_config.mixed_precision.reduce_dtype"]
+    assert ppo(precision, "critic.fsdp_config.dtype=fp32").overrides == ("++critic.fsdp_config.dtype=fp32",)
+    assert complaint("trainer.sede={a: {b: 1}}").startswith("trainer.sede.a.b: there is no such key")
+
+
+@pytest.mark.parametrize("quoted", ["plain", "it\\'s", "back\\slash", "ends\\\\", "\\\\\\'", "a, b: {c}", " spaced ", ""])
+def test_any_text_in_braces_is_kept(quoted: str) -> None:
+    read = OverridesParser.create().parse_override
+    (word,) = ppo(f"actor_rollout_ref.actor.fsdp_config.mixed_precision={{param_dtype: '{quoted}'}}").overrides
+    assert read(word).value() == read(f"key='{quoted}'").value()
+
+
 def test_keys_that_cannot_change_a_result_are_left_out_with_a_note() -> None:
     command = ppo("trainer.balance_batch=False", "actor_rollout_ref.model.use_remove_padding=True", "data.custom_cls.path=null")
     assert command.overrides == () and command.typed == frozenset()
@@ -116,7 +133,7 @@ def test_two_bounds_are_not_one_number(typed: str, kept: str) -> None:
         ("actor_rollout_ref.model.lora.type=dora", "the one kind of adapter"),
         ("critic.megatron.dynamic_context_parallel=True", "cut over context_parallel_size GPUs"),
         ("actor_rollout_ref.actor.megatron.max_seqlen_per_dp_cp_rank=4096", "ppo_max_token_len_per_gpu"),
-        ("actor_rollout_ref.actor.megatron.override_ddp_config={overlap_grad_reduce: true}", "summed in float32, once"),
+        ("actor_rollout_ref.actor.megatron.override_ddp_config={fp8_param_gather: true}", "summed in float32, once"),
         ("+actor_rollout_ref.actor.megatron.override_mcore_model_config.hidden_size=3", "override_transformer_config"),
         ("actor_rollout_ref.actor.megatron.qat.enable=True", "no quantisation-aware training"),
         ("actor_rollout_ref.actor.megatron.router_replay.mode=R2", "no routing replay yet"),

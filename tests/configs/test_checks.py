@@ -92,8 +92,8 @@ def test_defaults_and_the_quick_start_work() -> None:
             ["data.train_max_samples=1000: less than one batch, data.train_batch_size=1024; raise it, -1 is all rows"],
         ),
         (
-            [f"{ROLLOUT}.max_model_len=1000"],
-            [f"{ROLLOUT}.max_model_len=1000: less than {LONGEST}; raise it, or leave it at null"],
+            [f"{ROLLOUT}.max_model_len=1"],
+            [f"{ROLLOUT}.max_model_len=1: no room for a prompt and an answer; raise it, or leave it at null"],
         ),
         (
             [f"{ROLLOUT}.log_prob_max_token_len_per_gpu=1023"],
@@ -317,11 +317,11 @@ def generation_lines(*overrides: str) -> list[str]:
     [
         ([], []),
         (
-            [f"{ROLLOUT}.max_model_len=1000", "trainer.backend=local"],
+            [f"{ROLLOUT}.max_model_len=1", "trainer.backend=local"],
             [
                 f"error: trainer.backend=local: runs one worker, in this process, not {WORKERS}; take one, or "
                 "trainer.backend=ray",
-                f"error: {ROLLOUT}.max_model_len=1000: less than {LONGEST}; raise it, or leave it at null",
+                f"error: {ROLLOUT}.max_model_len=1: no room for a prompt and an answer; raise it, or leave it at null",
             ],
         ),
         (

@@ -85,6 +85,29 @@ def test_a_role_counts_where_it_is_used() -> None:
     assert ppo_lines(MEGATRON, *unlike, "algorithm.adv_estimator=reinforce_plus_plus", needs_values=False) == []
 
 
+@pytest.mark.parametrize(
+    ("field", "why"),
+    [
+        ("moe_router_dtype=fp32", "models with experts are trained by FSDP, and others have no use for it"),
+        ("tp_comm_overlap=true", "a matter of speed alone"),
+        ("cpu_offloading_num_layers=2", "a matter of memory alone"),
+        ("hidden_dropout=0.0", "it is so anyway"),
+        ("fp8=null", "it is so anyway"),
+    ],
+)
+def test_what_changes_no_number_is_left_out_with_a_note(field: str, why: str) -> None:
+    key = f"{ACTOR}.megatron.override_transformer_config"
+    notes = ppo_lines(MEGATRON, f"+{key}.{field}")
+    assert notes == [f"{key}.{field.partition('=')[0]} has no effect: {why}"]
+
+
+@pytest.mark.parametrize("field", ["hidden_dropout=0.1", "fp8=hybrid", "pipeline_model_parallel_layout=E|t|L"])
+def test_what_would_change_numbers_or_places_is_not(field: str) -> None:
+    key = f"{ACTOR}.megatron.override_transformer_config"
+    (line,) = ppo_lines(MEGATRON, f"+{key}.{field}")
+    assert line.startswith(f"error: {key}.{field.partition('=')[0]}: the model or another key says it")
+
+
 def test_other_programs_are_cut_too() -> None:
     (line,) = sft_lines("engine.strategy=megatron", "engine.megatron.tensor_model_parallel_size=5")
     assert line.startswith("error: engine.megatron: ") and "= 5 does not divide" in line

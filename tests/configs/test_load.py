@@ -8,7 +8,7 @@ import pytest
 
 from configs.compose import compose
 from configs.keys import ConfigError
-from configs.load import load, load_ppo, load_sft
+from configs.load import load_ppo, load_sft
 from configs.schema.ppo import PPOConfig
 from configs.schema.sft import SFTConfig
 
@@ -123,27 +123,3 @@ def test_a_missing_key_and_a_configuration_that_is_not_built_on_ours(defaults: d
 def test_the_supervised_configuration_loads() -> None:
     tree = dataclasses.asdict(compose("sft_trainer", SFTConfig))
     assert dataclasses.asdict(load_sft(tree)) == tree
-
-
-MINI = "ppo_mini_batch_size"
-
-
-@pytest.mark.parametrize(
-    ("actor", "critic", "told"),
-    [
-        (1024, 1024, []),
-        (4096, 4096, ["actor_rollout_ref.actor"]),
-        (512, 2048, ["critic"]),
-        (4096, 2048, ["actor_rollout_ref.actor", "critic"]),
-    ],
-)
-def test_a_mini_batch_is_a_batch_at_most(defaults: dict[str, Any], actor: int, critic: int, told: list[str]) -> None:
-    sizes = {"actor_rollout_ref.actor": actor, "critic": critic}
-    tree = defaults
-    for role, size in sizes.items():
-        tree = with_value(tree, f"{role}.{MINI}", size)
-    result = load(tree, PPOConfig)
-    held = result.config.actor_rollout_ref.actor.ppo_mini_batch_size, result.config.critic.ppo_mini_batch_size
-    assert held == (min(actor, 1024), min(critic, 1024))
-    ending = "more than data.train_batch_size=1024; one update takes the whole batch"
-    assert result.notes == tuple(f"{role}.{MINI}={sizes[role]}: {ending}" for role in told)

@@ -143,7 +143,7 @@ CONTRADICTIONS = [
         f"{ACTOR}.ppo_max_token_len_per_gpu=4: ",
     ),
     (f"{TWO} {ACTOR}.ppo_micro_batch_size=3", f"{ACTOR}.ppo_micro_batch_size=3: "),
-    (f"{ROLLOUT}.max_model_len=3", f"{ROLLOUT}.max_model_len=3: less than "),
+    (f"{ROLLOUT}.max_model_len=1", f"{ROLLOUT}.max_model_len=1: no room "),
     ("algorithm=ppo critic.enable=false", "critic.enable=false: algorithm.adv_estimator=gae needs the critic's values"),
     ("algorithm=ppo critic.ppo_mini_batch_size=5", "critic.ppo_mini_batch_size=5: data.train_batch_size=8 is not a multiple"),
     ("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=null: "),

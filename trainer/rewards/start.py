@@ -189,6 +189,7 @@ def engine_model(config: ScoringModelConfig) -> TokenizedModelConfig:
     return TokenizedModelConfig(
         path=config.path,
         tokenizer_path=config.tokenizer_path,
+        custom_chat_template=None,
         trust_remote_code=config.trust_remote_code,
         enable_gradient_checkpointing=False,
         enable_activation_offload=False,

@@ -41,3 +41,14 @@ def test_without_any_eos_no_answer_could_end(tmp_path: Path) -> None:
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="no answer could end"):
         stop_token_ids(tokenizer, model(tmp_path))
+
+
+def test_another_chat_template_as_text_or_in_a_file(tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path)
+    file = tmp_path / "mine.jinja"
+    file.write_text("{% for message in messages %}<{{ message.content }}>{% endfor %}")
+    for asked in (file.read_text(), f"@{file}"):
+        tokenizer = load_tokenizer(model_config(str(tmp_path), custom_chat_template=asked))
+        assert tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False) == "<hello>"
+    with pytest.raises(ValueError, match=r"custom_chat_template=@nowhere\.jinja: no such file; behind @ stands a file"):
+        load_tokenizer(model_config(str(tmp_path), custom_chat_template="@nowhere.jinja"))

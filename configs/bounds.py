@@ -1,0 +1,53 @@
+"""Sizes that are more than another size allows, and can mean but one thing: they are cut, with a note."""
+
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from configs.schema.generation import GenerationConfig
+from configs.schema.ppo import PPOConfig
+
+Config = TypeVar("Config")
+Run = TypeVar("Run", bound=PPOConfig | GenerationConfig)
+
+
+def within_bounds(config: Config) -> tuple[Config, list[str]]:
+    """``config``, with lines for the user about what was cut."""
+    notes: list[str] = []
+    cut: Any = config
+    if isinstance(cut, PPOConfig):
+        cut = _mini_batches(cut, notes)
+    if isinstance(cut, PPOConfig | GenerationConfig):
+        cut = _lengths(cut, notes)
+    return cut, notes
+
+
+def _mini_batches(config: PPOConfig, notes: list[str]) -> PPOConfig:
+    """Of more than a batch: one update takes the whole batch."""
+    batch, actor, critic = config.data.train_batch_size, config.actor_rollout_ref.actor, config.critic
+    ending = f"more than data.train_batch_size={batch}; one update takes the whole batch"
+    if actor.ppo_mini_batch_size > batch:
+        notes.append(f"actor_rollout_ref.actor.ppo_mini_batch_size={actor.ppo_mini_batch_size}: {ending}")
+        models = replace(config.actor_rollout_ref, actor=replace(actor, ppo_mini_batch_size=batch))
+        config = replace(config, actor_rollout_ref=models)
+    if critic.ppo_mini_batch_size > batch:
+        if critic.ppo_mini_batch_size != actor.ppo_mini_batch_size:  # which it follows, if nothing else is said
+            notes.append(f"critic.ppo_mini_batch_size={critic.ppo_mini_batch_size}: {ending}")
+        config = replace(config, critic=replace(critic, ppo_mini_batch_size=batch))
+    return config
+
+
+def _lengths(config: Run, notes: list[str]) -> Run:
+    """An engine's max_model_len ends answers; a prompt must leave room for one token."""
+    data: Any = config.data
+    longest = config.actor_rollout_ref.rollout.max_model_len
+    if longest is None or longest >= data.max_prompt_length + data.max_response_length:
+        return config
+    key = f"actor_rollout_ref.rollout.max_model_len={longest}"
+    notes.append(
+        f"{key}: less than data.max_prompt_length + data.max_response_length = {data.max_prompt_length} + "
+        f"{data.max_response_length}; an answer ends where prompt and answer are so long"
+    )
+    if 1 < longest <= data.max_prompt_length:
+        notes.append(f"{key}: with data.max_prompt_length={data.max_prompt_length} prompts are {longest - 1} tokens at most")
+        config = replace(config, data=replace(data, max_prompt_length=longest - 1))
+    return config

@@ -1,0 +1,37 @@
+"""What is more than another size allows is cut, and a note says so."""
+
+import pytest
+
+from configs.compose import compose_with_notes
+from configs.schema.generation import GenerationConfig
+from configs.schema.ppo import PPOConfig
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+MINI = "ppo_mini_batch_size"
+
+
+@pytest.mark.parametrize(
+    ("actor", "critic", "told"), [(64, 64, []), (256, None, [ACTOR]), (32, 128, ["critic"]), (256, 128, [ACTOR, "critic"])]
+)
+def test_a_mini_batch_is_a_batch_at_most(actor: int, critic: int | None, told: list[str]) -> None:
+    words = ["data.train_batch_size=64", f"{ACTOR}.{MINI}={actor}", *([f"critic.{MINI}={critic}"] if critic else [])]
+    config, _, notes = compose_with_notes("ppo_trainer", PPOConfig, words)
+    held = config.actor_rollout_ref.actor.ppo_mini_batch_size, config.critic.ppo_mini_batch_size
+    assert held == (min(actor, 64), min(critic or actor, 64))
+    sizes = {ACTOR: actor, "critic": critic}
+    assert notes == [
+        f"{role}.{MINI}={sizes[role]}: more than data.train_batch_size=64; one update takes the whole batch" for role in told
+    ]
+
+
+@pytest.mark.parametrize(("longest", "prompt"), [(30, 20), (29, 20), (21, 20), (20, 19), (2, 1)])
+@pytest.mark.parametrize(("root", "schema"), [("ppo_trainer", PPOConfig), ("generation", GenerationConfig)])
+def test_what_an_engine_can_hold_ends_answers(root: str, schema: type, longest: int, prompt: int) -> None:
+    words = ["data.max_prompt_length=20", "data.max_response_length=10", f"{ROLLOUT}.max_model_len={longest}"]
+    config, _, notes = compose_with_notes(root, schema, words)
+    assert (config.data.max_prompt_length, config.data.max_response_length) == (prompt, 10)
+    key = f"{ROLLOUT}.max_model_len={longest}"
+    sizes = "data.max_prompt_length + data.max_response_length = 20 + 10"
+    short = f"{key}: less than {sizes}; an answer ends where prompt and answer are so long"
+    cut = f"{key}: with data.max_prompt_length=20 prompts are {prompt} tokens at most"
+    assert notes == [short] * (longest < 30) + [cut] * (prompt < 20)
