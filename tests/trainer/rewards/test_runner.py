@@ -1,6 +1,7 @@
 """The pool of scoring processes: order, time limits, crashes, and no process left behind."""
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -264,6 +265,9 @@ def test_a_function_of_whole_batches_gets_them_whole(rewards: Path, num_workers:
 def test_one_process_is_kept_for_whole_batches(rewards: Path) -> None:
     before = len(psutil.Process().children())
     with RewardRunner(config(rewards, name="all_at_once")) as runner:
+        runner.start()
+        for process in runner._processes:  # until both have said that they are ready: one turn hears of both
+            assert select.select([process.connection], [], [], 60.0)[0]
         runner.wait_ready()
         runner.wait_ready()
         assert len(psutil.Process().children()) == before + 1
