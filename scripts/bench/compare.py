@@ -85,7 +85,9 @@ def one_round(work: Workload, rival: str, python: Path, overrides: Sequence[str]
 def run_rival(rival: str, python: Path, folder: Path, threads: int) -> Report:
     out = folder / "out.json"
     command = [python, "-P", RIVALS / f"{rival}.py", "--task", folder / "task.json", "--out", out]
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    # What PYTHONPATH adds to our packages is not for an environment of its own.
+    ours = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = ours | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     call(command, f"the run of {rival}", environment)
     return json.loads(out.read_text())
 

@@ -76,6 +76,8 @@ def run_to_the_end(command: list[str], environment: dict[str, str], folder: Path
 
 def environment(task: dict[str, Any], folder: Path) -> dict[str, str]:
     cpu = task["device"] == "cpu"
+    # On Hopper vLLM takes FlashInfer for granted, and ends where it is not installed.
+    sampler = {} if cpu or find_spec("flashinfer") else {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
     return os.environ | {
         "PYTHONPATH": str(HERE / "verl_hooks"),
         "VERL_USE_EXTERNAL_MODULES": "verl_cpu_patches" if cpu else "verl_measure",
@@ -89,6 +91,7 @@ def environment(task: dict[str, Any], folder: Path) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "GLOO_SOCKET_IFNAME": "lo",
         "HYDRA_FULL_ERROR": "1",
+        **sampler,
     }
 
 
@@ -114,23 +117,29 @@ def cpu_settings(task: dict[str, Any]) -> list[str]:
         f"{ROLLOUT}.enforce_eager=true", f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes=64",
         f"+{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes=1000000000",
         f"+{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls=verl_vllm_worker.CPUWorkerExtension",
+        f"{ROLLOUT}.agent.num_workers=1", "reward.num_workers=1",
         "ray_kwargs.ray_init.num_cpus=16", "+ray_kwargs.ray_init.num_gpus=1", "trainer.device=cpu",
     ]  # fmt: skip
 
 
 def cuda_settings(task: dict[str, Any]) -> list[str]:
-    """All in bfloat16 and recomputed; packed where there is flash-attn, else padded, for torch's attention."""
+    """All in bfloat16 and recomputed; packed where there is flash-attn, else padded, for torch's attention. Without flash-attn's
+    cross-entropy verl takes logits token by token, in Python, unless they are fused with the head.
+    """
     packed = find_spec("flash_attn") is not None
     mixed = "{param_dtype: bf16, reduce_dtype: fp32, buffer_dtype: fp32}"
     longest = task["prompt_length"] + task["response_length"]
     return [
         "actor_rollout_ref.model.enable_gradient_checkpointing=true", f"actor_rollout_ref.model.use_remove_padding={packed}",
         f"+actor_rollout_ref.model.override_config.attn_implementation={'flash_attention_2' if packed else 'sdpa'}",
+        f"actor_rollout_ref.model.use_fused_kernels={not packed}",
         f"{ACTOR}.ppo_max_token_len_per_gpu={max(16384, longest)}",
         f"{ACTOR}.fsdp_config.model_dtype=bfloat16", f"{REF}.fsdp_config.model_dtype=bfloat16",
         f"+{ACTOR}.fsdp_config.mixed_precision={mixed}", f"+{REF}.fsdp_config.mixed_precision={mixed}",
         f"{ROLLOUT}.dtype=bfloat16", f"{ROLLOUT}.gpu_memory_utilization=0.5",
         f"+{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls=verl_vllm_worker.CUDAWorkerExtension",
+        f"+{ROLLOUT}.engine_kwargs.vllm.stream_interval={task['response_length']}",  # nobody reads a part of an answer
+        f"{ROLLOUT}.agent.num_workers=8", "reward.num_workers=8",
     ]  # fmt: skip
 
 
@@ -145,10 +154,9 @@ def common_settings(task: dict[str, Any], folder: Path) -> list[str]:
         f"{ACTOR}.optim.lr={task['lr']}", f"{ACTOR}.use_kl_loss={task['kl_coef'] > 0}", f"{ACTOR}.kl_loss_coef={task['kl_coef']}",
         f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=1", f"{ROLLOUT}.n={task['n']}",
         f"{ROLLOUT}.ignore_eos={task['ignore_eos']}", f"{ROLLOUT}.max_model_len={longest}",
-        f"{ROLLOUT}.max_num_seqs=256", f"{ROLLOUT}.agent.num_workers=1",
-        f"{ROLLOUT}.agent.agent_loop_config_path={folder}/agents.yaml",
+        f"{ROLLOUT}.max_num_seqs=256", f"{ROLLOUT}.agent.agent_loop_config_path={folder}/agents.yaml",
         f"{ROLLOUT}.agent.default_agent_loop={'forced' if forced else 'single_turn_agent'}",
-        "reward.num_workers=1", f"reward.custom_reward_function.path={task['reward']}",
+        f"reward.custom_reward_function.path={task['reward']}",
         "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
         "+ray_kwargs.ray_init.include_dashboard=false", "+ray_kwargs.ray_init.object_store_memory=1000000000",
         "trainer.n_gpus_per_node=1", "trainer.logger=[file]", "trainer.val_before_train=false",

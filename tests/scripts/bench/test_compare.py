@@ -132,3 +132,12 @@ def test_a_rival_that_fails_ends_the_comparison(tmp_path: Path) -> None:
     """false takes any arguments, as its driver's Python does."""
     with pytest.raises(SystemExit, match="the run of trl ended with 1"):
         compare.run_rival("trl", Path("false"), tmp_path, 1)
+
+
+def test_what_pythonpath_adds_is_for_our_side_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would come before the packages of the rival's own environment."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nprintf \'["%s", "%s"]\' "$PYTHONPATH" "$OMP_NUM_THREADS" > {tmp_path}/out.json\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("PYTHONPATH", "/ours")
+    assert compare.run_rival("trl", python, tmp_path, 3) == ["", "3"]

@@ -80,8 +80,24 @@ def test_on_a_gpu_all_is_in_bfloat16_and_no_cpu_is_patched_in() -> None:
     assert "trainer.device" not in options and plain["trainer.device"] == "cpu"
     assert options["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"] == "16384"
     assert options["data.train_batch_size"] == plain["data.train_batch_size"]
+    workers = "actor_rollout_ref.rollout.agent.num_workers"
+    assert (options[workers], plain[workers]) == ("8", "1")  # verl's own choice; two cores are not for so many
     hooks = [verl.environment(each, Path("/f"))["VERL_USE_EXTERNAL_MODULES"] for each in (TASK, task)]
     assert hooks == ["verl_cpu_patches", "verl_measure"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_on_a_gpu_verl_takes_the_best_of_what_is_installed(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without flash-attn its log-probs would go token by token, and without FlashInfer vLLM would end."""
+    monkeypatch.setattr(verl, "find_spec", lambda name: there or None)
+    task = {**TASK, "device": "cuda"}
+    options = dict(line.split("=", 1) for line in verl.settings(task, Path("/f")))
+    model = "actor_rollout_ref.model"
+    assert (options[f"{model}.use_remove_padding"], options[f"{model}.use_fused_kernels"]) == (str(there), str(not there))
+    assert options[f"+{model}.override_config.attn_implementation"] == ("flash_attention_2" if there else "sdpa")
+    monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER", raising=False)
+    assert verl.environment(task, Path("/f")).get("VLLM_USE_FLASHINFER_SAMPLER") == (None if there else "0")
+    assert "VLLM_USE_FLASHINFER_SAMPLER" not in verl.environment(TASK, Path("/f"))
 
 
 def test_a_task_without_warm_up_is_refused(
