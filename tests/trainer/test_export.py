@@ -72,7 +72,7 @@ def test_what_cannot_be_exported_is_said_in_one_line(run_dir: Path, tmp_path: Pa
     (tmp_path / "there").mkdir()
     for words, told in (
         (["checkpoint=nowhere"], "checkpoint=nowhere: there is no such directory"),
-        ([f"checkpoint={tmp_path}"], "neither a checkpoint nor a run directory that has one"),
+        ([f"checkpoint={tmp_path}"], "neither a checkpoint nor a run directory that has one; trainer.save_freq=50 writes some"),
         ([f"checkpoint={run_dir}", "role=ref"], "role=ref: "),
         ([f"checkpoint={run_dir}", f"output={tmp_path / 'there'}"], "is there already"),
     ):
