@@ -27,6 +27,7 @@ TYPED_SECRET = (
     "a secret on the command line is seen by all users of the machine, and kept in the shell's history; put it into an "
     "environment variable, and if the key must be set, give it as '${oc.env:NAME}'"
 )
+VERL_DIRECTORY = ("trainer", "config")
 INFO_FLAGS = {"--info", "-i"}  # may have a value
 OVERRIDE = re.compile(r"(?P<mark>\+\+|\+|~)?(?P<key>[^=@]+)(?P<package>@[^=]*)?(?:=(?P<value>.*))?", re.DOTALL)
 
@@ -50,7 +51,7 @@ def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
     Of several values of a key the last counts. Raises ConfigError with a line for each word that is wrong.
     """
     flags, words = _split(argv)
-    flags = _with_our_configs(flags, root)
+    flags, notes = _with_our_configs(flags, root)
     keys, names, groups = keys_of(schema), compat(), Groups.of(root, flags)
     problems: list[str] = []
     chosen: dict[str, re.Match[str]] = {}
@@ -71,7 +72,6 @@ def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
 
     overrides: dict[str, str] = {}
     typed: set[str] = set()
-    notes: list[str] = []
     translated: list[Instead] = []
     for name, match in chosen.items():
         if told := list(secrets_in(name, _as_value(match["value"]))):
@@ -220,12 +220,13 @@ def _text_of(value: Any) -> str:
     return f"'{escaped}'"
 
 
-def _with_our_configs(flags: Sequence[str], root: str) -> list[str]:
-    """``flags`` with --config-path, which other systems' scripts give, as --config-dir, and a name of theirs as ours.
+def _with_our_configs(flags: Sequence[str], root: str) -> tuple[list[str], list[str]]:
+    """``flags`` with --config-path, which other systems' scripts give, as --config-dir, and a name of theirs as ours; and notes.
 
     A directory that does not have the configuration (theirs, which is not here) is left out. Raises ConfigError if nobody has it.
     """
     rest: list[str] = []
+    notes: list[str] = []
     path = name = None
     waiting = list(flags)
     while waiting:
@@ -234,10 +235,10 @@ def _with_our_configs(flags: Sequence[str], root: str) -> list[str]:
             path = waiting.pop(0)
         elif flag in CONFIG_NAME:
             name = waiting.pop(0).removesuffix(".yaml")
+        elif flag in CONFIG_DIRECTORY and Path(waiting[0]).parts[-2:] == VERL_DIRECTORY and not Path(waiting[0]).is_dir():
+            notes.append(f"--config-dir={waiting.pop(0)} is left out: it is verl's own, and not here")
         else:
             rest.append(flag)
-    if path is None and name is None:
-        return rest
     stem, ours = name or root, configs_of(root)
     is_address = path is not None and "://" in path
     has_it = path is not None and (is_address or Path(path, f"{stem}.yaml").is_file())
@@ -249,7 +250,7 @@ def _with_our_configs(flags: Sequence[str], root: str) -> list[str]:
     if name is not None:
         is_theirs = has_it or any(flag in CONFIG_DIRECTORY for flag in rest)
         rest += ["--config-name", stem if is_theirs else compat().configs.get(stem, stem)]
-    return rest
+    return rest, notes
 
 
 def _as_value(text: str | None) -> Any:

@@ -19,13 +19,19 @@ from configs.keys import CONFIG_DIR, ConfigError, Keys
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """why: it changes nothing. values: for which that holds; None: all. otherwise: what to do with another."""
+    """why: it changes nothing. values: for which that holds; None: all. same_as: or the key of ours whose value it must be.
+
+    otherwise: what to do with another.
+    """
 
     why: str
     values: tuple[Any, ...] | None = None
     otherwise: str = ""
+    same_as: str | None = None
 
-    def takes(self, value: Any) -> bool:
+    def takes(self, value: Any, typed: Callable[[str], Any]) -> bool:
+        if self.same_as is not None:
+            return value in (f"${{{self.same_as}}}", typed(self.same_as))
         return self.values is None or _is_one_of(value, self.values)
 
 
@@ -103,7 +109,7 @@ class Compat:
             raise ConfigError(f"{key}: {self.refused[pattern]}")
         if pattern in self.accepted:
             accepted = self.accepted[pattern]
-            if not accepted.takes(value):
+            if not accepted.takes(value, typed):
                 raise ConfigError(f"{key}={as_typed(value)}: {accepted.otherwise}")
             return Instead(f"{key} is left out: {accepted.why}", {}, {})
         translated = self.translated[pattern]
@@ -134,7 +140,11 @@ class Compat:
 def compat() -> Compat:
     tree = read(CONFIG_DIR / "compat.yaml")  # ${...} in it is resolved where it is set
     accepted = {
-        key: Accepted(entry) if isinstance(entry, str) else Accepted(entry["why"], tuple(entry["values"]), entry["otherwise"])
+        key: Accepted(entry)
+        if isinstance(entry, str)
+        else Accepted(
+            entry["why"], tuple(entry["values"]) if "values" in entry else None, entry["otherwise"], entry.get("same_as")
+        )
         for key, entry in tree["accepted"].items()
     }
     translated = {

@@ -86,7 +86,9 @@ def opened(place: str, output: Path) -> Iterator[Checkpoint]:
         return
     latest = find_latest(path, lambda step, damage: print(f"{damage}; the one before it is taken", file=sys.stderr))
     if latest is None:
-        raise ValueError(f"checkpoint={path}: neither a checkpoint nor a run directory that has one; trainer.save_freq=50 writes some")
+        raise ValueError(
+            f"checkpoint={path}: neither a checkpoint nor a run directory that has one; trainer.save_freq=50 writes some"
+        )
     yield latest
 
 

@@ -81,6 +81,21 @@ def test_the_last_value_of_a_key_counts_whatever_it_was_called() -> None:
     assert ppo("trainer.seed=1", "trainer={seed: 2}", "trainer.seed=3").overrides == ("trainer={seed: 2}", "trainer.seed=3")
 
 
+def test_a_key_that_must_be_the_same_as_ours() -> None:
+    key, ours = "actor_rollout_ref.actor.rollout_n", "actor_rollout_ref.rollout.n"
+    assert ppo(f"{key}=8", f"{ours}=8").overrides == (f"{ours}=8",)
+    assert ppo(f"{key}=${{{ours}}}").overrides == ()
+    for words in ((f"{key}=8",), (f"{key}=8", f"{ours}=4")):
+        assert complaint(*words) == f"{key}=8: set {ours}, which every role follows"
+
+
+def test_a_directory_of_theirs_that_is_not_here_is_left_out() -> None:
+    command = ppo("--config-dir=/a/verl/trainer/config", "--config-name=ppo_megatron_trainer")
+    assert command.flags == ("--config-name", "ppo_megatron_trainer")
+    assert command.notes == ("--config-dir=/a/verl/trainer/config is left out: it is verl's own, and not here",)
+    assert ppo("--config-dir=/a/config").flags == ("--config-dir", "/a/config")  # Hydra says that it is not there
+
+
 def test_a_foreign_key_with_braces_is_each_of_the_keys_in_them() -> None:
     precision = "+critic.model.fsdp_config.mixed_precision={param_dtype: bf16, reduce_dtype: fp32}"
     command = ppo(precision)
@@ -137,7 +152,7 @@ def test_two_bounds_are_not_one_number(typed: str, kept: str) -> None:
         ("+actor_rollout_ref.actor.megatron.override_mcore_model_config.hidden_size=3", "override_transformer_config"),
         ("actor_rollout_ref.actor.megatron.qat.enable=True", "no quantisation-aware training"),
         ("actor_rollout_ref.actor.megatron.router_replay.mode=R2", "no routing replay yet"),
-        ("+actor_rollout_ref.actor.optim.override_optimizer_config.eps=1e-6", "optimizer_offload saves memory"),
+        ("+actor_rollout_ref.actor.optim.override_optimizer_config.eps=1e-6", "it is 1e-8; leave it out"),
         ("actor_rollout_ref.actor.optim.lr_warmup_init=1e-7", "rises from 0"),
         ("algorithm.use_pf_ppo=True", "no PF-PPO"),
     ],

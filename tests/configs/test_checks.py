@@ -234,7 +234,7 @@ def test_what_vllm_cannot_do() -> None:
         (f"{ROLLOUT}.dtype=float64", "dtype=float64: vLLM computes in"),
         (f"{ROLLOUT}.temperature=0.005", "temperature=0.005: vLLM takes 0.01 at least"),
         (f"{ROLLOUT}.val_kwargs.temperature=0.005", "val_kwargs.temperature=0.005: vLLM takes"),
-        (f"+{ROLLOUT}.engine_kwargs.vllm.seed=3", "engine_kwargs.vllm.seed: another key says it"),
+        (f"+{ROLLOUT}.engine_kwargs.vllm.model=a", "engine_kwargs.vllm.model: another key says it"),
     ):
         (line,) = ppo_lines(*one, words)
         assert line.startswith(f"error: {ROLLOUT}.{said}"), line
@@ -249,7 +249,7 @@ def test_what_sglang_cannot_do() -> None:
     for words, said in (
         (f"{ROLLOUT}.dtype=float64", "dtype=float64: SGLang computes in"),
         (f"{ROLLOUT}.temperature=1e-7", "temperature=1e-07: SGLang takes 1e-06 at least"),
-        (f"+{ROLLOUT}.engine_kwargs.sglang.tp_size=3", "engine_kwargs.sglang.tp_size: another key says it"),
+        (f"+{ROLLOUT}.engine_kwargs.sglang.pp_size=3", "engine_kwargs.sglang.pp_size: another key says it"),
     ):
         (line,) = ppo_lines(*two, "trainer.n_gpus_per_node=2", words)
         assert line.startswith(f"error: {ROLLOUT}.{said}"), line

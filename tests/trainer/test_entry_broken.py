@@ -193,8 +193,8 @@ CONTRADICTIONS = [
     (f"rollout=vllm {ROLLOUT}.tensor_model_parallel_size=1 {ROLLOUT}.dtype=float64", f"{ROLLOUT}.dtype=float64: "),
     (f"rollout=vllm {ROLLOUT}.tensor_model_parallel_size=1 {ROLLOUT}.temperature=0.001", f"{ROLLOUT}.temperature=0.001: "),
     (
-        f"rollout=vllm {ROLLOUT}.tensor_model_parallel_size=1 {ROLLOUT}.engine_kwargs.vllm.seed=1",
-        f"{ROLLOUT}.engine_kwargs.vllm.seed: another key says it",
+        f"rollout=vllm {ROLLOUT}.tensor_model_parallel_size=1 {ROLLOUT}.engine_kwargs.vllm.model=a",
+        f"{ROLLOUT}.engine_kwargs.vllm.model: another key says it",
     ),
     (f"{ROLLOUT}.name=tensorrt", f'{ROLLOUT}.name="tensorrt": must be one of embedded, vllm, sglang'),
     (f"{ACTOR}.strategy=deepspeed", f'{ACTOR}.strategy="deepspeed": must be one of fsdp, megatron'),
