@@ -29,6 +29,15 @@ def model_path(model: ModelConfig) -> str:
     return str(_model_directory(model.path, "model.path") or model.path)
 
 
+def no_directory(place: str) -> str:
+    """Of a hub name that cannot be had: that it is no directory either, and which are beside it."""
+    above = Path(place).parent
+    if above == Path(".") or not above.is_dir():
+        return "no such directory here"
+    beside = ", ".join(sorted(path.name for path in above.iterdir() if path.is_dir()))
+    return f"no such directory here ({above} has {beside or 'none'})"
+
+
 def check_files(place: str, key: str) -> None:
     """Raises what model_path does, and ValueError for files that are not whole. key: of ``place``, for words to the user."""
     path = _model_directory(place, key)

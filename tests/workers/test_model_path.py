@@ -8,7 +8,7 @@ import pytest
 from data_preprocess import tiny_model
 from tests import tiny
 from tests.tiny import save_tiny_model, tiny_config
-from workers.model_path import check_files, check_tokenizer, model_path
+from workers.model_path import check_files, check_tokenizer, model_path, no_directory
 
 
 @pytest.mark.parametrize("path", ["/no/such/model", "./nothing", "~/nothing", "a/b/c"])
@@ -101,3 +101,13 @@ def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
         check_tokenizer(tiny.model_config(model, tokenizer_path=str(other)), "critic.model")
     tiny_model.character_tokenizer("01").save_pretrained(other)
     check_tokenizer(tiny.model_config(model, tokenizer_path=str(other)), "critic.model")
+
+
+def test_a_name_that_the_hub_has_not_may_have_been_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("warm", "base"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+    assert no_directory("data/wram") == "no such directory here (data has base, warm)"
+    assert no_directory("empty/base") == "no such directory here (empty has none)"
+    assert no_directory("Qwen/Qwen3-0.6B") == no_directory("gpt2") == "no such directory here"

@@ -32,7 +32,7 @@ from workers.engine.attention import PACKED_ATTENTION, PackedRows
 from workers.engine.balance import ROUTED, measure
 from workers.engine.base import Head
 from workers.engine.logprob import head_all_log_probs, head_log_probs, head_sum_pi_squared, head_top_log_probs
-from workers.model_path import hush_hub, model_path
+from workers.model_path import hush_hub, model_path, no_directory
 
 DTYPES: dict[Dtype, torch.dtype] = {
     "float16": torch.float16,
@@ -148,7 +148,7 @@ def model_config(model: ModelConfig, head: Head) -> PretrainedConfig:
         )
     except OSError as error:  # transformers' own runs over many lines
         told = f"{str(error).splitlines()[0].rstrip('.')}; give a directory, or a hub name that is in reach or in its cache"
-        raise ValueError(f"model.path={model.path}: {told}") from error
+        raise ValueError(f"model.path={model.path}: {no_directory(path)}, and as a hub name: {told}") from error
     except ValueError as error:
         check_own_code(model.path, error)
         raise ValueError(f"model.path={model.path}: {str(error).splitlines()[0]}; take another model or transformers") from error
