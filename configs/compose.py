@@ -23,14 +23,14 @@ from omegaconf.errors import OmegaConfBaseException
 from configs.argv import CommandLine, normalise
 from configs.keys import ConfigError, did_you_mean
 from configs.load import load
-from configs.points import Point, Result, SweepStart, Value, read_results
+from configs.points import Point, Result, SweepStart, Value, read_results, swept
 from configs.secret_names import hidden_lines
+from configs.slurm import slurm_walltime
 
 Config = TypeVar("Config")
 SHOWING = {"--cfg", "-c", "--info", "-i"}  # flags that print the configuration
 DRY_RUNS = {"trainer.dry_run=config", "trainer.dry_run=full"}
 SLURM = "hydra/launcher=submitit_slurm"
-SLURM_SECONDS = 120  # before its signal: this may come a minute early, and processes take a while to end
 Tree = DictConfig  # composed, not yet checked: for configs.load alone
 
 # trainer.default_local_dir is the run directory: Hydra makes none beside it, and leaves logging alone. What is typed comes
@@ -39,6 +39,7 @@ SETTINGS = (
     "hydra.run.dir=.",
     "hydra.output_subdir=null",
     "hydra/job_logging=none",
+    "hydra.job.name=tandem",
     "hydra.sweep.dir=${trainer.default_local_dir}",
     "hydra.sweep.subdir=.",
     "+hydra.callbacks.sweep_start._target_=configs.points.SweepStart",
@@ -97,6 +98,8 @@ def run_jobs(command: CommandLine, root: str, job: Callable[[Tree, Point | None]
         settings = list(SETTINGS)
         if DRY_RUNS & {*command.overrides}:  # leaves no file, where a sweep leaves its multirun.yaml
             settings.append(f"hydra.sweep.dir={stack.enter_context(TemporaryDirectory())}")
+        if SLURM in command.overrides:
+            settings.append("hydra.launcher._target_=hydra_plugins.tandem_launchers.SlurmLauncher")
         stack.enter_context(_one_line_errors())
         if SHOWING & {*command.flags}:
             stack.enter_context(_without_secrets())
@@ -107,25 +110,13 @@ def run_jobs(command: CommandLine, root: str, job: Callable[[Tree, Point | None]
 
 def _point(command: CommandLine) -> Point:
     settings = HydraConfig.get()
-    typed = OverridesParser.create().parse_overrides(list(command.overrides))
-    fixed = {override.get_key_element() for override in typed if not override.is_sweep_override()}
-    swept = [text for text in settings.overrides.task if text.partition("=")[0] not in fixed]
-    requeued = bool(settings.launcher.get("max_num_timeout"))
-    return Point(settings.job.num, tuple(swept), Path(settings.sweep.dir), requeued)
-
-
-def slurm_walltime(timeout_min: int, signal_delay_s: int) -> str:
-    """trainer.walltime in a job of submitit's on Slurm, from the launcher's keys. Raises ConfigError if no time is left.
-
-    The signal before the job's end reaches all of its processes, and ends Ray's before the run could save: it ends by itself.
-    """
-    seconds = timeout_min * 60 - signal_delay_s - SLURM_SECONDS
-    if seconds <= 0:
-        raise ConfigError(
-            f"hydra.launcher.timeout_min={timeout_min}: must be more; of it {signal_delay_s} s (hydra.launcher.signal_delay_s) "
-            f"and {SLURM_SECONDS} s are kept for the end"
-        )
-    return str(seconds)
+    return Point(
+        settings.job.num,
+        swept(command.overrides, settings.overrides.task),
+        Path(settings.sweep.dir),
+        alone="signal_delay_s" in settings.launcher,
+        requeued=bool(settings.launcher.get("max_num_timeout")),
+    )
 
 
 def _hide_secrets_in_files() -> None:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
@@ -19,12 +20,13 @@ POINTS = "points"
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """number: of the job, from 0. overrides: those that the sweep sets. requeued: a Slurm job that may begin again, when its time
-    is over and its run is not."""
+    """number: of the job, from 0. overrides: those that the sweep sets. alone: a Slurm job of its own, which a signal to another
+    does not concern. requeued: one that may begin again, when its time is over and its run is not."""
 
     number: int
     overrides: tuple[str, ...]
     sweep_dir: Path
+    alone: bool = False
     requeued: bool = False
 
 
@@ -38,6 +40,13 @@ class Result:
     code: int
     objective: float | None
     seconds: float
+
+
+def swept(typed: Sequence[str], words: Sequence[str]) -> tuple[str, ...]:
+    """Of a job's overrides those that the sweep sets. typed: the command line's."""
+    parsed = OverridesParser.create().parse_overrides(list(typed))
+    fixed = {override.get_key_element() for override in parsed if not override.is_sweep_override()}
+    return tuple(text for text in words if text.partition("=")[0] not in fixed)
 
 
 def write_result(point: Point, result: Result) -> None:

@@ -8,16 +8,29 @@ from tests.layout.source import ROOT
 SBATCH = r"""#!/usr/bin/env bash
 id=$((7 + $(find "$SLURM_STAND_IN" -name "batch_*.sh" | wc -l)))
 cp "$1" "$SLURM_STAND_IN/batch_$id.sh"
+if grep -q "^#SBATCH --partition=none$" "$1"; then
+  echo "sbatch: error: invalid partition specified: none" >&2
+  exit 1
+fi
 for task in $(seq 0 "$(sed -n 's/^#SBATCH --array=0-\([0-9]*\)%.*/\1/p' "$1")"); do
+  touch "$SLURM_STAND_IN/job_${id}_$task"
   SLURM_JOB_ID=$id$task SLURM_ARRAY_JOB_ID=$id SLURM_ARRAY_TASK_ID=$task SLURM_JOB_NUM_NODES=1 SLURM_NTASKS=1 \
     SLURM_JOB_NODELIST=n1 "$SLURM_STAND_IN/node" "$1" "${id}_$task" </dev/null >/dev/null 2>&1 &
 done
 echo "Submitted batch job $id"
 """
-# A job, until it ends without having been requeued.
+# A job, until it ends without having been requeued, by its own process or by Slurm: twice_7_0. over_7_0: what becomes of job 7_0
+# before it has begun.
 NODE = r"""#!/usr/bin/env bash
-while bash "$1"; [ -e "$SLURM_STAND_IN/requeued_$2" ]; do mv "$SLURM_STAND_IN/requeued_$2" "$SLURM_STAND_IN/again_$2"; done
-touch "$SLURM_STAND_IN/ended_$2"
+cd "$SLURM_STAND_IN" || exit
+again() {
+  mv "requeued_$2" "again_$2" 2>/dev/null || rm "twice_$2" 2>/dev/null
+}
+if [ ! -e "over_$2" ]; then
+  while (cd "$OLDPWD" && bash "$1"); again "$@"; do :; done
+  echo COMPLETED >"over_$2"
+fi
+mv "over_$2" "ended_$2"
 """
 SRUN = r"""#!/usr/bin/env bash
 while [[ "$1" == --* ]]; do
@@ -30,17 +43,21 @@ SCONTROL = r"""#!/usr/bin/env bash
 echo "$*" >>"$SLURM_STAND_IN/told"
 [ "$1" = requeue ] && touch "$SLURM_STAND_IN/requeued_$2"
 """
-SACCT = r"""#!/usr/bin/env bash
-echo "JobID|State|NodeList"
-cd "$SLURM_STAND_IN" && for ended in ended_*; do echo "${ended#ended_}|COMPLETED|n1"; done
+SQUEUE = r"""#!/usr/bin/env bash
+cd "$SLURM_STAND_IN" || exit
+[ ! -e down ] || exit 1
+for job in job_*; do
+  [ -e "$job" ] && echo "${job#job_}|$(cat "ended_${job#job_}" 2>/dev/null || echo RUNNING)"
+done
+exit 0
 """
 
 
 def stand_in(folder: Path) -> dict[str, str]:
     """The environment in which they are found. folder: new; gets batch_7.sh, batch_8.sh ... of the jobs, and told, what
-    scontrol was asked for."""
+    scontrol was asked for. In it ``down``: Slurm's controller does not answer squeue."""
     folder.mkdir()
-    for name, text in {"sbatch": SBATCH, "node": NODE, "srun": SRUN, "scontrol": SCONTROL, "sacct": SACCT}.items():
+    for name, text in {"sbatch": SBATCH, "node": NODE, "srun": SRUN, "scontrol": SCONTROL, "squeue": SQUEUE}.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     path = f"{folder}:{Path(sys.executable).parent}:/usr/bin:/bin"

@@ -151,11 +151,12 @@ class Program(Generic[Config]):
         return max([*codes, *(result.code for result in results)], default=0)
 
     def point(self, tree: Tree, command: CommandLine, point: Point, *, full_traceback: bool) -> Value:
-        """A point of a sweep: what it tells the sweeper. After a signal to one, those that are left do not begin.
+        """A point of a sweep: what it tells the sweeper. After a signal to one, those that are left do not begin, unless they are
+        jobs of Slurm's.
 
         One that ran out of time in a job that may begin again has this done by submitit's own signal, which ends the process.
         """
-        if any(result.code > 128 for result in read_results(point.sweep_dir)):
+        if not point.alone and any(result.code > 128 for result in read_results(point.sweep_dir)):
             ended = Ended(0, "not started")
         else:
             ended = self.job(tree, command, point, full_traceback=full_traceback)

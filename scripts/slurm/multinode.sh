@@ -15,7 +15,8 @@ set -euo pipefail
 
 cd "${SLURM_SUBMIT_DIR:-.}"
 [ ! -d .venv ] || export PATH="$PWD/.venv/bin:$PATH"
-run=(python -m trainer.main_ppo "trainer.nnodes=$SLURM_JOB_NUM_NODES" "trainer.n_gpus_per_node=${SLURM_GPUS_ON_NODE:-8}" "$@")
+workers="${SLURM_GPUS_ON_NODE:-8}"
+run=(python -m trainer.main_ppo "trainer.nnodes=$SLURM_JOB_NUM_NODES" "trainer.n_gpus_per_node=$workers" "$@")
 [ "$SLURM_JOB_NUM_NODES" -gt 1 ] || exec "${run[@]}"
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -26,18 +27,18 @@ export RAY_ADDRESS="$ip:$((20000 + SLURM_JOB_ID % 10000))" # jobs that share a n
 RAY_AUTH_TOKEN="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')" # who has not got it cannot join, nor start anything
 export RAY_AUTH_TOKEN RAY_AUTH_MODE=token
 
+ray=(env -u RAY_ADDRESS ray start --block --disable-usage-stats "--resources={\"tandem_slot\": $workers}") # with trainer.device=cpu
 trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT # Ray ends before the job does
 here=(--nodes=1 --ntasks=1 --nodelist="$first")
 there=(--nodes=$((SLURM_JOB_NUM_NODES - 1)) --ntasks=$((SLURM_JOB_NUM_NODES - 1)) --ntasks-per-node=1 --exclude="$first")
-srun "${here[@]}" env -u RAY_ADDRESS ray start --head --block --node-ip-address="$ip" --port="${RAY_ADDRESS#*:}" \
-  --include-dashboard=false --disable-usage-stats &
+srun "${here[@]}" "${ray[@]}" --head --node-ip-address="$ip" --port="${RAY_ADDRESS#*:}" --include-dashboard=false &
 head=$!
 for _ in $(seq 60); do
   ! ray status >/dev/null 2>&1 || break
   kill -0 "$head" 2>/dev/null || { echo "ray did not start on $first" >&2; exit 1; }
   sleep 1
 done
-srun "${there[@]}" env -u RAY_ADDRESS ray start --block --address="$RAY_ADDRESS" --disable-usage-stats &
+srun "${there[@]}" "${ray[@]}" --address="$RAY_ADDRESS" &
 
 "${run[@]}" &
 program=$!

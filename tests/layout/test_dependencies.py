@@ -60,7 +60,7 @@ def imported(*trees: str) -> set[str]:
 
 
 def test_what_the_packages_import_is_declared() -> None:
-    assert imported() - declared("hub", "serve", "sweep", *TRACKERS, *ENGINES) == set()
+    assert imported() - declared("hub", "serve", "slurm", "sweep", *TRACKERS, *ENGINES) == set()
 
 
 def test_what_tests_and_scripts_import_is_declared() -> None:

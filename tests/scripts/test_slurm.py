@@ -23,10 +23,12 @@ PROGRAMS = {
     '[ "$1" != hostname ] || { echo "10.0.0.1 fe80::1"; exit; }\nexec "$@"\n',
     "ray": CALLED + '[ "$1" = status ] || exec sleep 600\n',
     # A run waits for its nodes.
-    "python": CALLED + 'until [ "$SLURM_JOB_NUM_NODES" = 1 ] || grep -q "ray start --block" "$CALLS"; do sleep 0.02; done\n'
+    "python": CALLED + 'until [ "$SLURM_JOB_NUM_NODES" = 1 ] || grep -q "ray start .*--address" "$CALLS"; do sleep 0.02; done\n'
     'trap "echo python USR1 >>$CALLS; exit 138" USR1\ntrap "echo python TERM >>$CALLS; exit 143" TERM\n'
     '[ -z "${WAITS:-}" ] || { touch "$WAITS"; while :; do sleep 0.05; done; }\nexit "${CODE:-0}"\n',
 }  # fmt: skip
+
+RAY = 'env -u RAY_ADDRESS ray start --block --disable-usage-stats --resources={"tandem_slot": 4}'
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
@@ -60,10 +62,10 @@ def test_ray_on_all_nodes_and_the_program_on_the_first(tmp_path: Path) -> None:
     assert said[1] == "srun --nodes=1 --ntasks=1 --nodelist=n1 hostname --ip-address"
     address = "10.0.0.1:23456"
     assert any(
-        line.startswith("srun --nodes=1 --ntasks=1 --nodelist=n1 env -u RAY_ADDRESS ray start --head --block") and
-        "--node-ip-address=10.0.0.1 --port=23456 --include-dashboard=false" in line for line in said
+        line.startswith(f"srun --nodes=1 --ntasks=1 --nodelist=n1 {RAY}") and
+        "--head --node-ip-address=10.0.0.1 --port=23456 --include-dashboard=false" in line for line in said
     )  # fmt: skip
-    there = "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --exclude=n1 env -u RAY_ADDRESS ray start --block"
+    there = f"srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --exclude=n1 {RAY}"
     assert any(line.startswith(f"{there} --address={address}") for line in said)
     run = "python -m trainer.main_ppo trainer.nnodes=3 trainer.n_gpus_per_node=4 algorithm=grpo data.x=a b"
     assert f"{run} [{address}] token" in said

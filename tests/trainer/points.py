@@ -1,5 +1,5 @@
 """A program for sweeps whose points cost nothing, and have their learning rate for a loss. Each needs as many starts as
-trainer.seed says: all but the last of them end for its walltime."""
+trainer.seed says: all but the last of them end for its walltime, those of project SIGNALLED by SIGTERM."""
 
 from collections.abc import Collection
 from dataclasses import asdict
@@ -13,6 +13,7 @@ from trainer.outcome import write_outcome
 from trainer.run_dir import CONFIG, METRICS, json_line, redact, write_atomic
 
 STARTS = "starts"
+SIGNALLED = "signalled"
 
 
 def check(config: SFTConfig, typed: Collection[str]) -> list[str]:
@@ -27,7 +28,8 @@ def run(config: SFTConfig, told: list[str]) -> None:
         print(config.trainer.walltime, file=starts)
     if len((run_dir / STARTS).read_text().splitlines()) < config.trainer.seed:
         write_outcome(run_dir, "interrupted", 1.0)
-        raise Stopped(0, "another step does not fit into trainer.walltime")
+        code = 143 if config.trainer.project_name == SIGNALLED else 0
+        raise Stopped(code, "SIGTERM" if code else "another step does not fit into trainer.walltime")
     (run_dir / METRICS).write_text(json_line({"train/loss": config.optim.lr}))
     write_outcome(run_dir, "finished", 1.0)
 

@@ -1,0 +1,183 @@
+"""hydra/launcher=submitit_slurm: the time a point has in its job, and what becomes of the job, whoever ends it."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.singleton import Singleton
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf
+
+from configs.keys import ConfigError
+from configs.points import INTERRUPTED, Point, Result, Status, read_results, swept, write_result
+
+if TYPE_CHECKING:
+    from submitit import Job
+
+END_SECONDS = 120  # before Slurm's signal: this may come a minute early, and processes take a while to end
+LOOK_SECONDS = 30  # between two looks at Slurm's queue
+STOPPED = {"BOOT_FAIL", "CANCELLED", "DEADLINE", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"}
+"""States of a job that Slurm has ended."""
+OVER = STOPPED | {"COMPLETED", "FAILED"}
+FORGOTTEN = "over"  # for longer than the controller remembers
+KILLED = 128 + 9
+
+
+def slurm_walltime(timeout_min: int, signal_delay_s: int) -> str:
+    """trainer.walltime in a job of submitit's on Slurm, from the launcher's keys. Raises ConfigError if no time is left.
+
+    The signal before the job's end reaches all of its processes, and ends Ray's before the run could save: it ends by itself.
+    """
+    seconds = timeout_min * 60 - signal_delay_s - END_SECONDS
+    if seconds <= 0:
+        raise ConfigError(
+            f"hydra.launcher.timeout_min={timeout_min}: must be more; of it {signal_delay_s} s (hydra.launcher.signal_delay_s) "
+            f"and {END_SECONDS} s are kept for the end"
+        )
+    return str(seconds)
+
+
+class SlurmLauncher(Launcher):
+    """Submits what the packaged launcher does. That one raises at the first job without a result, and waits for ever for one that
+    was cancelled where Slurm keeps no accounts; this one asks Slurm's queue, waits for all, and says what became of each."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings: dict[str, Any] = {
+            key: OmegaConf.to_container(value) if OmegaConf.is_config(value) else value for key, value in settings.items()
+        }
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Raises ConfigError if a job would be too short: now, and not in one that has waited for hours."""
+        from hydra_plugins.hydra_submitit_launcher.submitit_launcher import SlurmLauncher as Packaged
+
+        self.point = Packaged(**self.settings)  # it runs in the job
+        self.point.setup(hydra_context=hydra_context, task_function=task_function, config=config)
+        self.sweep_dir = Path(config.hydra.sweep.dir)
+        self.typed = list(config.hydra.overrides.task)
+        if config.trainer.get("walltime", "") is None:
+            slurm_walltime(self.settings["timeout_min"], self.settings["signal_delay_s"])
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Raises ConfigError if jobs of an earlier start are not over: two runs would write into one directory."""
+        folder = Path(self.settings["submitit_folder"])
+        if still := in_queue(folder):
+            raise ConfigError(
+                f"{self.sweep_dir}: jobs of an earlier start are in Slurm's queue; wait for them, or end them: "
+                f"scancel {' '.join(still)}"
+            )
+        numbers = range(initial_job_idx, initial_job_idx + len(job_overrides))
+        jobs = self.submit(folder, [list(words) for words in job_overrides], numbers)
+        ids = " ".join(job.job_id for job in jobs)
+        print(f"points {numbers[0]} to {numbers[-1]} are jobs of Slurm: {ids}", file=sys.stderr)
+        try:
+            states = wait(jobs)
+        except KeyboardInterrupt as interrupt:
+            raise KeyboardInterrupt(f"the jobs go on; to end them: scancel {ids}") from interrupt
+        points = [
+            Point(number, swept(self.typed, words), self.sweep_dir) for number, words in zip(numbers, job_overrides, strict=True)
+        ]
+        return [said(point, job, states.get(job.job_id, FORGOTTEN)) for point, job in zip(points, jobs, strict=True)]
+
+    def submit(self, folder: Path, words: list[list[str]], numbers: range) -> "list[Job[JobReturn]]":
+        """Raises ConfigError if Slurm refuses them."""
+        from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
+        from submitit import AutoExecutor
+        from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+        shared = {field.name for field in fields(BaseQueueConf)}
+        asked = {key if key in shared else f"slurm_{key}": value for key, value in self.settings.items()}
+        del asked["submitit_folder"]
+        if (cpus := asked["cpus_per_task"]) is not None:  # srun does not take them from the job since Slurm 22.05
+            asked["slurm_srun_args"] = [f"--cpus-per-task={cpus}"]
+        executor = AutoExecutor(folder, cluster="slurm", slurm_max_num_timeout=asked.pop("slurm_max_num_timeout"))
+        executor.update_parameters(**asked)
+        self.sweep_dir.mkdir(parents=True, exist_ok=True)
+        names, state = [f"job_id_for_{number}" for number in numbers], [Singleton.get_state()] * len(words)
+        try:
+            return executor.map_array(self.point, words, ["hydra.sweep.dir"] * len(words), numbers, names, state)
+        except (FailedJobError, FailedSubmissionError) as error:  # what sbatch says
+            raise ConfigError(f"hydra/launcher=submitit_slurm: {' '.join(str(error).split())}") from error
+
+
+def queue() -> dict[str, str] | None:
+    """The state of this user's jobs, by id; those that are over are in it for some minutes. None: Slurm does not answer."""
+    command = ["squeue", "--noheader", "--array", "--states=all", f"--user={os.getuid()}", "--format=%i|%T"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        return None
+    return dict(line.strip().split("|") for line in done.stdout.splitlines())
+
+
+def in_queue(folder: Path) -> list[str]:
+    """Of the jobs that were submitted into ``folder``, %j in its name, those that go on, or will."""
+    from submitit import SlurmJob
+
+    states = queue() or {}
+    ids = [job_id for job_id, state in states.items() if state not in OVER]
+    jobs: list[Job[JobReturn]] = [SlurmJob(folder, job_id) for job_id in ids]
+    return [job.job_id for job in jobs if job.paths.submitted_pickle.exists() and not has_ended(job)]
+
+
+def has_ended(job: "Job[JobReturn]") -> bool:
+    """By its own result. One that was interrupted may begin again: Slurm itself puts jobs back into its queue."""
+    from submitit.core.utils import UncompletedJobError
+
+    if not job.paths.result_pickle.exists():
+        return False
+    try:
+        result = job.results()[0]
+    except UncompletedJobError:
+        return True
+    return result.status == JobStatus.FAILED or result.return_value != INTERRUPTED
+
+
+def wait(jobs: "Sequence[Job[JobReturn]]") -> dict[str, str]:
+    """Until each has a result that is its last, or is over at two looks at the queue: files of another node may come late. Their
+    last states."""
+    states: dict[str, str] = {}
+    over: set[str] = set()
+    left = list(jobs)
+    while left:
+        seen = queue()
+        if seen is not None:
+            for job in left:
+                if job.job_id in seen:
+                    states[job.job_id] = seen[job.job_id]
+                elif job.job_id in states or job.paths.result_pickle.exists():
+                    states[job.job_id] = FORGOTTEN
+            over_before, over = over, {job.job_id for job in left if states.get(job.job_id) in OVER | {FORGOTTEN}}
+            left = [job for job in left if job.job_id not in over_before & over]
+        until = time.monotonic() + LOOK_SECONDS
+        while (left := [job for job in left if not has_ended(job)]) and time.monotonic() < until:
+            time.sleep(min(1.0, LOOK_SECONDS))
+    return states
+
+
+def said(point: Point, job: "Job[JobReturn]", state: str) -> JobReturn:
+    """What the sweeper gets of a job that is over; and a line for the user, unless all went well."""
+    from submitit.core.utils import UncompletedJobError
+
+    log = f"its log: {job.paths.stderr}"
+    if job.paths.result_pickle.exists():
+        try:
+            result = job.results()[0]
+        except UncompletedJobError:
+            state = "FAILED"
+        else:
+            for known in read_results(point.sweep_dir):
+                if known.number == point.number and known.code != 0:
+                    print(f"point {point.number} {known.status}, exit code {known.code}; {log}", file=sys.stderr)
+            return result
+    status: Status = "interrupted" if state in STOPPED else "failed"
+    write_result(point, Result(point.number, point.overrides, status, KILLED if state in STOPPED else 1, None, 0.0))
+    print(f"point {point.number} {status}: Slurm's job {job.job_id} ended without a result ({state}); {log}", file=sys.stderr)
+    ended = JobReturn(status=JobStatus.COMPLETED)
+    ended.return_value = INTERRUPTED if status == "interrupted" else None
+    return ended

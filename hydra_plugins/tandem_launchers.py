@@ -1,0 +1,7 @@
+"""Hydra takes a plugin from modules below this name alone."""
+
+from configs.slurm import SlurmLauncher as Launcher
+
+
+class SlurmLauncher(Launcher):
+    """hydra/launcher=submitit_slurm."""
