@@ -1,13 +1,19 @@
 """Sizes that are more than another size allows, and can mean but one thing: they are cut, with a note."""
 
-from dataclasses import replace
+import os
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
+from configs.checks_megatron import CUT
+from configs.schema.common import MegatronConfig, ShardedConfig
 from configs.schema.generation import GenerationConfig
 from configs.schema.ppo import PPOConfig
+from configs.schema.reward_model import RewardModelConfig
+from configs.schema.sft import SFTConfig
 
 Config = TypeVar("Config")
 Run = TypeVar("Run", bound=PPOConfig | GenerationConfig)
+Training = TypeVar("Training", bound=PPOConfig | SFTConfig | RewardModelConfig)
 
 
 def within_bounds(config: Config) -> tuple[Config, list[str]]:
@@ -15,7 +21,9 @@ def within_bounds(config: Config) -> tuple[Config, list[str]]:
     notes: list[str] = []
     cut: Any = config
     if isinstance(cut, PPOConfig):
-        cut = _mini_batches(cut, notes)
+        cut = _cuts(_mini_batches(cut, notes), notes)
+    if isinstance(cut, PPOConfig | SFTConfig | RewardModelConfig):
+        cut = _copies(cut, notes)
     if isinstance(cut, PPOConfig | GenerationConfig):
         cut = _lengths(cut, notes)
     return cut, notes
@@ -34,6 +42,39 @@ def _mini_batches(config: PPOConfig, notes: list[str]) -> PPOConfig:
             notes.append(f"critic.ppo_mini_batch_size={critic.ppo_mini_batch_size}: {ending}")
         config = replace(config, critic=replace(critic, ppo_mini_batch_size=batch))
     return config
+
+
+def _cuts(config: PPOConfig, notes: list[str]) -> PPOConfig:
+    """Where all roles share GPUs, Megatron's process groups are the actor's. How a model is cut changes no number."""
+    actor, ref, critic = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic
+    if config.placement.layout != "colocate_all" or actor.strategy != "megatron":
+        return config
+    cuts = {name: asdict(actor.megatron)[name] for name in CUT}
+
+    def like_actor(key: str, role: ShardedConfig) -> MegatronConfig:
+        own = asdict(role.megatron)
+        notes.extend(
+            f"{key}.megatron.{name}={own[name]}: models that share GPUs are cut alike, and the actor's has {cuts[name]}"
+            for name in CUT
+            if own[name] != cuts[name]
+        )
+        return replace(role.megatron, **cuts)
+
+    if ref.strategy == "megatron":
+        models = replace(config.actor_rollout_ref, ref=replace(ref, megatron=like_actor("actor_rollout_ref.ref", ref)))
+        config = replace(config, actor_rollout_ref=models)
+    if critic.strategy == "megatron":
+        config = replace(config, critic=replace(critic, megatron=like_actor("critic", critic)))
+    return config
+
+
+def _copies(config: Training, notes: list[str]) -> Training:
+    trainer: Any = config.trainer
+    copies = trainer.checkpoint.remote_dir
+    if copies is None or os.path.abspath(copies.removeprefix("file://")) != os.path.abspath(trainer.default_local_dir):
+        return config
+    notes.append(f"trainer.checkpoint.remote_dir={copies}: is the run directory itself; nothing is copied")
+    return replace(config, trainer=replace(trainer, checkpoint=replace(trainer.checkpoint, remote_dir=None)))
 
 
 def _lengths(config: Run, notes: list[str]) -> Run:

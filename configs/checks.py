@@ -1,6 +1,5 @@
 """Numbers that cannot work fail here, before any process starts, with the arithmetic in the message."""
 
-import os
 from collections.abc import Collection, Iterator, Mapping
 
 from configs.checks_activations import activation_problems
@@ -263,9 +262,6 @@ def run_problems(trainer: RunConfig) -> Iterator[str]:
             yield f"trainer.{key}={name}: is a part of the run directory, and must not lead out of it"
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
         yield "trainer.resume_mode=resume_path: trainer.resume_from_path is null; give it a global_step_N directory"
-    copies = trainer.checkpoint.remote_dir
-    if copies is not None and os.path.abspath(copies.removeprefix("file://")) == os.path.abspath(trainer.default_local_dir):
-        yield f"trainer.checkpoint.remote_dir={copies}: is the run directory itself; copies belong elsewhere, or leave it at null"
     if trainer.walltime is not None:
         try:
             seconds_of(trainer.walltime)

@@ -166,7 +166,7 @@ def reader_of(frame: FrameType | None) -> str | None:
     reader = None
     while frame is not None:
         module, code = frame.f_globals.get("__name__", ""), frame.f_code
-        if code.co_qualname.startswith(CHECKS) or module == "trainer.inputs":
+        if code.co_qualname.startswith(CHECKS) or module in ("trainer.inputs", "configs.bounds"):
             return None
         if reader is None and (module == "dataclasses" or code.co_filename == GENERATED):
             return None

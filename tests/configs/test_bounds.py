@@ -3,10 +3,11 @@
 import pytest
 
 from configs.compose import compose_with_notes
+from configs.schema.common import ShardedConfig
 from configs.schema.generation import GenerationConfig
 from configs.schema.ppo import PPOConfig
 
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 MINI = "ppo_mini_batch_size"
 
 
@@ -35,3 +36,31 @@ def test_what_an_engine_can_hold_ends_answers(root: str, schema: type, longest: 
     short = f"{key}: less than {sizes}; an answer ends where prompt and answer are so long"
     cut = f"{key}: with data.max_prompt_length=20 prompts are {prompt} tokens at most"
     assert notes == [short] * (longest < 30) + [cut] * (prompt < 20)
+
+
+def test_roles_that_share_gpus_are_cut_as_the_actor_is() -> None:
+    words = [f"{ACTOR}.strategy=megatron", f"{ACTOR}.megatron.tensor_model_parallel_size=4"]
+    words += [f"{REF}.megatron.tensor_model_parallel_size=2", "critic.megatron.pipeline_model_parallel_size=2"]
+    config, _, notes = compose_with_notes("ppo_trainer", PPOConfig, words)
+    cuts = {(role.megatron.tensor_model_parallel_size, role.megatron.pipeline_model_parallel_size) for role in roles(config)}
+    assert cuts == {(4, 1)}
+    alike = "models that share GPUs are cut alike, and the actor's has"
+    assert notes == [
+        f"{REF}.megatron.tensor_model_parallel_size=2: {alike} 4",
+        f"critic.megatron.pipeline_model_parallel_size=2: {alike} 1",
+    ]
+    apart, _, notes = compose_with_notes("ppo_trainer", PPOConfig, [*words, "placement.layout=split"])
+    assert notes == [] and apart.critic.megatron.pipeline_model_parallel_size == 2
+    on_fsdp, _, notes = compose_with_notes("ppo_trainer", PPOConfig, [*words, f"{REF}.strategy=fsdp", "critic.strategy=fsdp"])
+    assert notes == [] and on_fsdp.actor_rollout_ref.ref.megatron.tensor_model_parallel_size == 2
+
+
+def roles(config: PPOConfig) -> list[ShardedConfig]:
+    return [config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic]
+
+
+def test_a_copy_of_the_run_directory_to_itself_is_none() -> None:
+    words = ["trainer.default_local_dir=runs/a", "trainer.checkpoint.remote_dir=runs/../runs/a"]
+    config, _, notes = compose_with_notes("ppo_trainer", PPOConfig, words)
+    assert config.trainer.checkpoint.remote_dir is None
+    assert notes == ["trainer.checkpoint.remote_dir=runs/../runs/a: is the run directory itself; nothing is copied"]

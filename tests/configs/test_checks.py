@@ -163,10 +163,6 @@ def test_defaults_and_the_quick_start_work() -> None:
             ],
         ),
         (
-            ["trainer.default_local_dir=runs/a", "trainer.checkpoint.remote_dir=runs/a/"],
-            ["trainer.checkpoint.remote_dir=runs/a/: is the run directory itself; copies belong elsewhere, or leave it at null"],
-        ),
-        (
             ["trainer.replay.mode=train"],
             ["trainer.replay.mode=train: trainer.replay.path is null; name a step_N.safetensors of rollout_data_dir"],
         ),

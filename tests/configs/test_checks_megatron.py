@@ -80,9 +80,10 @@ def test_roles_on_the_same_gpus_are_cut_alike(name: str) -> None:
 def test_a_role_counts_where_it_is_used() -> None:
     kl = f"{ACTOR}.use_kl_loss=true"
     assert ppo_lines(MEGATRON, TP2, PP2, CP2, f"{ACTOR}.megatron.{VPP}=2", kl) == [], "all follow the actor"
-    unlike = ("critic.megatron.tensor_model_parallel_size=2", f"{REF}.megatron.context_parallel_size=2")
-    assert [line.split(": ")[1] for line in ppo_lines(MEGATRON, *unlike, kl)] == list(reversed(unlike))
-    assert ppo_lines(MEGATRON, *unlike, "algorithm.adv_estimator=reinforce_plus_plus", needs_values=False) == []
+    unlike = f"{REF}.megatron.context_parallel_size=2"
+    pairs = (MEGATRON, "placement=colocate_pairs", unlike)
+    assert [line.split(": ")[1] for line in ppo_lines(*pairs, kl)] == [unlike]
+    assert ppo_lines(*pairs) == [], "without a KL term there is no reference"
 
 
 @pytest.mark.parametrize(

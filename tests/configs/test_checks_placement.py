@@ -54,7 +54,8 @@ def test_the_roles_own_workers_are_counted() -> None:
 
 def test_models_on_other_gpus_are_cut_as_they_like() -> None:
     cut = ("algorithm.adv_estimator=gae", f"{ACTOR}.strategy=megatron", "critic.megatron.tensor_model_parallel_size=2")
-    assert any("models that share GPUs are cut alike" in line for line in ppo_lines(*cut))
+    assert compose("ppo_trainer", PPOConfig, cut).critic.megatron.tensor_model_parallel_size == 1
+    assert compose("ppo_trainer", PPOConfig, (*cut, "placement=colocate_pairs")).critic.megatron.tensor_model_parallel_size == 2
     assert not any(line.startswith("error") for line in ppo_lines(*cut, "placement=colocate_pairs"))
 
 

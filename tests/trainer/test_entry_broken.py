@@ -178,7 +178,6 @@ CONTRADICTIONS = [
     ("trainer.project_name=/x", "trainer.project_name=/x: "),
     ("trainer.experiment_name=../x", "trainer.experiment_name=../x: "),
     ("trainer.resume_mode=resume_path", "trainer.resume_mode=resume_path: trainer.resume_from_path is null"),
-    ("trainer.checkpoint.remote_dir=run", "trainer.checkpoint.remote_dir=run: is the run directory itself"),
     ("trainer.walltime=soon", "trainer.walltime"),
     ("trainer.replay.mode=train", "trainer.replay.mode=train: trainer.replay.path is null"),
     ("trainer.replay.path=x", "trainer.replay.path=x: trainer.replay.mode is null"),

@@ -15,6 +15,7 @@ from configs.keys import CONFIG_DIR
 from tests.runs import make_task
 
 LIMIT = 15.0
+pytestmark = pytest.mark.soak
 
 
 class Run:

@@ -158,7 +158,7 @@ def a_scoring_process_starts(patch: pytest.MonkeyPatch) -> None:
     ours.sendall(pickle.dumps((config_of("reward.memory_limit_mb=3").reward, 1)))
     ours.shutdown(socket.SHUT_WR)
     worker.main(theirs.detach(), os.getpid())
-    assert limits == [3 << 20] and ours.recv(5) == b"null\n"
+    assert limits == [3 << 20] and ours.recv(6) == b"false\n"
     ours.close()
 
 

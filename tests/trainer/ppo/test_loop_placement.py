@@ -66,10 +66,8 @@ def assert_same(found: list[dict[str, float]], wanted: list[dict[str, float]]) -
                 assert mine[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
-@pytest.mark.parametrize(
-    "layout",
-    ["split", *(pytest.param(name, marks=pytest.mark.soak) for name in ("colocate_pairs", "fractions of one GPU"))],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", ["split", "colocate_pairs", "fractions of one GPU"])
 def test_a_layout_gives_the_same_numbers(layout: str, task: Path, tmp_path: Path, colocated: list[dict[str, float]]) -> None:
     """And critic and actor learn at the same time, which the timeline shows."""
     slow = loss_that(tmp_path, "time.sleep(0.3)")

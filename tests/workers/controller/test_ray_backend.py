@@ -107,6 +107,7 @@ def test_however_a_run_ends_nothing_is_left(endings: dict[str, Ended], way: str,
         assert sorted(path.name for path in run.run_dir.iterdir()) == ["logs"], "Ray's directories are gone"
 
 
+@pytest.mark.soak
 def test_a_node_that_joins_only_brings_workers(tmp_path: Path) -> None:
     """nnodes > 1 against a cluster on this machine that a second node joins late: it is waited for."""
     with cluster(tmp_path, slots=4) as nodes:

@@ -89,6 +89,7 @@ def in_parts(case: Case) -> Iterator[Case]:
     case.take(EVERYWHERE)
 
 
+@pytest.mark.soak
 def test_greedy_answers_are_the_merged_models_after_each_round(case: Case) -> None:
     """Of a new adapter, sleep and sync. The weights beside it come once."""
     sync, answers = case.sync("full"), []

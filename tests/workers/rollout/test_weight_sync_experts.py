@@ -54,7 +54,9 @@ class Case:
 
 
 @pytest.fixture(
-    scope="module", params=[("vllm", "float32"), ("vllm", "bfloat16"), ("sglang", "float32")], ids=lambda param: "-".join(param)
+    scope="module",
+    params=[("vllm", "float32"), ("vllm", "bfloat16"), pytest.param(("sglang", "float32"), marks=pytest.mark.soak)],
+    ids=lambda param: "-".join(param),
 )
 def shared(request: pytest.FixtureRequest, host: Host, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     case = Case(host, make_small(tmp_path_factory.mktemp("model"), "qwen3_moe"), *request.param)

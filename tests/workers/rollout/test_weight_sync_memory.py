@@ -50,6 +50,7 @@ def measure(place: WorkerInfo, path: str, engine: Any, verify: Any) -> tuple[int
     return in_buckets, at_once
 
 
+@pytest.mark.soak
 def test_two_buckets_are_not_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is freed goes back to the system at once: the C library keeps nothing for later."""
     model = make_model(tmp_path, **SIZES)
