@@ -81,15 +81,15 @@ class RewardRunner:
         if self._function is not None:
             return list(judge_all(self._function, answers, self._threads))
         scores: dict[int, Score] = {}
-        while self._whole is None:
-            self._turn()
-        if self._whole:
-            self._chunks = deque(_cut(len(answers), 1, len(answers)))
-        elif self._threads == 1:
-            self._chunks = deque(_cut(len(answers), self._size * _CHUNKS_PER_PROCESS, _MAX_CHUNK))
-        else:  # those that wait for a judge wait together
-            self._chunks = deque(_cut(len(answers), self._size, _CHUNKS_PER_PROCESS * self._threads))
         try:
+            while self._whole is None:
+                self._turn()
+            if self._whole:
+                self._chunks = deque(_cut(len(answers), 1, len(answers)))
+            elif self._threads == 1:
+                self._chunks = deque(_cut(len(answers), self._size * _CHUNKS_PER_PROCESS, _MAX_CHUNK))
+            else:  # those that wait for a judge wait together
+                self._chunks = deque(_cut(len(answers), self._size, _CHUNKS_PER_PROCESS * self._threads))
             while len(scores) < len(answers):
                 for process in self._processes:
                     if self._chunks and process.idle and process.give(self._chunks[0], answers, self._limit(self._chunks[0])):
