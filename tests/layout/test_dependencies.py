@@ -55,7 +55,8 @@ def imported(*trees: str) -> set[str]:
     files = [path for path in python_files(*trees) if not path.is_relative_to(OTHER_ENVIRONMENTS)]
     names = {top_level(name) for path in files for _, name in imports(path)}
     owners = packages_distributions()
-    found = {canonical(owners.get(name, [name])[0]) for name in names - ours - sys.stdlib_module_names}
+    others = {name: [owner for owner in owners.get(name, [name]) if owner != "tandem"] for name in names}
+    found = {canonical(others[name][0]) for name in names - ours - sys.stdlib_module_names}
     return {OTHER_BUILDS.get(name, name) for name in found}
 
 
