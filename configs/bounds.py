@@ -1,4 +1,4 @@
-"""Sizes that are more than another size allows, and can mean but one thing: they are cut, with a note."""
+"""Values that do not go with others, and can mean but one thing: they become that, with a note."""
 
 import os
 from dataclasses import asdict, replace
@@ -49,7 +49,8 @@ def _cuts(config: PPOConfig, notes: list[str]) -> PPOConfig:
     actor, ref, critic = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic
     if config.placement.layout != "colocate_all" or actor.strategy != "megatron":
         return config
-    cuts = {name: asdict(actor.megatron)[name] for name in CUT}
+    of_actor = asdict(actor.megatron)
+    cuts = {name: of_actor[name] for name in CUT}
 
     def like_actor(key: str, role: ShardedConfig) -> MegatronConfig:
         own = asdict(role.megatron)
@@ -69,6 +70,7 @@ def _cuts(config: PPOConfig, notes: list[str]) -> PPOConfig:
 
 
 def _copies(config: Training, notes: list[str]) -> Training:
+    """None of the run directory to itself."""
     trainer: Any = config.trainer
     copies = trainer.checkpoint.remote_dir
     if copies is None or os.path.abspath(copies.removeprefix("file://")) != os.path.abspath(trainer.default_local_dir):

@@ -82,6 +82,7 @@ class Compat:
     configs: Mapping[str, str]
     alias: Mapping[str, str]
     spellings: Mapping[str, Mapping[str, str]]
+    engine_arguments: Mapping[str, Mapping[str, str]]
     values: Mapping[str, Mapping[str, str]]
     translated: Mapping[str, Translated]
     accepted: Mapping[str, Accepted]
@@ -158,7 +159,7 @@ def compat() -> Compat:
         )
         for key, entry in tree["translated"].items()
     }
-    rest = {name: tree[name] for name in ("configs", "alias", "spellings", "values", "refused")}
+    rest = {name: tree[name] for name in ("configs", "alias", "spellings", "engine_arguments", "values", "refused")}
     return Compat(accepted=accepted, translated=translated, **rest)
 
 

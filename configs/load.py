@@ -59,6 +59,7 @@ def load(tree: Mapping[str, Any], schema: type[Config], typed: Collection[str] =
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}; name a key that is there") from error
     keys = keys_of(schema)
+    notes += _take_engine_arguments(plain)
     converted = _convert(filled(plain, schema), keys.leaves, "")
     infinite = [f"{key}={value}: must be a finite number" for key, value in _floats(converted, "") if not math.isfinite(value)]
     if infinite:
@@ -70,6 +71,19 @@ def load(tree: Mapping[str, Any], schema: type[Config], typed: Collection[str] =
         raise ConfigError("\n".join(_problems(error, keys))) from error
     config, cut = within_bounds(config)
     return Loaded(config, (*notes, *cut))
+
+
+def _take_engine_arguments(tree: Mapping[str, Any]) -> list[str]:
+    """Arguments of the chosen engine that are keys of ours become these, in place. Notes for the user."""
+    rollout = (tree.get("actor_rollout_ref") or {}).get("rollout") or {}
+    engine = str(rollout.get("name"))
+    known = compat().engine_arguments.get(engine, {})
+    own = (rollout.get("engine_kwargs") or {}).get(engine) or {}
+    notes = []
+    for name in sorted(own.keys() & known.keys()):
+        rollout[known[name]] = own.pop(name)
+        notes.append(f"actor_rollout_ref.rollout.engine_kwargs.{engine}.{name} sets actor_rollout_ref.rollout.{known[name]}")
+    return notes
 
 
 @cache

@@ -12,8 +12,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from configs.argv import normalise
+from configs.checks_rollout import TAKEN_SGLANG_ARGUMENTS, TAKEN_VLLM_ARGUMENTS
 from configs.compat import Accepted, compat
-from configs.compose import compose
+from configs.compose import compose, compose_with_notes
 from configs.keys import CONFIG_DIR, ConfigError, Keys, keys_of
 from configs.load import load_sft
 from configs.schema.evaluation import EvaluationConfig
@@ -100,8 +101,25 @@ def test_aliases_lead_to_keys_of_some_program_and_hide_none() -> None:
     programs = [keys_of(schema) for schema in SCHEMAS]
     for other, ours in compat().alias.items():
         assert any(keys.knows(ours.removesuffix(".*")) for keys in programs), ours
-        hidden = [keys for keys in programs if keys.knows(other.removesuffix(".*")) and keys.knows(ours.removesuffix(".*"))]
-        assert all(keys.is_free_form(other) for keys in hidden), other  # below engine_kwargs; there it would be refused
+        assert not any(keys.knows(other.removesuffix(".*")) and keys.knows(ours.removesuffix(".*")) for keys in programs), other
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_arguments_of_the_chosen_engine_alone_are_keys_of_ours(engine: str) -> None:
+    """As there they win over the key; wrong ones are told by it."""
+    rollout = "actor_rollout_ref.rollout"
+    taken = {"vllm": TAKEN_VLLM_ARGUMENTS, "sglang": TAKEN_SGLANG_ARGUMENTS}[engine]
+    known = compat().engine_arguments[engine]
+    assert known.keys() <= taken and {f"{rollout}.{name}" for name in known.values()} <= keys_of(PPOConfig).leaves.keys()
+    length, other = {"vllm": ("max_model_len", "sglang"), "sglang": ("context_length", "vllm")}[engine]
+    words = [f"{rollout}.name={engine}", f"{rollout}.max_model_len=1100", f"+{rollout}.engine_kwargs.{engine}.{length}=1200"]
+    words += [f"+{rollout}.engine_kwargs.{other}.dtype=float16"]
+    config, _, notes = compose_with_notes("ppo_trainer", PPOConfig, words)
+    assert config.actor_rollout_ref.rollout.max_model_len == 1200
+    assert config.actor_rollout_ref.rollout.dtype == compose("ppo_trainer", PPOConfig).actor_rollout_ref.rollout.dtype
+    assert notes == [f"{rollout}.engine_kwargs.{engine}.{length} sets {rollout}.max_model_len"]
+    with pytest.raises(ConfigError, match=rf'{rollout}\.max_model_len="long": must be'):
+        compose("ppo_trainer", PPOConfig, [words[0], f"+{rollout}.engine_kwargs.{engine}.{length}=long"])
 
 
 def test_what_is_left_out_or_refused_is_no_key_of_ours() -> None:
