@@ -74,6 +74,7 @@ def fsdp_config(dtype: str = "float32", **changes: Any) -> FSDPConfig:
         "model_dtype": dtype,
         "dtype": dtype,
         "reshard_after_forward": True,
+        "use_no_sync_for_gradient_accumulation": False,
         "param_offload": False,
         "optimizer_offload": False,
         "fsdp_size": -1,

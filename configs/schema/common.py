@@ -75,6 +75,7 @@ class FSDPConfig:
     model_dtype: Dtype
     dtype: Dtype
     reshard_after_forward: bool
+    use_no_sync_for_gradient_accumulation: bool
     param_offload: bool
     optimizer_offload: bool
     fsdp_size: Annotated[int, Ge(-1)]

@@ -53,6 +53,7 @@ def spec_of(path: str) -> EngineSpec:
             model_dtype="float32",
             dtype="float32",
             reshard_after_forward=True,
+            use_no_sync_for_gradient_accumulation=False,
             param_offload=False,
             optimizer_offload=False,
             fsdp_size=-1,

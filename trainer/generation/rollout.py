@@ -58,6 +58,7 @@ def start_engine(hosts: WorkerGroup, spec: RolloutSpec, watchdog: Watchdog, *, s
         model_dtype=dtype,
         dtype=dtype,
         reshard_after_forward=True,
+        use_no_sync_for_gradient_accumulation=False,
         param_offload=True,
         optimizer_offload=False,
         fsdp_size=-1,

@@ -60,6 +60,7 @@ class Role:
             trained=self.learns is not None and not self.adapter,
             optimizer_offload=fsdp.optimizer_offload,
             several=self.several,
+            no_sync=fsdp.use_no_sync_for_gradient_accumulation,
             offload=model is not None and model.enable_activation_offload,
             pieces=model.tiled_mlp.num_shards if model is not None and model.tiled_mlp.enabled else 1,
         )

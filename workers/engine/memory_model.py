@@ -77,9 +77,9 @@ class Setting:
 
     gpus: over which parameters are sharded. sp: Ulysses ranks a row is cut over. kept, compute: bytes of a number in
     model_dtype and dtype. trained: all weights; False: a frozen base, as under LoRA, whose adapter is left out of the
-    count. several: a step has more than one micro-batch, whose gradients add up unsharded. gqa: attention's kernel takes
-    fewer key heads than query heads. offload, pieces: model.enable_activation_offload, and model.tiled_mlp's num_shards, 1
-    without it.
+    count. several: a step has more than one micro-batch; no_sync: their gradients are reduced over GPUs in the last
+    one only. gqa: attention's kernel takes fewer key heads than query heads. offload, pieces: enable_activation_offload of
+    the model, and num_shards of its tiled_mlp, 1 without it.
     """
 
     gpus: int = 1
@@ -89,9 +89,15 @@ class Setting:
     trained: bool = True
     optimizer_offload: bool = False
     several: bool = False
+    no_sync: bool = False
     gqa: bool = True
     offload: bool = False
     pieces: int = 1
+
+    @property
+    def unsharded(self) -> bool:
+        """Gradients of earlier micro-batches are whole on every GPU. With one GPU that is no more than its shard."""
+        return self.several and (self.no_sync or self.gpus == 1)
 
 
 def parameters(shape: Shape, setting: Setting) -> float:
@@ -107,12 +113,16 @@ def moments(shape: Shape, setting: Setting) -> float:
 def gradients(shape: Shape, setting: Setting, layers_left: float) -> float:
     """When ``layers_left`` decoder layers have not yet had their backward: each layer's arrive sharded, as its backward ends.
 
-    With several micro-batches all of them lie there unsharded in float32, from the first micro-batch on.
+    With several micro-batches the sums of earlier ones are there from the first on: sharded, at least in float32, to which each
+    layer's are added as they arrive; or unsharded in float32.
     """
     if not setting.trained:
         return 0.0
-    if setting.several:
+    if setting.unsharded:
         return float(FLOAT32 * shape.parameters)
+    if setting.several:
+        arriving = 0.0 if setting.kept >= FLOAT32 else setting.kept * (shape.layers - layers_left) * shape.layer_parameters
+        return (max(setting.kept, FLOAT32) * shape.parameters + arriving) / setting.gpus
     return setting.kept * (shape.layers - layers_left) * shape.layer_parameters / setting.gpus
 
 
@@ -123,8 +133,8 @@ def gathered(shape: Shape, setting: Setting, layers: int) -> float:
 
 def head_gradient(shape: Shape, setting: Setting) -> float:
     """Of the language head, whole, in the compute dtype: it waits for the embedding's, at the end of the backward. With several
-    micro-batches it is among theirs."""
-    return setting.compute * shape.vocabulary * shape.hidden if setting.trained and not setting.several else 0.0
+    micro-batches that are kept unsharded it is among theirs."""
+    return setting.compute * shape.vocabulary * shape.hidden if setting.trained and not setting.unsharded else 0.0
 
 
 def reducing(shape: Shape, setting: Setting) -> float:

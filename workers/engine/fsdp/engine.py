@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from configs.schema.common import FSDPConfig
@@ -157,6 +158,7 @@ class FSDPEngine(TrainEngine):
             tokens = batch.total_tokens if self.mesh.is_output_rank else 0
             balance = LoadBalance(coefficient, self._model.top_k, tokens, self.device)
         prompts = self.prompts(batch)
+        sums: dict[str, Tensor] = {}
         for i, chosen in enumerate(plan):
             self._reduce_gradients(i == len(plan) - 1)
             rows, shared = micro_batch(batch, chosen, self.device), self._shared(batch, prompts, chosen)
@@ -169,7 +171,19 @@ class FSDPEngine(TrainEngine):
                 told.append(metrics)
                 total = total + added
             total.backward()
+            if len(plan) > 1:
+                self._sum_in_float32(sums)
+        for name, summed in sums.items():
+            self._params[name].grad = like(self._params[name], summed.to(self._params[name].dtype))
         return join_metrics([*told, balance.metrics()] if balance is not None else told)
+
+    def _sum_in_float32(self, sums: dict[str, Tensor]) -> None:
+        """Move the gradients of parameters that are narrower than float32 into ``sums``: FSDP would add up those of the
+        micro-batches in the parameters' dtype, and bfloat16 loses what is 256 times smaller than the sum."""
+        for name, param in self._params.items():
+            if param.grad is not None and param.dtype.itemsize < torch.float32.itemsize and isinstance(param, DTensor):
+                shard, param.grad = local(param.grad), None
+                sums[name] = sums[name].add_(shard) if name in sums else shard.float()
 
     def _drop_step(self) -> None:
         """After an exception anywhere in ``accumulate``: no gradient, nothing gathered, and the memory back."""
@@ -187,10 +201,18 @@ class FSDPEngine(TrainEngine):
             torch.cuda.empty_cache()
 
     def _reduce_gradients(self, last: bool) -> None:
-        """Gradients cross ranks once, in the last micro-batch; before it they add up unsharded."""
+        """Which gradients the next backward reduces over ranks.
+
+        Each micro-batch is reduced over the ranks that share one copy of the model, so that gradients accumulate sharded: kept
+        unsharded, they take 4 bytes a parameter on every GPU, however many there are. Copies (HSDP) are summed in the last
+        micro-batch. With use_no_sync_for_gradient_accumulation all of it waits for the last one, and so it does where one rank
+        holds the whole model: there sharded gradients are no smaller.
+        """
         if isinstance(self._model, FSDPModule):
-            self._model.set_requires_gradient_sync(last)
-            self._model.set_is_last_backward(last)
+            wait = self.fsdp.use_no_sync_for_gradient_accumulation or self._device_mesh["shard"].size() == 1
+            self._model.set_requires_gradient_sync(last or not wait)
+            self._model.set_requires_all_reduce(last)
+            self._model.set_is_last_backward(last or not wait)
             # Parameters that may stay gathered from forward to backward may stay until the last backward.
             self._model.set_reshard_after_backward(last or self.fsdp.reshard_after_forward)
 

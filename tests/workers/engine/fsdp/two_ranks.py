@@ -7,11 +7,26 @@ import torch
 import torch.distributed as dist
 
 from configs.schema.common import TiledMLPConfig
+from scripts.bench.memory import Alive
+from tests.tiny import save_tiny_model
 from tests.workers.engine.fsdp.cases import MODES, all_cuts, exported, invariance_batch, shards, train, training_batch
 from tests.workers.engine.fsdp.pairs import pair_batch, pair_cuts, reward_loss, save_reward_model
 from tests.workers.engine.toy import Shifted, ToyLoss, ValueLoss, cut, gradients, toy_batch, toy_engine
-from workers.engine.fsdp.sharding import full
+from workers.engine.fsdp.sharding import full, local
 from workers.metric import plain_numbers
+
+REDUCED = ("each", "last")
+"""In which micro-batches gradients cross ranks."""
+LARGER: dict[str, Any] = {
+    "hidden_size": 128,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 512,
+    "vocab_size": 61,
+    "tie_word_embeddings": False,
+}
 
 
 def main(rank: int, directory: str, models: dict[str, str]) -> None:
@@ -19,7 +34,8 @@ def main(rank: int, directory: str, models: dict[str, str]) -> None:
     path = Path(directory)
     dist.init_process_group("gloo", init_method=f"file://{path / 'rendezvous_of_two'}", rank=rank, world_size=2)
     checks = (
-        invariance, parity, checkpoint, from_one_rank, value_head, options, export, skipping, lora, reward_head, experts,
+        invariance, accumulation, memory, parity, checkpoint, from_one_rank, value_head, options, export, skipping, lora,
+        reward_head, experts,
     )  # fmt: skip
     found: dict[str, Any] = {check.__name__: check(rank, path, models) for check in checks}
     torch.save(found, path / f"rank_{rank}.pt")
@@ -34,6 +50,38 @@ def invariance(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
             for name, (shares, plans) in all_cuts(invariance_batch(mode, dtype), 2).items():
                 grads = gradients(engine, shares[rank], plans[rank], ToyLoss())
                 found[f"{dtype} {mode} {name}"] = grads if rank == 0 else {}
+    return found
+
+
+def accumulation(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
+    """Gradients of a batch in eight micro-batches, reduced in each or in the last one, and in one; by dtype of the parameters."""
+    batch, found = toy_batch([31, 7, 64, 12, 90, 5, 41, 28, 77, 50, 16, 33, 8, 60, 21, 45]), {}
+    for kept in ("float64", "float32", "bfloat16"):
+        for name in ("one", *REDUCED):
+            changes = {"model_dtype": kept, "use_no_sync_for_gradient_accumulation": name == "last"}
+            engine = toy_engine(models["qwen2"], dtype="float64" if kept == "float64" else "float32", **changes)
+            shares, plans = cut(batch, 2, max_tokens=2000) if name == "one" else cut(batch, 2, max_rows=1)
+            assert len(plans[rank]) == (1 if name == "one" else 8)
+            found[f"{kept} {name}"] = gradients(engine, shares[rank], plans[rank], ToyLoss())
+    return found
+
+
+def memory(rank: int, path: Path, models: dict[str, str]) -> dict[str, int]:
+    """Bytes of tensors at the fullest moment of a train step of two micro-batches, of a model that is larger than its rows."""
+    if rank == 0:
+        save_tiny_model(path / "larger", **LARGER)
+    dist.barrier()
+    found = {}
+    for name in REDUCED:
+        changes: dict[str, Any] = {"use_no_sync_for_gradient_accumulation": name == "last", "enable_gradient_checkpointing": True}
+        engine = toy_engine(str(path / "larger"), dtype="bfloat16", model_dtype="float32", **changes)
+        batch, plan = toy_batch([256, 256]), ((0,), (1,))
+        engine.train_step(batch, plan, ToyLoss())  # what is made once is made
+        assert engine._optimizer is not None
+        kept = [*(local(param) for param in engine._params.values()), *engine._optimizer.moments().values()]
+        with Alive(kept) as alive:
+            engine.train_step(batch, plan, ToyLoss())
+        found[name] = alive.most
     return found
 
 
