@@ -25,6 +25,8 @@ from workers.batch import Batch
 WHOLE_STEP = "step"
 """The phase that all others lie in, save those of AFTER_STEP."""
 AFTER_STEP = ("testing", "save_checkpoint")
+WITHIN = ("verify_weights", "engine_sleep", "engine_wake", "release_memory", "gc")
+"""Times of workers, which are parts of other phases."""
 UNNAMED = "prompts"
 """The data source of data that name none."""
 

@@ -18,7 +18,7 @@ import yaml
 from trainer.answers import shown
 from trainer.charts import Chart, Curve, Lanes, Stack, draw, duration, lanes, number, smooth, stack
 from trainer.dumps import Sample
-from trainer.metrics import AFTER_STEP, WHOLE_STEP
+from trainer.metrics import AFTER_STEP, WHOLE_STEP, WITHIN
 from trainer.page import render
 from trainer.run_dir import (
     ANSWERS,
@@ -323,7 +323,7 @@ def phase_seconds(steps: Sequence[Mapping[str, float]]) -> tuple[list[str], list
     """Phases in the order in which they first came, the step's rest last; steps; seconds of each step by phase."""
     timed = [entry for entry in steps if f"timing_s/{WHOLE_STEP}" in entry]
     names = dict.fromkeys(name.removeprefix("timing_s/") for entry in timed for name in entry if name.startswith("timing_s/"))
-    phases = [name for name in names if name != WHOLE_STEP]
+    phases = [name for name in names if name not in (WHOLE_STEP, *WITHIN)]
     parts = []
     for entry in timed:
         spent = [entry.get(f"timing_s/{phase}", 0.0) for phase in phases]

@@ -19,7 +19,7 @@ from workers.controller.group import WorkerInfo
 from workers.determinism import repeating_kernels
 from workers.engine import make_engine
 from workers.engine.base import EngineSpec, LossSpec
-from workers.residency import Residency, Tenant
+from workers.residency import GCTime, Residency, Tenant
 from workers.roles.model import ModelRole
 from workers.roles.rollout import RolloutRole
 from workers.rollout import make_rollout
@@ -49,8 +49,10 @@ class Host:
         self.device = device
         self._opened = ExitStack()
         self._doubtful = self._opened.enter_context(repeating_kernels()) if deterministic else set()
-        self.residency = Residency()
+        self.residency = Residency(device)
         self.roles: dict[str, ModelRole | RolloutRole] = {}
+        self._gc_time = GCTime()
+        self._opened.callback(self._gc_time.close)
         if device == "cuda":
             torch.cuda.set_device(info.local_rank)
             if memory_fraction < 1.0:
@@ -98,10 +100,11 @@ class Host:
         source: str | None,
         during: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> tuple[int, bool]:
+        self.residency.release_cached_memory()  # an engine sizes itself by what is free
         rollout = make_rollout(spec, self.info)
         self.residency.add_rollout(rollout, free_cache_engine=spec.rollout.free_cache_engine)
         sync = WeightSync(rollout, weights, spec.rollout, self.info.rank)
-        self.roles[role] = RolloutRole(rollout, source, self.residency, sync, during)
+        self.roles[role] = RolloutRole(rollout, source, self.residency, sync, during, self._gc_time)
         replica, rank_in_it = divmod(self.info.rank, rollout.tensor_parallel_size)
         if spec.run_dir is not None and rank_in_it == 0:
             rollout.progress = Progress(progress_file(spec.run_dir, replica))
@@ -145,7 +148,7 @@ class Host:
             if isinstance(role, RolloutRole):
                 role.rollout.close()
         self.roles.clear()
-        self.residency = Residency()
+        self.residency = Residency(self.device)
         gc.collect()
         dist.destroy_process_group()
         self._opened.close()

@@ -9,14 +9,22 @@ generate   may be away          may be away   may be away           awake
 «May be away»: on the host if the role's param_offload or optimizer_offload says so. free_cache_engine=false keeps the
 rollout engine awake, and so does having no model beside it. Two full copies of the weights plus a KV cache never coexist
 where the actor is offloaded.
+
+Engines such as vLLM and SGLang take device memory from the driver, and see as free only what torch's caching allocator has
+given back. After an update the allocator still holds the activations' memory, often most of the GPU: it is released before the
+engine takes any (measured: 39 GB free before the release, 116 GB after it, where the engine wants 99).
 """
 
 from __future__ import annotations
 
+import gc
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
+
+import torch
 
 from workers.engine.base import TrainEngine
 from workers.rollout.base import Rollout
@@ -33,8 +41,28 @@ class Tenant:
     optimizer_offload: bool
 
 
-class Residency:
+class GCTime:
+    """Seconds that this process spends in Python's garbage collector, from now on."""
+
     def __init__(self) -> None:
+        self.seconds = self._start = 0.0
+        gc.callbacks.append(self._record)
+
+    def _record(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._start = time.perf_counter()
+        else:
+            self.seconds += time.perf_counter() - self._start
+
+    def close(self) -> None:
+        gc.callbacks.remove(self._record)
+
+
+class Residency:
+    def __init__(self, device: Literal["cpu", "cuda"] = "cpu") -> None:
+        self.device = device
+        self.seconds: dict[str, float] = {}
+        """What sleep, wake and the release of cached memory took since ``take_seconds``."""
         self.phase: Phase = "rest"
         self._tenants: dict[str, Tenant] = {}
         self._rollout: Rollout | None = None
@@ -51,7 +79,34 @@ class Residency:
         assert self._rollout is None, "one rollout engine a process"
         self._rollout, self._rollout_sleeps = rollout, free_cache_engine
         if free_cache_engine:
+            self._sleep(rollout)
+
+    def release_cached_memory(self) -> None:
+        """Return device memory that torch's allocator holds but no tensor uses to the driver, for those who ask the driver."""
+        if self.device == "cuda":
+            with self._timed("release_memory"):
+                torch.cuda.empty_cache()
+
+    def take_seconds(self) -> dict[str, float]:
+        """``seconds`` by name, which then start from 0."""
+        seconds, self.seconds = self.seconds, {}
+        return seconds
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def _sleep(self, rollout: Rollout) -> None:
+        with self._timed("engine_sleep"):
             rollout.sleep()
+
+    def _wake(self, rollout: Rollout, *, weights: bool, kv_cache: bool) -> None:
+        if rollout.takes_driver_memory and self._rollout_sleeps:
+            self.release_cached_memory()
+        with self._timed("engine_wake"):
+            rollout.wake(weights=weights, kv_cache=kv_cache)
 
     def enter(self, phase: Phase, role: str | None = None) -> None:
         """Move everything to where ``phase`` of ``role`` wants it. Memory is given back before any is taken.
@@ -62,19 +117,20 @@ class Residency:
         match phase:
             case "forward" | "train":
                 if self._rollout is not None and self._rollout_sleeps and self.phase in ("sync", "generate"):
-                    self._rollout.sleep()
+                    self._sleep(self._rollout)
                 self._place(active=role, training=phase == "train")
             case "sync":
                 self._place(active=role, training=False)
                 if self._rollout is not None:
-                    self._rollout.wake(weights=True, kv_cache=False)
+                    self._wake(self._rollout, weights=True, kv_cache=False)
             case "generate":
                 assert self._rollout is not None, "phase generate: no rollout engine here"
                 assert self.phase in ("sync", "generate") or not self._rollout_sleeps, (
                     f"phase generate after {self.phase}: the rollout engine slept and has no weights; sync first"
                 )
                 self._place(active=self._weights_shared_by, training=False)
-                self._rollout.wake(weights=False, kv_cache=True)
+                if self.phase != "generate":
+                    self._wake(self._rollout, weights=False, kv_cache=True)
             case "rest":
                 self._place(active=None, training=False)
         self.phase = phase

@@ -55,15 +55,19 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         args.model = f"{folder}/model"
-        torch.manual_seed(0)
-        with torch.device(args.device):
-            AutoModelForCausalLM.from_config(qwen2(args.shape), dtype=torch.float32).save_pretrained(args.model)
+        torch.multiprocessing.spawn(save_model, args=(args.shape, args.device, args.model))  # its device memory ends with it
         found = {case: measure(case, args, Path(folder)) for case in args.cases}
     first = next(iter(found.values()))["tokens_per_second_per_gpu"]
     for result in found.values():
         result["x"] = round(result["tokens_per_second_per_gpu"] / first, 2)
     settings = {name: value for name, value in vars(args).items() if name not in ("cases", "model")}
     print(json.dumps({"settings": settings, **found}, indent=1))
+
+
+def save_model(rank: int, shape: str, device: str, path: str) -> None:
+    torch.manual_seed(0)
+    with torch.device(device):
+        AutoModelForCausalLM.from_config(qwen2(shape), dtype=torch.float32).save_pretrained(path)
 
 
 def sizes_of(case: str) -> tuple[list[str], int]:

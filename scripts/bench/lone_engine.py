@@ -41,8 +41,9 @@ class LoneEngine:
             lora_rank=0, lora_alpha=16.0, target_modules="all-linear", lora_adapter_path=None, router_aux_loss_coef=0.0,
         )  # fmt: skip
         sharding = FSDPConfig(
-            model_dtype=self.model_dtype, dtype=self.dtype, reshard_after_forward=True, use_no_sync_for_gradient_accumulation=False, param_offload=False,
-            optimizer_offload=self.optimizer_offload, fsdp_size=-1, ulysses_sequence_parallel_size=1,
+            model_dtype=self.model_dtype, dtype=self.dtype, reshard_after_forward=True,
+            use_no_sync_for_gradient_accumulation=False, param_offload=False, optimizer_offload=self.optimizer_offload,
+            fsdp_size=-1, ulysses_sequence_parallel_size=1,
         )  # fmt: skip
         cuda = self.device == "cuda"
         if not cuda:

@@ -1,14 +1,18 @@
 """Who is where in each phase, seen by engines that only remember what they were told."""
 
-from typing import Any, cast
+import gc
+from typing import Any, Literal, cast
 
 import pytest
+import torch
 
-from workers.residency import Residency, Tenant
+from workers.residency import GCTime, Residency, Tenant
 
 
 class Told:
     """Remembers moves, sleeps and wakes in order, in a book that all share."""
+
+    takes_driver_memory = True
 
     def __init__(self, name: str, book: list[tuple[str, str]]) -> None:
         self.name, self.book = name, book
@@ -28,10 +32,10 @@ class Told:
 
 
 def household(
-    *, free_cache_engine: bool = True, offload: bool = True
+    *, free_cache_engine: bool = True, offload: bool = True, device: Literal["cpu", "cuda"] = "cpu"
 ) -> tuple[Residency, dict[str, Told], list[tuple[str, str]]]:
     book: list[tuple[str, str]] = []
-    residency, told = Residency(), {name: Told(name, book) for name in ("actor", "critic", "rollout")}
+    residency, told = Residency(device), {name: Told(name, book) for name in ("actor", "critic", "rollout")}
     for role in ("actor", "critic"):
         residency.add_model(role, Tenant(cast(Any, told[role]), param_offload=offload, optimizer_offload=offload))
     residency.add_rollout(cast(Any, told["rollout"]), free_cache_engine=free_cache_engine)
@@ -123,3 +127,51 @@ def test_an_engine_that_never_sleeps_may_generate_at_once() -> None:
     one_step(residency)
     residency.enter("generate")
     assert ("rollout", "sleep") not in book
+
+
+def test_cached_memory_is_released_before_the_engine_takes_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between an update and the engine's wake torch's allocator holds the activations' memory, which the engine cannot use."""
+    residency, _, book = household(device="cuda")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: book.append(("torch", "release")))
+    one_step(residency)
+    book.clear()
+    residency.enter("sync", "actor")
+    assert book[-2:] == [("torch", "release"), ("rollout", "wake weights")]
+    residency.enter("generate")
+    assert book[-2:] == [("torch", "release"), ("rollout", "wake kv_cache")]
+    book.clear()
+    residency.enter("generate")
+    assert book == [], "awake already"
+    residency.enter("train", "actor")
+    assert ("torch", "release") not in book, "the trainer keeps its cache: to take memory anew costs time"
+
+
+@pytest.mark.parametrize("case", ["cpu", "embedded", "awake"])
+def test_nothing_is_released_where_no_engine_needs_it(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """On CPU; for an engine within torch's allocator; for one that never sleeps."""
+    residency, told, book = household(device="cpu" if case == "cpu" else "cuda", free_cache_engine=case != "awake")
+    told["rollout"].takes_driver_memory = case != "embedded"
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: book.append(("torch", "release")))
+    one_step(residency)
+    residency.enter("sync", "actor")
+    assert ("torch", "release") not in book
+
+
+def test_sleep_wake_and_release_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    residency, _, _ = household(device="cuda")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    residency.take_seconds()
+    one_step(residency)
+    seconds = residency.take_seconds()
+    assert seconds.keys() == {"engine_sleep", "engine_wake", "release_memory"} and min(seconds.values()) > 0
+    assert residency.take_seconds() == {}
+
+
+def test_seconds_in_the_garbage_collector() -> None:
+    collected = GCTime()
+    gc.collect()
+    first = collected.seconds
+    assert first > 0
+    collected.close()
+    gc.collect()
+    assert collected.seconds == first

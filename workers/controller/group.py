@@ -18,8 +18,8 @@ TOLD_RANKS = 4  # of those that are late, so many are told of
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """Where a worker stands: the first argument of its constructor. local_rank: its slot of the node, on CUDA its device.
-    master_addr, master_port: a free port on rank 0's node."""
+    """Where a worker stands: the first argument of its constructor. local_rank: its slot of the node, on CUDA its device among
+    those it sees. master_addr, master_port: a free port on rank 0's node."""
 
     rank: int
     world_size: int

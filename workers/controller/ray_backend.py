@@ -71,7 +71,7 @@ class RayBackend(Backend):
         self._places = Places(join_seconds if self._joined else None)
         environment = {
             "PYTHONPATH": os.pathsep.join(import_path()),
-            "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",  # workers see all GPUs and take one by their local rank
+            "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",  # set in launch: all GPUs of the run, by Place
         }
         try:
             with handlers_kept():
@@ -133,7 +133,7 @@ class RayBackend(Backend):
         actors: list[Any] = []
         for rank in range(pool.world_size):
             node, _ = pool.place(rank)
-            strategy = PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=node)
+            strategy = PlacementGroupSchedulingStrategy(place.group, placement_group_bundle_index=node)
             actors.append(ray.remote(RayShell).options(num_cpus=0, max_restarts=0, scheduling_strategy=strategy, **slot).remote())
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} if pool.device == "cpu" else {}
         ship = Shipper()
@@ -144,8 +144,10 @@ class RayBackend(Backend):
         for rank, actor in enumerate(actors):
             node, local_rank = pool.place(rank)
             standing = (rank, pool.world_size, local_rank, node)
-            actor.launch.remote(standing, address, logs[rank], {**threads, **(env or {})}, ship(worker), names, *parcels)
-        group = WorkerGroup(name, pool.world_size, RayTransport(actors, Ranks(homes, logs), place if pool.room is None else None))
+            environment = {**threads, **place.environment(node), **(env or {})}
+            actor.launch.remote(standing, address, logs[rank], environment, ship(worker), names, *parcels)
+        own_place = place.group if pool.room is None else None
+        group = WorkerGroup(name, pool.world_size, RayTransport(actors, Ranks(homes, logs), own_place))
         self._opened.callback(group.shutdown)
         return group
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from workers.controller.logs import tell
 from workers.controller.resource_pool import ResourcePool
@@ -16,13 +18,27 @@ PLACE_SECONDS = 30.0
 LOOK_SECONDS = 0.5  # between looks at a cluster that grows
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Reserved slots: a bundle of ``group`` for each node. gpus: the ids of the GPUs in each, as CUDA_VISIBLE_DEVICES takes them;
+    None where a slot is no GPU."""
+
+    group: PlacementGroup
+    gpus: tuple[tuple[str, ...], ...] | None
+
+    def environment(self, node: int) -> dict[str, str]:
+        """Workers see all GPUs of the run on their node, in the order of its slots, and no others: on a cluster that runs other
+        jobs too, GPU 0 of the node may be one of theirs."""
+        return {} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus[node])}
+
+
 class Places:
     def __init__(self, join_seconds: float | None) -> None:
         """join_seconds: so long a cluster that was joined may take to become large enough; None: it is ours."""
         self._join_seconds = join_seconds
-        self._rooms: dict[ResourcePool, PlacementGroup] = {}
+        self._rooms: dict[ResourcePool, Place] = {}
 
-    def of(self, pool: ResourcePool) -> PlacementGroup:
+    def of(self, pool: ResourcePool) -> Place:
         """A bundle a node; those of a room that several pools are in are taken with the first of these, and kept.
 
         Raises ValueError, with the arithmetic, if there are not enough slots.
@@ -33,7 +49,7 @@ class Places:
             self._rooms[pool.room] = self._taken(pool.room)
         return self._rooms[pool.room]
 
-    def _taken(self, pool: ResourcePool) -> PlacementGroup:
+    def _taken(self, pool: ResourcePool) -> Place:
         """The ranks of a node on one node, different nodes on different ones."""
         kind, what = ("GPU", "GPUs") if pool.device == "cuda" else (SLOT, f"slots ({SLOT})")
         need = sorted(pool.n_per_node, reverse=True)
@@ -50,7 +66,7 @@ class Places:
             free = int(ray.available_resources().get(kind, 0))
             remove_placement_group(place)
             raise ValueError(f"{wish}; {free} of {sum(have)} are free after {PLACE_SECONDS:g} s: others hold the rest")
-        return place
+        return Place(place, gpus_of(place, pool.n_per_node) if pool.device == "cuda" else None)
 
     def _slots(self, kind: str, need: Sequence[int], wish: str) -> list[int]:
         """Of each node, the most first. Nodes that are still to join are waited for; what there is, is told when it changes."""
@@ -64,6 +80,20 @@ class Places:
                 tell(f"{wish}; the nodes of this Ray have {have}: {limit}")
                 told = have
             time.sleep(LOOK_SECONDS)
+
+
+def gpus_of(group: PlacementGroup, n_per_node: Sequence[int]) -> tuple[tuple[str, ...], ...]:
+    """Which GPUs Ray has given to each bundle: a task that asks for all of them is told their ids."""
+    asked = []
+    for node, n in enumerate(n_per_node):
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node)
+        asked.append(ray.remote(own_gpus).options(num_cpus=0, num_gpus=n, scheduling_strategy=strategy).remote())
+    return tuple(ray.get(asked, timeout=PLACE_SECONDS))
+
+
+def own_gpus() -> tuple[str, ...]:
+    """Of the task or actor that calls it, in the order of their numbers."""
+    return tuple(sorted(map(str, ray.get_gpu_ids()), key=lambda gpu: (len(gpu), gpu)))
 
 
 def suffices(have: Sequence[int], need: Sequence[int]) -> bool:

@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 
 from workers.batch import Batch
-from workers.metric import Metrics
-from workers.residency import Residency
+from workers.metric import Metric, Metrics
+from workers.residency import GCTime, Residency
 from workers.rollout.base import Completion, Request, Rollout, Sampling
 from workers.rollout.weight_sync import WeightSync
 
@@ -23,19 +23,23 @@ class RolloutRole:
         residency: Residency,
         sync: WeightSync,
         during: Callable[[], AbstractContextManager[None]] = nullcontext,
+        gc_time: GCTime | None = None,
     ) -> None:
         """source: the role in this process whose weights the engine generates with, if it is here. sync: from it to the engine;
-        all of it happens in a ``during()``."""
+        all of it happens in a ``during()``. gc_time: of this process, to be reported."""
         self.rollout = rollout
         self.source = source
         self.residency = residency
         self.sync = sync
         self.during = during
+        self.gc_time = gc_time
 
     def sync_weights(self, version: int) -> Metrics:
         """Bring the engine's weights up to the source's, and let a source that is here leave the device. Collective.
 
-        Metrics: what of the engine's weights was verified. Raises WeightMismatch.
+        Metrics: what of the engine's weights was verified; and, since the last sync, the slowest rank's seconds of engine_sleep,
+        engine_wake, release_memory (see Residency) and gc, which are parts of the phases in which they happened. Raises
+        WeightMismatch.
         """
         with self.during():
             self.residency.share_weights_of(None)
@@ -43,7 +47,10 @@ class RolloutRole:
             shared, metrics = self.sync(version)
             if shared:
                 self.residency.share_weights_of(self.source)
-        return metrics
+        seconds = self.residency.take_seconds()
+        if self.gc_time is not None:
+            seconds["gc"], self.gc_time.seconds = self.gc_time.seconds, 0.0
+        return metrics | {f"timing_s/{name}": Metric.max(spent) for name, spent in seconds.items()}
 
     def generate(self, prompts: Batch, sampling: Sampling) -> Batch:
         """prompts: B rows of input_ids, rows["seed"], rows["greedy"] (whatever the sampling). Returns B rows in the same order:

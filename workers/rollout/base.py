@@ -99,6 +99,8 @@ def check_requests(requests: Sequence[Request], unfinished: Collection[int], *, 
 class Rollout(ABC):
     tensor_parallel_size = 1
     """Consecutive ranks that are one engine: they get the same calls with the same arguments, and answer alike."""
+    takes_driver_memory = False
+    """On CUDA its memory does not come from this process's torch allocator: what that caches is not free for the engine."""
     keeps_weights = False
     """What load_weights has brought outlives sleep, so that load_adapter alone has to follow."""
     _weights_awake = _cache_awake = True

@@ -15,6 +15,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -69,6 +70,8 @@ class Asked:
 class SGLangRollout(Rollout):
     """On the other ranks of a replica there is no engine: they are told the same, answer nothing, and give their weights."""
 
+    takes_driver_memory = True
+
     def __init__(self, spec: RolloutSpec, place: WorkerInfo) -> None:
         self.tensor_parallel_size = spec.rollout.tensor_model_parallel_size
         self.max_length = spec.max_model_len
@@ -92,6 +95,7 @@ class SGLangRollout(Rollout):
         self._base_there = False
         self.engine: Client | None = None
         self._cache_bytes = 0.0
+        self._wait_for_replica()
         if place.rank % self.tensor_parallel_size == 0:
             arguments, environment = engine_arguments(spec, place.local_rank), ENVIRONMENT
             if self.adapter is not None:
@@ -291,10 +295,17 @@ class SGLangRollout(Rollout):
 
     def wake(self, *, weights: bool, kv_cache: bool) -> None:
         wanted = {"weights": weights and not self._weights_awake, "kv_cache": kv_cache and not self._cache_awake}
+        if any(wanted.values()):
+            self._wait_for_replica()
         if self.engine is not None and any(wanted.values()):
             self.engine.call("resume", [tag for tag, is_wanted in wanted.items() if is_wanted])
         self._weights_awake |= weights
         self._cache_awake |= kv_cache
+
+    def _wait_for_replica(self) -> None:
+        """The engine's processes take memory of every rank's device: all ranks have released theirs when this returns."""
+        if self.tensor_parallel_size > 1:
+            dist.all_reduce(torch.zeros(1))  # on CPU: a barrier of nccl's would itself take memory
 
     def close(self) -> None:
         if self.engine is not None:

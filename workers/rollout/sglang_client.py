@@ -92,9 +92,11 @@ class SharedBucket:
         return self.number, memory
 
     def let_go(self) -> None:
-        """Of memory of a GPU, which others need now."""
+        """Of memory of a GPU, which others need now; torch keeps what other processes had open until it is collected."""
         if self.device.type == "cuda":
             self._memory = self._nothing
+            torch.cuda.ipc_collect()
+            torch.cuda.empty_cache()
 
     def room(self, numel: int) -> Tensor:
         """(numel,) of the bucket's type. What was there before is lost. Raises RuntimeError if there is too little."""

@@ -54,6 +54,7 @@ class Answer:
 
 
 class VLLMRollout(Rollout):
+    takes_driver_memory = True
     _fenced: Callable[[], AbstractContextManager[None]]
     _packed: Callable[..., list[HeldWeight]]
     _adapter: ExpectedAdapter | None = None

@@ -237,13 +237,31 @@ def test_ray_wants_its_token(token: dict[str, str], said: str, pair: WorkerGroup
     assert said in asked.stderr
 
 
-def test_on_cuda_a_slot_is_a_gpu_and_the_worker_chooses_its_own(backend: RayBackend) -> None:
+def test_on_cuda_a_slot_is_a_gpu_of_those_that_ray_has_given(backend: RayBackend) -> None:
     with pytest.raises(ValueError, match=r"needs 3 GPUs, \[3\] on 1 node\(s\); the nodes of this Ray have \[2\], 2 together"):
         backend.start_group("gpus", ResourcePool((3,), "cuda", "gpus"), TOY)
     group = backend.start_group("gpus", ResourcePool((2,), "cuda", "gpus"), TOY)
     assert [info.local_rank for info in group.call("stands").result()] == [0, 1]
-    assert group.call("environment", "CUDA_VISIBLE_DEVICES").result() == [[os.environ.get("CUDA_VISIBLE_DEVICES")]] * 2
+    assert group.call("environment", "CUDA_VISIBLE_DEVICES").result() == [["0,1"]] * 2
     group.shutdown()
+
+
+def test_two_groups_on_cuda_have_gpus_of_their_own(backend: RayBackend) -> None:
+    """Both have a rank with local rank 0. Groups that share a room have the same GPUs, each its own slot."""
+    groups = [backend.start_group(name, ResourcePool((1,), "cuda", name), TOY) for name in ("first", "second")]
+    seen = [group.call("environment", "CUDA_VISIBLE_DEVICES").result()[0][0] for group in groups]
+    assert sorted(seen) == ["0", "1"]
+    assert [info.local_rank for group in groups for info in group.call("stands").result()] == [0, 0]
+    for group in groups:
+        group.shutdown()
+    room = ResourcePool((2,), "cuda", "room")
+    halves = [
+        backend.start_group(f"half_{n}", ResourcePool((1,), "cuda", f"half {n}", room=room, first_slot=n), TOY) for n in (0, 1)
+    ]
+    assert [half.call("environment", "CUDA_VISIBLE_DEVICES").result() for half in halves] == [[["0,1"]]] * 2
+    assert [half.call("stands").result()[0].local_rank for half in halves] == [0, 1]
+    for half in halves:
+        half.shutdown()
 
 
 def test_groups_work_at_the_same_time(backend: RayBackend, pair: WorkerGroup) -> None:
