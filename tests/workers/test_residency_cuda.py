@@ -1,4 +1,4 @@
-"""An engine wakes after an update that left nearly all of the GPU in torch's cache. Left out where there is no GPU, or no engine."""
+"""An engine wakes after an update that left nearly all of the GPU in torch's cache. Needs a GPU and the engine."""
 
 from dataclasses import replace
 from importlib.util import find_spec
