@@ -50,9 +50,10 @@ def main(rank: int, path: str, name: Literal["vllm", "sglang"]) -> None:
             engine.rollout.step()
     found: dict[str, Any] = {"unfinished": engine.rollout.unfinished, "total": torch.cuda.get_device_properties(0).total_memory}
     rows = 8
-    while torch.cuda.memory_reserved() < 0.3 * found["total"]:
-        actor.train_step(batch(rows), (tuple(range(rows)),))
+    actor.train_step(batch(rows), (tuple(range(rows)),))
+    while torch.cuda.mem_get_info()[0] > 0.7 * found["total"]:
         rows *= 2
+        actor.train_step(batch(rows), (tuple(range(rows)),))
     found["free"] = torch.cuda.mem_get_info()[0]
     found["metrics"] = sorted(engine.sync_weights(1))
     host.residency.enter("generate")
