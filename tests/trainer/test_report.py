@@ -278,7 +278,7 @@ def test_a_thousand_steps_are_a_few_megabytes(tmp_path: Path) -> None:
 
 
 def test_the_rest_is_the_step_less_what_lies_in_it() -> None:
-    timed = {GLOBAL_STEP: 1, "timing_s/gen": 2.0, "timing_s/testing": 9.0, "timing_s/step": 5.0}
+    timed = {GLOBAL_STEP: 1, "timing_s/gen": 2.0, "timing_s/engine_sleep": 0.5, "timing_s/testing": 9.0, "timing_s/step": 5.0}
     phases, steps, parts = phase_seconds([{GLOBAL_STEP: 0, "val/accuracy": 1.0}, timed])
     assert (phases, steps, parts) == (["gen", "testing", "other"], [1], [[2.0, 9.0, 3.0]])
 
