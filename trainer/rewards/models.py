@@ -66,9 +66,17 @@ class RewardModels:
         self.group = group
 
     def add(
-        self, rules: Sequence[Score], answers: Batch, prompts: Sequence[Prompt], texts: Sequence[str], *, learn_from: Tensor
+        self,
+        rules: Sequence[Score],
+        answers: Batch,
+        prompts: Sequence[Prompt],
+        texts: Sequence[str],
+        *,
+        learn_from: Tensor | None,
     ) -> tuple[list[Score], Tensor | None]:
-        """The rules' scores (B) with those of the models; see Scorer. learn_from: bool (B,), answers that running moments see.
+        """The rules' scores (B) with those of the models; see Scorer. learn_from: bool (B,), answers that running moments see;
+        None: a measurement. Scores of models with running moments then count raw: normalised by moments that follow the policy,
+        they would say how far it is ahead of itself, and fall towards 0 while it improves.
 
         value: rule_weight * rule + sum of weight * normalised score; None, with the first error, where a part failed. extra: what
         the rule told, the raw score of each model under its name, and as acc that of the rule, unless it told one.
@@ -94,10 +102,12 @@ class RewardModels:
             return score
         return replace(score, value=self.rule_weight * score.value, extra={"acc": score.value} | score.extra)
 
-    def _normalised(self, model: RewardModel, raw: Sequence[Score], learn_from: Tensor) -> list[float]:
+    def _normalised(self, model: RewardModel, raw: Sequence[Score], learn_from: Tensor | None) -> list[float]:
         """NaN where there is no score."""
         values = torch.tensor([torch.nan if score.value is None else score.value for score in raw], dtype=torch.float64)
         if isinstance(model.moments, RunningMoments):
+            if learn_from is None:
+                return values.tolist()
             model.moments.see(values[learn_from])
         return model.normalised(values).tolist()
 
@@ -119,8 +129,8 @@ def joined(so_far: Score, model: RewardModel, own: Score, part: float) -> Score:
         raise ValueError(f"the reward function tells a number {model.name}, and a reward model has this name; give it another")
     if own.value is None:
         error = so_far.error or f"reward model {model.name}: {own.error}"
-        return Score(None, so_far.extra | own.extra, error)
+        return Score(None, so_far.extra | own.extra, error, so_far.timed_out or own.timed_out)
     extra = so_far.extra | {model.name: own.value} | own.extra
     if so_far.value is None:
         return replace(so_far, extra=extra)
-    return Score(so_far.value + model.config.weight * part, extra, None)
+    return replace(so_far, value=so_far.value + model.config.weight * part, extra=extra)

@@ -150,8 +150,10 @@ class TrainEngine(ABC):
         """One mini-batch is one optimizer step: gradients of sum(loss_weight * token_loss), summed over data-parallel
         ranks, never averaged; clipped; applied. ``batch`` is this rank's share and carries ``loss_weight`` (T,).
         Where the loss or the gradient of any rank is not finite, no rank applies it: parameters, moments and the schedule's
-        count of steps stay as they are. Metrics: the loss's own, plus grad_norm (before clipping; NaN where the loss is not
-        finite), loss, skipped_updates (1 if the update was not applied, else 0), and lr if it was.
+        count of steps stay as they are. A loss may also need "sampled_entropy", the entropy without gradient where
+        the batch's ``entropy_mask`` (T,), bool, is set and 0 elsewhere: a fraction of what "entropy" costs. Metrics: the loss's
+        own, plus grad_norm (before clipping; NaN where the loss is not finite), loss, skipped_updates (1 if the update was not
+        applied, else 0), and lr if it was.
         """
 
     @abstractmethod

@@ -36,7 +36,12 @@ def model(
 
 
 def add(
-    models: Sequence[RewardModel], rules: Sequence[Score], *, weight: float = 1.0, rules_asked: bool = True, learn: Tensor = ALL
+    models: Sequence[RewardModel],
+    rules: Sequence[Score],
+    *,
+    weight: float = 1.0,
+    rules_asked: bool = True,
+    learn: Tensor | None = ALL,
 ) -> tuple[list[Score], Tensor | None]:
     together = RewardModels(models, rule_weight=weight, asks_rules=rules_asked)
     return together.add(rules, ROWS, [], [], learn_from=learn)
@@ -63,10 +68,20 @@ def test_running_moments_see_what_is_learnt_from_and_that_alone() -> None:
     assert [score.value for score in scores] == [-1.0, 1.0] and (moments.count, moments.mean, moments.std) == (2, 4.0, 2.0)
     scores, _ = add([model(8.0, 1e9, moments=moments)], [Score(0.0, {}, None)] * 2, learn=NONE)
     assert scores[0].value == 2.0 and moments.count == 2
+    scores, _ = add([model(8.0, 1e9, moments=moments, clip=(-1.0, 1.0), weight=0.5)], [Score(1.0, {}, None)] * 2, learn=None)
+    assert [score.value for score in scores] == [1 + 0.5 * 8.0, 1 + 0.5 * 1e9] and moments.count == 2, "a measurement: raw"
     add([model(10.0, 1e9, moments=moments)], [Score(0.0, {}, None)] * 2, learn=torch.tensor([True, False]))
     assert (moments.count, moments.mean) == (3, 6.0)
     add([model(None, 1e9, moments=moments)], [Score(0.0, {}, None)] * 2, learn=torch.tensor([True, False]))
     assert moments.count == 3, "a failure is no score"
+
+
+def test_a_late_rules_score_stays_late() -> None:
+    rules = [Score(-1.0, {}, "timed out after 30 s", True), Score(None, {}, "timed out after 30 s", True)]
+    scores, _ = add([model(2.0, None, weight=0.5)], rules)
+    assert [(score.value, score.timed_out, score.error) for score in scores] == [
+        (0.0, True, "timed out after 30 s"), (None, True, "timed out after 30 s")
+    ]  # fmt: skip
 
 
 def test_state_is_that_of_running_moments() -> None:
