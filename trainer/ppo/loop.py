@@ -139,6 +139,7 @@ class Loop:
         except LeftUndone:
             for name, state in before.items():
                 parts[name].load(state)
+            self.events.add(self.step, "left", f"step {step}: a signal to stop, and the rewards did not come")
             return None
         begun_with = self.config.actor_rollout_ref.model.path if self.resume is None else str(self.resume.path)
         self.tracker.log_rollouts(as_drawn(batch), step, begun_with, self.source.left_out)
@@ -301,7 +302,7 @@ class Loop:
                 with self.phases("testing"):
                     self.metrics |= self.validation.run(step)
             except LeftUndone:
-                self.events.add(step, "validation", "left out: the run is to stop, and the rewards did not come")
+                self.events.add(step, "left", "validation: a signal to stop, and the rewards did not come")
         flops = {"update_actor": self.actor.take_flops()} if "update_actor" in self.phases.seconds else {}
         if self.critic is not None:
             flops["update_critic"] = self.critic.take_flops()

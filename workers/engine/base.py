@@ -137,9 +137,10 @@ class TrainEngine(ABC):
         adapter, if the model has one; False: the base model alone.
 
         outputs of a language head, where response_mask is set, 0 elsewhere: "log_probs", "entropy", "sum_pi_squared" (sum over
-        the vocabulary of pi^2), "top_log_probs" ((T, 2), the two largest), neither ever with a gradient, "all_log_probs" ((T, V),
-        the one that costs such memory); of a value head "values", which adds rows["last_value"] too; of a reward head "scores",
-        which are rows: one for each, at its last token.
+        the vocabulary of pi^2), "top_log_probs" ((T, 2), the two largest), "sampled_entropy" (the entropy where the batch's
+        ``entropy_mask`` (T,), bool, is set and 0 elsewhere, for a fraction of what "entropy" costs), none of these three ever
+        with a gradient, "all_log_probs" ((T, V), the one that costs such memory); of a value head "values", which adds
+        rows["last_value"] too; of a reward head "scores", which are rows: one for each, at its last token.
 
         Returns a Batch of the same rows in the same order with these columns (float32, CPU),
         None on ranks that do not answer. Collective: every rank runs the same number of micro-batches.
@@ -150,10 +151,8 @@ class TrainEngine(ABC):
         """One mini-batch is one optimizer step: gradients of sum(loss_weight * token_loss), summed over data-parallel
         ranks, never averaged; clipped; applied. ``batch`` is this rank's share and carries ``loss_weight`` (T,).
         Where the loss or the gradient of any rank is not finite, no rank applies it: parameters, moments and the schedule's
-        count of steps stay as they are. A loss may also need "sampled_entropy", the entropy without gradient where
-        the batch's ``entropy_mask`` (T,), bool, is set and 0 elsewhere: a fraction of what "entropy" costs. Metrics: the loss's
-        own, plus grad_norm (before clipping; NaN where the loss is not finite), loss, skipped_updates (1 if the update was not
-        applied, else 0), and lr if it was.
+        count of steps stay as they are. Metrics: the loss's own, plus grad_norm (before clipping; NaN where the loss is not
+        finite), loss, skipped_updates (1 if the update was not applied, else 0), and lr if it was.
         """
 
     @abstractmethod
