@@ -3,16 +3,17 @@
     python scripts/bench/train.py                                      # 84M and 3.39M parameters, float32 and bfloat16, 4k tokens
     python scripts/bench/train.py --shapes 7b --dtypes bfloat16 --model_dtype bfloat16 --device cuda --tokens 8192 --recompute
     python scripts/bench/train.py --shapes 84m --dtypes float32 --profile    # and where the time goes
+    python scripts/bench/train.py --shapes 0.5b --dtypes bfloat16 --device cuda --tokens 16384 --rounds 20 --entropy sampled
     python scripts/bench/train.py --quick                              # a smoke version, seconds
 
 Rows are ragged, packed, and all their tokens count. gemm: matrix products of the model's own shapes, each of a whole micro-batch,
 weighted by how often a forward (and its backward) has them; products, forward and update take turns. of gemm: model FLOPs a
 second over that rate; recomputation is no model FLOP. On the CPU, which others use too, CPU seconds count, of the one thread that
 there is; on CUDA wall seconds. forward: log-probs without gradient. f+b: forward and backward of a step; update: with the
-optimizer. --entropy: a part more, the same update with the entropy of the policy measured beside it (sampled: of a sixteenth of the
-tokens, which is the default of a run; full: of all, actor.calculate_entropy); its line's last words are how much longer it takes,
-by the median of the rounds' ratios. waste: tokens that went through the model and are not real, of all; padded: what padding rows to the longest would
-waste. A table goes to stderr, JSON to stdout.
+optimizer. --entropy: one more part, the same update that also measures the policy's entropy (sampled: over a sixteenth of the
+tokens, the default of a run; full: over all of them, actor.calculate_entropy). Its line ends with how much longer it takes, the
+median of the rounds' ratios. waste: tokens that went through the model and are not real, of all; padded: what padding rows
+to the longest would waste. A table goes to stderr, JSON to stdout.
 """
 
 import argparse

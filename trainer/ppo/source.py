@@ -210,9 +210,10 @@ class Source:
             batch = join(questions, answers).with_meta({"temperature": sampling.temperature})
             by_servers = isinstance(self.rewards, RemoteRewards)
             scores = self.rewards.score(to_score(asked, texts, batch, self.tokenizer, for_servers=by_servers))
-        scores = [replace(one, value=self.reward.timeout_score) if one.timed_out else one for one in scores]
+        late = self.reward.timeout_score
+        scores = [replace(score, value=late) if score.timed_out else score for score in scores]
         if self.models is not None:
-            learn_from = torch.tensor(samples) < n if trains else None
+            learn_from = (torch.tensor(samples) < n) & trains
             judge = partial(self._judge, self.models, scores, batch, asked, texts, learn_from, phases)
             (scores, at_tokens), columns = (judge(), Batch(batch.lengths)) if beside is None else beside(batch, judge)
             self.rollout.rest(self.models.group)
@@ -236,7 +237,7 @@ class Source:
         answers: Batch,
         asked: Sequence[Prompt],
         texts: list[str],
-        learn_from: Tensor | None,
+        learn_from: Tensor,
         phases: Phases,
     ) -> Judged:
         with phases("reward_model"):

@@ -66,17 +66,11 @@ class RewardModels:
         self.group = group
 
     def add(
-        self,
-        rules: Sequence[Score],
-        answers: Batch,
-        prompts: Sequence[Prompt],
-        texts: Sequence[str],
-        *,
-        learn_from: Tensor | None,
+        self, rules: Sequence[Score], answers: Batch, prompts: Sequence[Prompt], texts: Sequence[str], *, learn_from: Tensor
     ) -> tuple[list[Score], Tensor | None]:
-        """The rules' scores (B) with those of the models; see Scorer. learn_from: bool (B,), answers that running moments see;
-        None: a measurement. Scores of models with running moments then count raw: normalised by moments that follow the policy,
-        they would say how far it is ahead of itself, and fall towards 0 while it improves.
+        """The rules' scores (B) with those of the models; see Scorer. learn_from: bool (B,), answers that running moments see.
+        Without any it is a measurement, and scores of models with running moments count raw: normalised by moments that follow
+        the policy, they would say how far it is ahead of its own past, and fall towards 0 while it improves.
 
         value: rule_weight * rule + sum of weight * normalised score; None, with the first error, where a part failed. extra: what
         the rule told, the raw score of each model under its name, and as acc that of the rule, unless it told one.
@@ -102,11 +96,11 @@ class RewardModels:
             return score
         return replace(score, value=self.rule_weight * score.value, extra={"acc": score.value} | score.extra)
 
-    def _normalised(self, model: RewardModel, raw: Sequence[Score], learn_from: Tensor | None) -> list[float]:
+    def _normalised(self, model: RewardModel, raw: Sequence[Score], learn_from: Tensor) -> list[float]:
         """NaN where there is no score."""
         values = torch.tensor([torch.nan if score.value is None else score.value for score in raw], dtype=torch.float64)
         if isinstance(model.moments, RunningMoments):
-            if learn_from is None:
+            if not learn_from.any():
                 return values.tolist()
             model.moments.see(values[learn_from])
         return model.normalised(values).tolist()
