@@ -3,13 +3,20 @@
 from collections.abc import Collection, Iterator, Mapping
 
 from configs.checks_activations import activation_problems
-from configs.checks_alarms import alarm_notes, alarm_problems
+from configs.checks_alarms import alarm_problems
 from configs.checks_batches import batch_problems, length_problems, roles_of, room_problems, wants_ref
 from configs.checks_lora import lora_notes, lora_problems, lora_sync_notes, lora_sync_problems, reference_notes
 from configs.checks_megatron import megatron_notes, repeat_problems
 from configs.checks_parallel import parallel_notes
 from configs.checks_placement import placement_notes, placement_of, placement_problems, pool_problems
-from configs.checks_reward import filter_notes, generation_problems, model_problems, reward_model_notes, reward_model_problems
+from configs.checks_reward import (
+    filter_notes,
+    generation_problems,
+    model_problems,
+    reward_model_notes,
+    reward_model_problems,
+    timeout_score_problems,
+)
 from configs.checks_rollout import ROLLOUT, determinism_problems, engine_notes, engine_problems, workers_in_words, world_size
 from configs.checks_servers import judge_engine_problems, remote_notes, remote_problems, server_problems
 from configs.checks_stability import stability_notes, stability_problems
@@ -63,6 +70,7 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
         *reward_model_problems(
             config.reward, place.pool("reward"), config.data.max_prompt_length, config.data.max_response_length
         ),
+        *timeout_score_problems(config),
         *alarm_problems(config),
         *stability_problems(config),
     ]
@@ -83,7 +91,6 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
         *filter_notes(config),
         *parallel_notes(roles),
         *megatron_notes(roles),
-        *alarm_notes(config, typed),
     ]
 
 

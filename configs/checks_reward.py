@@ -63,6 +63,18 @@ def generation_problems(config: GenerationConfig) -> Iterator[str]:
             yield f"{model_key(name, reward)}.normalize=running: it is over the steps of a training; stored, or null"
 
 
+def timeout_score_problems(config: PPOConfig) -> Iterator[str]:
+    """A late answer that is kept has the score, and none of the other numbers that the function gives."""
+    algorithm, kept = config.algorithm, f"reward.timeout_score={config.reward.timeout_score}"
+    own = algorithm.filter_groups.metric if algorithm.filter_groups.enable else None
+    if config.reward.timeout_score is None:
+        return
+    if algorithm.adv_estimator == "gdpo":
+        yield f"{kept}: algorithm.adv_estimator=gdpo wants numbers of every answer that a late one does not have; take null"
+    if own not in (None, "score", "acc", "reward", "seq_reward"):
+        yield f"{kept}: algorithm.filter_groups.metric={own} is a number that a late answer does not have; take null"
+
+
 def reward_model_notes(reward: ModelScoringConfig, typed: Collection[str]) -> Iterator[str]:
     if reward_models(reward):
         return

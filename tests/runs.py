@@ -1,6 +1,7 @@
 """Whole runs in this process, on the quick start's task."""
 
 import json
+import shutil
 from pathlib import Path
 
 from data_preprocess import sort_digits, tiny_model
@@ -23,6 +24,17 @@ def make_task(folder: Path, **sizes: int) -> Path:
     tiny_model.main([f"--save_dir={folder / 'base'}"])
     (folder / "reward.py").write_text(REWARD)
     return folder
+
+
+def without_eos(model: Path, target: Path) -> Path:
+    """A copy of the model whose files name no end token."""
+    shutil.copytree(model, target)
+    for name, key in (("tokenizer_config", "eos_token"), ("config", "eos_token_id"), ("generation_config", "eos_token_id")):
+        file = target / f"{name}.json"
+        told = json.loads(file.read_text())
+        del told[key]
+        file.write_text(json.dumps(told))
+    return target
 
 
 def ppo_arguments(task: Path, run_dir: Path, *overrides: str) -> list[str]:

@@ -23,7 +23,15 @@ MEAN = 10
 """Steps of a running mean; before there are so many, nothing is measured."""
 SCORE = "critic/score"
 CUT = "response_length/clip_ratio"
+HELD_OUT = "val/accuracy"
+END_TOKENS = "rollout/end_tokens"
 SKIPPED_IN_A_ROW = "training/skipped_in_a_row"
+NO_END_TOKEN = (
+    "tokenizer, config.json and generation_config.json name no end token that the model can write, so every answer runs to "
+    "data.max_response_length: set eos_token in the tokenizer_config.json and eos_token_id in the generation_config.json"
+)
+NOISE = 3.0
+"""Standard errors of the held-out score: what falls by less has not fallen."""
 
 Metrics = Mapping[str, float]
 
@@ -186,6 +194,23 @@ def length_spike(memory: Memory, metrics: Metrics) -> float | None:
     return memory.over_median(name, metrics[name]) if name in metrics else None
 
 
+def fallen_held_out(memory: Memory, metrics: Metrics) -> float | None:
+    """How far the held-out score is under its best, in parts of the best's height above the least score of any problem."""
+    names = (HELD_OUT, f"{HELD_OUT}_std", f"{HELD_OUT}_min", "val/problems")
+    if not metrics.keys() >= set(names):
+        return None
+    score, std, least, problems = (metrics[name] for name in names)
+    best, floor = memory.highest(HELD_OUT, score), memory.lowest(HELD_OUT, least)
+    noise = NOISE * memory.highest(f"{HELD_OUT}_std", std) / max(problems, 1.0) ** 0.5
+    return (best - score) / (best - floor) if best - score > noise and best > floor else 0.0
+
+
+def motion(memory: Memory, metrics: Metrics) -> float | None:
+    """The larger of the score's size and the actor's gradient norm."""
+    names = (f"{SCORE}/mean", "actor/grad_norm")
+    return max(abs(metrics[name]) for name in names) if metrics.keys() >= set(names) else None
+
+
 NONFINITE = Rule(
     "nonfinite",
     lambda memory, metrics: metrics.get(SKIPPED_IN_A_ROW, 0.0),
@@ -237,6 +262,43 @@ CLIP_RATIO = Rule(
     "answers are cut at data.max_response_length: see whether they still end; algorithm.truncated_answers=mask",
     steps=MEAN,
 )
+FAILED_REWARDS = Rule(
+    "failed_rewards",
+    level("reward/failed_share"),
+    "reward/failed_share",
+    "the first causes are events of kind reward; these answers are left out, so that the score does not show them: mend the "
+    "reward function, raise reward.timeout, or give late ones a score (reward.timeout_score)",
+)
+ZERO_SIGNAL = Rule(
+    "zero_signal",
+    level("training/zero_signal_groups"),
+    "training/zero_signal_groups",
+    "in nearly all groups every answer gets the same reward, so that nothing is learnt: other data, partial credit, a larger "
+    "rollout.n, or algorithm.filter_groups.enable=true",
+)
+NO_LEARNING = Rule(
+    "no_learning",
+    motion,
+    f"the larger of |{SCORE}/mean| and actor/grad_norm",
+    "no answer is right and no gradient is left: see the answers (report.html); an easier task, a warm start (trainer.main_sft), "
+    "or, if they were right before, a smaller actor.optim.lr and an earlier checkpoint",
+    below=True,
+)
+VALIDATION = Rule(
+    "validation",
+    fallen_held_out,
+    f"the fall of {HELD_OUT} from its best, in parts of the best,",
+    "the policy has lost what it could do, or learns to please the reward alone: see the held-out answers; trainer.best_metric "
+    f"keeps the best checkpoint ({HELD_OUT}); a smaller actor.optim.lr, or a KL, holds the policy",
+)
+TRUNCATED = Rule(
+    "truncated",
+    level(CUT),
+    CUT,
+    "nearly no answer ends before data.max_response_length: see whether they are whole, whether the end token is the right one; "
+    "raise data.max_response_length",
+)
+END_TOKEN = Rule("end_token", level(END_TOKENS), "the number of end tokens that the model can write", NO_END_TOKEN, below=True)
 
 
 def ref_kl(config: PPOConfig) -> Rule:
@@ -251,7 +313,7 @@ def ref_kl(config: PPOConfig) -> Rule:
 
 
 def ppo_alarms(config: PPOConfig) -> Alarms:
-    alarms = config.alarms
+    alarms, ends = config.alarms, not config.actor_rollout_ref.rollout.ignore_eos
     return Alarms(
         [
             (NONFINITE, alarms.nonfinite),
@@ -263,6 +325,11 @@ def ppo_alarms(config: PPOConfig) -> Alarms:
             (GRAD_NORM, alarms.grad_norm),
             (LENGTH, alarms.length),
             (CLIP_RATIO, alarms.clip_ratio),
+            (FAILED_REWARDS, alarms.failed_rewards),
+            (ZERO_SIGNAL, alarms.zero_signal),
+            (NO_LEARNING, alarms.no_learning),
+            (VALIDATION, alarms.validation),
+            *([(TRUNCATED, alarms.truncated), (END_TOKEN, alarms.end_token)] if ends else []),
         ]
     )
 

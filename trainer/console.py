@@ -16,6 +16,7 @@ COLUMNS = (
     ("val/accuracy", "held-out", ".3f"),
     ("val/loss", "val loss", ".4f"),
     ("reward/failed", "failed rewards", ".0f"),
+    ("reward/timed_out_share", "late rewards", ".0%"),
     ("actor/skipped_updates", "skipped updates", ".0f"),
     ("train/skipped_updates", "skipped updates", ".0f"),
     ("critic/score/mean", "score", ".3f"),
@@ -32,7 +33,7 @@ COLUMNS = (
     ("timing_s/step", "s", ".2f"),
     ("perf/throughput", "tok/s/gpu", ",.0f"),
 )
-QUIET_AT_ZERO = {"reward/failed", "actor/skipped_updates", "train/skipped_updates"}
+QUIET_AT_ZERO = {"reward/failed", "reward/timed_out_share", "actor/skipped_updates", "train/skipped_updates"}
 
 
 def step_line(metrics: Mapping[str, float], step: int, total_steps: int | None, width: int | None = None) -> str:
@@ -45,6 +46,10 @@ def step_line(metrics: Mapping[str, float], step: int, total_steps: int | None, 
     while width is not None and len("  ".join(parts)) > width and len(parts) > 1:
         parts.pop()
     return "  ".join(parts)
+
+
+def score_of(sample: Sample) -> Text:
+    return Text(f"{sample['score']:g}" if sample["reward_error"] is None else f"none: {sample['reward_error']}")
 
 
 class ConsoleLogger:
@@ -68,7 +73,7 @@ class ConsoleLogger:
         for header in ("prompt", "answer", "ground truth", "score"):
             table.add_column(header, overflow="fold")
         for sample in samples:
-            table.add_row(Text(sample["prompt"]), Text(sample["response"]), Text(sample["ground_truth"]), f"{sample['score']:g}")
+            table.add_row(Text(sample["prompt"]), Text(sample["response"]), Text(sample["ground_truth"]), score_of(sample))
         self._print(table)
 
     def _print(self, line: RenderableType) -> None:

@@ -151,7 +151,8 @@ class Display:
         answers = self._answers(seconds) if phase in ("gen", "testing") else None
         if answers is not None:
             return f"{doing} {answers}"
-        return f"{doing} {seconds:.1f} s" + (f" (last {usual:.1f} s)" if usual else "")
+        told = f"{doing} {seconds:.1f} s" + (f" (last {usual:.1f} s)" if usual else "")
+        return f"{told} · {self._phases.progress[phase]()}" if phase in self._phases.progress else told
 
     def _answers(self, seconds: float) -> str | None:
         standing = read_progress(self._run_dir)

@@ -9,17 +9,18 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from trainer.algorithms.segments import sum_by
+from trainer.algorithms.segments import group_ids, sum_by
 from workers.batch import Batch
 
 WHOLE_STEP = "step"
@@ -27,6 +28,8 @@ WHOLE_STEP = "step"
 AFTER_STEP = ("testing", "save_checkpoint")
 WITHIN = ("verify_weights", "engine_sleep", "engine_wake", "release_memory", "gc")
 """Times of workers, which are parts of other phases."""
+ROUNDING = 1e-8
+"""An advantage of this size is none: a mean of equal rewards, weighted by length, may be off by so much."""
 UNNAMED = "prompts"
 """The data source of data that name none."""
 
@@ -59,6 +62,8 @@ class Phases:
         self.spans: list[Span] = []
         self.under_way: dict[str, float] = {}
         """Phases that have begun, the innermost last: time.perf_counter() then."""
+        self.progress: dict[str, Callable[[], object]] = {}
+        """By phase: how far its work is, for the display."""
         self._began = time.time() - time.perf_counter()
 
     @contextmanager
@@ -83,7 +88,8 @@ def data_metrics(batch: Batch, max_prompt_length: int) -> dict[str, float]:
 
     tokens: response_mask, token_level_rewards (after any KL penalty), advantages, returns, values if there is a critic.
     rows: score, prompt_length, finished (1 stopped, 0 cut at the length limit). ``response_length/clip_ratio`` is the share
-    of answers that were cut, ``prompt_length/clip_ratio`` that of prompts which fill ``max_prompt_length``.
+    of answers that were cut, ``prompt_length/clip_ratio`` that of prompts which fill ``max_prompt_length``,
+    ``training/zero_signal_groups`` that of prompts (rows uid) none of whose trained tokens has an advantage.
     """
     mask = batch.tokens["response_mask"].bool()
     prompts = batch.rows["prompt_length"].double()
@@ -97,6 +103,9 @@ def data_metrics(batch: Batch, max_prompt_length: int) -> dict[str, float]:
     )
     metrics["response_length/clip_ratio"] = float((batch.rows["finished"] == 0).double().mean())
     metrics["prompt_length/clip_ratio"] = float((prompts >= max_prompt_length).double().mean())
+    learnt = sum_by((batch.tokens["advantages"].abs() > ROUNDING) & mask, batch.segment_ids(), len(batch))
+    group, size = group_ids(batch.rows["uid"])
+    metrics["training/zero_signal_groups"] = float((sum_by(learnt, group, len(size)) == 0).double().mean())
     if "values" in batch.tokens:
         values, returns = batch.tokens["values"][mask].double(), batch.tokens["returns"][mask].double()
         metrics |= _spread("critic/values", values)
@@ -171,8 +180,8 @@ def validation_metrics(
     data_sources, uids: data set and prompt of each answer. values: what was measured of each answer, by name: "reward", and
     what the reward function tells; a number that is not told for every answer of a source (None) is left out there. Of each
     source ``val-core/<data_source>/<name>/mean@n`` for the name that counts (acc, if it is told, else reward) and
-    ``val-aux/...`` for the others; ``val/accuracy`` is the mean over all prompts of what counts and ``val/problems`` the
-    number of prompts.
+    ``val-aux/...`` for the others; ``val/accuracy`` is the mean over all prompts of what counts, ``val/accuracy_std`` and
+    ``val/accuracy_min`` are the deviation and the least over them, and ``val/problems`` is the number of prompts.
     """
     n = max(Counter(uids).values())
     metrics: dict[str, float] = {}
@@ -185,9 +194,12 @@ def validation_metrics(
         counts |= dict(zip(mine, told[core], strict=True))
         for name, column in told.items():
             kind = "core" if name == core else "aux"
-            metrics[f"val-{kind}/{source or UNNAMED}/{name}/mean@{n}"] = _mean_of_groups([uids[i] for i in mine], column)
-    metrics["val/accuracy"] = _mean_of_groups(uids, [counts[i] for i in range(len(uids))])
-    metrics["val/problems"] = float(len(set(uids)))
+            metrics[f"val-{kind}/{source or UNNAMED}/{name}/mean@{n}"] = fmean(_means_by_group([uids[i] for i in mine], column))
+    means = _means_by_group(uids, [counts[i] for i in range(len(uids))])
+    metrics["val/accuracy"] = fmean(means)
+    metrics["val/accuracy_std"] = pstdev(means)
+    metrics["val/accuracy_min"] = min(means)
+    metrics["val/problems"] = float(len(means))
     return metrics
 
 
@@ -246,8 +258,8 @@ def _spread(name: str, values: Tensor) -> dict[str, float]:
     return {f"{name}/mean": float(exact.mean()), f"{name}/max": float(exact.max()), f"{name}/min": float(exact.min())}
 
 
-def _mean_of_groups(uids: Sequence[int], values: Sequence[float]) -> float:
+def _means_by_group(uids: Sequence[int], values: Sequence[float]) -> list[float]:
     groups: dict[int, list[float]] = {}
     for uid, value in zip(uids, values, strict=True):
         groups.setdefault(uid, []).append(value)
-    return sum(sum(group) / len(group) for group in groups.values()) / len(groups)
+    return [sum(group) / len(group) for group in groups.values()]

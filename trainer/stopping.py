@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import inf
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -41,6 +41,7 @@ class Stopping:
     def __init__(self, trainer: RunConfig, run_dir: Path) -> None:
         self.run_dir = run_dir
         self.furthest = -1  # the last whole step that there ever was
+        self.hurry: Callable[[], None] = lambda: None  # is called with the first signal
         self._watch = Watch(trainer.watch, run_dir)
         self._ends = inf if trainer.walltime is None else psutil.Process().create_time() + seconds_of(trainer.walltime)
         self._walltime = trainer.walltime
@@ -92,6 +93,7 @@ class Stopping:
         os.write(
             2, f"{self._signal.name}: the run ends after this step, with a checkpoint; a second SIGTERM ends it now\n".encode()
         )
+        self.hurry()
 
     def _asked(self) -> tuple[int, str] | None:
         return None if self._signal is None else (128 + self._signal, self._signal.name)

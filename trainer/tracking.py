@@ -132,12 +132,13 @@ class Tracker:
             for logger in self._loggers:
                 logger.log_samples(shown, step)
 
-    def log_rollouts(self, batch: Batch, step: int, begun_with: str) -> None:
-        """Where a rollout_dir is set: the step's answers as parquet for people (dumps.write_dump), and the batch to the bit for
-        a replay. begun_with: the model or the checkpoint that this process started from.
+    def log_rollouts(self, batch: Batch, step: int, begun_with: str, left_out: Sequence[Batch] = ()) -> None:
+        """Where a rollout_dir is set: the step's answers as parquet for people (dumps.write_dump), those that were left out of
+        the step included, and the batch to the bit for a replay. begun_with: the model or the checkpoint that this process
+        started from.
         """
         if self.rollout_dir is not None:
-            write_dump(self.rollout_dir, step, batch)
+            write_dump(self.rollout_dir, step, batch, left_out)
             facts = {"step": step, "weights_of_step": step - 1, "begun_with": begun_with, "config": self._config}
             save_batch(batch_file(self.rollout_dir, step), batch, facts)
 

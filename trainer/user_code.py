@@ -14,6 +14,8 @@ from typing import Any
 
 import cloudpickle
 
+_PREFIX = "user_"  # of the modules' names
+
 
 def load_function(path: str, name: str, key: str) -> Callable[..., Any]:
     """The function ``name`` of the Python file ``path``. It travels to workers by value: other nodes need no copy of the file.
@@ -61,7 +63,7 @@ def check_source(path: str, name: str, key: str) -> None:
 @cache
 def _load(file: Path) -> ModuleType:
     """Once a process: what the file registers is registered once."""
-    name = f"user_{file.stem}_{zlib.crc32(bytes(file)):08x}"
+    name = f"{_PREFIX}{file.stem}_{zlib.crc32(bytes(file)):08x}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None, "a .py file has a loader"
     module = importlib.util.module_from_spec(spec)
@@ -72,8 +74,10 @@ def _load(file: Path) -> ModuleType:
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one line: type, message, and the file and line that raised it."""
+    """An exception in one line: type, message, file and line: the innermost of a user's file, else the one that raised it."""
     if isinstance(error, SyntaxError):  # its message says where
         return f"SyntaxError: {error}"
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {' '.join(str(error).split())} ({Path(where.filename).name}:{where.lineno})"
+    frames = list(traceback.walk_tb(error.__traceback__))
+    own = [at for at in frames if at[0].f_globals.get("__name__", "").startswith(_PREFIX)]
+    frame, line = (own or frames)[-1]
+    return f"{type(error).__name__}: {' '.join(str(error).split())} ({Path(frame.f_code.co_filename).name}:{line})"

@@ -28,6 +28,7 @@ MOST_CALLS = 1000
 LOOK = 0.005  # seconds between looks at calls of several groups
 NEWS_SECONDS = 3.0  # until a group's own error is known, when another has lost it
 LOST = "ChannelLost"  # workers/rollout/channel.py: somebody else's error says why
+HURRIED = 5.0  # seconds that scoring may still take after a signal to stop
 LAST_RESORT = 60.0  # seconds after the limit: the process ends, if nothing else can be done with it
 _EXPIRED = signal.SIGRTMIN + 6
 
@@ -40,6 +41,10 @@ class Call:
     pool: str
     start: float
     ends: tuple[float, ...]
+
+
+class LeftUndone(Exception):
+    """Work of this process that was left, since the run is to stop: see Watchdog.hurry."""
 
 
 class Watchdog:
@@ -55,6 +60,8 @@ class Watchdog:
         self._seen: dict[str, tuple[int, float]] = {}
         self._lock = threading.Lock()
         """Calls come from several threads where pools work at the same time."""
+        self._hurried = False
+        self._own: _Alarm | None = None
 
     def limit(self, phase: str) -> float:
         """Seconds: what is configured, or 10 x the longest of three and more, so that a slow machine is not taken for a hang."""
@@ -148,21 +155,35 @@ class Watchdog:
 
     @contextmanager
     def own(self, phase: str, what: str, work: str) -> Iterator[None]:
-        """Work of this process, or of children that it waits for. Raises PhaseTimeout wherever it is when its time is over.
+        """Work of this process, or of children that it waits for. Raises PhaseTimeout wherever it is when its time is over, and
+        LeftUndone if that is HURRIED seconds after ``hurry``.
 
         While C code does not come back nothing can be raised: then the process ends with its stacks and exit status 1.
         """
         limit, started = self.limit(phase), time.monotonic()
-        alarm = _Alarm(limit, lambda: self._tell(phase, what, controller_state(), lambda: [work]))
+
+        def report() -> str:
+            return "" if self._hurried else self._tell(phase, what, controller_state(), lambda: [work])
+
+        alarm = self._own = _Alarm(HURRIED if self._hurried else limit, report)
         faulthandler.dump_traceback_later(limit + LAST_RESORT, exit=True, file=USERS[-1])
         try:
             with alarm:
                 yield
         except _Expired:
+            if self._hurried:
+                raise LeftUndone(what) from None
             raise PhaseTimeout(self._limited(what, phase), [], limit, alarm.told) from None
         finally:
             faulthandler.cancel_dump_traceback_later()
+            self._own = None
         self._saw(phase, time.monotonic() - started)
+
+    def hurry(self) -> None:
+        """For a signal's handler: from now on work of this process ends within HURRIED seconds, or is left."""
+        self._hurried = True
+        if self._own is not None:
+            self._own.ring_in(HURRIED)
 
     def _saw(self, phase: str, seconds: float) -> None:
         with self._lock:
@@ -221,6 +242,12 @@ class _Alarm:
     def __enter__(self) -> None:
         signal.signal(_EXPIRED, self._expire)
         self._timer.start()
+
+    def ring_in(self, seconds: float) -> None:
+        """A second timer: a handler must not wait for the lock of the first one, which it may have interrupted."""
+        timer = threading.Timer(seconds, self._ring)
+        timer.daemon = True
+        timer.start()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._timer.cancel()

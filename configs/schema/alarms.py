@@ -27,6 +27,12 @@ class AlarmsConfig:
     grad_norm: AlarmConfig
     length: AlarmConfig
     clip_ratio: AlarmConfig
+    failed_rewards: AlarmConfig
+    zero_signal: AlarmConfig
+    no_learning: AlarmConfig
+    validation: AlarmConfig
+    truncated: AlarmConfig
+    end_token: AlarmConfig
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

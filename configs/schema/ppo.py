@@ -352,6 +352,7 @@ class RewardConfig(ModelScoringConfig):
 
     reward_model: FollowingModelDefaults
     reward_kwargs: RewardKwargsConfig
+    timeout_score: float | None
     missing_eos_penalty: PositiveFloat | None
     shaping: ShapingConfig
 

@@ -9,7 +9,7 @@ from transformers import Qwen2Config
 
 from workers.batch import Batch
 from workers.engine.base import OptimizerSpec
-from workers.metric import Metrics
+from workers.metric import Metric, Metrics
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
@@ -42,6 +42,18 @@ class Likelihood:
 
     def __call__(self, outputs: dict[str, Tensor], micro_batch: Batch) -> tuple[Tensor, Metrics]:
         return -outputs["log_probs"], {}
+
+
+class LikelihoodAndEntropy(Likelihood):
+    """And the entropy as the actor's loss measures it: of all tokens (full), or of those in entropy_mask (sampled)."""
+
+    def __init__(self, kind: str) -> None:
+        self.output = {"full": "entropy", "sampled": "sampled_entropy"}[kind]
+        self.needs = frozenset({"log_probs", self.output})
+
+    def __call__(self, outputs: dict[str, Tensor], micro_batch: Batch) -> tuple[Tensor, Metrics]:
+        mask = micro_batch.tokens["response_mask" if self.output == "entropy" else "entropy_mask"]
+        return -outputs["log_probs"], {"entropy": Metric.token_mean(outputs[self.output], mask)}
 
 
 def likelihood(config: None) -> Likelihood:

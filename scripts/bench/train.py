@@ -3,14 +3,17 @@
     python scripts/bench/train.py                                      # 84M and 3.39M parameters, float32 and bfloat16, 4k tokens
     python scripts/bench/train.py --shapes 7b --dtypes bfloat16 --model_dtype bfloat16 --device cuda --tokens 8192 --recompute
     python scripts/bench/train.py --shapes 84m --dtypes float32 --profile    # and where the time goes
+    python scripts/bench/train.py --shapes 0.5b --dtypes bfloat16 --device cuda --tokens 16384 --rounds 20 --entropy sampled
     python scripts/bench/train.py --quick                              # a smoke version, seconds
 
 Rows are ragged, packed, and all their tokens count. gemm: matrix products of the model's own shapes, each of a whole micro-batch,
 weighted by how often a forward (and its backward) has them; products, forward and update take turns. of gemm: model FLOPs a
 second over that rate; recomputation is no model FLOP. On the CPU, which others use too, CPU seconds count, of the one thread that
 there is; on CUDA wall seconds. forward: log-probs without gradient. f+b: forward and backward of a step; update: with the
-optimizer. waste: tokens that went through the model and are not real, of all; padded: what padding rows to the longest would
-waste. A table goes to stderr, JSON to stdout.
+optimizer. --entropy: one more part, the same update that also measures the policy's entropy (sampled: over a sixteenth of the
+tokens, the default of a run; full: over all of them, actor.calculate_entropy). Its line ends with how much longer it takes, the
+median of the rounds' ratios. waste: tokens that went through the model and are not real, of all; padded: what padding rows
+to the longest would waste. A table goes to stderr, JSON to stdout.
 """
 
 import argparse
@@ -32,8 +35,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from scripts.bench.lone_engine import LoneEngine
-from scripts.bench.shapes import SHAPES, Likelihood, random_rows
+from scripts.bench.shapes import SHAPES, Likelihood, LikelihoodAndEntropy, random_rows
 from scripts.bench.worker import synchronize
+from trainer.algorithms.actor_loss import entropy_mask
 from trainer.metrics import peak_flops
 from workers.engine import logprob
 from workers.engine.fsdp.engine import FSDPEngine
@@ -56,6 +60,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=256, help="answer; the mean is a quarter of it (default: %(default)s)")
     parser.add_argument("--recompute", action="store_true", help="layers in the backward")
     parser.add_argument("--chunk", type=int, default=None, help="of positions, in the language head (default: the engine's)")
+    parser.add_argument("--entropy", choices=("sampled", "full"), help="measure the update with it too")
     parser.add_argument("--rounds", type=int, default=5, help="after one that warms up (default: %(default)s)")
     parser.add_argument("--profile", action="store_true", help="one more forward and update, operation by operation")
     parser.add_argument("--quick", action="store_true", help="3.39M parameters, float32, 512 tokens, two rounds")
@@ -139,6 +144,7 @@ def measure(args: argparse.Namespace, shape: str, dtype: str) -> dict[str, Any]:
     """Medians over the rounds; of ratios within each."""
     lengths = ragged(args.tokens, args.longest)
     rows = random_rows(shape, lengths * args.micro_batches)
+    rows = rows.with_tokens(entropy_mask=entropy_mask(rows.tokens["response_mask"]))
     plan = tuple(tuple(range(i * len(lengths), (i + 1) * len(lengths))) for i in range(args.micro_batches))
     products, total = Products(args, shape, dtype), rows.total_tokens
     with tempfile.TemporaryDirectory() as folder:
@@ -147,13 +153,19 @@ def measure(args: argparse.Namespace, shape: str, dtype: str) -> dict[str, Any]:
         ).build(Path(folder))  # fmt: skip
         seen = count_tokens(engine)
         parts: dict[str, list[Seconds]] = {"forward": [], "f+b": [], "update": []}
+        measured = LikelihoodAndEntropy(args.entropy) if args.entropy else None
+        if measured is not None:
+            parts["with entropy"] = []
         times_accumulate(engine, args.device, parts["f+b"])
         gemm = []
         for _ in range(args.rounds + 1):
             gemm.append(products.seconds())
             parts["forward"].append(timed(args.device, lambda: engine.forward(rows, plan, {"log_probs"})))
             parts["update"].append(timed(args.device, lambda: engine.train_step(rows, plan, Likelihood())))
-        waste = 1 - (2 * (args.rounds + 1)) * total / sum(seen)
+            if measured is not None:
+                parts["with entropy"].append(timed(args.device, lambda: engine.train_step(rows, plan, measured)))
+                parts["f+b"].pop()
+        waste = 1 - ((3 if args.entropy else 2) * (args.rounds + 1)) * total / sum(seen)
         if args.profile:
             with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (args.device == "cuda")]) as found:
                 engine.forward(rows, plan, {"log_probs"})
@@ -165,7 +177,7 @@ def measure(args: argparse.Namespace, shape: str, dtype: str) -> dict[str, Any]:
         dist.destroy_process_group()
     peak = peak_flops(args.device) if args.device == "cuda" and dtype == "bfloat16" else None
     rates = {"forward": [products.flops / of[0] for of in gemm[1:]]}
-    rates["f+b"] = rates["update"] = [3 * products.flops / of[1] for of in gemm[1:]]
+    rates["f+b"] = rates["update"] = rates["with entropy"] = [3 * products.flops / of[1] for of in gemm[1:]]
     found_parts = {}
     for name, times in parts.items():
         timed_rounds = times[1 : args.rounds + 1]  # not the first, and not the profile's
@@ -182,6 +194,10 @@ def measure(args: argparse.Namespace, shape: str, dtype: str) -> dict[str, Any]:
             "of_gemm_all": ratios,
             "of_peak": None if peak is None else statistics.median(speeds) / peak,
         }
+    if args.entropy is not None:
+        pairs = zip(parts["with entropy"][1 : args.rounds + 1], parts["update"][1 : args.rounds + 1], strict=True)
+        ratios = [counted(one, args.device) / counted(other, args.device) for one, other in pairs]
+        found_parts["with entropy"]["over_update"] = statistics.median(ratios) - 1
     return {
         "parameters": sum(param.numel() for param in engine._params.values()),
         "tokens": total,
@@ -221,7 +237,8 @@ def table(name: str, case: dict[str, Any]) -> str:
             "" if found["of_peak"] is None else f"{found['of_peak']:.1%}",
             f"{case['padding_waste']:.1%}", f"{case['padded_waste']:.1%}",
         )  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
+        more = f" {found['over_update']:+.2%} of the update" if "over_update" in found else ""
+        lines.append("| " + " | ".join(cells) + " |" + more)
     return "\n".join(lines)
 
 

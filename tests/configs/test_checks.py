@@ -288,9 +288,9 @@ def test_alarms_that_cannot_do_what_they_are_asked() -> None:
         "error: alarms.reward.action=rollback: without trainer.save_freq there is nothing to go back to; set it, or take stop"
     ]
     assert ppo_lines("alarms.reward.action=rollback", "trainer.save_freq=5") == []
-    (note,) = ppo_lines("alarms.entropy.bound=0.1")
-    assert note.startswith("alarms.entropy has no effect: actor/entropy is not measured")
-    assert ppo_lines("alarms.entropy.bound=0.1", f"{ACTOR}.entropy_coeff=0.1") == []
+    assert ppo_lines("alarms.entropy.bound=0.1") == [], "it is measured by default"
+    (line,) = ppo_lines("alarms.end_token.action=rollback", "trainer.save_freq=5")
+    assert line.startswith("error: alarms.end_token.action=rollback: it is looked at before the first step")
     (line,) = sft_lines("alarms.nonfinite.action=rollback")
     assert line.startswith("error: alarms.nonfinite.action=rollback: supervised training does not go back")
 

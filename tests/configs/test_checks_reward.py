@@ -29,6 +29,26 @@ def test_models_beside_rules_and_alone_work() -> None:
     ("words", "told"),
     [
         (
+            ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a]"],
+            "reward.timeout_score=0.0: algorithm.adv_estimator=gdpo wants",
+        ),
+        (
+            ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=f1"],
+            "reward.timeout_score=0.0: algorithm.filter_groups.metric=f1",
+        ),
+        (["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=acc"], None),
+    ],
+)
+def test_a_late_answer_that_is_kept_has_a_score_alone(words: list[str], told: str | None) -> None:
+    lines = [line for line in ppo_lines(*words, "reward.timeout_score=0.0") if "timeout_score" in line]
+    assert [line.startswith(f"error: {told}") for line in lines] == [True] * (told is not None)
+    assert not [line for line in ppo_lines(*words) if "timeout_score" in line]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
             ["reward.scorer=none"],
             "reward.scorer=none: no reward models either (reward.models): nothing would score the",
         ),

@@ -78,7 +78,7 @@ def test_every_leaf_of_training_has_a_comment_of_its_own() -> None:
 
 def test_training_has_no_more_keys_than_one_can_read() -> None:
     """Counted as keys_of counts them: lines of the YAML that set something."""
-    assert len(keys_of(PPOConfig).leaves) <= 350
+    assert len(keys_of(PPOConfig).leaves) <= 370
     assert set(described(CONFIG_DIR / "ppo_trainer.yaml")) == set(keys_of(PPOConfig).leaves)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from configs.compose import compose
 from configs.schema.alarms import AlarmConfig
 from configs.schema.ppo import PPOConfig
-from trainer.alarms import MEAN, SKIPPED_IN_A_ROW, WINDOW, Alarm, Alarms, ppo_alarms, react
+from trainer.alarms import END_TOKENS, MEAN, SKIPPED_IN_A_ROW, WINDOW, Alarm, Alarms, ppo_alarms, react
 from trainer.entry import Found
 from trainer.events import Events
 from trainer.run_dir import EVENTS, read_lines
@@ -39,6 +39,9 @@ def healthy(steps: int, seed: int = 0, **changes: Any) -> list[dict[str, float]]
         "actor/kl_loss": np.linspace(0, 0.5, steps), "training/rollout_log_probs_diff_mean": np.full(steps, 1e-3),
         "actor/grad_norm": draw.lognormal(0, 0.5, steps), "critic/grad_norm": draw.lognormal(2, 0.5, steps),
         "response_length/mean": np.linspace(100, 300, steps), "response_length/clip_ratio": draw.uniform(0, 0.3, steps),
+        "reward/failed_share": draw.uniform(0, 0.04, steps), "training/zero_signal_groups": draw.uniform(0, 0.9, steps),
+        "val/accuracy": np.linspace(0.1, 0.9, steps), "val/accuracy_std": np.full(steps, 0.5),
+        "val/accuracy_min": np.zeros(steps), "val/problems": np.full(steps, 200.0),
     }  # fmt: skip
     columns |= changes
     return [{name: float(column[i]) for name, column in columns.items() if column[i] is not None} for i in range(steps)]
@@ -62,7 +65,13 @@ SICK: dict[str, tuple[dict[str, Any], int]] = {
     "mismatch": ({"training/rollout_log_probs_diff_mean": fallen(40, 20, 1e-3, 0.11)}, 21),
     "grad_norm": ({"critic/grad_norm": fallen(40, 20, 1.0, 31.0)}, 22),
     "length": ({"response_length/mean": fallen(40, 20, 100.0, 401.0)}, 25),
-    "clip_ratio": ({"response_length/clip_ratio": fallen(40, 20, 0.1, 1.0)}, 30),  # .54 above its least from the 6th on
+    "clip_ratio": ({"response_length/clip_ratio": fallen(40, 20, 0.0, 0.9)}, 30),  # .54 above its least from the 6th on
+    "failed_rewards": ({"reward/failed_share": fallen(40, 20, 0.0, 1 / 3)}, 21),
+    "zero_signal": ({"training/zero_signal_groups": fallen(40, 20, 0.5, 0.95)}, 30),
+    "no_learning": ({"critic/score/mean": np.zeros(40), "actor/grad_norm": fallen(40, 20, 1.0, 0.0)}, 25),
+    "validation": ({"val/accuracy": fallen(40, 20, 0.53, 0.004)}, 21),
+    "truncated": ({"response_length/clip_ratio": np.full(40, 0.97)}, 5),  # from the first step on
+    "end_token": ({END_TOKENS: np.zeros(40)}, 1),
 }
 
 
@@ -155,6 +164,52 @@ def test_healthy_until_is_before_all_that_the_alarm_has_looked_at() -> None:
 def test_what_is_usual_is_a_median_of_enough_steps_that_had_a_gradient(norms: list[float]) -> None:
     """Groups whose answers are all worth the same have none; the next one that has is no explosion. Nor is a warm-up's end."""
     assert rung(ppo_alarms(CONFIG), healthy(len(norms), **{"actor/grad_norm": norms})) == []
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "problems", "when"),
+    [
+        ([0.072, 0.05, 0.002], 200, [3]),  # .070 of .072, and the standard error is .018
+        ([0.072, 0.05, 0.002], 20, []),  # as far, within the noise of so few problems
+        ([0.53, 0.43, 0.45, 0.95], 200, []),  # a dip on the way
+        ([0.9, 0.5, 0.4, 0.5, 0.4], 200, [3, 5]),  # again once it was better than half of the best
+        ([0.0, 0.0, 0.0], 200, []),
+    ],
+    ids=["lost", "noise", "dip", "twice", "nothing to lose"],
+)
+def test_a_held_out_score_is_lost_by_half_and_beyond_noise(accuracies: list[float], problems: int, when: list[int]) -> None:
+    """Of answers that are right or wrong. Steps between validations have none of these."""
+    spreads = [(share * (1 - share)) ** 0.5 for share in accuracies]
+    run = [
+        {"val/accuracy": share, "val/accuracy_std": std, "val/accuracy_min": 0.0, "val/problems": float(problems)}
+        for share, std in zip(accuracies, spreads, strict=True)
+    ]
+    alarms, told = ppo_alarms(CONFIG), []
+    for number, measured in enumerate(run, 1):
+        told += [number for _ in alarms.see(10 * number, measured)] + [0 for _ in alarms.see(10 * number + 1, {})]
+    assert told == when
+
+
+def test_the_held_out_score_of_a_reward_model_has_its_own_zero() -> None:
+    """Raw scores of -2 at worst: from 1 to -1 are two thirds of what is above that."""
+    alarms = ppo_alarms(CONFIG)
+    run = [{"val/accuracy": value, "val/accuracy_std": 1.0, "val/accuracy_min": -2.0, "val/problems": 100.0} for value in (1, -1)]
+    ((step, alarm),) = rung(alarms, run)
+    assert step == 2 and "in parts of the best, is 0.667" in alarm.text
+
+
+def test_where_answers_shall_not_end_nobody_asks_whether_they_do() -> None:
+    models = CONFIG.actor_rollout_ref
+    config = replace(CONFIG, actor_rollout_ref=replace(models, rollout=replace(models.rollout, ignore_eos=True)))
+    assert rung(ppo_alarms(config), healthy(40, **SICK["truncated"][0], **SICK["end_token"][0])) == []
+
+
+def test_a_checkpoint_of_before_there_were_these_alarms_is_taken() -> None:
+    alarms = ppo_alarms(CONFIG)
+    alarms.load(
+        {"memory": {"recent": {}, "extremes": {"critic/score max": 1.0}}, "beyond": {"reward": 2}, "since": {"reward": 7}}
+    )
+    assert [alarm.text.split(":")[0] for alarm in alarms.see(9, {"reward/failed_share": 0.5})] == ["failed_rewards"]
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum"])

@@ -40,6 +40,13 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
 def test_answers_are_text_not_markup() -> None:
     out = io.StringIO()
     ConsoleLogger(Console(file=out, width=100), None).log_samples(
-        [Sample(uid=0, data_source="s", prompt="[red]1+1[/red]=", response="[/]", ground_truth="2", score=0.5)], 3
+        [
+            Sample(
+                uid=i, data_source="s", prompt="[red]1+1[/red]=", response="[/]", ground_truth="2", score=0.5, reward_error=error
+            )
+            for i, error in enumerate([None, "late"])
+        ],
+        3,
     )
     assert "[red]1+1[/red]=" in out.getvalue() and "[/]" in out.getvalue() and "0.5" in out.getvalue()
+    assert "none: late" in out.getvalue(), "no score is not a score of 0"

@@ -13,6 +13,8 @@ from trainer.console import ConsoleLogger, step_line
 from trainer.display import BARS, PERIOD, Display, clock, spark
 from trainer.events import Events
 from trainer.metrics import Phases
+from trainer.rewards.scoring import Progress as Scored
+from trainer.rewards.scoring import Score
 from workers.controller.logs import tell
 from workers.rollout.progress import Progress, progress_file
 
@@ -82,6 +84,17 @@ def test_answers_are_counted_while_they_are_drawn(tmp_path: Path, monkeypatch: p
             progress.close()
         monkeypatch.undo()
         assert "generating 0.0 s" in panel_of(display)
+    display.close()
+
+
+def test_late_rewards_are_counted_while_others_are_scored(tmp_path: Path) -> None:
+    phases, scored = Phases(), Scored(256)
+    phases.progress["reward"] = lambda: scored
+    display = open_display(tmp_path, Screen(), phases=phases)
+    with phases("step"), phases("reward"):
+        assert "scoring 0.0 s · 0 of 256 answers" in panel_of(display)
+        scored.add([Score(1.0, {}, None), Score(None, {}, "timed out after 30 s", timed_out=True)])
+        assert "scoring 0.0 s · 2 of 256 answers, 1 late" in panel_of(display)
     display.close()
 
 

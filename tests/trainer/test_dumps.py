@@ -38,7 +38,7 @@ def test_every_row_and_column_is_there(tmp_path: Path) -> None:
     assert path == tmp_path / "rollouts/step_12.parquet"
     table = pq.read_table(path).to_pydict()
     assert table["step"] == [12] * 4
-    assert table["uid"] == [10, 10, 11, 11] and table["sample"] == [0, 1, 0, 1] and table["score"] == [1.0, 0.0, 0.25, 1.0]
+    assert table["uid"] == [10, 10, 11, 11] and table["sample"] == [0, 1, 0, 1] and table["score"] == [1.0, 0.0, 0.25, None]
     assert table["response_length"] == [2, 3, 2, 5]
     assert table["finish_reason"] == ["stop", "length", "stop", "stop"]
     assert table["response"] == ["2", "«ä»\n", "<b>", ""]
@@ -46,6 +46,15 @@ def test_every_row_and_column_is_there(tmp_path: Path) -> None:
     assert table["reward_extra"] == ['{"acc": 0.5}', '{"votes": [1, 2]}', "{}", f'{{"of": "{Path!r}"}}']
     assert table["reward_error"] == [None, None, None, "late"]
     assert table["reward_failed"] == [False, False, False, True]
+
+
+def test_rows_that_were_left_out_follow_with_their_error(tmp_path: Path) -> None:
+    """They lack what was made of the others later."""
+    batch = make_batch()
+    kept, failed = batch.select([0, 1, 2]).with_rows(baseline=torch.tensor([0.5, 0.5, 1.0])), batch.select([3])
+    table = pq.read_table(write_dump(tmp_path, 1, kept, [failed])).to_pydict()
+    assert table["reward_error"] == [None, None, None, "late"] and table["reward_failed"] == [False, False, False, True]
+    assert table["score"] == [1.0, 0.0, 0.25, None] and table["baseline"] == [0.5, 0.5, 1.0, None]
 
 
 def test_the_file_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,5 +84,6 @@ def test_samples_are_the_first_answers_to_the_first_prompts() -> None:
     assert [sample["uid"] for sample in samples] == [10, 11]
     assert samples[1] == {
         "uid": 11, "data_source": "math", "prompt": "2+2=", "response": "<b>", "ground_truth": "4", "score": 0.25,
+        "reward_error": None,
     }  # fmt: skip
     assert len(first_samples(make_batch(), 1)) == 1

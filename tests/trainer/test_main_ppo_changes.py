@@ -24,7 +24,7 @@ from tests.workers.engine.toy import one_rank
 from tests.workers.rollout.engines import request
 from tests.workers.rollout.vllm_hosts import place
 from trainer.alarms import Alarm, react
-from trainer.algorithms.actor_loss import ActorLoss
+from trainer.algorithms.actor_loss import ActorLoss, entropy_mask
 from trainer.entry import Found
 from trainer.ppo.assemble import Assembly
 from trainer.ppo.engines import reader, wants_critic
@@ -124,7 +124,12 @@ def step_batch() -> Batch:
     log_probs = {name: -torch.rand(total, generator=draw) * 3 for name in ("log_probs", "old_log_probs", "ref_log_probs")}
     ids = torch.randint(3, 12, (total,), generator=draw)
     batch = batch.with_tokens(
-        input_ids=ids, response_mask=mask, rollout_log_probs=log_probs["old_log_probs"], **noise, **log_probs
+        input_ids=ids,
+        response_mask=mask,
+        entropy_mask=entropy_mask(mask),
+        rollout_log_probs=log_probs["old_log_probs"],
+        **noise,
+        **log_probs,
     )
     return batch.with_rows(uid=torch.arange(16) // 2, prompt_length=torch.full((16,), 2), finished=torch.ones(16))
 
@@ -138,7 +143,7 @@ def losses(trial: Trial) -> Any:
     if loss.wants_preparation:
         batch, _ = loss.prepare(batch, torch.Generator().manual_seed(0))
     batch = batch.with_tokens(loss_weight=batch.tokens["response_mask"])
-    return loss({"log_probs": batch.tokens["log_probs"]}, batch)[0].tolist()
+    return loss(dict.fromkeys(loss.needs, batch.tokens["log_probs"]), batch)[0].tolist()
 
 
 @cache
@@ -238,6 +243,7 @@ def validation_asks(trial: Trial) -> Any:
 def rung(trial: Trial) -> Any:
     """What becomes of a step in which every figure is bad, and what is told."""
     bad = {"actor/entropy": 0.5, "actor/ppo_kl": 9.0, "training/rollout_log_probs_diff_mean": 9.0}
+    bad |= {"response_length/clip_ratio": 0.5, "training/zero_signal_groups": 1.0}
     told: list[Any] = []
     events: Any = SimpleNamespace(add=lambda *words: told.append(words))
     try:
@@ -300,15 +306,6 @@ def who_learns(trial: Trial) -> Any:
     return learnt
 
 
-def events_before_a_step(trial: Trial) -> Any:
-    """Their kinds."""
-    kinds: list[str] = []
-    events: Any = SimpleNamespace(add=lambda step, kind, text: kinds.append(kind))
-    with trial.assembly.life.stopping:
-        trial.assembly.life.stopping.is_due(0, {}, events)
-    return kinds
-
-
 @dataclass(frozen=True)
 class Row:
     """other: another value than the leaf has. look: what is another thing then. base: other leaves that the row wants, and their
@@ -326,7 +323,8 @@ TWO_EPOCHS = {f"{ACTOR}.ppo_epochs": 2}
 SERVED = {"reward.reward_model.enable": True, "reward.reward_model.urls": ["{first}"]}
 PTX = {"data.ptx_files": ["{task}/sft.parquet"], "data.ptx_max_length": 32, "data.ptx_truncation": "right"}
 ALARM = {"patience": 1, "bound": 0.1, "action": "warn"}
-ALARMS = {f"alarms.{name}.{key}": value for name in ("entropy", "mismatch", "policy_kl") for key, value in ALARM.items()}
+RINGING = ("entropy", "mismatch", "policy_kl", "truncated", "zero_signal")
+ALARMS = {f"alarms.{name}.{key}": value for name in RINGING for key, value in ALARM.items()}
 ON_TWO = {f"{ACTOR}.strategy": "megatron", f"{ACTOR}.ppo_micro_batch_size": 8, "trainer.n_gpus_per_node": 2}
 RULE = {"reward.custom_reward_function.path": None, "reward.scorer": "exact_match"}
 ROWS: Mapping[str, Row] = {
@@ -351,8 +349,9 @@ ROWS: Mapping[str, Row] = {
     "alarms.entropy.bound": Row(0.9, rung, ALARMS),
     "alarms.max_rollbacks": Row(0, gone_back),
     "alarms.mismatch.action": Row("stop", rung, ALARMS),
-    "alarms.mismatch.bound": Row(None, rung, {**ALARMS, "alarms.mismatch.action": "stop"}),
     "alarms.policy_kl.action": Row("rollback", rung, ALARMS),
+    "alarms.truncated.bound": Row(0.9, rung, ALARMS),
+    "alarms.zero_signal.action": Row("stop", rung, ALARMS),
     "algorithm.kl_ctrl.type": Row("adaptive", coefficient),
     "critic.model.lora_alpha": Row(64.0, learning("critic"), {**PPO, "critic.model.lora_rank": 2}),
     "critic.model.tiled_mlp.num_shards": Row(2, learning("critic"), {**PPO, "critic.model.tiled_mlp.enabled": True}),
@@ -369,7 +368,6 @@ ROWS: Mapping[str, Row] = {
     "timeouts.load": Row(7.0, seconds_to_load),
     "timeouts.update": Row(7.0, updates("actor")),
     "trainer.critic_warmup": Row(5, who_learns, PPO),
-    "trainer.watch.memory_warn": Row(1.0, events_before_a_step),
 }
 
 

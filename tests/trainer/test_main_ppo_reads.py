@@ -25,7 +25,7 @@ from tests.trainer.rewards.server import Reply, Server
 from tests.workers.rollout.test_sglang_arguments import Recorder
 from tests.workers.rollout.vllm_hosts import place
 from trainer import main_ppo
-from trainer.alarms import ppo_alarms
+from trainer.alarms import END_TOKENS, ppo_alarms
 from trainer.algorithms.actor_loss import ActorLoss, ActorLossConfig
 from trainer.algorithms.padded import advantages
 from trainer.backend import open_backend
@@ -115,7 +115,7 @@ def losses_are_computed() -> None:
         batch = micro_batch(old_log_probs=x, advantages=x.flip(0), log_probs=x + 0.5)
         if loss.wants_preparation:
             batch, _ = loss.prepare(batch, torch.Generator())
-        assert loss({"log_probs": batch.tokens["log_probs"]}, batch)[0].isfinite().all()
+        assert loss(dict.fromkeys(loss.needs, batch.tokens["log_probs"]), batch)[0].isfinite().all()
 
 
 def groups_are_looked_at() -> None:
@@ -170,11 +170,14 @@ def a_sick_run_is_seen() -> None:
     usual = {
         "critic/score/mean": 1.0, "critic/score/max": 1.0, "critic/score/min": 0.0, "actor/entropy": 1.0, "actor/ppo_kl": 0.0,
         "actor/kl_loss": 0.0, "training/rollout_log_probs_diff_mean": 0.0, "actor/grad_norm": 1.0, "response_length/mean": 1.0,
-        "response_length/clip_ratio": 0.0,
+        "response_length/clip_ratio": 0.0, "reward/failed_share": 0.0, "training/zero_signal_groups": 0.0, END_TOKENS: 1.0,
+        "val/accuracy": 1.0, "val/accuracy_std": 0.0, "val/accuracy_min": 0.0, "val/problems": 9.0,
     }  # fmt: skip
     odd = {name: 9.0 for name in usual} | {"actor/entropy": 0.1, "critic/score/mean": -90.0, "training/skipped_in_a_row": 9.0}
+    odd |= {"val/accuracy": 0.1, "val/accuracy_std": 0.0, END_TOKENS: 0.0}
     assert [alarm for step in range(1, 11) for alarm in alarms.see(step, usual)] == []
     rung = {alarm.text.partition(":")[0] for step in range(11, 30) for alarm in alarms.see(step, odd | {"critic/score/max": 1.0})}
+    rung |= {alarm.text.partition(":")[0] for alarm in alarms.see(30, {"critic/score/mean": 0.0, "actor/grad_norm": 0.0})}
     assert rung == set(names)
 
 

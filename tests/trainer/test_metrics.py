@@ -38,6 +38,7 @@ def make_batch() -> Batch:
             "prompt_length": torch.tensor(PROMPTS),
             "score": torch.tensor([1.0, 0.0, 0.5, 0.0]),
             "finished": torch.tensor([1, 1, 1, 0]),
+            "uid": torch.tensor([7, 3, 7, 5]),
         },
     )
 
@@ -66,6 +67,7 @@ def test_every_number_of_a_step_against_plain_python() -> None:
         assert found.pop(f"{name}/min") == pytest.approx(min(values), rel=1e-6), name
     assert found.pop("response_length/clip_ratio") == 0.25
     assert found.pop("prompt_length/clip_ratio") == 0.25
+    assert found.pop("training/zero_signal_groups") == 0.0
     errors = [r - v for r, v in zip(trained(batch, "returns"), trained(batch, "values"), strict=True)]
     explained = 1 - statistics.pvariance(errors) / (statistics.pvariance(trained(batch, "returns")) + 1e-5)
     assert found.pop("critic/vf_explained_var") == pytest.approx(explained)
@@ -76,6 +78,16 @@ def test_without_a_critic_there_are_no_values() -> None:
     batch = make_batch()
     del batch.tokens["values"]
     assert not [name for name in data_metrics(batch, 4) if "values" in name or "vf_" in name]
+
+
+def test_a_group_without_an_advantage_at_any_trained_token_has_no_signal() -> None:
+    """Rows 0 and 2 are a group, 1 and 3 one each."""
+    batch = make_batch()
+    advantages = batch.tokens["advantages"]
+    advantages[:8] = 0.0
+    assert data_metrics(batch, 4)["training/zero_signal_groups"] == pytest.approx(1 / 3), "row 2 still has some"
+    advantages[8:16] = torch.where(batch.tokens["response_mask"][8:16].bool(), 1e-17, 1.0)
+    assert data_metrics(batch, 4)["training/zero_signal_groups"] == pytest.approx(2 / 3), "rounding, and a hole, are none"
 
 
 def test_a_perfect_critic_explains_all() -> None:
@@ -161,6 +173,8 @@ def test_validation_weighs_prompts_alike() -> None:
         "val-core/gsm8k/reward/mean@2": 0.0,
         "val-core/math/reward/mean@2": 0.75,
         "val/accuracy": 0.5,
+        "val/accuracy_std": pytest.approx((1 / 6) ** 0.5),
+        "val/accuracy_min": 0.0,
         "val/problems": 3.0,
     }
 
@@ -180,6 +194,8 @@ def test_a_number_counts_for_the_sources_whose_answers_all_have_it() -> None:
         "val-core/math/acc/mean@1": 0.5,
         "val-aux/math/reward/mean@1": pytest.approx(0.2),
         "val/accuracy": 0.5,
+        "val/accuracy_std": pytest.approx((1 / 6) ** 0.5),
+        "val/accuracy_min": 0.0,
         "val/problems": 3.0,
     }
 

@@ -38,7 +38,9 @@ HOSTILE = "<script>alert(1)</script>\"'&<img src=x onerror=alert(2)>"
 
 
 def sample(uid: int, response: str, score: float) -> Sample:
-    return Sample(uid=uid, data_source="sort", prompt=f"{uid}=", response=response, ground_truth="12", score=score)
+    return Sample(
+        uid=uid, data_source="sort", prompt=f"{uid}=", response=response, ground_truth="12", score=score, reward_error=None
+    )
 
 
 def make_run(run_dir: Path, steps: int = 40) -> Path:

@@ -18,7 +18,8 @@ from workers.batch import Batch
 CONFIG = {"trainer": {"project_name": "p", "logger": ["console"]}, "ray_kwargs": {"env": {"HF_TOKEN": "s3cret"}}}
 
 KINDS = ("parquet", "safetensors")
-ROW = Batch(torch.tensor([2]), rows={"prompt_length": torch.tensor([1]), "finished": torch.tensor([1])})
+ROWS = {"prompt_length": torch.tensor([1]), "finished": torch.tensor([1]), "reward_failed": torch.tensor([False])}
+ROW = Batch(torch.tensor([2]), rows=ROWS)
 
 
 def track(run_dir: Path, *loggers: str, **options: Any) -> Tracker:
@@ -26,7 +27,7 @@ def track(run_dir: Path, *loggers: str, **options: Any) -> Tracker:
 
 
 def sample(uid: int) -> Sample:
-    return Sample(uid=uid, data_source="sort", prompt=f"{uid}=", response="«1»", ground_truth="1", score=1.0)
+    return Sample(uid=uid, data_source="sort", prompt=f"{uid}=", response="«1»", ground_truth="1", score=1.0, reward_error=None)
 
 
 def run_steps(tracker: Tracker, *steps: int) -> None:

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.user_code import check_source, load_function
+from trainer.user_code import check_source, describe, load_function
 
 FILE = """
 def mine(x):
@@ -40,6 +40,16 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, text: str, path: str, name: s
     with pytest.raises(ValueError, match=told) as caught:
         load_function(str(tmp_path / path), name, "some.key")
     assert "\n" not in str(caught.value)
+
+
+def test_an_error_is_told_with_the_users_own_line(tmp_path: Path) -> None:
+    """Not with that of the library which the user's line has called."""
+    (tmp_path / "deep.py").write_text(
+        "import json\n\ndef read(text):\n    return json.loads(text)\n\ndef mine(x):\n    return read(x)\n"
+    )
+    with pytest.raises(ValueError) as caught:
+        load_function(str(tmp_path / "deep.py"), "mine", "some.key")("{")
+    assert describe(caught.value).startswith("JSONDecodeError: Expecting ") and describe(caught.value).endswith(" (deep.py:4)")
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ class ActorLoss:
         actor, correction = config.actor, config.correction
         self.wants_entropy = actor.entropy_coeff != 0.0 or actor.calculate_entropy
         self.kl_column = kl.columns(actor.kl_loss_type) if actor.use_kl_loss else None
-        needs = {"log_probs", "entropy"} if self.wants_entropy else {"log_probs"}
+        needs = {"log_probs", "entropy" if self.wants_entropy else "sampled_entropy"}
         self.needs = frozenset(needs | ({self.kl_column} if self.kl_column else set()))
         # In bypass mode the weights and rejections come from the policy as it is, not as it was before the updates.
         self.corrects_afresh = correction.bypass_mode and is_enabled(correction)
@@ -63,6 +63,7 @@ class ActorLoss:
             *([f"ref_{self.kl_column}"] if self.kl_column else []),
             *(["is_weights"] if self.weights_afresh or (correction.rollout_is and not correction.bypass_mode) else []),
             *(["chosen"] if config.prepare is not None else []),
+            *(["entropy_mask"] if not self.wants_entropy else []),
         )
 
     def prepare(self, mini_batch: Batch, generator: torch.Generator) -> tuple[Batch, dict[str, float]]:
@@ -103,6 +104,8 @@ class ActorLoss:
         if self.wants_entropy:
             metrics["actor/entropy"] = Metric.token_mean(outputs["entropy"], mask)
             loss = loss - config.entropy_coeff * outputs["entropy"]
+        elif (sampled := tokens["entropy_mask"] * mask).any():
+            metrics["actor/entropy"] = Metric.token_mean(outputs["sampled_entropy"], sampled)
         if self.kl_column is not None:
             estimate = kl.kl_estimate(config.kl_loss_type, outputs[self.kl_column], tokens[f"ref_{self.kl_column}"])
             metrics["actor/kl_loss"] = Metric.sum((estimate.detach() * weight).sum())
@@ -118,6 +121,13 @@ class ActorLoss:
             lengths=batch.lengths,
             chosen=batch.tokens.get("chosen"),
         )
+
+
+def entropy_mask(response_mask: Tensor) -> Tensor:
+    """A sixteenth of the trained tokens (T,), bool: every token of the batch by its number n among them, where frac(n * golden
+    ratio) < 1/16. Evenly spread, whatever period lengths have; the same however the batch is cut."""
+    number = response_mask.bool().cumsum(0) - 1
+    return response_mask.bool() & (number * 2654435769 % 2**32 < 2**28)
 
 
 def importance(inputs: PolicyLossInputs, is_weights: Tensor, needs: frozenset[str]) -> Tensor:

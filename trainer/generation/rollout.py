@@ -15,6 +15,7 @@ from trainer.models import start_model
 from trainer.remote import RemoteModel, RemoteRollout
 from trainer.watchdog import Watchdog
 from workers.controller.group import WorkerGroup
+from workers.engine.hf_model import vocab_size
 from workers.plan import Limits
 from workers.rollout.base import RolloutSpec, Sampling
 from workers.seeding import seed_of
@@ -81,6 +82,12 @@ def sampling(
         stop_token_ids=stop_token_ids(tokenizer, model),
         ignore_eos=rollout.ignore_eos,
     )
+
+
+def end_tokens(asked: Sampling, model: ModelConfig) -> int:
+    """How many tokens that end an answer the model can write. A class of tokenizers may bring an EOS of its own, beyond the
+    vocabulary of a model whose files name none."""
+    return sum(token < vocab_size(model) for token in asked.stop_token_ids)
 
 
 def validation_sampling(training: Sampling, chosen: SamplingConfig) -> Sampling:

@@ -29,7 +29,7 @@ from trainer.data.ptx import ptx_stream
 from trainer.data.stream import PromptStream
 from trainer.determinism import KernelWatch
 from trainer.events import Events
-from trainer.generation.rollout import rollout_spec, sampling, validation_sampling
+from trainer.generation.rollout import end_tokens, rollout_spec, sampling, validation_sampling
 from trainer.metrics import peak_flops
 from trainer.models import Training, limits, start_model, value_head
 from trainer.ppo.engines import check_engines, reader, wants_critic
@@ -42,6 +42,7 @@ from trainer.ppo.validation import Validation
 from trainer.remote import BaseModel, RemoteModel, RemoteRollout
 from trainer.report import finish
 from trainer.restart import Lifetime, keep_going
+from trainer.rewards.failures import Failures
 from trainer.rewards.models import RewardModels
 from trainer.rewards.registry import check_data_sources
 from trainer.rewards.remote import needs_data_sources, open_rewards
@@ -142,8 +143,10 @@ class Assembly:
         if critic is not None and resume is None:
             tell(f"note: {value_head(config.critic.model)}")
         rollout = self.rollout()
-        source = self.source(rollout, rewards)
         events = Events(run_dir)
+        source = self.source(rollout, rewards, events)
+        self.phases.progress["reward"] = lambda: rewards.progress
+        self.life.stopping.hurry = self.watchdog.hurry
         return Loop(
             config=config,
             run_dir=run_dir,
@@ -183,6 +186,7 @@ class Assembly:
             peak_flops=peak_flops(config.trainer.device),
             resume=resume,
             total_steps=self.total_steps,
+            end_tokens=end_tokens(self.sampling(), config.actor_rollout_ref.model),
         )
 
     @property
@@ -198,7 +202,7 @@ class Assembly:
         gen_batch_size = self.config.data.gen_batch_size or self.order.batch_size
         return PromptStream(self.data, replace(self.order, batch_size=gen_batch_size))
 
-    def source(self, rollout: RemoteRollout, rewards: Rewards) -> Source:
+    def source(self, rollout: RemoteRollout, rewards: Rewards, events: Events) -> Source:
         config = self.config
         return Source(
             rollout,
@@ -215,6 +219,7 @@ class Assembly:
             shaping=Shaping(config.reward.shaping, RunningMoments()),
             models=self.reward_models(),
             rollbacks=Rollbacks(),
+            failures=Failures(events),
         )
 
     def reward_models(self) -> RewardModels | None:

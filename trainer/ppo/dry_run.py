@@ -20,7 +20,9 @@ from configs.rules import asks_rules
 from configs.schema.common import ModelConfig
 from configs.schema.ppo import PPOConfig
 from configs.schema.scoring_model import ScoringModelConfig
+from trainer.alarms import NO_END_TOKEN
 from trainer.checkpoint import Checkpoint, check_config, whole_checkpoint
+from trainer.generation.rollout import end_tokens
 from trainer.ppo.assemble import Assembly
 from trainer.ppo.engines import check_engines, reader, wants_critic
 from trainer.ppo.memory import Use, estimate, shape_of
@@ -33,6 +35,7 @@ from workers.engine.base import Head
 from workers.engine.hf_model import DTYPES, empty_model, model_config
 from workers.engine.memory_model import Shape
 from workers.rollout import check_installed
+from workers.rollout.base import Sampling
 
 BESIDE = "config_dry_run.yaml"
 """The configuration's file where a run has its own."""
@@ -52,7 +55,7 @@ def dry_run(config: PPOConfig) -> None:
     models = measured(config)
     lines = [*model_lines(models), *work_lines(parts), *place_lines(config, place)]
     lines += [*written_lines(config, life.run_dir, resume), *memory_lines(config, place, models)]
-    wrong = list(doubts(config, place, models))
+    wrong = list(doubts(config, place, models, parts.sampling()))
     print("\n".join([*lines, *wrong]))
     print(f"{'' if wrong else 'fine, '}nothing was started; the configuration: {write(config, life.run_dir)}")
 
@@ -200,8 +203,10 @@ def uses_of(config: PPOConfig, place: Placement, models: dict[str, Measured]) ->
     return list(estimate(config, place, shapes, room_of(config, place))) if shapes.keys() == models.keys() else []
 
 
-def doubts(config: PPOConfig, place: Placement, models: dict[str, Measured]) -> Iterator[str]:
+def doubts(config: PPOConfig, place: Placement, models: dict[str, Measured], asked: Sampling) -> Iterator[str]:
     """What is not refused, and yet would not go well."""
+    if not (asked.ignore_eos or end_tokens(asked, config.actor_rollout_ref.model)):
+        yield f"no answer can end by itself (alarms.end_token): {NO_END_TOKEN}"
     data, positions, room = config.data, models["actor_rollout_ref.actor"].positions, room_of(config, place)
     longest = data.max_prompt_length + data.max_response_length
     if positions is not None and positions < longest:

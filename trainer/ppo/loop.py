@@ -11,8 +11,9 @@ from typing import Any
 from configs.checks import world_size
 from configs.pools import Placement
 from configs.schema.ppo import PPOConfig
-from trainer.alarms import Alarms, react
+from trainer.alarms import END_TOKENS, Alarms, react
 from trainer.algorithms import kl
+from trainer.algorithms.actor_loss import entropy_mask
 from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.correction import is_enabled, mismatch, rollout_correction
 from trainer.algorithms.kl import KLController, reward_with_kl
@@ -37,14 +38,15 @@ from trainer.saving import Saver
 from trainer.skips import Skips
 from trainer.stopping import Stopping
 from trainer.tracking import Tracker
-from trainer.watchdog import Watchdog
+from trainer.watchdog import LeftUndone, Watchdog
 from workers.batch import Batch
 from workers.metric import plain_numbers
 
 
 @dataclass
 class Loop:
-    """Built by assemble.py; ``fit`` runs it. ref, critic and ptx are None where the algorithm has no use for them."""
+    """Built by assemble.py; ``fit`` runs it. ref, critic and ptx are None where the algorithm has no use for them. end_tokens: of
+    those that end an answer, how many the policy can write."""
 
     config: PPOConfig
     run_dir: Path
@@ -77,6 +79,7 @@ class Loop:
     peak_flops: float | None
     resume: Checkpoint | None
     total_steps: int
+    end_tokens: int
     step: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -85,6 +88,8 @@ class Loop:
         for step in self.remaining_steps():
             with self.phases("step"):
                 batch = self.collect(step)  # generated, scored answers
+                if batch is None:
+                    continue
                 batch |= self.log_probs_and_values(batch)
                 batch |= self.correction(batch)  # where the rollout engine was not quite the policy
                 batch |= self.advantages(batch)
@@ -99,8 +104,12 @@ class Loop:
         if self.resume is not None:
             self.load(self.resume)
         self.sync_weights(self.step)
+        if self.resume is None:
+            react(self.alarms.see(0, {END_TOKENS: float(self.end_tokens)}), self.events, 0)
         if self.resume is None and (self.config.trainer.val_before_train or self.config.trainer.val_only):
-            self.tracker.log(self.validation.run(self.step), self.step)
+            measured = self.validation.run(self.step)
+            self.tracker.log(measured, self.step)
+            react(self.alarms.see(0, measured), self.events, 0)
 
     def remaining_steps(self) -> Iterator[int]:
         """Steps count from 1. A step draws the next round of prompts, or several with algorithm.filter_groups. After a rollback
@@ -114,14 +123,26 @@ class Loop:
                 return
             self.phases.clear()
             self.watchdog.step = step = self.step + 1
+            before = self.metrics
             self.metrics = {"training/global_step": step, "training/epoch": self.prompts.epoch} | self.rollbacks.metrics()
             yield step
+            if self.step < step:  # it was left, and the one before is saved
+                self.metrics = before
 
-    def collect(self, step: int) -> Batch:
-        """The step's batch, kept as it came if trainer.rollout_data_dir says where."""
-        batch = self.source.collect(step, self.prompts, self.phases, self.score_beside if self.scoring_overlaps else None)
+    def collect(self, step: int) -> Batch | None:
+        """The step's batch, kept as it came if trainer.rollout_data_dir says where. None if the run is to stop and the rewards do
+        not come: then the state is that of the step before."""
+        parts = self.stateful()
+        before = {name: parts[name].state() for name in ("data", "reward_models") if name in parts}
+        try:
+            batch = self.source.collect(step, self.prompts, self.phases, self.score_beside if self.scoring_overlaps else None)
+        except LeftUndone:
+            for name, state in before.items():
+                parts[name].load(state)
+            self.events.add(self.step, "left", f"step {step}: a signal to stop, and the rewards did not come")
+            return None
         begun_with = self.config.actor_rollout_ref.model.path if self.resume is None else str(self.resume.path)
-        self.tracker.log_rollouts(as_drawn(batch), step, begun_with)
+        self.tracker.log_rollouts(as_drawn(batch), step, begun_with, self.source.left_out)
         return batch
 
     @property
@@ -234,7 +255,7 @@ class Loop:
         mask = batch.tokens.get("kept_mask", batch.tokens["response_mask"])
         if self.config.algorithm.truncated_answers == "mask":
             mask = mask * batch.rows["finished"].bool()[batch.segment_ids()]
-        return Batch(batch.lengths, tokens={"response_mask": mask})
+        return Batch(batch.lengths, tokens={"response_mask": mask, "entropy_mask": entropy_mask(mask)})
 
     def update(self, step: int, batch: Batch) -> None:
         """Critic and actor learn; the actor waits until the critic is warm."""
@@ -277,8 +298,11 @@ class Loop:
         self.metrics |= data_metrics(batch, self.config.data.max_prompt_length)
         self.metrics |= reward_metrics(batch, self.data_sources)
         if config.test_freq > 0 and (is_last or step % config.test_freq == 0):
-            with self.phases("testing"):
-                self.metrics |= self.validation.run(step)
+            try:
+                with self.phases("testing"):
+                    self.metrics |= self.validation.run(step)
+            except LeftUndone:
+                self.events.add(step, "left", "validation: a signal to stop, and the rewards did not come")
         flops = {"update_actor": self.actor.take_flops()} if "update_actor" in self.phases.seconds else {}
         if self.critic is not None:
             flops["update_critic"] = self.critic.take_flops()

@@ -128,7 +128,9 @@ class RolloutAgain(Assembly):
 def draw_again(loop: Loop, step: int) -> Batch:
     """All that the step drew, groups that algorithm.filter_groups then dropped among it: the batch that was kept."""
     loop.begin()
-    return loop.collect(step)
+    batch = loop.collect(step)
+    assert batch is not None, "only a run that listens to signals leaves a step"
+    return batch
 
 
 class TrainAgain(Assembly):
@@ -177,6 +179,7 @@ class Recorded(Source):
         self.batch = batch
         self.shaping = shaping
         self.models = None
+        self.left_out = []
 
     def collect(self, step: int, prompts: PromptStream, phases: Phases, beside: Beside | None = None) -> Batch:
         return self.batch

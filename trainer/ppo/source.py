@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -21,6 +22,7 @@ from trainer.ppo.filtering import Tally, judge_groups, metric_values
 from trainer.ppo.rollback import Rollbacks
 from trainer.remote import RemoteRollout
 from trainer.rewards.answers import to_score
+from trainer.rewards.failures import Failures
 from trainer.rewards.models import RewardModels
 from trainer.rewards.remote import RemoteRewards
 from trainer.rewards.scoring import Rewards, Score
@@ -56,6 +58,7 @@ class Source:
         shaping: Shaping,
         models: RewardModels | None,
         rollbacks: Rollbacks,
+        failures: Failures,
     ) -> None:
         """n: answers a prompt; sampling: how they are drawn, from ``seed``. groups: prompts that a step's batch has.
 
@@ -76,6 +79,9 @@ class Source:
         self.shaping = shaping
         self.models = models
         self.rollbacks = rollbacks
+        self.failures = failures
+        self.left_out: list[Batch] = []
+        """Rows of the last ``collect`` whose rewards failed."""
 
     def collect(self, step: int, prompts: PromptStream, phases: Phases, beside: Beside | None = None) -> Batch:
         """The step's training batch: scored answers, ``n`` a prompt, in the order of the prompts.
@@ -84,10 +90,12 @@ class Source:
         are drawn until ``groups`` are kept. Beside what ``answer`` gives:
         tokens: token_level_scores (the shaped reward: at the last token, but for what models give to others).
         rows: reward (shaped), baseline (with_baselines).
-        meta: metrics (reward/failed, training/filter_groups/*), generated_tokens (of all rounds).
+        meta: metrics (reward/failed*, reward/timed_out_share, training/filter_groups/*), generated_tokens (of all rounds).
         beside: works while reward models score; where answers are chosen by their scores it is not asked (see ``chooses``).
-        Raises RuntimeError if every reward failed, ValueError if the batch cannot be filled.
+        Raises ValueError, one line, if every reward failed, and if the batch cannot be filled.
         """
+        self.failures.start_step()
+        self.left_out = []
         fill = self.filter_groups.enable
         batch = self._fill(step, prompts, phases) if fill else self._one_round(step, prompts, phases, beside)
         reward, baseline = self.shaping(batch.rows["reward"], batch.rows["uid"], batch.rows.get("baseline"))
@@ -101,9 +109,9 @@ class Source:
 
     def _one_round(self, step: int, prompts: PromptStream, phases: Phases, beside: Beside | None) -> Batch:
         answered = self._answer_to_train(prompts.draw(), "train", step, phases, beside)
-        scored = drop_failed(answered)
+        scored = self._drop_failed(answered)
         check_some_scored(answered, len(scored))
-        return scored.with_meta({"metrics": {"reward/failed": len(answered) - len(scored)}})
+        return scored.with_meta({"metrics": {"reward/failed": len(answered) - len(scored)} | self.failures.metrics()})
 
     def _fill(self, step: int, prompts: PromptStream, phases: Phases) -> Batch:
         """Rounds until the batch is full: the first ``groups`` kept groups. What is over is dropped; nothing is carried over.
@@ -124,7 +132,7 @@ class Source:
                 tally.add((), ())
                 continue
             answered = self._answer_to_train(asked, "train" if not again else f"train_again_{again}", step, phases)
-            scored = drop_failed(answered)
+            scored = self._drop_failed(answered)
             values, uids = metric_values(scored, self.filter_groups.metric), scored.rows["uid"].tolist()
             verdicts = judge_groups([prompt.uid for prompt in asked], uids, values, self.n)
             tally.add(verdicts.values(), values)
@@ -135,7 +143,16 @@ class Source:
             failed += len(answered) - len(scored)
             generated += answered.meta["generated_tokens"]
         batch = of_groups(Batch.concat(parts), taken[: self.groups])
-        return batch.with_meta({"metrics": {"reward/failed": failed} | tally.metrics(), "generated_tokens": generated})
+        metrics = {"reward/failed": failed} | self.failures.metrics() | tally.metrics()
+        return batch.with_meta({"metrics": metrics, "generated_tokens": generated})
+
+    def _drop_failed(self, batch: Batch) -> Batch:
+        """Without the rows whose reward failed, which are kept in ``left_out``; there may be none left."""
+        failed = batch.rows["reward_failed"]
+        if not failed.any():
+            return batch
+        self.left_out.append(batch.select(failed.nonzero().flatten()))
+        return batch.select((~failed).nonzero().flatten())
 
     def _answer_to_train(
         self, prompts: Sequence[Prompt], purpose: str, step: int, phases: Phases, beside: Beside | None = None
@@ -193,6 +210,8 @@ class Source:
             batch = join(questions, answers).with_meta({"temperature": sampling.temperature})
             by_servers = isinstance(self.rewards, RemoteRewards)
             scores = self.rewards.score(to_score(asked, texts, batch, self.tokenizer, for_servers=by_servers))
+        late = self.reward.timeout_score
+        scores = [replace(score, value=late) if score.timed_out else score for score in scores]
         if self.models is not None:
             learn_from = (torch.tensor(samples) < n) & trains
             judge = partial(self._judge, self.models, scores, batch, asked, texts, learn_from, phases)
@@ -200,6 +219,7 @@ class Source:
             self.rollout.rest(self.models.group)
             batch |= columns
             batch = batch if at_tokens is None else batch.with_tokens(model_rewards=at_tokens)
+        self.failures.add(step, "training" if trains else "validation", scores)
         score = torch.tensor([0.0 if item.value is None else item.value for item in scores])
         batch.rows |= {
             "uid": torch.tensor([prompt.uid for prompt in asked]),
@@ -234,10 +254,10 @@ def ask(prompts: Sequence[Prompt], seeds: Sequence[int], greedy: torch.Tensor) -
 
 
 def texts_of(answers: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What the answers say. What ends one is no part of its text; any other special token is, or "4<pad>2" would count as 42."""
+    """The responses (B) as text, without the token that ended one and without special tokens: as verl decodes what is scored."""
     ids, ends = answers.tokens["input_ids"].numpy(), (answers.offsets[1:] - answers.rows["finished"]).tolist()
     written: list[Any] = [ids[start:end] for start, end in zip(answers.offsets.tolist(), ends, strict=False)]
-    return tokenizer.batch_decode(written, skip_special_tokens=False)  # of lists it would look at every token's type
+    return tokenizer.batch_decode(written, skip_special_tokens=True)  # of lists it would look at every token's type
 
 
 def join(questions: Batch, answers: Batch) -> Batch:
@@ -300,14 +320,8 @@ def of_groups(batch: Batch, uids: Sequence[int]) -> Batch:
     return batch.select(torch.isin(batch.rows["uid"], torch.tensor(uids, dtype=torch.int64)).nonzero().flatten())
 
 
-def drop_failed(batch: Batch) -> Batch:
-    """Without the rows whose reward failed; there may be none left."""
-    failed = batch.rows["reward_failed"]
-    return batch.select((~failed).nonzero().flatten()) if failed.any() else batch
-
-
 def check_some_scored(answered: Batch, n_scored: int) -> None:
-    """Raises RuntimeError if no answer of the step has a score so far, with the first error in ``answered``."""
+    """Raises ValueError if no answer of the step has a score so far, with the first error in ``answered``."""
     if not n_scored:
         first = next(error for error in answered.objects["reward_error"] if error is not None)
-        raise RuntimeError(f"all {len(answered)} rewards of the step failed; the first: {first}")
+        raise ValueError(f"all {len(answered)} rewards of the step failed; the first: {first}")

@@ -27,7 +27,7 @@ class Validation:
 
     def run(self, step: int) -> dict[str, float]:
         """Metrics over all held-out prompts; the same answers whatever was trained in between. Failed rewards are counted,
-        and left out of the means."""
+        and left out of the means; what reward models with running moments give counts raw (RewardModels.add)."""
         parts = []
         for start in range(0, len(self.data), self.batch_size):
             prompts = [self.data[row] for row in range(start, min(start + self.batch_size, len(self.data)))]

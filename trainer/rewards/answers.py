@@ -22,12 +22,12 @@ def to_score(
     finished = answers.rows["finished"].bool().tolist()
     whole: list[dict] = [{} for _ in prompts]
     if for_servers:
-        words, rows = _words_of(tokenizer), answers.split_rows("input_ids")
-        last = [row[len(row) - done :].tolist() for row, done in zip(rows, finished, strict=True)]
-        endings = tokenizer.batch_decode(last, skip_special_tokens=False)
+        words, rows = _words_of(tokenizer), [row.tolist() for row in answers.split_rows("input_ids")]
+        tails = [row[len(prompt.prompt_ids) :] for row, prompt in zip(rows, prompts, strict=True)]
+        written = tokenizer.batch_decode(tails, skip_special_tokens=False)
         whole = [
-            {"prompt": prompt.text, "ending": ending, "messages": prompt.messages, "ids": row.tolist(), "words": words}
-            for prompt, ending, row in zip(prompts, endings, rows, strict=True)
+            {"prompt": prompt.text, "written": text, "messages": prompt.messages, "ids": row, "words": words}
+            for prompt, text, row in zip(prompts, written, rows, strict=True)
         ]
     return [
         Answer(prompt.data_source, text, prompt.ground_truth, prompt.extra_info, done, **more)

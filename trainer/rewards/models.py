@@ -69,6 +69,8 @@ class RewardModels:
         self, rules: Sequence[Score], answers: Batch, prompts: Sequence[Prompt], texts: Sequence[str], *, learn_from: Tensor
     ) -> tuple[list[Score], Tensor | None]:
         """The rules' scores (B) with those of the models; see Scorer. learn_from: bool (B,), answers that running moments see.
+        Without any it is a measurement, and scores of models with running moments count raw: normalised by moments that follow
+        the policy, they would say how far it is ahead of its own past, and fall towards 0 while it improves.
 
         value: rule_weight * rule + sum of weight * normalised score; None, with the first error, where a part failed. extra: what
         the rule told, the raw score of each model under its name, and as acc that of the rule, unless it told one.
@@ -98,6 +100,8 @@ class RewardModels:
         """NaN where there is no score."""
         values = torch.tensor([torch.nan if score.value is None else score.value for score in raw], dtype=torch.float64)
         if isinstance(model.moments, RunningMoments):
+            if not learn_from.any():
+                return values.tolist()
             model.moments.see(values[learn_from])
         return model.normalised(values).tolist()
 
@@ -119,8 +123,8 @@ def joined(so_far: Score, model: RewardModel, own: Score, part: float) -> Score:
         raise ValueError(f"the reward function tells a number {model.name}, and a reward model has this name; give it another")
     if own.value is None:
         error = so_far.error or f"reward model {model.name}: {own.error}"
-        return Score(None, so_far.extra | own.extra, error)
+        return Score(None, so_far.extra | own.extra, error, so_far.timed_out or own.timed_out)
     extra = so_far.extra | {model.name: own.value} | own.extra
     if so_far.value is None:
         return replace(so_far, extra=extra)
-    return Score(so_far.value + model.config.weight * part, extra, None)
+    return replace(so_far, value=so_far.value + model.config.weight * part, extra=extra)

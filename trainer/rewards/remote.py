@@ -16,7 +16,7 @@ from trainer.rewards import wire
 from trainer.rewards.http import Passing, Refused, nobody_there, patiently, post
 from trainer.rewards.registry import scores_by_source
 from trainer.rewards.runner import RewardRunner
-from trainer.rewards.scoring import Answer, Rewards, Score, in_threads
+from trainer.rewards.scoring import Answer, Progress, Rewards, Score, in_threads
 from workers.controller.logs import tell
 
 _LONGEST_REST = 60.0  # seconds until a server that does not answer is asked first again
@@ -43,6 +43,7 @@ class RemoteRewards:
         self._key = key
         self._servers = [_Server(url) for url in urls]
         self._lock = Lock()
+        self.progress = Progress()
 
     def start(self) -> None:
         """The servers are started by others."""
@@ -69,7 +70,12 @@ class RemoteRewards:
         """One score an answer, in order. Where no server gives one, its error says why; the others have theirs."""
         size = self._config.batch_size
         batches = [answers[start : start + size] for start in range(0, len(answers), size)]
-        return [score for scores in in_threads(self._score, batches, self._config.concurrency) for score in scores]
+        self.progress = Progress(len(answers))
+        found: list[Score] = []
+        for scores in in_threads(self._score, batches, self._config.concurrency):
+            found += scores
+            self.progress.add(scores)
+        return found
 
     def _score(self, answers: Sequence[Answer]) -> list[Score]:
         """Of one request."""

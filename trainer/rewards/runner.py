@@ -23,7 +23,7 @@ from configs.schema.ppo import ScoringConfig
 from trainer.rewards.custom import check_file
 from trainer.rewards.forkserver import close_fork_servers
 from trainer.rewards.registry import check_data_sources, may_ask_judge, scores_by_source, with_own_function
-from trainer.rewards.scoring import Answer, Score, ScoreFunction, judge_all
+from trainer.rewards.scoring import Answer, Progress, Score, ScoreFunction, judge_all
 from trainer.rewards.worker import resolve
 
 _START_LIMIT = 120.0  # seconds until a process must be ready: the user's module may import a lot
@@ -55,6 +55,7 @@ class RewardRunner:
         self._processes: list[_Process] = []
         self._selector = selectors.DefaultSelector()
         self._chunks: deque[list[int]] = deque()
+        self.progress = Progress()
 
     def start(self) -> None:
         """Start the processes and return at once; they get ready meanwhile."""
@@ -78,8 +79,13 @@ class RewardRunner:
         if scores_by_source(self._config):
             check_data_sources(answer.data_source for answer in answers)
         self.start()
+        self.progress = Progress(len(answers))
         if self._function is not None:
-            return list(judge_all(self._function, answers, self._threads))
+            found = []
+            for score in judge_all(self._function, answers, self._threads):
+                found.append(score)
+                self.progress.add([score])
+            return found
         scores: dict[int, Score] = {}
         try:
             while self._whole is None:
@@ -94,7 +100,9 @@ class RewardRunner:
                 for process in self._processes:
                     if self._chunks and process.idle and process.give(self._chunks[0], answers, self._limit(self._chunks[0])):
                         self._chunks.popleft()
-                scores |= self._turn()
+                news = self._turn()
+                self.progress.add(news.values())
+                scores |= news
         except BaseException:
             self.close()  # answers in flight would be taken for those of the next call
             raise
@@ -173,7 +181,8 @@ class RewardRunner:
         in_hand = len(given) if self._whole else 1
         if given[in_hand:]:
             self._chunks.appendleft(given[in_hand:])
-        return dict.fromkeys(given[:in_hand], Score(None, {}, reason or f"the scoring process {ending}"))
+        score = Score(None, {}, reason or f"the scoring process {ending}", timed_out=reason is not None)
+        return dict.fromkeys(given[:in_hand], score)
 
 
 class _Process:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,8 +30,9 @@ One of whole batches (takes_batches): (data_sources, solution_strs, ground_truth
 class Answer(NamedTuple):
     """solution_str: the answer decoded without special tokens. finished: it ended with a stop token, not at the length limit.
 
-    Where they are known, for servers: prompt: the text before it. ending: that of the stop token after it. messages: what the
-    prompt was made of, a text or a conversation. ids: all of it as tokens, of a tokenizer whose rules are ``words``.
+    Where they are known, for servers: prompt: the text before it. written: the answer with its special tokens and the stop token,
+    where that is more than solution_str. messages: what the prompt was made of, a text or a conversation. ids: prompt and answer
+    as tokens, of a tokenizer whose rules are ``words``.
     """
 
     data_source: str
@@ -40,23 +41,48 @@ class Answer(NamedTuple):
     extra_info: dict[str, Any]
     finished: bool
     prompt: str = ""
-    ending: str = ""
+    written: str = ""
     messages: Any = None
     ids: list[int] | None = None
     words: str = ""
 
+    @property
+    def query(self) -> str:
+        """Prompt and answer as the policy's tokens read, special tokens included."""
+        return self.prompt + (self.written or self.solution_str)
+
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """value is None exactly where error says why. extra: the other numbers that the function gave, for the metrics."""
+    """error: why the function gave no value; ``value`` is then None, or reward.timeout_score of one that timed out. extra: the
+    other numbers that the function gave, for the metrics."""
 
     value: float | None
     extra: dict[str, float]
     error: str | None
+    timed_out: bool = False
+
+
+@dataclass(slots=True)
+class Progress:
+    """Of one call of Rewards.score, in answers; read by the display while the call runs."""
+
+    asked: int = 0
+    done: int = 0
+    late: int = 0
+
+    def add(self, scores: Collection[Score]) -> None:
+        self.done += len(scores)
+        self.late += sum(score.timed_out for score in scores)
+
+    def __str__(self) -> str:
+        return f"{self.done} of {self.asked} answers" + (f", {self.late} late" if self.late else "")
 
 
 class Rewards(Protocol):
     """What gives scores: processes of ours (RewardRunner), or servers (RemoteRewards). A context manager."""
+
+    progress: Progress
 
     def start(self) -> None: ...
 

@@ -2,9 +2,10 @@
 
     {"query": [...], "prompts": [...], "labels": [...]}  ->  {"rewards": [...], "scores": [...], "extra_logs": {name: [...]}}
 
-query: prompts with their answers and what ended these; labels: ground truths. Ours adds to the request responses (the answers
-alone), messages (what the prompts were made of), token_ids and a hash of the tokenizers that made them, data_sources, extra_infos
-and finished, and to the reply errors: why a reward is null.
+query: prompts with their answers, special tokens included; labels: ground truths. Ours adds to the request responses (the
+answers alone, without special tokens), messages (what the prompts were made of), token_ids and a hash of the tokenizers that made
+them, data_sources, extra_infos and finished, and to the reply errors: why a reward is null, and timed_out: that it took too
+long.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from trainer.rewards.scoring import Answer, Score, finite
 
 def to_request(answers: Sequence[Answer]) -> dict[str, list]:
     return {
-        "query": [answer.prompt + answer.solution_str + answer.ending for answer in answers],
+        "query": [answer.query for answer in answers],
         "prompts": [answer.prompt for answer in answers],
         "labels": [answer.ground_truth for answer in answers],
         "responses": [answer.solution_str for answer in answers],
@@ -43,9 +44,7 @@ def from_request(body: Any) -> list[Answer]:
     heads = [prompt if query.startswith(prompt) else "" for query, prompt in zip(queries, prompts, strict=True)]
     tails = [query.removeprefix(head) for query, head in zip(queries, heads, strict=True)]
     responses = _column(body, "responses", str, tails)
-    endings = [
-        tail.removeprefix(response) if tail.startswith(response) else "" for tail, response in zip(tails, responses, strict=True)
-    ]
+    written = [tail if tail != response else "" for tail, response in zip(tails, responses, strict=True)]
     columns = zip(
         _column(body, "data_sources", str, [""] * n),
         responses,
@@ -53,7 +52,7 @@ def from_request(body: Any) -> list[Answer]:
         _column(body, "extra_infos", dict, [{}] * n),
         _column(body, "finished", bool, [True] * n),
         heads,
-        endings,
+        written,
         _column(body, "messages", str | list | None, [None] * n),
         _column(body, "token_ids", list | None, [None] * n),
         _column(body, "tokenizers", str, [""] * n),
@@ -71,6 +70,7 @@ def to_reply(scores: Sequence[Score]) -> dict[str, Any]:
         "scores": rewards,
         "extra_logs": {name: [score.extra.get(name) for score in scores] for name in names},
         "errors": [score.error for score in scores],
+        "timed_out": [score.timed_out for score in scores],
     }
 
 
@@ -97,13 +97,16 @@ def from_reply(body: Any, n: int) -> list[Score]:
                 extra[name] = number
     errors = body.get("errors")
     why = errors if isinstance(errors, list) and len(errors) == n else [None] * n
-    return [_score(reward, extra, error) for reward, extra, error in zip(rewards, extras, why, strict=True)]
+    late = body.get("timed_out")
+    late = [one is True for one in late] if isinstance(late, list) and len(late) == n else [False] * n
+    return [_score(*columns) for columns in zip(rewards, extras, why, late, strict=True)]
 
 
-def _score(reward: Any, extra: dict[str, float], error: Any) -> Score:
+def _score(reward: Any, extra: dict[str, float], error: Any, timed_out: bool) -> Score:
     value = finite(reward)
     if value is None:
-        return Score(None, {}, error if isinstance(error, str) else f"the server's reward is {reward!r:.60}, not a finite number")
+        why = error if isinstance(error, str) else f"the server's reward is {reward!r:.60}, not a finite number"
+        return Score(None, {}, why, timed_out)
     return Score(value, extra, None)
 
 

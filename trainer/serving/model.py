@@ -49,7 +49,7 @@ class ServedScorer:
                 return checked(torch.tensor(answer.ids, dtype=torch.int64))
             if answer.messages is not None:
                 return torch.from_numpy(conversations.ids(answer.messages, answer.solution_str, finished=answer.finished))
-            (ids,) = token_ids(conversations.tokenizer, [answer.prompt + answer.solution_str + answer.ending], special=False)
+            (ids,) = token_ids(conversations.tokenizer, [answer.query], special=False)
         except (ValueError, TypeError, RuntimeError) as error:  # of a template; of ids that are none
             return " ".join(str(error).split())
         return torch.from_numpy(ids).long() if len(ids) else "there is no token to score"

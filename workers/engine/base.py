@@ -137,9 +137,10 @@ class TrainEngine(ABC):
         adapter, if the model has one; False: the base model alone.
 
         outputs of a language head, where response_mask is set, 0 elsewhere: "log_probs", "entropy", "sum_pi_squared" (sum over
-        the vocabulary of pi^2), "top_log_probs" ((T, 2), the two largest), neither ever with a gradient, "all_log_probs" ((T, V),
-        the one that costs such memory); of a value head "values", which adds rows["last_value"] too; of a reward head "scores",
-        which are rows: one for each, at its last token.
+        the vocabulary of pi^2), "top_log_probs" ((T, 2), the two largest), "sampled_entropy" (the entropy where the batch's
+        ``entropy_mask`` (T,), bool, is set and 0 elsewhere, for a fraction of what "entropy" costs), none of these three ever
+        with a gradient, "all_log_probs" ((T, V), the one that costs such memory); of a value head "values", which adds
+        rows["last_value"] too; of a reward head "scores", which are rows: one for each, at its last token.
 
         Returns a Batch of the same rows in the same order with these columns (float32, CPU),
         None on ranks that do not answer. Collective: every rank runs the same number of micro-batches.

@@ -31,7 +31,7 @@ from configs.schema.common import Dtype, ModelConfig
 from workers.engine.attention import PACKED_ATTENTION, PackedRows
 from workers.engine.balance import ROUTED, measure
 from workers.engine.base import Head
-from workers.engine.logprob import head_all_log_probs, head_log_probs, head_sum_pi_squared, head_top_log_probs
+from workers.engine.logprob import head_all_log_probs, head_entropy, head_log_probs, head_sum_pi_squared, head_top_log_probs
 from workers.model_path import hush_hub, model_path, no_directory
 
 DTYPES: dict[Dtype, torch.dtype] = {
@@ -79,6 +79,7 @@ class PackedModel(nn.Module):
         predicted: Tensor | None = None,
         temperature: float = 1.0,
         outputs: Collection[str] = ("log_probs",),
+        entropy_mask: Tensor | None = None,
         routed: int | None = None,
         routed_gradient: bool = False,
     ) -> dict[str, Tensor]:
@@ -86,6 +87,8 @@ class PackedModel(nn.Module):
         whose log-probs are wanted, none of them the first of its row; a value head answers for every token, a reward head
         for each row's last. Where ``rows`` are cut over ranks, all of them get the same, all T of it, and return the same; where
         they share prompts, too, T is all tokens of all rows.
+
+        entropy_mask: bool, of all tokens, for the output sampled_entropy.
 
         Returns, at least in float32: log_probs and what else ``outputs`` names, 0 where not predicted; or values (T,), of the
         state before each token, 0 for a row's first, and last_value (B,), of the state after each row; or scores (B,), of that.
@@ -113,16 +116,22 @@ class PackedModel(nn.Module):
         assert predicted is not None, "a language head wants to know which tokens"
         total = len(input_ids)
         asked = targets, before = rows.before(predicted, total)
-        found = self._language_head(hidden.index_select(0, before), input_ids[targets], temperature, outputs)
+        at = None if entropy_mask is None else entropy_mask[targets]
+        found = self._language_head(hidden.index_select(0, before), input_ids[targets], temperature, outputs, at)
         return routing | {name: rows.answers(out, asked, total) for name, out in found.items()}
 
-    def _language_head(self, before: Tensor, targets: Tensor, temperature: float, outputs: Collection[str]) -> dict[str, Tensor]:
-        """before (N, H), targets int64 (N,) -> log_probs (N,), and what else ``outputs`` names."""
+    def _language_head(
+        self, before: Tensor, targets: Tensor, temperature: float, outputs: Collection[str], entropy_at: Tensor | None
+    ) -> dict[str, Tensor]:
+        """before (N, H), targets int64 (N,), entropy_at bool (N,) -> log_probs (N,), and what else ``outputs`` names."""
         lm_head = self.hf.get_output_embeddings()
         weight, bias = lm_head.weight, lm_head.bias
         want_entropy = "entropy" in outputs
         log_probs, entropy = head_log_probs(before, weight, bias, targets, temperature=temperature, want_entropy=want_entropy)
         found = {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
+        if "sampled_entropy" in outputs:
+            assert entropy_at is not None, "see TrainEngine.train_step"
+            found["sampled_entropy"] = head_entropy(before, weight, bias, entropy_at, temperature=temperature)
         if "sum_pi_squared" in outputs:
             found["sum_pi_squared"] = head_sum_pi_squared(before, weight, bias, temperature=temperature)
         if "top_log_probs" in outputs:

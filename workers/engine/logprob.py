@@ -93,6 +93,20 @@ def head_sum_pi_squared(
     return torch.cat(parts)
 
 
+@torch.no_grad()
+def head_entropy(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, at: Tensor, *, temperature: float, shard: VocabShard | None = None
+) -> Tensor:
+    """The entropy in nats of the rows of ``hidden`` (N, H) where ``at``, bool (N,), is set, and 0 elsewhere: (N,), without
+    gradient, a chunk at a time."""
+    found = hidden.new_zeros(len(hidden), dtype=_accurate(hidden.dtype))
+    for rows in at.nonzero()[:, 0].split(chunk_size(weight.shape[0])):
+        logits = _logits(hidden[rows], weight, bias, temperature)
+        log_p = logits.sub_(_logsumexp(logits, shard)[:, None])
+        found[rows] = -_summed(log_p.exp().mul_(log_p).sum(-1), shard)
+    return found
+
+
 def head_all_log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, temperature: float) -> Tensor:
     """log_softmax(hidden @ weight.T / temperature), all of it: (N, H) -> (N, V). For what reads whole distributions, and pays."""
     logits = linear(hidden, weight, bias).to(_accurate(hidden.dtype))

@@ -12,7 +12,7 @@ from workers.engine.base import Head, Loss
 from workers.metric import Metrics
 
 OUTPUTS = {
-    "lm": {"log_probs", "entropy", "sum_pi_squared", "top_log_probs", "all_log_probs"},
+    "lm": {"log_probs", "entropy", "sampled_entropy", "sum_pi_squared", "top_log_probs", "all_log_probs"},
     "value": {"values"},
     "reward": {"scores"},
 }

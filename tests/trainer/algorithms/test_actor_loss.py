@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.trainer.algorithms.plain import defaults
-from trainer.algorithms.actor_loss import ActorLoss, ActorLossConfig
+from trainer.algorithms.actor_loss import ActorLoss, ActorLossConfig, entropy_mask
 from workers.batch import Batch
 
 
@@ -25,7 +25,8 @@ def actor_loss(
 
 def micro_batch(**columns: torch.Tensor) -> Batch:
     n = len(next(iter(columns.values())))
-    return Batch(torch.tensor([n]), tokens={"loss_weight": torch.full((n,), 1 / n), "response_mask": torch.ones(n)} | columns)
+    plain = {"loss_weight": torch.full((n,), 1 / n), "response_mask": torch.ones(n), "entropy_mask": torch.zeros(n).bool()}
+    return Batch(torch.tensor([n]), tokens=plain | columns)
 
 
 def test_on_policy_ratio_is_one_and_nothing_is_clipped() -> None:
@@ -50,6 +51,32 @@ def test_entropy_bonus_and_kl_loss_enter_with_their_coefficients() -> None:
     assert metrics["actor/kl_loss"].value == pytest.approx(-0.25) and metrics["actor/entropy"].value == pytest.approx(0.8)
 
 
-def test_entropy_is_asked_for_only_when_somebody_wants_it() -> None:
-    assert actor_loss().needs == {"log_probs"}
-    assert actor_loss(calculate_entropy=True).needs == {"log_probs", "entropy"}
+def test_entropy_of_all_tokens_is_asked_for_only_when_somebody_wants_it() -> None:
+    assert actor_loss().needs == {"log_probs", "sampled_entropy"} and "entropy_mask" in actor_loss().columns
+    whole = actor_loss(calculate_entropy=True)
+    assert whole.needs == {"log_probs", "entropy"} and "entropy_mask" not in whole.columns
+
+
+def test_entropy_of_a_sixteenth_is_measured_where_tokens_are_trained_and_is_no_part_of_the_loss() -> None:
+    log_probs, entropy = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([0.7, 0.9, 0.2])
+    batch = micro_batch(old_log_probs=log_probs, advantages=torch.ones(3), response_mask=torch.tensor([1.0, 0.0, 1.0]))
+    outputs = {"log_probs": log_probs, "sampled_entropy": entropy}
+    loss, metrics = actor_loss()(outputs, batch)
+    assert "actor/entropy" not in metrics, "of no token there is none"
+    marked = batch.with_tokens(entropy_mask=torch.tensor([True, True, False]))
+    again, metrics = actor_loss()(outputs, marked)
+    assert torch.equal(loss, again) and (metrics["actor/entropy"].value, metrics["actor/entropy"].count) == (
+        pytest.approx(0.7),
+        1,
+    )
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 16, 100])
+def test_a_sixteenth_is_spread_over_all_places_of_the_answers(length: int) -> None:
+    """Also where all answers are as long, and the prompts between them."""
+    answers = 16000 // length
+    mask = torch.cat([torch.zeros(answers, 3), torch.ones(answers, length)], dim=1)
+    chosen = entropy_mask(mask.flatten()).view(answers, -1)
+    assert not chosen[:, :3].any() and chosen.sum() == pytest.approx(answers * length / 16, rel=0.02)
+    assert chosen[:, 3:].sum(0).double().div(answers).sub(1 / 16).abs().max() < 0.02
+    assert entropy_mask(torch.ones(1)).tolist() == [True] and not entropy_mask(torch.zeros(5)).any()

@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from configs.compose import compose
 from configs.schema.ppo import PPOConfig
-from tests.runs import make_task, ppo_arguments, run_ppo
+from tests.runs import make_task, ppo_arguments, run_ppo, without_eos
 from trainer import main_ppo
 from trainer.ppo import assemble, dry_run
 from trainer.rewards.runner import RewardRunner
@@ -36,6 +36,14 @@ def refused(task: Path, run_dir: Path, capsys: pytest.CaptureFixture[str], *over
     capsys.readouterr()
     assert main_ppo.PROGRAM(ppo_arguments(task, run_dir, *overrides, FULL)) == 2
     return capsys.readouterr().err
+
+
+def test_a_model_that_cannot_end_an_answer_is_a_doubt(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its files name no EOS; the class of its tokenizer has one of its own, beyond the model's vocabulary."""
+    model = f"actor_rollout_ref.model.path={without_eos(task / 'base', tmp_path / 'endless')}"
+    assert "no answer can end by itself (alarms.end_token): tokenizer" in plan(task, tmp_path / "run", capsys, model)
+    assert "no answer can end" not in plan(task, tmp_path / "run", capsys, model, "actor_rollout_ref.rollout.ignore_eos=true")
+    assert "no answer can end" not in plan(task, tmp_path / "run", capsys)
 
 
 def test_it_says_what_a_run_would_do(

@@ -127,8 +127,9 @@ def test_when_every_reward_fails_the_first_error_is_told(task: Path, tmp_path: P
     reward = tmp_path / "reward.py"
     reward.write_text("def compute_score(**asked):\n    raise KeyError('no such thing')\n")
     code = main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", f"reward.custom_reward_function.path={reward}"))
-    assert code == 1
-    assert "all 32 rewards of the step failed; the first: KeyError" in capfd.readouterr().err
+    assert code == 2
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: all 32 rewards of the step failed; the first: KeyError: 'no such thing' (reward.py:2)")
 
 
 def test_the_last_two_lines_tell_accuracy_and_report(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -80,6 +80,37 @@ def test_a_second_sigterm_ends_it_at_once(task: Path, tmp_path: Path) -> None:
     ) is None
 
 
+@pytest.mark.parametrize("algorithm", [(), ("algorithm.filter_groups.enable=true", "data.gen_batch_size=4")])
+def test_a_step_whose_rewards_hang_is_left_and_done_again(
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: tuple[str, ...]
+) -> None:
+    """Nothing of it is in the checkpoint: the run goes on to the bit. With filter_groups a round of the step was scored."""
+    monkeypatch.setattr("trainer.watchdog.HURRIED", 0.2)
+    run_ppo(task, tmp_path / "whole", *algorithm, "trainer.total_training_steps=3", reward_that(tmp_path / "plain", "pass"))
+    n = 2 * A_STEP + 20
+    reward = reward_that(tmp_path, f"n == {n} and (os.kill(os.getpid(), signal.SIGTERM), time.sleep(100))")
+    arguments = (*algorithm, "trainer.total_training_steps=3", reward)
+    began = time.monotonic()
+    assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", *arguments)) == 143
+    assert time.monotonic() - began < 60
+    done = len(metrics_of(tmp_path / "run"))
+    latest = find_latest(tmp_path / "run")
+    assert latest is not None and latest.step == done and done < 3
+    assert events_of(tmp_path / "run") == [
+        (done, "left", f"step {done + 1}: a signal to stop, and the rewards did not come"), (done, "stop", "SIGTERM")
+    ]  # fmt: skip
+    assert repeatable(run_ppo(task, tmp_path / "run", *arguments)) == repeatable(metrics_of(tmp_path / "whole"))
+
+
+def test_a_validation_whose_rewards_hang_is_left(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.watchdog.HURRIED", 0.2)
+    reward = reward_that(tmp_path, f"n == {A_STEP + 5} and (os.kill(os.getpid(), signal.SIGTERM), time.sleep(100))")
+    assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", *SIX, reward, "trainer.test_freq=1")) == 143
+    latest = find_latest(tmp_path / "run")
+    assert latest is not None and latest.step == 1 and len(metrics_of(tmp_path / "run")) == 1
+    assert [kind for _, kind, _ in events_of(tmp_path / "run")] == ["left", "stop"]
+
+
 def test_a_signal_in_the_last_step_changes_nothing(task: Path, tmp_path: Path) -> None:
     reward = reward_that(tmp_path, "n == 5 and os.kill(os.getpid(), signal.SIGTERM)")
     assert len(run_ppo(task, tmp_path / "run", "trainer.total_training_steps=1", reward)) == 1

@@ -20,6 +20,7 @@ from trainer.data.stream import PromptStream
 from trainer.metrics import Phases
 from trainer.ppo.rollback import Rollbacks
 from trainer.ppo.source import Source, join, texts_of
+from trainer.rewards.failures import Failures
 from trainer.rewards.runner import Answer, Score
 from trainer.rewards.shaping import RunningMoments, Shaping
 from workers.batch import Batch
@@ -28,6 +29,7 @@ from workers.seeding import seed_of
 
 N = 4
 STOP = 0
+LATE = "timed out after 30 s"
 WATCHDOG = watchdog(Path())  # nothing is late here
 SAMPLING = Sampling(temperature=1.0, top_k=-1, top_p=1.0, max_tokens=8, stop_token_ids=(STOP,))
 
@@ -83,13 +85,22 @@ class Judge:
         for i, answer in enumerate(answers):
             value = self.kinds[self.kind(answer)][i - uids.index(uids[i])]
             extra = {"twice": 2 * value} if value is not None else {}
-            scores.append(Score(value, extra, None if value is not None else "KeyError: 'x' (reward.py:3)"))
+            late = self.kind(answer) == "late" and value is None
+            error = LATE if late else "KeyError: 'x' (reward.py:3)"
+            scores.append(Score(value, extra, error if value is None else None, timed_out=late))
         return scores
 
     def kind(self, answer: Answer) -> str:
         """ "a>b": a when the prompt is first asked, b later."""
         first, _, later = answer.ground_truth.partition(">")
         return later if later and self.calls[answer.extra_info["uid"]] > 1 else first
+
+
+class Told(list):
+    """Events."""
+
+    def add(self, step: int, kind: str, text: str) -> None:
+        self.append((step, kind, text))
 
 
 KINDS: dict[str, list[float | None]] = {
@@ -99,6 +110,7 @@ KINDS: dict[str, list[float | None]] = {
     "gap": [0.0, None, 0.0, 1.0, 0.5],  # a reward failed
     "lost": [None, 1.0, None, None, 0.5],
     "failed": [None] * N + [None],
+    "late": [1.0, None, 1.0, None, 1.0],
     "no baseline": [0.0, 1.0, 0.0, 1.0, None],
 }
 
@@ -108,6 +120,7 @@ class Case:
     source: Source
     engine: Engine
     stream: PromptStream
+    events: Told
 
     def collect(self, step: int = 1) -> Batch:
         return self.source.collect(step, self.stream, Phases())
@@ -128,7 +141,7 @@ def make(
 ) -> Case:
     """kinds: of each prompt, in the data's order. cap None: no filter. overrides: of reward.*"""
     config = compose("ppo_trainer", PPOConfig, [f"reward.{override}" for override in overrides])
-    engine = Engine()
+    engine, events = Engine(), Told()
     prompts = [Prompt(uid, (uid,), str(uid), f"source {uid % 2}", kind, {"uid": uid}, str(uid)) for uid, kind in enumerate(kinds)]
     source = Source(
         cast(Any, engine),
@@ -145,8 +158,9 @@ def make(
         shaping=Shaping(config.reward.shaping, RunningMoments()),
         models=None,
         rollbacks=Rollbacks(),
+        failures=Failures(cast(Any, events)),
     )
-    return Case(source, engine, PromptStream(prompts, DataOrder(len(prompts), per_round, seed=0, shuffle=False)))
+    return Case(source, engine, PromptStream(prompts, DataOrder(len(prompts), per_round, seed=0, shuffle=False)), events)
 
 
 def counts(batch: Batch) -> dict[str, float]:
@@ -158,7 +172,8 @@ def test_without_a_filter_a_step_is_one_round() -> None:
     first, second = case.collect(1), case.collect(2)
     assert first.rows["uid"].tolist() == [0] * 4 + [1] * 4 and first.rows["sample"].tolist() == [0, 1, 2, 3] * 2
     assert second.rows["uid"].tolist() == [2] * 4 + [3] * 3 and second.rows["sample"].tolist() == [0, 1, 2, 3, 0, 2, 3]
-    assert first.meta["metrics"] == {"reward/failed": 0} and second.meta["metrics"] == {"reward/failed": 1}
+    assert first.meta["metrics"] == {"reward/failed": 0, "reward/failed_share": 0.0, "reward/timed_out_share": 0.0}
+    assert second.meta["metrics"] == {"reward/failed": 1, "reward/failed_share": 1 / 8, "reward/timed_out_share": 0.0}
     assert first.meta["generated_tokens"] == 8 * 3 and case.stream.drawn == 2
     seeds = [seed for call in case.engine.asked for seed in call.rows["seed"].tolist()]
     assert len(set(seeds)) == 16, "every answer is drawn anew"
@@ -172,7 +187,8 @@ def test_groups_kept_in_earlier_rounds_stay_and_the_batch_is_the_first_in_prompt
     assert batch.rows["sample"].tolist() == [0, 1, 2, 3] * 4
     assert case.engine.uids == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert counts(batch) == {
-        "reward/failed": 0, "rounds": 4.0, "groups": 8.0, "surplus": 1.0, "dropped_low": 2.0, "dropped_high": 1.0,
+        "reward/failed": 0, "reward/failed_share": 0.0, "reward/timed_out_share": 0.0, "rounds": 4.0, "groups": 8.0,
+        "surplus": 1.0, "dropped_low": 2.0, "dropped_high": 1.0,
         "dropped_failed": 0.0, "metric_mean": pytest.approx((0 + 0.5 + 1 + 0.5 + 0.5 + 0 + 0.5 + 0.5) / 8),
     }  # fmt: skip
     assert batch.meta["generated_tokens"] == 8 * N * 3, "also of what was dropped"
@@ -271,11 +287,43 @@ def test_one_answer_a_prompt_is_always_kept() -> None:
 
 
 def test_all_rewards_failed_is_told_in_the_first_round_and_forgiven_later() -> None:
-    with pytest.raises(RuntimeError, match="all 8 rewards of the step failed; the first: KeyError: 'x'"):
+    with pytest.raises(ValueError, match="all 8 rewards of the step failed; the first: KeyError: 'x'"):
         make(["failed", "failed", "mixed", "mixed"], groups=1, per_round=2).collect()
-    with pytest.raises(RuntimeError, match="all 8 rewards of the step failed"):
+    with pytest.raises(ValueError, match="all 8 rewards of the step failed"):
         make(["failed", "failed"], groups=2, per_round=2, cap=None).collect()
     assert make(["mixed", "low", "failed", "failed", "mixed", "low"], groups=2, per_round=2).uids() == [0, 4]
+
+
+def test_rows_without_a_score_are_kept_aside_with_their_error_and_the_first_is_an_event() -> None:
+    case = make(["low", "gap", "mixed", "lost"], groups=2, per_round=2, cap=None)
+    case.collect(1)
+    (aside,) = case.source.left_out
+    assert aside.rows["uid"].tolist() == [1] and aside.objects["reward_error"] == ["KeyError: 'x' (reward.py:3)"]
+    assert case.events == [(1, "reward", "1 of 8 rewards of training failed: KeyError: 'x' (reward.py:3)")]
+    batch = case.collect(2)
+    assert [part.rows["uid"].tolist() for part in case.source.left_out] == [[3] * 3], "of the last step alone"
+    assert batch.meta["metrics"]["reward/failed_share"] == 3 / 8 and len(case.events) == 1, "once for each kind"
+
+
+def test_every_round_of_a_filter_counts_its_failures() -> None:
+    case = make(["gap", "lost", "failed", "mixed"], groups=2, per_round=2)
+    batch = case.collect()
+    assert batch.meta["metrics"]["reward/failed_share"] == (1 + 3 + 4) / 16
+    assert sum(map(len, case.source.left_out)) == 8
+
+
+@pytest.mark.parametrize("score", [None, 0.0, -1.0])
+def test_what_a_time_out_is_worth(score: float | None) -> None:
+    """By default a late answer is left out, and hanging the checker costs nothing: the rest are all right, advantage 0."""
+    case = make(["late"], f"timeout_score={'null' if score is None else score}", groups=1, per_round=1, cap=None)
+    batch = case.collect()
+    late = {"reward/failed_share": 0.5, "reward/timed_out_share": 0.5}
+    if score is None:
+        assert batch.rows["score"].tolist() == [1.0, 1.0] and batch.meta["metrics"] == {"reward/failed": 2} | late
+    else:
+        assert batch.rows["score"].tolist() == [1.0, score, 1.0, score] and batch.meta["metrics"] == {"reward/failed": 0} | late
+        assert batch.objects["reward_error"] == [None, LATE] * 2 and not case.source.left_out
+    assert case.events == [(1, "reward", f"2 of 4 rewards of training failed: {LATE}")]
 
 
 def test_what_must_differ_is_the_metric() -> None:
@@ -345,11 +393,12 @@ def test_each_row_knows_the_reward_of_its_prompts_greedy_answer() -> None:
 
 def test_without_a_baseline_the_prompts_answers_are_left_out() -> None:
     batch = make(["mixed", "no baseline", "mixed"], groups=3, per_round=3, cap=None, with_baselines=True).collect()
-    assert batch.rows["uid"].tolist() == [0] * 4 + [2] * 4 and batch.meta["metrics"] == {"reward/failed": 4}
+    assert batch.rows["uid"].tolist() == [0] * 4 + [2] * 4 and batch.meta["metrics"]["reward/failed"] == 4
+    assert batch.meta["metrics"]["reward/failed_share"] == 1 / 15, "one of fifteen that were scored, greedy ones included"
     filtered = make(["no baseline", "low", "mixed", "mixed"], groups=2, per_round=2, with_baselines=True).collect()
     assert filtered.rows["uid"].tolist() == [2] * 4 + [3] * 4 and counts(filtered)["dropped_failed"] == 1
     assert filtered.rows["baseline"].tolist() == [0.5] * 8
-    with pytest.raises(RuntimeError, match="the first: of the greedy answer: KeyError: 'x'"):
+    with pytest.raises(ValueError, match="the first: of the greedy answer: KeyError: 'x'"):
         make(["no baseline"], groups=1, per_round=1, cap=None, with_baselines=True).collect()
 
 

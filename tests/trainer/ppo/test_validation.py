@@ -28,7 +28,7 @@ class Answers:
                 "score": torch.tensor([1.0, -1.0, 0.0])[prompts],
                 "reward_failed": torch.tensor([False, False, True])[prompts],
             },
-            objects={"reward_extra": [EXTRA[i] for i in prompts]}
+            objects={"reward_extra": [EXTRA[i] for i in prompts], "reward_error": [[None, None, "late"][i] for i in prompts]}
             | {name: ["math"] * len(prompts) for name in ("data_source", "prompt", "response", "ground_truth")},
         )
 
@@ -36,6 +36,7 @@ class Answers:
 class Log:
     def log_samples(self, samples: list, step: int) -> None:
         assert step == 7 and [sample["uid"] for sample in samples] == [0, 1, 2]
+        assert [sample["reward_error"] for sample in samples] == [None, None, "late"]
 
 
 def test_what_the_reward_function_tells_is_measured_and_failed_rewards_are_left_out() -> None:
@@ -52,5 +53,7 @@ def test_what_the_reward_function_tells_is_measured_and_failed_rewards_are_left_
         "val-aux/math/format/mean@1": 0.75,
         "val-aux/math/reward/mean@1": 0.0,
         "val/accuracy": 0.5,
+        "val/accuracy_std": 0.5,
+        "val/accuracy_min": 0.0,
         "val/problems": 2.0,
     }

@@ -7,10 +7,31 @@ import torch
 from tests.reward_models import make_reward_model, tokenizer_of
 from trainer.data.conversations import words_of
 from trainer.data.dataset import Prompt
+from trainer.ppo.source import texts_of
 from trainer.rewards.answers import to_score
 from trainer.rewards.scoring import Answer
-from trainer.rewards.wire import to_request
+from trainer.rewards.wire import from_request, to_request
 from workers.batch import Batch
+
+
+def test_special_tokens_are_no_part_of_what_is_scored_and_servers_get_them_too(tmp_path: Path) -> None:
+    """As verl decodes for rewards. The tokens stay as they were written."""
+    tokenizer = tokenizer_of(make_reward_model(tmp_path / "model", seed=1))
+    pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
+    four, two = tokenizer("42", add_special_tokens=False)["input_ids"]
+    written = [four, pad, two, eos]
+    answers = Batch(torch.tensor([4]), {"input_ids": torch.tensor(written)}, {"finished": torch.tensor([1])})
+    texts = texts_of(answers, tokenizer)
+    assert texts == ["42"] == [tokenizer.decode(written, skip_special_tokens=True)]
+    cut = Batch(torch.tensor([3]), {"input_ids": torch.tensor(written[:3])}, {"finished": torch.tensor([0])})
+    assert texts_of(cut, tokenizer) == ["42"], "also of one that was cut"
+    prompts = [Prompt(0, (two, two), "22", "mine", "4", {}, "22")]
+    whole = Batch(torch.tensor([6]), {"input_ids": torch.tensor([two, two, *written])}, {"finished": torch.tensor([1])})
+    (answer,) = to_score(prompts, texts, whole, tokenizer, for_servers=True)
+    assert answer.solution_str == "42" and answer.ids == [two, two, *written]
+    request = to_request([answer])
+    assert request["responses"] == ["42"] and request["query"] == ["224<pad>2<eos>"]
+    assert from_request(request) == [answer]
 
 
 def test_servers_are_told_of_the_whole_sequence_and_rules_of_the_answer(tmp_path: Path) -> None:

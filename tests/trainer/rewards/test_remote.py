@@ -40,7 +40,7 @@ def servers() -> Iterator[tuple[Rewards, Rewards]]:
 
 
 def answers(n: int) -> list[Answer]:
-    return [Answer("mine", str(i), f"truth {i}", {"i": i}, i % 2 == 0, f"prompt {i}: ", "<eos>") for i in range(n)]
+    return [Answer("mine", str(i), f"truth {i}", {"i": i}, i % 2 == 0, f"prompt {i}: ", f"{i}<eos>") for i in range(n)]
 
 
 def remote(*servers: Rewards, **changes: Any) -> RemoteRewards:

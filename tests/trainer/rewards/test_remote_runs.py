@@ -82,7 +82,7 @@ def test_without_any_score_the_run_ends_with_the_first_cause(
     monkeypatch.setenv("REWARD_SERVER_TOKEN", "correct-horse")
     with serving(f"reward.scorer={task}/reward.py:compute_score") as url:
         monkeypatch.setenv("REWARD_SERVER_TOKEN", "another-horse")
-        assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", f"reward.remote_urls=[{url}]")) == 1
+        assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", f"reward.remote_urls=[{url}]")) == 2
     told = capsys.readouterr().err
     assert "all 32 rewards of the step failed; the first: no score from reward.remote_urls: HTTP 401 from" in told
     assert "horse" not in told + (tmp_path / "run/config.yaml").read_text()

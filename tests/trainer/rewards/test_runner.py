@@ -147,8 +147,10 @@ def test_a_late_answer_costs_itself_alone(rewards: Path) -> None:
         start = time.monotonic()
         scores = runner.score(answers(*texts))
         took = time.monotonic() - start
+        assert str(runner.progress) == "40 of 40 answers, 3 late"
         first = set(runner.score(answers("fine"))[0].extra)
     expect(scores, dict.fromkeys([0, 1, 22], "timed out after 0.4 s"))
+    assert [i for i, score in enumerate(scores) if score.timed_out] == [0, 1, 22]
     assert 0.4 <= took < 5.0 and "pid" in first
 
 

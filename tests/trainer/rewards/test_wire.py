@@ -9,13 +9,22 @@ from trainer.rewards.scoring import Answer, Score
 from trainer.rewards.wire import from_reply, from_request, to_reply, to_request
 
 ANSWERS = [
-    Answer("openai/gsm8k", "It is #### 4", "4", {"index": 1, "nested": {"a": [0.1, None]}}, True, "What is 2 + 2? ", "<eos>"),
+    Answer(
+        "openai/gsm8k",
+        "It is #### 4",
+        "4",
+        {"index": 1, "nested": {"a": [0.1, None]}},
+        True,
+        "What is 2 + 2? ",
+        "<b>It is #### 4<eos>",
+    ),
     Answer("mine", "", None, {}, False, "ü \u2028", ""),
     Answer("", "no prompt", {"tests": [1]}, {}, True),
 ]
 SCORES = [
     Score(0.1 + 0.2, {"acc": 1.0}, None),
     Score(None, {}, "ValueError: no"),
+    Score(None, {}, "timed out after 30 s", timed_out=True),
     Score(-1e-308, {"acc": 0.0, "more": 3.5}, None),
 ]
 
@@ -26,12 +35,12 @@ def sent(value: Any) -> Any:
 
 def test_answers_and_scores_come_over_to_the_bit() -> None:
     assert from_request(sent(to_request(ANSWERS))) == ANSWERS
-    assert from_reply(sent(to_reply(SCORES)), 3) == SCORES
+    assert from_reply(sent(to_reply(SCORES)), 4) == SCORES
 
 
 def test_the_request_is_openrlhfs() -> None:
     request = to_request(ANSWERS)
-    assert request["query"] == ["What is 2 + 2? It is #### 4<eos>", "ü \u2028", "no prompt"]
+    assert request["query"] == ["What is 2 + 2? <b>It is #### 4<eos>", "ü \u2028", "no prompt"]
     assert request["prompts"] == ["What is 2 + 2? ", "ü \u2028", ""]
     assert request["labels"] == ["4", None, {"tests": [1]}]
 

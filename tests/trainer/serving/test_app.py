@@ -34,10 +34,13 @@ def request(url: str, body: Any = None, headers: dict[str, str] = JSON, *, metho
         connection.close()
 
 
+NO_ERROR = {"errors": [None], "timed_out": [False]}
+
+
 def test_a_client_of_openrlhf() -> None:
     with serving("reward.scorer=gsm8k") as url:
         status, reply = request(url, ONE)
-        assert status == 200 and reply == {"rewards": [1.0], "scores": [1.0], "extra_logs": {}, "errors": [None]}
+        assert status == 200 and reply == {"rewards": [1.0], "scores": [1.0], "extra_logs": {}, **NO_ERROR}
         assert request(url, {"query": ["#### 4", "#### 5"], "labels": ["4", "none"]})[1]["rewards"] == [1.0, None]
         health = url.replace("get_reward", "health")
         told = {"status": "ok", "serves": "gsm8k", "requests": 2, "answers": 3, "failed": 1}
@@ -130,7 +133,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     return {"score": score, "third": extra_info["third"], "truth": ground_truth["a"], "ended": extra_info["finished"]}
 """)
     custom = {"path": str(function)}
-    answers = [Answer("mine", str(i), {"a": i / 7}, {"third": i / 3}, i % 2 == 0, "Q: ", "<eos>") for i in range(40)]
+    answers = [Answer("mine", str(i), {"a": i / 7}, {"third": i / 3}, i % 2 == 0, "Q: ", f"{i}<eos>") for i in range(40)]
     with RewardRunner(reward_config(num_workers=0, custom_reward_function=custom)) as runner:
         local = runner.score(answers)
     with serving(f"reward.custom_reward_function.path={function}") as url:

@@ -16,10 +16,10 @@ from trainer.rewards.scoring import Answer
 
 USER = [{"role": "user", "content": "2 + 2?"}]
 ANSWERS = [
-    Answer("", "four", None, {}, True, "template of the policy: ", "</s>", USER),
+    Answer("", "four", None, {}, True, "template of the policy: ", "four</s>", USER),
     Answer("", "five, I gue", None, {}, False, "template of the policy: ", "", USER),
-    Answer("", "4", None, {}, True, "2 + 2 = ", "</s>", "2 + 2 = "),  # a plain text
-    Answer("", "four", None, {}, True, "<user>2 + 2?<eos>\n<assistant>", "<eos>"),  # as OpenRLHF sends it
+    Answer("", "4", None, {}, True, "2 + 2 = ", "4</s>", "2 + 2 = "),  # a plain text
+    Answer("", "four", None, {}, True, "<user>2 + 2?<eos>\n<assistant>", "four<eos>"),  # as OpenRLHF sends it
     Answer("", "x", None, {}, True, messages=[{"content": "nobody says this"}]),
     Answer("", "", None, {}, True),
 ]

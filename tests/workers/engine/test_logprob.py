@@ -9,11 +9,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scripts.bench.memory import Alive
+from workers.engine import logprob
 from workers.engine.logprob import (
     VocabShard,
     backward_chunk_size,
     chunk_size,
     head_all_log_probs,
+    head_entropy,
     head_log_probs,
     head_sum_pi_squared,
     head_top_log_probs,
@@ -79,6 +81,18 @@ def test_whole_distributions_and_the_sum_of_their_squares(with_bias: bool) -> No
     assert head_sum_pi_squared(hidden[:0], weight, bias, temperature=0.6).shape == (0,)
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_entropy_of_some_positions_is_that_of_all_where_it_is_asked_for(with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, bias, targets = inputs(7, 13, 5)
+    bias = bias if with_bias else None
+    monkeypatch.setattr(logprob, "chunk_size", lambda vocabulary: 2)
+    at = torch.tensor([True, False, True, True, False, False, True])
+    _, expected = plain(hidden, weight, bias, targets, 0.6)
+    found = head_entropy(hidden, weight, bias, at, temperature=0.6)
+    torch.testing.assert_close(found, torch.where(at, expected.detach(), 0.0), rtol=1e-12, atol=1e-12)
+    assert not found.requires_grad and not head_entropy(hidden, weight, bias, torch.zeros(7).bool(), temperature=0.6).any()
+
+
 def test_no_positions_still_give_gradients() -> None:
     """A rank whose rows are all masked must take part in the reduction: zeros, not None."""
     hidden, weight, bias, targets = inputs(0, 6, 3)
@@ -101,6 +115,8 @@ def test_no_positions_on_a_cut_head(group: None) -> None:
     assert weight.grad is not None and not weight.grad.any()
     assert head_sum_pi_squared(hidden[:0], weight, None, temperature=0.6, shard=shard).shape == (0,)
     assert head_top_log_probs(hidden[:0], weight, None, temperature=0.6, shard=shard).shape == (0, 2)
+    nowhere = torch.zeros(7, dtype=torch.bool)
+    assert not head_entropy(hidden, weight, None, nowhere, temperature=0.6, shard=shard).any()
 
 
 def test_entropy_is_left_out_unless_wanted() -> None:

@@ -70,7 +70,8 @@ def toy_engine(
 
 
 def toy_batch(lengths: Sequence[int], *, seed: int = 0, masked: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Batch:
-    """Rows with response masks full of holes; rows ``masked`` have none set. loss_weight: 1 / trained tokens."""
+    """Rows with response masks full of holes; rows ``masked`` have none set. loss_weight: 1 / trained tokens. entropy_mask: every
+    third token of a row."""
     draw = torch.Generator().manual_seed(seed)
     total = sum(lengths)
     batch = Batch(lengths=torch.tensor(lengths, dtype=torch.int64), meta={"temperature": 0.7})
@@ -80,6 +81,7 @@ def toy_batch(lengths: Sequence[int], *, seed: int = 0, masked: Sequence[int] = 
     return batch.with_tokens(
         input_ids=torch.randint(0, VOCABULARY, (total,), generator=draw),
         response_mask=response.long(),
+        entropy_mask=batch.positions() % 3 == 0,
         advantages=torch.randn(total, generator=draw, dtype=torch.float64).to(dtype),
         old_log_probs=(-3.0 - torch.rand(total, generator=draw, dtype=torch.float64)).to(dtype),
         loss_weight=response / response.sum().clamp(min=1),

@@ -240,8 +240,8 @@ class FSDPEngine(TrainEngine):
             kept = {"values": total, "last_value": len(rows), "scores": len(rows)}
             return {name: out[: kept[name]] if name in kept else out for name, out in results.items()}
         predicted = (rows.tokens["response_mask"].bool() & (positions[:total] > 0)).nonzero()[:, 0]
-        temperature = rows.meta["temperature"]
-        results = self._model(input_ids, positions, packed, predicted, temperature=temperature, outputs=outputs, **told)
+        asked = {"temperature": rows.meta["temperature"], "outputs": outputs, "entropy_mask": rows.tokens.get("entropy_mask")}
+        results = self._model(input_ids, positions, packed, predicted, **asked, **told)
         return {name: out if name in ROUTED else out[:total] for name, out in results.items()}
 
     def export_weights(self, *, dtype: torch.dtype | None = None, kind: Weights = "merged") -> Iterator[tuple[str, Tensor]]:

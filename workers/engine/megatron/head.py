@@ -8,7 +8,7 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
-from workers.engine.logprob import VocabShard, head_log_probs, head_sum_pi_squared, head_top_log_probs
+from workers.engine.logprob import VocabShard, head_entropy, head_log_probs, head_sum_pi_squared, head_top_log_probs
 from workers.engine.megatron.model import PackedGPT
 from workers.engine.megatron.packing import Pack
 from workers.engine.megatron.weights import Vocabulary
@@ -40,10 +40,14 @@ def log_probs(chunk: PackedGPT, pack: Pack, hidden: Tensor, outputs: Collection[
     predicts[: total - 1] = wanted[1:]
     target = torch.zeros(pack.padded, dtype=torch.int64, device=hidden.device)
     target[: total - 1] = pack.rows.tokens["input_ids"][1:]
+    sampled = torch.zeros_like(predicts)
+    if "sampled_entropy" in outputs:
+        sampled[: total - 1] = pack.rows.tokens["entropy_mask"][1:]
     if cut is not None:
-        predicts, target = predicts[cut.place], target[cut.place]
+        predicts, target, sampled = predicts[cut.place], target[cut.place], sampled[cut.place]
     here = predicts.nonzero()[:, 0]
-    found = head(chunk, hidden.index_select(0, here), target[here], pack.rows.meta["temperature"], outputs, vocabulary)
+    temperature = pack.rows.meta["temperature"]
+    found = head(chunk, hidden.index_select(0, here), target[here], sampled[here], temperature, outputs, vocabulary)
     results = {}
     for name, out in found.items():
         placed = out.new_zeros(len(hidden), *out.shape[1:]).index_copy(0, here, out)
@@ -53,9 +57,15 @@ def log_probs(chunk: PackedGPT, pack: Pack, hidden: Tensor, outputs: Collection[
 
 
 def head(
-    chunk: PackedGPT, hidden: Tensor, targets: Tensor, temperature: float, outputs: Collection[str], vocabulary: int
+    chunk: PackedGPT,
+    hidden: Tensor,
+    targets: Tensor,
+    sampled: Tensor,
+    temperature: float,
+    outputs: Collection[str],
+    vocabulary: int,
 ) -> dict[str, Tensor]:
-    """hidden (N, H), targets (N,) -> log_probs (N,) and so on. The vocabulary's padding takes no part."""
+    """hidden (N, H), targets (N,), sampled bool (N,) -> log_probs (N,) and so on. The vocabulary's padding takes no part."""
     group = parallel_state.get_tensor_model_parallel_group()
     ((weight, start),) = Vocabulary(vocabulary).uncut(chunk.head_weight(), group.rank(), group.size())
     shard = VocabShard(group, start, len(weight)) if group.size() > 1 else None
@@ -63,6 +73,8 @@ def head(
         hidden, weight, None, targets, temperature=temperature, want_entropy="entropy" in outputs, shard=shard
     )
     found = {"log_probs": value} if entropy is None else {"log_probs": value, "entropy": entropy}
+    if "sampled_entropy" in outputs:
+        found["sampled_entropy"] = head_entropy(hidden, weight, None, sampled, temperature=temperature, shard=shard)
     if "sum_pi_squared" in outputs:
         found["sum_pi_squared"] = head_sum_pi_squared(hidden, weight, None, temperature=temperature, shard=shard)
     if "top_log_probs" in outputs:

@@ -28,7 +28,7 @@ CUTS: dict[str, dict[str, int]] = {
     "hsdp 2x2 ulysses 2": {"fsdp_size": 2, "ulysses_sequence_parallel_size": 2},
     "hsdp 4x1 ulysses 4": {"fsdp_size": 1, "ulysses_sequence_parallel_size": 4},
 }
-OUTPUTS = {"log_probs", "entropy", "sum_pi_squared", "top_log_probs", "all_log_probs"}
+OUTPUTS = {"log_probs", "entropy", "sampled_entropy", "sum_pi_squared", "top_log_probs", "all_log_probs"}
 KV_HEADS = (1, 2, 4)
 
 

@@ -30,6 +30,13 @@ from workers.metric import Metric, plain_numbers
 LENGTHS = [4, 30, 1, 17, 30, 2]
 
 
+class PolicyLoss:
+    needs = frozenset({"log_probs"})
+
+    def __call__(self, outputs: dict[str, Tensor], micro_batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
+        return -micro_batch.tokens["advantages"] * outputs["log_probs"], {}
+
+
 def test_needs_a_process_group(models: dict[str, str]) -> None:
     with pytest.raises(AssertionError, match="not initialised"):
         toy_engine(models["qwen2"])
@@ -136,6 +143,30 @@ class Poisoned(ToyLoss):
     def __call__(self, outputs: dict[str, Tensor], micro_batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
         loss, metrics = super().__call__(outputs, micro_batch)
         return loss + torch.where(micro_batch.tokens["loss_weight"] != 0, 0.0, torch.inf), metrics
+
+
+class Measured(PolicyLoss):
+    """And the entropy of some tokens beside it."""
+
+    needs = frozenset({"log_probs", "sampled_entropy"})
+
+    def __call__(self, outputs: dict[str, Tensor], micro_batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
+        loss, _ = super().__call__(outputs, micro_batch)
+        at = micro_batch.tokens["entropy_mask"] * micro_batch.tokens["response_mask"]
+        return loss, {"entropy": Metric.token_mean(outputs["sampled_entropy"], at)}
+
+
+@pytest.mark.parametrize("max_tokens", [100, 34])
+def test_measuring_the_entropy_changes_no_bit_of_the_gradient(group: None, models: dict[str, str], max_tokens: int) -> None:
+    engine, batch = toy_engine(models["qwen2"]), toy_batch(LENGTHS, masked=[0])
+    (share,), (plan,) = cut(batch, 1, max_tokens=max_tokens)
+    plain, measured = (gradients(engine, share, plan, loss) for loss in (PolicyLoss(), Measured()))
+    assert all(torch.equal(plain[name], measured[name]) for name in plain)
+    whole = engine.forward(share, plan, {"entropy"})
+    assert whole is not None
+    at = batch.tokens["entropy_mask"] & batch.tokens["response_mask"].bool()
+    told = plain_numbers(engine.train_step(share, plan, Measured()))["entropy"]
+    assert told == pytest.approx(float(whole.tokens["entropy"][at].double().mean()), rel=1e-6)
 
 
 def test_a_token_without_weight_takes_no_part(group: None, models: dict[str, str]) -> None:

@@ -24,7 +24,7 @@ from workers.plan import MicroBatches
 if TYPE_CHECKING:  # loading it changes torch: in processes of its own alone
     from workers.engine.megatron.engine import MegatronEngine
 
-OUTPUTS = {"log_probs", "entropy", "sum_pi_squared", "top_log_probs", "all_log_probs"}
+OUTPUTS = {"log_probs", "entropy", "sampled_entropy", "sum_pi_squared", "top_log_probs", "all_log_probs"}
 
 
 def save_models(root: Path) -> dict[str, str]:

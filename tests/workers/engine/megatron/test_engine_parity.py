@@ -118,6 +118,7 @@ def check_rows(answer: dict[str, Tensor], model: nn.Module) -> None:
         wanted = {
             "log_probs": log_p.gather(1, ids[1:, None])[:, 0],
             "entropy": -(log_p.exp() * log_p).sum(-1),
+            "sampled_entropy": -(log_p.exp() * log_p).sum(-1) * (torch.arange(1, len(ids)) % 3 == 0),
             "sum_pi_squared": log_p.exp().square().sum(-1),
             "top_log_probs": log_p.topk(2).values,
             "all_log_probs": log_p,
