@@ -1,4 +1,4 @@
-"""Runs a model's program on one test, confined. No expected output is here: what comes back is compared elsewhere."""
+"""Run a model's program on one test, confined. No expected output and no assertion is here: results are compared elsewhere."""
 
 import json
 import random
@@ -7,7 +7,8 @@ from contextlib import suppress
 from operator import attrgetter
 from typing import Any
 
-from trainer.rewards.forkserver import serve
+from trainer.rewards.forkserver import PEER_FD, serve
+from trainer.rewards.proxies import Peer
 
 # Programs of contests lean on these being there, with all their names; the later hides the earlier.
 _MODULES = [
@@ -34,6 +35,11 @@ _RECURSION_LIMIT = 100_000
 
 
 def main(fd: int) -> None:
+    prelude = prepare()
+    serve(fd, lambda job: run(job, prelude))
+
+
+def prepare() -> dict[str, Any]:
     """In the server: import once what every program gets."""
     prelude: dict[str, Any] = {}
     for module in _MODULES:
@@ -41,29 +47,33 @@ def main(fd: int) -> None:
     for module in _MODULES:
         exec(f"import {module}", prelude)
     sys.setrecursionlimit(_RECURSION_LIMIT)
-    serve(fd, lambda job: run(job, prelude))
+    return prelude
 
 
 def run(job: dict[str, Any], prelude: dict[str, Any]) -> str:
-    """job: ``code``, and for a function ``fn_name`` with ``arguments``, for assertions ``asserts`` with ``token``.
+    """job: ``code``, and for a function ``fn_name`` with ``arguments``, or with ``serve`` whatever assertions call (PEER_FD).
 
-    Returns the function's result as JSON, the token once the assertions have held, or nothing: a program prints. Raises what the
-    program raises, but for SystemExit, with which a program may end.
+    Returns the function's result as JSON, or nothing: a program prints. Raises what the program raises, but for SystemExit, with
+    which a program that prints may end.
     """
     random.seed(0)
     code, function = job["code"], job.get("fn_name")
-    namespace = dict(prelude, __name__="__main__" if function is None and "asserts" not in job else "solution")
+    prints = function is None and "serve" not in job
+    namespace = dict(prelude, __name__="__main__" if prints else "solution")
     program = compile(code, "<solution>", "exec")
-    if "asserts" in job:
-        exec(program, namespace)
-        exec(compile(job["asserts"], "<asserts>", "exec"), namespace)
-        return job["token"]
-    if function is None:
+    if prints:
         with suppress(SystemExit):
             exec(program, namespace)
         return ""
+
+    def look_up(name: str) -> Any:
+        if name not in namespace or (name in prelude and namespace[name] is prelude[name]):
+            raise NameError(f"the program has no {name}")
+        return namespace[name]
+
     exec(program, namespace)
-    if "Solution" not in namespace and namespace.get(function) is prelude.get(function):
-        raise NameError(f"the program has no {function}")
-    call = attrgetter(function)(namespace["Solution"]()) if "Solution" in namespace else namespace[function]
+    if "serve" in job:
+        Peer(PEER_FD).serve(look_up)
+    assert function is not None
+    call = attrgetter(function)(namespace["Solution"]()) if "Solution" in namespace else look_up(function)
     return json.dumps(call(*job["arguments"]), default=list)
