@@ -34,7 +34,7 @@ def run(job: dict[str, Any], prelude: dict[str, Any]) -> str:
     for name in free & _ALIASES.keys():
         namespace[name] = __import__(_ALIASES[name])
     free -= _ALIASES.keys()
-    tested = _names(entry_point) if entry_point else _tested(free, prelude)
+    tested = _names(entry_point) if entry_point else _tested(asserts, free, prelude)
     for name in tested | (free - prelude.keys() - vars(builtins).keys()):
         try:
             namespace[name] = peer.look_up(name)
@@ -60,13 +60,22 @@ def _names(expression: str) -> set[str]:
     return {node.id for node in ast.walk(ast.parse(expression)) if isinstance(node, ast.Name)}
 
 
-def _tested(free: set[str], prelude: dict[str, Any]) -> set[str]:
+def _tested(asserts: str, free: set[str], prelude: dict[str, Any]) -> set[str]:
     """Names that the program must define. They must not depend on the program: one that defines ``sorted`` or ``isclose`` would
-    decide about itself. So a name of Python's or of the prelude is the program's only where the assertions have no other.
+    decide about itself. So a name of Python's or of the prelude is the program's only where the assertions have no other, but for
+    those that are called on its result. Raises NameError if several are left.
     """
     own = free - prelude.keys() - vars(builtins).keys()
     known = {name for name in free & prelude.keys() if not isinstance(prelude[name], ModuleType)} - vars(builtins).keys()
-    for names in (own, known, free & vars(builtins).keys()):
-        if names:
-            return names if names is own or len(names) == 1 else set()
-    return set()
+    names = own or known or free & vars(builtins).keys()
+    if names is own or len(names) == 1:
+        return names
+    calls = [node for node in ast.walk(ast.parse(asserts)) if isinstance(node, ast.Call) and _called(node) in names]
+    outer = {_called(call) for call in calls for node in ast.walk(call) if node in calls and _called(node) != _called(call)}
+    if len(names - outer) != 1:
+        raise NameError(f"the assertions do not say which of {', '.join(sorted(names))} is the program's")
+    return names - outer
+
+
+def _called(node: ast.AST) -> str | None:
+    return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else None

@@ -193,7 +193,7 @@ class Confinement:
 
     def enter(self, *, cpu_seconds: float, memory_bytes: int, output_bytes: int) -> None:
         """Confine this process. It is killed at ``cpu_seconds``, or when its parent dies; ``memory_bytes`` bounds its address
-        space, ``output_bytes`` each file that it writes through a descriptor it has. Raises OSError where the system cannot do that.
+        space, ``output_bytes`` each file that it writes through a descriptor. Raises OSError where the system cannot do that.
         """
         for kind, limit in (
             (resource.RLIMIT_CPU, int(cpu_seconds) + 1),  # where the timer below does not reach: SIGPROF may be ignored

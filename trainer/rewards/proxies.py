@@ -1,9 +1,9 @@
 """Calls between two processes of which one does not trust the other: the assertions about a program, and the program.
 
 Plain values are copied, in JSON with tags, and rebuilt from a fixed table: no pickles, so no code travels. Everything else
-(functions, classes, objects of a program's own classes) stays in its process; the other process holds a ``Remote``, whose operations
-are carried out there. The program must not decide whether it is right, so it is never given a value to compare with its own: a
-Remote has no comparisons, no ``in``, and no arithmetic with plain values.
+(functions, classes, objects of a program's own classes) stays in its process; the other process holds a ``Remote``, whose
+operations are carried out there. The program must not decide whether it is right, so it is never given a value to compare with its
+own: a Remote has no comparisons, no ``in``, and no arithmetic with plain values.
 """
 
 import builtins
@@ -18,7 +18,7 @@ from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
 from importlib import import_module
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType
 from typing import Any, NoReturn
 
 _SCALARS = frozenset({bool, int, float, str, type(None)})
@@ -240,8 +240,9 @@ class Peer:
         if self._own_module is None and isinstance(value, Enum | tuple) and isinstance(value, int | str | tuple):
             return self._encode(_base_value(value))
         if self._own_module is not None and not self._is_own(value):
-            if isinstance(value, BuiltinFunctionType | FunctionType | type):
-                return ["known", [value.__module__, value.__qualname__]]
+            if isinstance(value, BuiltinFunctionType | MethodDescriptorType | FunctionType | type):
+                home = value.__objclass__ if isinstance(value, MethodDescriptorType) else value
+                return ["known", [home.__module__, value.__qualname__]]
             raise TypeError(f"a program cannot be given a {kind.__name__}")
         self._objects.append(value)
         return ["mine", [len(self._objects) - 1]]
