@@ -2,8 +2,8 @@
 
 Plain values are copied, in JSON with tags, and rebuilt from a fixed table: no pickles, so no code travels. Everything else
 (functions, classes, objects of a program's own classes) stays in its process; the other process holds a ``Remote``, whose
-operations are carried out there. The program must not decide whether it is right, so it is never given a value to compare with its
-own: a Remote has no comparisons, no ``in``, and no arithmetic with plain values.
+operations are carried out there. The program must not decide whether it is right, so it is never given a value to compare with
+its own: a Remote has no comparisons, no ``in``, and no arithmetic with plain values.
 """
 
 import builtins
@@ -82,7 +82,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "getattr": getattr,
     "setattr": setattr,
     "has_instance": lambda kind, value: isinstance(value, kind),
-    **{name: getattr(builtins, name, None) or getattr(operator, name) for name in [*_OF_REMOTES, *_BETWEEN_REMOTES]},
+    **{name: (vars(operator) | vars(builtins))[name] for name in [*_OF_REMOTES, *_BETWEEN_REMOTES]},
 }
 
 
@@ -163,8 +163,8 @@ class Peer:
         try:
             kind, result, *states = message
             result, states = self._decode(result), [self._decode(state) for state in states]
-        except Exception:  # what the other end sent is not what this module sends
-            _leave()
+        except Exception as error:  # the other end has not sent what this module sends
+            _leave(error)
         if kind == "raise":
             # One that ends loops must not come out of a call: all(map(candidate, ...)) would hold.
             if isinstance(result, StopIteration | StopAsyncIteration | GeneratorExit) and operation != "next":
@@ -208,16 +208,16 @@ class Peer:
         try:
             while data:
                 data = data[os.write(self._fd, data) :]
-        except OSError:
-            _leave()
+        except OSError as error:
+            _leave(error)
 
     def _receive(self) -> list:
         try:
             message = json.loads(self._lines.readline())
-            whole = {"ask": 5, "raise": 2}.get(message[0], len(message)) == len(message) >= 2
-        except Exception:  # the end of the line, or no line of this module
-            _leave()
-        return message if whole else _leave()
+            assert {"ask": 5, "raise": 2}.get(message[0], len(message)) == len(message) >= 2
+        except Exception as error:  # the end of the line, or no line of this module
+            _leave(error)
+        return message
 
     def _encode(self, value: Any) -> Any:
         """A scalar, or [tag, parts]."""
@@ -266,7 +266,7 @@ class Peer:
             error.args = tuple(parts[1:])
             return error
         if tag == "class":
-            kind = getattr(builtins, parts[0])
+            kind = vars(builtins)[parts[0]]
             assert isinstance(kind, type)
             return kind
         if tag == "exception class":
@@ -299,13 +299,17 @@ def _array(dtype: str, values: Any) -> Any:
 
 def _set_state(value: Any, state: Any) -> None:
     """Give an argument the contents that it has at the other end."""
-    for kinds, add in (((list, bytearray, deque), "extend"), ((dict, set), "update")):
-        for kind in kinds:
-            if isinstance(value, kind) and isinstance(state, kind) and value != state:
-                value.clear()
-                getattr(value, add)(state)
+    if type(state) is not type(value) or value == state:
+        return
+    if isinstance(value, list | bytearray | deque):
+        value.clear()
+        value.extend(state)
+    elif isinstance(value, dict | set):
+        value.clear()
+        value.update(state)
 
 
-def _leave() -> NoReturn:
-    """Not an exception, which assertions might catch."""
+def _leave(error: Exception) -> NoReturn:
+    """Not by an exception, which assertions might catch."""
+    os.write(2, f"{error!r}\n".encode())
     os._exit(1)

@@ -220,8 +220,8 @@ def test_every_attempt_is_refused_and_nothing_is_harmed(world: SimpleNamespace) 
 
 
 def test_every_other_system_call_is_refused(world: SimpleNamespace) -> None:
-    """By its number, also those that this kernel's headers do not name yet, and x32's. 335 and 336 no filter sees: they return from
-    a probe, and kill where there is none.
+    """By its number, also those that this kernel's headers do not name yet, and x32's. 335 and 336 no filter sees: they return
+    from a probe, and kill where there is none.
     """
     program = f"""{PREAMBLE}
 from trainer.rewards.confine import _ALLOWED, _RULES, _OPENING, _THREADS
@@ -371,7 +371,16 @@ ASSERTS = [
     "for a, b, c in [(1, 2, 3), (3, 4, 7)]: assert add(a, b) == c",
 ]
 # One test that holds if any of them does, which is quicker.
-ANY = f"held = []\nfor text in {ASSERTS!r}:\n    try:\n        exec(text)\n        held.append(text)\n    except Exception: pass\nassert held or add is None"
+ANY = f"""
+held = []
+for text in {ASSERTS!r}:
+    try:
+        exec(text)
+        held.append(text)
+    except Exception:
+        pass
+assert held or add is None
+"""
 FORMS = [
     [ANY],
     ASSERTS[:1],
@@ -381,90 +390,8 @@ FORMS = [
     {"inputs": ["1\n2", "3\n4"], "outputs": ["3", "7"], "fn_name": "add"},
     {"inputs": ["1 2"], "outputs": ["3"]},
 ]  # fmt: skip
-YES = "class Yes({base}):\n    def yes(self, *others): return True\n    __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = yes\n"
-ZERO = "    def zero(self, *others): return Yes()\n    __sub__ = __rsub__ = __abs__ = __add__ = __mul__ = __round__ = zero\n"
-ANSWER_BY_HAND = """
-import json, os
-from trainer.rewards.proxies import Peer
-def add(*args): return None
-def hack(peer, *message):
-    os.write(5, ({0}).encode() + b"\\n")
-Peer._answer = hack
-"""
-FORGERIES = {
-    "frames": "import sys, os\nf = sys._getframe()\nwhile f:\n    for v in [*f.f_locals.values(), *f.f_globals.values()]:\n"
-    "        if isinstance(v, dict) and 'token' in v: os.write(3, v['token'].encode()); os._exit(0)\n    f = f.f_back\ndef add(*a): pass",
-    "frames when called": "import sys\ndef add(*a):\n    f = sys._getframe()\n    while f:\n        f.f_globals['__builtins__'] = None\n"
-    "        for k in list(f.f_locals): f.f_locals[k] = 3\n        f = f.f_back",
-    "garbage collector": "import gc\ndef add(*a):\n    for o in gc.get_objects():\n        if isinstance(o, str) and 'assert' in o: return 3\n"
-    "        if isinstance(o, dict) and 'expected' in o: return o['expected']",
-    "exit 0": "import os\nos._exit(0)",
-    "exit 0 when called": "import os\ndef add(*a): os._exit(0)",
-    "SystemExit": "raise SystemExit(0)",
-    "SystemExit when called": "def add(*a): raise SystemExit(0)",
-    "KeyboardInterrupt when called": "def add(*a): raise KeyboardInterrupt",
-    "StopIteration": "def add(*a): raise StopIteration",
-    "GeneratorExit": "def add(*a): raise GeneratorExit",
-    "AssertionError": "def add(*a): raise AssertionError",
-    "verdict in the result": "import os\nos.write(3, b'passed')\ndef add(*a): os.write(3, b'passed'); os._exit(0)",
-    "verdict on every descriptor": "import os\nfor fd in range(64):\n    try: os.write(fd, b'passed\\n')\n    except OSError: pass\ndef add(*a): pass",
-    "PASSED": "PASSED = True\nfrom trainer.rewards import assertions\nassertions.run = lambda *a: 'passed'\ndef add(*a): pass",
-    "answers in advance": "import os\nos.write(5, b'[\"return\", true]\\n' * 99)\ndef add(*a): pass",
-    "end of the line": "import os\nos.close(5)\ndef add(*a): pass",
-    "equal to all": YES.format(base="object") + "def add(*a): return Yes()",
-    "equal to all, as a number": YES.format(base="int") + ZERO + "def add(*a): return Yes()",
-    "equal to all, as a float": YES.format(base="float") + ZERO + "def add(*a): return Yes()",
-    "equal to all, as a text": YES.format(base="str") + "def add(*a): return Yes()",
-    "equal to all, as a tuple": YES.format(base="tuple") + "def add(*a): return Yes()",
-    "equal to all, as a list": YES.format(base="list") + "def add(*a): return Yes()",
-    "equal to all, as a dict": YES.format(base="dict") + "def add(*a): return Yes()",
-    "equal to all, as an enum": "import enum\nclass E(int, enum.Enum):\n    A = 999\n    def __eq__(self, o): return True\n"
-    "    __hash__ = int.__hash__\ndef add(*a): return E.A",
-    "a difference of nothing": YES.format(base="object") + ZERO + "def add(*a): return Yes()",
-    "a class equal to all": "class M(type):\n    def __eq__(self, o): return True\n    __hash__ = None\n"
-    "class C(metaclass=M): pass\ndef add(*a): return C",
-    "numpy's protocol": "class C:\n    __array_interface__ = {'data': (1 << 20, True), 'shape': (1,), 'typestr': '<f8', 'version': 3}\n"
-    "    def __array_function__(self, *a): return True\n    def __array_ufunc__(self, *a, **k): return True\ndef add(*a): return C()",
-    "not a number": "def add(*a): return float('nan')",
-    "patched builtins": "import builtins\nbuiltins.all = builtins.any = builtins.isinstance = lambda *a: True\n"
-    "builtins.abs = builtins.sorted = builtins.str = lambda *a: 0\nbuiltins.AssertionError = Exception\ndef add(*a): pass",
-    "names of builtins": "all = any = isinstance = lambda *a: True\nabs = lambda x: 0\nsorted = lambda x: [2]\nstr = lambda x: '3'\ndef add(*a): pass",
-    "patched modules": "import sys, math, types\nmath.isclose = lambda *a: True\nsys.modules['math'] = sys.modules['numpy'] = "
-    "types.SimpleNamespace(isclose=lambda *a: True, allclose=lambda *a: True)\nnp = math = sys.modules['math']\ndef add(*a): pass",
-    "its own check": "def check(candidate): pass\nclass candidate: pass\ndef add(*a): pass",
-    "no function": "check = candidate = lambda *a: True",
-    "operator's function": "x = 1",  # the prelude has operator.add
-    "trace": "import sys\nsys.settrace(lambda f, e, a: f.f_locals.clear())\ndef add(*a): pass",
-    "excepthook": "import sys, os\nsys.excepthook = lambda *a: os._exit(0)\nsys.exit = os._exit\nraise ValueError",
-    "atexit": "import atexit, os\natexit.register(os.write, 3, b'passed')\ndef add(*a): pass",
-    "patched json": "import json\njson.dumps = lambda *a, **k: '9'\njson.loads = lambda *a: ['ask', 'x', None, [], []]\ndef add(*a): pass",
-    "pickle": "import pickle\nclass P:\n    def __reduce__(self): return (eval, ('__import__(\"os\")._exit(0)',))\ndef add(*a): return P()",
-    "exception that is no exception": "class E(Exception):\n    def __eq__(self, o): return True\ndef add(*a): raise E(3)",
-    "generator": "def add(*a):\n    while True: yield 3",
-    "flood": "def add(*a): return 'x' * (1 << 30)",
-    "long number": "def add(*a): return 1 << (1 << 22)",
-    "deep list": "def add(*a):\n    x = []\n    for _ in range(10**5): x = [x]\n    return x",
-    "cycle": "def add(*a):\n    x = []\n    x.append(x)\n    return x",
-    "end while called": "import os, threading\ndef add(*a):\n    threading.Timer(0.01, os._exit, (0,)).start()\n    while True: pass",
-    "callback's globals": "def add(f, *a):\n    return f.__globals__['__builtins__']['max'](4, 0)",
-    "callback's code": "def add(f, *a):\n    return f.__code__.co_consts",
-    "callback asked by hand": "def add(f, *a):\n    for name in ('__globals__', '__closure__', '__class__', 'gi_frame'):\n"
-    "        try: return f._peer.ask('getattr', f, name)\n        except TypeError: pass",
-    "handles asked by hand": "def add(f, *a):\n    from trainer.rewards.proxies import Remote\n    for i in range(99):\n"
-    "        try: return Remote(f._peer, i).__dict__\n        except Exception: pass",
-    "known by name": ANSWER_BY_HAND.format("json.dumps(['return', ['known', ['builtins', 'eval']]])"),
-    "class by name": ANSWER_BY_HAND.format("json.dumps(['return', ['class', ['__import__']]])"),
-    "class that is none": ANSWER_BY_HAND.format("json.dumps(['raise', ['exception', [['class', ['object']], 3]]])"),
-    "their own object": ANSWER_BY_HAND.format("json.dumps(['return', ['yours', [0]]])"),
-    "objects of numpy": ANSWER_BY_HAND.format("json.dumps(['return', ['array', ['|O', [3]]]])"),
-    "no message": ANSWER_BY_HAND.format("'[]'"),
-    "no JSON": ANSWER_BY_HAND.format("'passed'"),
-    "no list": ANSWER_BY_HAND.format("'{\"return\": 3}'"),
-    "a mapping for a value": ANSWER_BY_HAND.format("json.dumps(['return', {'a': 3}])"),
-    "brackets": ANSWER_BY_HAND.format("'[' * 10**6"),
-    "a question for ever": ANSWER_BY_HAND.format("json.dumps(['ask', 'call', ['yours', [0]], [], []])"),
-    "an unknown operation": ANSWER_BY_HAND.format("json.dumps(['ask', 'exec', 'x', [], []])"),
-}  # fmt: skip
+_, *PARTS = Path(__file__).with_name("forgeries.txt").read_text().split("=== ")
+FORGERIES = {name: program for name, _, program in (part.partition("\n") for part in PARTS)}
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)
@@ -483,7 +410,8 @@ def test_numpy_does_not_ask_the_program(forgery: str) -> None:
 
 def test_the_forms_are_passed_by_honest_programs() -> None:
     """But for the third, in which what is expected is not what the callback returns."""
-    answer = "def add(a, b=None):\n    return a() + 1 if callable(a) else a + b\nif __name__ == '__main__':\n    print(add(*map(int, input().split())))"
+    answer = "def add(a, b=None):\n    return a() + 1 if callable(a) else a + b\n"
+    answer += "if __name__ == '__main__':\n    print(add(*map(int, input().split())))"
     config = reward_config(code={"time_limit": 2.0}).code
     assert [score(answer, form, config, seconds=30.0)["score"] for form in FORMS] == [1.0] * len(FORMS)
     assert score(answer, ASSERTS, config, seconds=30.0)["score"] == 1.0
