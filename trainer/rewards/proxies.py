@@ -299,12 +299,10 @@ def _array(dtype: str, values: Any) -> Any:
 
 def _set_state(value: Any, state: Any) -> None:
     """Give an argument the contents that it has at the other end."""
-    if type(state) is not type(value) or value == state:
-        return
-    if isinstance(value, list | bytearray | deque):
+    if isinstance(value, list | bytearray | deque) and type(state) is type(value):
         value.clear()
         value.extend(state)
-    elif isinstance(value, dict | set):
+    elif isinstance(value, dict | set) and isinstance(state, dict | set):
         value.clear()
         value.update(state)
 
