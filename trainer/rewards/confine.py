@@ -183,11 +183,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class Confinement:
     """The filter and the rules for reading, made once by the parent of the processes that ``enter`` it."""
 
-    def __init__(self, *, threads: bool) -> None:
-        """threads: confined processes may start some, see ``thread_requests``. Raises OSError on an unsupported machine."""
+    def __init__(self, *, threads: bool, opens: bool) -> None:
+        """threads: confined processes may start some, see ``thread_requests``. opens: they may open files also where Landlock is
+        missing. Raises OSError on an unsupported machine.
+        """
         column = _column(platform.machine())
-        self._ruleset = _reading_rules()
-        rules = [*_RULES, *(_OPENING if self._ruleset is not None else []), *(_THREADS if threads else [])]
+        self._ruleset = _reading_rules() if landlock_version() else None
+        opens = opens or self._ruleset is not None
+        rules = [*_RULES, *(_OPENING if opens else []), *(_THREADS if threads else [])]
         self._program = _program(column, rules)
         self._column = column
 
@@ -240,13 +243,14 @@ def answer_thread_request(requests: int, child: int, most: int) -> None:
         return
 
 
-def _reading_rules() -> int | None:
-    """Descriptor of a Landlock ruleset that allows reading the interpreter's files alone. None where the kernel has no Landlock,
-    or a container forbids it.
-    """
-    version = _libc.syscall(_CREATE_RULESET, None, 0, 1)
-    if version < 1:
-        return None
+def landlock_version() -> int:
+    """Of the kernel's interface; 0 where there is no Landlock or a container forbids it."""
+    return max(0, _libc.syscall(_CREATE_RULESET, None, 0, 1))
+
+
+def _reading_rules() -> int:
+    """Descriptor of a Landlock ruleset that allows reading the interpreter's files alone."""
+    version = landlock_version()
     network, scopes = 3 if version >= 4 else 0, 3 if version >= 6 else 0  # bind and connect; abstract sockets and signals
     attributes = struct.pack("QQQ", _FILE_RIGHTS[min(version, 5)], network, scopes)
     ruleset = _check("landlock_create_ruleset", _libc.syscall(_CREATE_RULESET, attributes, len(attributes), 0))

@@ -202,14 +202,16 @@ def close_fork_servers() -> None:
                 server.close()
 
 
-def serve(fd: int, work: Work) -> None:
-    """The server's side: limits in JSON with a job's files in, how it ended out, until the other side is gone."""
+def serve(fd: int, work: Work, *, opens: bool = False) -> None:
+    """The server's side: limits in JSON with a job's files in, how it ended out, until the client is gone. opens: jobs may open
+    files also where a kernel without Landlock cannot limit them to modules; for work that runs no program of a model's.
+    """
     connection = socket.socket(fileno=fd)
     null = os.open(os.devnull, os.O_RDWR)
     refusal: OSError | None = None
     try:
         requests = thread_requests()
-        confinement = Confinement(threads=requests is not None)
+        confinement = Confinement(threads=requests is not None, opens=opens)
     except OSError as error:
         refusal = error
     with suppress(ConnectionError):

@@ -4,9 +4,11 @@ import json
 import random
 import sys
 from contextlib import suppress
+from importlib import import_module
 from operator import attrgetter
 from typing import Any
 
+from trainer.rewards.confine import landlock_version
 from trainer.rewards.forkserver import PEER_FD, serve
 from trainer.rewards.proxies import Peer
 
@@ -31,6 +33,39 @@ _MODULES = [
     "builtins",
     "typing",
 ]
+# Where a kernel without Landlock lets programs open no file, these are there for their imports.
+_MORE = [
+    *(
+        "numpy",
+        "abc",
+        "argparse",
+        "array",
+        "ast",
+        "asyncio",
+        "base64",
+        "binascii",
+        "calendar",
+        "cmath",
+        "concurrent.futures.thread",
+    ),
+    *(
+        "contextlib",
+        "csv",
+        "ctypes",
+        "dataclasses",
+        "decimal",
+        "difflib",
+        "enum",
+        "fractions",
+        "graphlib",
+        "hashlib",
+        "html",
+        "inspect",
+    ),
+    *("keyword", "locale", "logging", "numbers", "os", "pathlib", "pickle", "pprint", "pytest", "queue", "resource", "secrets"),
+    *("shlex", "signal", "struct", "_strptime", "tempfile", "textwrap", "threading", "time", "timeit", "tokenize", "traceback"),
+    *("types", "unicodedata", "unittest.mock", "urllib.parse", "uuid", "warnings", "weakref", "zlib", "zoneinfo"),
+]
 _RECURSION_LIMIT = 100_000
 
 
@@ -46,6 +81,9 @@ def prepare() -> dict[str, Any]:
         exec(f"from {module} import *", prelude)
     for module in _MODULES:
         exec(f"import {module}", prelude)
+    for module in _MORE if landlock_version() == 0 else []:
+        with suppress(ImportError):  # not all are Python's own
+            import_module(module)
     sys.setrecursionlimit(_RECURSION_LIMIT)
     return prelude
 
