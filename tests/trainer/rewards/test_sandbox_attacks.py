@@ -131,6 +131,7 @@ REFUSED = [
     "open(f'/proc/{{os.getppid()}}/mem', 'rb')",
     "open(f'/proc/{{os.getppid()}}/maps').read()",
     "os.listdir(f'/proc/{{os.getppid()}}/fd')",
+    "open(f'/proc/{{os.getppid()}}/fd/0')",
     "open('/proc/self/environ').read()",
     "open('/proc/self/mem', 'rb')",
     "resource.prlimit({pid}, resource.RLIMIT_CPU, (0, 0))",
@@ -237,30 +238,34 @@ print("all")
     assert_intact(world)
 
 
+# The limit of CPU time, where that is ignored the kernel's own, or on a busy machine that of the clock.
+LATE = {"died of SIGPROF", "died of SIGKILL", "timed out after 1.6 s"}
+
+
 @pytest.mark.parametrize(
     ("code", "endings", "output"),
     [
         ("import time\ntime.sleep(60)", {"timed out after 1.6 s"}, ""),
         ("import time\nwhile True:\n    try: time.sleep(60)\n    except BaseException: pass", {"timed out after 1.6 s"}, ""),
-        ("pow(7, 10**9)", {"died of SIGPROF"}, ""),
-        ("sum(range(10**14))", {"died of SIGPROF"}, ""),
-        ("import re\nre.match(r'(a+)+$', 'a' * 64 + 'b')", {"died of SIGPROF"}, ""),
-        ("'a' in ('b' * 10**8).join(['c'] * 3)\nwhile True: sorted(range(10**6))", {"died of SIGPROF"}, ""),
+        ("pow(7, 10**9)", LATE, ""),
+        ("sum(range(10**14))", LATE, ""),
+        ("import re\nre.match(r'(a+)+$', 'a' * 64 + 'b')", LATE, ""),
+        ("'a' in ('b' * 10**8).join(['c'] * 3)\nwhile True: sorted(range(10**6))", LATE, ""),
         (
             "import signal\nfor n in set(signal.Signals) - {9, 19}: signal.signal(n, signal.SIG_IGN)\nwhile True: pass",
-            {"died of SIGKILL", "timed out after 1.6 s"},
+            LATE,
             "",
         ),
         (
             "import signal\nsignal.pthread_sigmask(0, range(1, 65))\nwhile True: pass",
-            {"died of SIGKILL", "timed out after 1.6 s"},
+            LATE,
             "",
         ),
         ("x = bytearray(1 << 40)", {"ended with exit code 1"}, ""),
-        ("x = []\nwhile True: x.append(bytearray(1 << 24))", {"ended with exit code 1", "died of SIGPROF"}, ""),
+        ("x = []\nwhile True: x.append(bytearray(1 << 24))", {"ended with exit code 1", *LATE}, ""),
         ("import mmap\nx = [mmap.mmap(-1, 1 << 26) for _ in range(99)]", {"ended with exit code 1"}, ""),
         ("import os\nx = [os.pipe() for _ in range(99)]", {"ended with exit code 1"}, ""),
-        ("def f(): return f()\nsys.setrecursionlimit(1 << 30)\nf()", {"ended with exit code 1", "died of SIGPROF"}, ""),
+        ("def f(): return f()\nsys.setrecursionlimit(1 << 30)\nf()", {"ended with exit code 1", *LATE}, ""),
         (
             "class A:\n    def __getattr__(self, n): return getattr(self, n)\nA().x",
             {"ended with exit code 1", "died of SIGSEGV"},
@@ -269,7 +274,7 @@ print("all")
         ("import ctypes\nctypes.string_at(0)", {"died of SIGSEGV"}, ""),
         ("import os\nos.abort()", {"died of SIGSEGV", "died of SIGABRT", "died of SIGILL", "ended with exit code 127"}, ""),
         ("while True: print('x' * 9999)", {"ended with exit code 1"}, "x"),
-        ("while True: print('x' * 9999, file=sys.stderr)", {"died of SIGPROF"}, ""),
+        ("while True: print('x' * 9999, file=sys.stderr)", LATE, ""),
         ("import os\nwhile os.write(3, b'x' * 9999): pass", {"ended with exit code 1"}, ""),
         ("import os\nwhile os.write(0, b'x' * 9999): pass", {"ended with exit code 1"}, ""),
         ("import os\nos.closerange(0, 99)\nprint(7)", {None, "ended with exit code 1"}, ""),
