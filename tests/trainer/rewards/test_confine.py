@@ -128,7 +128,7 @@ BY_TIME = {"died of SIGPROF", "died of SIGKILL", "timed out after 2 s"}
         ("import signal\nsignal.signal(signal.SIGPROF, signal.SIG_IGN)\nwhile True: pass", LATE),
         ("import time\ntime.sleep(60)", "timed out after 2 s"),
         ("x = bytearray(1 << 40)", "ended with exit code 1"),
-        ("x = []\nwhile True: x.append(bytearray(1 << 24))", "ended with exit code 1"),
+        ("x = []\nwhile True: x.append(bytearray(1 << 28))", "ended with exit code 1"),
         ("import ctypes\nctypes.string_at(0)", "died of SIGSEGV"),
         ("import os\nos._exit(3)", "ended with exit code 3"),
         ("raise ValueError", "ended with exit code 1"),
