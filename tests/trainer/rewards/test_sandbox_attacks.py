@@ -188,6 +188,8 @@ REFUSED = [
     "socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)",
     "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b'x', '{directory}/socket')",
     "here[0].sendto(b'x', '{directory}/socket')",
+    "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)",
+    "socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)",
     "here[0].sendmsg([b'x'])",
     "here[0].connect('{directory}/socket')",
     # the kernel
@@ -323,11 +325,18 @@ def test_no_process_outlives_the_server_or_its_job() -> None:
             time.sleep(0.01)
         time.sleep(0.2)  # until it is confined; from then on it dies with its parent
         os.kill(server.pid, 9)
+        deadline = time.monotonic() + 5.0
+        while (alive := is_alive(pids[0])) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not alive  # before the client has killed what is left
         running.wait()
-    deadline = time.monotonic() + 5.0
-    while Path(f"/proc/{pids[0]}/stat").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not Path(f"/proc/{pids[0]}").exists()
+
+
+def is_alive(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_the_server_never_holds_what_jobs_held() -> None:
