@@ -36,7 +36,7 @@ def ends() -> Iterator[tuple[Peer, socket.socket]]:
         ["known", ["builtins", "eval"]],
         ["class", ["eval"]],
         ["class", ["__import__"]],
-        ["array", ["|O", [3]]],
+        ["array", ["|O", ["list", [3]]]],
         ["array", ["|V8", ["x"]]],
         ["yours", [0]],
         ["exception", [["class", ["object"]], 3]],

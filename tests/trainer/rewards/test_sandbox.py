@@ -46,6 +46,7 @@ def test_honest_programs_pass(program: str, truth: Any) -> None:
         ("x = 1", "assert sum(1, 2) == 3"),
         ("class np:\n    def allclose(*a): return True\ndef f(): return 3", "assert np.allclose(f(), 4)"),
         ("def other(): pass", "assert missing() is None"),
+        ("import os\ndef f(): os._exit(0)", "try:\n    f()\nexcept Exception:\n    pass"),
     ],
 )
 def test_a_program_does_not_decide_whether_it_is_right(program: str, asserts: str) -> None:
