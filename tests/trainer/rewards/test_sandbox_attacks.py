@@ -404,7 +404,7 @@ FORMS = [
     {"inputs": ["1\n2", "3\n4"], "outputs": ["3", "7"], "fn_name": "add"},
     {"inputs": ["1 2"], "outputs": ["3"]},
 ]  # fmt: skip
-_, *PARTS = Path(__file__).with_name("forgeries.txt").read_text().split("=== ")
+_, *PARTS = Path(__file__).with_name("forgeries.txt").read_text().split("\n=== ")
 FORGERIES = {name: program for name, _, program in (part.partition("\n") for part in PARTS)}
 
 
