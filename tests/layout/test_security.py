@@ -20,6 +20,7 @@ ALLOWED = {
     ("trainer/rewards/worker.py", "pickle.load"): "the socket that its parent made for it",
     ("configs/compat.py", "yaml.load"): "our own YAML, by a safe loader",
     ("trainer/rewards/sandbox.py", "exec"): "the answer to be scored, confined (trainer/rewards/confine.py)",
+    ("trainer/rewards/assertions.py", "exec"): "the data set's assertions, confined alike",
 }
 WRITERS = {"dumps", "dump", "Pickler", "PickleBuffer", "register_pickle_by_value"}
 

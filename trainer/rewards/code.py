@@ -1,7 +1,7 @@
 """A program, judged by unit tests: each runs in a confined process (trainer/rewards/confine.py)."""
 
 import json
-import secrets
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -10,6 +10,7 @@ from math import isclose
 from typing import Any
 
 from configs.schema.ppo import CodeRewardConfig
+from trainer.rewards.assertions import PASSED
 from trainer.rewards.forkserver import Limits, Outcome, fork_server
 
 _LEAST_OUTPUT = 1 << 20  # bytes that a test may print; twice the expected output if that is more
@@ -19,22 +20,38 @@ _RELATIVE, _ABSOLUTE = 1e-5, 1e-8  # how near two numbers that are not whole mus
 
 @dataclass(frozen=True, slots=True)
 class Test:
-    """job, stdin: see sandbox.run. expected: what must come back, by the job's kind."""
+    """job, stdin: see sandbox.run. assertions: a job for assertions.run, or None; then ``expected`` must come back."""
 
     job: dict[str, Any]
-    stdin: str
-    expected: Any
+    stdin: str = ""
+    expected: Any = None
+    assertions: dict[str, Any] | None = None
 
-    def passed_by(self, outcome: Outcome) -> bool:
-        if outcome.ending is not None:
-            return False
-        if "asserts" in self.job:
-            return outcome.result == self.job["token"]
-        if "fn_name" in self.job:
-            with suppress(ValueError, RecursionError):  # what came back is the program's, and may be no JSON
-                return _same_value(json.loads(outcome.result), self.expected)
-            return False
-        return same_output(outcome.output, self.expected)
+    def run(self, limits: Limits) -> tuple[bool, bool]:
+        """Whether the program passes, and whether time ran out."""
+        if self.assertions is not None:
+            outcome, verdict = _call(self.job, self.assertions, limits)
+            return verdict == Outcome(None, PASSED, verdict.output), _ran_out_of_time(outcome) or _ran_out_of_time(verdict)
+        outcome = fork_server("trainer.rewards.sandbox").run(self.job, limits, self.stdin)
+        return outcome.ending is None and self._is_right(outcome), _ran_out_of_time(outcome)
+
+    def _is_right(self, outcome: Outcome) -> bool:
+        if "fn_name" not in self.job:
+            return same_output(outcome.output, self.expected)
+        with suppress(ValueError, RecursionError):  # what came back is the program's, and may be no JSON
+            return _same_value(json.loads(outcome.result), self.expected)
+        return False
+
+
+def _call(job: dict[str, Any], assertions: dict[str, Any], limits: Limits) -> tuple[Outcome, Outcome]:
+    """A program in one process, the assertions that call it in another: how both ended."""
+    ours, theirs = socket.socketpair()
+    program, judge = fork_server("trainer.rewards.sandbox"), fork_server("trainer.rewards.assertions")
+    with ours, theirs, program.start(job, limits, peer=ours) as called, judge.start(assertions, limits, peer=theirs) as calling:
+        ours.close()  # each end is open in one process alone, so that the other sees its end
+        theirs.close()
+        verdict = calling.wait()
+        return called.stop(), verdict
 
 
 def score(answer: str, ground_truth: Any, config: CodeRewardConfig, *, seconds: float) -> dict[str, float]:
@@ -49,15 +66,13 @@ def score(answer: str, ground_truth: Any, config: CodeRewardConfig, *, seconds: 
     tests = list(_tests(extract(answer), ground_truth))
     if not tests:
         raise ValueError("the ground truth holds no test")
-    server = fork_server("trainer.rewards.sandbox")
     start, passed = time.monotonic(), 0
     for test in tests:
         output_bytes = max(_LEAST_OUTPUT, 2 * len(test.expected) if isinstance(test.expected, str) else 0)
         limits = Limits(config.time_limit, config.memory_limit_mb << 20, output_bytes)
-        outcome = server.run(test.job, limits, test.stdin)
-        good = test.passed_by(outcome)
+        good, late = test.run(limits)
         passed += good
-        if not good and (not config.partial or _ran_out_of_time(outcome)):
+        if not good and (not config.partial or late):
             break
         if time.monotonic() - start + limits.clock_seconds + _MARGIN > seconds:
             break
@@ -108,9 +123,10 @@ def _tests(code: str, ground_truth: Any) -> Iterator[Test]:
         truth = {"assert_case": truth}
     if "assert_case" in truth:
         for asserts in truth["assert_case"]:
-            yield _assertions(code, asserts)
+            yield Test({"code": code, "serve": True}, assertions={"asserts": asserts})
     elif "test" in truth:
-        yield _assertions(code, f"{truth['test']}\ncheck({truth['entry_point']})")
+        assertions = {"asserts": truth["test"], "entry_point": truth["entry_point"]}
+        yield Test({"code": code, "serve": True}, assertions=assertions)
     elif "inputs" in truth and "outputs" in truth:
         for given, expected in zip(truth["inputs"], truth["outputs"], strict=True):
             if truth.get("fn_name") is None:
@@ -121,10 +137,6 @@ def _tests(code: str, ground_truth: Any) -> Iterator[Test]:
         raise ValueError(
             f"tests need inputs and outputs, assert_case, or test and entry_point; the ground truth has {', '.join(truth)}"
         )
-
-
-def _assertions(code: str, asserts: str) -> Test:
-    return Test({"code": code, "asserts": asserts, "token": secrets.token_hex(16)}, "", None)
 
 
 def _lines(text: Any) -> str:

@@ -1,182 +1,325 @@
-"""Takes from the calling process, for good, what code of a model has no business with. Linux on x86_64 and aarch64.
+"""Irrevocably sandbox the calling process before it runs model-generated code. Linux on x86_64 and aarch64.
 
-After ``confine`` a process can compute, read files and write to the descriptors that it has: nothing else. It reaches no network,
-changes no file, starts no process, signals none, and ends at its limits of CPU time, memory and output. This is a seccomp filter,
-which every user may set, also in containers that allow no namespaces of one's own.
+A seccomp filter lists the system calls that computing, reading files and writing to held descriptors need, by number and by
+argument, and refuses every other one. Landlock (Linux 5.13) limits reading to the interpreter's own files; where the kernel has
+none, no file can be opened at all. Both are available to every user, also in containers without namespaces.
 """
 
 import ctypes
+import fcntl
 import os
 import platform
 import resource
 import signal
 import struct
+import sys
+from typing import NamedTuple
 
-# Where a number says what a call is: linux's asm/unistd_64.h (x86_64) and asm-generic/unistd.h (aarch64); None: not there.
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
-_REFUSED: dict[str, tuple[int | None, int | None]] = {
-    # network
-    "socket": (41, 198),
-    "connect": (42, 203),
-    "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    # other processes
-    "fork": (57, None),
-    "vfork": (58, None),
-    "execve": (59, 221),
-    "execveat": (322, 281),
-    "kill": (62, 129),
-    "tkill": (200, 130),
-    "tgkill": (234, 131),
-    "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240),
-    "pidfd_open": (434, 434),
-    "pidfd_send_signal": (424, 424),
-    "pidfd_getfd": (438, 438),
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "prlimit64": (302, 261),
-    "setsid": (112, 157),
-    "setpgid": (109, 154),
-    "setpriority": (141, 140),
-    "ioprio_set": (251, 30),
-    "sched_setaffinity": (203, 122),
-    "sched_setattr": (314, 274),
-    "sched_setparam": (142, 118),
-    "sched_setscheduler": (144, 119),
-    "shmget": (29, 194),
-    "msgget": (68, 186),
-    "semget": (64, 190),
-    "mq_open": (240, 180),
-    # files
-    "creat": (85, None),
-    "truncate": (76, 45),
-    "unlink": (87, None),
-    "unlinkat": (263, 35),
-    "rename": (82, None),
-    "renameat": (264, 38),
-    "renameat2": (316, 276),
-    "mkdir": (83, None),
-    "mkdirat": (258, 34),
-    "rmdir": (84, None),
-    "link": (86, None),
-    "linkat": (265, 37),
-    "symlink": (88, None),
-    "symlinkat": (266, 36),
-    "mknod": (133, None),
-    "mknodat": (259, 33),
-    "chmod": (90, None),
-    "fchmod": (91, 52),
-    "fchmodat": (268, 53),
-    "chown": (92, None),
-    "fchown": (93, 55),
-    "lchown": (94, None),
-    "fchownat": (260, 54),
-    "utime": (132, None),
-    "utimes": (235, None),
-    "futimesat": (261, None),
-    "utimensat": (280, 88),
-    "setxattr": (188, 5),
-    "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7),
-    "removexattr": (197, 14),
-    "lremovexattr": (198, 15),
-    "fremovexattr": (199, 16),
-    "openat2": (437, 437),
-    # the kernel itself
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "keyctl": (250, 219),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "userfaultfd": (323, 282),
+Numbers = tuple[int | None, int | None]
+"""A system call on x86_64 (asm/unistd_64.h) and aarch64 (asm-generic/unistd.h); None: it does not exist there."""
+
+_ALLOWED: dict[str, Numbers] = {
+    # descriptors that the process has
+    "read": (0, 63),
+    "write": (1, 64),
+    "readv": (19, 65),
+    "writev": (20, 66),
+    "pread64": (17, 67),
+    "pwrite64": (18, 68),
+    "preadv": (295, 69),
+    "pwritev": (296, 70),
+    "lseek": (8, 62),
+    "close": (3, 57),
+    "close_range": (436, 436),
+    "dup": (32, 23),
+    "dup2": (33, None),
+    "dup3": (292, 24),
+    "pipe": (22, None),
+    "pipe2": (293, 59),
+    "poll": (7, None),
+    "ppoll": (271, 73),
+    "select": (23, None),
+    "pselect6": (270, 72),
+    "epoll_create": (213, None),
+    "epoll_create1": (291, 20),
+    "epoll_ctl": (233, 21),
+    "epoll_wait": (232, None),
+    "epoll_pwait": (281, 22),
+    "eventfd": (284, None),
+    "eventfd2": (290, 19),
+    "recvfrom": (45, 207),
+    "shutdown": (48, 210),
+    # names and properties of files
+    "stat": (4, None),
+    "lstat": (6, None),
+    "fstat": (5, 80),
+    "newfstatat": (262, 79),
+    "statx": (332, 291),
+    "access": (21, None),
+    "faccessat": (269, 48),
+    "faccessat2": (439, 439),
+    "readlink": (89, None),
+    "readlinkat": (267, 78),
+    "getcwd": (79, 17),
+    "getdents": (78, None),
+    "getdents64": (217, 61),
+    # memory, threads
+    "mmap": (9, 222),
+    "munmap": (11, 215),
+    "mprotect": (10, 226),
+    "mremap": (25, 216),
+    "madvise": (28, 233),
+    "brk": (12, 214),
+    "membarrier": (324, 283),
+    "futex": (202, 98),
+    "set_robust_list": (273, 99),
+    "set_tid_address": (218, 96),
+    "rseq": (334, 293),
+    "sched_yield": (24, 124),
+    "sched_getaffinity": (204, 123),
+    "sched_getparam": (143, 121),
+    "sched_getscheduler": (145, 120),
+    # time, chance, what the process is
+    "clock_gettime": (228, 113),
+    "clock_getres": (229, 114),
+    "gettimeofday": (96, 169),
+    "time": (201, None),
+    "nanosleep": (35, 101),
+    "clock_nanosleep": (230, 115),
+    "getitimer": (36, 102),
+    "alarm": (37, None),
+    "getrandom": (318, 278),
+    "getpid": (39, 172),
+    "gettid": (186, 178),
+    "getppid": (110, 173),
+    "getuid": (102, 174),
+    "geteuid": (107, 175),
+    "getgid": (104, 176),
+    "getegid": (108, 177),
+    "getresuid": (118, 148),
+    "getresgid": (120, 150),
+    "getgroups": (115, 158),
+    "getpgrp": (111, None),
+    "getpgid": (121, 155),
+    "getsid": (124, 156),
+    "uname": (63, 160),
+    "sysinfo": (99, 179),
+    "getrlimit": (97, 163),
+    "getrusage": (98, 165),
+    "times": (100, 153),
+    "getpriority": (140, 141),
+    "getcpu": (309, 168),
+    "umask": (95, 166),
+    # its own signals and its end
+    "rt_sigaction": (13, 134),
+    "rt_sigprocmask": (14, 135),
+    "rt_sigreturn": (15, 139),
+    "rt_sigpending": (127, 136),
+    "rt_sigtimedwait": (128, 137),
+    "rt_sigsuspend": (130, 133),
+    "sigaltstack": (131, 132),
+    "pause": (34, None),
+    "restart_syscall": (219, 128),
+    "exit": (60, 93),
+    "exit_group": (231, 94),
 }
-_OPEN: dict[str, tuple[tuple[int | None, int | None], int]] = {
-    "open": ((2, None), 1),
-    "openat": ((257, 56), 2),
-}  # and their flags
-_CLONE, _CLONE3 = (56, 220), 435
-_FIRST_UNKNOWN = 450  # what newer kernels add, and x32
-_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-_CLONE_THREAD = 0x10000
+
+
+class Condition(NamedTuple):
+    """Half of an argument equals ``value``, or with ``none_of`` has none of its bits. The lower half comes first in memory."""
+
+    argument: int
+    value: int
+    none_of: bool = False
+    upper: bool = False
+
+
+class Rule(NamedTuple):
+    """The call is allowed if all conditions hold. Arguments that the kernel takes as int have a lower half only."""
+
+    numbers: Numbers
+    conditions: tuple[Condition, ...]
+
+
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_ASYNC
+_OPENING = [
+    Rule((2, None), (Condition(1, _WRITING, none_of=True),)),  # open
+    Rule((257, 56), (Condition(2, _WRITING, none_of=True),)),  # openat
+]
+# CLONE_VM | FS | FILES | SIGHAND | THREAD | SYSVSEM | SETTLS | PARENT_SETTID | CHILD_CLEARTID: glibc; and CLONE_DETACHED: musl
+_THREADS = [Rule((56, 220), (Condition(0, flags),)) for flags in (0x3D0F00, 0x7D0F00)]  # clone
+_DESCRIPTOR_COMMANDS = (fcntl.F_DUPFD, fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL, fcntl.F_DUPFD_CLOEXEC)
+# TCGETS, TCGETS2 (isatty), TIOCGWINSZ, FIONBIO, FIONREAD, FIOCLEX, FIONCLEX
+_DEVICE_COMMANDS = (0x5401, 0x802C542A, 0x5413, 0x5421, 0x541B, 0x5451, 0x5450)
+_STREAMS = (0x1, 0x801, 0x80001, 0x80801)  # SOCK_STREAM with SOCK_NONBLOCK and SOCK_CLOEXEC: a datagram could go to any address
+_RULES = [
+    *(Rule((72, 25), (Condition(1, command),)) for command in _DESCRIPTOR_COMMANDS),  # fcntl: no owner, signal, lease, lock, size
+    Rule((72, 25), (Condition(1, fcntl.F_SETFL), Condition(2, os.O_ASYNC, none_of=True))),
+    *(Rule((16, 29), (Condition(1, command),)) for command in _DEVICE_COMMANDS),  # ioctl
+    *(Rule((53, 199), (Condition(0, 1), Condition(1, kind))) for kind in _STREAMS),  # socketpair, AF_UNIX: asyncio needs one
+    Rule((44, 206), (Condition(4, 0), Condition(4, 0, upper=True))),  # sendto, without an address
+    Rule((302, 261), (Condition(0, 0), Condition(2, 0), Condition(2, 0, upper=True))),  # prlimit64: read one's own
+    Rule((38, 103), (Condition(0, 0),)),  # setitimer, ITIMER_REAL alone: ITIMER_PROF is the limit below
+    *(Rule((157, 167), (Condition(0, option),)) for option in (15, 16)),  # prctl, PR_SET_NAME and PR_GET_NAME
+]
+_FIRST_OPTIONAL = 424  # from here libraries ask whether the kernel has a call, and fall back at ENOSYS: clone3, openat2
 _EPERM, _ENOSYS = 1, 38
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # linux/bpf_common.h
-_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000  # linux/seccomp.h
-_PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _FILTER = 22, 38, 2
+_ALLOW, _KILL, _ERRNO, _NOTIFY = 0x7FFF0000, 0x80000000, 0x00050000, 0x7FC00000  # linux/seccomp.h
+_SET_MODE_FILTER, _NEW_LISTENER = 1, 8
+_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _CAPABILITY_VERSION = 0x20080522
+_SECCOMP: Numbers = (317, 277)
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # Landlock, everywhere
+_FILE_RIGHTS = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF, 4: 0x7FFF, 5: 0xFFFF}  # linux/landlock.h, by version of its interface
+_READ_FILE, _READ_DIR = 4, 8
+_SHARED_FILES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo")
+_SHARED_DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
-def confine(*, cpu_seconds: float, memory_bytes: int, output_bytes: int) -> None:
-    """From here on the process only computes. It ends by a signal at ``cpu_seconds``; ``memory_bytes`` bounds its address space,
-    ``output_bytes`` each file that it writes through a descriptor it has. Raises OSError where the system cannot do that.
+class Confinement:
+    """The filter and the rules for reading, made once by the parent of the processes that ``enter`` it."""
+
+    def __init__(self, *, threads: bool, opens: bool) -> None:
+        """threads: confined processes may start some, see ``thread_requests``. opens: they may open files also where Landlock is
+        missing. Raises OSError on an unsupported machine.
+        """
+        column = _column(platform.machine())
+        self._ruleset = _reading_rules() if landlock_version() else None
+        opens = opens or self._ruleset is not None
+        rules = [*_RULES, *(_OPENING if opens else []), *(_THREADS if threads else [])]
+        self._program = _program(column, rules)
+        self._column = column
+
+    def enter(self, *, cpu_seconds: float, memory_bytes: int, output_bytes: int) -> None:
+        """Confine this process. It is killed at ``cpu_seconds``, or when its parent dies; ``memory_bytes`` bounds its address
+        space, ``output_bytes`` each file that it writes through a descriptor. Raises OSError where the system cannot do that.
+        """
+        for kind, limit in (
+            (resource.RLIMIT_CPU, int(cpu_seconds) + 1),  # where the timer below does not reach: SIGPROF may be ignored
+            (resource.RLIMIT_AS, memory_bytes),
+            (resource.RLIMIT_FSIZE, output_bytes),
+            (resource.RLIMIT_NOFILE, 64),
+            (resource.RLIMIT_CORE, 0),
+        ):
+            hard = resource.getrlimit(kind)[1]
+            bound = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+            resource.setrlimit(kind, (bound, bound))
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+        _check("capset", _libc.capset(struct.pack("Ii", _CAPABILITY_VERSION, 0), bytes(24)))
+        _check("prctl(PR_SET_PDEATHSIG)", _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
+        _no_new_privileges()
+        if self._ruleset is not None:
+            _check("landlock_restrict_self", _libc.syscall(_RESTRICT_SELF, self._ruleset, 0))
+        _install(self._program, self._column, 0)
+
+
+def thread_requests() -> int | None:
+    """A descriptor that gets a request for every thread that this process and its children want to start; the call waits for
+    ``answer_thread_request``. None where that is impossible: before Linux 5.5, or if another process watches this one so.
     """
-    program = _program(platform.machine())
-    for kind, limit in (
-        (resource.RLIMIT_CPU, int(cpu_seconds) + 1),  # where the timer below has been switched off
-        (resource.RLIMIT_AS, memory_bytes),
-        (resource.RLIMIT_FSIZE, output_bytes),
-        (resource.RLIMIT_NOFILE, 64),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        hard = resource.getrlimit(kind)[1]
-        bound = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(kind, (bound, bound))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-    libc = ctypes.CDLL(None, use_errno=True)
-    header, no_capabilities = struct.pack("Ii", _CAPABILITY_VERSION, 0), bytes(24)
-    code = ctypes.create_string_buffer(program)
+    column = _column(platform.machine())
+    _no_new_privileges()
+    steps = [_step(_LOAD, 0), *(step for rule in _THREADS for step in _rule(rule, column, _NOTIFY)), _step(_RETURN, _ALLOW)]
+    try:
+        return _install(b"".join(steps), column, _NEW_LISTENER)
+    except OSError:
+        return None
+
+
+def answer_thread_request(requests: int, child: int, most: int) -> None:
+    """Wait for a request of ``child``, and grant it while it has fewer than ``most`` threads; else there are no resources."""
+    request = bytearray(80)  # struct seccomp_notif: u64 id, u32 pid, u32 flags, seccomp_data
+    try:
+        fcntl.ioctl(requests, 0xC0502100, request)  # SECCOMP_IOCTL_NOTIF_RECV
+        granted = len(os.listdir(f"/proc/{child}/task")) < most
+        answer = request[:8] + struct.pack("qiI", 0, 0 if granted else -11, granted)  # EAGAIN; SECCOMP_USER_NOTIF_FLAG_CONTINUE
+        fcntl.ioctl(requests, 0xC0182101, answer)  # SECCOMP_IOCTL_NOTIF_SEND
+    except (FileNotFoundError, ProcessLookupError):  # the child has ended meanwhile
+        return
+
+
+def landlock_version() -> int:
+    """Of the kernel's interface; 0 where there is no Landlock or a container forbids it."""
+    return max(0, _libc.syscall(_CREATE_RULESET, None, 0, 1))
+
+
+def _reading_rules() -> int:
+    """Descriptor of a Landlock ruleset that allows reading the interpreter's files alone."""
+    version = landlock_version()
+    network, scopes = 3 if version >= 4 else 0, 3 if version >= 6 else 0  # bind and connect; abstract sockets and signals
+    attributes = struct.pack("QQQ", _FILE_RIGHTS[min(version, 5)], network, scopes)
+    ruleset = _check("landlock_create_ruleset", _libc.syscall(_CREATE_RULESET, attributes, len(attributes), 0))
+    for path in _readable():
+        try:
+            file = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        rights = _READ_FILE | (_READ_DIR if os.path.isdir(path) else 0)
+        _check("landlock_add_rule", _libc.syscall(_ADD_RULE, ruleset, 1, struct.pack("=Qi", rights, file), 0))
+        os.close(file)
+    return ruleset
+
+
+def _readable() -> set[str]:
+    """Paths of modules and shared libraries, for imports at any time. Not data, home directories, /proc or /tmp."""
+    prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
+    packages = {path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")}
+    return packages | {f"{prefix}/{lib}" for prefix in prefixes for lib in ("lib", "lib64")} | {*_SHARED_FILES, *_SHARED_DEVICES}
+
+
+def _no_new_privileges() -> None:
+    _check("prctl(PR_SET_NO_NEW_PRIVS)", _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+
+
+def _install(program: bytes, column: int, flags: int) -> int:
+    code = ctypes.create_string_buffer(program, len(program))
     described = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))  # struct sock_fprog
-    for name, result in (
-        ("capset", libc.capset(header, no_capabilities)),
-        ("prctl(PR_SET_NO_NEW_PRIVS)", libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)),
-        ("prctl(PR_SET_SECCOMP)", libc.prctl(_PR_SET_SECCOMP, _FILTER, described, 0, 0)),
-    ):
-        if result != 0:
-            raise OSError(ctypes.get_errno(), f"{name} failed: code of a model cannot be confined here")
+    return _check("seccomp", _libc.syscall(_SECCOMP[column], _SET_MODE_FILTER, flags, described))
 
 
-def _program(machine: str) -> bytes:
-    """The filter, in the kernel's classic BPF: it sees struct seccomp_data, that is nr, arch, an address, six arguments."""
+def _check(name: str, result: int) -> int:
+    if result < 0:
+        raise OSError(ctypes.get_errno(), f"{name} failed: code of a model cannot be confined here")
+    return result
+
+
+def _column(machine: str) -> int:
     if machine not in _AUDIT_ARCH:
         raise OSError(_ENOSYS, f"code of a model cannot be confined on {machine}, only on {' and '.join(_AUDIT_ARCH)}")
-    column = list(_AUDIT_ARCH).index(machine)
-    steps = [
-        *(_step(_LOAD, 4), _step(_EQUAL, _AUDIT_ARCH[machine], 1, 0), _step(_RETURN, _KILL)),
-        _step(_LOAD, 0),
-        *_when(_AT_LEAST, _FIRST_UNKNOWN, _ENOSYS),
-        *_when(_EQUAL, _CLONE3, _ENOSYS),  # its flags lie in memory; C libraries then take clone
-    ]
-    for numbers in _REFUSED.values():
+    return list(_AUDIT_ARCH).index(machine)
+
+
+def _program(column: int, rules: list[Rule]) -> bytes:
+    """The filter, in the kernel's classic BPF: it sees struct seccomp_data, that is nr, arch, an address, six arguments."""
+    steps = [_step(_LOAD, 4), _step(_EQUAL, list(_AUDIT_ARCH.values())[column], 1, 0), _step(_RETURN, _KILL), _step(_LOAD, 0)]
+    for numbers in _ALLOWED.values():
         if (number := numbers[column]) is not None:
-            steps += _when(_EQUAL, number, _EPERM)
-    for numbers, position in _OPEN.values():
-        if (number := numbers[column]) is not None:
-            steps += _unless_bits(number, position, _WRITING, allowed_with=False)
-    steps += _unless_bits(_CLONE[column], 0, _CLONE_THREAD, allowed_with=True)
-    return b"".join([*steps, _step(_RETURN, _ALLOW)])
+            steps += [_step(_EQUAL, number, 0, 1), _step(_RETURN, _ALLOW)]
+    for rule in rules:
+        steps += _rule(rule, column, _ALLOW)
+    steps += [_step(_AT_LEAST, _FIRST_OPTIONAL, 0, 1), _step(_RETURN, _ERRNO | _ENOSYS), _step(_RETURN, _ERRNO | _EPERM)]
+    return b"".join(steps)
+
+
+def _rule(rule: Rule, column: int, action: int) -> list[bytes]:
+    """Returns ``action`` if the call is the rule's and all its conditions hold, else goes on with the call's number loaded."""
+    number = rule.numbers[column]
+    if number is None:
+        return []
+    length = 2 * len(rule.conditions) + 1
+    steps = [_step(_EQUAL, number, 0, length + 1)]
+    for i, condition in enumerate(rule.conditions):
+        out = length - 2 * i - 2
+        steps.append(_step(_LOAD, 16 + 8 * condition.argument + 4 * condition.upper))
+        steps.append(_step(_ANY_BIT, condition.value, out, 0) if condition.none_of else _step(_EQUAL, condition.value, 0, out))
+    return [*steps, _step(_RETURN, action), _step(_LOAD, 0)]
 
 
 def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
     """struct sock_filter; the jumps count steps that are left out."""
     return struct.pack("HBBI", code, if_true, if_false, value)
-
-
-def _when(test: int, value: int, error: int) -> list[bytes]:
-    return [_step(test, value, 0, 1), _step(_RETURN, _ERRNO | error)]
-
-
-def _unless_bits(number: int, argument: int, bits: int, *, allowed_with: bool) -> list[bytes]:
-    """The call is decided by whether its argument has any of the bits. They lie in the lower half, which comes first."""
-    yes, no = (_ALLOW, _ERRNO | _EPERM) if allowed_with else (_ERRNO | _EPERM, _ALLOW)
-    return [
-        _step(_EQUAL, number, 0, 4),
-        _step(_LOAD, 16 + 8 * argument),
-        _step(_ANY_BIT, bits, 0, 1),
-        _step(_RETURN, yes),
-        _step(_RETURN, no),
-    ]

@@ -1,9 +1,11 @@
-"""Work that a model's text may make endless or fatal: each piece in a confined process, forked, so that it costs milliseconds.
+"""Fork server for untrusted evaluation: every job runs in a confined process of its own, at a cost of milliseconds.
 
 The server is a plain interpreter that has imported what the work needs. It forks for each job and waits; the child is confined
-(trainer/rewards/confine.py) and can start no process, so that its end is the end of all it did.
+(trainer/rewards/confine.py) and can start no process, so that its end is the end of all it did. The server never reads a job: the
+text travels in files that only the child opens, so a child cannot find what other jobs held in the memory that it inherits.
 """
 
+import fcntl
 import json
 import os
 import select
@@ -13,17 +15,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.rewards.confine import confine
+from trainer.rewards.confine import Confinement, answer_thread_request, thread_requests
 
 _START_LIMIT = 60.0  # seconds until a server must be ready: sympy takes one, on a busy machine several
 _PATIENCE = 30.0  # seconds beyond a job's limits until the server itself must have answered
 _COMMAND = "import sys; sys.path[:] = {path!r}; from {module} import main; main({fd})"
-_RESULT_FD = 3
+_RESULT_FD, _JOB_FD, PEER_FD = 3, 4, 5
+_MOST_THREADS = 64  # of a job, at one time
+_CANCEL = b"cancel"
 
 _SERVERS: dict[tuple[int, str], "ForkServer"] = {}
 _STARTING = threading.Lock()
@@ -55,11 +59,11 @@ class Outcome:
 
 
 class ForkServer:
-    """The client's side. Any thread may call; one job runs at a time."""
+    """The client's side. Any thread may call ``run``; one job runs at a time."""
 
     def __init__(self, module: str) -> None:
         """module: has a function ``main(fd)`` that calls ``serve``. Raises RuntimeError if it does not get ready."""
-        ours, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # a message arrives whole, with its files
         command = _COMMAND.format(path=sys.path, module=module, fd=theirs.fileno())
         environment = {
             "PATH": os.defpath,
@@ -78,32 +82,57 @@ class ForkServer:
                 process_group=0,
             )
         self._socket = ours
-        self._stream = ours.makefile("rb")
         self._lock = threading.Lock()
         self.closed = False
-        refusal = self._ask(None, _START_LIMIT)
-        if refusal is not None:
+        probe = Limits(cpu_seconds=10.0, memory_bytes=1 << 32, output_bytes=1 << 16)
+        self._socket.settimeout(_START_LIMIT)
+        outcome = self.run(None, probe)  # can this machine confine at all?
+        if outcome.ending is not None:
             self.close()
-            raise RuntimeError(refusal)
+            raise RuntimeError(outcome.result or f"a confined process {outcome.ending}")
 
     def run(self, job: Any, limits: Limits, stdin: str = "") -> Outcome:
         """One job, JSON, in a process of its own. Raises RuntimeError if the server, not the job, fails."""
-        with self._lock:
-            request = {"job": job, "stdin": stdin, "limits": [limits.cpu_seconds, limits.memory_bytes, limits.output_bytes]}
-            return Outcome(*self._ask(request, limits.clock_seconds + _PATIENCE))
+        with self.start(job, limits, stdin) as running:
+            return running.wait()
 
-    def _ask(self, request: Any, patience: float) -> Any:
-        self._socket.settimeout(patience)
+    def start(self, job: Any, limits: Limits, stdin: str = "", peer: socket.socket | None = None) -> "Running":
+        """The same without waiting. The lock is held until the job's ``with`` ends. peer: the job's descriptor PEER_FD."""
+        self._lock.acquire()
+        running = Running(self, limits, [json.dumps(job), stdin])
         try:
-            self._socket.sendall(json.dumps(request).encode() + b"\n")
-            line = self._stream.readline()
+            files = [*running.files, *([] if peer is None else [peer.fileno()])]
+            with self._failures():
+                request = json.dumps([limits.cpu_seconds, limits.memory_bytes, limits.output_bytes]).encode()
+                socket.send_fds(self._socket, [request], files)
+        except BaseException:
+            running.close()
+            raise
+        return running
+
+    def answer(self, patience: float) -> str | None:
+        """How the job that runs has ended, None if well."""
+        with self._failures():
+            self._socket.settimeout(patience)
+            message = self._socket.recv(1 << 10)
+            if not message:
+                raise ConnectionError("it has ended")
+        return json.loads(message)
+
+    def cancel(self) -> None:
+        with self._failures():
+            self._socket.sendall(_CANCEL)
+
+    def release(self) -> None:
+        self._lock.release()
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:  # a time-out is one
             self.close()
             raise RuntimeError(f"a server of confined processes is gone: {error}") from error
-        if not line:
-            self.close()
-            raise RuntimeError("a server of confined processes is gone")
-        return json.loads(line)
 
     @property
     def pid(self) -> int:
@@ -111,10 +140,48 @@ class ForkServer:
 
     def close(self) -> None:
         self.closed = True
-        self._stream.close()
         self._socket.close()
         os.killpg(self._popen.pid, signal.SIGKILL)  # it is not reaped before the next line: the id is its own
         self._popen.wait()
+
+
+class Running:
+    """A job that a server runs. Its files are made here, and read here once it has ended. A context: leaving it ends the job."""
+
+    def __init__(self, server: ForkServer, limits: Limits, texts: list[str]) -> None:
+        """texts: of the job and of its standard input."""
+        self._server, self._limits = server, limits
+        self._ended = False
+        self.files = [os.memfd_create(name) for name in ("job", "stdin", "stdout", "result")]
+        for file, text in zip(self.files[:2], texts, strict=True):
+            with open(file, "w", encoding="utf-8", errors="replace", closefd=False) as stream:
+                stream.write(text)
+            os.lseek(file, 0, os.SEEK_SET)
+
+    def wait(self) -> Outcome:
+        """Until it has ended, by itself or at a limit."""
+        ending = self._server.answer(self._limits.clock_seconds + _PATIENCE)
+        self._ended = True
+        output, result = (_read(file, self._limits.output_bytes) for file in self.files[2:])
+        return Outcome(ending, result, output)
+
+    def stop(self) -> Outcome:
+        """End it now, unless it has ended already."""
+        self._server.cancel()
+        return self.wait()
+
+    def close(self) -> None:
+        for file in self.files:
+            os.close(file)
+        self._server.release()
+
+    def __enter__(self) -> "Running":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if not self._ended and not self._server.closed:
+            self._server.close()  # its answer would be taken for that of the next job
+        self.close()
 
 
 def fork_server(module: str) -> ForkServer:
@@ -135,73 +202,77 @@ def close_fork_servers() -> None:
                 server.close()
 
 
-def serve(fd: int, work: Work) -> None:
-    """The server's side: a line of JSON in, a line out, until the other side is gone."""
+def serve(fd: int, work: Work, *, opens: bool = False) -> None:
+    """The server's side: limits in JSON with a job's files in, how it ended out, until the client is gone. opens: jobs may open
+    files also where a kernel without Landlock cannot limit them to modules; for work that runs no program of a model's.
+    """
     connection = socket.socket(fileno=fd)
-    stream = connection.makefile("rb")
     null = os.open(os.devnull, os.O_RDWR)
-    with suppress(ConnectionError):
-        for line in stream:
-            request = json.loads(line)
-            if request is None:  # can this machine confine at all?
-                probe = _run(lambda _: "", None, "", Limits(10.0, 1 << 32, 1 << 16), connection, null)
-                answer: Any = None if probe.ending is None else probe.result or f"a confined process {probe.ending}"
-            else:
-                outcome = _run(work, request["job"], request["stdin"], Limits(*request["limits"]), connection, null)
-                answer = [outcome.ending, outcome.result, outcome.output]
-            connection.sendall(json.dumps(answer).encode() + b"\n")
-
-
-def _run(work: Work, job: Any, stdin: str, limits: Limits, connection: socket.socket, null: int) -> Outcome:
-    files = [os.memfd_create(name) for name in ("stdin", "stdout", "result")]
+    refusal: OSError | None = None
     try:
-        with open(files[0], "w", encoding="utf-8", errors="replace", closefd=False) as text:
-            text.write(stdin)
-        os.lseek(files[0], 0, os.SEEK_SET)
-        child = os.fork()
-        if child == 0:
-            _child(work, job, limits, files, null)
-        ending = _wait(child, limits.clock_seconds, connection)
-        result, output = (_read(file, limits.output_bytes) for file in files[:0:-1])
-        return Outcome(ending, result, output)
-    finally:
-        for file in files:
-            os.close(file)
+        requests = thread_requests()
+        confinement = Confinement(threads=requests is not None, opens=opens)
+    except OSError as error:
+        refusal = error
+    with suppress(ConnectionError):
+        while message := (received := socket.recv_fds(connection, 1 << 10, PEER_FD))[0]:
+            files = received[1]
+            if message == _CANCEL:  # of a job that has ended by now
+                continue
+            if refusal is not None:
+                os.write(files[3], str(refusal).encode())
+                ending: str | None = "cannot be confined"
+            else:
+                limits = Limits(*json.loads(message))
+                if (child := os.fork()) == 0:
+                    _child(work, limits, confinement, [*files, null])
+                ending = _wait(child, limits.clock_seconds, connection, requests)
+            for file in files:
+                os.close(file)
+            connection.sendall(json.dumps(ending).encode())
 
 
-def _child(work: Work, job: Any, limits: Limits, files: list[int], null: int) -> None:
-    """Never returns."""
+def _child(work: Work, limits: Limits, confinement: Confinement, files: list[int]) -> None:
+    """Never returns. files: job, standard input, output, result, perhaps a peer, and the null device."""
     code = 1
     try:
-        files = [os.dup(file) for file in files]  # none of them is one of the first four now
-        for source, target in zip([files[0], files[1], null, files[2]], range(4), strict=True):
-            os.dup2(source, target)
-        os.closerange(_RESULT_FD + 1, 1 << 16)
         try:
-            confine(cpu_seconds=limits.cpu_seconds, memory_bytes=limits.memory_bytes, output_bytes=limits.output_bytes)
+            confinement.enter(cpu_seconds=limits.cpu_seconds, memory_bytes=limits.memory_bytes, output_bytes=limits.output_bytes)
         except OSError as error:
-            os.write(_RESULT_FD, str(error).encode())
+            os.write(files[3], str(error).encode())
             raise
-        result = work(job)
+        job, stdin, stdout, result, *peer, null = (fcntl.fcntl(file, fcntl.F_DUPFD, 1 << 4) for file in files)
+        places = [stdin, stdout, null, result, job, *peer]
+        for place, file in enumerate(places):
+            os.dup2(file, place)
+        os.closerange(len(places), 1 << 16)
+        with open(_JOB_FD, encoding="utf-8") as text:  # closed before the work begins
+            given = json.load(text)
+        answer = "" if given is None else work(given)
         sys.stdout.flush()
-        os.write(_RESULT_FD, result.encode(errors="replace"))
+        os.write(_RESULT_FD, answer.encode(errors="replace"))
         code = 0
     finally:  # whatever was raised: this process must not return into the server
         os._exit(code)
 
 
-def _wait(child: int, seconds: float, connection: socket.socket) -> str | None:
-    """How the child ended, None if well. It is killed when its time is over, or when nobody waits for it any more."""
+def _wait(child: int, seconds: float, connection: socket.socket, requests: int | None) -> str | None:
+    """How the child ended, None if well. It is killed when its time is over, or when its client cancels it or is gone."""
     deadline = time.monotonic() + seconds
     with open(os.pidfd_open(child)) as ended:
         poll = select.poll()
-        poll.register(ended, select.POLLIN)
-        poll.register(connection, select.POLLIN)  # nobody asks before the answer is there: this is the end of the stream
-        ready = [file for file, _ in poll.poll(1000.0 * max(0.0, deadline - time.monotonic()))]
+        for file in (ended.fileno(), connection.fileno(), *([] if requests is None else [requests])):
+            poll.register(file, select.POLLIN)
+        while True:
+            left = deadline - time.monotonic()
+            ready = [file for file, _ in poll.poll(1000.0 * max(0.0, left))]
+            if requests is None or ready != [requests] or left <= 0.0:
+                break
+            answer_thread_request(requests, child, _MOST_THREADS)
         if ended.fileno() not in ready:
             os.kill(child, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if not ready:
+    if ready in ([], [requests]):
         return f"timed out after {seconds:g} s"
     if code < 0:
         return f"died of {signal.Signals(-code).name}"

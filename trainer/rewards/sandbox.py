@@ -1,13 +1,16 @@
-"""Runs a model's program on one test, confined. No expected output is here: what comes back is compared elsewhere."""
+"""Run a model's program on one test, confined. No expected output and no assertion is here: results are compared elsewhere."""
 
 import json
 import random
 import sys
 from contextlib import suppress
+from importlib import import_module
 from operator import attrgetter
 from typing import Any
 
-from trainer.rewards.forkserver import serve
+from trainer.rewards.confine import landlock_version
+from trainer.rewards.forkserver import PEER_FD, serve
+from trainer.rewards.proxies import Peer
 
 # Programs of contests lean on these being there, with all their names; the later hides the earlier.
 _MODULES = [
@@ -30,40 +33,85 @@ _MODULES = [
     "builtins",
     "typing",
 ]
+# Where a kernel without Landlock lets programs open no file, these are there for their imports.
+_MORE = [
+    *(
+        "numpy",
+        "abc",
+        "argparse",
+        "array",
+        "ast",
+        "asyncio",
+        "base64",
+        "binascii",
+        "calendar",
+        "cmath",
+        "concurrent.futures.thread",
+    ),
+    *(
+        "contextlib",
+        "csv",
+        "ctypes",
+        "dataclasses",
+        "decimal",
+        "difflib",
+        "enum",
+        "fractions",
+        "graphlib",
+        "hashlib",
+        "html",
+        "inspect",
+    ),
+    *("keyword", "locale", "logging", "numbers", "os", "pathlib", "pickle", "pprint", "pytest", "queue", "resource", "secrets"),
+    *("shlex", "signal", "struct", "_strptime", "tempfile", "textwrap", "threading", "time", "timeit", "tokenize", "traceback"),
+    *("types", "unicodedata", "unittest.mock", "urllib.parse", "uuid", "warnings", "weakref", "zlib", "zoneinfo"),
+]
 _RECURSION_LIMIT = 100_000
 
 
 def main(fd: int) -> None:
+    prelude = prepare()
+    serve(fd, lambda job: run(job, prelude))
+
+
+def prepare() -> dict[str, Any]:
     """In the server: import once what every program gets."""
     prelude: dict[str, Any] = {}
     for module in _MODULES:
         exec(f"from {module} import *", prelude)
     for module in _MODULES:
         exec(f"import {module}", prelude)
+    for module in _MORE if landlock_version() == 0 else []:
+        with suppress(ImportError):  # not all are Python's own
+            import_module(module)
     sys.setrecursionlimit(_RECURSION_LIMIT)
-    serve(fd, lambda job: run(job, prelude))
+    return prelude
 
 
 def run(job: dict[str, Any], prelude: dict[str, Any]) -> str:
-    """job: ``code``, and for a function ``fn_name`` with ``arguments``, for assertions ``asserts`` with ``token``.
+    """job: ``code``, and for a function ``fn_name`` with ``arguments``, or with ``serve`` whatever assertions call (PEER_FD).
 
-    Returns the function's result as JSON, the token once the assertions have held, or nothing: a program prints. Raises what the
-    program raises, but for SystemExit, with which a program may end.
+    Returns the function's result as JSON, or nothing: a program prints. Raises what the program raises, but for SystemExit, with
+    which a program that prints may end.
     """
     random.seed(0)
     code, function = job["code"], job.get("fn_name")
-    namespace = dict(prelude, __name__="__main__" if function is None and "asserts" not in job else "solution")
+    prints = function is None and "serve" not in job
+    namespace = dict(prelude, __name__="__main__" if prints else "solution")
     program = compile(code, "<solution>", "exec")
-    if "asserts" in job:
-        exec(program, namespace)
-        exec(compile(job["asserts"], "<asserts>", "exec"), namespace)
-        return job["token"]
-    if function is None:
+    if prints:
         with suppress(SystemExit):
             exec(program, namespace)
         return ""
+
+    def look_up(name: str) -> Any:
+        if name not in namespace or (name in prelude and namespace[name] is prelude[name]):
+            raise NameError(f"the program has no {name}")
+        return namespace[name]
+
     exec(program, namespace)
-    if "Solution" not in namespace and namespace.get(function) is prelude.get(function):
-        raise NameError(f"the program has no {function}")
-    call = attrgetter(function)(namespace["Solution"]()) if "Solution" in namespace else namespace[function]
+    if "serve" in job:
+        Peer(PEER_FD).serve(look_up)
+    assert function is not None
+    call = attrgetter(function)(namespace["Solution"]()) if "Solution" in namespace else look_up(function)
     return json.dumps(call(*job["arguments"]), default=list)

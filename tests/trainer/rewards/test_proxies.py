@@ -1,0 +1,97 @@
+"""What the end that does not trust the other takes, and what it gives away."""
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from trainer.rewards.proxies import Peer, Remote
+
+
+class Own:
+    """Stands for a class that assertions define."""
+
+    public, _private = 1, 2
+
+    def method(self) -> int:
+        return self.public
+
+
+def function() -> int:
+    return 3
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Peer, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield Peer(ours.fileno(), own_module=__name__), theirs
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        ["known", ["builtins", "eval"]],
+        ["class", ["eval"]],
+        ["class", ["__import__"]],
+        ["array", ["|O", ["list", [3]]]],
+        ["array", ["|V8", ["x"]]],
+        ["yours", [0]],
+        ["exception", [["class", ["object"]], 3]],
+        ["pickle", ["x"]],
+        {"a": 3},
+        ["list"],
+    ],
+)
+def test_values_come_from_a_fixed_table(ends: tuple[Peer, socket.socket], sent: Any) -> None:
+    with pytest.raises((AssertionError, LookupError, ValueError, TypeError)):
+        ends[0]._decode(sent)
+
+
+@pytest.mark.parametrize(
+    ("subject", "operation", "arguments", "answered"),
+    [
+        (function, "call", [], ["return", 3]),
+        (function, "getattr", ["__globals__"], None),
+        (function, "getattr", ["__code__"], None),
+        (Own(), "getattr", ["public"], ["return", 1]),
+        (Own(), "getattr", ["_private"], None),
+        (Own(), "getattr", ["__class__"], None),
+        (Own(), "setattr", ["__class__", 3], None),
+        (Own().method, "call", [], ["return", 1]),
+        (Own().method, "getattr", ["__func__"], None),
+        (Own, "getattr", ["public"], None),
+        (iter([7]), "next", [], ["return", 7]),
+        (iter([7]), "getattr", ["__reduce__"], None),
+    ],
+)
+def test_the_program_reaches_what_it_was_given_and_nothing_behind(
+    ends: tuple[Peer, socket.socket], subject: Any, operation: str, arguments: list, answered: list | None
+) -> None:
+    peer, other = ends
+    peer._encode(subject)
+    peer._answer(operation, ["yours", [0]], arguments, [])
+    message = json.loads(other.recv(1 << 16))
+    assert message == answered if answered else message[1][1][0] == ["class", ["TypeError"]]
+
+
+def test_a_remote_does_not_answer_for_itself(ends: tuple[Peer, socket.socket]) -> None:
+    """None of these is asked of the other end, which here would not answer."""
+    remote = Remote(ends[0], 0)
+    assert remote != None  # noqa: E711
+    for name in ("__array_interface__", "__array__", "__class_getitem__", "__eq_by_program__"):
+        assert not hasattr(remote, name)
+    for compare in (
+        lambda: remote == 3,
+        lambda: remote != 3,
+        lambda: remote in [3],
+        lambda: [remote] == [3],
+        lambda: remote == remote,
+    ):
+        with pytest.raises(TypeError):
+            compare()
+    for compute in (lambda: remote - 3, lambda: 3 - remote, lambda: remote < 3, lambda: hash(remote), lambda: remote & {3}):
+        with pytest.raises(TypeError):
+            compute()

@@ -1,0 +1,53 @@
+"""Ordinary programs and the assertions of known data sets keep working: each scores 1."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer.rewards.config import reward_config
+from trainer.rewards.code import score
+
+
+def judged(program: str, truth: Any) -> float:
+    config = reward_config(code={"time_limit": 5.0, "memory_limit_mb": 1024}).code
+    return score(program, truth, config, seconds=60.0)["score"]
+
+
+def honest_programs() -> Iterator[tuple[str, Any]]:
+    _, *parts = Path(__file__).with_name("honest_programs.txt").read_text().split("\n=== ")
+    for part in parts:
+        kind, _, text = part.partition("\n")
+        program, *tests = text.split("\n---\n")
+        if " -> " in kind:
+            stdin, stdout = kind.split(" -> ")
+            yield program, {"inputs": [stdin], "outputs": [stdout]}
+        for test in tests:
+            yield program, [test] if kind == "asserts" else {"test": test, "entry_point": kind.removeprefix("check of ")}
+
+
+@pytest.mark.parametrize(("program", "truth"), [*honest_programs()])
+def test_honest_programs_pass(program: str, truth: Any) -> None:
+    assert judged(program, truth) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("program", "asserts"),
+    [
+        ("class P:\n    def __eq__(self, o): return True\ndef f(): return P()", "assert f() == P()"),
+        ("class P:\n    def __eq__(self, o): return True\ndef f(): return P()", "assert f() != 3"),
+        ("def f(x):\n    x.clear()\n    return []", "x = [3, 1]\nassert f(x) == sorted(x)"),
+        ("def sorted(x): return [1]\ndef f(x): return x", "assert sorted(f([2, 1])) == [1]"),
+        ("def isclose(*a): return True\ndef add(*a): return 0", "assert isclose(add(1, 2), 3)"),
+        ("def isclose(*a): return True", "assert isclose(add(1, 2), 3)"),
+        ("x = 1", "assert isclose(add(1, 2), 3)"),
+        ("def add(*a): return 5\nsqrt = add", "assert add(1, 2) == sqrt(9)"),
+        ("x = 1", "assert sum(1, 2) == 3"),
+        ("class np:\n    def allclose(*a): return True\ndef f(): return 3", "assert np.allclose(f(), 4)"),
+        ("def other(): pass", "assert missing() is None"),
+        ("import os\ndef f(): os._exit(0)", "try:\n    f()\nexcept Exception:\n    pass"),
+    ],
+)
+def test_a_program_does_not_decide_whether_it_is_right(program: str, asserts: str) -> None:
+    assert judged(program, [asserts]) == 0.0
