@@ -17,7 +17,10 @@ from trainer.ppo import assemble, dry_run
 from trainer.rewards.runner import RewardRunner
 
 FULL = "trainer.dry_run=full"
-SAVED = ("trainer.save_freq=2", "trainer.test_freq=2", "trainer.total_training_steps=4")
+SAVED = (
+    *("trainer.save_freq=2", "trainer.test_freq=2", "trainer.total_training_steps=4"),
+    *(f"actor_rollout_ref.actor.optim.{key}" for key in ("lr_scheduler_type=cosine", "lr=1e-4", "lr_warmup_steps=0")),
+)
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +81,13 @@ def test_the_configuration_is_the_runs_own_and_a_run_is_left_alone(
     steps = run_ppo(task, run_dir, *SAVED)
     assert len(steps) == 4 and (run_dir / "config.yaml").read_text() == ours
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
-    told = plan(task, run_dir, capsys, *SAVED, "trainer.total_training_steps=6")
+    changes = ("trainer.total_training_steps=6", "actor_rollout_ref.actor.optim.total_training_steps=8")
+    told = plan(task, run_dir, capsys, *SAVED, *changes)
     assert [line for line in told.splitlines() if line.startswith("note: would be resumed")] == [
-        "note: would be resumed with another trainer.total_training_steps: 4 -> 6"
+        "note: would be resumed with another actor_rollout_ref.actor.optim.total_training_steps: -1 -> 8",
+        "note: would be resumed with another trainer.total_training_steps: 4 -> 6",
     ]
+    assert "actor.optim: the schedule had 4 training steps and has 8: the learning rate of step 5 goes from 1e-05 to 5.5e-05" in told
     assert f"goes on from step 4: {run_dir}/global_step_4" in told and "6 steps (trainer.total_training_steps)" in told
     after = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
     written = after.keys() - before.keys()
