@@ -261,18 +261,15 @@ def test_main_generations_flatter_tree() -> None:
 
 def test_a_key_of_ours_with_a_value_that_others_have_alone() -> None:
     """Taken as it is with any other value, and what is forced stands over what is typed."""
-    words = ["trainer.test_freq=False", "trainer.resume_from_path=False", "actor_rollout_ref.actor.megatron.dtype=float16"]
+    on_fsdp = "actor_rollout_ref.actor.megatron.use_megatron_fsdp=true"
+    words = ["trainer.test_freq=False", "trainer.resume_from_path=False", on_fsdp]
     command = normalise([*words, "actor_rollout_ref.actor.strategy=megatron"], PPOConfig, "ppo_trainer")
     assert {"trainer.test_freq=-1", "trainer.resume_from_path=null", "actor_rollout_ref.actor.strategy=fsdp"} <= {
         *command.overrides
-    }
-    assert "actor_rollout_ref.actor.fsdp_config.dtype=float16" in command.overrides and len(command.notes) == 3
+    } and len(command.notes) == 3
     plain = ["trainer.test_freq=5", "trainer.resume_from_path=a/b", "actor_rollout_ref.actor.megatron.dtype=float32"]
     command = normalise(plain, PPOConfig, "ppo_trainer")
     assert command.overrides == tuple(plain) and not command.notes
-    typed = "actor_rollout_ref.actor.fsdp_config.dtype=float32"
-    command = normalise([words[2], typed], PPOConfig, "ppo_trainer")
-    assert typed in command.overrides and not any(text.endswith("dtype=float16") for text in command.overrides)
 
 
 def test_a_lora_rank_of_megatrons_has_megatrons_alpha() -> None:

@@ -87,7 +87,8 @@ def test_the_configuration_is_the_runs_own_and_a_run_is_left_alone(
         "note: would be resumed with another actor_rollout_ref.actor.optim.total_training_steps: -1 -> 8",
         "note: would be resumed with another trainer.total_training_steps: 4 -> 6",
     ]
-    assert "actor.optim: the schedule had 4 training steps and has 8: the learning rate of step 5 goes from 1e-05 to 5.5e-05" in told
+    jump = "the schedule had 4 training steps and has 8: the learning rate of step 5 goes from 1e-05 to 5.5e-05"
+    assert f"note: actor_rollout_ref.actor.optim: {jump}; actor_rollout_ref.actor.optim.total_training_steps=4 keeps" in told
     assert f"goes on from step 4: {run_dir}/global_step_4" in told and "6 steps (trainer.total_training_steps)" in told
     after = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
     written = after.keys() - before.keys()
