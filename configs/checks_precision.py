@@ -11,8 +11,8 @@ TRAINED_BY = {"actor_rollout_ref.model": "actor_rollout_ref.actor", "critic.mode
 def precision_problems(models: Mapping[str, tuple[ModelConfig, ShardedConfig]]) -> Iterator[str]:
     """models: those that are trained, by their keys, with the roles that train them.
 
-    Gradients of a token mean are of order 1 / tokens. In float16 what is below 6e-8 becomes 0: of a mini-batch of 8 million tokens
-    84 % of the gradient.
+    Gradients of a token mean are of order 1 / tokens, and in float16 what is below 6e-8 becomes 0: in a mini-batch of 8 million
+    tokens, 84 % of the gradient.
     """
     for key, (model, role) in models.items():
         fsdp = role.fsdp_config if role.strategy == "fsdp" else None
