@@ -290,7 +290,6 @@ def test_a_lora_rank_of_megatrons_has_megatrons_alpha() -> None:
         ("actor_rollout_ref.actor.optim.lr_warmup_steps=10,20", "verl begins with lr 0"),
         ("critic.model.path=a/model", "a value head of zeros here"),
         ("custom_reward_function.path=a.py", "left out of the batch here, and counted"),
-        ("actor_rollout_ref.actor.loss_agg_mode=token-mean", "weights are those of the whole mini-batch here"),
         ("actor_rollout_ref.model.lora.lora_A_init_method=xavier", "Kaiming's uniform rule here"),
     ],
 )
