@@ -14,7 +14,7 @@ OPTIM = replace(defaults().actor_rollout_ref.actor.optim, lr=1e-6)
 
 
 def changes(step: int, trainer: dict[str, Any], steps: int, **optim: Any) -> list[str]:
-    """Lines for a checkpoint of ``step``, saved with these keys of trainer, in a run of so many steps and 10 an epoch."""
+    """Lines for a checkpoint of ``step``, saved with these keys of trainer, in a run of ``steps``, 10 an epoch."""
     config = {"trainer": {"total_training_steps": None} | trainer, "actor": {"optim": {"total_training_steps": -1}}}
     manifest = Manifest(step=step, config=config, **CONTENTS)
     return list(rate_changes(Checkpoint(Path("there"), manifest), {"actor.optim": (replace(OPTIM, **optim), 3)}, steps, 10))

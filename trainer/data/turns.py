@@ -17,7 +17,7 @@ from trainer.data.encoding import Messages, Refused, encode, render, token_ids
 from trainer.data.files import Rows
 
 ROLES = ("system", "developer", "user", "assistant")
-UNKNOWN = "which tokens are the assistant's cannot be told"
+UNKNOWN = "which tokens are the assistant's is not certain"
 MARK_THEM = "mark them in the template with {% generation %} and {% endgeneration %}"
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -118,7 +118,7 @@ class TurnEncoder:
             if end is None:
                 raise ValueError(
                     f"{where}, message {turn}: {UNKNOWN}: the chat template writes the conversation up to there otherwise than "
-                    f"in the whole of it, and its last token goes on behind it; {MARK_THEM}"
+                    f"in the whole of it, and a token lies across its end; {MARK_THEM}"
                 )
             spans.append((len(before), end))
         return whole, spans

@@ -110,9 +110,9 @@ def test_a_last_turn_that_is_written_in_another_way_is_learnt_and_so_are_those_b
         assert reader.decode(turns.ids) == whole
         *first, last = (message["content"] for message in chat if message["role"] == "assistant")
         learnt = {
-            QWEN3: ([f"{said}{end}" for said in first], f"<think></think>{last}{end}"),
-            PHI3: ([f"{said}{end}" for said in first], f"{last}{end}\n<eos>"),
-            GPT_OSS: ([f"<final>{said}" for said in first], f"<final>{last}<eos>"),
+            QWEN3: ([f"{text}{end}" for text in first], f"<think></think>{last}{end}"),
+            PHI3: ([f"{text}{end}" for text in first], f"{last}{end}\n<eos>"),
+            GPT_OSS: ([f"<final>{content}" for content in first], f"<final>{last}<eos>"),
         }[template]
         assert trained(reader, turns) == [*learnt[0], learnt[1]]
         assert turns.n_open == (len(first) if template == GPT_OSS else 0), "<|end|> stands where <|return|> is to be learnt"
@@ -150,7 +150,7 @@ def test_a_turn_that_is_asked_for_behind_other_tokens_is_told(tmp_path: Path, op
 def test_a_token_that_lies_across_the_end_of_a_turn_is_told(tmp_path: Path) -> None:
     reader = tokenizer(QWEN3.replace("{{ end }}", "o"), end="")
     reader.add_tokens(["oo"])
-    with pytest.raises(ValueError, match=r"row 0, message 2: which tokens .* its last token goes on behind it; mark them"):
+    with pytest.raises(ValueError, match=r"row 0, message 2: which tokens .* a token lies across its end; mark them"):
         encode(tmp_path, reader, CHAT)
 
 
