@@ -140,7 +140,8 @@ def value_head(model: ModelConfig) -> str:
     """For people: what the critic's values begin as. A classifier's head has the same name, whatever it was trained for."""
     config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     architecture = (config.architectures or [config.model_type])[0]
-    begins = "with that model's own head" if "Classification" in architecture else "with a new head: its values are 0 (verl draws one at random)"
+    anew = "with a new head: its values are 0 (verl draws one at random)"
+    begins = "with that model's own head" if "Classification" in architecture else anew
     return f"critic.model.path={model.path}: {architecture}; the critic begins {begins}"
 
 
