@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,8 @@ def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
         elif keys.knows(name) and not names.is_translated(name, match["value"], keys):
             overrides[name] = ("~" if mark == "~" else "++" if keys.is_free_form(name) else "") + name + tail
             typed.add(name)
+            if (differs := names.differs(name, partial(typed_value, name))) is not None:
+                notes.append(differs)
         else:
             try:
                 translated.append(names.instead(name, parsed(name, match["value"]), keys, typed_value))

@@ -9,6 +9,7 @@ from configs.checks_lora import lora_notes, lora_problems, lora_sync_notes, lora
 from configs.checks_megatron import megatron_notes, repeat_problems
 from configs.checks_parallel import parallel_notes
 from configs.checks_placement import placement_notes, placement_of, placement_problems, pool_problems
+from configs.checks_precision import precision_problems
 from configs.checks_reward import (
     filter_notes,
     generation_problems,
@@ -62,6 +63,7 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
         ),
         *determinism_problems(rollout, config.trainer),
         *lora_problems(_models(config, has_critic)),
+        *precision_problems(_models(config, has_critic)),
         *lora_sync_problems(config.actor_rollout_ref.model, rollout),
         *_algorithm_problems(config, has_critic),
         *_filter_problems(config),

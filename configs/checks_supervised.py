@@ -9,6 +9,7 @@ from configs.checks_batches import Cut, shares_in_words
 from configs.checks_lora import lora_notes, lora_problems
 from configs.checks_megatron import megatron_notes, megatron_problems, repeat_problems
 from configs.checks_parallel import data_parallel_size, parallel_notes, parallel_problems
+from configs.checks_precision import precision_problems
 from configs.keys import ConfigError
 from configs.schema.reward_model import RewardModelConfig
 from configs.schema.sft import SFTConfig
@@ -39,6 +40,7 @@ def _problems(config: SupervisedConfig, units: str, longest: int, longest_in_wor
     yield from megatron_problems(roles, trainer)
     yield from repeat_problems(roles, trainer)
     yield from lora_problems({"model": (config.model, engine)})
+    yield from precision_problems({"model": (config.model, engine)})
     yield from activation_problems("model", config.model, engine)
     yield from sft_alarm_problems(config.alarms)
     if data.train_batch_size < shares:

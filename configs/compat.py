@@ -63,6 +63,18 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
+class Differs:
+    """A key under which numbers are not verl's. values: with these alone; unless: with all but these."""
+
+    why: str
+    values: tuple[Any, ...] | None
+    unless: tuple[Any, ...]
+
+    def holds(self, value: Any) -> bool:
+        return not _is_one_of(value, self.unless) and (self.values is None or _is_one_of(value, self.values))
+
+
+@dataclass(frozen=True, slots=True)
 class Instead:
     """What becomes of a foreign key. sets, forces: our keys and their values, in its place; see Case."""
 
@@ -87,6 +99,7 @@ class Compat:
     translated: Mapping[str, Translated]
     accepted: Mapping[str, Accepted]
     refused: Mapping[str, str]
+    numbers: Mapping[str, Differs]
 
     def rename(self, key: str, keys: Keys) -> str:
         """Our name for ``key``; ``key`` itself when it has none in this program."""
@@ -110,6 +123,8 @@ class Compat:
             raise ConfigError(f"{key}: {self.refused[pattern]}")
         if pattern in self.accepted:
             accepted = self.accepted[pattern]
+            if (differs := self.differs(key, lambda: value)) is not None:
+                return Instead(differs, {}, {})
             if not accepted.takes(value, typed):
                 raise ConfigError(f"{key}={as_typed(value)}: {accepted.otherwise}")
             return Instead(f"{key} is left out: {accepted.why}", {}, {})
@@ -125,6 +140,11 @@ class Compat:
         )
         said = ", ".join(f"{name}={as_typed(ours)}" for name, ours in {**sets, **forces}.items())
         return Instead(f"{key}={as_typed(value)} {f'sets {said}' if said else 'is left out'}: {translated.why}", sets, forces)
+
+    def differs(self, key: str, value: Callable[[], Any]) -> str | None:
+        """What is computed otherwise than by verl with this value of ``key``, for a note; None if nothing is."""
+        entries = (entry for pattern, entry in self.numbers.items() if fnmatchcase(key, pattern) and entry.holds(value()))
+        return next((f"{key}={as_typed(value())}: other numbers than in verl: {entry.why}" for entry in entries), None)
 
     def is_translated(self, key: str, value: str | None, keys: Keys) -> bool:
         """``key`` is ours, a leaf or a block, and the ``value`` as typed is one that others have alone."""
@@ -159,8 +179,12 @@ def compat() -> Compat:
         )
         for key, entry in tree["translated"].items()
     }
+    numbers = {
+        key: Differs(entry["why"], tuple(entry["values"]) if "values" in entry else None, tuple(entry.get("unless", ())))
+        for key, entry in tree["numbers"].items()
+    }
     rest = {name: tree[name] for name in ("configs", "alias", "spellings", "engine_arguments", "values", "refused")}
-    return Compat(accepted=accepted, translated=translated, **rest)
+    return Compat(accepted=accepted, translated=translated, numbers=numbers, **rest)
 
 
 def read(file: Path) -> Any:

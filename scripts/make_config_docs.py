@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from configs.argv import configs_of, groups_of
-from configs.compat import Accepted, Translated, as_typed, compat
+from configs.compat import Accepted, Differs, Translated, as_typed, compat
 from configs.keys import CONFIG_DIR, Described, described
 
 DOCS = CONFIG_DIR.parent / "docs"
@@ -60,6 +60,7 @@ def verl_page(page: str) -> str:
     tables: dict[str, Iterable[tuple[str, ...]]] = {
         "other names": [(_code(theirs), _code(ours)) for theirs, ours in names.alias.items()],
         "translated": [row for key, entry in names.translated.items() for row in _translated_rows(key, entry)],
+        "numbers": [(_code(key), _when(entry), entry.why) for key, entry in names.numbers.items()],
         "left out": [(_code(key), _values(entry), entry.why) for key, entry in names.accepted.items()],
         "refused": [
             *((_code(key), advice) for key, advice in names.refused.items()),
@@ -71,6 +72,7 @@ def verl_page(page: str) -> str:
     heads = {
         "other names": ("verl", "here"),
         "translated": ("verl", "here", "why"),
+        "numbers": ("key", "values", "what differs"),
         "left out": ("key", "values", "why it changes no result"),
         "refused": ("key", "what to do"),
     }
@@ -114,6 +116,12 @@ def _short(value: str) -> str:
 
 def _values(entry: Accepted) -> str:
     return "any" if entry.values is None else ", ".join(_code(as_typed(value)) for value in entry.values)
+
+
+def _when(entry: Differs) -> str:
+    if entry.values is not None:
+        return ", ".join(_code(as_typed(value)) for value in entry.values)
+    return f"any but {', '.join(_code(as_typed(value)) for value in entry.unless)}" if entry.unless else "any"
 
 
 def _translated_rows(key: str, entry: Translated) -> Iterable[tuple[str, str, str]]:

@@ -22,7 +22,8 @@ FETCHED = "fetched"
 # Keys that a resumed run may change; a name that ends in a dot stands for all below it. The first block does not reach
 # the training, or only says how long it lasts; the second says how the same work is cut and held: equal up to rounding.
 SAFE_TO_CHANGE = (
-    "trainer.total_epochs", "trainer.total_training_steps", "trainer.logger", "trainer.project_name", "trainer.experiment_name",
+    "trainer.total_epochs", "trainer.total_training_steps", "*optim.total_training_steps", "trainer.logger",
+    "trainer.project_name", "trainer.experiment_name",
     "trainer.default_local_dir", "trainer.log_val_generations", "trainer.rollout_data_dir", "trainer.test_freq",
     "trainer.save_freq", "trainer.val_before_train", "trainer.val_only", "trainer.max_actor_ckpt_to_keep",
     "trainer.max_critic_ckpt_to_keep", "trainer.max_ckpt_to_keep", "trainer.export_dir", "trainer.resume_mode",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import getitem
 from typing import Literal
 
 from transformers import AutoConfig
@@ -11,10 +14,12 @@ from configs.checks_batches import micro_batch_limits
 from configs.checks_rollout import Workers
 from configs.schema.common import ModelConfig, OptimConfig, ShardedConfig, Sharding
 from trainer.budget import Budget
+from trainer.manifest import Checkpoint
 from trainer.remote import RemoteModel
 from trainer.watchdog import Watchdog
 from workers.controller.group import WorkerGroup
 from workers.engine.base import EngineSpec, Head, LossSpec, OptimizerSpec
+from workers.engine.schedule import learning_rate
 from workers.plan import Limits
 
 
@@ -35,22 +40,59 @@ class Training:
 
     @property
     def optimizer(self) -> OptimizerSpec:
-        """The schedule's keys count training steps, the engine optimizer steps."""
-        optim = self.optim
-        steps = optim.total_training_steps if optim.total_training_steps > 0 else self.steps
-        warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else int(optim.lr_warmup_steps_ratio * steps)
-        return OptimizerSpec(
-            lr=optim.lr,
-            betas=optim.betas,
-            weight_decay=optim.weight_decay,
-            schedule=optim.lr_scheduler_type,
-            warmup_steps=warmup * self.updates,
-            total_steps=steps * self.updates,
-            min_lr_ratio=optim.min_lr_ratio,
-            num_cycles=optim.num_cycles,
-            clip_grad=self.grad_clip,
-            ema_decay=self.ema_decay,
-        )
+        return optimizer_spec(self.optim, self.steps, self.updates, clip_grad=self.grad_clip, ema_decay=self.ema_decay)
+
+
+def optimizer_spec(
+    optim: OptimConfig, steps: int, updates: int = 1, *, clip_grad: float = 0.0, ema_decay: float | None = None
+) -> OptimizerSpec:
+    """The schedule's keys count training steps, the engine optimizer steps, ``updates`` in each. steps: of the run."""
+    steps = schedule_length(optim, steps)
+    warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else int(optim.lr_warmup_steps_ratio * steps)
+    return OptimizerSpec(
+        lr=optim.lr,
+        betas=optim.betas,
+        weight_decay=optim.weight_decay,
+        schedule=optim.lr_scheduler_type,
+        warmup_steps=warmup * updates,
+        total_steps=steps * updates,
+        min_lr_ratio=optim.min_lr_ratio,
+        num_cycles=optim.num_cycles,
+        clip_grad=clip_grad,
+        ema_decay=ema_decay,
+    )
+
+
+def schedule_length(optim: OptimConfig, steps: int) -> int:
+    """In training steps. steps: of the run."""
+    return optim.total_training_steps if optim.total_training_steps > 0 else steps
+
+
+def rate_changes(
+    resume: Checkpoint, optims: Mapping[str, tuple[OptimConfig, int]], steps: int, steps_per_epoch: int
+) -> Iterator[str]:
+    """A line for each role whose learning rate jumps because a run is resumed with another length.
+
+    optims: by their key, with the number of first steps in which the role waits. steps: of the run, as it is now.
+    """
+    trainer = resume.manifest.config["trainer"]
+    steps_before = trainer["total_training_steps"] or trainer["total_epochs"] * steps_per_epoch
+    for key, (now, waits) in optims.items():
+        saved = reduce(getitem, key.split("."), resume.manifest.config)
+        before = replace(now, total_training_steps=saved["total_training_steps"])
+        old, new = (_rate(optim, run, resume.step - waits) for optim, run in ((before, steps_before), (now, steps)))
+        if old != new:
+            length = schedule_length(before, steps_before)
+            jump = f"the learning rate of step {resume.step + 1} goes from {old:.3g} to {new:.3g}"
+            yield (
+                f"{key}: the schedule had {length} training steps and has {schedule_length(now, steps)}: {jump}; "
+                f"{key}.total_training_steps={length} keeps the old schedule"
+            )
+
+
+def _rate(optim: OptimConfig, steps: int, done: int) -> float:
+    """The learning rate of the next training step after ``done``, in a run of ``steps``."""
+    return learning_rate(optimizer_spec(optim, steps), max(0, done))
 
 
 def start_model(
@@ -98,7 +140,8 @@ def value_head(model: ModelConfig) -> str:
     """For people: what the critic's values begin as. A classifier's head has the same name, whatever it was trained for."""
     config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     architecture = (config.architectures or [config.model_type])[0]
-    begins = "with that model's own head" if "Classification" in architecture else "with a new head: its values are 0"
+    anew = "with a new head: its values are 0 (verl draws one at random)"
+    begins = "with that model's own head" if "Classification" in architecture else anew
     return f"critic.model.path={model.path}: {architecture}; the critic begins {begins}"
 
 

@@ -27,9 +27,9 @@ class Metric:
 
     @classmethod
     def token_mean(cls, values: Tensor, mask: Tensor) -> Metric:
-        """The mean of ``values`` (T,) over tokens where ``mask`` (T,) is set."""
+        """The mean of ``values`` (T,) over tokens where ``mask`` (T,) is set, whatever the other tokens have."""
         count = float(mask.sum())
-        total = float((values.detach().double() * mask).sum())
+        total = float(torch.where(mask != 0, values.detach().double(), 0.0).sum())
         return cls(total / count if count else 0.0, "mean", count)
 
     @classmethod

@@ -36,7 +36,7 @@ def complaint(*argv: str) -> str:
         ("critic.model.fsdp_config.param_offload=True", "++critic.fsdp_config.param_offload=True"),
         ("critic.fsdp.param_offload=True", "++critic.fsdp_config.param_offload=True"),
         ("+critic.model.fsdp_config={param_offload: true}", "++critic.fsdp_config={param_offload: true}"),
-        ("custom_reward_function.path=a.py", "reward.custom_reward_function.path=a.py"),
+        ("custom_reward_function.name=score", "reward.custom_reward_function.name=score"),
         ("critic.model.lora.rank=8", "critic.model.lora_rank=8"),
         ("+critic.model.lora.adapter_path=a", "critic.model.lora_adapter_path=a"),
         ("actor_rollout_ref.actor.optim.clip_grad=0.5", "actor_rollout_ref.actor.grad_clip=0.5"),

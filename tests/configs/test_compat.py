@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Mapping
 from dataclasses import asdict
+from fnmatch import fnmatchcase
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -261,18 +262,15 @@ def test_main_generations_flatter_tree() -> None:
 
 def test_a_key_of_ours_with_a_value_that_others_have_alone() -> None:
     """Taken as it is with any other value, and what is forced stands over what is typed."""
-    words = ["trainer.test_freq=False", "trainer.resume_from_path=False", "actor_rollout_ref.actor.megatron.dtype=float16"]
+    on_fsdp = "actor_rollout_ref.actor.megatron.use_megatron_fsdp=true"
+    words = ["trainer.test_freq=False", "trainer.resume_from_path=False", on_fsdp]
     command = normalise([*words, "actor_rollout_ref.actor.strategy=megatron"], PPOConfig, "ppo_trainer")
     assert {"trainer.test_freq=-1", "trainer.resume_from_path=null", "actor_rollout_ref.actor.strategy=fsdp"} <= {
         *command.overrides
-    }
-    assert "actor_rollout_ref.actor.fsdp_config.dtype=float16" in command.overrides and len(command.notes) == 3
+    } and len(command.notes) == 3
     plain = ["trainer.test_freq=5", "trainer.resume_from_path=a/b", "actor_rollout_ref.actor.megatron.dtype=float32"]
     command = normalise(plain, PPOConfig, "ppo_trainer")
     assert command.overrides == tuple(plain) and not command.notes
-    typed = "actor_rollout_ref.actor.fsdp_config.dtype=float32"
-    command = normalise([words[2], typed], PPOConfig, "ppo_trainer")
-    assert typed in command.overrides and not any(text.endswith("dtype=float16") for text in command.overrides)
 
 
 def test_a_lora_rank_of_megatrons_has_megatrons_alpha() -> None:
@@ -282,3 +280,51 @@ def test_a_lora_rank_of_megatrons_has_megatrons_alpha() -> None:
     assert f"{lora}_alpha=32" in normalise([f"{lora}.rank=8"], PPOConfig, "ppo_trainer").overrides
     assert f"{lora}_alpha=64" in normalise([f"{lora}.rank=8", f"{lora}.alpha=64"], PPOConfig, "ppo_trainer").overrides
     assert not normalise([f"{lora}.rank=0"], PPOConfig, "ppo_trainer").overrides
+
+
+@pytest.mark.parametrize(
+    ("typed", "why"),
+    [
+        ("actor_rollout_ref.actor.optim.weight_decay=0.1", "norms and biases do not decay here"),
+        ("critic.optim.lr_warmup_steps_ratio=0.05", "verl begins with lr 0"),
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps=10,20", "verl begins with lr 0"),
+        ("custom_reward_function.path=a.py", "left out of the batch here, and counted"),
+        ("actor_rollout_ref.model.lora.lora_A_init_method=xavier", "Kaiming's uniform rule here"),
+    ],
+)
+def test_a_key_under_which_other_numbers_are_computed_is_reported_once(typed: str, why: str) -> None:
+    notes = normalise([typed, typed], PPOConfig, "ppo_trainer").notes
+    assert len(notes) == 1 and why in notes[0]
+    name = typed.partition("=")[0].replace("custom_reward", "reward.custom_reward")
+    assert notes[0].startswith(f"{name}=") and ": other numbers than in verl: " in notes[0]
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "actor_rollout_ref.actor.optim.weight_decay=0.0",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=-1",
+        "critic.optim.lr_warmup_steps_ratio=0",
+        "reward.custom_reward_function.path=null",
+        "trainer.seed=3",
+    ],
+)
+def test_a_value_that_makes_no_difference_is_not(typed: str) -> None:
+    assert normalise([typed], PPOConfig, "ppo_trainer").notes == ()
+
+
+def test_a_run_for_which_no_such_key_is_typed_has_no_such_note() -> None:
+    for words in ([], ["recipe=quickstart"], ["recipe=quickstart", "algorithm=ppo"]):
+        assert not any("than in verl" in note for note in compose_with_notes("ppo_trainer", PPOConfig, words)[2])
+
+
+def test_every_such_key_is_one_that_can_be_typed() -> None:
+    keys = [*keys_of(PPOConfig).leaves, *compat().accepted]
+    assert all(any(fnmatchcase(key, pattern) for key in keys) for pattern in compat().numbers)
+
+
+def test_the_memory_of_a_sandbox_is_that_of_a_tests_process() -> None:
+    command = normalise(["reward_model.sandbox_fusion.memory_limit_mb=2048"], PPOConfig, "ppo_trainer")
+    assert command.overrides == ("reward.code.memory_limit_mb=2048",)
+    config, *_ = compose_with_notes("ppo_trainer", PPOConfig, ["reward.sandbox_fusion.memory_limit_mb=null"])
+    assert config.reward.code.memory_limit_mb == 1024

@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -51,3 +53,10 @@ def test_an_extreme_of_nothing_is_no_number() -> None:
     found = {name: masked_extreme(torch.tensor([3.0, 5.0]), mask, "max") for name, mask in (("a", nothing), ("b", something))}
     assert plain_numbers(found) == {"b": 5.0}
     assert plain_numbers({"a": masked_extreme(torch.ones(2), nothing, "min")}) == {}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_mean_over_tokens_does_not_see_those_outside_the_mask(value: float) -> None:
+    values, mask = torch.tensor([1.0, value, 3.0]), torch.tensor([1.0, 0.0, 1.0])
+    assert Metric.token_mean(values, mask) == Metric(2.0, "mean", 2.0) == Metric.token_mean(values, mask.bool())
+    assert not math.isfinite(Metric.token_mean(values, torch.ones(3)).value)

@@ -104,9 +104,9 @@ def importance_weights(
 def kept(log_ratio: Tensor, tokens: "_Tokens", config: RolloutCorrectionConfig, metrics: dict[str, float]) -> Tensor:
     """1 where a token stays, 0 where it, or its whole answer, is rejected by one of the rules: (T,).
 
-    Per token, or as sum, mean or maximum over the answer (seq_mean_k1 is the geometric mean of rho): k1 = -x within the logs
-    of its two bounds, k2 = x^2 / 2 and k3 = exp(x) - 1 - x not above their bound. Veto: an answer with a token whose
-    rho is below rollout_token_veto_threshold goes as a whole.
+    Per token, or as sum, mean or maximum over the answer: k1 = -x within the logs of its two bounds, so that pi_rollout / pi_old
+    = 1 / rho (of seq_mean_k1: its geometric mean) is within them, as in verl; k2 = x^2 / 2 and k3 = exp(x) - 1 - x not above
+    their bound. Veto: an answer with a token whose rho is below rollout_token_veto_threshold goes as a whole.
     """
     x = log_ratio.clamp(-SAFE, SAFE)
     kinds = {"k1": -x, "k2": 0.5 * x.square(), "k3": x.exp() - 1.0 - x}

@@ -19,7 +19,10 @@ def weight_bounds(spec: str) -> tuple[float | None, float]:
 
 
 def rejection_rules(config: RolloutCorrectionConfig) -> list[tuple[str, float, float]]:
-    """(rule, lower, upper) of each rule in rollout_rs, in the terms of its statistic. Raises ValueError."""
+    """(rule, lower, upper) of each rule in rollout_rs, in the terms of its statistic. Raises ValueError.
+
+    Bounds of k1 are typed for pi_rollout / pi_old, whose logarithm k1 is: the inverse of the ratio of rollout_is, as in verl.
+    """
     if config.rollout_rs is None:
         return []
     rules = list(dict.fromkeys(rule.strip() for rule in config.rollout_rs.split(",") if rule.strip()))
@@ -38,7 +41,9 @@ def rejection_rules(config: RolloutCorrectionConfig) -> list[tuple[str, float, f
         if rule.endswith("k1"):
             lower, upper = numbers if len(numbers) == 2 else (1.0 / numbers[0] if numbers[0] else 0.0, numbers[0])
             if len(numbers) > 2 or not 0 < lower <= upper:
-                raise ValueError(f"{key}: {rule} takes bounds of the ratio, lower_upper, such as 0.5_2.0, or an upper one from 1")
+                raise ValueError(
+                    f"{key}: {rule} takes bounds of pi_rollout / pi_old, lower_upper, such as 0.5_2.0, or an upper one from 1"
+                )
             found.append((rule, math.log(lower), math.log(upper)))
         else:
             if len(numbers) > 1 or numbers[0] <= 0:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from configs.schema.common import KLKind
-from configs.schema.ppo import KLControlConfig
+from configs.schema.ppo import AlgorithmConfig, KLControlConfig
+from trainer.algorithms.segments import sum_by
+from workers.batch import Batch
 
 
 def kl_estimate(kind: KLKind, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
@@ -93,3 +95,25 @@ def reward_with_kl(
     """
     kl = torch.where(mask.bool(), kl_estimate(kind, log_probs, ref_log_probs), 0.0)
     return token_rewards - coefficient * (kl if clip is None else kl.clamp(-clip, clip)), kl
+
+
+def apply_kl_penalty(
+    batch: Batch, token_rewards: Tensor, config: AlgorithmConfig, controller: KLController
+) -> tuple[Tensor, dict[str, float]]:
+    """Token rewards (T,) less the KL penalty, and metrics; updates the controller.
+
+    batch: response_mask, and old_ and ref_ log_probs (of full: all_log_probs). actor/reward_kl_penalty, which steers an adaptive
+    coefficient, is the mean over responses of their token means, as in verl: a long response counts as much as a short one.
+    """
+    column, mask = columns(config.kl_penalty), batch.tokens["response_mask"]
+    old, ref = batch.tokens[f"old_{column}"], batch.tokens[f"ref_{column}"]
+    coefficient, clip = controller.coefficient, config.kl_clip
+    rewards, kl = reward_with_kl(token_rewards, old, ref, mask, config.kl_penalty, coefficient, clip)
+    rows = batch.segment_ids()
+    of_response = sum_by(kl, rows, len(batch)) / sum_by(mask, rows, len(batch)).clamp(min=1.0)
+    mean_kl = float(of_response.mean())
+    metrics = {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": coefficient}
+    if clip is not None:
+        metrics["actor/reward_kl_clipfrac"] = float((kl.abs() > clip).sum() / mask.sum())
+    controller.update(mean_kl, len(batch))
+    return rewards, metrics

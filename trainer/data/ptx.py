@@ -33,13 +33,15 @@ class PtxStream:
         ratio * its tokens, one at least.
 
         Added rows have tokens["ptx"] 1, loss_weight coefficient / (trained tokens of all that are added), which makes the loss
-        coefficient * their mean, and 0 in every other column. Objects are left out.
+        coefficient * their mean, a uid below 0, each its own (they share no prompt), and 0 in every other column. Objects are
+        left out.
         """
         texts = self._draw(int(self.ratio * mini_batch.total_tokens))
         weights = self.coefficient * token_weights("token-mean", texts.tokens["response_mask"], texts.lengths, norm_length=1)
         columns = {name: column.new_zeros(texts.total_tokens, *column.shape[1:]) for name, column in mini_batch.tokens.items()}
         columns |= texts.tokens | {"loss_weight": weights, "ptx": torch.ones(texts.total_tokens)}
         rows = {name: column.new_zeros(len(texts), *column.shape[1:]) for name, column in mini_batch.rows.items()}
+        rows |= {"uid": -1 - torch.arange(len(texts))} if "uid" in rows else {}
         ours = mini_batch.only(tokens=list(mini_batch.tokens), rows=list(mini_batch.rows))
         return Batch.concat([ours.with_tokens(ptx=torch.zeros(ours.total_tokens)), Batch(texts.lengths, columns, rows)])
 

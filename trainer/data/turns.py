@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from trainer.data.encoding import Messages, Refused, encode, render, token_ids
 from trainer.data.files import Rows
 
 ROLES = ("system", "developer", "user", "assistant")
+UNKNOWN = "which tokens are the assistant's is not certain"
+MARK_THEM = "mark them in the template with {% generation %} and {% endgeneration %}"
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -61,9 +64,9 @@ class TurnEncoder:
     def chats(self, rows: Rows, chats: Sequence[Any]) -> list[Turns]:
         """Each conversation by the chat template. EOS closes the last turn where the template does not.
 
-        What is the assistant's is what the template marks with {% generation %}; where it has no such marks, what a turn adds to
-        the tokens of the conversation before it. Raises ValueError, one line, for what is no conversation of texts, and where a
-        template writes the first turns otherwise when others follow.
+        What is the assistant's is what the template marks with {% generation %}; where it has no such marks, what follows the
+        prompt of a turn, up to the token that ends it. Raises ValueError, one line, for what is no conversation of texts, and
+        where a turn's prompt is not how the whole conversation begins.
         """
         return [self.chat(rows.where(row), messages) for row, messages in enumerate(chats)]
 
@@ -96,6 +99,8 @@ class TurnEncoder:
         return np.array(found["input_ids"]), [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
 
     def _by_prefixes(self, where: str, messages: list[dict[str, str]]) -> tuple[np.ndarray, list[tuple[int, int]]]:
+        """A turn begins where its prompt ends, as in RL. It ends where the conversation up to it does, or, where the template
+        writes a last turn in another way, as ``_end_of_rewritten`` finds."""
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         texts = [self._render(messages)]
         for turn in turns:
@@ -103,15 +108,44 @@ class TurnEncoder:
         whole, *prefixes = token_ids(self.tokenizer, texts, special=False)
         spans = []
         for turn, before, after in zip(turns, prefixes[::2], prefixes[1::2], strict=True):
-            for prefix in (before, after):
-                if not np.array_equal(whole[: len(prefix)], prefix):
-                    raise ValueError(
-                        f"{where}, message {turn}: which tokens are the assistant's cannot be told: the chat template writes the "
-                        "conversation up to there otherwise than in the whole of it; mark them in the template with "
-                        "{% generation %} and {% endgeneration %}"
-                    )
-            spans.append((len(before), len(after)))
+            if not _begins(whole, before):
+                raise ValueError(
+                    f"{where}, message {turn}: {UNKNOWN}: the prompt that the chat template makes for it (with "
+                    "add_generation_prompt) is not how the whole conversation begins, so it would be learnt behind other tokens "
+                    f"than it is asked for with; {MARK_THEM}"
+                )
+            end = len(after) if _begins(whole, after) else self._end_of_rewritten(messages, turn, texts[0], whole)
+            if end is None:
+                raise ValueError(
+                    f"{where}, message {turn}: {UNKNOWN}: the chat template writes the conversation up to there otherwise than "
+                    f"in the whole of it, and a token lies across its end; {MARK_THEM}"
+                )
+            spans.append((len(before), end))
         return whole, spans
+
+    def _end_of_rewritten(self, messages: list[dict[str, str]], turn: int, text: str, whole: np.ndarray) -> int | None:
+        """Where a turn ends in ``whole``, the tokens of ``text``; None if a token lies across its end.
+
+        What follows the turn's content is what stays when another content takes its place. The special token there ends the turn
+        if it does so in a conversation that ends with the turn, too: then it is what a model has to learn to say (of GPT-OSS it
+        is not: <|end|> stands for <|return|> there).
+        """
+        behind, behind_last = self._behind(messages, turn, text), self._behind(messages[: turn + 1], turn)
+        head = text.removesuffix(behind)
+        until, mark, last_mark = token_ids(self.tokenizer, [head, behind.lstrip(), behind_last.lstrip()], special=False)
+        if not _begins(whole, until):
+            return None
+        if not len(mark) or not len(last_mark) or mark[0] != last_mark[0] or int(mark[0]) not in self._special:
+            return len(until)
+        return len(until) + int(np.flatnonzero(whole[len(until) :] == mark[0])[0]) + 1
+
+    def _behind(self, messages: list[dict[str, str]], turn: int, text: str | None = None) -> str:
+        """What the template writes behind the content of a turn. text: the conversation as it writes it."""
+        text = self._render(messages) if text is None else text
+        other = next(letter for letter in map(chr, range(0xE000, 0xF900)) if letter not in text)  # for private use
+        changed = [*messages[:turn], messages[turn] | {"content": other}, *messages[turn + 1 :]]
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(text), reversed(self._render(changed)), strict=False))
+        return text[len(text) - sum(1 for _ in same) :]
 
     def _render(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = False) -> str:
         return render(self.tokenizer, messages, self.template_kwargs | {"add_generation_prompt": add_generation_prompt})
@@ -154,3 +188,7 @@ def texts_alone(where: str, messages: Any) -> list[dict[str, str]]:
         if more:
             raise ValueError(f"{where}, message {i}: has {', '.join(more)} besides role and content; only text is read")
     return [{"role": message["role"], "content": message["content"]} for message in messages]
+
+
+def _begins(whole: np.ndarray, part: np.ndarray) -> bool:
+    return np.array_equal(whole[: len(part)], part)

@@ -31,7 +31,7 @@ from trainer.determinism import KernelWatch
 from trainer.events import Events
 from trainer.generation.rollout import end_tokens, rollout_spec, sampling, validation_sampling
 from trainer.metrics import peak_flops
-from trainer.models import Training, limits, start_model, value_head
+from trainer.models import Training, limits, rate_changes, start_model, value_head
 from trainer.ppo.engines import check_engines, reader, wants_critic
 from trainer.ppo.loop import Loop, has_old_log_probs, old_log_probs_come_from_update
 from trainer.ppo.rollback import Rollbacks
@@ -142,6 +142,8 @@ class Assembly:
         critic = self.critic() if self.wants_critic else None
         if critic is not None and resume is None:
             tell(f"note: {value_head(config.critic.model)}")
+        for change in self.rate_changes(resume):
+            tell(f"note: {change}")
         rollout = self.rollout()
         events = Events(run_dir)
         source = self.source(rollout, rewards, events)
@@ -188,6 +190,14 @@ class Assembly:
             total_steps=self.total_steps,
             end_tokens=end_tokens(self.sampling(), config.actor_rollout_ref.model),
         )
+
+    def rate_changes(self, resume: Checkpoint | None) -> Iterator[str]:
+        """What another number of steps does to the learning rates of a run that is resumed."""
+        if resume is not None:
+            actor, critic = self.config.actor_rollout_ref.actor, self.config.critic
+            optims = {"actor_rollout_ref.actor.optim": (actor.optim, self.config.trainer.critic_warmup)}
+            optims |= {"critic.optim": (critic.optim, 0)} if self.wants_critic else {}
+            yield from rate_changes(resume, optims, self.total_steps, self.order.steps_per_epoch)
 
     @property
     def wants_ref(self) -> bool:

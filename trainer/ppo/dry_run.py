@@ -51,6 +51,8 @@ def dry_run(config: PPOConfig) -> None:
     life = Lifetime(config.trainer, Path(config.trainer.default_local_dir))
     resume = would_resume(config, life.run_dir)
     parts = Assembly(config, place, {}, life, reader(config))
+    for change in parts.rate_changes(resume):
+        print(f"note: {change}", file=sys.stderr)
     check_rewards(config, parts)
     models = measured(config)
     lines = [*model_lines(models), *work_lines(parts), *place_lines(config, place)]

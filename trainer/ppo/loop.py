@@ -16,7 +16,7 @@ from trainer.algorithms import kl
 from trainer.algorithms.actor_loss import entropy_mask
 from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.correction import is_enabled, mismatch, rollout_correction
-from trainer.algorithms.kl import KLController, reward_with_kl
+from trainer.algorithms.kl import KLController, apply_kl_penalty
 from trainer.algorithms.moments import RunningMoments
 from trainer.algorithms.whitening import whitened
 from trainer.answers import AnswerLog
@@ -231,15 +231,8 @@ class Loop:
         with self.phases("adv"):
             rewards = tokens["token_level_scores"]
             if algorithm.use_kl_in_reward:
-                column, mask = kl.columns(algorithm.kl_penalty), tokens["response_mask"]
-                old, ref = tokens[f"old_{column}"], tokens[f"ref_{column}"]
-                kind, clip = algorithm.kl_penalty, algorithm.kl_clip
-                rewards, penalty = reward_with_kl(rewards, old, ref, mask, kind, self.kl.coefficient, clip)
-                if clip is not None:
-                    self.metrics["actor/reward_kl_clipfrac"] = float((penalty.abs() > clip).sum() / mask.sum())
-                mean_kl = float(penalty.double().sum() / mask.sum())
-                self.metrics |= {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": self.kl.coefficient}
-                self.kl.update(mean_kl, len(batch))
+                rewards, penalty = apply_kl_penalty(batch, rewards, algorithm, self.kl)
+                self.metrics |= penalty
             result = ADVANTAGES[algorithm.adv_estimator](advantage_inputs(batch, rewards, algorithm), algorithm)
             advantages, over = result.advantages, algorithm.whiten_advantages
             if over is not None:

@@ -1,25 +1,30 @@
 """MATH: is the boxed answer right? Hendrycks et al. 2021, arXiv:2103.03874; equivalence by math-verify where the texts differ."""
 
 import re
+from collections.abc import Callable
 
 from trainer.rewards.boxed import last_boxed
 from trainer.rewards.equivalence import MAX_LENGTH, equivalent
 from trainer.rewards.values import value_of
 
-# Spellings that mean the same, in this order. Texts are short, and no pattern backtracks far.
-_SPELLINGS = [
-    (re.compile(r"\\(?:left|right)(?![a-zA-Z])|\\[!,;: ]|\\q?quad(?![a-zA-Z])|[\s~]"), ""),
+# Spellings that mean the same, in this order. Texts are short, and no pattern backtracks far. What is deleted between two digits
+# leaves a space: 5 6 is not 56, and 3 1/2 is not 31/2.
+_GROUPED = r"(?<![0-9.,}])[1-9][0-9]{0,2}(?:(?:\{,\}|\\?,)[0-9]{3})+(?!,?[0-9])(?![^(\[{]*[)\]}])"
+_SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
+    (re.compile(r"\\!|\\(?:left|right)(?![a-zA-Z])"), ""),
+    (re.compile(_GROUPED), lambda thousands: re.sub(r"[^0-9]", "", thousands[0])),
     (re.compile(r"\\[dtc]frac(?![a-zA-Z])"), r"\\frac"),
-    (re.compile(r"\^\{?\\circ\}?|\\?\$|\\?%"), ""),
-    (re.compile(r"(?<=[0-9])\{?,\}?(?=[0-9]{3}(?![0-9]))(?![^(\[{]*[)\]}])"), ""),
-    (re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\{([^{}]*)\}"), r"\1"),
-    (re.compile(r"\\frac([0-9])([0-9])"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\\q?quad(?![a-zA-Z])|\\[,;: ]|~|\^\{?\\circ\}?|\\?\$|\\?%"), " "),
+    (re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\{([^{}]*)\}"), r" \1 "),
+    (re.compile(r"\s+"), " "),
+    (re.compile(r"(?<![0-9.]) | (?![0-9.])"), ""),
+    (re.compile(r"\\frac([0-9]) ?([0-9])"), r"\\frac{\1}{\2}"),
     (re.compile(r"\\frac([0-9])\{"), r"\\frac{\1}{"),
     (re.compile(r"\\sqrt([0-9a-zA-Z])"), r"\\sqrt{\1}"),
     (re.compile(r"^(-?)([0-9]+)/([0-9]+)$"), r"\1\\frac{\2}{\3}"),
-    (re.compile(r"^[a-zA-Z]{1,2}=(?=[^=]*$)"), ""),
-    (re.compile(r"\.$"), ""),
+    (re.compile(r" ?\.$"), ""),
 ]
+_NAME = re.compile(r"^[\s$]*[a-zA-Z]{1,2}\s*=(?=[^=]*$)")
 _UNIT = re.compile(r"(?<=[0-9}])\s*\\(?:text|mathrm|mbox)\{\s+[^{}]*\}(?:\^\{?[23]\}?)?\s*$")
 
 
@@ -37,19 +42,25 @@ def score(answer: str, ground_truth: str) -> float:
 
 
 def same(answer: str, truth: str) -> bool:
-    """Whole numbers and fractions by value; else by the text, spelt in one way; else by what it means."""
+    """Numbers by value; else by the text in one spelling; else by math-verify. A variable's name counts where both have one."""
     if len(answer) > max(MAX_LENGTH, 2 * len(truth)):
         return False
-    if answer.strip() == truth or spelt(answer) == spelt(truth):
+    if answer.strip() == truth:
         return True
-    number, wanted = value_of(answer), value_of(truth)
+    plain = [_NAME.sub("", text) for text in (answer, truth)]
+    if (plain[0] == answer) == (plain[1] == truth):
+        plain = [answer, truth]
+    number, wanted = map(value_of, plain)
     if number is not None and wanted is not None:
         return number.equals(wanted)
-    return equivalent(answer, truth)
+    one, other = map(spelt, plain)
+    has_gap = [" " in text for text in (one, other)]  # between digits, where math-verify sees no space in \text{ }
+    return one == other or (has_gap[0] == has_gap[1] and equivalent(answer, truth))
 
 
 def spelt(text: str) -> str:
-    """The expression in one spelling of LaTeX, for comparison: no spaces, sizes, units, degrees, dollars and per cents."""
+    """The expression in one spelling of LaTeX, for comparison: no sizes, units, degrees, dollars, per cents, and no spaces except
+    between digits."""
     text = _UNIT.sub("", text.replace("\n", " "))
     for pattern, spelling in _SPELLINGS:
         text = pattern.sub(spelling, text)

@@ -28,6 +28,7 @@ _NUMBER = re.compile(
     r"(?:[eE](?P<e>[+-]?[0-9]{1,3})(?![0-9])|\s*\*\s*10\s*\^\s*\{?\s*(?P<power>-?[0-9]{1,3})\s*\}?)?"
     r"(?P<percent>\s*%)?"
 )
+_GROUPS_FROM_ZERO = re.compile(r"(?<![0-9.,])0[0-9]{0,2},")
 _UNIT = re.compile(r"\s*(?:\^\s*\{?\s*\\circ\s*\}?|°|\\(?:text|mathrm|mbox)\s*\{[^{}]{0,40}\}(?:\^\{?[23]\}?)?|\.)*\s*")
 
 
@@ -55,10 +56,15 @@ def values(text: str) -> Iterator[Value]:
 
 
 def value_of(text: str) -> Value | None:
-    """The number that ``text`` is, with a unit in \\text{} at most; None if it is another thing, or more."""
+    """The number that ``text`` is, with a unit in \\text{} at most; None if it is another thing, or more.
+
+    1-1/2 is a difference here; in a sentence, where ``values`` reads it, it is 1 1/2.
+    """
     text = _rewrite(text).strip()
     match = _NUMBER.match(text)
-    return _value(match) if match is not None and _UNIT.fullmatch(text, match.end()) else None
+    if match is None or not _UNIT.fullmatch(text, match.end()) or (match["whole"] and text[match.end("whole")] == "-"):
+        return None
+    return _value(match)
 
 
 def _rewrite(text: str) -> str:
@@ -68,8 +74,8 @@ def _rewrite(text: str) -> str:
 
 
 def _value(match: re.Match[str]) -> Value | None:
-    """None where it divides by zero or is longer than numbers are."""
-    if len(match[0]) > _MAX_DIGITS:
+    """None where it divides by zero, is longer than numbers are, or groups thousands from a zero on: 0,500 is not 500."""
+    if len(match[0]) > _MAX_DIGITS or _GROUPS_FROM_ZERO.search(match[0]):
         return None
     if match["latex"]:
         top, bottom = (_decimal(part) for part in re.fullmatch(_LATEX_FRACTION, match["latex"]).groups() if part)  # type: ignore[union-attr]

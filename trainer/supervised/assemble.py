@@ -18,7 +18,7 @@ from trainer.data.order import DataOrder
 from trainer.determinism import KernelWatch, worker_environment
 from trainer.events import Events
 from trainer.metrics import Phases
-from trainer.models import Training, limits, start_model
+from trainer.models import Training, limits, rate_changes, start_model
 from trainer.report import finish
 from trainer.restart import Lifetime, keep_going
 from trainer.saving import Saver
@@ -68,6 +68,9 @@ def attempt(config: Config, life: Lifetime) -> None:
             if notice is not None:
                 tell(f"note: {notice}")
         total_steps = trainer.total_training_steps or trainer.total_epochs * order.steps_per_epoch
+        if resume is not None:
+            for change in rate_changes(resume, {"optim": (config.optim, 0)}, total_steps, order.steps_per_epoch):
+                tell(f"note: {change}")
         phases = Phases()
         tracker = stack.enter_context(
             closing(

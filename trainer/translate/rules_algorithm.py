@@ -1,5 +1,6 @@
 """The algorithm and its rewards: rules of configs/openrlhf.yaml."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -74,8 +75,7 @@ def correction(arguments: Arguments) -> Iterator[Entry]:
         return
     kind = "icepop" if arguments.has("use_icepop") else arguments.text("vllm_is_correction_type")
     bounds = arguments.words("vllm_is_truncated_threshold")
-    for bound in bounds:
-        number(bound, arguments.spelt("vllm_is_truncated_threshold"))
+    values = [number(bound, arguments.spelt("vllm_is_truncated_threshold")) for bound in bounds]
     both, key = "_".join(bounds), "algorithm.rollout_correction"
     shown = [name for name in names if arguments.words(name) or arguments.has(name)]
     if kind == "icepop":
@@ -85,9 +85,10 @@ def correction(arguments: Arguments) -> Iterator[Entry]:
             f"{key}.rollout_is": "token",
             f"{key}.rollout_is_threshold": str(NO_BOUND),
             f"{key}.rollout_rs": "seq_mean_k1",
-            f"{key}.rollout_rs_threshold": both,
+            f"{key}.rollout_rs_threshold": "_".join(f"{1 / value if value else math.inf:.9g}" for value in reversed(values)),
         }
-        yield mapped(shown, settings, "answers whose mean ratio is outside are left out, the others' weights are not truncated")
+        said = "answers whose mean ratio is outside are left out, the others' weights are not truncated"
+        yield mapped(shown, settings, f"{said}; the bounds of seq_mean_k1 are on the inverse ratio")
     elif kind == "tis":
         said = f"weights are cut above {bounds[-1]}" + (f"; there they are also raised to {bounds[0]}" if len(bounds) > 1 else "")
         yield mapped(shown, {f"{key}.rollout_is": "token", f"{key}.rollout_is_threshold": bounds[-1]}, said)

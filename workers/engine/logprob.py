@@ -172,11 +172,14 @@ def _d_logits(ctx: Any, part: slice, d_log_probs: Tensor, d_entropy: Tensor) -> 
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, in one pass over ``total`` where the products are made in its dtype."""
+    """total += left @ right, in one pass over ``total``. The product is never rounded to the factors' dtype: each chunk's error
+    would be added up. On CUDA the matrix unit sums in float32 anyway; on CPU it takes float32 factors."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
-        total += left @ right
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
 
 class _HeadLogProbs(torch.autograd.Function):

@@ -253,8 +253,8 @@ def in_layer(shape: Shape, setting: Setting, row: float, layers_left: int) -> Pa
 
 
 def in_head(shape: Shape, setting: Setting, row: float) -> Parts:
-    """In the language head: in its backward, where its own gradient is summed in float32, a chunk's part in the compute dtype
-    beside it; or in its forward, if that takes more.
+    """In the language head: in its backward, where its own gradient is summed in float32 and then copied to the compute
+    dtype; or in its forward, if that takes more.
     """
     tokens = row / setting.sp
     summed = (FLOAT32 + setting.compute) * shape.vocabulary * shape.hidden if setting.trained else 0.0

@@ -78,6 +78,22 @@ def test_rejections(rule: str, bound: str, kept: list[int]) -> None:
     assert found.metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 - sum(kept) / 5)
 
 
+@pytest.mark.parametrize("rule", ["token_k1", "seq_sum_k1", "seq_mean_k1"])
+def test_bounds_of_k1_are_on_the_rollouts_probability_over_the_policys_as_in_verl(rule: str) -> None:
+    """One token that the engine drew with four times the policy's probability, and one with a quarter of it."""
+    old, rollout = torch.tensor([0.1, 0.4]).log(), torch.tensor([0.4, 0.1]).log()
+
+    def kept(bounds: str) -> list[float]:
+        rules = config(rollout_rs=rule, rollout_rs_threshold=bounds)
+        return rollout_correction(old, rollout, torch.ones(2), torch.tensor([1, 1]), rules).mask.tolist()
+
+    assert kept("0.5_5.0") == [1.0, 0.0] and kept("0.2_2.0") == [0.0, 1.0] and kept("5.0") == [1.0, 1.0]
+    weights = rollout_correction(
+        old, rollout, torch.ones(2), torch.tensor([1, 1]), config(rollout_is="token", rollout_is_threshold="0.5_5.0")
+    ).weights
+    assert weights is not None and weights.tolist() == pytest.approx([0.0, 4.0]), "the bounds of weights are on the inverse"
+
+
 def test_a_veto_takes_the_whole_answer() -> None:
     found = correct(rollout_token_veto_threshold=0.3)
     assert found.mask.tolist() == [0, 1, 1, 0, 0, 0, 0, 0]

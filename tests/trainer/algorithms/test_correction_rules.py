@@ -23,5 +23,5 @@ def test_bounds_that_make_no_sense_are_one_line() -> None:
         rejection_rules(config(rollout_rs="token_k1,seq_sum_k2"))
     with pytest.raises(ValueError, match=r"token_k2 takes one upper bound"):
         rejection_rules(config(rollout_rs="token_k2", rollout_rs_threshold="0.1_0.2"))
-    with pytest.raises(ValueError, match=r"token_k1 takes bounds of the ratio"):
+    with pytest.raises(ValueError, match=r"token_k1 takes bounds of pi_rollout / pi_old"):
         rejection_rules(config(rollout_rs="token_k1", rollout_rs_threshold="0.5"))

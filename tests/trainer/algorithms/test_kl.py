@@ -1,10 +1,14 @@
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.schema.ppo import KLControlConfig
-from trainer.algorithms.kl import KLController, kl_estimate, reward_with_kl
+from tests.trainer.algorithms.plain import defaults
+from trainer.algorithms.kl import KLController, apply_kl_penalty, kl_estimate, reward_with_kl
+from workers.batch import Batch
 
 
 def test_k1_and_k3_are_unbiased_and_k3_is_never_negative() -> None:
@@ -73,3 +77,34 @@ def test_a_token_counts_at_most_so_much_in_the_reward_and_all_of_it_in_what_is_t
     assert kl.tolist() == [5.0, -7.0, -0.5, 0.0] and rewards.tolist() == pytest.approx([-0.2, 0.2, 0.05, 0.0])
     unbounded, _ = reward_with_kl(torch.zeros(4), log_probs, ref, mask, "kl", 0.1, None)
     assert unbounded.tolist() == pytest.approx([-0.5, 0.7, 0.05, 0.0])
+
+
+def penalised(lengths: list[int], log_ratio: torch.Tensor, mask: torch.Tensor, target: float) -> tuple[dict[str, float], float]:
+    """Metrics, and the coefficient after an update of an adaptive controller that starts at 0.1."""
+    control = KLControlConfig(type="adaptive", kl_coef=0.1, horizon=1000, target_kl=target)
+    controller = KLController.start(control)
+    tokens = {"old_log_probs": log_ratio, "ref_log_probs": torch.zeros_like(log_ratio), "response_mask": mask}
+    algorithm = dataclasses.replace(defaults().algorithm, kl_penalty="kl", kl_clip=None, kl_ctrl=control)
+    rewards, metrics = apply_kl_penalty(Batch(torch.tensor(lengths), tokens), torch.zeros(len(mask)), algorithm, controller)
+    assert torch.equal(rewards, -0.1 * log_ratio * mask) and metrics["actor/reward_kl_penalty_coeff"] == 0.1
+    return metrics, controller.coefficient
+
+
+def test_an_adaptive_coefficient_follows_the_mean_over_responses_not_over_tokens() -> None:
+    """Two tokens of KL 1 and 98 of KL 0: 0.5 by response, 0.02 by token, and the target between them."""
+    log_ratio = torch.cat([torch.ones(2), torch.zeros(98)])
+    metrics, coefficient = penalised([2, 98], log_ratio, torch.ones(100), target=0.1)
+    assert metrics["actor/reward_kl_penalty"] == 0.5 and coefficient == pytest.approx(0.1 * (1 + 0.2 * 2 / 1000))
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9)), min_size=1, max_size=9), st.integers(0, 999))
+def test_the_penalty_that_is_logged_is_verls(rows: list[tuple[int, int]], seed: int) -> None:
+    """verl pads: masked_mean(kl, mask, axis=-1), then the mean over the batch."""
+    generator = torch.Generator().manual_seed(seed)
+    padded = torch.randn(len(rows), 9, generator=generator, dtype=torch.float64)
+    shown = torch.tensor([[position < response for position in range(9)] for _, response in rows]).double()
+    verl = ((padded * shown).sum(-1) / (shown.sum(-1) + 1e-8)).mean()
+    parts = [torch.cat([torch.zeros(prompt), padded[i, :response]]) for i, (prompt, response) in enumerate(rows)]
+    masks = [torch.cat([torch.zeros(prompt), torch.ones(response)]) for prompt, response in rows]
+    metrics, _ = penalised([len(part) for part in parts], torch.cat(parts), torch.cat(masks).double(), target=0.1)
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(float(verl), abs=1e-7)

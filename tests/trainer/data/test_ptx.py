@@ -1,5 +1,6 @@
 """The stream of texts: how many rows go along with a mini-batch, with which weights, and where it goes on."""
 
+import random
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from tests.trainer.data.tokenizers import byte_tokenizer, data_config
 from tests.workers.engine.toy import toy_batch
 from trainer.data.ptx import PtxStream, ptx_stream
 from workers.batch import Batch
+from workers.engine.shared_prompts import Prompts
+from workers.plan import Limits, SharedRows
 
 TOKENS = [12, 13, 17, 15, 14]  # of the rows below, with <user>, <a> and <eos>
 
@@ -54,6 +57,27 @@ def test_what_the_mini_batch_was_stays_and_the_rest_is_marked(tmp_path: Path) ->
     mask, weight = texts.tokens["response_mask"], texts.tokens["loss_weight"]
     assert float(weight.sum()) == pytest.approx(0.3) and weight[mask.bool()].unique().numel() == 1 and not weight[mask == 0].any()
     assert 0 < mask.sum() < texts.total_tokens and not texts.tokens["wide"].any() and not texts.tokens["advantages"].any()
+
+
+def test_no_micro_batch_has_more_tokens_than_the_cap_whatever_the_data_rows_are(tmp_path: Path) -> None:
+    """Each data row has its own prompt; a text that counted as one of its answers would count its prompt as computed already."""
+    texts, draw = stream(tmp_path, 0.5, ratio=1.0), random.Random(1)
+    for _ in range(3000):
+        groups = [(uid, draw.randint(1, 40), draw.randint(1, 3)) for uid in draw.sample(range(4), draw.randint(1, 3))]
+        rows = [(uid, prompt, prompt + draw.randint(1, 40)) for uid, prompt, n in groups for _ in range(n)]
+        uid, prompts, lengths = (torch.tensor(column) for column in zip(*rows, strict=True))
+        ids = torch.repeat_interleave(1000 + uid, lengths)
+        columns = {"input_ids": ids, "response_mask": torch.ones(len(ids)), "loss_weight": torch.ones(len(ids))}
+        mixed = texts.beside(Batch(lengths, columns, {"uid": uid, "prompt_length": prompts}))
+        lengths_of, cap = mixed.lengths.tolist(), int(mixed.lengths.max()) + draw.randint(0, 60)
+        planned = SharedRows(lengths_of, mixed.rows["prompt_length"].tolist(), mixed.rows["uid"].tolist())
+        computed = Prompts.of(mixed)
+        assert computed is not None
+        plan = planned.plan(draw.randint(1, 2), Limits(max_tokens=cap))
+        for part in (part for cut in plan.rows_by_rank() for part in cut if part):
+            chosen = [lengths_of[row] for row in part]
+            shared = computed.shared(part, chosen, torch.device("cpu"))
+            assert (sum(chosen) if shared is None else len(shared.computed)) <= cap
 
 
 def test_it_goes_on_where_it_was_in_another_order_each_epoch(tmp_path: Path) -> None:

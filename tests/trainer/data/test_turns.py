@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from tests.trainer.data.tokenizers import byte_tokenizer
@@ -19,8 +21,16 @@ MARKED = (
     "{% generation %}{{ m.content }}{{ end }}{% endgeneration %}{% else %}{{ m.content }}{{ end }}{% endif %}"
     "{{ line }}{% endfor %}"
 )
-# As Qwen3's: what the assistant thought is written in its last turn alone.
-THINKS = ENDED.replace("{{ m.content }}", "{% if loop.last and m.role == 'assistant' %}<think>{% endif %}{{ m.content }}")
+# In the manner of Qwen3 (room for thoughts in the last turn alone), Phi-3 (EOS behind all) and GPT-OSS (another last end).
+QWEN3 = (
+    ENDED.replace("{{ m.content }}", "{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}{{ m.content }}")
+    + ASKED
+)
+PHI3 = ENDED + "{% if add_generation_prompt %}<|assistant|>{% else %}<eos>{% endif %}"
+GPT_OSS = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}<final>{% endif %}{{ m.content }}"
+    "{% if loop.last and m.role == 'assistant' %}<eos>{% else %}{{ end }}{% endif %}{% endfor %}" + ASKED
+)
 CHAT = [
     {"role": "system", "content": "be kind"},
     {"role": "user", "content": "hi"},
@@ -89,10 +99,62 @@ def test_the_template_gets_its_arguments(tmp_path: Path) -> None:
     assert reader.decode(turns.ids).startswith("!<|system|>") and trained(reader, turns) == ["hello<eos>", "no<eos>"]
 
 
-def test_a_template_that_rewrites_earlier_turns_is_told(tmp_path: Path) -> None:
-    reader = tokenizer(THINKS + ASKED)
-    with pytest.raises(ValueError, match=r"chats\.jsonl, row 1, message 2: which tokens .* otherwise than in the whole"):
-        encode(tmp_path, reader, [CHAT[1], CHAT[2]], CHAT)
+@pytest.mark.parametrize(("template", "end"), [(QWEN3, "<end>"), (QWEN3, "<eos>"), (PHI3, "<end>"), (GPT_OSS, "<end>")])
+def test_a_last_turn_that_is_written_in_another_way_is_learnt_and_so_are_those_before_it(
+    tmp_path: Path, template: str, end: str
+) -> None:
+    reader = tokenizer(template, end=end)
+    chats = [CHAT, CHAT[1:], [*CHAT[1:3], *CHAT[1:]], [*CHAT[1:], *CHAT[3:], *CHAT[3:]]]
+    for chat, turns in zip(chats, encode(tmp_path, reader, *chats), strict=True):
+        whole = reader.apply_chat_template(chat, tokenize=False)
+        assert reader.decode(turns.ids) == whole
+        *first, last = (message["content"] for message in chat if message["role"] == "assistant")
+        learnt = {
+            QWEN3: ([f"{text}{end}" for text in first], f"<think></think>{last}{end}"),
+            PHI3: ([f"{text}{end}" for text in first], f"{last}{end}\n<eos>"),
+            GPT_OSS: ([f"<final>{content}" for content in first], f"<final>{last}<eos>"),
+        }[template]
+        assert trained(reader, turns) == [*learnt[0], learnt[1]]
+        assert turns.n_open == (len(first) if template == GPT_OSS else 0), "<|end|> stands where <|return|> is to be learnt"
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from([QWEN3, PHI3, GPT_OSS, ENDED + ASKED]),
+    st.lists(st.sampled_from(["", "a", " a\n", "ha ha", "user", "end>"]), min_size=2, max_size=9),
+)
+def test_a_turn_is_learnt_behind_the_prompt_that_it_is_asked_for_with(template: str, said: list[str]) -> None:
+    """Each run of trained tokens begins behind its turn's prompt and has that turn's content alone."""
+    reader = tokenizer(template, end="<end>")
+    contents = [f"{content}{i}." if content else "" for i, content in enumerate(said)]
+    chat = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    turns = TurnEncoder(reader, {}).chat("row 0", chat)
+    for i in range(1, len(chat), 2):
+        prompt = reader.apply_chat_template(chat[:i], tokenize=False, add_generation_prompt=True)
+        start = len(reader(prompt, add_special_tokens=False)["input_ids"])
+        until = start + np.flatnonzero(~np.append(turns.trained[start:], False))[0]
+        text = reader.decode(turns.ids[start:until])
+        assert contents[i] in text and sum(f"{other}." in text for other in range(len(chat))) == bool(contents[i])
+
+
+@pytest.mark.parametrize("opens", ["<think>", "<think></think>"])
+def test_a_turn_that_is_asked_for_behind_other_tokens_is_told(tmp_path: Path, opens: str) -> None:
+    """As DeepSeek's and Qwen3.5's prompts, which open what is thought."""
+    reader = tokenizer(QWEN3.replace("<|assistant|>{% endif %}", f"<|assistant|>{opens}{{% endif %}}"))
+    with pytest.raises(
+        ValueError, match=r"chats\.jsonl, row 1, message 2: which tokens .* is not how the whole conversation begins"
+    ):
+        encode(tmp_path, reader, [CHAT[1]], CHAT)
+
+
+def test_a_token_that_lies_across_the_end_of_a_turn_is_told(tmp_path: Path) -> None:
+    reader = tokenizer(QWEN3.replace("{{ end }}", "o"), end="")
+    reader.add_tokens(["oo"])
+    with pytest.raises(ValueError, match=r"row 0, message 2: which tokens .* a token lies across its end; mark them"):
+        encode(tmp_path, reader, CHAT)
+
+
+def test_marks_decide_where_there_are_some(tmp_path: Path) -> None:
     marked = tokenizer(MARKED.replace("{% generation %}", "{% generation %}{% if loop.last %}<think>{% endif %}"))
     assert trained(marked, encode(tmp_path, marked, CHAT)[0]) == ["hello<eos>", "<think>no<eos>"]
 

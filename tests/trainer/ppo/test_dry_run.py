@@ -17,7 +17,10 @@ from trainer.ppo import assemble, dry_run
 from trainer.rewards.runner import RewardRunner
 
 FULL = "trainer.dry_run=full"
-SAVED = ("trainer.save_freq=2", "trainer.test_freq=2", "trainer.total_training_steps=4")
+SAVED = (
+    *("trainer.save_freq=2", "trainer.test_freq=2", "trainer.total_training_steps=4"),
+    *(f"actor_rollout_ref.actor.optim.{key}" for key in ("lr_scheduler_type=cosine", "lr=1e-4", "lr_warmup_steps=0")),
+)
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +89,14 @@ def test_the_configuration_is_the_runs_own_and_a_run_is_left_alone(
     steps = run_ppo(task, run_dir, *SAVED)
     assert len(steps) == 4 and (run_dir / "config.yaml").read_text() == ours
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
-    told = plan(task, run_dir, capsys, *SAVED, "trainer.total_training_steps=6")
+    changes = ("trainer.total_training_steps=6", "actor_rollout_ref.actor.optim.total_training_steps=8")
+    told = plan(task, run_dir, capsys, *SAVED, *changes)
     assert [line for line in told.splitlines() if line.startswith("note: would be resumed")] == [
-        "note: would be resumed with another trainer.total_training_steps: 4 -> 6"
+        "note: would be resumed with another actor_rollout_ref.actor.optim.total_training_steps: -1 -> 8",
+        "note: would be resumed with another trainer.total_training_steps: 4 -> 6",
     ]
+    jump = "the schedule had 4 training steps and has 8: the learning rate of step 5 goes from 1e-05 to 5.5e-05"
+    assert f"note: actor_rollout_ref.actor.optim: {jump}; actor_rollout_ref.actor.optim.total_training_steps=4 keeps" in told
     assert f"goes on from step 4: {run_dir}/global_step_4" in told and "6 steps (trainer.total_training_steps)" in told
     after = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
     written = after.keys() - before.keys()
@@ -97,7 +104,7 @@ def test_the_configuration_is_the_runs_own_and_a_run_is_left_alone(
     assert yaml.safe_load(after[run_dir / dry_run.BESIDE])["trainer"]["total_training_steps"] == 6
     other = ("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
     said = refused(task, run_dir, capsys, *SAVED, *other)
-    assert said.startswith("error: cannot resume with another configuration: ") and "data.train_batch_size: 8 -> 4" in said
+    assert "\nerror: cannot resume with another configuration: " in said and "data.train_batch_size: 8 -> 4" in said
     place = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={run_dir}/global_step_2")
     assert f"goes on from step 2: {run_dir}/global_step_2" in plan(task, tmp_path / "other", capsys, *SAVED, *place)
     weights = next((run_dir / "global_step_2" / "actor").glob("*.safetensors"))

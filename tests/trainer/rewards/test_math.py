@@ -1,9 +1,14 @@
+import logging
 import time
+from fractions import Fraction
 
+import math_verify
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from trainer.rewards.forkserver import fork_server
-from trainer.rewards.math import score, spelt
+from trainer.rewards.math import same, score, spelt
 
 SAME = [
     (r"\frac{1}{2}", "0.5"),
@@ -27,6 +32,14 @@ SAME = [
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
     (r"\pi/4", r"\frac{\pi}{4}"),
     ("5.", "5"),
+    ("6 3/4", r"\frac{27}{4}"),
+    ("x=6 3/4", "27/4"),
+    ("k=7", "7"),
+    ("n = 7", "n=7"),
+    ("1-1/2", "0.5"),
+    (r"\frac 1 2", "1/2"),
+    (r"1\,234", "1234"),
+    ("0,111", "0.111"),  # a decimal comma, as math-verify reads it
 ]
 DIFFERENT = [
     ("3", "4"),
@@ -38,6 +51,22 @@ DIFFERENT = [
     (r"5\text{ or }6", "5"),
     ("", "5"),
     ("", "x"),
+    ("6 3/4", "63/4"),
+    ("3 1/2", r"\frac{31}{2}"),
+    ("1-1/2", "3/2"),
+    ("5 6", "56"),
+    (r"5\quad 6", "56"),
+    (r"5\text{ }6", "56"),
+    (r"5^\circ 6", "56"),
+    ("5$ $6", "56"),
+    ("5 .6", "5.6"),
+    ("2 3x", "23x"),
+    ("1, 234", "1234"),
+    ("1234,567", "1234567"),
+    ("0,500", "500"),
+    ("00,500", "500"),
+    ("x=3", "y=3"),
+    ("x=1/2", "y=1/2"),
 ]
 
 
@@ -70,7 +99,6 @@ def test_the_ground_truth_may_be_a_solution() -> None:
         (r"\tfrac{3}{4}", r"\frac34"),
         (r"\sqrt3", r"\sqrt{3}"),
         ("3/4", r"\frac{3}{4}"),
-        ("k=7", "7"),
         (r"12\text{ miles}", "12"),
         (r"\textbf{(B)}", "(B)"),
         ("1,000", "1000"),
@@ -78,6 +106,53 @@ def test_the_ground_truth_may_be_a_solution() -> None:
 )
 def test_one_spelling(one: str, other: str) -> None:
     assert spelt(one) == spelt(other)
+
+
+OTHERWISE_IN_MATH_VERIFY = {
+    *(("6 3/4", r"\frac{27}{4}"), ("x=6 3/4", "27/4"), (r"1\,234", "1234"), ("5.", "5"), (r"50\%", "50")),
+    *(("0.333333", r"\frac{1}{3}"), (r"5\text{ }6", "56")),
+}
+"""math-verify reads no mixed numbers without LaTeX, no thin spaces, no full stop, 50% as 1/2 alone. It rounds to six digits, and
+drops text between digits."""
+
+
+@pytest.mark.parametrize(("answer", "truth"), [*SAME, *DIFFERENT])
+def test_math_verify_agrees(answer: str, truth: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # it logs what it cannot parse
+    parsed = [math_verify.parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (truth, answer)]
+    agrees = math_verify.verify(*parsed, timeout_seconds=None) == ((answer, truth) in SAME)
+    assert agrees != ((answer, truth) in OTHERWISE_IN_MATH_VERIFY)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 99), st.integers(1, 9), st.integers(2, 9), st.sampled_from([" ", r"\ ", r"\;", "~"]))
+def test_a_mixed_number_is_its_value_and_no_other_fraction(whole: int, top: int, bottom: int, space: str) -> None:
+    mixed, value = f"{whole}{space}{top}/{bottom}", whole + Fraction(top, bottom)
+    assert same(mixed, f"\\frac{{{value.numerator}}}{{{value.denominator}}}")
+    glued = Fraction(int(f"{whole}{top}"), bottom)
+    for truth in (f"{whole}{top}/{bottom}", f"\\frac{{{whole}{top}}}{{{bottom}}}"):
+        assert same(mixed, truth) is same(truth, mixed) is (value == glued)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.from_regex(r"[0-9]{2,6}", fullmatch=True), st.data(), st.sampled_from([" ", r"\ ", r"\:", "~", r"\text{ }", "\n"]))
+def test_digits_with_white_space_between_are_not_one_number(digits: str, data: st.DataObject, space: str) -> None:
+    at = data.draw(st.integers(1, len(digits) - 1))
+    assert not same(digits[:at] + space + digits[at:], digits) and not same(digits, digits[:at] + space + digits[at:])
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from("abknxyz"), st.sampled_from("abknxyz"), st.integers(-99, 99))
+def test_two_names_of_variables_are_one_or_the_answer_is_wrong(one: str, other: str, value: int) -> None:
+    assert same(f"{one}={value}", f"{other} = {value}") is (one == other)
+    assert same(f"{one} = {value}", f"{value}") and same(f"{value}", f"${one}={value}$")
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 999), st.integers(0, 999))
+def test_thousands_are_grouped_behind_a_first_digit_that_is_not_zero(first: int, rest: int) -> None:
+    assert same(f"{first},{rest:03}", f"{first * 1000 + rest}") is (first > 0 or rest == 0)
+    assert not same(f"0{first},{rest:03}", f"{first * 1000 + rest}") or first == rest == 0
 
 
 ADVERSARIAL = {

@@ -46,7 +46,24 @@ def test_value_of_what_is_a_number(text: str, number: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "x", "2x", "1,2", "(1,2)", "3 4", "1/0", r"\frac{1}{0}", "9" * 101, "1e101", "2^3", r"\sqrt{4}", "1\0"]
+    "text",
+    [
+        "",
+        "x",
+        "2x",
+        "1,2",
+        "(1,2)",
+        "3 4",
+        "1/0",
+        r"\frac{1}{0}",
+        "9" * 101,
+        "1e101",
+        "2^3",
+        r"\sqrt{4}",
+        "1\0",
+        "0,500",
+        "1-1/2",
+    ],
 )
 def test_what_is_no_number_or_more_than_one(text: str) -> None:
     assert value_of(text) is None
@@ -54,6 +71,10 @@ def test_what_is_no_number_or_more_than_one(text: str) -> None:
 
 def test_a_minus_is_a_sign_where_nothing_stands_before_it() -> None:
     assert [value.number for value in values("10-5 = 5, x=-3, (-2), 7 -4")] == [10, 5, 5, -3, -2, 7, -4]
+
+
+def test_a_number_in_a_sentence_groups_no_thousands_from_a_zero_on_and_may_be_hyphenated() -> None:
+    assert [value.number for value in values("0,500 and 1,000,500 of 1-1/2")] == [1000500, Fraction(3, 2)]
 
 
 @pytest.mark.parametrize(

@@ -37,3 +37,21 @@ def test_saved_in_the_background_resumed_and_exported(task: Path, tmp_path: Path
     assert main_export.PROGRAM([f"checkpoint={tmp_path}/broken", f"output={tmp_path}/model"]) == 0
     models = [AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("model", "exported")]
     assert all((one == other).all() for one, other in zip(*(model.parameters() for model in models), strict=True))
+
+
+def test_a_rate_that_jumps_when_a_run_gets_longer_is_told_with_the_arithmetic(
+    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cosine = ("optim.lr_scheduler_type=cosine", "optim.lr=1e-4", "optim.lr_warmup_steps=0")
+    run(task, tmp_path, *cosine, "trainer.total_training_steps=2")
+    assert "learning rate" not in capsys.readouterr().err
+    longer = ("trainer.total_training_steps=4",)
+    steps = run(task, tmp_path, *cosine, *longer, "optim.total_training_steps=2", "trainer.save_freq=-1")
+    assert "learning rate" not in capsys.readouterr().err and [step["train/lr"] for step in steps] == [1e-4, 5e-5, 0.0, 0.0]
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2\n")
+    steps = run(task, tmp_path, *cosine, *longer)
+    assert (
+        "note: optim: the schedule had 2 training steps and has 4: the learning rate of step 3 goes from 0 to 5e-05; "
+        "optim.total_training_steps=2 keeps the old schedule\n"
+    ) in capsys.readouterr().err
+    assert [step["train/lr"] for step in steps] == pytest.approx([1e-4, 5e-5, 5e-5, 1.464e-5], rel=1e-3)

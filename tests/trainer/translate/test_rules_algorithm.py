@@ -84,12 +84,12 @@ def test_a_reward_function_is_to_be_written_anew() -> None:
         ("--vllm_is_truncated_threshold 0.5 3", {"rollout_is": "token", "rollout_is_threshold": "3"}),
         ("--use_icepop --vllm_is_truncated_threshold 0.5 3", {"rollout_is": "token", "rollout_is_threshold": "0.5_3"}),
         (
-            "--vllm_is_correction_type seq-mask-tis --vllm_is_truncated_threshold 0.9 1.1",
+            "--vllm_is_correction_type seq-mask-tis --vllm_is_truncated_threshold 0.5 5",
             {
                 "rollout_is": "token",
                 "rollout_is_threshold": "1000000",
                 "rollout_rs": "seq_mean_k1",
-                "rollout_rs_threshold": "0.9_1.1",
+                "rollout_rs_threshold": "0.2_2",  # of the inverse ratio
             },
         ),
     ],

@@ -145,6 +145,27 @@ def test_bfloat16_is_summed_in_float32() -> None:
     assert weight.grad.dtype == torch.bfloat16
 
 
+def test_the_gradient_of_a_bfloat16_head_is_as_exact_as_the_plain_way() -> None:
+    """One product over all positions rounds dW once, and so do many chunks: their products are not rounded one by one."""
+    hidden, weight, _, targets = inputs(4096, 200, 64, torch.bfloat16)
+    signs = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+
+    def gradient(dtype: torch.dtype, chunk: int | None) -> Tensor:
+        states, head = (x.detach().clone().to(dtype).requires_grad_() for x in (hidden, weight / 8))
+        if chunk is None:
+            log_probs = (states @ head.T).to(torch.promote_types(dtype, torch.float32)).log_softmax(-1)
+            log_probs = log_probs.gather(1, targets[:, None])[:, 0]
+        else:
+            log_probs, _ = head_log_probs(states, head, None, targets, temperature=1.0, want_entropy=False, chunk=chunk)
+        (log_probs * signs).sum().backward()
+        assert head.grad is not None
+        return head.grad.double()
+
+    exact = gradient(torch.float64, None)
+    plainly, by_chunks = ((gradient(torch.bfloat16, chunk) - exact).abs().mean() for chunk in (None, 32))
+    assert by_chunks < 1.02 * plainly
+
+
 class Largest(TorchDispatchMode):
     """The largest tensor that any operation makes, forward and backward."""
 
