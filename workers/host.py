@@ -58,8 +58,8 @@ class Host:
         else:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
             keep_freed_memory()
-        if info.master_addr.startswith("127."):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if (interface := interface_to(info.master_addr)) is not None:  # gloo: that of the host's name, 127.0.1.1 on Debian
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         self._limit = limit = timedelta(seconds=collective_seconds)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
@@ -149,6 +149,16 @@ class Host:
         gc.collect()
         dist.destroy_process_group()
         self._opened.close()
+
+
+def interface_to(address: str) -> str | None:
+    """The network interface through which this machine reaches ``address``; None if no interface has the source address."""
+    family, kind, protocol, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]  # any port: nothing is sent
+    with socket.socket(family, kind, protocol) as trial:
+        trial.connect(target)
+        source = trial.getsockname()[0]
+    names = [name for name, found in psutil.net_if_addrs().items() if source in {one.address.split("%")[0] for one in found}]
+    return names[0] if names else None
 
 
 def meeting_point(info: WorkerInfo, limit: timedelta) -> dist.Store:
