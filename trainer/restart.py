@@ -23,6 +23,8 @@ from workers.controller.stop import graceful_stop
 
 MOST_IN_VAIN = 2
 """Restarts, one after the other, that may get no further than what went before them."""
+LOST_AT_MOST = 2
+"""Steps that a restart for want of memory may repeat where nothing says how many the user would."""
 MENDED_BY_USER = ("ValueError", "FileNotFoundError")
 
 
@@ -57,7 +59,9 @@ class Lifetime:
     def fell(self, error: Exception) -> None:
         """After an attempt. Raises the error if that is the end, and Stopped if the run was to stop anyway.
 
-        When memory ran out among several ranks, the next attempt has a smaller budget: such a restart counts as none.
+        When memory ran out among several ranks, the next attempt has a smaller budget: such a restart counts as none. Where it
+        would lose more than LOST_AT_MOST steps that no trainer.save_freq has saved, it is one of trainer.max_restarts, and
+        ValueError says what to do if there are none.
         """
         self.stopping.check(fell=True)
         cause, events = str(error).partition("\n")[0], Events(self.run_dir)
@@ -65,8 +69,13 @@ class Lifetime:
         if isinstance(error, WorkerError) and error.kind == "OutOfMemory":
             for budget in self._budgets.values():
                 budget.tell(events, step)
-            self._go_on(events, step, f"in smaller micro-batches: {cause}")
-            return
+            found = self._found()
+            lost = step - (found.step if found is not None else 0)
+            if lost <= LOST_AT_MOST or (found is not None and self.trainer.save_freq > 0):
+                self._go_on(events, step, f"in smaller micro-batches: {cause}", found)
+                return
+            if self.trainer.max_restarts == 0:
+                raise self._out_of_memory(events, step, lost, cause) from error
         if self.trainer.max_restarts == 0 or (isinstance(error, WorkerError) and error.kind in MENDED_BY_USER):
             raise error
         self._in_vain = self._in_vain + 1 if self._reached == self.stopping.furthest else 0
@@ -76,7 +85,7 @@ class Lifetime:
             events.add(step, "gave up", f"after {self._restarts} restarts ({why}): {cause}")
             raise error
         self._restarts += 1
-        self._go_on(events, step, f"{self._restarts} of {self.trainer.max_restarts}: {cause}")
+        self._go_on(events, step, f"{self._restarts} of {self.trainer.max_restarts}: {cause}", self._found())
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
@@ -99,9 +108,23 @@ class Lifetime:
         trainer = self.trainer
         return resolve_resume(trainer.resume_mode, trainer.resume_from_path, self.run_dir, trainer.checkpoint.remote_dir)
 
-    def _go_on(self, events: Events, step: int, text: str) -> None:
+    def _found(self) -> Checkpoint | None:
+        """What a restart goes on from."""
         own = resolve_resume("auto", None, self.run_dir, None) if self.started else None
-        self._resume = own or self._asked_for()
+        return own or self._asked_for()
+
+    def _out_of_memory(self, events: Events, step: int, lost: int, cause: str) -> ValueError:
+        """What to do where a restart would repeat ``lost`` steps and nothing allows it."""
+        why = f"memory ran out in step {step + 1}, and a restart in halved micro-batches would repeat {lost} steps: {cause}"
+        events.add(step, "gave up", why)
+        keys = ", ".join(budget.key for budget in self._budgets.values() if budget.most is not None) or "the micro-batch size"
+        return ValueError(
+            f"{why}. Halve {keys} (the gradient is the same), set trainer.save_freq (it is {self.trainer.save_freq}), and start "
+            f"again: {goes_on(self.run_dir)}. trainer.max_restarts=1 would allow the restart"
+        )
+
+    def _go_on(self, events: Events, step: int, text: str, found: Checkpoint | None) -> None:
+        self._resume = found
         self.restarted = True
         where = f"step {self._resume.step}" if self._resume is not None else "the beginning"
         events.add(step, "restart", f"{text}; it goes on from {where}")
