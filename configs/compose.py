@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from configs.argv import CommandLine, normalise
 from configs.keys import ConfigError, did_you_mean
 from configs.load import load
-from configs.points import Point, Result, SweepStart, Value, read_results, swept
+from configs.points import Point, Result, SweepInUse, SweepStart, Value, read_results, swept
 from configs.secret_names import hidden_lines
 from configs.slurm import slurm_walltime
 
@@ -95,6 +95,7 @@ def run_jobs(command: CommandLine, root: str, job: Callable[[Tree, Point | None]
         raise ConfigError(f"{SLURM}: there is no srun on this machine; use a login node, or hydra/launcher=submitit_local")
     SweepStart.directory = None
     with ExitStack() as stack:
+        SweepStart.held = stack
         settings = list(SETTINGS)
         if DRY_RUNS & {*command.overrides}:  # leaves no file, where a sweep leaves its multirun.yaml
             settings.append(f"hydra.sweep.dir={stack.enter_context(TemporaryDirectory())}")
@@ -166,6 +167,8 @@ def _one_line_errors() -> Iterator[None]:
         yield
     except ConfigError:
         raise
+    except SweepInUse as error:
+        raise ConfigError(str(error)) from error
     except MissingConfigException as error:
         group, _, option = (error.missing_cfg_file or "").rpartition("/")
         options = error.options or []

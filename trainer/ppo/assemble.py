@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from configs.checks_batches import wants_ref
 from configs.checks_placement import placement_of
+from configs.locks import locked
 from configs.pools import Placement
 from configs.rules import wants_truth
 from configs.schema.ppo import ActorConfig, CriticConfig, PPOConfig
@@ -67,12 +68,14 @@ def run(config: PPOConfig, notices: Sequence[str], loggers: Sequence[Logger] = (
     """Train as ``config`` says, and leave a report. notices: what the user was told about the configuration. loggers: beside
     those of trainer.logger."""
     check_installed(config.actor_rollout_ref.rollout.name)
-    life = Lifetime(config.trainer, Path(config.trainer.default_local_dir), loggers)
-    try:
-        keep_going(life, lambda: attempt(config, life), hushed=not config.ray_kwargs.ray_init.get("log_to_driver"))
-    finally:
-        if life.started:
-            finish(life.run_dir)
+    run_dir = Path(config.trainer.default_local_dir)
+    with locked(run_dir, "trainer.default_local_dir"):
+        life = Lifetime(config.trainer, run_dir, loggers)
+        try:
+            keep_going(life, lambda: attempt(config, life), hushed=not config.ray_kwargs.ray_init.get("log_to_driver"))
+        finally:
+            if life.started:
+                finish(run_dir)
 
 
 def attempt(config: PPOConfig, life: Lifetime) -> None:
