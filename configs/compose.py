@@ -73,7 +73,8 @@ def _tree_of(command: CommandLine, root: str) -> Tree:
 def run_jobs(command: CommandLine, root: str, job: Callable[[Tree, Point | None], Value]) -> list[Result]:
     """What the command line asks of Hydra: the job once, or once for each point of a sweep, or --cfg, --info and the like.
 
-    In a sweep every job has its own trainer.default_local_dir, and its value goes to the sweeper. ``job`` raises no Exception.
+    In a sweep every job has its own trainer.default_local_dir and trainer.checkpoint.remote_dir, and its value goes to the
+    sweeper. ``job`` raises no Exception.
     Returns how its jobs ended, by number. Raises ConfigError.
     """
     if not command.flags and not any("hydra" in text for text in command.overrides):  # hydra.main would compose twice
@@ -86,6 +87,9 @@ def run_jobs(command: CommandLine, root: str, job: Callable[[Tree, Point | None]
             return job(tree, None)
         if not _sweeps_over_directories(command):
             tree.trainer.default_local_dir = f"{tree.trainer.default_local_dir}/{HydraConfig.get().job.num}"
+            checkpoint = tree.trainer.get("checkpoint", {})
+            if checkpoint.get("remote_dir") is not None:
+                checkpoint.remote_dir = f"{checkpoint.remote_dir}/{HydraConfig.get().job.num}"
         launcher = HydraConfig.get().launcher
         if "signal_delay_s" in launcher and tree.trainer.get("walltime", "") is None:
             tree.trainer.walltime = slurm_walltime(launcher.timeout_min, launcher.signal_delay_s)

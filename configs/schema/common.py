@@ -149,6 +149,7 @@ class WorkersConfig(ProgramConfig):
 class CheckpointConfig:
     async_save: bool
     remote_dir: str | None
+    max_remote_ckpt_to_keep: Positive | None
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -168,6 +169,7 @@ class RunConfig(WorkersConfig):
     logger: list[str]
     total_epochs: Positive
     total_training_steps: Positive | None
+    save_freq: int
     checkpoint: CheckpointConfig
     best_metric: str | None
     objective: str | None

@@ -198,6 +198,14 @@ def test_every_job_of_a_sweep_has_its_own_run_directory(tmp_path: Path, monkeypa
     }
 
 
+def test_jobs_of_a_sweep_do_not_share_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would replace each other's checkpoints of the same step."""
+    monkeypatch.chdir(tmp_path)
+    asked = ("-m", "trainer.checkpoint.remote_dir=s3://bucket/grid", "trainer.seed=4,5", "trainer.dry_run=config")
+    assert [one.trainer.checkpoint.remote_dir for one in jobs(*asked)] == ["s3://bucket/grid/0", "s3://bucket/grid/1"]
+    assert {one.trainer.checkpoint.remote_dir for one in jobs("-m", "trainer.seed=4,5", "trainer.dry_run=config")} == {None}
+
+
 @pytest.mark.parametrize("typed", ["trainer.default_local_dir=a,b", "trainer.default_local_dir=x-${hydra:job.num}"])
 def test_a_sweep_that_names_its_directories_keeps_them(typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
