@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from configs.points import Status
-from configs.schema.common import RunConfig
+from configs.schema.common import RunConfig, is_ever
 from trainer.budget import Budget
 from trainer.checkpoint import Checkpoint, resolve_resume
 from trainer.entry import Stopped
@@ -71,7 +71,7 @@ class Lifetime:
                 budget.tell(events, step)
             found = self._found()
             lost = step - (found.step if found is not None else 0)
-            if lost <= LOST_AT_MOST or (found is not None and self.trainer.save_freq > 0):
+            if lost <= LOST_AT_MOST or (found is not None and is_ever(self.trainer.save_freq)):
                 self._go_on(events, step, f"in smaller micro-batches: {cause}", found)
                 return
             if self.trainer.max_restarts == 0:

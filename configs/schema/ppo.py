@@ -365,6 +365,7 @@ class ReplayConfig:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class TrainerConfig(RunConfig):
+    save_freq: int
     test_freq: int
     log_val_generations: NonNegative
     rollout_data_dir: str | None

@@ -309,6 +309,7 @@ def test_as_many_copies_are_kept_as_asked_for_and_all_by_default(tmp_path: Path)
             saving.save(step, models(step), {}, {"score": score})
             saving.finish()
         assert checkpoints(elsewhere) == {f"global_step_{step}" for step in left}
+        assert {kind for _, kind, _ in told(run_dir)} == {"best checkpoint"}
 
 
 def test_a_copy_that_cannot_be_removed_is_told_and_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

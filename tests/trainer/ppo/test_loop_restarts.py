@@ -9,6 +9,7 @@ import ray.exceptions
 
 from configs.compose import compose
 from configs.schema.ppo import PPOConfig
+from configs.schema.sft import SFTConfig
 from tests.faults import loss_that, reward_that
 from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
 from tests.trainer.ppo.test_loop_stops import events_of
@@ -178,3 +179,11 @@ def test_how_much_a_restart_for_want_of_memory_may_repeat(
     assert life.restarted == restarts
     kept = life.resume() if restarts else None
     assert kept is None or kept.step == saved
+
+
+def test_a_supervised_run_that_saves_after_each_epoch_has_offered_an_epoch(task: Path, tmp_path: Path) -> None:
+    run_ppo(task, tmp_path, "trainer.total_training_steps=1", "trainer.save_freq=1")
+    life = Lifetime(compose("sft_trainer", SFTConfig, ["trainer.save_freq=after_each_epoch"]).trainer, tmp_path)
+    life.started, life.stopping.furthest = True, 40
+    life.fell(OUT_OF_MEMORY)
+    assert life.restarted
