@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Thread
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from workers.engine.base import SavedFile
 
 Result = TypeVar("Result")
+PIECE = 2**26  # bytes that are hashed and written at a time
+SAFETENSORS = {
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+"""The names of types in a header."""
 
 
 def in_background(work: Callable[[], Result]) -> Future[Result]:
@@ -27,6 +38,40 @@ def in_background(work: Callable[[], Result]) -> Future[Result]:
 
     Thread(target=run, name="save", daemon=True).start()
     return future
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> SavedFile:
+    """A safetensors file from the tensors where they lie, on disk when this returns. Its hash is made while it is written.
+
+    safetensors' own save_file brings all tensors to the host before it writes the first one, and its file would have to be read
+    again for the hash. Here a tensor of a device is copied when its turn comes. Raises OSError.
+    """
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # what is wider first: all are aligned
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name in names:
+        tensor, begin = tensors[name], end
+        end += tensor.nbytes
+        header[name] = {"dtype": SAFETENSORS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    with path.open("wb") as file, ThreadPoolExecutor(1) as hashing:
+        for part in (len(text).to_bytes(8, "little"), text, *(tensors[name] for name in names)):
+            data = memoryview(bytes_of(part) if isinstance(part, Tensor) else part)
+            for start in range(0, len(data), PIECE):
+                piece = data[start : start + PIECE]
+                hashed = hashing.submit(digest.update, piece)  # both leave the interpreter's lock to the other
+                file.write(piece)
+                hashed.result()
+        file.flush()
+        os.fsync(file.fileno())
+        return SavedFile(name=path.name, size=file.tell(), sha256=digest.hexdigest())
+
+
+def bytes_of(tensor: Tensor) -> np.ndarray:
+    """uint8, of the tensor's own memory where that is the host's and in one piece."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
 
 
 def saved_files(directory: Path, names: Iterable[str]) -> list[SavedFile]:
