@@ -13,8 +13,9 @@ from trainer.budget import Budget
 from trainer.checkpoint import Checkpoint, resolve_resume
 from trainer.entry import Stopped
 from trainer.events import Events
+from trainer.manifest import Damaged
 from trainer.outcome import write_outcome
-from trainer.run_dir import CONTROLLER_LOG, goes_on
+from trainer.run_dir import CONTROLLER_LOG, LATEST, checkpoint_steps, goes_on, write_atomic
 from trainer.stopping import Stopping
 from trainer.tracking import Logger
 from workers.controller.group import PhaseTimeout, WorkerError
@@ -44,6 +45,7 @@ class Lifetime:
         self._in_vain = 0
         self._reached: int | None = None  # the furthest step when it last fell
         self._resume: Checkpoint | None = None
+        self._taken: Checkpoint | None = None  # by the attempt that is under way
 
     def budget(self, role: str) -> Budget:
         return self._budgets.setdefault(role, Budget(role))
@@ -54,7 +56,27 @@ class Lifetime:
         found = self._resume if self.restarted else self._asked_for()
         if found is not None:
             tell(f"note: goes on from {found.path}")
+        self._taken = found
         return found
+
+    def damaged(self, damage: Damaged) -> None:
+        """After an attempt whose workers found the weights of its checkpoint damaged: the next one takes the one before it.
+
+        Raises ValueError if the user named the checkpoint, or there is no other.
+        """
+        taken = self._taken
+        assert taken is not None, "only a checkpoint is damaged"
+        if not self.restarted and self.trainer.resume_mode == "resume_path":
+            raise ValueError(f"trainer.resume_from_path: {damage}; take another one") from damage
+        before = [step for step in checkpoint_steps(self.run_dir) if step < taken.step]
+        if not before:
+            raise ValueError(
+                f"no checkpoint up to step {taken.step} is whole: {damage}. trainer.resume_mode=disable starts anew"
+            ) from damage
+        Events(self.run_dir).add(taken.step, "damaged checkpoint", f"{damage}; the one before it is taken")
+        write_atomic(self.run_dir / LATEST, str(before[-1]))
+        if self.restarted:
+            self._resume = self._found()
 
     def fell(self, error: Exception) -> None:
         """After an attempt. Raises the error if that is the end, and Stopped if the run was to stop anyway.
@@ -106,11 +128,12 @@ class Lifetime:
 
     def _asked_for(self) -> Checkpoint | None:
         trainer = self.trainer
-        return resolve_resume(trainer.resume_mode, trainer.resume_from_path, self.run_dir, trainer.checkpoint.remote_dir)
+        remote_dir = trainer.checkpoint.remote_dir
+        return resolve_resume(trainer.resume_mode, trainer.resume_from_path, self.run_dir, remote_dir, weights=False)
 
     def _found(self) -> Checkpoint | None:
         """What a restart goes on from."""
-        own = resolve_resume("auto", None, self.run_dir, None) if self.started else None
+        own = resolve_resume("auto", None, self.run_dir, None, weights=False) if self.started else None
         return own or self._asked_for()
 
     def _out_of_memory(self, events: Events, step: int, lost: int, cause: str) -> ValueError:
@@ -141,6 +164,8 @@ def keep_going(life: Lifetime, attempt: Callable[[], None], *, hushed: bool = Fa
         while True:
             try:
                 return attempt()
+            except Damaged as damage:
+                life.damaged(damage)
             except Exception as error:
                 if not (isinstance(error, WorkerError | PhaseTimeout) or is_rays_own(error)):
                     raise

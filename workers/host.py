@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import psutil
@@ -19,6 +20,7 @@ from workers.controller.group import WorkerInfo
 from workers.determinism import repeating_kernels
 from workers.engine import make_engine
 from workers.engine.base import EngineSpec, LossSpec
+from workers.engine.saving import hashes_of
 from workers.residency import Residency, Tenant
 from workers.roles.model import ModelRole
 from workers.roles.rollout import RolloutRole
@@ -126,6 +128,10 @@ class Host:
     def run(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of a role."""
         return getattr(self.roles[role], method)(*args, **kwargs)
+
+    def hash_files(self, directory: Path, names: Sequence[str]) -> dict[str, str]:
+        """{name: sha256} of this rank's part of the files: every world_size-th."""
+        return hashes_of(directory, names[self.info.rank :: self.info.world_size])
 
     def doubtful_kernels(self) -> list[str]:
         """With deterministic: those that have run so far and may not give the same bits again."""

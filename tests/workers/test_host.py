@@ -1,3 +1,4 @@
+import hashlib
 import os
 import socket
 import subprocess
@@ -5,6 +6,8 @@ import sys
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -71,6 +74,20 @@ def test_a_part_of_a_gpu_is_reserved_for_its_process(monkeypatch: pytest.MonkeyP
     for fraction in (0.25, 1.0):
         Host(replace(info(), local_rank=3), "cuda", 600.0, memory_fraction=fraction)
     assert told == [("device", 3), ("fraction", 0.25), ("device", 3)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_every_file_is_hashed_by_one_rank(tmp_path: Path, world_size: int) -> None:
+    names = [f"shard-{i}" for i in range(5)]
+    for name in names:
+        (tmp_path / name).write_text(name)
+    found: dict[str, str] = {}
+    for rank in range(world_size):
+        host = SimpleNamespace(info=replace(info(), rank=rank, world_size=world_size))
+        part = Host.hash_files(cast(Any, host), tmp_path, names)
+        assert len(part) <= -(-len(names) // world_size) and not found.keys() & part.keys()
+        found |= part
+    assert found == {name: hashlib.sha256(name.encode()).hexdigest() for name in names}
 
 
 def test_a_role_that_is_not_here_is_named() -> None:

@@ -31,6 +31,7 @@ from trainer.data.stream import PromptStream
 from trainer.determinism import KernelWatch
 from trainer.events import Events
 from trainer.generation.rollout import rollout_spec, sampling, validation_sampling
+from trainer.manifest import check_weights
 from trainer.metrics import peak_flops
 from trainer.models import Training, limits, start_model, value_head
 from trainer.ppo.engines import check_engines, reader, wants_critic
@@ -101,6 +102,8 @@ def opened(assembly: type[Assembly], config: PPOConfig, life: Lifetime, resume: 
         place = placement_of(config, has_critic=wants_critic(config))
         hosts = start_pools(backend, config.trainer, place, config.timeouts, engine=config.actor_rollout_ref.rollout.name)
         parts = assembly(config, place, hosts, life, tokenizer)
+        if resume is not None:
+            check_weights(resume, hosts, parts.watchdog)
         rewards.wait_ready()
         tracker = parts.tracker(life.run_dir, resume)
         stack.callback(tracker.close)

@@ -18,6 +18,7 @@ from trainer.data.chat import load_tokenizer
 from trainer.data.order import DataOrder
 from trainer.determinism import KernelWatch, worker_environment
 from trainer.events import Events
+from trainer.manifest import check_weights
 from trainer.metrics import Phases
 from trainer.models import Training, limits, start_model
 from trainer.report import finish
@@ -63,6 +64,8 @@ def attempt(config: Config, life: Lifetime) -> None:
         environment = worker_environment(deterministic)
         hosts = start_hosts(backend, trainer, config.timeouts, deterministic=deterministic, env=environment)
         watchdog = Watchdog(asdict(config.timeouts), run_dir)
+        if resume is not None:
+            check_weights(resume, {"model": hosts}, watchdog)
         tokenizer = load_tokenizer(config.model)
         task: Task = SFT(config, tokenizer) if isinstance(config, SFTConfig) else RewardModel(config, tokenizer)
         seed = trainer.seed if config.data.seed is None else config.data.seed

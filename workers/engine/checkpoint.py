@@ -60,7 +60,10 @@ class Shard:
     def write(self, directory: Path) -> SavedFile:
         """Raises OSError."""
         where = {name: {"saved_offsets": begin} for name, begin in self.offsets.items()}
-        return write_tensors(directory / self.file, self.tensors, {DCP_OFFSETS: json.dumps(where)})
+        try:
+            return write_tensors(directory / self.file, self.tensors, {DCP_OFFSETS: json.dumps(where)})
+        except OSError as error:  # that of a write does not name its file
+            raise OSError(error.errno, error.strerror, str(directory / self.file)) from error
 
 
 def save_shard(

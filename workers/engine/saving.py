@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Thread
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,10 +54,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         header[name] = {"dtype": SAFETENSORS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    digest = hashlib.sha256()
+    beginning = len(text).to_bytes(8, "little") + text
+    digest = hashlib.sha256(beginning)
     with path.open("wb") as file, ThreadPoolExecutor(1) as hashing:
-        for part in (len(text).to_bytes(8, "little"), text, *(tensors[name] for name in names)):
-            data = memoryview(bytes_of(part) if isinstance(part, Tensor) else part)
+        file.write(beginning)
+        for name in names:
+            data = bytes_of(tensors[name])
             for start in range(0, len(data), PIECE):
                 piece = data[start : start + PIECE]
                 hashed = hashing.submit(digest.update, piece)  # both leave the interpreter's lock to the other
@@ -69,9 +70,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         return SavedFile(name=path.name, size=file.tell(), sha256=digest.hexdigest())
 
 
-def bytes_of(tensor: Tensor) -> np.ndarray:
-    """uint8, of the tensor's own memory where that is the host's and in one piece."""
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The tensor's own memory where that is the host's and in one piece; else a copy's."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def saved_files(directory: Path, names: Iterable[str]) -> list[SavedFile]:
@@ -82,6 +83,12 @@ def saved_files(directory: Path, names: Iterable[str]) -> list[SavedFile]:
             os.fsync(file.fileno())
             found.append(SavedFile(name=name, size=os.fstat(file.fileno()).st_size, sha256=sha256_of(directory / name)))
     return found
+
+
+def hashes_of(directory: Path, names: Sequence[str]) -> dict[str, str]:
+    """The sha256 of each, several at a time."""
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        return dict(zip(names, pool.map(lambda name: sha256_of(directory / name), names), strict=True))
 
 
 def sha256_of(path: Path) -> str:

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.runs import make_task, metrics_of, repeatable
 from trainer import main_export, main_sft
-from trainer.run_dir import checkpoint_steps
+from trainer.run_dir import EVENTS, checkpoint_steps, read_lines
 
 
 @pytest.fixture(scope="module")
@@ -37,3 +37,13 @@ def test_saved_in_the_background_resumed_and_exported(task: Path, tmp_path: Path
     assert main_export.PROGRAM([f"checkpoint={tmp_path}/broken", f"output={tmp_path}/model"]) == 0
     models = [AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("model", "exported")]
     assert all((one == other).all() for one, other in zip(*(model.parameters() for model in models), strict=True))
+
+
+def test_damaged_weights_are_found_by_workers(task: Path, tmp_path: Path) -> None:
+    whole = run(task, tmp_path, "trainer.total_training_steps=3")
+    (shard,) = (tmp_path / "global_step_3/model").glob("*.safetensors")
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    again = run(task, tmp_path, "trainer.total_training_steps=4")
+    assert repeatable(again)[:3] == repeatable(whole)
+    (told,) = [event for event in read_lines(tmp_path / EVENTS) if event["kind"] == "damaged checkpoint"]
+    assert told["step"] == 3
