@@ -24,12 +24,12 @@ from configs.checks_stability import stability_notes, stability_problems
 from configs.keys import ConfigError
 from configs.reward_models import served_model
 from configs.rules import has_score
-from configs.schema.common import ModelConfig, RunConfig, ShardedConfig, WorkersConfig
+from configs.schema.common import ModelConfig, RunConfig, ShardedConfig, WorkersConfig, is_ever
 from configs.schema.evaluation import EvaluationConfig
 from configs.schema.generation import GenerationConfig
 from configs.schema.ppo import PPOConfig, RemoteScoringConfig, ReplayConfig, RewardConfig, ScoringConfig, TrainerConfig
 from configs.schema.serve_reward import ServeRewardConfig
-from configs.schema.supervised import SupervisedTrainerConfig, is_ever
+from configs.schema.supervised import SupervisedTrainerConfig
 from configs.secret_names import USER_IN_ADDRESS
 from configs.walltime import seconds_of
 

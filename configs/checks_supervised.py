@@ -11,9 +11,10 @@ from configs.checks_megatron import megatron_notes, megatron_problems, repeat_pr
 from configs.checks_parallel import data_parallel_size, parallel_notes, parallel_problems
 from configs.checks_precision import precision_problems
 from configs.keys import ConfigError
+from configs.schema.common import is_ever
 from configs.schema.reward_model import RewardModelConfig
 from configs.schema.sft import SFTConfig
-from configs.schema.supervised import SupervisedConfig, is_ever
+from configs.schema.supervised import SupervisedConfig
 
 
 def check_sft(config: SFTConfig, typed: Collection[str]) -> list[str]:

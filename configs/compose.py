@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from configs.argv import CommandLine, normalise
 from configs.keys import ConfigError, did_you_mean
 from configs.load import load
-from configs.points import Point, Result, SweepStart, Value, read_results, swept
+from configs.points import Point, Result, SweepInUse, SweepStart, Value, read_results, swept
 from configs.secret_names import hidden_lines
 from configs.slurm import slurm_walltime
 
@@ -73,7 +73,8 @@ def _tree_of(command: CommandLine, root: str) -> Tree:
 def run_jobs(command: CommandLine, root: str, job: Callable[[Tree, Point | None], Value]) -> list[Result]:
     """What the command line asks of Hydra: the job once, or once for each point of a sweep, or --cfg, --info and the like.
 
-    In a sweep every job has its own trainer.default_local_dir, and its value goes to the sweeper. ``job`` raises no Exception.
+    In a sweep every job has its own trainer.default_local_dir and trainer.checkpoint.remote_dir, and its value goes to the
+    sweeper. ``job`` raises no Exception.
     Returns how its jobs ended, by number. Raises ConfigError.
     """
     if not command.flags and not any("hydra" in text for text in command.overrides):  # hydra.main would compose twice
@@ -86,6 +87,9 @@ def run_jobs(command: CommandLine, root: str, job: Callable[[Tree, Point | None]
             return job(tree, None)
         if not _sweeps_over_directories(command):
             tree.trainer.default_local_dir = f"{tree.trainer.default_local_dir}/{HydraConfig.get().job.num}"
+            checkpoint = tree.trainer.get("checkpoint", {})
+            if checkpoint.get("remote_dir") is not None:
+                checkpoint.remote_dir = f"{checkpoint.remote_dir}/{HydraConfig.get().job.num}"
         launcher = HydraConfig.get().launcher
         if "signal_delay_s" in launcher and tree.trainer.get("walltime", "") is None:
             tree.trainer.walltime = slurm_walltime(launcher.timeout_min, launcher.signal_delay_s)
@@ -95,6 +99,7 @@ def run_jobs(command: CommandLine, root: str, job: Callable[[Tree, Point | None]
         raise ConfigError(f"{SLURM}: there is no srun on this machine; use a login node, or hydra/launcher=submitit_local")
     SweepStart.directory = None
     with ExitStack() as stack:
+        SweepStart.held = stack
         settings = list(SETTINGS)
         if DRY_RUNS & {*command.overrides}:  # leaves no file, where a sweep leaves its multirun.yaml
             settings.append(f"hydra.sweep.dir={stack.enter_context(TemporaryDirectory())}")
@@ -166,6 +171,8 @@ def _one_line_errors() -> Iterator[None]:
         yield
     except ConfigError:
         raise
+    except SweepInUse as error:
+        raise ConfigError(str(error)) from error
     except MissingConfigException as error:
         group, _, option = (error.missing_cfg_file or "").rpartition("/")
         options = error.options or []

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -11,11 +12,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
+from configs.locks import locked
+
 Status = Literal["finished", "interrupted", "failed", "not started"]
 Value = float | Literal["interrupted"] | None
 """What a job returns to the sweeper: trainer.objective, larger is better; None: there is none, or it failed."""
 INTERRUPTED: Literal["interrupted"] = "interrupted"
 POINTS = "points"
+SWEEP_LOCK = "sweep.lock"  # not a run's: a point may be in the sweep's own directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +68,22 @@ def read_results(sweep_dir: Path) -> list[Result]:
     return sorted(found, key=lambda result: result.number)
 
 
+class SweepInUse(BaseException):
+    """Another process sweeps in this directory. No Exception: Hydra makes warnings of those that a callback raises."""
+
+
 class SweepStart(Callback):
-    """Hydra calls it where a sweep is started, which may be another process than those of its jobs."""
+    """Hydra calls it where a sweep is started, which may be another process than those of its jobs. held: of that process; what
+    it enters stays until the sweep has ended."""
 
     directory: ClassVar[Path | None] = None
+    held: ClassVar[ExitStack]
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        SweepStart.directory = Path(config.hydra.sweep.dir)
+        directory = Path(config.hydra.sweep.dir)
+        try:
+            SweepStart.held.enter_context(locked(directory, "trainer.default_local_dir", SWEEP_LOCK))
+        except ValueError as error:
+            raise SweepInUse(*error.args) from error
+        SweepStart.directory = directory
         shutil.rmtree(SweepStart.directory / POINTS, ignore_errors=True)

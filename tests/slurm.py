@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tests.layout.source import ROOT
 
+# Slurm keeps a copy of the script, and so does this: submitit renames its file as soon as sbatch has returned.
 SBATCH = r"""#!/usr/bin/env bash
 id=$((7 + $(find "$SLURM_STAND_IN" -name "batch_*.sh" | wc -l)))
 cp "$1" "$SLURM_STAND_IN/batch_$id.sh"
@@ -15,7 +16,7 @@ fi
 for task in $(seq 0 "$(sed -n 's/^#SBATCH --array=0-\([0-9]*\)%.*/\1/p' "$1")"); do
   touch "$SLURM_STAND_IN/job_${id}_$task"
   SLURM_JOB_ID=$id$task SLURM_ARRAY_JOB_ID=$id SLURM_ARRAY_TASK_ID=$task SLURM_JOB_NUM_NODES=1 SLURM_NTASKS=1 \
-    SLURM_JOB_NODELIST=n1 "$SLURM_STAND_IN/node" "$1" "${id}_$task" </dev/null >/dev/null 2>&1 &
+    SLURM_JOB_NODELIST=n1 "$SLURM_STAND_IN/node" "$SLURM_STAND_IN/batch_$id.sh" "${id}_$task" </dev/null >/dev/null 2>&1 &
 done
 echo "Submitted batch job $id"
 """

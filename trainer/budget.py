@@ -8,6 +8,9 @@ from typing import Any
 from trainer.events import Events
 from workers.plan import Limits
 
+SIZES = {"actor": "actor_rollout_ref.actor.ppo_", "critic": "critic.ppo_", "model": "data."}
+"""By role: how the keys of its micro-batches' size begin."""
+
 
 class Budget:
     """Of one role. It outlives restarts, and is in checkpoints: a run does not run out of the same memory twice."""
@@ -45,6 +48,12 @@ class Budget:
             f"{self.role}: memory ran out in the update, at micro-batches of up to {had}; from now on they have {kept} at most "
             f"({said})"
         )
+
+    @property
+    def key(self) -> str:
+        """The key that says how large micro-batches of an update are. Of a budget that was halved."""
+        assert self.most is not None
+        return SIZES[self.role] + ("max_token_len_per_gpu" if self.most.max_tokens is not None else "micro_batch_size_per_gpu")
 
     def tell(self, events: Events, step: int) -> None:
         """Once for each time that memory ran out."""

@@ -61,11 +61,12 @@ class Stateful(Protocol):
     def load(self, state: dict[str, Any]) -> None: ...
 
 
-def find_latest(run_dir: Path, tell: Callable[[int, str], None] | None = None) -> Checkpoint | None:
+def find_latest(run_dir: Path, tell: Callable[[int, str], None] | None = None, *, weights: bool = True) -> Checkpoint | None:
     """The checkpoint that latest_checkpointed_iteration.txt names, or the last whole one before it; None without that file.
 
     The file may be edited to go back to an earlier step. tell: gets the step of what is damaged, and what is wrong with it; None:
-    it becomes an event of the run. Raises ValueError if the file names a step that is not there, or no checkpoint is whole.
+    it becomes an event of the run. weights: see read_checkpoint.
+    Raises ValueError if the file names a step that is not there, or no checkpoint is whole.
     """
     if not (run_dir / LATEST).exists():
         return None
@@ -79,7 +80,7 @@ def find_latest(run_dir: Path, tell: Callable[[int, str], None] | None = None) -
     wrong = []
     for step in reversed([step for step in present if step <= int(text)]):
         try:
-            return read_checkpoint(checkpoint_dir(run_dir, step))
+            return read_checkpoint(checkpoint_dir(run_dir, step), weights=weights)
         except Damaged as damage:
             wrong.append(str(damage))
             if tell is None:
@@ -89,24 +90,27 @@ def find_latest(run_dir: Path, tell: Callable[[int, str], None] | None = None) -
     raise ValueError(f"no checkpoint up to step {text} is whole: {'; '.join(wrong)}. trainer.resume_mode=disable starts anew")
 
 
-def find_up_to(run_dir: Path, step: int) -> Checkpoint | None:
-    """The newest checkpoint of ``step`` or an earlier one that can be gone on from, None if there is none."""
+def find_up_to(run_dir: Path, step: int, check: Callable[[Checkpoint], None]) -> Checkpoint | None:
+    """The newest checkpoint of ``step`` or an earlier one that can be gone on from, None if there is none. check: raises Damaged
+    for one whose weights are."""
     for earlier in reversed(checkpoint_steps(run_dir)):
         if earlier <= step:
             try:
-                return read_checkpoint(checkpoint_dir(run_dir, earlier))
+                checkpoint = read_checkpoint(checkpoint_dir(run_dir, earlier), weights=False)
+                check(checkpoint)
+                return checkpoint
             except Damaged as error:
                 Events(run_dir).add(earlier, "damaged checkpoint", f"{error}; an earlier one is taken")
     return None
 
 
 def resolve_resume(
-    resume_mode: str, resume_from_path: str | None, run_dir: Path, remote_dir: str | None = None
+    resume_mode: str, resume_from_path: str | None, run_dir: Path, remote_dir: str | None = None, *, weights: bool = True
 ) -> Checkpoint | None:
     """What a run in ``run_dir`` goes on from; None: it starts anew. Removes what an interrupted save left in ``run_dir``.
 
     resume_mode: auto, disable or resume_path. remote_dir: where copies are; with auto, the newest whole one is fetched if
-    there is nothing here. Raises ValueError, with what to do, when the checkpoint cannot be used.
+    there is nothing here. weights: see read_checkpoint. Raises ValueError, with what to do, when the checkpoint cannot be used.
     """
     copies = RemoteCopies(remote_dir) if remote_dir is not None else None
     if run_dir.exists():
@@ -114,12 +118,12 @@ def resolve_resume(
     if resume_mode == "disable":
         return None
     if resume_mode == "auto":
-        found = find_latest(run_dir) if run_dir.exists() else None
+        found = find_latest(run_dir, weights=weights) if run_dir.exists() else None
         return copies.fetch_newest(run_dir) if found is None and copies is not None else found
     assert resume_mode == "resume_path", resume_mode
     if resume_from_path is None:
         raise ValueError("trainer.resume_mode=resume_path needs trainer.resume_from_path=<run directory>/global_step_<N>")
-    return _from_path(resume_from_path, run_dir)
+    return _from_path(resume_from_path, run_dir, weights=weights)
 
 
 def whole_checkpoint(resume_mode: str, resume_from_path: str | None, run_dir: Path) -> Checkpoint | None:
@@ -130,18 +134,18 @@ def whole_checkpoint(resume_mode: str, resume_from_path: str | None, run_dir: Pa
     if resume_mode == "auto" and run_dir.exists():
         return find_latest(run_dir, tell=lambda step, damage: None)
     if resume_mode == "resume_path" and resume_from_path is not None and not is_url(resume_from_path):
-        return _from_path(resume_from_path, run_dir)
+        return _from_path(resume_from_path, run_dir, weights=True)
     return None
 
 
-def _from_path(place: str, run_dir: Path) -> Checkpoint:
+def _from_path(place: str, run_dir: Path, *, weights: bool) -> Checkpoint:
     try:
-        return _named(place, run_dir)
+        return _named(place, run_dir, weights=weights)
     except Damaged as damage:
         raise ValueError(f"trainer.resume_from_path: {damage}; take another one") from damage
 
 
-def _named(place: str, run_dir: Path) -> Checkpoint:
+def _named(place: str, run_dir: Path, *, weights: bool) -> Checkpoint:
     """The checkpoint at a path or an address; from an address it is fetched first. Raises ValueError, Damaged among them."""
     if is_url(place):
         address, _, name = place.rstrip("/").rpartition("/")
@@ -155,7 +159,7 @@ def _named(place: str, run_dir: Path) -> Checkpoint:
         inside = [checkpoint_dir(path, step).name for step in checkpoint_steps(path)]
         advice = f"name one of those in it: {', '.join(inside)}" if inside else "give a checkpoint, a directory global_step_<N>"
         raise ValueError(f"trainer.resume_from_path={path}: no {MANIFEST} in it; {advice}")
-    return read_checkpoint(path)
+    return read_checkpoint(path, weights=weights)
 
 
 def check_config(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 
+from configs.locks import LOCK, locked
 from configs.schema.export import ExportConfig
 from trainer.checkpoint import find_latest
 from trainer.manifest import INCOMPLETE, MANIFEST, Checkpoint, Damaged, read_checkpoint
@@ -41,13 +42,10 @@ def run(config: ExportConfig) -> None:
     output = Path(config.output)
     if output.exists():
         raise ValueError(f"output={output}: is there already; name another directory, or remove it")
-    with opened(config.checkpoint, output) as checkpoint:
+    with opened(config.checkpoint, output) as checkpoint, ExitStack() as stack:
         role = role_of(checkpoint, config.role)
         checkpoint = read_checkpoint(checkpoint.path, [role])
-        partial = output.with_name(output.name + INCOMPLETE)
-        if partial.exists():
-            shutil.rmtree(partial)
-        partial.mkdir(parents=True)
+        partial = stack.enter_context(empty(output.with_name(output.name + INCOMPLETE)))
         source = checkpoint.role(role)
         has_adapter = (source / ADAPTER_CONFIG).exists()
         if has_adapter and config.which == "ema":
@@ -60,7 +58,18 @@ def run(config: ExportConfig) -> None:
             n_weights = check(partial, trust_remote_code=config.trust_remote_code)
         fsync_tree(partial)
         partial.rename(output)
+        (output / LOCK).unlink()
         print(f"{role} of step {checkpoint.step}: {n_weights:,} {what} in {output}")
+
+
+@contextmanager
+def empty(directory: Path) -> Iterator[Path]:
+    """A directory for this process alone, without what a killed one left in it. Raises ValueError while another one holds it."""
+    with locked(directory, "output"):
+        for left in directory.iterdir():
+            if left.name != LOCK:
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+        yield directory
 
 
 @contextmanager

@@ -8,12 +8,11 @@ from pathlib import Path
 
 from configs.reward_models import model_key, reward_models
 from configs.rules import wants_truth
-from configs.schema.common import RunConfig, TokenizedModelConfig
+from configs.schema.common import RunConfig, TokenizedModelConfig, is_ever
 from configs.schema.generation import GenerationConfig
 from configs.schema.ppo import ModelScoringConfig, PPOConfig, PromptConfig, RemoteScoringConfig
 from configs.schema.reward_model import RewardModelConfig
 from configs.schema.sft import SFTConfig
-from configs.schema.supervised import is_ever
 from trainer.algorithms.known import estimator_needs
 from trainer.rewards.registry import check_data_sources, scores_by_source, with_own_function
 from trainer.user_code import check_source

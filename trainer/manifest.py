@@ -7,22 +7,25 @@ global_step_N/  manifest.json
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
 import trainer
-from workers.engine.saving import sha256_of
+from workers.engine.saving import hashes_of
+
+if TYPE_CHECKING:
+    from trainer.watchdog import Watchdog
+    from workers.controller.group import WorkerGroup
 
 MANIFEST = "manifest.json"
 INCOMPLETE = ".incomplete"
+WEIGHTS = ".safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +94,11 @@ def read_manifest(text: str, where: str) -> Manifest:
     return manifest
 
 
-def read_checkpoint(path: Path, roles: Iterable[str] | None = None) -> Checkpoint:
-    """The checkpoint at ``path``, after a look at every file of ``roles`` (None: all that it was saved with). Raises Damaged."""
+def read_checkpoint(path: Path, roles: Iterable[str] | None = None, *, weights: bool = True) -> Checkpoint:
+    """The checkpoint at ``path``, after a look at every file of ``roles`` (None: all that it was saved with). Raises Damaged.
+
+    weights: hash them here too; else only their names and sizes are compared, for ``check_weights`` hashes them on the workers.
+    """
     if not (path / MANIFEST).is_file():
         raise Damaged(f"{path}: no {MANIFEST} in it")
     manifest = read_manifest((path / MANIFEST).read_text(encoding="utf-8"), str(path))
@@ -103,12 +109,12 @@ def read_checkpoint(path: Path, roles: Iterable[str] | None = None) -> Checkpoin
             "(see trainer.max_actor_ckpt_to_keep and its like)"
         )
     wanted = {name: entry for name, entry in manifest.files.items() if "/" not in name or name.split("/")[0] in roles}
-    check_files(path, wanted)
+    check_files(path, wanted, weights=weights)
     return Checkpoint(path, manifest)
 
 
-def check_files(path: Path, files: Mapping[str, FileEntry]) -> None:
-    """Sizes first, which cost nothing; then hashes, several files at a time. Raises Damaged."""
+def check_files(path: Path, files: Mapping[str, FileEntry], *, weights: bool = True) -> None:
+    """Sizes first, which cost nothing; then hashes, several files at a time. weights: see read_checkpoint. Raises Damaged."""
     for name, entry in files.items():
         if not (path / name).is_file():
             raise Damaged(f"{path}: {name} is not there")
@@ -118,11 +124,25 @@ def check_files(path: Path, files: Mapping[str, FileEntry]) -> None:
         for found in folder.glob("*.safetensors"):  # a loader would read it
             if (name := found.relative_to(path).as_posix()) not in files:
                 raise Damaged(f"{path}: {name} is not of this checkpoint: {MANIFEST} does not name it")
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        hashes = pool.map(lambda name: sha256_of(path / name), files)
-        for (name, entry), sha256 in zip(files.items(), hashes, strict=True):
-            if sha256 != entry.sha256:
-                raise Damaged(f"{path}: {name} is not what was written: its sha256 is {sha256[:12]}…, not {entry.sha256[:12]}…")
+    compare_hashes(path, files, hashes_of(path, [name for name in files if weights or not name.endswith(WEIGHTS)]))
+
+
+def check_weights(checkpoint: Checkpoint, groups: Mapping[str, WorkerGroup], watchdog: Watchdog) -> None:
+    """Compare the hashes of the weights with the manifest, within the phase's time limit. Raises Damaged and PhaseTimeout.
+
+    groups: by role, the workers that will load it. Each rank reads a part of the files: with as many ranks as wrote them, the one
+    that it loads next, then from its machine's page cache.
+    """
+    for role in checkpoint.manifest.roles:
+        names = sorted(name for name in checkpoint.manifest.files if name.startswith(f"{role}/") and name.endswith(WEIGHTS))
+        for found in watchdog.call(groups[role], "load", f"check of {role}", "hash_files", checkpoint.path, names):
+            compare_hashes(checkpoint.path, checkpoint.manifest.files, found)
+
+
+def compare_hashes(path: Path, files: Mapping[str, FileEntry], hashes: Mapping[str, str]) -> None:
+    for name, sha256 in hashes.items():
+        if sha256 != files[name].sha256:
+            raise Damaged(f"{path}: {name} is not what was written: its sha256 is {sha256[:12]}…, not {files[name].sha256[:12]}…")
 
 
 @cache

@@ -5,6 +5,8 @@ The manifest of a copy is written last and read first: half a copy has none, and
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import shutil
 from pathlib import Path
@@ -13,7 +15,7 @@ from fsspec.core import url_to_fs
 
 from trainer.events import Events
 from trainer.manifest import INCOMPLETE, MANIFEST, Checkpoint, Damaged, check_files, read_manifest
-from trainer.run_dir import LATEST, fsync_directory, fsync_tree, redact, write_atomic
+from trainer.run_dir import LATEST, REMOTE, fsync_directory, fsync_tree, redact, write_atomic
 
 
 def is_url(place: str) -> bool:
@@ -34,13 +36,37 @@ class RemoteCopies:
             raise ValueError(f"trainer.checkpoint: {self.name}: {error}") from error
 
     def put(self, checkpoint: Checkpoint) -> None:
-        """Copy all files. Raises what the implementation raises."""
+        """Copy all files. Raises what the implementation raises. The run directory records it first, as written by this run."""
+        run_dir = checkpoint.path.parent
+        _record(run_dir, self._written(run_dir) | {str(checkpoint.step): _hash((checkpoint.path / MANIFEST).read_bytes())}, self)
         target = f"{self.root}/{checkpoint.path.name}"
         if self.fs.exists(f"{target}/{MANIFEST}"):  # of another run, or of this one before it went back
             self.fs.rm_file(f"{target}/{MANIFEST}")
         for name in (*checkpoint.manifest.files, MANIFEST):
             self.fs.makedirs(f"{target}/{name}".rpartition("/")[0], exist_ok=True)
             self.fs.put_file(str(checkpoint.path / name), f"{target}/{name}")
+
+    def drop_old(self, run_dir: Path, keep: int, spare: int | None) -> None:
+        """Remove copies that the run in ``run_dir`` wrote, but for the ``keep`` newest and that of step ``spare``. What another
+        run has put in their place is left. Raises what the implementation raises."""
+        written = self._written(run_dir)
+        for step in sorted(written, key=int)[:-keep]:
+            if int(step) == spare:
+                continue
+            place = f"{self.root}/global_step_{step}"
+            manifest = f"{place}/{MANIFEST}"
+            whole = self.fs.exists(manifest)
+            if not whole or _hash(self.fs.cat_file(manifest)) == written[step]:
+                if whole:  # first: half a copy is never taken
+                    self.fs.rm_file(manifest)
+                if self.fs.exists(place):
+                    self.fs.rm(place, recursive=True)
+            written = {other: found for other, found in written.items() if other != step}
+            _record(run_dir, written, self)
+
+    def _written(self, run_dir: Path) -> dict[str, str]:
+        """{step: hash of the manifest} of the copies here that the run in ``run_dir`` wrote, or began to."""
+        return _records(run_dir).get(self.name, {})
 
     def steps(self) -> list[int]:
         """Steps of the copies that have a manifest, ascending."""
@@ -102,3 +128,17 @@ class RemoteCopies:
         partial.rename(final)
         fsync_directory(into)
         return Checkpoint(final, manifest)
+
+
+def _records(run_dir: Path) -> dict[str, dict[str, str]]:
+    """By address."""
+    path = run_dir / REMOTE
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _record(run_dir: Path, written: dict[str, str], copies: RemoteCopies) -> None:
+    write_atomic(run_dir / REMOTE, json.dumps(_records(run_dir) | {copies.name: written}, indent=1))
+
+
+def _hash(manifest: bytes) -> str:
+    return hashlib.sha256(manifest).hexdigest()

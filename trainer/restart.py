@@ -8,13 +8,14 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from configs.points import Status
-from configs.schema.common import RunConfig
+from configs.schema.common import RunConfig, is_ever
 from trainer.budget import Budget
 from trainer.checkpoint import Checkpoint, resolve_resume
 from trainer.entry import Stopped
 from trainer.events import Events
+from trainer.manifest import Damaged
 from trainer.outcome import write_outcome
-from trainer.run_dir import CONTROLLER_LOG, goes_on
+from trainer.run_dir import CONTROLLER_LOG, LATEST, checkpoint_steps, goes_on, write_atomic
 from trainer.stopping import Stopping
 from trainer.tracking import Logger
 from workers.controller.group import PhaseTimeout, WorkerError
@@ -23,6 +24,8 @@ from workers.controller.stop import graceful_stop
 
 MOST_IN_VAIN = 2
 """Restarts, one after the other, that may get no further than what went before them."""
+LOST_AT_MOST = 2
+"""Steps that a restart for want of memory may repeat where nothing says how many the user would."""
 MENDED_BY_USER = ("ValueError", "FileNotFoundError")
 
 
@@ -42,6 +45,7 @@ class Lifetime:
         self._in_vain = 0
         self._reached: int | None = None  # the furthest step when it last fell
         self._resume: Checkpoint | None = None
+        self._taken: Checkpoint | None = None  # by the attempt that is under way
 
     def budget(self, role: str) -> Budget:
         return self._budgets.setdefault(role, Budget(role))
@@ -52,12 +56,34 @@ class Lifetime:
         found = self._resume if self.restarted else self._asked_for()
         if found is not None:
             tell(f"note: goes on from {found.path}")
+        self._taken = found
         return found
+
+    def damaged(self, damage: Damaged) -> None:
+        """After an attempt whose workers found the weights of its checkpoint damaged: the next one takes the one before it.
+
+        Raises ValueError if the user named the checkpoint, or there is no other.
+        """
+        taken = self._taken
+        assert taken is not None, "only a checkpoint is damaged"
+        if not self.restarted and self.trainer.resume_mode == "resume_path":
+            raise ValueError(f"trainer.resume_from_path: {damage}; take another one") from damage
+        before = [step for step in checkpoint_steps(self.run_dir) if step < taken.step]
+        if not before:
+            raise ValueError(
+                f"no checkpoint up to step {taken.step} is whole: {damage}. trainer.resume_mode=disable starts anew"
+            ) from damage
+        Events(self.run_dir).add(taken.step, "damaged checkpoint", f"{damage}; the one before it is taken")
+        write_atomic(self.run_dir / LATEST, str(before[-1]))
+        if self.restarted:
+            self._resume = self._found()
 
     def fell(self, error: Exception) -> None:
         """After an attempt. Raises the error if that is the end, and Stopped if the run was to stop anyway.
 
-        When memory ran out among several ranks, the next attempt has a smaller budget: such a restart counts as none.
+        When memory ran out among several ranks, the next attempt has a smaller budget: such a restart counts as none. Where it
+        would lose more than LOST_AT_MOST steps that no trainer.save_freq has saved, it is one of trainer.max_restarts, and
+        ValueError says what to do if there are none.
         """
         self.stopping.check(fell=True)
         cause, events = str(error).partition("\n")[0], Events(self.run_dir)
@@ -65,8 +91,13 @@ class Lifetime:
         if isinstance(error, WorkerError) and error.kind == "OutOfMemory":
             for budget in self._budgets.values():
                 budget.tell(events, step)
-            self._go_on(events, step, f"in smaller micro-batches: {cause}")
-            return
+            found = self._found()
+            lost = step - (found.step if found is not None else 0)
+            if lost <= LOST_AT_MOST or (found is not None and is_ever(self.trainer.save_freq)):
+                self._go_on(events, step, f"in smaller micro-batches: {cause}", found)
+                return
+            if self.trainer.max_restarts == 0:
+                raise self._out_of_memory(events, step, lost, cause) from error
         if self.trainer.max_restarts == 0 or (isinstance(error, WorkerError) and error.kind in MENDED_BY_USER):
             raise error
         self._in_vain = self._in_vain + 1 if self._reached == self.stopping.furthest else 0
@@ -76,7 +107,7 @@ class Lifetime:
             events.add(step, "gave up", f"after {self._restarts} restarts ({why}): {cause}")
             raise error
         self._restarts += 1
-        self._go_on(events, step, f"{self._restarts} of {self.trainer.max_restarts}: {cause}")
+        self._go_on(events, step, f"{self._restarts} of {self.trainer.max_restarts}: {cause}", self._found())
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
@@ -97,11 +128,26 @@ class Lifetime:
 
     def _asked_for(self) -> Checkpoint | None:
         trainer = self.trainer
-        return resolve_resume(trainer.resume_mode, trainer.resume_from_path, self.run_dir, trainer.checkpoint.remote_dir)
+        remote_dir = trainer.checkpoint.remote_dir
+        return resolve_resume(trainer.resume_mode, trainer.resume_from_path, self.run_dir, remote_dir, weights=False)
 
-    def _go_on(self, events: Events, step: int, text: str) -> None:
-        own = resolve_resume("auto", None, self.run_dir, None) if self.started else None
-        self._resume = own or self._asked_for()
+    def _found(self) -> Checkpoint | None:
+        """What a restart goes on from."""
+        own = resolve_resume("auto", None, self.run_dir, None, weights=False) if self.started else None
+        return own or self._asked_for()
+
+    def _out_of_memory(self, events: Events, step: int, lost: int, cause: str) -> ValueError:
+        """What to do where a restart would repeat ``lost`` steps and nothing allows it."""
+        why = f"memory ran out in step {step + 1}, and a restart in halved micro-batches would repeat {lost} steps: {cause}"
+        events.add(step, "gave up", why)
+        keys = ", ".join(budget.key for budget in self._budgets.values() if budget.most is not None) or "the micro-batch size"
+        return ValueError(
+            f"{why}. Halve {keys} (the gradient is the same), set trainer.save_freq (it is {self.trainer.save_freq}), and start "
+            f"again: {goes_on(self.run_dir)}. trainer.max_restarts=1 would allow the restart"
+        )
+
+    def _go_on(self, events: Events, step: int, text: str, found: Checkpoint | None) -> None:
+        self._resume = found
         self.restarted = True
         where = f"step {self._resume.step}" if self._resume is not None else "the beginning"
         events.add(step, "restart", f"{text}; it goes on from {where}")
@@ -118,6 +164,8 @@ def keep_going(life: Lifetime, attempt: Callable[[], None], *, hushed: bool = Fa
         while True:
             try:
                 return attempt()
+            except Damaged as damage:
+                life.damaged(damage)
             except Exception as error:
                 if not (isinstance(error, WorkerError | PhaseTimeout) or is_rays_own(error)):
                     raise

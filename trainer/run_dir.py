@@ -37,6 +37,7 @@ SKIPPED_BATCHES = "logs/nonfinite"
 WANDB_ID = "wandb_id.txt"
 MLFLOW_ID = "mlflow_id.txt"
 SWANLAB_ID = "swanlab_id.txt"
+REMOTE = "remote_copies.json"
 LATEST = "latest_checkpointed_iteration.txt"
 BEST = "best_checkpointed_iteration.txt"
 
@@ -184,7 +185,7 @@ def start_run(run_dir: Path, resume_step: int | None, rollout_dir: Path | None, 
     if resume_step is None or not checkpoint_dir(run_dir, resume_step).exists():
         written = (
             METRICS, SAMPLES, TIMELINE, ANSWERS, EVENTS, REPORT, TENSORBOARD, ROLLOUTS, SKIPPED_BATCHES,
-            WANDB_ID, MLFLOW_ID, SWANLAB_ID, LATEST, BEST,
+            WANDB_ID, MLFLOW_ID, SWANLAB_ID, LATEST, BEST, REMOTE,
         )  # fmt: skip
         outputs = [run_dir / name for name in written if not (restarted and name == EVENTS)]
         _set_aside(run_dir, outputs + [checkpoint_dir(run_dir, step) for step in checkpoint_steps(run_dir)])

@@ -88,7 +88,8 @@ class Saver:
         self.tokenizer = tokenizer
         self.problem: str | None = None
         self._pending: Pending | None = None
-        self._copying: tuple[int, Future[None]] | None = None
+        self.copies_kept = options.max_remote_ckpt_to_keep
+        self._copying: tuple[int, Future[Exception | None]] | None = None
         self._unmeasured = False
 
     def save(
@@ -199,6 +200,7 @@ class Saver:
 
     def _completed(self, checkpoint: Checkpoint) -> None:
         """What follows from there being a new one. The new one is whole already, whatever fails here."""
+        best = None
         try:
             best = self._name_best()
             for role, keep in self.keep.items():
@@ -207,13 +209,27 @@ class Saver:
         except OSError as error:
             self.events.add(checkpoint.step, "checkpoint", f"old ones were not removed: {error}")
         if self.copies is not None:
-            self._copying = checkpoint.step, in_background(partial(self.copies.put, checkpoint))
+            self._copying = checkpoint.step, in_background(partial(self._copy, self.copies, checkpoint, best))
 
-    def _tell_of_copy(self, step: int, copy: Future[None]) -> None:
+    def _copy(self, copies: RemoteCopies, checkpoint: Checkpoint, best: int | None) -> Exception | None:
+        """Copy it, and remove old copies. Returns what prevented the removal; raises what prevented the copy."""
+        copies.put(checkpoint)
+        if self.copies_kept is not None:
+            try:
+                copies.drop_old(self.run_dir, self.copies_kept, spare=best)
+            except Exception as error:  # an implementation's own
+                return error
+        return None
+
+    def _tell_of_copy(self, step: int, copy: Future[Exception | None]) -> None:
         assert self.copies is not None
         if (error := copy.exception()) is not None:
             self.problem = f"step {step} is not copied to {self.copies.name}: {type(error).__name__}: {error}"
             self.events.add(step, "checkpoint", f"not copied to {self.copies.name}: {type(error).__name__}: {error}")
+        elif (left := copy.result()) is not None:
+            self.events.add(
+                step, "checkpoint", f"old copies in {self.copies.name} were not removed: {type(left).__name__}: {left}"
+            )
 
     def _measured(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """The metric that chooses the best, if this step has it."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import psutil
@@ -19,6 +20,7 @@ from workers.controller.group import WorkerInfo
 from workers.determinism import repeating_kernels
 from workers.engine import make_engine
 from workers.engine.base import EngineSpec, LossSpec
+from workers.engine.saving import hashes_of
 from workers.residency import GCTime, Residency, Tenant
 from workers.roles.model import ModelRole
 from workers.roles.rollout import RolloutRole
@@ -60,8 +62,8 @@ class Host:
         else:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
             keep_freed_memory()
-        if info.master_addr.startswith("127."):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if (interface := interface_to(info.master_addr)) is not None:  # gloo: that of the host's name, 127.0.1.1 on Debian
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         self._limit = limit = timedelta(seconds=collective_seconds)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
@@ -130,6 +132,10 @@ class Host:
         """Call a method of a role."""
         return getattr(self.roles[role], method)(*args, **kwargs)
 
+    def hash_files(self, directory: Path, names: Sequence[str]) -> dict[str, str]:
+        """{name: sha256} of this rank's part of the files: every world_size-th."""
+        return hashes_of(directory, names[self.info.rank :: self.info.world_size])
+
     def doubtful_kernels(self) -> list[str]:
         """With deterministic: those that have run so far and may not give the same bits again."""
         return sorted(self._doubtful)
@@ -152,6 +158,16 @@ class Host:
         gc.collect()
         dist.destroy_process_group()
         self._opened.close()
+
+
+def interface_to(address: str) -> str | None:
+    """The network interface through which this machine reaches ``address``; None if no interface has the source address."""
+    family, kind, protocol, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]  # any port: nothing is sent
+    with socket.socket(family, kind, protocol) as trial:
+        trial.connect(target)
+        source = trial.getsockname()[0]
+    names = [name for name, found in psutil.net_if_addrs().items() if source in {one.address.split("%")[0] for one in found}]
+    return names[0] if names else None
 
 
 def meeting_point(info: WorkerInfo, limit: timedelta) -> dist.Store:

@@ -21,6 +21,11 @@ KLKind = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "full+"
 ]  # fmt: skip
 Strategy = Literal["fsdp", "megatron"]
+Frequency = int | Literal["after_each_epoch"]
+
+
+def is_ever(frequency: Frequency) -> bool:
+    return isinstance(frequency, str) or frequency > 0
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -150,6 +155,7 @@ class WorkersConfig(ProgramConfig):
 class CheckpointConfig:
     async_save: bool
     remote_dir: str | None
+    max_remote_ckpt_to_keep: Positive | None
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -169,6 +175,7 @@ class RunConfig(WorkersConfig):
     logger: list[str]
     total_epochs: Positive
     total_training_steps: Positive | None
+    save_freq: Frequency
     checkpoint: CheckpointConfig
     best_metric: str | None
     objective: str | None

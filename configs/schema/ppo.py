@@ -366,8 +366,8 @@ class ReplayConfig:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class TrainerConfig(RunConfig):
-    test_freq: int
     save_freq: int
+    test_freq: int
     log_val_generations: NonNegative
     rollout_data_dir: str | None
     replay: ReplayConfig

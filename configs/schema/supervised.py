@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from configs.schema.alarms import SFTAlarmsConfig
 from configs.schema.common import (
+    Frequency,
     OptimConfig,
     Positive,
     PositiveFloat,
@@ -14,12 +15,6 @@ from configs.schema.common import (
     TokenizedModelConfig,
     TrainingTimeoutsConfig,
 )
-
-Frequency = int | Literal["after_each_epoch"]
-
-
-def is_ever(frequency: Frequency) -> bool:
-    return isinstance(frequency, str) or frequency > 0
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -45,7 +40,6 @@ class SupervisedEngineConfig(ShardedConfig):
 @dataclass(slots=True, kw_only=True, frozen=True)
 class SupervisedTrainerConfig(RunConfig):
     test_freq: Frequency
-    save_freq: Frequency
     max_ckpt_to_keep: Positive | None
     export_dir: str | None
 

@@ -193,7 +193,18 @@ def test_every_job_of_a_sweep_has_its_own_run_directory(tmp_path: Path, monkeypa
     first, second = jobs("-m", "trainer.default_local_dir=runs/x", "trainer.seed=4,5", "algorithm=ppo,grpo")[:2]
     assert (first.trainer.default_local_dir, first.trainer.seed, first.algorithm.adv_estimator) == ("runs/x/0", 4, "gae")
     assert (second.trainer.default_local_dir, second.trainer.seed, second.algorithm.adv_estimator) == ("runs/x/1", 4, "grpo")
-    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()] == ["runs/x/multirun.yaml"]
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == {
+        "runs/x/multirun.yaml",
+        "runs/x/sweep.lock",
+    }
+
+
+def test_jobs_of_a_sweep_do_not_share_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would replace each other's checkpoints of the same step."""
+    monkeypatch.chdir(tmp_path)
+    asked = ("-m", "trainer.checkpoint.remote_dir=s3://bucket/grid", "trainer.seed=4,5", "trainer.dry_run=config")
+    assert [one.trainer.checkpoint.remote_dir for one in jobs(*asked)] == ["s3://bucket/grid/0", "s3://bucket/grid/1"]
+    assert {one.trainer.checkpoint.remote_dir for one in jobs("-m", "trainer.seed=4,5", "trainer.dry_run=config")} == {None}
 
 
 @pytest.mark.parametrize("typed", ["trainer.default_local_dir=a,b", "trainer.default_local_dir=x-${hydra:job.num}"])
@@ -217,7 +228,7 @@ def test_what_hydra_writes_is_without_secrets(tmp_path: Path, monkeypatch: pytes
     configs = [*jobs(*own), *jobs("-m", *own, "trainer.seed=1,2")]
     assert {config.reward.custom_reward_function.reward_kwargs["api_token"] for config in configs} == {"s3cret"}
     written = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "own.yaml"]
-    assert {"multirun.yaml", "config.yaml", "overrides.yaml", "hydra.yaml"} == {path.name for path in written}
+    assert {"multirun.yaml", "config.yaml", "overrides.yaml", "hydra.yaml", "sweep.lock"} == {path.name for path in written}
     assert [path for path in written if "s3cret" in path.read_text()] == []
     assert "***" in (tmp_path / "run/multirun.yaml").read_text()
 

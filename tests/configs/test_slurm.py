@@ -1,6 +1,7 @@
 """hydra/launcher=submitit_slurm with stand-ins for Slurm's programs; submitit is real. On a real Slurm: docs/evidence.md."""
 
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,12 @@ def test_a_job_that_slurm_puts_back_goes_on_after_its_signal(cluster: Cluster) -
     assert cluster(POINTS, "trainer.seed=2", f"trainer.project_name={SIGNALLED}") == 143
     assert cluster.ended() == [["0", "finished"], ["1", "interrupted"]]
     assert Path("x/0", STARTS).read_text().split() == ["3360", "3360"]
+
+
+def test_a_job_begins_while_submitit_moves_its_script(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """submitit renames the script that sbatch was given and links the old name to it: between the two there is no such file."""
+    monkeypatch.setattr(Path, "symlink_to", lambda link, target: time.sleep(1.0))
+    assert cluster(POINTS) == 0 and cluster.ended() == [["0", "finished"], ["1", "finished"]]
 
 
 def test_a_controller_that_does_not_answer_ends_no_job(cluster: Cluster) -> None:

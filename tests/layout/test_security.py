@@ -16,6 +16,7 @@ LOADERS = {
 }  # fmt: skip
 # (file, call) -> where the bytes come from.
 ALLOWED = {
+    ("trainer/data/processes.py", "pickle.load"): "rows and tokens, between a process and those that it started",
     ("workers/controller/wire.py", "pickle.loads"): "Ray, between processes of one run",
     ("trainer/rewards/worker.py", "pickle.load"): "the socket that its parent made for it",
     ("configs/compat.py", "yaml.load"): "our own YAML, by a safe loader",

@@ -80,6 +80,7 @@ def saver(
     best_metric: str | None = None,
     async_save: bool = False,
     remote_dir: str | None = None,
+    copies: int | None = None,
     **keep: int | None,
 ) -> Saver:
     """In a run directory that is there."""
@@ -90,7 +91,7 @@ def saver(
         config=CONFIG,
         world_size=2,
         keep=keep,
-        options=CheckpointConfig(async_save=async_save, remote_dir=remote_dir),
+        options=CheckpointConfig(async_save=async_save, remote_dir=remote_dir, max_remote_ckpt_to_keep=copies),
         best_metric=best_metric,
         tokenizer=cast(Any, Tokenizer()),
     )

@@ -13,6 +13,7 @@ from configs.compose import compose
 from configs.schema.ppo import PPOConfig
 from configs.schema.sft import SFTConfig
 from tests.trainer.checkpoints import CONFIG, is_whole, names, save
+from trainer import manifest
 from trainer.checkpoint import (
     SAFE_TO_CHANGE,
     _is_safe,
@@ -22,6 +23,7 @@ from trainer.checkpoint import (
     find_up_to,
     resolve_resume,
 )
+from trainer.manifest import Checkpoint, Damaged
 from trainer.remote_copies import RemoteCopies
 from trainer.run_dir import EVENTS, read_lines, start_run
 
@@ -37,13 +39,39 @@ def resume(run_dir: Path, mode: str = "auto", path: Path | str | None = None) ->
 def test_the_newest_up_to_a_step_that_can_be_gone_on_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (5, 10, 15):
         save(tmp_path, step)
-    assert [found.step for found in map(partial(find_up_to, tmp_path), (15, 14, 10, 9, 5)) if found] == [15, 10, 10, 5, 5]
-    assert find_up_to(tmp_path, 4) is None
+    find = partial(find_up_to, tmp_path, check=lambda checkpoint: None)
+    assert [found.step for found in map(find, (15, 14, 10, 9, 5)) if found] == [15, 10, 10, 5, 5]
+    assert find(4) is None
     shutil.rmtree(tmp_path / "global_step_10" / "critic")
-    found = find_up_to(tmp_path, 14)
+    found = find(14)
     assert (
         found is not None and found.step == 5 and "global_step_10: of actor, critic it has lost critic" in capsys.readouterr().err
     )
+
+
+def test_one_whose_weights_are_damaged_is_passed_over_in_a_rollback(tmp_path: Path) -> None:
+    save(tmp_path, 5, 10)
+
+    def check(checkpoint: Checkpoint) -> None:
+        if checkpoint.step == 10:
+            raise Damaged("bits fell over")
+
+    found = find_up_to(tmp_path, 12, check)
+    assert found is not None and found.step == 5
+
+
+def test_weights_that_workers_will_hash_are_not_read_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their names and sizes are compared, and all other files whole."""
+    save(tmp_path, 5)
+    read: list[str] = []
+    hashes_of = manifest.hashes_of
+    monkeypatch.setattr(manifest, "hashes_of", lambda path, names: read.extend(names) or hashes_of(path, names))
+    assert resolve_resume("auto", None, tmp_path, weights=False) is not None
+    assert read and not [name for name in read if name.endswith(".safetensors")]
+    shard = tmp_path / "global_step_5/actor/shard-0.safetensors"
+    shard.write_bytes(shard.read_bytes() + b"x")
+    with pytest.raises(ValueError, match=r"no checkpoint up to step 5 is whole: .*shard-0.safetensors has "):
+        resolve_resume("auto", None, tmp_path, weights=False)
 
 
 def test_how_a_run_starts(tmp_path: Path) -> None:

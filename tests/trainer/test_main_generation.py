@@ -60,7 +60,8 @@ def answers(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def shard_bytes(run_dir: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted((run_dir / "answers").iterdir()) if path.name != "manifest.json"}
+    others = ("manifest.json", "run.lock")
+    return {path.name: path.read_bytes() for path in sorted((run_dir / "answers").iterdir()) if path.name not in others}
 
 
 def test_every_prompt_has_its_answers(task: Path, whole: Path) -> None:

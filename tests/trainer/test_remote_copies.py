@@ -88,3 +88,25 @@ def test_one_that_is_not_there_or_is_none(address: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a checkpoint is called global_step_<N>"):
         copies.fetch("..", tmp_path / "run")
     assert fsspec.filesystem("file").exists(str(tmp_path / "run/global_step_2"))
+
+
+def test_only_copies_that_this_run_wrote_are_removed(address: str, tmp_path: Path) -> None:
+    """The newest and the best stay; so do another run's, also under a number that this run had written."""
+    put(address, tmp_path / "other", 1, 4)
+    copies = put(address, tmp_path / "run", 2, 3, 5, 6, 8)
+    save(tmp_path / "other", 3, actor=3)
+    (tmp_path / "other/global_step_3" / MANIFEST).write_text((tmp_path / "other/global_step_3" / MANIFEST).read_text() + "\n")
+    copies.put(read_checkpoint(tmp_path / "other/global_step_3"))
+    copies.drop_old(tmp_path / "run", keep=2, spare=5)
+    assert RemoteCopies(address).steps() == [1, 3, 4, 5, 6, 8]
+    assert not copies.fs.exists(f"{copies.root}/global_step_2"), "nothing of it is left"
+    copies.drop_old(tmp_path / "run", keep=1, spare=None)
+    assert RemoteCopies(address).steps() == [1, 3, 4, 8]
+
+
+def test_a_copy_that_was_half_written_or_half_removed_goes_too(address: str, tmp_path: Path) -> None:
+    copies = put(address, tmp_path / "run", 2, 4)
+    copies.fs.rm_file(f"{copies.root}/global_step_2/{MANIFEST}")
+    for _ in range(2):
+        RemoteCopies(address).drop_old(tmp_path / "run", keep=1, spare=None)
+        assert not copies.fs.exists(f"{copies.root}/global_step_2") and RemoteCopies(address).steps() == [4]

@@ -300,6 +300,31 @@ def test_what_cannot_be_removed_does_not_undo_the_new_one(tmp_path: Path) -> Non
     assert "old ones were not removed: [Errno 16] busy" in told(tmp_path)[0][2] and resume(tmp_path) == 4
 
 
+def test_as_many_copies_are_kept_as_asked_for_and_all_by_default(tmp_path: Path) -> None:
+    """The best too; a run that starts again knows which it wrote."""
+    for keep, left in ((None, {1, 2, 3, 4}), (1, {2, 4})):
+        run_dir, elsewhere = tmp_path / f"run_{keep}", tmp_path / f"copies_{keep}"
+        for step, score in ((1, 0.1), (2, 0.9), (3, 0.3), (4, 0.4)):
+            saving = saver(run_dir, best_metric="score", remote_dir=str(elsewhere), copies=keep, actor=2, critic=2)
+            saving.save(step, models(step), {}, {"score": score})
+            saving.finish()
+        assert checkpoints(elsewhere) == {f"global_step_{step}" for step in left}
+        assert {kind for _, kind, _ in told(run_dir)} == {"best checkpoint"}
+
+
+def test_a_copy_that_cannot_be_removed_is_told_and_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: object, *words: object, **how: object) -> None:
+        raise PermissionError("append only")
+
+    saving = saver(tmp_path / "run", remote_dir=str(tmp_path / "copies"), copies=1)
+    monkeypatch.setattr(type(saving.copies.fs) if saving.copies else None, "rm", refuse)
+    for step in (1, 2):
+        saving.save(step, models(step), {}, {})
+    saving.finish()
+    assert told(tmp_path / "run")[0][2] == f"old copies in {tmp_path}/copies were not removed: PermissionError: append only"
+    assert resume(tmp_path / "copies") is None and checkpoints(tmp_path / "copies") == {"global_step_1", "global_step_2"}
+
+
 def test_copies_are_made_and_one_that_fails_is_told(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     for background in (False, True):

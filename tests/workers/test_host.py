@@ -1,8 +1,13 @@
+import hashlib
+import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -13,7 +18,7 @@ from tests.tiny import save_tiny_model
 from tests.workers.rollout.engines import spec_of
 from workers.controller.group import WorkerInfo
 from workers.controller.shell import free_port
-from workers.host import Host
+from workers.host import Host, interface_to
 from workers.roles.rollout import RolloutRole
 from workers.rollout.channel import Channel, Meeting, Receiver
 
@@ -36,6 +41,30 @@ def test_a_host_listens_on_its_own_address_alone_and_leaves_its_group_when_it_cl
         assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize(("chosen", "used"), [(None, "lo"), ("eth7", "eth7")])
+def test_gloo_listens_on_the_interface_that_reaches_rank_0(
+    monkeypatch: pytest.MonkeyPatch, chosen: str | None, used: str
+) -> None:
+    """By default it takes the address of the host's name, which other machines may not reach. What the user set stays."""
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # it is restored after the test
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME") if chosen is None else monkeypatch.setenv("GLOO_SOCKET_IFNAME", chosen)
+    Host(replace(info(), master_addr="127.0.1.1"), "cpu", 600.0)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == used
+
+
+def test_the_interface_is_the_one_that_the_kernel_would_send_from() -> None:
+    for name, addresses in psutil.net_if_addrs().items():
+        for one in addresses:
+            if one.family in (socket.AF_INET, socket.AF_INET6):
+                assert interface_to(one.address) == name
+
+
+def test_an_address_that_no_interface_has_chooses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "net_if_addrs", dict)
+    assert interface_to("127.0.0.1") is None
+
+
 def test_a_part_of_a_gpu_is_reserved_for_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU: what torch is told."""
     told: list[tuple[str, float]] = []
@@ -45,6 +74,20 @@ def test_a_part_of_a_gpu_is_reserved_for_its_process(monkeypatch: pytest.MonkeyP
     for fraction in (0.25, 1.0):
         Host(replace(info(), local_rank=3), "cuda", 600.0, memory_fraction=fraction)
     assert told == [("device", 3), ("fraction", 0.25), ("device", 3)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_every_file_is_hashed_by_one_rank(tmp_path: Path, world_size: int) -> None:
+    names = [f"shard-{i}" for i in range(5)]
+    for name in names:
+        (tmp_path / name).write_text(name)
+    found: dict[str, str] = {}
+    for rank in range(world_size):
+        host = SimpleNamespace(info=replace(info(), rank=rank, world_size=world_size))
+        part = Host.hash_files(cast(Any, host), tmp_path, names)
+        assert len(part) <= -(-len(names) // world_size) and not found.keys() & part.keys()
+        found |= part
+    assert found == {name: hashlib.sha256(name.encode()).hexdigest() for name in names}
 
 
 def test_a_role_that_is_not_here_is_named() -> None:

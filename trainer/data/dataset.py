@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema.ppo import PromptConfig
-from trainer.data.encoding import Messages, encode_in_processes, truncate
+from trainer.data.encoding import Messages, encode_all, truncate
 from trainer.data.files import Rows, value_of
 from trainer.data.order import draw
 
@@ -61,8 +61,9 @@ class PromptDataset:
         if not uids:
             raise ValueError(f"max_samples={max_samples} leaves no prompt; -1 is all")
         column = self._rows.column(config.prompt_key)
-        workers = config.filter_overlong_prompts_workers if config.filter_overlong_prompts else 1
-        encoded = encode_in_processes(tokenizer, [column[uid] for uid in uids], config.apply_chat_template_kwargs, workers)
+        asked = config.filter_overlong_prompts_workers if config.filter_overlong_prompts else 1
+        workers = asked if asked > 1 else None  # the default is no wish for one process
+        encoded = encode_all(tokenizer, [column[uid] for uid in uids], config.apply_chat_template_kwargs, workers)
         for uid, (_, ids) in zip(uids, encoded, strict=True):
             if not len(ids):
                 raise ValueError(f"{self._rows.where(uid)}: the prompt is empty; leave the row out")

@@ -1,18 +1,16 @@
-"""From messages to token ids. Loads no torch: processes that tokenise for the filter start with it."""
+"""From messages to token ids. Loads no torch: processes that tokenise start with it."""
 
 from __future__ import annotations
 
-import os
 import reprlib
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from jinja2 import TemplateError
 
-from workers.controller.stop import die_with_parent
+from trainer.data.processes import in_processes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,7 +20,6 @@ Messages = str | list[dict[str, Any]]
 Encoded = tuple[str, np.ndarray]
 """A prompt as text, and its token ids, int32."""
 Truncation = Literal["error", "left", "right", "middle"]
-PART = 1024  # prompts that are tokenised at a time
 
 
 class Refused(ValueError):
@@ -51,43 +48,22 @@ def render(tokenizer: PreTrainedTokenizerBase, prompt: Messages, template_kwargs
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Messages], template_kwargs: dict[str, Any]) -> list[Encoded]:
     """Text and token ids of each prompt. A template writes its special tokens; plain text gets the tokenizer's (BOS, if any)."""
-    encoded: list[Encoded] = []
-    for start in range(0, len(prompts), PART):
-        part = prompts[start : start + PART]
-        texts = [render(tokenizer, prompt, template_kwargs) for prompt in part]
-        ids: dict[int, np.ndarray] = {}
-        for plain in (False, True):
-            where = [i for i, prompt in enumerate(part) if isinstance(prompt, str) == plain]
-            ids |= zip(where, token_ids(tokenizer, [texts[i] for i in where], special=plain), strict=True)
-        encoded += [(text, ids[i]) for i, text in enumerate(texts)]
-    return encoded
+    texts = [render(tokenizer, prompt, template_kwargs) for prompt in prompts]
+    ids: dict[int, np.ndarray] = {}
+    for plain in (False, True):
+        where = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str) == plain]
+        ids |= zip(where, token_ids(tokenizer, [texts[i] for i in where], special=plain), strict=True)
+    return [(text, ids[i]) for i, text in enumerate(texts)]
 
 
-def encode_in_processes(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Messages], template_kwargs: dict[str, Any], workers: int
+def encode_all(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Messages], template_kwargs: dict[str, Any], workers: int | None = None
 ) -> list[Encoded]:
-    """What encode() gives, from so many processes at most; one, or little to do: from this one."""
-    parts = [prompts[start : start + PART] for start in range(0, len(prompts), PART)]
-    workers = min(workers, len(parts))
-    if workers <= 1:
-        return encode(tokenizer, prompts, template_kwargs)
-    context = get_context("spawn")  # a fork would inherit locks of torch's and the tokenizer's threads
-    with ProcessPoolExecutor(workers, context, _start_child, (os.getpid(), tokenizer, template_kwargs)) as pool:
-        return [item for part in pool.map(_encode_part, parts) for item in part]
+    """What encode() gives, in parts and, of many prompts, in several processes. workers: see in_processes."""
+    return in_processes(partial(_encode, tokenizer, template_kwargs), prompts, "prompts are tokenised", workers)
 
 
-_child: tuple[PreTrainedTokenizerBase, dict[str, Any]]
-
-
-def _start_child(parent: int, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any]) -> None:
-    global _child
-    die_with_parent(parent)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _child = (tokenizer, template_kwargs)
-
-
-def _encode_part(prompts: Sequence[Messages]) -> list[Encoded]:
-    tokenizer, template_kwargs = _child
+def _encode(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any], prompts: Sequence[Messages]) -> list[Encoded]:
     return encode(tokenizer, prompts, template_kwargs)
 
 

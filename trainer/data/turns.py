@@ -1,4 +1,4 @@
-"""Conversations as tokens, and which of these are the assistant's."""
+"""Conversations as tokens, and which of these are the assistant's. Loads no torch: processes that tokenise start with it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
 
 from trainer.data.encoding import Messages, Refused, encode, render, token_ids
-from trainer.data.files import Rows
+from trainer.data.processes import in_processes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from trainer.data.files import Rows
 
 ROLES = ("system", "developer", "user", "assistant")
 UNKNOWN = "which tokens are the assistant's is not certain"
@@ -54,9 +58,13 @@ class TurnEncoder:
         for row, answer in enumerate(answers):
             if not isinstance(answer, str):
                 raise ValueError(f"{rows.where(row)}: the answer is a {type(answer).__name__}, not a text")
-        encoded = encode(self.tokenizer, prompts, self.template_kwargs)
+        return in_processes(self._pairs, list(zip(prompts, answers, strict=True)), "pairs are tokenised")
+
+    def _pairs(self, pairs: Sequence[tuple[Messages, str]]) -> list[Turns]:
+        encoded = encode(self.tokenizer, [prompt for prompt, _ in pairs], self.template_kwargs)
+        answers = [answer for _, answer in pairs]
         found = []
-        for (_, prompt), answer, ids in zip(encoded, answers, token_ids(self.tokenizer, [*answers], special=False), strict=True):
+        for (_, prompt), answer, ids in zip(encoded, answers, token_ids(self.tokenizer, answers, special=False), strict=True):
             whole = np.concatenate([prompt, ids, [self.tokenizer.eos_token_id]]).astype(np.int64)
             found.append(Turns(whole, np.arange(len(whole)) >= len(prompt), 1, int(not answer.strip()), 0))
         return found
@@ -68,7 +76,11 @@ class TurnEncoder:
         prompt of a turn, up to the token that ends it. Raises ValueError, one line, for what is no conversation of texts, and
         where a turn's prompt is not how the whole conversation begins.
         """
-        return [self.chat(rows.where(row), messages) for row, messages in enumerate(chats)]
+        placed = [(rows.where(row), messages) for row, messages in enumerate(chats)]
+        return in_processes(self._chats, placed, "conversations are tokenised")
+
+    def _chats(self, placed: Sequence[tuple[str, Any]]) -> list[Turns]:
+        return [self.chat(where, messages) for where, messages in placed]
 
     def chat(self, where: str, messages: Any) -> Turns:
         """One of them. where: for words to the user."""

@@ -13,7 +13,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import PreTrainedTokenizerBase
 
+from configs.locks import locked
 from configs.rules import wants_truth
 from configs.schema.generation import GenerationConfig
 from trainer.backend import open_backend, start_hosts
@@ -60,6 +62,13 @@ def run(config: GenerationConfig, notices: Sequence[str]) -> None:
         check_data_sources(prompts.data_sources)
     for notice in prompts.notices:
         print(f"note: {notice}", file=sys.stderr)
+    with locked(Path(data.output_path), "data.output_path"):
+        complete(config, prompts, tokenizer, scored=scored)
+
+
+def complete(config: GenerationConfig, prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase, *, scored: bool) -> None:
+    """Make the shards that are missing, then select."""
+    data = config.data
     total = -(-len(prompts) // data.batch_size)
     shards = Shards(Path(data.output_path), data.output_format, total, manifest(config, prompts, scored=scored))
     if missing := shards.missing():

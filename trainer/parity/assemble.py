@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from configs.locks import locked
 from configs.schema.parity import ParityConfig
 from trainer.backend import open_backend, start_hosts
 from trainer.data.chat import load_tokenizer
@@ -51,9 +52,11 @@ def run(config: ParityConfig, notices: Sequence[str]) -> None:
         seed=config.trainer.seed,
     )
     directory = Path(config.trainer.default_local_dir)
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     measured: dict[str, Measured] = {}
-    with open_backend(config.trainer, config.ray_kwargs, config.timeouts, directory) as backend:
+    with (
+        locked(directory, "trainer.default_local_dir"),
+        open_backend(config.trainer, config.ray_kwargs, config.timeouts, directory) as backend,
+    ):
         for engine in config.engines:
             print(f"{engine}: {len(prompts)} prompts")
             hosts = start_hosts(backend, config.trainer, config.timeouts)

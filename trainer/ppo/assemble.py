@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from configs.checks_batches import wants_ref
 from configs.checks_placement import placement_of
+from configs.locks import locked
 from configs.pools import Placement
 from configs.rules import wants_truth
 from configs.schema.ppo import ActorConfig, CriticConfig, PPOConfig
@@ -30,6 +31,7 @@ from trainer.data.stream import PromptStream
 from trainer.determinism import KernelWatch
 from trainer.events import Events
 from trainer.generation.rollout import end_tokens, rollout_spec, sampling, validation_sampling
+from trainer.manifest import check_weights
 from trainer.metrics import peak_flops
 from trainer.models import Training, limits, rate_changes, start_model, value_head
 from trainer.ppo.engines import check_engines, reader, wants_critic
@@ -68,12 +70,14 @@ def run(config: PPOConfig, notices: Sequence[str], loggers: Sequence[Logger] = (
     """Train as ``config`` says, and leave a report. notices: what the user was told about the configuration. loggers: beside
     those of trainer.logger."""
     check_installed(config.actor_rollout_ref.rollout.name)
-    life = Lifetime(config.trainer, Path(config.trainer.default_local_dir), loggers)
-    try:
-        keep_going(life, lambda: attempt(config, life), hushed=not config.ray_kwargs.ray_init.get("log_to_driver"))
-    finally:
-        if life.started:
-            finish(life.run_dir)
+    run_dir = Path(config.trainer.default_local_dir)
+    with locked(run_dir, "trainer.default_local_dir"):
+        life = Lifetime(config.trainer, run_dir, loggers)
+        try:
+            keep_going(life, lambda: attempt(config, life), hushed=not config.ray_kwargs.ray_init.get("log_to_driver"))
+        finally:
+            if life.started:
+                finish(run_dir)
 
 
 def attempt(config: PPOConfig, life: Lifetime) -> None:
@@ -99,6 +103,8 @@ def opened(assembly: type[Assembly], config: PPOConfig, life: Lifetime, resume: 
         place = placement_of(config, has_critic=wants_critic(config))
         hosts = start_pools(backend, config.trainer, place, config.timeouts, engine=config.actor_rollout_ref.rollout.name)
         parts = assembly(config, place, hosts, life, tokenizer)
+        if resume is not None:
+            check_weights(resume, hosts, parts.watchdog)
         rewards.wait_ready()
         tracker = parts.tracker(life.run_dir, resume)
         stack.callback(tracker.close)

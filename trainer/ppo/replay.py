@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from configs.locks import locked
 from configs.schema.alarms import AlarmConfig
 from configs.schema.ppo import PPOConfig
 from trainer.answers import AnswerLog
@@ -36,14 +37,21 @@ def replay(config: PPOConfig) -> None:
 
     Raises Found, a line for each difference beyond the bound; ValueError if the dump, its weights or its metrics are not there.
     """
-    asked, run_dir = config.trainer.replay, Path(config.trainer.default_local_dir)
+    asked = config.trainer.replay
     assert asked.mode is not None and asked.path is not None, "see configs.checks"
     batch, facts = load_batch(dump_file(asked.path))
     step = int(facts["step"])
-    directory = run_dir / f"replay_{asked.mode}_{step}"
+    directory = Path(config.trainer.default_local_dir) / f"replay_{asked.mode}_{step}"
     for change in check_config(facts["config"], asdict(config)):
         if not change.startswith(("trainer.replay.", "trainer.resume_")):
             print(f"note: replayed with another {change}", file=sys.stderr)
+    with locked(directory, "trainer.default_local_dir"):
+        repeat(config, batch, facts, directory)
+
+
+def repeat(config: PPOConfig, batch: Batch, facts: Mapping[str, Any], directory: Path) -> None:
+    """The step again, in ``directory``, and the differences. batch, facts: of its dump."""
+    asked, step = config.trainer.replay, int(facts["step"])
     weights = weights_before(step, facts, config, directory)
     one_step = of_one_step(config, directory)
     life = Lifetime(one_step.trainer, directory)
@@ -55,7 +63,7 @@ def replay(config: PPOConfig) -> None:
         found += compare_metrics(batch.meta["metrics"], again.meta["metrics"], asked.bound)
         compared = f"{len(batch)} answers, {batch.total_tokens:,} tokens"
     else:
-        logged = logged_metrics(run_dir, step)
+        logged = logged_metrics(Path(config.trainer.default_local_dir), step)
         with opened(TrainAgain, one_step, life, weights) as loop, life.stopping:
             metrics = train_again(loop, batch, step)
         found = compare_metrics(replayed(logged), replayed(metrics), asked.bound)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from trainer.alarms import Alarm
 from trainer.checkpoint import find_up_to
 from trainer.entry import Found
+from trainer.manifest import check_weights
 from workers.seeding import seed_of
 
 if TYPE_CHECKING:
@@ -48,7 +50,9 @@ def roll_back(loop: Loop, alarm: Alarm) -> None:
     if loop.rollbacks.count >= most:
         raise Found(f"stopped at step {loop.step}: an alarm asks for a rollback, alarms.max_rollbacks={most}: {alarm.text}")
     loop.saver.settle()
-    checkpoint = find_up_to(loop.run_dir, alarm.healthy_until)
+    groups = {role: model.group for role, model in loop.models().items()}
+    check = partial(check_weights, groups=groups, watchdog=loop.watchdog)
+    checkpoint = find_up_to(loop.run_dir, alarm.healthy_until, check)
     if checkpoint is None:
         raise Found(
             f"stopped at step {loop.step}: an alarm asks for a rollback, and there is no checkpoint of step "

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from configs.checks import world_size
+from configs.locks import locked
 from configs.schema.reward_model import RewardModelConfig
 from configs.schema.sft import SFTConfig
 from trainer.alarms import sft_alarms
@@ -17,6 +18,7 @@ from trainer.data.chat import load_tokenizer
 from trainer.data.order import DataOrder
 from trainer.determinism import KernelWatch, worker_environment
 from trainer.events import Events
+from trainer.manifest import check_weights
 from trainer.metrics import Phases
 from trainer.models import Training, limits, rate_changes, start_model
 from trainer.report import finish
@@ -40,12 +42,14 @@ def run(config: Config, notices: Sequence[str]) -> None:
     """Train as ``config`` says, and export the model if it says so. notices: what the user was told about the configuration."""
     head = SFT.head if isinstance(config, SFTConfig) else RewardModel.head
     check_engine("engine", config.engine, config.model, head, config.trainer.device)
-    life = Lifetime(config.trainer, Path(config.trainer.default_local_dir))
-    try:
-        keep_going(life, lambda: attempt(config, life), hushed=not config.ray_kwargs.ray_init.get("log_to_driver"))
-    finally:
-        if life.started:
-            finish(life.run_dir)
+    run_dir = Path(config.trainer.default_local_dir)
+    with locked(run_dir, "trainer.default_local_dir"):
+        life = Lifetime(config.trainer, run_dir)
+        try:
+            keep_going(life, lambda: attempt(config, life), hushed=not config.ray_kwargs.ray_init.get("log_to_driver"))
+        finally:
+            if life.started:
+                finish(run_dir)
 
 
 def attempt(config: Config, life: Lifetime) -> None:
@@ -60,6 +64,8 @@ def attempt(config: Config, life: Lifetime) -> None:
         environment = worker_environment(deterministic)
         hosts = start_hosts(backend, trainer, config.timeouts, deterministic=deterministic, env=environment)
         watchdog = Watchdog(asdict(config.timeouts), run_dir)
+        if resume is not None:
+            check_weights(resume, {"model": hosts}, watchdog)
         tokenizer = load_tokenizer(config.model)
         task: Task = SFT(config, tokenizer) if isinstance(config, SFTConfig) else RewardModel(config, tokenizer)
         seed = trainer.seed if config.data.seed is None else config.data.seed

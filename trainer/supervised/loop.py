@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from configs.checks import world_size
-from configs.schema.supervised import Frequency, SupervisedConfig, is_ever
+from configs.schema.common import Frequency, is_ever
+from configs.schema.supervised import SupervisedConfig
 from trainer.alarms import Alarms, react
 from trainer.checkpoint import Checkpoint, Stateful
 from trainer.data.order import DataOrder

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from configs.schema.common import ModelConfig
+from configs.schema.common import ModelConfig, is_ever
 from configs.schema.sft import SFTConfig
-from configs.schema.supervised import is_ever
 from trainer.algorithms.weights import token_weights
 from trainer.data.sft import SFTDataset
 from trainer.remote import RemoteModel

@@ -13,7 +13,7 @@ from workers.controller.group import Backend, Replies, Transport, WorkerError, W
 from workers.controller.logs import USERS
 from workers.controller.resource_pool import ResourcePool
 from workers.controller.session import set_environment
-from workers.controller.shell import Failure, Shell, free_port, pack_call
+from workers.controller.shell import Failure, Shell, hold_port, pack_call
 from workers.controller.wire import Parcel, pack, unpack
 
 
@@ -41,7 +41,7 @@ class LocalBackend(Backend):
     ) -> WorkerGroup:
         self._opened.enter_context(set_environment(env or {}))
         shells = [Shell() for _ in range(pool.world_size)]
-        port = free_port()
+        port = self._opened.enter_context(hold_port()).getsockname()[1]
         names, parcels = pack_call((args, kwargs), pack)
         for rank, shell in enumerate(shells):
             node, local_rank = pool.place(rank)

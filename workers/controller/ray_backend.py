@@ -28,7 +28,7 @@ from workers.controller.logs import last_lines, tail, write_to
 from workers.controller.ray_places import SLOT, Places
 from workers.controller.resource_pool import ResourcePool
 from workers.controller.session import MARK, SessionDir, end_processes, family, import_path, set_environment
-from workers.controller.shell import Failure, Shell, free_port, pack_call
+from workers.controller.shell import Failure, Shell, hold_port, pack_call
 from workers.controller.stacks import answer_for_stacks
 from workers.controller.stop import die_with_parent, handlers_kept, shielded
 from workers.controller.wire import Parcel, pack, unpack
@@ -171,7 +171,9 @@ class RayShell(Shell):
     would cost 0.65 s: prestarted processes could not be used."""
 
     def address(self) -> tuple[str, int]:
-        return ray.util.get_node_ip_address(), free_port()
+        """Where the ranks meet. The port stays reserved while this process lives."""
+        self._held = hold_port()
+        return ray.util.get_node_ip_address(), self._held.getsockname()[1]
 
     def home(self) -> tuple[str, int]:
         """Ray's id of the node, and the process's."""

@@ -6,14 +6,18 @@ import pkgutil
 import random
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import methodcaller
+from pathlib import Path
 from typing import Any
 
 from workers.controller.dispatch import Call
 from workers.controller.group import WorkerError, WorkerInfo
 from workers.controller.wire import Parcel, pack, unpack
+
+PORTS_OF_CONNECTIONS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+RANK_PORTS = range(20000, 30000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +92,30 @@ def unpack_call(names: tuple[str, ...], parcels: tuple[Parcel, ...]) -> Call:
     return tuple(values[:n_positional]), dict(zip(names, values[n_positional:], strict=True))
 
 
-def free_port() -> int:
-    """A port that nobody holds, below those that the kernel hands out: no connection takes it before we do."""
-    draw = random.SystemRandom()
+def hold_port() -> socket.socket:
+    """A bound socket that reserves its port until it is closed: no other process's bind or connection gets the port, while a
+    listener that sets SO_REUSEADDR, as socket.create_server and torch's stores do, can still be opened on it.
+    """
+    low, high = map(int, PORTS_OF_CONNECTIONS.read_text().split())
+    ports = ports_outside(low, high)
     while True:
-        port = draw.randrange(20000, 32768)
-        with socket.socket() as trial:
-            try:
-                trial.bind(("", port))
-            except OSError:  # taken
-                continue
-        return port
+        held = socket.socket()
+        try:
+            held.bind(("", random.SystemRandom().choice(ports)))
+        except OSError:  # taken
+            held.close()
+            continue
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after the bind: before it, two holders could share a port
+        return held
+
+
+def ports_outside(low: int, high: int) -> Sequence[int]:
+    """Ports above those of Ray's workers and below Kubernetes' NodePorts (30000), without low ... high, where the kernel opens
+    connections; with them if none would be left."""
+    return [port for port in RANK_PORTS if not low <= port <= high] or RANK_PORTS
+
+
+def free_port() -> int:
+    """A port that was free a moment ago. For tests and benchmarks; a program keeps what ``hold_port`` returns."""
+    with hold_port() as held:
+        return int(held.getsockname()[1])

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from workers.engine.base import SavedFile
 from workers.engine.hf_model import write_description
-from workers.engine.saving import in_background, saved_files
+from workers.engine.saving import in_background, saved_files, write_tensors
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -57,14 +57,13 @@ class Shard:
             torch.cuda.synchronize()
         self.tensors = {name: buffers[name] for name in self.tensors}
 
-    def write(self, directory: Path) -> None:
+    def write(self, directory: Path) -> SavedFile:
         """Raises OSError."""
-        # One entry only: with several their order in the header, and so the bytes, would differ from run to run.
         where = {name: {"saved_offsets": begin} for name, begin in self.offsets.items()}
         try:
-            save_file(self.tensors, directory / self.file, metadata={DCP_OFFSETS: json.dumps(where)})
-        except SafetensorError as error:
-            raise OSError(f"{directory / self.file}: {error}") from error
+            return write_tensors(directory / self.file, self.tensors, {DCP_OFFSETS: json.dumps(where)})
+        except OSError as error:  # that of a write does not name its file
+            raise OSError(error.errno, error.strerror, str(directory / self.file)) from error
 
 
 def save_shard(
@@ -82,11 +81,11 @@ def save_shard(
 
     def write() -> list[SavedFile]:
         directory.mkdir(exist_ok=True)
-        shard.write(directory)
+        written = shard.write(directory)
         described = write_description(shell, directory) if shell is not None else []
         if shell is not None and adapter is not None:
             described.append(write_adapter_config(adapter, directory))
-        return saved_files(directory, [shard.file, *described])
+        return [written, *saved_files(directory, described)]
 
     saving = in_background(write)
     if buffers is None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from workers.controller.group import WorkerInfo
-from workers.controller.shell import free_port
+from workers.controller.shell import hold_port
 from workers.engine.hf_model import DTYPES, empty_model, model_config, vocab_size
 from workers.rollout.attention import CACHED_ATTENTION, probe_cache_shape
 from workers.rollout.base import Completion, EngineAsleep, Request, Rollout, RolloutSpec, check_requests
@@ -106,7 +106,8 @@ class SGLangRollout(Rollout):
                 engines = place.world_size // self.tensor_parallel_size
                 arguments = sglang_cpu.completed(arguments, spec, token_bytes(spec, model), engines)
                 environment = ENVIRONMENT | sglang_cpu.environment(self.tensor_parallel_size)
-            self.engine = Client(arguments, environment)
+            with hold_port() as held:  # until the engine listens on it
+                self.engine = Client({"nccl_port": held.getsockname()[1], **arguments}, environment)
             self._cache_bytes = float(self.engine.facts["max_total_num_tokens"] * token_bytes(spec, model))
         self._asked: dict[int, Asked] = {}
         self._ended: list[Completion] = []
@@ -370,7 +371,6 @@ def engine_arguments(spec: RolloutSpec, first_gpu: int) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "sleep_on_idle": True,
         "base_gpu_id": first_gpu,
-        "nccl_port": free_port(),
         "log_level": "error",
         **rollout.engine_kwargs.sglang,
     }

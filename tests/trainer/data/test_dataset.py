@@ -7,7 +7,7 @@ import trainer.data.encoding
 from data_preprocess.writer import rl_row, write
 from tests.trainer.data.tokenizers import byte_tokenizer, data_config
 from trainer.data.dataset import Prompt, PromptDataset
-from trainer.data.encoding import PART
+from trainer.data.processes import PART
 
 TOKENIZER = byte_tokenizer()
 EXTRA = len("<user><a>")  # what the template adds

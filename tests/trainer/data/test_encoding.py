@@ -61,5 +61,7 @@ def test_truncation_keeps_the_named_rest(tokens: list[int], limit: int) -> None:
 
 def test_it_loads_no_torch() -> None:
     """Each process of the filter imports it: 0.1 s instead of 3."""
-    code = "import sys, trainer.data.encoding; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = (
+        "import sys, trainer.data.encoding, trainer.data.turns; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

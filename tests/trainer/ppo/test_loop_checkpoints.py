@@ -106,3 +106,34 @@ def lift_the_limit() -> None:
 
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+
+def damage(run_dir: Path, step: int) -> None:
+    """Another bit in a shard: its name and size stay."""
+    (shard,) = (run_dir / f"global_step_{step}/actor").glob("*.safetensors")
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+
+
+def test_workers_find_damaged_weights_and_the_checkpoint_before_is_taken(
+    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, three = tmp_path / "run", ("trainer.save_freq=1", "trainer.total_training_steps=3")
+    whole = repeatable(run_ppo(task, run_dir, *three))
+    damage(run_dir, 3)
+    four = (*three[:1], "trainer.total_training_steps=4")
+    assert repeatable(run_ppo(task, run_dir, *four))[:3] == whole
+    (told,) = [event for event in read_lines(run_dir / EVENTS) if event["kind"] == "damaged checkpoint"]
+    assert told["step"] == 3 and "is not what was written: its sha256 is " in told["text"]
+    assert told["text"].endswith("; the one before it is taken") and checkpoint_steps(run_dir) == [1, 2, 3, 4]
+    for step in (1, 2, 3, 4):
+        damage(run_dir, step)
+    capsys.readouterr()
+    more = ppo_arguments(task, run_dir, *three[:1], "trainer.total_training_steps=5")
+    assert main_ppo.PROGRAM(more) == 2
+    assert "error: no checkpoint up to step 1 is whole: " in capsys.readouterr().err
+    named = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={run_dir}/global_step_2")
+    assert main_ppo.PROGRAM([*ppo_arguments(task, tmp_path / "other", *four), *named]) == 2
+    told_again = capsys.readouterr().err
+    assert "error: trainer.resume_from_path: " in told_again and "; take another one" in told_again

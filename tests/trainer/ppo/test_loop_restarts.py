@@ -1,6 +1,7 @@
 """A worker fails, and the run starts again by itself: in one process, on the loop of PPO."""
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,14 @@ import ray.exceptions
 
 from configs.compose import compose
 from configs.schema.ppo import PPOConfig
+from configs.schema.sft import SFTConfig
 from tests.faults import loss_that, reward_that
 from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
 from tests.trainer.ppo.test_loop_stops import events_of
 from trainer import main_ppo
 from trainer.restart import Lifetime, keep_going
 from workers.controller.group import PhaseTimeout, WorkerError
+from workers.plan import Limits
 
 FOUR = ("trainer.total_training_steps=4",)
 
@@ -122,3 +125,65 @@ def test_a_lost_node_and_a_late_phase_are_reasons_to_start_again(tmp_path: Path,
         outcomes.append(KeyError("ours"))
         keep_going(life, attempt)
     assert len(events_of(tmp_path)) == 1
+
+
+OUT_OF_MEMORY = WorkerError(3, "update of actor", "OutOfMemory: CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def life_at(step: int, run_dir: Path, *overrides: str) -> Lifetime:
+    """Of a run that has got so far."""
+    life = Lifetime(compose("ppo_trainer", PPOConfig, [*overrides]).trainer, run_dir)
+    life.started, life.stopping.furthest = True, step
+    return life
+
+
+def test_out_of_memory_does_not_throw_away_what_no_checkpoint_holds(tmp_path: Path) -> None:
+    """By default nothing is saved, and nothing restarts: a run of 900 steps stops, and says what to change."""
+    life = life_at(900, tmp_path)
+    life.budget("actor").halve(Limits(max_tokens=512), [(2, 512)], 256, "no memory")
+    with pytest.raises(ValueError) as stopped:
+        life.fell(OUT_OF_MEMORY)
+    assert not life.restarted
+    advice = " ".join(str(stopped.value).split())
+    assert advice.startswith(
+        "memory ran out in step 901, and a restart in halved micro-batches would repeat 900 steps: rank 3 failed in "
+    )
+    assert (
+        "Halve actor_rollout_ref.actor.ppo_max_token_len_per_gpu (the gradient is the same), set trainer.save_freq (it is -1)"
+        in advice
+    )
+    assert "from the beginning: there is no checkpoint. trainer.max_restarts=1 would" in advice
+    assert [(step, kind) for step, kind, _ in events_of(tmp_path)] == [(900, "out of memory"), (900, "gave up")]
+
+
+@pytest.mark.parametrize(
+    ("step", "saved", "overrides", "restarts"),
+    [
+        (2, None, (), True),  # the first steps are no loss
+        (3, None, (), False),
+        (3, None, ("trainer.save_freq=50",), False),
+        (3, 1, (), True),
+        (4, 1, (), False),  # of an earlier start: this one saves nothing
+        (40, 1, ("trainer.save_freq=50",), True),  # so many the user offered
+        (900, None, ("trainer.max_restarts=1",), True),  # as after any other fall
+    ],
+)
+def test_how_much_a_restart_for_want_of_memory_may_repeat(
+    task: Path, tmp_path: Path, step: int, saved: int | None, overrides: tuple[str, ...], restarts: bool
+) -> None:
+    if saved is not None:
+        run_ppo(task, tmp_path, f"trainer.total_training_steps={saved}", "trainer.save_freq=1")
+    life = life_at(step, tmp_path, *overrides)
+    with nullcontext() if restarts else pytest.raises(ValueError, match=f"in step {step + 1}, .* would repeat "):
+        life.fell(OUT_OF_MEMORY)
+    assert life.restarted == restarts
+    kept = life.resume() if restarts else None
+    assert kept is None or kept.step == saved
+
+
+def test_a_supervised_run_that_saves_after_each_epoch_has_offered_an_epoch(task: Path, tmp_path: Path) -> None:
+    run_ppo(task, tmp_path, "trainer.total_training_steps=1", "trainer.save_freq=1")
+    life = Lifetime(compose("sft_trainer", SFTConfig, ["trainer.save_freq=after_each_epoch"]).trainer, tmp_path)
+    life.started, life.stopping.furthest = True, 40
+    life.fell(OUT_OF_MEMORY)
+    assert life.restarted

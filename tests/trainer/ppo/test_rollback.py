@@ -161,8 +161,9 @@ def test_no_stream_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(checkpoint: Any) -> None:
         prompts.drawn, texts.drawn = 2, 9
 
-    monkeypatch.setattr("trainer.ppo.rollback.find_up_to", lambda run_dir, step: SimpleNamespace(step=step))
+    monkeypatch.setattr("trainer.ppo.rollback.find_up_to", lambda run_dir, step, check: SimpleNamespace(step=step))
     loop = SimpleNamespace(
+        models=dict, watchdog=None,
         prompts=prompts, ptx=texts, rollbacks=Rollbacks(), load=load, step=7, run_dir=None, sync_weights=lambda step: None,
         config=SimpleNamespace(alarms=SimpleNamespace(max_rollbacks=2)), saver=SimpleNamespace(settle=lambda: None),
         tracker=SimpleNamespace(go_back=lambda step: Path("earlier_1")), events=SimpleNamespace(add=lambda *event: None),

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.runs import make_task, metrics_of, repeatable
 from trainer import main_export, main_sft
-from trainer.run_dir import checkpoint_steps
+from trainer.run_dir import EVENTS, checkpoint_steps, read_lines
 
 
 @pytest.fixture(scope="module")
@@ -55,3 +55,13 @@ def test_a_rate_that_jumps_when_a_run_gets_longer_is_told_with_the_arithmetic(
         "optim.total_training_steps=2 keeps the old schedule\n"
     ) in capsys.readouterr().err
     assert [step["train/lr"] for step in steps] == pytest.approx([1e-4, 5e-5, 5e-5, 1.464e-5], rel=1e-3)
+
+
+def test_damaged_weights_are_found_by_workers(task: Path, tmp_path: Path) -> None:
+    whole = run(task, tmp_path, "trainer.total_training_steps=3")
+    (shard,) = (tmp_path / "global_step_3/model").glob("*.safetensors")
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    again = run(task, tmp_path, "trainer.total_training_steps=4")
+    assert repeatable(again)[:3] == repeatable(whole)
+    (told,) = [event for event in read_lines(tmp_path / EVENTS) if event["kind"] == "damaged checkpoint"]
+    assert told["step"] == 3

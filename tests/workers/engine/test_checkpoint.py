@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.workers.engine.toy import plain_model
-from workers.engine.checkpoint import Files, Shard, write_model
+from workers.engine import saving
+from workers.engine.checkpoint import Files, Shard, save_shard, write_model
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -44,6 +45,32 @@ def test_parts_of_several_ranks_are_one_tensor(tmp_path: Path) -> None:
     assert torch.equal(files.read("m"), whole) and int(files.read("n")) == 3
     with pytest.raises(ValueError, match="the checkpoint: no o there"):
         files.read("o")
+
+
+def test_a_file_is_what_safetensors_would_write_and_its_hash_needs_no_second_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces that end within tensors; tensors without an element, without a dimension, and out of order."""
+    tensors = {
+        "b/ü": torch.randn(7, 5), "a": torch.randn(9).bfloat16(), "steps": torch.tensor(3), "none": torch.zeros(0, 4),
+        "mask": torch.tensor([True, False, True]), "turned": torch.arange(6.0).reshape(2, 3).T,
+    }  # fmt: skip
+    metadata = {"DCP_SHARDING_INFO": json.dumps({"a": {"saved_offsets": [0]}})}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "theirs", metadata=metadata)
+    monkeypatch.setattr(saving, "PIECE", 16)
+    written = saving.write_tensors(tmp_path / "ours", tensors, metadata)
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    assert written == saving.SavedFile(name="ours", size=written.size, sha256=saving.sha256_of(tmp_path / "ours"))
+    assert written.size == (tmp_path / "ours").stat().st_size
+    read = load_file(tmp_path / "ours")
+    assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_shard_is_not_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "sha256_of", None)
+    shard = Shard({"m": (torch.ones(3), [0])}, 0, 1)
+    (written,) = save_shard(shard, tmp_path, None, buffers=None).result()
+    assert written.name == shard.file
 
 
 def test_files_that_the_index_does_not_name_are_left_alone(tmp_path: Path) -> None:

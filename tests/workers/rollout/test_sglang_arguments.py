@@ -99,7 +99,6 @@ def test_the_rest_of_a_spec_arrives() -> None:
     assert arguments["base_gpu_id"] == 2 and arguments["enable_memory_saver"] is False
     assert arguments["sleep_on_idle"] is True and arguments["chunked_prefill_size"] == 2048
     assert engine_arguments(replace(spec, device="cuda"), 0)["enable_memory_saver"] is True
-    assert engine_arguments(spec, 0)["nccl_port"] != engine_arguments(spec, 0)["nccl_port"], "engines do not meet"
 
 
 def test_on_cpu_the_cache_holds_all_sequences_within_the_memory_that_engines_share() -> None:
