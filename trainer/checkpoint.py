@@ -42,7 +42,8 @@ SAFE_TO_CHANGE = (
     "*.forward_micro_batch_size_per_gpu", "*.forward_max_token_len_per_gpu",
     "data.micro_batch_size_per_gpu", "data.max_token_len_per_gpu", "*.enable_gradient_checkpointing",
     "*.enable_activation_offload", "*.tiled_mlp.enabled", "*.tiled_mlp.num_shards",
-    "*.reshard_after_forward", "*.param_offload", "*.grad_offload", "*.optimizer_offload", "*.strategy",
+    "*.reshard_after_forward", "*.use_no_sync_for_gradient_accumulation",
+    "*.param_offload", "*.grad_offload", "*.optimizer_offload", "*.strategy",
     "*.megatron.tensor_model_parallel_size", "*.megatron.pipeline_model_parallel_size",
     "*.megatron.virtual_pipeline_model_parallel_size", "*.megatron.context_parallel_size", "*.megatron.sequence_parallel",
     "*.megatron.use_distributed_optimizer", "*.fsdp_size", "*.ulysses_sequence_parallel_size",
@@ -51,6 +52,8 @@ SAFE_TO_CHANGE = (
     "actor_rollout_ref.rollout.update_weights_bucket_megabytes", "actor_rollout_ref.rollout.verify_weights",
     "trainer.deterministic",
 )  # fmt: skip
+ADDED: dict[str, Any] = {"reward.timeout_score": None}
+"""Keys that checkpoints of earlier versions do not have, with the value that stands for what those versions did."""
 
 
 class Stateful(Protocol):
@@ -171,7 +174,7 @@ def check_config(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[s
     changed = {
         key: f"{key}: {old.get(key, '(not set)')} -> {new.get(key, '(not set)')}"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
+        if old.get(key) != new.get(key) and (key in old or key not in ADDED or new[key] != ADDED[key])
     }
     refused = [change for key, change in changed.items() if not _is_safe(key)]
     if refused:

@@ -42,7 +42,7 @@ def first_samples(batch: Batch, n: int) -> list[Sample]:
             response=batch.objects["response"][i],
             ground_truth=text_of(batch.objects["ground_truth"][i]),
             score=float(batch.rows["score"][i]),
-            reward_error=batch.objects["reward_error"][i],
+            reward_error=batch.objects["reward_error"][i] if batch.rows["reward_failed"][i] else None,
         )
         for i in rows
     ]

@@ -46,12 +46,14 @@ class RemoteCopies:
             self.fs.makedirs(f"{target}/{name}".rpartition("/")[0], exist_ok=True)
             self.fs.put_file(str(checkpoint.path / name), f"{target}/{name}")
 
-    def drop_old(self, run_dir: Path, keep: int, spare: int | None) -> None:
-        """Remove copies that the run in ``run_dir`` wrote, but for the ``keep`` newest and that of step ``spare``. What another
-        run has put in their place is left. Raises what the implementation raises."""
+    def drop_old(self, run_dir: Path, keep: int, *, newest: int, spare: int | None) -> None:
+        """Remove copies that the run in ``run_dir`` wrote, but for the ``keep`` last up to step ``newest`` and that of step
+        ``spare``. Those after ``newest`` are of steps that the run has given up: it went back. What another run has put in their
+        place is left. Raises what the implementation raises."""
         written = self._written(run_dir)
-        for step in sorted(written, key=int)[:-keep]:
-            if int(step) == spare:
+        kept = {spare, *sorted(step for step in map(int, written) if step <= newest)[-keep:]}
+        for step in sorted(written, key=int):
+            if int(step) in kept:
                 continue
             place = f"{self.root}/global_step_{step}"
             manifest = f"{place}/{MANIFEST}"

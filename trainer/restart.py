@@ -82,8 +82,8 @@ class Lifetime:
         """After an attempt. Raises the error if that is the end, and Stopped if the run was to stop anyway.
 
         When memory ran out among several ranks, the next attempt has a smaller budget: such a restart counts as none. Where it
-        would lose more than LOST_AT_MOST steps that no trainer.save_freq has saved, it is one of trainer.max_restarts, and
-        ValueError says what to do if there are none.
+        would lose more than LOST_AT_MOST steps, and more than trainer.save_freq puts at risk, it is one of trainer.max_restarts,
+        and ValueError says what to do if there are none.
         """
         self.stopping.check(fell=True)
         cause, events = str(error).partition("\n")[0], Events(self.run_dir)
@@ -93,7 +93,9 @@ class Lifetime:
                 budget.tell(events, step)
             found = self._found()
             lost = step - (found.step if found is not None else 0)
-            if lost <= LOST_AT_MOST or (found is not None and is_ever(self.trainer.save_freq)):
+            if lost <= LOST_AT_MOST or (
+                is_ever(self.trainer.save_freq) and (found is not None or self._before_the_first_save(lost))
+            ):
                 self._go_on(events, step, f"in smaller micro-batches: {cause}", found)
                 return
             if self.trainer.max_restarts == 0:
@@ -135,6 +137,11 @@ class Lifetime:
         """What a restart goes on from."""
         own = resolve_resume("auto", None, self.run_dir, None, weights=False) if self.started else None
         return own or self._asked_for()
+
+    def _before_the_first_save(self, lost: int) -> bool:
+        """The steps to be repeated are no more than trainer.save_freq, or an epoch, puts at risk."""
+        freq = self.trainer.save_freq
+        return not isinstance(freq, int) or lost <= freq
 
     def _out_of_memory(self, events: Events, step: int, lost: int, cause: str) -> ValueError:
         """What to do where a restart would repeat ``lost`` steps and nothing allows it."""

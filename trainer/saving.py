@@ -216,7 +216,7 @@ class Saver:
         copies.put(checkpoint)
         if self.copies_kept is not None:
             try:
-                copies.drop_old(self.run_dir, self.copies_kept, spare=best)
+                copies.drop_old(self.run_dir, self.copies_kept, newest=checkpoint.step, spare=best)
             except Exception as error:  # an implementation's own
                 return error
         return None

@@ -28,7 +28,7 @@ MOST_CALLS = 1000
 LOOK = 0.005  # seconds between looks at calls of several groups
 NEWS_SECONDS = 3.0  # until a group's own error is known, when another has lost it
 LOST = "ChannelLost"  # workers/rollout/channel.py: somebody else's error says why
-HURRIED = 5.0  # seconds that scoring may still take after a signal to stop
+HURRIED = 5.0  # seconds that scoring may still take after a signal to stop, or as long as it has ever taken if that is more
 LAST_RESORT = 60.0  # seconds after the limit: the process ends, if nothing else can be done with it
 _EXPIRED = signal.SIGRTMIN + 6
 
@@ -61,7 +61,8 @@ class Watchdog:
         self._lock = threading.Lock()
         """Calls come from several threads where pools work at the same time."""
         self._hurried = False
-        self._own: _Alarm | None = None
+        self._own: tuple[_Alarm, float] | None = None
+        """Of the work that is under way; and when, by time.monotonic(), it has taken longer than ever before."""
 
     def limit(self, phase: str) -> float:
         """Seconds: what is configured, or 10 x the longest of three and more, so that a slow machine is not taken for a hang."""
@@ -156,7 +157,7 @@ class Watchdog:
     @contextmanager
     def own(self, phase: str, what: str, work: str) -> Iterator[None]:
         """Work of this process, or of children that it waits for. Raises PhaseTimeout wherever it is when its time is over, and
-        LeftUndone if that is HURRIED seconds after ``hurry``.
+        LeftUndone if that is after ``hurry``, and it has taken longer than ever before (see HURRIED).
 
         While C code does not come back nothing can be raised: then the process ends with its stacks and exit status 1.
         """
@@ -165,7 +166,9 @@ class Watchdog:
         def report() -> str:
             return "" if self._hurried else self._tell(phase, what, controller_state(), lambda: [work])
 
-        alarm = self._own = _Alarm(HURRIED if self._hurried else limit, report)
+        patience = min(limit, max(HURRIED, self._seen.get(phase, (0, 0.0))[1]))
+        alarm = _Alarm(patience if self._hurried else limit, report)
+        self._own = (alarm, started + patience)
         faulthandler.dump_traceback_later(limit + LAST_RESORT, exit=True, file=USERS[-1])
         try:
             with alarm:
@@ -180,10 +183,11 @@ class Watchdog:
         self._saw(phase, time.monotonic() - started)
 
     def hurry(self) -> None:
-        """For a signal's handler: from now on work of this process ends within HURRIED seconds, or is left."""
+        """For a signal's handler: from now on work of this process that takes long is left, see ``own``."""
         self._hurried = True
         if self._own is not None:
-            self._own.ring_in(HURRIED)
+            alarm, due = self._own
+            alarm.ring_in(max(HURRIED, due - time.monotonic()))
 
     def _saw(self, phase: str, seconds: float) -> None:
         with self._lock:

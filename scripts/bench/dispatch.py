@@ -37,6 +37,7 @@ from data_preprocess import tiny_model
 from data_preprocess.writer import rl_row, write
 from scripts.bench.dummies import CLOCK, Dummies
 from trainer import main_ppo
+from trainer.metrics import WITHIN
 from workers.batch import Batch
 from workers.controller.dispatch import Mesh, Sharded
 from workers.controller.group import WorkerInfo
@@ -79,7 +80,7 @@ def steps(sequences: int, workers: int, count: int, folder: Path) -> dict[str, A
         wall.append(end - start - within.total())
         cpu.append(end_cpu - start_cpu)
         phases = {name.removeprefix("timing_s/"): value for name, value in told.items() if name.startswith("timing_s/")}
-        parts.append({name: value - within[name] for name, value in phases.items() if name != "step"})
+        parts.append({name: value - within[name] for name, value in phases.items() if name not in ("step", *WITHIN)})
         parts[-1]["rest"] = wall[-1] - sum(parts[-1].values())
     tokens = statistics.mean(told["perf/total_num_tokens"] for told in said)
     seconds = statistics.median(wall)

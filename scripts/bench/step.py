@@ -37,6 +37,7 @@ from transformers.utils import logging
 from data_preprocess import tiny_model
 from data_preprocess.writer import rl_row, write
 from trainer import __version__
+from trainer.metrics import WITHIN
 
 ROOT = Path(__file__).parents[2]
 REWARD = """
@@ -44,7 +45,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return sum(map(ord, solution_str)) % 7 / 7
 """
 WORK = ("gen", "old_log_prob", "ref", "values", "update_critic", "update_actor")
-WITHIN = ("step", "verify_weights")  # the whole, and a part of sync
+PARTS = ("step", *WITHIN)  # the whole, and parts of other phases
 DAEMONS = ("raylet", "gcs_server", "/ray/_private/", "/ray/dashboard/", "ray::IDLE")
 POLL_SECONDS = 0.001
 
@@ -262,7 +263,7 @@ def measured(line: dict[str, float], rows: int, updates: int, wall: float, cpu: 
         "prompt_tokens": round(line["perf/total_num_tokens"]) - responses,
         "response_tokens": responses,
         "updates": updates - round(line["actor/skipped_updates"]),
-        "phases": {name: value for name, value in phases.items() if name not in WITHIN},
+        "phases": {name: value for name, value in phases.items() if name not in PARTS},
     }
 
 

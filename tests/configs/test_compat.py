@@ -288,7 +288,6 @@ def test_a_lora_rank_of_megatrons_has_megatrons_alpha() -> None:
         ("actor_rollout_ref.actor.optim.weight_decay=0.1", "norms and biases do not decay here"),
         ("critic.optim.lr_warmup_steps_ratio=0.05", "verl begins with lr 0"),
         ("actor_rollout_ref.actor.optim.lr_warmup_steps=10,20", "verl begins with lr 0"),
-        ("custom_reward_function.path=a.py", "left out of the batch here, and counted"),
         ("actor_rollout_ref.model.lora.lora_A_init_method=xavier", "Kaiming's uniform rule here"),
     ],
 )
@@ -305,7 +304,6 @@ def test_a_key_under_which_other_numbers_are_computed_is_reported_once(typed: st
         "actor_rollout_ref.actor.optim.weight_decay=0.0",
         "actor_rollout_ref.actor.optim.lr_warmup_steps=-1",
         "critic.optim.lr_warmup_steps_ratio=0",
-        "reward.custom_reward_function.path=null",
         "trainer.seed=3",
     ],
 )

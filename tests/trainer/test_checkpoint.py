@@ -11,6 +11,7 @@ import yaml
 
 from configs.compose import compose
 from configs.schema.ppo import PPOConfig
+from configs.schema.reward_model import RewardModelConfig
 from configs.schema.sft import SFTConfig
 from tests.trainer.checkpoints import CONFIG, is_whole, names, save
 from trainer import manifest
@@ -25,7 +26,7 @@ from trainer.checkpoint import (
 )
 from trainer.manifest import Checkpoint, Damaged
 from trainer.remote_copies import RemoteCopies
-from trainer.run_dir import EVENTS, read_lines, start_run
+from trainer.run_dir import EVENTS, leaves_of, read_lines, start_run
 
 ROOT = Path(__file__).parents[2]
 LATEST = "latest_checkpointed_iteration.txt"
@@ -289,6 +290,33 @@ def test_safe_keys_exist_and_no_key_of_the_algorithm_is_among_them() -> None:
         "actor_rollout_ref.rollout.val_kwargs.temperature",
         "algorithm.rollout_correction.mismatch_bound",
     }
+
+
+@pytest.mark.parametrize(
+    ("root", "schema"), [("ppo_trainer", PPOConfig), ("sft_trainer", SFTConfig), ("reward_model_trainer", RewardModelConfig)]
+)
+def test_a_checkpoint_of_an_earlier_version_is_resumed(root: str, schema: type) -> None:
+    """Of the keys that it has not, none changes what the earlier version did. keys_before_use_no_sync.txt: those of that one."""
+    lines = (Path(__file__).parent / "keys_before_use_no_sync.txt").read_text().splitlines()
+    known = {line.partition(" ")[2] for line in lines if line.startswith(f"{root} ")}
+    config = asdict(compose(root, schema))
+    saved = {key: value for key, value in leaves_of(config).items() if key in known}
+    assert 0 < len(saved) < len(leaves_of(config))
+    check_config(nested(saved), config)
+    if schema is PPOConfig:
+        with pytest.raises(ValueError, match=r"reward\.timeout_score: \(not set\) -> 0\.0"):
+            check_config(nested(saved), asdict(compose(root, schema, ["reward.timeout_score=0"])))
+
+
+def nested(leaves: dict[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, value in leaves.items():
+        *above, name = key.split(".")
+        place: Any = tree
+        for part in above:
+            place = place.setdefault(part, {})
+        place[name] = json.loads(value)
+    return tree
 
 
 def test_where_roles_are_may_change() -> None:

@@ -74,9 +74,9 @@ def test_a_run_is_followed_and_leaves_its_lines(python: str, task: Path, tmp_pat
 
 def test_an_error_stands_below_the_display(python: str, task: Path, tmp_path: Path) -> None:
     terminal = start(python, task, tmp_path, FAILING)
-    assert terminal.end() == 1
+    assert terminal.end() == 2
     after = terminal.text.rpartition("╯")[2]
-    assert "Traceback (most recent call last)" in after and "no such digit" in after and "rewards of the step failed" in after
+    assert "Traceback" not in after and "no such digit" in after and "rewards of the step failed" in after and "own.py:" in after
     assert "\x1b[?25h" in terminal.written.rpartition("╯")[2]
 
 

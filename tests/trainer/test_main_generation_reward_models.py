@@ -43,19 +43,23 @@ def test_the_best_answer_is_the_models_and_the_scorers_score_stands_beside(task:
     rows, tokenizer = read(*sorted((tmp_path / "answers").glob("*.parquet"))), tokenizer_of(f"{task}/scorer")
     assert len(rows) == 8
     best = {row["uid"]: row for row in read(tmp_path / "best.parquet")}
+    of_text: list[tuple[float, float]] = []  # (score, plain score) of responses whose text has all of their tokens
     for row in rows:
         texts = [
             row["prompt"][0]["content"] + text + ("<eos>" if why == "stop" else "")
             for text, why in zip(row["responses"], row["finish_reasons"], strict=True)
         ]
         plain = plain_scores(f"{task}/scorer", [torch.tensor(tokenizer(text)["input_ids"]) for text in texts])
-        assert row["scores"] == pytest.approx(plain.tolist(), abs=1e-5)
+        for text, n, got, wanted in zip(texts, row["lengths"], row["scores"], plain.tolist(), strict=True):
+            if len(tokenizer(text)["input_ids"]) == row["prompt_length"] + n:
+                of_text.append((got, wanted))
         assert row["scores"] == [parts["a"] for parts in row["score_parts"]]
         truth = row["reward_model"]["ground_truth"]
         assert [parts["acc"] for parts in row["score_parts"]] == [float(text == truth) for text in row["responses"]]
         first = row["scores"].index(max(row["scores"]))
         chosen = best[row["uid"]]
         assert (chosen["responses"], chosen["score_parts"]) == ([row["responses"][first]], [row["score_parts"][first]])
+    assert len(of_text) > len(rows) and [got for got, _ in of_text] == pytest.approx([wanted for _, wanted in of_text], abs=1e-5)
 
 
 def test_without_a_scorer_the_prompts_need_no_truth(task: Path, tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_a_run_that_fails_tells_no_secret(task: Path, tmp_path: Path) -> None:
     alone = ("reward.custom_reward_function.path=null", "reward.judge.prompt='{answer}'", "reward.num_workers=1")
     run = start(ppo_arguments(task, tmp_path / "run", *judge, *alone), tmp_path)
     said, _ = run.communicate()
-    assert run.returncode == 1 and "http://127.0.0.1:1/v1/chat/completions" in said, said
+    assert run.returncode == 2 and "http://127.0.0.1:1/v1/chat/completions" in said, said
     assert SECRET not in said and list(files_with_the_secret(tmp_path)) == []
 
 

@@ -97,16 +97,23 @@ def test_only_copies_that_this_run_wrote_are_removed(address: str, tmp_path: Pat
     save(tmp_path / "other", 3, actor=3)
     (tmp_path / "other/global_step_3" / MANIFEST).write_text((tmp_path / "other/global_step_3" / MANIFEST).read_text() + "\n")
     copies.put(read_checkpoint(tmp_path / "other/global_step_3"))
-    copies.drop_old(tmp_path / "run", keep=2, spare=5)
+    copies.drop_old(tmp_path / "run", keep=2, newest=10**9, spare=5)
     assert RemoteCopies(address).steps() == [1, 3, 4, 5, 6, 8]
     assert not copies.fs.exists(f"{copies.root}/global_step_2"), "nothing of it is left"
-    copies.drop_old(tmp_path / "run", keep=1, spare=None)
+    copies.drop_old(tmp_path / "run", keep=1, newest=10**9, spare=None)
     assert RemoteCopies(address).steps() == [1, 3, 4, 8]
+
+
+def test_copies_of_steps_that_a_rollback_gave_up_go_and_the_new_one_stays(address: str, tmp_path: Path) -> None:
+    copies = put(address, tmp_path / "run", 20, 30, 40)
+    put(address, tmp_path / "run", 25)
+    copies.drop_old(tmp_path / "run", keep=2, newest=25, spare=None)
+    assert RemoteCopies(address).steps() == [20, 25]
 
 
 def test_a_copy_that_was_half_written_or_half_removed_goes_too(address: str, tmp_path: Path) -> None:
     copies = put(address, tmp_path / "run", 2, 4)
     copies.fs.rm_file(f"{copies.root}/global_step_2/{MANIFEST}")
     for _ in range(2):
-        RemoteCopies(address).drop_old(tmp_path / "run", keep=1, spare=None)
+        RemoteCopies(address).drop_old(tmp_path / "run", keep=1, newest=10**9, spare=None)
         assert not copies.fs.exists(f"{copies.root}/global_step_2") and RemoteCopies(address).steps() == [4]

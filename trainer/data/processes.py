@@ -79,7 +79,7 @@ class Child:
 
     def __init__(self, work: bytes) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "trainer.data.processes"],
+            [sys.executable, "-P", "-m", "trainer.data.processes"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(import_path()), "TOKENIZERS_PARALLELISM": "false"},

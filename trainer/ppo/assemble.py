@@ -71,7 +71,7 @@ def run(config: PPOConfig, notices: Sequence[str], loggers: Sequence[Logger] = (
     those of trainer.logger."""
     check_installed(config.actor_rollout_ref.rollout.name)
     run_dir = Path(config.trainer.default_local_dir)
-    with locked(run_dir, "trainer.default_local_dir"):
+    with locked(run_dir, "trainer.default_local_dir", private=True):
         life = Lifetime(config.trainer, run_dir, loggers)
         try:
             keep_going(life, lambda: attempt(config, life), hushed=not config.ray_kwargs.ray_init.get("log_to_driver"))

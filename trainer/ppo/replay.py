@@ -45,7 +45,7 @@ def replay(config: PPOConfig) -> None:
     for change in check_config(facts["config"], asdict(config)):
         if not change.startswith(("trainer.replay.", "trainer.resume_")):
             print(f"note: replayed with another {change}", file=sys.stderr)
-    with locked(directory, "trainer.default_local_dir"):
+    with locked(directory, "trainer.default_local_dir", private=True):
         repeat(config, batch, facts, directory)
 
 

@@ -210,8 +210,7 @@ class Source:
             batch = join(questions, answers).with_meta({"temperature": sampling.temperature})
             by_servers = isinstance(self.rewards, RemoteRewards)
             scores = self.rewards.score(to_score(asked, texts, batch, self.tokenizer, for_servers=by_servers))
-        late = self.reward.timeout_score
-        scores = [replace(score, value=late) if score.timed_out else score for score in scores]
+        scores = self._with_late(scores)
         if self.models is not None:
             learn_from = (torch.tensor(samples) < n) & trains
             judge = partial(self._judge, self.models, scores, batch, asked, texts, learn_from, phases)
@@ -219,6 +218,7 @@ class Source:
             self.rollout.rest(self.models.group)
             batch |= columns
             batch = batch if at_tokens is None else batch.with_tokens(model_rewards=at_tokens)
+            scores = self._with_late(scores)
         self.failures.add(step, "training" if trains else "validation", scores)
         score = torch.tensor([0.0 if item.value is None else item.value for item in scores])
         batch.rows |= {
@@ -229,6 +229,11 @@ class Source:
         }
         batch.objects = describe(asked, texts, scores)
         return batch
+
+    def _with_late(self, scores: Sequence[Score]) -> list[Score]:
+        """With ``reward.timeout_score`` for those that came too late."""
+        late = self.reward.timeout_score
+        return [replace(score, value=late) if score.timed_out and score.value is None else score for score in scores]
 
     @staticmethod
     def _judge(

@@ -21,11 +21,19 @@ _MAX_REPLY = 1 << 22  # bytes
 
 
 class Passing(Exception):
-    """A failure that a later request may not meet."""
+    """A failure that a later request may not meet. late: a server took the request and did not reply in time."""
+
+    def __init__(self, said: str, *, late: bool = False) -> None:
+        super().__init__(said)
+        self.late = late
 
 
 class Refused(Exception):
-    """A failure that the same request would meet again, or that has been met too often."""
+    """A failure that the same request would meet again, or that has been met too often. late: as of Passing."""
+
+    def __init__(self, said: str, *, late: bool = False) -> None:
+        super().__init__(said)
+        self.late = late
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -56,7 +64,8 @@ def post(url: str, body: bytes, *, token: str | None, timeout: float, timeout_ke
         kind = Passing if error.code in _MAY_PASS else Refused
         raise kind(hidden(f"HTTP {error.code} from {url}: {said}")) from error
     except (OSError, http.client.HTTPException, ValueError) as error:  # no connection, a time-out, a broken reply
-        raise Passing(hidden(f"{url}: {type(error).__name__}: {error}")) from error
+        late = isinstance(error, TimeoutError)  # one of the connection is a URLError
+        raise Passing(hidden(f"{url}: {type(error).__name__}: {error}"), late=late) from error
 
 
 def nobody_there(url: str, timeout: float) -> str | None:
@@ -82,7 +91,7 @@ def patiently(ask: Callable[[], Answer], *, retries: int, backoff: float) -> Ans
             return ask()
         except Passing as error:
             if attempt == retries:
-                raise Refused(f"in {attempt + 1} requests; the last: {error}") from error
+                raise Refused(f"in {attempt + 1} requests; the last: {error}", late=error.late) from error
             time.sleep(backoff * 2**attempt)
     raise AssertionError("unreachable")
 

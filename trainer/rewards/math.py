@@ -9,7 +9,7 @@ from trainer.rewards.values import value_of
 
 # Spellings that mean the same, in this order. Texts are short, and no pattern backtracks far. What is deleted between two digits
 # leaves a space: 5 6 is not 56, and 3 1/2 is not 31/2.
-_GROUPED = r"(?<![0-9.,}])[1-9][0-9]{0,2}(?:(?:\{,\}|\\?,)[0-9]{3})+(?!,?[0-9])(?![^(\[{]*[)\]}])"
+_GROUPED = r"(?<![0-9.,}])[1-9][0-9]{0,2}(?:(?:\{,\}|\\?,| )[0-9]{3})+(?![, ]?[0-9])(?![^(\[{]*[)\]}])"
 _SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"\\!|\\(?:left|right)(?![a-zA-Z])"), ""),
     (re.compile(_GROUPED), lambda thousands: re.sub(r"[^0-9]", "", thousands[0])),

@@ -89,7 +89,7 @@ class RemoteRewards:
         try:
             return patiently(lambda: self._ask(body, len(answers)), retries=config.retries, backoff=config.backoff)
         except Refused as error:
-            return [Score(None, {}, f"no score from {self._key}: {error}")] * len(answers)
+            return [Score(None, {}, f"no score from {self._key}: {error}", timed_out=error.late)] * len(answers)
 
     def _ask(self, body: bytes, n: int) -> list[Score]:
         """The scores by the first server that gives them. Raises Passing if one of them may do so later, else Refused."""
@@ -114,7 +114,7 @@ class RemoteRewards:
             reply = post(url, body, token=token or None, timeout=config.timeout, timeout_key="reward.remote.timeout")
         except Refused as error:
             unset = "" if token or not str(error).startswith("HTTP 401") else f" ({config.token_env} is not set here)"
-            raise Refused(f"{error}{unset}") from error
+            raise Refused(f"{error}{unset}", late=error.late) from error
         try:
             return wire.from_reply(reply, n)
         except ValueError as error:

@@ -43,7 +43,7 @@ def run(config: Config, notices: Sequence[str]) -> None:
     head = SFT.head if isinstance(config, SFTConfig) else RewardModel.head
     check_engine("engine", config.engine, config.model, head, config.trainer.device)
     run_dir = Path(config.trainer.default_local_dir)
-    with locked(run_dir, "trainer.default_local_dir"):
+    with locked(run_dir, "trainer.default_local_dir", private=True):
         life = Lifetime(config.trainer, run_dir)
         try:
             keep_going(life, lambda: attempt(config, life), hushed=not config.ray_kwargs.ray_init.get("log_to_driver"))

@@ -15,6 +15,7 @@ from workers.controller.resource_pool import ResourcePool
 
 SLOT = "tandem_slot"  # the custom resource that stands for a GPU where there is none
 PLACE_SECONDS = 30.0
+GPUS_SECONDS = 300.0  # until a task on each node has said which GPUs it got: its process starts first
 LOOK_SECONDS = 0.5  # between looks at a cluster that grows
 
 
@@ -88,7 +89,13 @@ def gpus_of(group: PlacementGroup, n_per_node: Sequence[int]) -> tuple[tuple[str
     for node, n in enumerate(n_per_node):
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node)
         asked.append(ray.remote(own_gpus).options(num_cpus=0, num_gpus=n, scheduling_strategy=strategy).remote())
-    return tuple(ray.get(asked, timeout=PLACE_SECONDS))
+    try:
+        return tuple(ray.get(asked, timeout=GPUS_SECONDS))
+    except ray.exceptions.GetTimeoutError as error:
+        remove_placement_group(group)
+        raise ValueError(
+            f"Ray did not start a task on its own GPUs within {GPUS_SECONDS:g} s: see `ray status` and its logs"
+        ) from error
 
 
 def own_gpus() -> tuple[str, ...]:

@@ -50,6 +50,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     end = 0
     for name in names:
         tensor, begin = tensors[name], end
+        if tensor.dtype not in SAFETENSORS:
+            raise ValueError(f"{path}: {name} is {tensor.dtype}; a checkpoint holds {', '.join(map(str, SAFETENSORS))}")
         end += tensor.nbytes
         header[name] = {"dtype": SAFETENSORS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()

@@ -305,7 +305,7 @@ class SGLangRollout(Rollout):
 
     def _wait_for_replica(self) -> None:
         """The engine's processes take memory of every rank's device: all ranks have released theirs when this returns."""
-        if self.tensor_parallel_size > 1:
+        if self.tensor_parallel_size > 1 and self.device.type == "cuda":
             dist.all_reduce(torch.zeros(1))  # on CPU: a barrier of nccl's would itself take memory
 
     def close(self) -> None:

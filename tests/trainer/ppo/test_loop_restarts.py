@@ -161,7 +161,8 @@ def test_out_of_memory_does_not_throw_away_what_no_checkpoint_holds(tmp_path: Pa
     [
         (2, None, (), True),  # the first steps are no loss
         (3, None, (), False),
-        (3, None, ("trainer.save_freq=50",), False),
+        (3, None, ("trainer.save_freq=50",), True),  # so many the user offered
+        (51, None, ("trainer.save_freq=50",), False),  # nothing could be saved so far
         (3, 1, (), True),
         (4, 1, (), False),  # of an earlier start: this one saves nothing
         (40, 1, ("trainer.save_freq=50",), True),  # so many the user offered

@@ -171,10 +171,10 @@ class FSDPEngine(TrainEngine):
                 told.append(metrics)
                 total = total + added
             total.backward()
-            if len(plan) > 1:
+            if len(plan) > 1 and not self._waits:
                 self._sum_in_float32(sums)
-        for name, summed in sums.items():
-            self._params[name].grad = like(self._params[name], summed.to(self._params[name].dtype))
+        for name in list(sums):
+            self._params[name].grad = like(self._params[name], sums.pop(name).to(self._params[name].dtype))
         return join_metrics([*told, balance.metrics()] if balance is not None else told)
 
     def _sum_in_float32(self, sums: dict[str, Tensor]) -> None:
@@ -209,12 +209,16 @@ class FSDPEngine(TrainEngine):
         holds the whole model: there sharded gradients are no smaller.
         """
         if isinstance(self._model, FSDPModule):
-            wait = self.fsdp.use_no_sync_for_gradient_accumulation or self._device_mesh["shard"].size() == 1
-            self._model.set_requires_gradient_sync(last or not wait)
+            self._model.set_requires_gradient_sync(last or not self._waits)
             self._model.set_requires_all_reduce(last)
-            self._model.set_is_last_backward(last or not wait)
+            self._model.set_is_last_backward(last or not self._waits)
             # Parameters that may stay gathered from forward to backward may stay until the last backward.
             self._model.set_reshard_after_backward(last or self.fsdp.reshard_after_forward)
+
+    @property
+    def _waits(self) -> bool:
+        """Gradients are reduced in the last micro-batch only."""
+        return self.fsdp.use_no_sync_for_gradient_accumulation or self._device_mesh["shard"].size() == 1
 
     def _free_gathered(self) -> None:
         """No backward will do it; and a load would leave what is still gathered stale."""
