@@ -52,8 +52,8 @@ SAFE_TO_CHANGE = (
     "actor_rollout_ref.rollout.update_weights_bucket_megabytes", "actor_rollout_ref.rollout.verify_weights",
     "trainer.deterministic",
 )  # fmt: skip
-ADDED: dict[str, Any] = {"reward.timeout_score": None}
-"""Keys that checkpoints of earlier versions do not have, with the value that stands for what those versions did."""
+ADDED = {"reward.timeout_score": "null"}
+"""Keys that checkpoints of earlier versions do not have, with the value, as JSON, that stands for what those versions did."""
 
 
 class Stateful(Protocol):
