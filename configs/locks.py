@@ -57,7 +57,7 @@ def locked(directory: Path, key: str, name: str = LOCK, *, private: bool = False
 
 def _take(descriptor: int, path: Path, key: str) -> None:
     """Raises ValueError if another process keeps the lock."""
-    deadline, told = time.monotonic() + LEASE_SECONDS, False
+    deadline, noted = time.monotonic() + LEASE_SECONDS, False
     while True:
         try:
             fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, WHOLE_FILE)
@@ -72,9 +72,9 @@ def _take(descriptor: int, path: Path, key: str) -> None:
             elsewhere = " on " in holder and f" on {socket.gethostname()}," not in holder
             if not elsewhere or time.monotonic() > deadline:
                 raise ValueError(in_use(path, key)) from error
-            if not told:
+            if not noted:
                 print(f"note: {in_use(path, key)}; waiting for at most {LEASE_SECONDS:g} s", file=sys.stderr)
-                told = True
+                noted = True
             time.sleep(POLL_SECONDS)
 
 

@@ -266,7 +266,7 @@ FAILED_REWARDS = Rule(
     "failed_rewards",
     level("reward/failed_share"),
     "reward/failed_share",
-    "the first causes are events of kind reward; these answers are left out, so that the score does not show them: mend the "
+    "the first causes are events of kind reward; these answers are left out, so that the score does not show them: fix the "
     "reward function, raise reward.timeout, or give late ones a score (reward.timeout_score)",
 )
 ZERO_SIGNAL = Rule(

@@ -134,7 +134,7 @@ class Lifetime:
         return resolve_resume(trainer.resume_mode, trainer.resume_from_path, self.run_dir, remote_dir, weights=False)
 
     def _found(self) -> Checkpoint | None:
-        """What a restart goes on from."""
+        """The checkpoint that a restart resumes from."""
         own = resolve_resume("auto", None, self.run_dir, None, weights=False) if self.started else None
         return own or self._asked_for()
 

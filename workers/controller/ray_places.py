@@ -84,7 +84,7 @@ class Places:
 
 
 def gpus_of(group: PlacementGroup, n_per_node: Sequence[int]) -> tuple[tuple[str, ...], ...]:
-    """Which GPUs Ray has given to each bundle: a task that asks for all of them is told their ids."""
+    """The ids of the GPUs that Ray reserved for each bundle: a task that asks for all of them can read them."""
     asked = []
     for node, n in enumerate(n_per_node):
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node)
