@@ -81,6 +81,29 @@ def test_what_a_function_returns_is_compared_as_json() -> None:
 
 
 @pytest.mark.parametrize(
+    ("returned", "expected", "same"),
+    [
+        ("0", "[0, 1]", False),  # verl takes the first element of any list
+        ("0", "[0]", True),
+        ("[0]", "[[0]]", True),
+        ("True", "1", False),
+        ("1", "true", False),
+        ("[[True]]", "[[1]]", False),
+        ("{'a': 1}", '{"a": true}', False),
+        ("True", "true", True),
+        ("True", "[true]", True),
+        ("1.0", "1", True),
+        ("{'a': [1.0]}", '{"a": [1]}', True),
+        ("{'a': 1, 'b': 2}", '{"a": 1}', False),
+        ("None", "null", True),
+    ],
+)
+def test_what_a_function_returns_has_the_value_expected(returned: str, expected: str, same: bool) -> None:
+    tests = {"inputs": ["0"], "outputs": [expected], "fn_name": "f"}
+    assert judged(f"def f(x): return {returned}", tests) == float(same)
+
+
+@pytest.mark.parametrize(
     "program",
     [
         "class Equal:\n    def __eq__(self, other): return True\ndef add(a, b): return Equal()",
@@ -143,6 +166,18 @@ def test_a_ground_truth_without_tests_is_an_error(tests: Any) -> None:
         ("1\n2 3", "1 2\n3", True),
         ("0.3333333", "0.3333334", True),
         ("1.0", "1", True),
+        ("2.9999999999999996", "3", True),
+        ("1000000000.0", "1000000007", False),
+        ("1e9", "1000000000", True),
+        ("inf", "7" * 400, False),
+        ("inf", "7" * 400 + ".5", False),
+        ("1e400", "1e500", False),
+        ("-inf", "inf", False),
+        ("7" * 400 + ".0", "7" * 400, True),
+        ("nan", "1", False),
+        ("sNaN", "1", False),
+        ("1e999999999", "1", False),
+        ("x", "\u00b2", False),
         ("10000000", "10000001", False),
         ("a b", "b a", False),
         ("1 2", "1 2 3", False),
