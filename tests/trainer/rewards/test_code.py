@@ -127,6 +127,10 @@ def test_assertions(tests: Any) -> None:
     assert judged("import os\nos._exit(0)", tests) == judged("raise SystemExit(0)", tests) == 0.0
 
 
+def test_an_assertion_that_fails_does_not_end_the_run() -> None:
+    assert {judged(ADD, ["assert add(1, 2) == 4", *ASSERTS]) for _ in range(8)} == {1 / 3}
+
+
 def test_humaneval() -> None:
     tests = {"test": "def check(candidate):\n    assert candidate(1, 2) == 3", "entry_point": "add"}
     assert judged(ADD, tests) == 1.0
