@@ -162,6 +162,8 @@ _RULES = [
     *(Rule((53, 199), (Condition(0, 1), Condition(1, kind))) for kind in _STREAMS),  # socketpair, AF_UNIX: asyncio needs one
     Rule((44, 206), (Condition(4, 0), Condition(4, 0, upper=True))),  # sendto, without an address
     Rule((302, 261), (Condition(0, 0), Condition(2, 0), Condition(2, 0, upper=True))),  # prlimit64: read one's own
+    Rule((302, 261), (Condition(0, 0), Condition(1, resource.RLIMIT_STACK))),  # and set that of the stack
+    Rule((160, 164), (Condition(0, resource.RLIMIT_STACK),)),  # setrlimit
     Rule((38, 103), (Condition(0, 0),)),  # setitimer, ITIMER_REAL alone: ITIMER_PROF is the limit below
     *(Rule((157, 167), (Condition(0, option),)) for option in (15, 16)),  # prctl, PR_SET_NAME and PR_GET_NAME
 ]
@@ -253,7 +255,7 @@ def answer_thread_request(requests: int, child: int, most: int) -> None:
             granted = len(os.listdir(f"/proc/{child}/task")) < most
         except OSError:  # they cannot be counted
             granted = False
-        _answer_request(requests, request[:8], granted=granted)
+        _answer_request(requests, bytes(request[:8]), granted=granted)
 
 
 def _answer_request(requests: int, request: bytes, *, granted: bool) -> None:

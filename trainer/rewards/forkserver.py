@@ -260,8 +260,9 @@ def _child(work: Work, limits: Limits, confinement: Confinement, files: list[int
             given = json.load(text)
         answer = "" if given is None else work(given)
         for stream in (sys.stdout, sys.__stdout__):
-            with suppress(ValueError):  # it is closed or detached
-                stream.flush()
+            if stream is not None:
+                with suppress(ValueError):  # it is closed or detached
+                    stream.flush()
         os.write(_RESULT_FD, answer.encode(errors="replace"))
         code = 0
     finally:  # whatever was raised: this process must not return into the server

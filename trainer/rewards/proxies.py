@@ -11,17 +11,18 @@ import json
 import operator
 import os
 import sys
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
+from functools import cache
 from importlib import import_module
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType
 from typing import Any, NoReturn
 
-_SCALARS = frozenset({bool, int, float, str, type(None)})
+_SCALARS: frozenset[type] = frozenset({bool, int, float, str, type(None)})
 
 
 def _items(value: dict) -> list:
@@ -32,7 +33,9 @@ def _mapping(parts: list) -> dict:
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
-_INTEGERS, _NUMBERS, _TEXT = frozenset({int}), frozenset({int, float}), frozenset({str})
+_INTEGERS: frozenset[type] = frozenset({int})
+_NUMBERS: frozenset[type] = frozenset({int, float})
+_TEXT: frozenset[type] = frozenset({str})
 # A plain value of another type: its parts, the value that they make, and the types that parts may have (None: any).
 _VALUES: dict[type, tuple[Callable[[Any], list], Callable[[list], Any], frozenset[type] | None]] = {
     list: (list, list, None),
@@ -269,6 +272,8 @@ class Peer:
             return ["class", [value.__name__]]
         if isinstance(value, type) and issubclass(value, BaseException):
             return ["exception class", [value.__name__, self._encode(value.__base__)]]
+        if self._own_module is None and isinstance(value, tuple) and (fields := getattr(kind, "_fields", None)):
+            return ["named tuple", [["list", [kind.__name__, *fields]], *(self._encode(part) for part in value)]]
         if self._own_module is None and isinstance(value, Enum | tuple) and isinstance(value, int | str | tuple):
             return self._encode(_base_value(value))
         if self._own_module is not None and not self._is_own(value):
@@ -302,6 +307,10 @@ class Peer:
             error = _exception_class(kind).__new__(kind, *arguments)
             error.args = tuple(arguments)
             return error
+        if tag == "named tuple":
+            names, *values = parts
+            assert type(names) is list and _TEXT.issuperset(map(type, names)), value
+            return _named_tuple(*names)(*values)
         if tag == "array":
             return _array(*parts)
         if tag == "known" and self._own_module is None:
@@ -320,13 +329,18 @@ class Peer:
         return self._exceptions.setdefault(first, type(first, (_exception_class(base),), {}))
 
 
+@cache
+def _named_tuple(name: str, *fields: str) -> type[tuple]:
+    return namedtuple(name, fields)  # raises for what is no name, or a private one
+
+
 def _exception_class(value: Any) -> type[BaseException]:
     assert isinstance(value, type) and issubclass(value, BaseException), value
     return value
 
 
 def _base_value(value: Any) -> Any:
-    """What an IntEnum, a StrEnum or a named tuple is equal to."""
+    """What an IntEnum, a StrEnum or an object of a subclass of tuple is equal to."""
     if isinstance(value, int):
         return int(value)
     return str.__str__(value) if isinstance(value, str) else tuple(value)

@@ -64,6 +64,8 @@ def test_acc_says_whether_all_pass() -> None:
     [
         ADD,
         f"class Solution:\n    {ADD.replace('(a', '(self, a').replace(chr(10), chr(10) + '    ')}",
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass N:\n    value: int\n"
+        "def add(a, b): return N(a + b).value",
         "class Base:\n    def add(self, a, b): return a + b\nclass Solution(Base): pass",
         "def add(a: List[int], b: Optional[int]) -> int:\n    print('noise')\n    return a + b",
     ],

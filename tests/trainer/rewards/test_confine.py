@@ -269,7 +269,14 @@ def test_mathematics_works_without_landlock() -> None:
 
 SYSTEM_CALLS = _ALLOWED | {
     **{"open": (2, None), "openat": (257, 56), "clone": (56, 220), "fcntl": (72, 25), "ioctl": (16, 29), "socketpair": (53, 199)},
-    **{"sendto": (44, 206), "prlimit64": (302, 261), "setitimer": (38, 103), "prctl": (157, 167), "seccomp": (317, 277)},
+    **{
+        "setrlimit": (160, 164),
+        "sendto": (44, 206),
+        "prlimit64": (302, 261),
+        "setitimer": (38, 103),
+        "prctl": (157, 167),
+        "seccomp": (317, 277),
+    },
     **{"landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445), "landlock_restrict_self": (446, 446)},
 }
 
@@ -307,6 +314,10 @@ def test_the_filter_of_the_other_architecture_decides_alike() -> None:
             ("clone", [0x11], False),
             ("prlimit64", [0, 7, 0], True),
             ("prlimit64", [0, 7, 1 << 32], False),
+            ("prlimit64", [0, 3, 1 << 32], True),
+            ("prlimit64", [1, 3, 1 << 32], False),
+            ("setrlimit", [3], True),
+            ("setrlimit", [0], False),
             ("sendto", [0, 0, 0, 0, 0], True),
             ("sendto", [0, 0, 0, 0, 1 << 40], False),
             ("socketpair", [1, 1], True),
