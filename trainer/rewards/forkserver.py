@@ -259,14 +259,19 @@ def _child(work: Work, limits: Limits, confinement: Confinement, files: list[int
         with open(_JOB_FD, encoding="utf-8") as text:  # closed before the work begins
             given = json.load(text)
         answer = "" if given is None else work(given)
-        for stream in (sys.stdout, sys.__stdout__):
-            if stream is not None:
-                with suppress(ValueError):  # it is closed or detached
-                    stream.flush()
+        flush()
         os.write(_RESULT_FD, answer.encode(errors="replace"))
         code = 0
     finally:  # whatever was raised: this process must not return into the server
         os._exit(code)
+
+
+def flush() -> None:
+    """Write what this process has printed and holds back."""
+    for stream in (sys.stdout, sys.__stdout__):
+        if stream is not None:
+            with suppress(ValueError):  # it is closed or detached
+                stream.flush()
 
 
 def _wait(child: int, seconds: float, connection: socket.socket, requests: int | None) -> str | None:

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from trainer.rewards.confine import landlock_version
-from trainer.rewards.forkserver import PEER_FD, serve
+from trainer.rewards.forkserver import PEER_FD, flush, serve
 from trainer.rewards.proxies import Peer
 
 # Programs of contests lean on these being there, with all their names; the later hides the earlier.
@@ -137,6 +137,8 @@ def _finish(namespace: dict[str, Any], prelude: dict[str, Any]) -> None:
     """What Python does when a program ends, in its order: wait for threads, run exit functions, drop globals (files flush)."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
+    flush()
+    sys.stdout = sys.__stdout__
     for name in [*namespace]:
         if namespace.get(name) is not prelude.get(name):  # what Python gives is still there for __del__
             namespace[name] = None
