@@ -6,7 +6,8 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from math import isclose
+from decimal import Decimal
+from math import isclose, isfinite
 from typing import Any
 
 from configs.schema.ppo import CodeRewardConfig
@@ -96,21 +97,29 @@ def same_output(output: str, expected: str) -> bool:
 
 
 def _same_word(ours: str, theirs: str) -> bool:
-    if ours == theirs or _is_whole(ours, theirs):
-        return ours == theirs
+    if ours == theirs:
+        return True
     try:
-        return isclose(float(ours), float(theirs), rel_tol=_RELATIVE, abs_tol=_ABSOLUTE)
-    except ValueError:
+        if theirs.lstrip("+-").isdigit():  # exactly: it may be a remainder or an index
+            return abs(Decimal(ours) - Decimal(theirs)) <= _ABSOLUTE
+        found, expected = float(ours), float(theirs)
+    except (ValueError, ArithmeticError):
         return False
-
-
-def _is_whole(*words: str) -> bool:
-    return all(word.lstrip("+-").isdigit() for word in words)
+    return isfinite(found) and isfinite(expected) and isclose(found, expected, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE)
 
 
 def _same_value(ours: Any, theirs: Any) -> bool:
     """A list of one value may stand for the value, as verl's data have it."""
-    return ours == theirs or (isinstance(theirs, list) and len(theirs) > 0 and ours == theirs[0])
+    return _equal(ours, theirs) or (isinstance(theirs, list) and len(theirs) == 1 and _equal(ours, theirs[0]))
+
+
+def _equal(ours: Any, theirs: Any) -> bool:
+    """As Python compares what JSON holds (1 == 1.0), except that a truth value is no number."""
+    if isinstance(ours, list) and isinstance(theirs, list):
+        return len(ours) == len(theirs) and all(map(_equal, ours, theirs))
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return ours.keys() == theirs.keys() and all(_equal(ours[key], theirs[key]) for key in theirs)
+    return ours == theirs and isinstance(ours, bool) == isinstance(theirs, bool)
 
 
 def _ran_out_of_time(outcome: Outcome) -> bool:

@@ -6,6 +6,7 @@ none, no file can be opened at all. Both are available to every user, also in co
 """
 
 import ctypes
+import errno
 import fcntl
 import os
 import platform
@@ -13,6 +14,7 @@ import resource
 import signal
 import struct
 import sys
+from contextlib import suppress
 from typing import NamedTuple
 
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
@@ -160,6 +162,8 @@ _RULES = [
     *(Rule((53, 199), (Condition(0, 1), Condition(1, kind))) for kind in _STREAMS),  # socketpair, AF_UNIX: asyncio needs one
     Rule((44, 206), (Condition(4, 0), Condition(4, 0, upper=True))),  # sendto, without an address
     Rule((302, 261), (Condition(0, 0), Condition(2, 0), Condition(2, 0, upper=True))),  # prlimit64: read one's own
+    Rule((302, 261), (Condition(0, 0), Condition(1, resource.RLIMIT_STACK))),  # and set that of the stack
+    Rule((160, 164), (Condition(0, resource.RLIMIT_STACK),)),  # setrlimit
     Rule((38, 103), (Condition(0, 0),)),  # setitimer, ITIMER_REAL alone: ITIMER_PROF is the limit below
     *(Rule((157, 167), (Condition(0, option),)) for option in (15, 16)),  # prctl, PR_SET_NAME and PR_GET_NAME
 ]
@@ -193,6 +197,7 @@ class Confinement:
         rules = [*_RULES, *(_OPENING if opens else []), *(_THREADS if threads else [])]
         self._program = _program(column, rules)
         self._column = column
+        self._parent = os.getpid()
 
     def enter(self, *, cpu_seconds: float, memory_bytes: int, output_bytes: int) -> None:
         """Confine this process. It is killed at ``cpu_seconds``, or when its parent dies; ``memory_bytes`` bounds its address
@@ -212,6 +217,8 @@ class Confinement:
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         _check("capset", _libc.capset(struct.pack("Ii", _CAPABILITY_VERSION, 0), bytes(24)))
         _check("prctl(PR_SET_PDEATHSIG)", _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
+        if os.getppid() != self._parent:  # it died before that
+            raise ProcessLookupError(errno.ESRCH, "the server of confined processes has ended")
         _no_new_privileges()
         if self._ruleset is not None:
             _check("landlock_restrict_self", _libc.syscall(_RESTRICT_SELF, self._ruleset, 0))
@@ -226,21 +233,34 @@ def thread_requests() -> int | None:
     _no_new_privileges()
     steps = [_step(_LOAD, 0), *(step for rule in _THREADS for step in _rule(rule, column, _NOTIFY)), _step(_RETURN, _ALLOW)]
     try:
-        return _install(b"".join(steps), column, _NEW_LISTENER)
+        requests = _install(b"".join(steps), column, _NEW_LISTENER)
     except OSError:
         return None
+    try:
+        _answer_request(requests, bytes(8), granted=True)  # no request has this id
+    except FileNotFoundError:
+        return requests
+    except OSError:  # Linux 5.0 to 5.4 have no SECCOMP_USER_NOTIF_FLAG_CONTINUE
+        pass
+    os.close(requests)
+    return None
 
 
 def answer_thread_request(requests: int, child: int, most: int) -> None:
     """Wait for a request of ``child``, and grant it while it has fewer than ``most`` threads; else there are no resources."""
     request = bytearray(80)  # struct seccomp_notif: u64 id, u32 pid, u32 flags, seccomp_data
-    try:
+    with suppress(OSError):  # the thread that asks may end at any time
         fcntl.ioctl(requests, 0xC0502100, request)  # SECCOMP_IOCTL_NOTIF_RECV
-        granted = len(os.listdir(f"/proc/{child}/task")) < most
-        answer = request[:8] + struct.pack("qiI", 0, 0 if granted else -11, granted)  # EAGAIN; SECCOMP_USER_NOTIF_FLAG_CONTINUE
-        fcntl.ioctl(requests, 0xC0182101, answer)  # SECCOMP_IOCTL_NOTIF_SEND
-    except (FileNotFoundError, ProcessLookupError):  # the child has ended meanwhile
-        return
+        try:
+            granted = len(os.listdir(f"/proc/{child}/task")) < most
+        except OSError:  # they cannot be counted
+            granted = False
+        _answer_request(requests, bytes(request[:8]), granted=granted)
+
+
+def _answer_request(requests: int, request: bytes, *, granted: bool) -> None:
+    answer = request + struct.pack("qiI", 0, 0 if granted else -11, granted)  # EAGAIN; SECCOMP_USER_NOTIF_FLAG_CONTINUE
+    fcntl.ioctl(requests, 0xC0182101, answer)  # SECCOMP_IOCTL_NOTIF_SEND
 
 
 def landlock_version() -> int:

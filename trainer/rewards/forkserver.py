@@ -98,11 +98,15 @@ class ForkServer:
 
     def start(self, job: Any, limits: Limits, stdin: str = "", peer: socket.socket | None = None) -> "Running":
         """The same without waiting. The lock is held until the job's ``with`` ends. peer: the job's descriptor PEER_FD."""
+        text = json.dumps(job)
         self._lock.acquire()
-        running = Running(self, limits, [json.dumps(job), stdin])
+        running = Running(self, limits)
         try:
+            running.make_files([text, stdin])
             files = [*running.files, *([] if peer is None else [peer.fileno()])]
             with self._failures():
+                if self.closed:  # while this thread waited for the lock
+                    raise ConnectionError("it has ended")
                 request = json.dumps([limits.cpu_seconds, limits.memory_bytes, limits.output_bytes]).encode()
                 socket.send_fds(self._socket, [request], files)
         except BaseException:
@@ -139,6 +143,8 @@ class ForkServer:
         return self._popen.pid
 
     def close(self) -> None:
+        if self.closed:  # its process id may be another process's by now
+            return
         self.closed = True
         self._socket.close()
         os.killpg(self._popen.pid, signal.SIGKILL)  # it is not reaped before the next line: the id is its own
@@ -148,11 +154,15 @@ class ForkServer:
 class Running:
     """A job that a server runs. Its files are made here, and read here once it has ended. A context: leaving it ends the job."""
 
-    def __init__(self, server: ForkServer, limits: Limits, texts: list[str]) -> None:
-        """texts: of the job and of its standard input."""
+    def __init__(self, server: ForkServer, limits: Limits) -> None:
         self._server, self._limits = server, limits
         self._ended = False
-        self.files = [os.memfd_create(name) for name in ("job", "stdin", "stdout", "result")]
+        self.files: list[int] = []
+
+    def make_files(self, texts: list[str]) -> None:
+        """texts: of the job and of its standard input."""
+        for name in ("job", "stdin", "stdout", "result"):
+            self.files.append(os.memfd_create(name))
         for file, text in zip(self.files[:2], texts, strict=True):
             with open(file, "w", encoding="utf-8", errors="replace", closefd=False) as stream:
                 stream.write(text)
@@ -249,11 +259,19 @@ def _child(work: Work, limits: Limits, confinement: Confinement, files: list[int
         with open(_JOB_FD, encoding="utf-8") as text:  # closed before the work begins
             given = json.load(text)
         answer = "" if given is None else work(given)
-        sys.stdout.flush()
+        flush()
         os.write(_RESULT_FD, answer.encode(errors="replace"))
         code = 0
     finally:  # whatever was raised: this process must not return into the server
         os._exit(code)
+
+
+def flush() -> None:
+    """Write what this process has printed and holds back."""
+    for stream in (sys.stdout, sys.__stdout__):
+        if stream is not None:
+            with suppress(ValueError):  # it is closed or detached
+                stream.flush()
 
 
 def _wait(child: int, seconds: float, connection: socket.socket, requests: int | None) -> str | None:
@@ -272,6 +290,8 @@ def _wait(child: int, seconds: float, connection: socket.socket, requests: int |
         if ended.fileno() not in ready:
             os.kill(child, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if connection.fileno() in ready and ended.fileno() not in ready:
+            return "was cancelled"
     if ready in ([], [requests]):
         return f"timed out after {seconds:g} s"
     if code < 0:

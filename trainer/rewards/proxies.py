@@ -11,17 +11,18 @@ import json
 import operator
 import os
 import sys
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
+from functools import cache
 from importlib import import_module
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType
 from typing import Any, NoReturn
 
-_SCALARS = frozenset({bool, int, float, str, type(None)})
+_SCALARS: frozenset[type] = frozenset({bool, int, float, str, type(None)})
 
 
 def _items(value: dict) -> list:
@@ -32,36 +33,38 @@ def _mapping(parts: list) -> dict:
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
-# A plain value of another type: its parts, and the value that they make.
-_VALUES: dict[type, tuple[Callable[[Any], list], Callable[[list], Any]]] = {
-    list: (list, list),
-    tuple: (list, tuple),
-    set: (list, set),
-    frozenset: (list, frozenset),
-    dict: (_items, _mapping),
-    defaultdict: (_items, _mapping),
-    OrderedDict: (_items, lambda parts: OrderedDict(_mapping(parts))),
-    Counter: (_items, lambda parts: Counter(_mapping(parts))),
-    deque: (lambda value: [value.maxlen, *value], lambda parts: deque(parts[1:], parts[0])),
-    bytes: (lambda value: [value.hex()], lambda parts: bytes.fromhex(*parts)),
-    bytearray: (lambda value: [value.hex()], lambda parts: bytearray.fromhex(*parts)),
-    complex: (lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
-    range: (lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
-    slice: (lambda value: [value.start, value.stop, value.step], lambda parts: slice(*parts)),
-    Decimal: (lambda value: [str(value)], lambda parts: Decimal(*parts)),
-    Fraction: (lambda value: [value.numerator, value.denominator], lambda parts: Fraction(*parts)),
-    datetime: (lambda value: [value.isoformat()], lambda parts: datetime.fromisoformat(*parts)),
-    date: (lambda value: [value.isoformat()], lambda parts: date.fromisoformat(*parts)),
-    time: (lambda value: [value.isoformat()], lambda parts: time.fromisoformat(*parts)),
-    timedelta: (lambda value: [value.days, value.seconds, value.microseconds], lambda parts: timedelta(*parts)),
+_INTEGERS: frozenset[type] = frozenset({int})
+_NUMBERS: frozenset[type] = frozenset({int, float})
+_TEXT: frozenset[type] = frozenset({str})
+# A plain value of another type: its parts, the value that they make, and the types that parts may have (None: any).
+_VALUES: dict[type, tuple[Callable[[Any], list], Callable[[list], Any], frozenset[type] | None]] = {
+    list: (list, list, None),
+    tuple: (list, tuple, None),
+    set: (list, set, None),
+    frozenset: (list, frozenset, None),
+    dict: (_items, _mapping, None),
+    defaultdict: (_items, _mapping, None),
+    OrderedDict: (_items, lambda parts: OrderedDict(_mapping(parts)), None),
+    Counter: (_items, lambda parts: Counter(_mapping(parts)), None),
+    deque: (lambda value: [value.maxlen, *value], lambda parts: deque(parts[1:], parts[0]), None),
+    bytes: (lambda value: [value.hex()], lambda parts: bytes.fromhex(*parts), _TEXT),
+    bytearray: (lambda value: [value.hex()], lambda parts: bytearray.fromhex(*parts), _TEXT),
+    complex: (lambda value: [value.real, value.imag], lambda parts: complex(*parts), _NUMBERS),
+    range: (lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts), _INTEGERS),
+    slice: (lambda value: [value.start, value.stop, value.step], lambda parts: slice(*parts), _SCALARS),
+    Decimal: (lambda value: [str(value)], lambda parts: Decimal(*parts), _TEXT),
+    Fraction: (lambda value: [value.numerator, value.denominator], lambda parts: Fraction(*parts), _INTEGERS),
+    datetime: (lambda value: [value.isoformat()], lambda parts: datetime.fromisoformat(*parts), _TEXT),
+    date: (lambda value: [value.isoformat()], lambda parts: date.fromisoformat(*parts), _TEXT),
+    time: (lambda value: [value.isoformat()], lambda parts: time.fromisoformat(*parts), _TEXT),
+    timedelta: (lambda value: [value.days, value.seconds, value.microseconds], lambda parts: timedelta(*parts), _INTEGERS),
 }
-_MAKE = {kind.__name__: make for kind, (_, make) in _VALUES.items()}
+_MAKE = {kind.__name__: (make, allowed) for kind, (_, make, allowed) in _VALUES.items()}
 _ARRAY_KINDS = "biufcU"  # numpy's: numbers and text, no objects
 _LOCAL_NAMES = ("__name__", "__doc__", "__dict__")  # other such names are how Python and numpy ask an object to decide for them
 
 _BETWEEN_REMOTES = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor", "lshift", "rshift"]
 _OF_REMOTES = [
-    "iter",
     "next",
     "len",
     "bool",
@@ -81,6 +84,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": lambda function, *args, **kwargs: function(*args, **kwargs),
     "getattr": getattr,
     "setattr": setattr,
+    "iter": iter,
     "has_instance": lambda kind, value: isinstance(value, kind),
     **{name: (vars(operator) | vars(builtins))[name] for name in [*_OF_REMOTES, *_BETWEEN_REMOTES]},
 }
@@ -112,8 +116,32 @@ class Remote:
     def __setattr__(self, name: str, value: Any) -> None:
         self._peer.ask("setattr", self, name, value)
 
+    def __iter__(self) -> Iterator:
+        """The elements. Raises TypeError at their end if their number is not the length that the object reports: zip would
+        compare nothing with the elements of one that is empty.
+        """
+        iterator = self._peer.ask("iter", self)
+        try:
+            length = len(self)
+        except TypeError:  # it reports none
+            length = None
+        return _elements(iterator, length)
+
     def __instancecheck__(self, value: Any) -> bool:
         return type(value) is Remote and self._peer.ask("has_instance", self, value) is True
+
+
+def _elements(iterator: Iterator, length: int | None) -> Iterator:
+    count = 0
+    while True:
+        try:
+            element = next(iterator)
+        except StopIteration:
+            break
+        count += 1
+        yield element
+    if length not in (None, count):
+        raise TypeError(f"an object of length {length} has {count} elements")
 
 
 def _of_remotes(name: str) -> Callable[..., Any]:
@@ -141,12 +169,14 @@ class Peer:
         self._fd = fd
         self._lines = open(fd, "rb", closefd=False)  # noqa: SIM115  for as long as the process lives
         self._own_module = own_module
-        self._objects: list[Any] = []
+        self._objects: list[Any] = []  # of this end, by their handles
+        self._handles: dict[int, int] = {}  # of those, by their ids: an object keeps its handle
+        self._remotes: dict[int, Remote] = {}  # of the other end, by their handles, so that ``is`` holds for one object
         self._exceptions: dict[str, type[BaseException]] = {}
 
     def serve(self, names: Callable[[str], Any]) -> NoReturn:
         """Answer until the other end is gone. names: what a name stands for; raises NameError."""
-        self._objects.append(names)
+        self._handle(names)
         while True:
             self._answer(*self._receive()[1:])
 
@@ -163,15 +193,17 @@ class Peer:
         try:
             kind, result, *states = message
             result, states = self._decode(result), [self._decode(state) for state in states]
+            assert kind == "return" or (kind == "raise" and isinstance(result, BaseException)), kind
         except Exception as error:  # the other end has not sent what this module sends
             _leave(error)
         if kind == "raise":
             # One that ends loops must not come out of a call: all(map(candidate, ...)) would hold.
             if isinstance(result, StopIteration | StopAsyncIteration | GeneratorExit) and operation != "next":
                 raise RuntimeError(f"{type(result).__name__} was raised")
-            raise result if isinstance(result, BaseException) else TypeError("exceptions must derive from BaseException")
-        for value, state in zip(given, states, strict=False):
-            _set_state(value, state)
+            raise result
+        if result is None:  # decided here too, see _answer: the other end may be the program
+            for value, state in zip(given, states, strict=False):
+                _set_state(value, state)
         return result
 
     def _answer(self, operation: str, subject: Any, args: list, keywords: list[str]) -> None:
@@ -193,8 +225,11 @@ class Peer:
             return operation == "call" and self._is_own(subject)
         if isinstance(subject, Iterator):
             return operation in ("iter", "next")
-        private = operation in ("getattr", "setattr") and (type(args[0]) is not str or args[0].startswith("_"))
-        return self._is_own(subject) and not private
+        if operation in ("getattr", "setattr") and (type(args[0]) is not str or args[0].startswith("_")):
+            return False
+        if operation == "setattr" and callable(getattr(type(subject), args[0], None)):  # a method that would decide
+            return False
+        return self._is_own(subject)
 
     def _is_own(self, value: Any) -> bool:
         if isinstance(value, MethodType):
@@ -237,6 +272,8 @@ class Peer:
             return ["class", [value.__name__]]
         if isinstance(value, type) and issubclass(value, BaseException):
             return ["exception class", [value.__name__, self._encode(value.__base__)]]
+        if self._own_module is None and isinstance(value, tuple) and (fields := getattr(kind, "_fields", None)):
+            return ["named tuple", [["list", [kind.__name__, *fields]], *(self._encode(part) for part in value)]]
         if self._own_module is None and isinstance(value, Enum | tuple) and isinstance(value, int | str | tuple):
             return self._encode(_base_value(value))
         if self._own_module is not None and not self._is_own(value):
@@ -244,39 +281,66 @@ class Peer:
                 home = value.__objclass__ if isinstance(value, MethodDescriptorType) else value
                 return ["known", [home.__module__, value.__qualname__]]
             raise TypeError(f"a program cannot be given a {kind.__name__}")
-        self._objects.append(value)
-        return ["mine", [len(self._objects) - 1]]
+        return ["mine", [self._handle(value)]]
+
+    def _handle(self, value: Any) -> int:
+        if id(value) not in self._handles:
+            self._handles[id(value)] = len(self._objects)
+            self._objects.append(value)
+        return self._handles[id(value)]
 
     def _decode(self, value: Any) -> Any:
+        """Parses what may be hostile: each tag takes parts of the types that it needs, everything else raises."""
         if type(value) in _SCALARS:
             return value
+        assert type(value) is list, value
         tag, parts = value
+        assert type(tag) is str and type(parts) is list, value
         if not _SCALARS.issuperset(map(type, parts)):
             parts = [self._decode(part) for part in parts]
         if tag in _MAKE:
-            return _MAKE[tag](parts)
-        if tag == "mine":
-            return Remote(self, int(parts[0]))
-        if tag == "yours":
-            return self._objects[parts[0]]
+            make, allowed = _MAKE[tag]
+            assert allowed is None or allowed.issuperset(map(type, parts)), value
+            return make(parts)
+        if tag == "exception":
+            kind, *arguments = parts
+            error = _exception_class(kind).__new__(kind, *arguments)
+            error.args = tuple(arguments)
+            return error
+        if tag == "named tuple":
+            names, *values = parts
+            assert type(names) is list and _TEXT.issuperset(map(type, names)), value
+            return _named_tuple(*names)(*values)
         if tag == "array":
             return _array(*parts)
-        if tag == "exception":
-            error = parts[0].__new__(parts[0], *parts[1:])
-            error.args = tuple(parts[1:])
-            return error
+        if tag == "known" and self._own_module is None:
+            return operator.attrgetter(parts[1])(import_module(parts[0]))
+        first, *others = parts
+        if tag in ("mine", "yours"):
+            assert type(first) is int and first >= 0 and not others, value
+            return self._objects[first] if tag == "yours" else self._remotes.setdefault(first, Remote(self, first))
+        assert type(first) is str, value
         if tag == "class":
-            kind = vars(builtins)[parts[0]]
-            assert isinstance(kind, type)
+            kind = vars(builtins)[first]
+            assert isinstance(kind, type) and not others, value
             return kind
-        if tag == "exception class":
-            return self._exceptions.setdefault(parts[0], type(parts[0], (parts[1],), {}))
-        assert tag == "known" and self._own_module is None, tag
-        return operator.attrgetter(parts[1])(import_module(parts[0]))
+        assert tag == "exception class", value
+        (base,) = others
+        return self._exceptions.setdefault(first, type(first, (_exception_class(base),), {}))
+
+
+@cache
+def _named_tuple(name: str, *fields: str) -> type[tuple]:
+    return namedtuple(name, fields)  # raises for what is no name, or a private one
+
+
+def _exception_class(value: Any) -> type[BaseException]:
+    assert isinstance(value, type) and issubclass(value, BaseException), value
+    return value
 
 
 def _base_value(value: Any) -> Any:
-    """What an IntEnum, a StrEnum or a named tuple is equal to."""
+    """What an IntEnum, a StrEnum or an object of a subclass of tuple is equal to."""
     if isinstance(value, int):
         return int(value)
     return str.__str__(value) if isinstance(value, str) else tuple(value)
@@ -293,16 +357,23 @@ def _array_parts(value: Any) -> list | None:
 def _array(dtype: str, values: Any) -> Any:
     import numpy
 
-    assert numpy.dtype(dtype).kind in _ARRAY_KINDS, dtype
+    assert type(dtype) is str and numpy.dtype(dtype).kind in _ARRAY_KINDS, dtype
+    assert _are_elements(values), values
     return numpy.array(values, dtype)[()]  # of no dimensions: a scalar
 
 
+def _are_elements(values: Any) -> bool:
+    return all(map(_are_elements, values)) if type(values) is list else type(values) in (bool, int, float, complex, str)
+
+
 def _set_state(value: Any, state: Any) -> None:
-    """Give an argument the contents that it has at the other end."""
-    if isinstance(value, list | bytearray | deque) and type(state) is type(value):
+    """Give an argument the contents that it has at the other end. One of a class of this end's own lives here, and has them."""
+    if type(value) in (list, bytearray, deque) and type(state) is type(value):
         value.clear()
         value.extend(state)
-    elif isinstance(value, dict | set) and isinstance(state, dict | set):
+    elif (type(value) is set and type(state) is set) or (
+        type(value) in (dict, defaultdict, OrderedDict, Counter) and isinstance(state, dict)
+    ):
         value.clear()
         value.update(state)
 

@@ -1,15 +1,20 @@
 """Run a model's program on one test, confined. No expected output and no assertion is here: results are compared elsewhere."""
 
+import atexit
+import gc
 import json
 import random
 import sys
+import threading
+import weakref
 from contextlib import suppress
 from importlib import import_module
 from operator import attrgetter
+from types import ModuleType
 from typing import Any
 
 from trainer.rewards.confine import landlock_version
-from trainer.rewards.forkserver import PEER_FD, serve
+from trainer.rewards.forkserver import PEER_FD, flush, serve
 from trainer.rewards.proxies import Peer
 
 # Programs of contests lean on these being there, with all their names; the later hides the earlier.
@@ -85,7 +90,17 @@ def prepare() -> dict[str, Any]:
         with suppress(ImportError):  # not all are Python's own
             import_module(module)
     sys.setrecursionlimit(_RECURSION_LIMIT)
+    atexit._clear()  # what runs at the end of a program is the program's own
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+    gc.freeze()  # a collection in a job then looks at the job's objects alone
     return prelude
+
+
+def main_module(name: str, prelude: dict[str, Any]) -> dict[str, Any]:
+    """Namespace of a new module that has the prelude. It is registered: dataclasses and typing look annotations up there."""
+    module = sys.modules[name] = ModuleType(name)
+    vars(module).update(prelude, __name__=name)
+    return vars(module)
 
 
 def run(job: dict[str, Any], prelude: dict[str, Any]) -> str:
@@ -97,11 +112,12 @@ def run(job: dict[str, Any], prelude: dict[str, Any]) -> str:
     random.seed(0)
     code, function = job["code"], job.get("fn_name")
     prints = function is None and "serve" not in job
-    namespace = dict(prelude, __name__="__main__" if prints else "solution")
+    namespace = main_module("__main__" if prints else "solution", prelude)
     program = compile(code, "<solution>", "exec")
     if prints:
         with suppress(SystemExit):
             exec(program, namespace)
+        _finish(namespace, prelude)
         return ""
 
     def look_up(name: str) -> Any:
@@ -115,3 +131,15 @@ def run(job: dict[str, Any], prelude: dict[str, Any]) -> str:
     assert function is not None
     call = attrgetter(function)(namespace["Solution"]()) if "Solution" in namespace else look_up(function)
     return json.dumps(call(*job["arguments"]), default=list)
+
+
+def _finish(namespace: dict[str, Any], prelude: dict[str, Any]) -> None:
+    """What Python does when a program ends, in its order: wait for threads, run exit functions, drop globals (files flush)."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    flush()
+    sys.stdout = sys.__stdout__
+    for name in [*namespace]:
+        if namespace.get(name) is not prelude.get(name):  # what Python gives is still there for __del__
+            namespace[name] = None
+    gc.collect()

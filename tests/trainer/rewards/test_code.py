@@ -64,6 +64,8 @@ def test_acc_says_whether_all_pass() -> None:
     [
         ADD,
         f"class Solution:\n    {ADD.replace('(a', '(self, a').replace(chr(10), chr(10) + '    ')}",
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass N:\n    value: int\n"
+        "def add(a, b): return N(a + b).value",
         "class Base:\n    def add(self, a, b): return a + b\nclass Solution(Base): pass",
         "def add(a: List[int], b: Optional[int]) -> int:\n    print('noise')\n    return a + b",
     ],
@@ -78,6 +80,29 @@ def test_what_a_function_returns_is_compared_as_json() -> None:
     assert judged("def f(x): return {3, 1}", tests) == 1.0
     assert judged("def f(x): return x", tests) == 0.0
     assert judged("def f(x): return x", {"inputs": [[{"1": 2}]], "outputs": [{"1": 2}], "fn_name": "f"}) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("returned", "expected", "same"),
+    [
+        ("0", "[0, 1]", False),  # verl takes the first element of any list
+        ("0", "[0]", True),
+        ("[0]", "[[0]]", True),
+        ("True", "1", False),
+        ("1", "true", False),
+        ("[[True]]", "[[1]]", False),
+        ("{'a': 1}", '{"a": true}', False),
+        ("True", "true", True),
+        ("True", "[true]", True),
+        ("1.0", "1", True),
+        ("{'a': [1.0]}", '{"a": [1]}', True),
+        ("{'a': 1, 'b': 2}", '{"a": 1}', False),
+        ("None", "null", True),
+    ],
+)
+def test_what_a_function_returns_has_the_value_expected(returned: str, expected: str, same: bool) -> None:
+    tests = {"inputs": ["0"], "outputs": [expected], "fn_name": "f"}
+    assert judged(f"def f(x): return {returned}", tests) == float(same)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +127,10 @@ ASSERTS = ["assert add(1, 2) == 3", "assert add(1, 2) == 4"]
 def test_assertions(tests: Any) -> None:
     assert judged(ADD, tests) == 0.5
     assert judged("import os\nos._exit(0)", tests) == judged("raise SystemExit(0)", tests) == 0.0
+
+
+def test_an_assertion_that_fails_does_not_end_the_run() -> None:
+    assert {judged(ADD, ["assert add(1, 2) == 4", *ASSERTS]) for _ in range(8)} == {1 / 3}
 
 
 def test_humaneval() -> None:
@@ -143,6 +172,18 @@ def test_a_ground_truth_without_tests_is_an_error(tests: Any) -> None:
         ("1\n2 3", "1 2\n3", True),
         ("0.3333333", "0.3333334", True),
         ("1.0", "1", True),
+        ("2.9999999999999996", "3", True),
+        ("1000000000.0", "1000000007", False),
+        ("1e9", "1000000000", True),
+        ("inf", "7" * 400, False),
+        ("inf", "7" * 400 + ".5", False),
+        ("1e400", "1e500", False),
+        ("-inf", "inf", False),
+        ("7" * 400 + ".0", "7" * 400, True),
+        ("nan", "1", False),
+        ("sNaN", "1", False),
+        ("1e999999999", "1", False),
+        ("x", "\u00b2", False),
         ("10000000", "10000001", False),
         ("a b", "b a", False),
         ("1 2", "1 2 3", False),

@@ -189,6 +189,79 @@ def test_without_requests_for_them_there_are_no_threads(old_kernel: ForkServer) 
     assert old_kernel.run({"code": code}, LIMITS).output == "none\n"
 
 
+def test_without_a_way_to_grant_them_there_are_no_threads() -> None:
+    """Linux 5.0 to 5.4 send the requests, and take no answer that lets a call go on."""
+    server = fork_server("tests.trainer.rewards.old_kernel_requests")
+    code = "import threading\ntry:\n    threading.Thread(target=print).start()\nexcept RuntimeError:\n    print('none')"
+    assert server.run({"code": code}, LIMITS) == Outcome(None, "", "none\n")
+
+
+def test_threads_that_cannot_be_counted_are_refused() -> None:
+    server = fork_server("tests.trainer.rewards.no_proc")
+    code = "import threading\ntry:\n    threading.Thread(target=print).start()\nexcept RuntimeError:\n    print('none')"
+    assert server.run({"code": code}, LIMITS) == Outcome(None, "", "none\n")
+
+
+def test_a_process_whose_parent_has_ended_is_not_confined() -> None:
+    """It would not be killed with its parent: that has ended before it could ask for that."""
+    code = """
+import os, time
+from trainer.rewards.confine import Confinement
+confinement, parent = Confinement(threads=False, opens=False), os.getpid()
+if os.fork() == 0:
+    while os.getppid() == parent:
+        time.sleep(0.01)
+    try:
+        confinement.enter(cpu_seconds=9.0, memory_bytes=1 << 32, output_bytes=1 << 16)
+    except ProcessLookupError as error:
+        print(error.strerror)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30.0)
+    assert done.stdout == "the server of confined processes has ended\n"
+
+
+def test_a_job_that_is_ended_early_has_not_run_out_of_time() -> None:
+    with fork_server("trainer.rewards.sandbox").start({"code": "import time\ntime.sleep(60)"}, LIMITS) as running:
+        assert running.stop().ending == "was cancelled"
+    assert run("print(7)").output == "7\n"
+
+
+def test_a_job_that_cannot_start_leaves_no_lock_and_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = fork_server("trainer.rewards.sandbox")
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        server.start({"code": object()}, LIMITS)
+    with monkeypatch.context() as patch:
+        make, made = os.memfd_create, []
+        patch.setattr(os, "memfd_create", lambda name: made.append(name) or (make(name) if len(made) < 3 else 1 / 0))
+        with pytest.raises(ZeroDivisionError):
+            server.start({"code": ""}, LIMITS)
+    assert os.listdir("/proc/self/fd") == before
+    assert server._lock.acquire(timeout=1.0)
+    server.release()
+    assert run("print(7)").output == "7\n"
+
+
+def test_a_closed_server_stays_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = ForkServer("trainer.rewards.sandbox")
+    running = server.start({"code": "import time\ntime.sleep(60)"}, LIMITS)
+    errors: list[str] = []
+
+    def wait_for_the_lock() -> None:
+        with pytest.raises(RuntimeError, match="is gone: it has ended") as error:
+            server.run({"code": ""}, LIMITS)
+        errors.append(str(error.value))
+
+    waiting = threading.Thread(target=wait_for_the_lock)
+    waiting.start()
+    server.close()
+    monkeypatch.setattr(os, "killpg", lambda *pid: errors.append("killed another process"))
+    running.close()
+    waiting.join()
+    server.close()
+    assert errors == ["a server of confined processes is gone: it has ended"]
+
+
 def test_mathematics_works_without_landlock() -> None:
     server = fork_server("tests.trainer.rewards.old_kernel_mathematics")
     assert server.run(["(x+1)^2", "x^2+2x+1"], MATHEMATICS).result == "true"
@@ -196,7 +269,14 @@ def test_mathematics_works_without_landlock() -> None:
 
 SYSTEM_CALLS = _ALLOWED | {
     **{"open": (2, None), "openat": (257, 56), "clone": (56, 220), "fcntl": (72, 25), "ioctl": (16, 29), "socketpair": (53, 199)},
-    **{"sendto": (44, 206), "prlimit64": (302, 261), "setitimer": (38, 103), "prctl": (157, 167), "seccomp": (317, 277)},
+    **{
+        "setrlimit": (160, 164),
+        "sendto": (44, 206),
+        "prlimit64": (302, 261),
+        "setitimer": (38, 103),
+        "prctl": (157, 167),
+        "seccomp": (317, 277),
+    },
     **{"landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445), "landlock_restrict_self": (446, 446)},
 }
 
@@ -234,6 +314,10 @@ def test_the_filter_of_the_other_architecture_decides_alike() -> None:
             ("clone", [0x11], False),
             ("prlimit64", [0, 7, 0], True),
             ("prlimit64", [0, 7, 1 << 32], False),
+            ("prlimit64", [0, 3, 1 << 32], True),
+            ("prlimit64", [1, 3, 1 << 32], False),
+            ("setrlimit", [3], True),
+            ("setrlimit", [0], False),
             ("sendto", [0, 0, 0, 0, 0], True),
             ("sendto", [0, 0, 0, 0, 1 << 40], False),
             ("socketpair", [1, 1], True),

@@ -280,8 +280,14 @@ LATE = {"died of SIGPROF", "died of SIGKILL", "timed out after 1.6 s"}
         ("import os\nwhile os.write(3, b'x' * 9999): pass", {"ended with exit code 1"}, ""),
         ("import os\nwhile os.write(0, b'x' * 9999): pass", {"ended with exit code 1"}, ""),
         ("import os\nos.closerange(0, 99)\nprint(7)", {None, "ended with exit code 1"}, ""),
-        ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\nprint(7)", {None}, "7\n"),
-        ("import atexit\natexit.register(print, 8)\nprint(7)", {None}, "7\n"),
+        (
+            "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\nprint(7)",
+            {"timed out after 1.6 s"},
+            "",
+        ),
+        ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\nprint(7)", {None}, "7\n"),
+        ("import atexit\natexit.register(print, 8)\nprint(7)", {None}, "7\n8\n"),
+        ("import atexit, time\natexit.register(time.sleep, 60)", {"timed out after 1.6 s"}, ""),
     ],
 )
 def test_limits_hold(code: str, endings: set[str | None], output: str) -> None:

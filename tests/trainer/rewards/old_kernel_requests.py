@@ -1,0 +1,20 @@
+"""The server as it is on Linux 5.0 to 5.4: requests for threads are sent, and cannot be granted."""
+
+import errno
+import fcntl
+import struct
+from types import SimpleNamespace
+from typing import Any
+
+from trainer.rewards import confine, sandbox
+
+
+def main(fd: int) -> None:
+    confine.fcntl = SimpleNamespace(**vars(fcntl) | {"ioctl": ioctl})  # type: ignore[assignment]
+    sandbox.main(fd)
+
+
+def ioctl(file: int, command: int, data: Any) -> Any:
+    if command == 0xC0182101 and struct.unpack("I", data[20:24])[0]:
+        raise OSError(errno.EINVAL, "no such flag")
+    return fcntl.ioctl(file, command, data)
