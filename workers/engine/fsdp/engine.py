@@ -64,6 +64,8 @@ class FSDPEngine(TrainEngine):
             rank=rank, world_size=world, dp_rank=rank // sp, dp_size=world // sp, is_output_rank=rank % sp == 0
         )
         self._device_mesh = device_mesh(spec.device, fsdp.fsdp_size)
+        # Whether gradients are reduced in the last micro-batch only.
+        self._waits = fsdp.use_no_sync_for_gradient_accumulation or self._device_mesh["shard"].size() == 1
         self._token_cut = TokenCut.over(sp, spec.device)
         self._model, self._shell = self._build()
         # While parameters are gathered, others take their place in the modules: from here on, these are the parameters.
@@ -214,11 +216,6 @@ class FSDPEngine(TrainEngine):
             self._model.set_is_last_backward(last or not self._waits)
             # Parameters that may stay gathered from forward to backward may stay until the last backward.
             self._model.set_reshard_after_backward(last or self.fsdp.reshard_after_forward)
-
-    @property
-    def _waits(self) -> bool:
-        """Gradients are reduced in the last micro-batch only."""
-        return self.fsdp.use_no_sync_for_gradient_accumulation or self._device_mesh["shard"].size() == 1
 
     def _free_gathered(self) -> None:
         """No backward will do it; and a load would leave what is still gathered stale."""
