@@ -22,7 +22,7 @@ from workers.rollout.base import Sampling
 from workers.rollout.memory import give_back_free_memory
 
 MB = 2**20
-SIZES: dict[str, object] = {"hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 2048, "num_attention_heads": 4}
+SIZES: dict[str, object] = {"hidden_size": 512, "num_hidden_layers": 16, "intermediate_size": 2048, "num_attention_heads": 4}
 OFFLOAD = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
 AWAY = ("another forward", "sync", "generate", "rest")
 
@@ -97,7 +97,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dic
 
 
 def test_gradients_give_their_memory_back_while_others_work(found: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    """Of 120 MB, all but 5 %."""
+    """Of 240 MB, all but 5 %: from run to run 8 MB come and go."""
     stays, leaves = found
     buffer = sum(weight.nbytes for weight in stays["weights"].values())
     assert buffer > 100 * MB
