@@ -74,7 +74,7 @@ def load(tree: Mapping[str, Any], schema: type[Config], typed: Collection[str] =
 
 
 def _take_engine_arguments(tree: Mapping[str, Any]) -> list[str]:
-    """Arguments of the chosen engine that are keys of ours become these, in place. Notes for the user."""
+    """Move arguments of the chosen engine that have a key in the rollout block to that key, in place. Returns warnings."""
     rollout = (tree.get("actor_rollout_ref") or {}).get("rollout") or {}
     engine = str(rollout.get("name"))
     known = compat().engine_arguments.get(engine, {})
