@@ -54,11 +54,13 @@ def start_hosts(
     *,
     deterministic: bool = False,
     env: Mapping[str, str] | None = None,
+    engine: str | None = None,
 ) -> WorkerGroup:
-    """One host a GPU slot. Returns before they are ready, so that the controller can read its data meanwhile."""
+    """One host a GPU slot. Returns before they are ready, so that the controller can read its data meanwhile. engine: of a rollout
+    that they are to have."""
     pool = ResourcePool(n_per_node=(trainer.n_gpus_per_node,) * trainer.nnodes, device=trainer.device, name="workers")
     what = ("workers.host:Host", trainer.device, timeouts.collective)
-    return backend.start_group("workers", pool, *what, env=env or {}, deterministic=deterministic)
+    return backend.start_group("workers", pool, *what, env=env or {}, deterministic=deterministic, engine=engine)
 
 
 def start_pools(
@@ -68,7 +70,7 @@ def start_pools(
     deterministic, env = trainer.deterministic, worker_environment(trainer.deterministic, engine)
     first = place.pools[0]
     if world_size(first) == world_size(trainer) and first.fraction == 1:
-        hosts = start_hosts(backend, trainer, timeouts, deterministic=deterministic, env=env)
+        hosts = start_hosts(backend, trainer, timeouts, deterministic=deterministic, env=env, engine=engine)
         return dict.fromkeys(ROLES, hosts)
     room = ResourcePool(n_per_node=(trainer.n_gpus_per_node,) * trainer.nnodes, device=trainer.device, name="workers")
     groups = {}
@@ -82,7 +84,8 @@ def start_pools(
             first_slot=pool.first_gpu,
         )
         what = ("workers.host:Host", trainer.device, timeouts.collective)
-        groups[pool.name] = backend.start_group(
-            pool.name, slots, *what, env=env, deterministic=deterministic, memory_fraction=pool.fraction
-        )
+        own = {"deterministic": deterministic, "memory_fraction": pool.fraction}
+        if place.pool("rollout").name == pool.name:
+            own["engine"] = engine
+        groups[pool.name] = backend.start_group(pool.name, slots, *what, env=env, **own)
     return {role: groups[place.pool(role).name] for role in ROLES}
