@@ -56,8 +56,8 @@ def start_hosts(
     env: Mapping[str, str] | None = None,
     engine: str | None = None,
 ) -> WorkerGroup:
-    """One host a GPU slot. Returns before they are ready, so that the controller can read its data meanwhile. engine: of a rollout
-    that they are to have."""
+    """One host a GPU slot. Returns before they are ready, so that the controller can read its data meanwhile. engine: the rollout
+    engine that they are to have."""
     pool = ResourcePool(n_per_node=(trainer.n_gpus_per_node,) * trainer.nnodes, device=trainer.device, name="workers")
     what = ("workers.host:Host", trainer.device, timeouts.collective)
     return backend.start_group("workers", pool, *what, env=env or {}, deterministic=deterministic, engine=engine)
@@ -84,8 +84,13 @@ def start_pools(
             first_slot=pool.first_gpu,
         )
         what = ("workers.host:Host", trainer.device, timeouts.collective)
-        own = {"deterministic": deterministic, "memory_fraction": pool.fraction}
-        if place.pool("rollout").name == pool.name:
-            own["engine"] = engine
-        groups[pool.name] = backend.start_group(pool.name, slots, *what, env=env, **own)
+        groups[pool.name] = backend.start_group(
+            pool.name,
+            slots,
+            *what,
+            env=env,
+            deterministic=deterministic,
+            memory_fraction=pool.fraction,
+            engine=engine if place.pool("rollout") is pool else None,
+        )
     return {role: groups[place.pool(role).name] for role in ROLES}

@@ -32,7 +32,7 @@ def model_path(model: ModelConfig) -> str:
 
 
 def read_ahead(place: str) -> None:
-    """Have the kernel read the weights of a directory into its cache, in the background, while processes start. A hub name is left
+    """Have the kernel read a directory's weights into its cache, in the background, while processes start. A hub name is left
     alone."""
     path = Path(place).expanduser()
 

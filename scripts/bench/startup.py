@@ -7,7 +7,7 @@
 
 check: `python -m trainer.main_ppo recipe=quickstart trainer.dry_run=config`, a process from its start to its end. first step:
 the quick start (data/sort_digits of the usual sizes, a model with random weights), a process from its start to its end; the parts
-until the first generation are the run's own metrics start/*, then come validation and a step, and the end of all processes.
+until the first generation are in the run's events, then come validation and a step, and the end of all processes.
 Seconds; medians over rounds, after each other. CPU: of the process and its children.
 """
 
@@ -69,13 +69,14 @@ def check(words: list[str]) -> dict[str, float]:
 
 
 def first_step(words: list[str], run_dir: Path) -> dict[str, float]:
-    """Seconds to the end of the process, and of each part; ``worker/<part>``: of the slowest worker, within the others."""
+    """Seconds to the end of the process, and of each part; ``workers/<part>``: of the slowest worker, within the others."""
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     command = [sys.executable, "-m", "trainer.main_ppo", *words, f"trainer.default_local_dir={run_dir}"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     total = time.perf_counter() - started
     *_, metrics = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    parts = {name.removeprefix("start/"): spent for name, spent in metrics.items() if name.startswith("start/")}
+    events = map(json.loads, (run_dir / "events.jsonl").read_text().splitlines())
+    parts: dict[str, float] = next(event["seconds"] for event in events if event["kind"] == "start")
     first, step = parts.pop("total"), metrics["timing_s/step"]
     rest = {"first generation": first, "step": step, "validation and end": total - first - step}
     return {"total": total, **rest, **parts, "cpu": cpu_since(before)}

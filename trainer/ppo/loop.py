@@ -84,8 +84,6 @@ class Loop:
     start: Start
     step: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
-    first: dict[str, float] = field(default_factory=dict)
-    """Metrics that the next step has, and no other."""
 
     def fit(self) -> None:
         self.begin()
@@ -118,13 +116,12 @@ class Loop:
             react(self.alarms.see(0, measured), self.events, 0)
 
     def tell_start(self) -> None:
-        """Once all of it is over, to the events, and to the metrics of the first step."""
+        """To the events, once all of it is over."""
         self.start.ended("sync")
         groups = {group.name: group for group in (self.actor.group, self.rollout.group)}.values()
         asked = (self.watchdog.call(group, "ask", "times of the start", "start_times") for group in groups)
         seconds = self.start.seconds([times for of_group in asked for times in of_group])
-        self.events.add(self.step, "start", sentence(seconds))
-        self.first = {f"start/{name}": spent for name, spent in seconds.items()}
+        self.events.add(self.step, "start", sentence(seconds), seconds)
 
     def remaining_steps(self) -> Iterator[int]:
         """Steps count from 1. A step draws the next round of prompts, or several with algorithm.filter_groups. After a rollback
@@ -139,10 +136,7 @@ class Loop:
             self.phases.clear()
             self.watchdog.step = step = self.step + 1
             before = self.metrics
-            self.metrics = (
-                {"training/global_step": step, "training/epoch": self.prompts.epoch} | self.rollbacks.metrics() | self.first
-            )
-            self.first = {}
+            self.metrics = {"training/global_step": step, "training/epoch": self.prompts.epoch} | self.rollbacks.metrics()
             yield step
             if self.step < step:  # it was left, and the one before is saved
                 self.metrics = before

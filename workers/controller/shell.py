@@ -47,6 +47,7 @@ class Shell:
         """Import and build the worker. names: the last parcels are arguments by these names."""
 
         def build() -> None:
+            START.take()  # of a worker that was in this process before
             named = unpack(worker)
             args, kwargs = unpack_call(names, parcels)
             with START("imports"):

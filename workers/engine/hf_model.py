@@ -263,11 +263,9 @@ def _in_body(hf: PreTrainedModel, name: str) -> bool:
     return name.startswith(f"{hf.base_model_prefix}.")
 
 
-def description(
-    model: ModelConfig, config: PretrainedConfig, head: Head, dtype: torch.dtype, weights: StoredWeights
-) -> PreTrainedModel:
+def description(model: ModelConfig, config: PretrainedConfig, head: Head, weights: StoredWeights) -> PreTrainedModel:
     """The model without memory, which knows how transformers would write it: names in files, and how to generate."""
-    hf = empty_model(model, config, head, dtype).hf
+    hf = empty_model(model, config, head, torch.float32).hf
     hf._weight_conversions = weights.conversions  # type: ignore[assignment] # a plain attribute
     if hf.can_generate() and (weights.folder / GENERATION_CONFIG_NAME).is_file():
         hf.generation_config = GenerationConfig.from_pretrained(weights.folder)

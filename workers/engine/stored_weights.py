@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from copy import deepcopy
@@ -130,7 +130,7 @@ class StoredWeights:
     def _named(
         self, sources: Mapping[str, Stored], state: Mapping[str, Tensor], mapping: Sequence[Any]
     ) -> dict[str, dict[str | None, list[Stored]]]:
-        """By the model's name, and by the pattern of a conversion, None if there is none: the tensors, as transformers finds them."""
+        """The tensors, as transformers finds them: by the model's name, and by the pattern of a conversion, None without one."""
         renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
         converters = [one for one in mapping if isinstance(one, WeightConverter)]
         prefix, found = self._hf.base_model_prefix, dict[str, dict[str | None, list[Stored]]]()

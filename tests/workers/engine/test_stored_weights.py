@@ -57,7 +57,7 @@ def test_what_is_converted_otherwise_is_read_whole(tmp_path: Path, monkeypatch: 
     names = [f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up")]
     parts = [load_file(tmp_path / "model.safetensors")[name] for name in names]
     change(
-        path, **dict.fromkeys((name.replace(".", "__") for name in names)), model__layers__0__mlp__fused__weight=torch.cat(parts)
+        path, **dict.fromkeys(name.replace(".", "__") for name in names), model__layers__0__mlp__fused__weight=torch.cat(parts)
     )
     assert stored(path).missing == names
     targets = [f"mlp.{part}_proj.weight" for part in ("gate", "up")]

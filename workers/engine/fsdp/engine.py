@@ -104,7 +104,7 @@ class FSDPEngine(TrainEngine):
         if self.mesh.rank == 0:
             with START("check"):
                 check_packing(small_twin(model, config, head), model.path)
-            shell = description(model, config, head, saved_dtype, weights)
+            shell = description(model, config, head, weights).to(dtype=saved_dtype)  # type: ignore[call-arg] # a wrapped method
         given = make_buffers(sharded.hf, torch.device("cpu"))
         if model.has_adapter:
             from workers.engine.lora import add_adapter

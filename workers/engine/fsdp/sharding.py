@@ -62,8 +62,8 @@ def shard(model: PackedModel, mesh: DeviceMesh, fsdp: FSDPConfig) -> None:
 
 @torch.no_grad()
 def fill(model: PackedModel, weights: StoredWeights, given: Mapping[str, Tensor]) -> None:
-    """Give every rank its part of the weights, from files. given: full tensors of what comes from elsewhere, by the model's names:
-    buffers that no file has, a new adapter's weights."""
+    """Give every rank its part of the weights, from files. given: full tensors of what comes from elsewhere (buffers that no file
+    has, a new adapter's weights), by the model's names."""
     targets: dict[str, tuple[Tensor, int]] = {}
     for name, tensor in {**dict(model.hf.named_parameters()), **dict(model.hf.named_buffers())}.items():
         here = local(tensor)

@@ -28,7 +28,7 @@ class Case(NamedTuple):
     kept: str
     model: dict[str, Any]
     head: str = "lm"
-    engine: dict[str, Any] = {}
+    lora_rank: int = 0
 
 
 # The vocabulary of 61 is odd; 3 x 8 rows of keys and a hidden size of 24 leave no rank a power of two.
@@ -41,8 +41,8 @@ CASES = {
     "as stored": Case("bfloat16", {"dtype": torch.bfloat16}),
     "experts": Case("float32", {"architecture": "qwen3_moe", "dtype": torch.bfloat16, "num_experts": 5}),
     "a new head": Case("float32", {"dtype": torch.bfloat16}, head="value"),
-    "an adapter": Case("bfloat16", {"dtype": torch.bfloat16}, engine={"lora_rank": 3}),
-    "an adapter and a new head": Case("float32", {}, head="value", engine={"lora_rank": 3}),
+    "an adapter": Case("bfloat16", {"dtype": torch.bfloat16}, lora_rank=3),
+    "an adapter and a new head": Case("float32", {}, head="value", lora_rank=3),
 }
 
 
@@ -83,7 +83,7 @@ def main(rank: int, directory: str) -> None:
     found: dict[str, Any] = {}
     for name, case in CASES.items():
         with counted() as counts:
-            engine = toy_engine(str(path / name), case.head, dtype=case.kept, **case.engine)
+            engine = toy_engine(str(path / name), case.head, dtype=case.kept, lora_rank=case.lora_rank)
         held = {**dict(engine._model.hf.named_parameters()), **dict(engine._model.hf.named_buffers())}
         whole = read_by_one(engine)
         assert held.keys() == whole.keys()
