@@ -54,11 +54,13 @@ def start_hosts(
     *,
     deterministic: bool = False,
     env: Mapping[str, str] | None = None,
+    engine: str | None = None,
 ) -> WorkerGroup:
-    """One host a GPU slot. Returns before they are ready, so that the controller can read its data meanwhile."""
+    """One host a GPU slot. Returns before they are ready, so that the controller can read its data meanwhile. engine: the rollout
+    engine that they are to have."""
     pool = ResourcePool(n_per_node=(trainer.n_gpus_per_node,) * trainer.nnodes, device=trainer.device, name="workers")
     what = ("workers.host:Host", trainer.device, timeouts.collective)
-    return backend.start_group("workers", pool, *what, env=env or {}, deterministic=deterministic)
+    return backend.start_group("workers", pool, *what, env=env or {}, deterministic=deterministic, engine=engine)
 
 
 def start_pools(
@@ -68,7 +70,7 @@ def start_pools(
     deterministic, env = trainer.deterministic, worker_environment(trainer.deterministic, engine)
     first = place.pools[0]
     if world_size(first) == world_size(trainer) and first.fraction == 1:
-        hosts = start_hosts(backend, trainer, timeouts, deterministic=deterministic, env=env)
+        hosts = start_hosts(backend, trainer, timeouts, deterministic=deterministic, env=env, engine=engine)
         return dict.fromkeys(ROLES, hosts)
     room = ResourcePool(n_per_node=(trainer.n_gpus_per_node,) * trainer.nnodes, device=trainer.device, name="workers")
     groups = {}
@@ -83,6 +85,12 @@ def start_pools(
         )
         what = ("workers.host:Host", trainer.device, timeouts.collective)
         groups[pool.name] = backend.start_group(
-            pool.name, slots, *what, env=env, deterministic=deterministic, memory_fraction=pool.fraction
+            pool.name,
+            slots,
+            *what,
+            env=env,
+            deterministic=deterministic,
+            memory_fraction=pool.fraction,
+            engine=engine if place.pool("rollout") is pool else None,
         )
     return {role: groups[place.pool(role).name] for role in ROLES}

@@ -28,6 +28,7 @@ from configs.points import INTERRUPTED, Point, Result, Status, Value, read_resul
 from configs.schema.common import ProgramConfig, RunConfig, WorkersConfig
 from configs.secret_names import hidden
 from trainer.outcome import ended_with, objective_of
+from trainer.start import program_began
 from trainer.sweep import earlier, table
 from workers.controller.group import PhaseTimeout, WorkerError
 
@@ -119,6 +120,7 @@ class Program(Generic[Config]):
     plan: Callable[[Config], None] | None = None
 
     def main(self) -> None:
+        program_began()
         code = self(sys.argv[1:])
         if code == 2 and not sys.argv[1:]:
             print(f"note: nothing was asked for; python -m {self.name} --help has examples", file=sys.stderr)

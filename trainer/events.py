@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from configs.secret_names import hidden
 from trainer.run_dir import EVENTS, json_line
@@ -12,12 +13,14 @@ from workers.controller.logs import tell
 
 
 class Event(TypedDict):
-    """step: the training step it happened in. kind: a word, the same for like events. text: for people, one line."""
+    """step: the training step it happened in. kind: a word, the same for like events. text: for people, one line. seconds: of the
+    parts of what took long, by name, for programs."""
 
     step: int
     time: str
     kind: str
     text: str
+    seconds: NotRequired[dict[str, float]]
 
 
 class Events:
@@ -26,9 +29,11 @@ class Events:
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / EVENTS
 
-    def add(self, step: int, kind: str, text: str) -> None:
+    def add(self, step: int, kind: str, text: str, seconds: Mapping[str, float] | None = None) -> None:
         """One line on stderr and in the file, in the kernel's hands on return; if the disk takes nothing, on stderr alone."""
         event = Event(step=step, time=time.strftime("%Y-%m-%d %H:%M:%S"), kind=kind, text=" ".join(hidden(text).split()))
+        if seconds is not None:
+            event["seconds"] = {name: round(spent, 3) for name, spent in seconds.items()}
         tell(f"{kind}: step {step}: {event['text']}")
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -24,12 +25,13 @@ from workers.engine.saving import hashes_of
 from workers.residency import GCTime, Residency, Tenant
 from workers.roles.model import ModelRole
 from workers.roles.rollout import RolloutRole
-from workers.rollout import make_rollout
+from workers.rollout import import_engine, make_rollout
 from workers.rollout.base import RolloutSpec
 from workers.rollout.channel import Channel, Meeting, Receiver, Sender
 from workers.rollout.memory import keep_freed_memory
 from workers.rollout.progress import Progress, progress_file
 from workers.rollout.weight_sync import WeightSource, WeightSync
+from workers.start_times import START
 
 
 class Host:
@@ -41,11 +43,13 @@ class Host:
         *,
         deterministic: bool = False,
         memory_fraction: float = 1.0,
+        engine: str | None = None,
     ) -> None:
         """Joins the process group of the pool's workers: gloo on CPU, and nccl beside it on CUDA.
 
         collective_seconds: so long a rank waits in a collective for the others. deterministic: see repeating_kernels.
         memory_fraction: of the device's memory, torch's allocator takes so much at most; the rest is other processes'.
+        engine: the rollout engine that is to come, whose package is imported now: the controller reads its data meanwhile.
         """
         self.info = info
         self.device = device
@@ -65,17 +69,23 @@ class Host:
         if (interface := interface_to(info.master_addr)) is not None:  # gloo: that of the host's name, 127.0.1.1 on Debian
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         self._limit = limit = timedelta(seconds=collective_seconds)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-            store=meeting_point(info, limit),
-            rank=info.rank,
-            world_size=info.world_size,
-            timeout=limit,
-        )
+        with START("process group"):
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+                store=meeting_point(info, limit),
+                rank=info.rank,
+                world_size=info.world_size,
+                timeout=limit,
+            )
+        if engine is not None:
+            with START("engine imports"):
+                import_engine(engine, device)
+        START.ready = time.time()
 
     def build_model(self, role: str, spec: EngineSpec, loss: LossSpec | None) -> tuple[int, bool]:
         """A model role. Returns (which data-parallel share this rank works on, whether it answers for it)."""
-        engine = make_engine(spec)
+        with START(role):
+            engine = make_engine(spec)
         self.roles[role] = ModelRole(role, engine, loss, self.residency)
         self.residency.add_model(role, Tenant(engine, spec.sharding.param_offload, spec.sharding.optimizer_offload))
         return engine.mesh.dp_rank, engine.mesh.is_output_rank
@@ -103,7 +113,8 @@ class Host:
         during: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> tuple[int, bool]:
         self.residency.release_cached_memory()  # an engine sizes itself by what is free
-        rollout = make_rollout(spec, self.info)
+        with START(role):
+            rollout = make_rollout(spec, self.info)
         self.residency.add_rollout(rollout, free_cache_engine=spec.rollout.free_cache_engine)
         sync = WeightSync(rollout, weights, spec.rollout, self.info.rank)
         self.roles[role] = RolloutRole(rollout, source, self.residency, sync, during, self._gc_time)
@@ -135,6 +146,10 @@ class Host:
     def hash_files(self, directory: Path, names: Sequence[str]) -> dict[str, str]:
         """{name: sha256} of this rank's part of the files: every world_size-th."""
         return hashes_of(directory, names[self.info.rank :: self.info.world_size])
+
+    def start_times(self) -> tuple[float, dict[str, float]]:
+        """See StartTimes.take."""
+        return START.take()
 
     def doubtful_kernels(self) -> list[str]:
         """With deterministic: those that have run so far and may not give the same bits again."""

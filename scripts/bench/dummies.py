@@ -81,6 +81,9 @@ class Dummy:
         told = {name: Metric.sum(1.0) for name in ("loss", "grad_norm", "lr", "flops")}
         return metrics | told | {"skipped_updates": Metric.max(0.0)}
 
+    def start_times(self) -> tuple[float, dict[str, float]]:
+        return 0.0, {}
+
     def close(self) -> None:
         """Nothing to leave."""
 

@@ -35,6 +35,7 @@ from trainer.restart import Lifetime
 from trainer.rewards.remote import open_rewards
 from trainer.rewards.scoring import Answer
 from trainer.rewards.served_model import ServedModel
+from trainer.start import Start
 from workers.batch import Batch
 from workers.controller.dispatch import Sharded
 from workers.engine import make_engine
@@ -104,7 +105,7 @@ class Trial:
     @cached_property
     def loop(self) -> Loop:
         nobody: Any = None
-        return self.assembly.loop(nobody, None, nobody)
+        return self.assembly.loop(nobody, None, nobody, Start())
 
     def engine(self, role: str) -> tuple[TrainEngine, Any]:
         """The engine that workers are told to build, and its loss."""
@@ -168,7 +169,7 @@ def forwards(role: str) -> Callable[[Trial], Any]:
 
     def look(trial: Trial) -> Any:
         actor = trial.assembly.actor()
-        model = trial.assembly.ref(actor) if role == "ref" else actor
+        model = trial.assembly.ref() if role == "ref" else actor
         model.forward(step_batch(), ["log_probs"])
         ((_, cuts, *_),) = trial.hosts.asked("forward")
         return cuts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -53,12 +53,15 @@ from trainer.rewards.shaping import Shaping
 from trainer.rewards.start import start_reward_models
 from trainer.saving import Saver
 from trainer.skips import Skips
+from trainer.start import Start
 from trainer.tracking import Logger, Tracker
 from trainer.watchdog import Watchdog
 from workers.controller.group import WorkerGroup
 from workers.controller.logs import tell
 from workers.engine.base import LossSpec
 from workers.engine.hf_model import vocab_size
+from workers.model_path import read_ahead
+from workers.plan import Limits
 from workers.rollout import check_installed
 from workers.rollout.base import Sampling
 from workers.seeding import seed_of
@@ -94,12 +97,17 @@ def attempt(config: PPOConfig, life: Lifetime) -> None:
 @contextmanager
 def opened(assembly: type[Assembly], config: PPOConfig, life: Lifetime, resume: Checkpoint | None) -> Iterator[Loop]:
     """The loop with all that it works with, which ends when the block does."""
+    start = Start()
+    for path in dict.fromkeys((config.actor_rollout_ref.model.path, config.critic.model.path)):
+        read_ahead(path)
     check_engines(config)
     tokenizer = reader(config)
+    start.ended("checks")
     with ExitStack() as stack:
         rewards = stack.enter_context(open_rewards(config.reward))
         rewards.start()
         backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, config.timeouts, life.run_dir))
+        start.ended("backend")
         place = placement_of(config, has_critic=wants_critic(config))
         hosts = start_pools(backend, config.trainer, place, config.timeouts, engine=config.actor_rollout_ref.rollout.name)
         parts = assembly(config, place, hosts, life, tokenizer)
@@ -108,7 +116,8 @@ def opened(assembly: type[Assembly], config: PPOConfig, life: Lifetime, resume: 
         rewards.wait_ready()
         tracker = parts.tracker(life.run_dir, resume)
         stack.callback(tracker.close)
-        loop = parts.loop(rewards, resume, tracker)
+        start.ended("data")
+        loop = parts.loop(rewards, resume, tracker, start)
         life.started = True
         yield loop
 
@@ -141,25 +150,28 @@ class Assembly:
                 tell(f"note: {notice}")
         self.total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * self.order.steps_per_epoch
 
-    def loop(self, rewards: Rewards, resume: Checkpoint | None, tracker: Tracker) -> Loop:
+    def loop(self, rewards: Rewards, resume: Checkpoint | None, tracker: Tracker, start: Start) -> Loop:
         config, run_dir, rollout_config = self.config, self.life.run_dir, self.config.actor_rollout_ref.rollout
-        actor = self.actor()
-        ref = self.ref(actor) if self.wants_ref else None
-        critic = self.critic() if self.wants_critic else None
+        together = Together(self.hosts)
+        actor, ref, critic = self.trained_and_reference(together)
+        start.ended("models")
         if critic is not None and resume is None:
             tell(f"note: {value_head(config.critic.model)}")
         for change in self.rate_changes(resume):
             tell(f"note: {change}")
         rollout = self.rollout()
+        start.ended("engine")
         events = Events(run_dir)
         source = self.source(rollout, rewards, events)
+        start.ended("rewards")
         self.phases.progress["reward"] = lambda: rewards.progress
         self.life.stopping.hurry = self.watchdog.hurry
         return Loop(
             config=config,
             run_dir=run_dir,
             place=self.place,
-            together=Together(self.hosts),
+            together=together,
+            start=start,
             prompts=self.stream(),
             ptx=self.ptx,
             data_sources=self.data.data_sources,
@@ -196,6 +208,17 @@ class Assembly:
             total_steps=self.total_steps,
             end_tokens=end_tokens(self.sampling(), config.actor_rollout_ref.model),
         )
+
+    def trained_and_reference(self, together: Together) -> tuple[RemoteModel, RemoteModel | BaseModel | None, RemoteModel | None]:
+        """Actor, reference, critic; those in different pools are built at the same time."""
+        parts: dict[str, Callable[[], RemoteModel]] = {"actor": self.actor}
+        if self.wants_ref and not self.config.actor_rollout_ref.model.has_adapter:
+            parts["ref"] = self.ref
+        if self.wants_critic:
+            parts["critic"] = self.critic
+        built = together(parts)
+        base = BaseModel(built["actor"], self.ref_limits()) if self.wants_ref and "ref" not in built else None
+        return built["actor"], built.get("ref", base), built.get("critic")
 
     def rate_changes(self, resume: Checkpoint | None) -> Iterator[str]:
         """What another number of steps does to the learning rates of a run that is resumed."""
@@ -321,10 +344,9 @@ class Assembly:
             watchdog=self.watchdog,
         )
 
-    def ref(self, actor: RemoteModel) -> RemoteModel | BaseModel:
-        """The reference: the actor's model as it came, never trained. Beside an adapter the actor has it: there is no other."""
+    def ref_limits(self) -> Limits:
         models, ref = self.config.actor_rollout_ref, self.config.actor_rollout_ref.ref
-        cut = limits(
+        return limits(
             models.actor if models.model.has_adapter else ref,
             self.place.pool("ref"),
             per_gpu=ref.log_prob_micro_batch_size_per_gpu,
@@ -332,8 +354,10 @@ class Assembly:
             dynamic=ref.log_prob_use_dynamic_bsz,
             max_tokens=ref.log_prob_max_token_len_per_gpu,
         )
-        if models.model.has_adapter:
-            return BaseModel(actor, cut)
+
+    def ref(self) -> RemoteModel:
+        """The reference: the actor's model as it came, never trained. Beside an adapter the actor has it: there is no other."""
+        models, ref = self.config.actor_rollout_ref, self.config.actor_rollout_ref.ref
         return start_model(
             self.hosts["ref"],
             "ref",
@@ -342,7 +366,7 @@ class Assembly:
             sharding=ref.sharding,
             device=self.config.trainer.device,
             seed=seed_of(self.config.trainer.seed, "ref"),
-            forward_limits=cut,
+            forward_limits=self.ref_limits(),
             training=None,
             watchdog=self.watchdog,
         )

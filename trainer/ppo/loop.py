@@ -36,6 +36,7 @@ from trainer.remote import BaseModel, RemoteModel, RemoteRollout
 from trainer.rewards.local_model import LocalModel
 from trainer.saving import Saver
 from trainer.skips import Skips
+from trainer.start import Start, sentence
 from trainer.stopping import Stopping
 from trainer.tracking import Tracker
 from trainer.watchdog import LeftUndone, Watchdog
@@ -80,6 +81,7 @@ class Loop:
     resume: Checkpoint | None
     total_steps: int
     end_tokens: int
+    start: Start
     step: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -103,13 +105,23 @@ class Loop:
         """Take up where the checkpoint left, or look at the model as it came."""
         if self.resume is not None:
             self.load(self.resume)
+            self.start.ended("load")
         self.sync_weights(self.step)
+        self.tell_start()
         if self.resume is None:
             react(self.alarms.see(0, {END_TOKENS: float(self.end_tokens)}), self.events, 0)
         if self.resume is None and (self.config.trainer.val_before_train or self.config.trainer.val_only):
             measured = self.validation.run(self.step)
             self.tracker.log(measured, self.step)
             react(self.alarms.see(0, measured), self.events, 0)
+
+    def tell_start(self) -> None:
+        """To the events, once all of it is over."""
+        self.start.ended("sync")
+        groups = {group.name: group for group in (self.actor.group, self.rollout.group)}.values()
+        asked = (self.watchdog.call(group, "ask", "times of the start", "start_times") for group in groups)
+        seconds = self.start.seconds([times for of_group in asked for times in of_group])
+        self.events.add(self.step, "start", sentence(seconds), seconds)
 
     def remaining_steps(self) -> Iterator[int]:
         """Steps count from 1. A step draws the next round of prompts, or several with algorithm.filter_groups. After a rollback

@@ -15,6 +15,7 @@ from typing import Any
 from workers.controller.dispatch import Call
 from workers.controller.group import WorkerError, WorkerInfo
 from workers.controller.wire import Parcel, pack, unpack
+from workers.start_times import START
 
 PORTS_OF_CONNECTIONS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 RANK_PORTS = range(20000, 30000)
@@ -46,9 +47,12 @@ class Shell:
         """Import and build the worker. names: the last parcels are arguments by these names."""
 
         def build() -> None:
+            START.take()  # of a worker that was in this process before
             named = unpack(worker)
             args, kwargs = unpack_call(names, parcels)
-            self.worker = (pkgutil.resolve_name(named) if isinstance(named, str) else named)(info, *args, **kwargs)
+            with START("imports"):
+                kind = pkgutil.resolve_name(named) if isinstance(named, str) else named
+            self.worker = kind(info, *args, **kwargs)
 
         answer = guarded("__init__", build)
         self._stillborn = answer if isinstance(answer, Failure) else None

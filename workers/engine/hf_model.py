@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from transformers import (
@@ -17,6 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -26,12 +26,14 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
 )
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from configs.schema.common import Dtype, ModelConfig
 from workers.engine.attention import PACKED_ATTENTION, PackedRows
 from workers.engine.balance import ROUTED, measure
 from workers.engine.base import Head
 from workers.engine.logprob import head_all_log_probs, head_entropy, head_log_probs, head_sum_pi_squared, head_top_log_probs
+from workers.engine.stored_weights import StoredWeights, weight_files
 from workers.model_path import hush_hub, model_path, no_directory
 
 DTYPES: dict[Dtype, torch.dtype] = {
@@ -42,6 +44,7 @@ DTYPES: dict[Dtype, torch.dtype] = {
 }
 PLAIN_RMS_NORMS = {f"{family}RMSNorm" for family in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe")}
 PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+TWIN_WORDS, TWIN_NUMBERS = 64, 2**20 + 7  # of a small twin: vocabulary; numbers drawn, which are repeated
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}  # the longest row of a pack would change the others' rotation
 
 
@@ -243,52 +246,95 @@ def _rms_norm(norm: Any, hidden: Tensor) -> Tensor:
     return nn.functional.rms_norm(hidden, hidden.shape[-1:], norm.weight, norm.variance_epsilon)
 
 
-def load_model(model: ModelConfig, config: PretrainedConfig, head: Head, dtype: torch.dtype) -> PackedModel:
-    """The model with its weights, on the CPU, checked against transformers' own forward.
+def stored_weights(packed: PackedModel, model: ModelConfig) -> StoredWeights:
+    """Where the weights of the empty model are in its files. A value or reward head that the checkpoint does not have starts at
+    zero: so does what it answers, and no draw is needed.
 
-    A value or reward head that the checkpoint does not have starts at zero: so does what it answers, and no draw is needed.
     Raises ValueError for weights that are missing or do not fit.
     """
-    transformers.logging.disable_progress_bar()
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()  # a table of what a new head misses: said below where it matters
-    hf: PreTrainedModel
-    report: dict[str, set[str]]
-    with torch.random.fork_rng(devices=[]):  # a new head is drawn, and set to zero below
-        hf, report = auto_class(config, head).from_pretrained(  # type: ignore[misc] # a pair, with output_loading_info
-            model_path(model),
-            config=config,
-            dtype=dtype,
-            attn_implementation=PACKED_ATTENTION,
-            trust_remote_code=model.trust_remote_code,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    transformers.logging.set_verbosity(verbosity)
-    packed = PackedModel(choose_experts(hf.eval()), head)
-    missing = set(report["missing_keys"])
-    new: list[Tensor] = []
-    if head != "lm":
-        own = {name: value for name, value in hf.named_parameters() if not name.startswith(hf.base_model_prefix + ".")}
-        new = [own[name] for name in own.keys() & missing]
-        missing -= own.keys()
-    if missing:
-        raise ValueError(f"model.path={model.path}: {len(missing)} weights are not there, such as {min(missing)}")
-    _check_packing(packed, model.path)
-    for weight in new:  # only now: at zero, any packing would do
-        nn.init.zeros_(weight)
+    weights = StoredWeights(packed.hf, weight_files(model), f"model.path={model.path}")
+    own = [] if packed.head == "lm" else [name for name in weights.missing if not _in_body(packed.hf, name)]
+    if missing := sorted(set(weights.missing) - set(own)):
+        raise ValueError(f"model.path={model.path}: {len(missing)} weights are not there, such as {missing[0]}")
+    return weights
+
+
+def _in_body(hf: PreTrainedModel, name: str) -> bool:
+    return name.startswith(f"{hf.base_model_prefix}.")
+
+
+def description(model: ModelConfig, config: PretrainedConfig, head: Head, weights: StoredWeights) -> PreTrainedModel:
+    """The model without memory, which knows how transformers would write it: names in files, and how to generate."""
+    hf = empty_model(model, config, head, torch.float32).hf
+    hf._weight_conversions = weights.conversions  # type: ignore[assignment] # a plain attribute
+    if hf.can_generate() and (weights.folder / GENERATION_CONFIG_NAME).is_file():
+        hf.generation_config = GenerationConfig.from_pretrained(weights.folder)
+    return hf
+
+
+def make_buffers(hf: PreTrainedModel, device: torch.device) -> dict[str, Tensor]:
+    """Put buffers that no file has, such as rotary frequencies, on ``device``: made on meta, so computed anew, by transformers'
+    own rule. Returns them by name.
+
+    Raises ValueError where there is no rule. NaN marks those that the rule leaves out.
+    """
+    owners = {}
+    for name, buffer in hf.named_non_persistent_buffers():
+        path, _, leaf = name.rpartition(".")
+        owners[path] = hf.get_submodule(path)
+        value = torch.empty_like(buffer, device=device)
+        owners[path]._buffers[leaf] = value.fill_(torch.nan) if value.is_floating_point() else value.zero_()
+    for owner in owners.values():
+        hf._init_weights(owner)
+    made: dict[str, Tensor] = dict(hf.named_non_persistent_buffers())
+    for name, buffer in made.items():
+        if buffer.is_floating_point() and bool(buffer.isnan().any()):
+            raise ValueError(f"transformers does not say how to compute the buffer {name} of {type(hf).__name__}")
+    return made
+
+
+def small_twin(model: ModelConfig, config: PretrainedConfig, head: Head) -> PackedModel:
+    """The same architecture on the CPU, in float32: the first layers, as many as have each kind of layer; few words; weights
+    drawn. A layer's experts share theirs, so that they take the memory of one.
+
+    Weights are large enough for attention and logits to be far from flat: caps and scales show.
+    """
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    kinds = text.to_dict().get("layer_types") or ["all alike"]
+    text.num_hidden_layers = 1 + max(kinds.index(kind) for kind in kinds)
+    if "layer_types" in text.to_dict():
+        text.layer_types = kinds[: text.num_hidden_layers]
+    text.vocab_size = min(text.vocab_size, TWIN_WORDS)
+    if (text.pad_token_id or 0) >= text.vocab_size:
+        text.pad_token_id = None
+    packed = empty_model(model, config, head, torch.float32)
+    packed.hf.set_experts_implementation("eager")
+    numbers = torch.rand(TWIN_NUMBERS, generator=torch.Generator().manual_seed(0))
+    for module in packed.modules():
+        for leaf, param in module._parameters.items():
+            if param is not None:
+                module._parameters[leaf] = nn.Parameter(_drawn(param.shape, numbers), requires_grad=False)
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None and leaf not in module._non_persistent_buffers_set:
+                module._buffers[leaf] = torch.zeros_like(buffer, device="cpu")
+    packed.hf.tie_weights()
+    make_buffers(packed.hf, torch.device("cpu"))
     return packed
 
 
-def without_memory(hf: PreTrainedModel) -> PreTrainedModel:
-    """A copy on the meta device, with all that from_pretrained told the model."""
-    on_meta: dict[int, Tensor] = {id(param): nn.Parameter(param.detach().to("meta")) for param in hf.parameters()}
-    return copy.deepcopy(hf, on_meta | {id(buffer): buffer.to("meta") for buffer in hf.buffers()})
+def _drawn(shape: torch.Size, numbers: Tensor) -> Tensor:
+    """Of vectors 0.5 to 1.5; of matrices with a standard deviation of 2 / sqrt(columns)."""
+    if len(shape) > 2:
+        return _drawn(shape[1:], numbers).expand(shape)
+    count = shape.numel()
+    drawn = numbers.repeat(-(-count // len(numbers)))[:count].view(shape)
+    return drawn + 0.5 if len(shape) < 2 else (drawn - 0.5) * (2 * 12**0.5 / shape[-1] ** 0.5)
 
 
 @torch.no_grad()
-def _check_packing(model: PackedModel, path: str) -> None:
-    """Two short rows, packed, must get what transformers itself gives each alone.
+def check_packing(model: PackedModel, path: str) -> None:
+    """Two short rows, packed, must get what transformers itself gives each alone. model: see small_twin.
 
     Finds out what no list of architectures could: scaled or capped logits, own attention, state across rows.
     """
@@ -300,7 +346,7 @@ def _check_packing(model: PackedModel, path: str) -> None:
     hf.set_attn_implementation("eager")
     (name, answers), *_ = packed.items()
     for row, ours in zip(rows, answers.split(1 if name == "scores" else lengths), strict=True):
-        logits = hf(input_ids=row[None], use_cache=False).logits.to(ours.dtype)
+        logits = hf(input_ids=row[None], use_cache=False).logits
         match name:
             case "scores":
                 difference = float((ours - logits.flatten()[-1]).abs())
@@ -309,12 +355,11 @@ def _check_packing(model: PackedModel, path: str) -> None:
             case _:
                 theirs = logits[0, :-1].log_softmax(-1).gather(1, row[1:, None])[:, 0]
                 difference = float((ours[1:] - theirs).abs().max())
-        if not difference < (1e-3 if hf.dtype in (torch.float32, torch.float64) else 0.2):
+        if not difference < 1e-3:
             raise ValueError(
                 f"model.path={path}: {hf.config.model_type} is not supported: its head or attention does something more, "
                 f"packed rows differ from transformers' own by {difference:.2g}"
             )
-    hf.set_attn_implementation(PACKED_ATTENTION)
 
 
 def write_description(model: PreTrainedModel, directory: Path) -> list[str]:

@@ -26,6 +26,7 @@ from workers.engine.base import Head
 from workers.engine.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from workers.engine.fsdp.sharding import full
 from workers.engine.hf_model import PackedModel, empty_model, model_config
+from workers.engine.stored_weights import StoredWeights
 
 PREFIX = "base_model.model."  # of a module's name in peft's files
 NAME = "default"  # of the adapter in the model
@@ -89,14 +90,35 @@ def check_fit(model: ModelConfig, head: Head) -> None:
         _compare(Adapter(packed), adapter_path(model))
 
 
-def add_adapter(sharded: PackedModel, source: PackedModel | None, model: ModelConfig, *, trained: bool, seed: int) -> LoraConfig:
-    """To the model without memory, and to its ``source`` on rank 0, which has the weights it begins with. See ``inject``."""
+def add_adapter(
+    sharded: PackedModel, beginning: PackedModel, weights: StoredWeights, model: ModelConfig, *, trained: bool, seed: int
+) -> tuple[LoraConfig, dict[str, Tensor]]:
+    """To the model without memory. Returns what it is, and what it begins with, by the model's names: full tensors, the same on
+    every rank.
+
+    beginning: another such model, where that is made. Its base has no numbers, only their shapes: nothing depends on them. See
+    ``inject``.
+    """
     config = inject(sharded, model, trained=trained, seed=seed)
-    if source is not None:
-        inject(source, model, trained=trained, seed=seed)
-        if model.lora_adapter_path is not None:
-            Adapter(source).read(adapter_path(model))
-    return config
+    head = set(beginning.value_head.parameters()) if beginning.head != "lm" else set()
+    for module in beginning.modules():
+        for leaf, param in module._parameters.items():
+            if param is not None:
+                value = torch.empty if param in head else _without_numbers
+                module._parameters[leaf] = nn.Parameter(value(param.shape, dtype=param.dtype))
+    if beginning.head != "lm":
+        name = _head_name(beginning)
+        weights.fill({f"{name}.{leaf}": (param.detach(), 0) for leaf, param in beginning.value_head.named_parameters()})
+    inject(beginning, model, trained=trained, seed=seed)
+    if model.lora_adapter_path is not None:
+        Adapter(beginning).read(adapter_path(model))
+    own = {id(param) for param in _own(beginning)}
+    return config, {name: param.detach() for name, param in beginning.hf.named_parameters() if id(param) in own}
+
+
+def _without_numbers(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """On the CPU, of one number's memory: what peft makes beside it is on the CPU too."""
+    return torch.zeros((), dtype=dtype).expand(shape)
 
 
 def inject(packed: PackedModel, model: ModelConfig, *, trained: bool, seed: int) -> LoraConfig:

@@ -1,6 +1,7 @@
 """Rollout engines, by name."""
 
 from importlib.util import find_spec
+from typing import Literal
 
 from workers.controller.group import WorkerInfo
 from workers.rollout.base import Rollout, RolloutSpec
@@ -16,6 +17,15 @@ def check_installed(engine: str) -> None:
             f"actor_rollout_ref.rollout.name={engine}: {title} is not installed here; "
             f"run scripts/install_engine.sh {engine} cpu, or on a machine with a GPU scripts/install_engine.sh {engine} cuda"
         )
+
+
+def import_engine(engine: str, device: Literal["cpu", "cuda"]) -> None:
+    """Import what make_rollout will, which takes vLLM ten seconds. SGLang is imported by its own processes."""
+    check_installed(engine)
+    if engine == "vllm":
+        from workers.rollout.vllm import import_vllm
+
+        import_vllm(device)
 
 
 def make_rollout(spec: RolloutSpec, place: WorkerInfo) -> Rollout:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -71,9 +71,9 @@ class VLLMRollout(Rollout):
         self.expected = ExpectedWeights(dict(self.in_its_names(model.state_dict(keep_vars=True).items())))
         self.vocab_size = vocab_size(spec.model)
         arguments = engine_arguments(spec)
+        import_vllm(spec.device)
         with ExitStack() as opening:
             opening.enter_context(set_environment(ENVIRONMENT | addresses(place)))
-            os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
             self._fenced, self._packed = fenced, nothing_packed
             if spec.rollout.lora_sync == "adapter" and spec.model.has_adapter:
                 from workers.rollout.vllm_lora import ExpectedAdapter
@@ -340,6 +340,19 @@ def addresses(place: WorkerInfo) -> dict[str, str]:
         "MASTER_ADDR": place.master_addr,
         "MASTER_PORT": str(place.master_port),
     }
+
+
+def import_vllm(device: Literal["cpu", "cuda"]) -> None:
+    """What make_engine will load. Before, whatever has to be said in the environment by then."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    with set_environment(ENVIRONMENT), fenced():
+        if device == "cuda":
+            from workers.rollout import vllm_cuda  # noqa: F401
+        else:
+            from workers.rollout import vllm_cpu
+
+            vllm_cpu.set_environment()
+        from vllm.v1.engine import llm_engine  # noqa: F401
 
 
 def make_engine(arguments: dict[str, Any]) -> Any:

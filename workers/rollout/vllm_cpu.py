@@ -29,6 +29,7 @@ from workers.rollout.kv_cache import round_up
 from workers.rollout.memory import give_back_free_memory
 from workers.rollout.verification import HeldWeight, cost_of_reading
 from workers.rollout.vllm import fenced
+from workers.rollout.vllm_times import TimedStart
 from workers.rollout.vllm_weights import Part
 
 BLOCK = 128  # tokens of a block of vLLM's cache on CPU
@@ -75,7 +76,7 @@ def cache_bytes(spec: RolloutSpec, model: PreTrainedModel) -> int:
     return tokens * numbers * DTYPES[spec.rollout.dtype].itemsize
 
 
-class SleepingWorker(CPUWorker):
+class SleepingWorker(TimedStart, CPUWorker):
     """vLLM's worker, which drops its tensors when it sleeps and makes them anew when it wakes.
 
     Linear layers keep their weights in packed copies, behind a function ``cpu_linear``; loading weights packs them.

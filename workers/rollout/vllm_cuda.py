@@ -7,6 +7,8 @@ from typing import Any
 from vllm.device_allocator import get_mem_allocator_instance
 from vllm.v1.worker.gpu_worker import Worker
 
+from workers.rollout.vllm_times import TimedStart
+
 
 def completed(arguments: dict[str, Any]) -> dict[str, Any]:
     """Arguments of EngineArgs with the worker below; and for float32 attention that computes in float32.
@@ -19,7 +21,7 @@ def completed(arguments: dict[str, Any]) -> dict[str, Any]:
     return {"worker_cls": f"{StagedWorker.__module__}.{StagedWorker.__qualname__}"} | exact | arguments
 
 
-class StagedWorker(Worker):
+class StagedWorker(TimedStart, Worker):
     """vLLM's worker. Its sleep mode takes for granted that all was awake before, and that the weights wake first (0.26)."""
 
     def load_model(self, **kwargs: Any) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from configs.schema.common import ModelConfig
-from workers.engine.hf_model import empty_model, model_config, vocab_size
+from workers.engine.hf_model import empty_model, make_buffers, model_config, vocab_size
 from workers.rollout.attention import CACHED_ATTENTION, probe_cache_shape
 from workers.rollout.verification import HeldWeight, PlainWeight
 
@@ -91,7 +91,7 @@ class BorrowedModel:
         self._weights = list(weights.values())
         self._by_name = {name: weight for weight in self._weights for name in weight.names}
         self.expected = ExpectedWeights(self.module.state_dict(keep_vars=True))
-        self._fill_buffers()
+        make_buffers(self.module, device)
 
     def share(self, tensors: dict[str, Tensor]) -> bool:
         """Use these very tensors. False if one has another dtype or device. Raises ValueError as load does."""
@@ -136,20 +136,3 @@ class BorrowedModel:
         for weight in self._weights:
             weight.owned = None
             weight.bind(weight.empty)
-
-    def _fill_buffers(self) -> None:
-        """Buffers that no checkpoint has, such as rotary frequencies: made on meta, so computed anew, by transformers' own rule.
-
-        NaN marks those the rule leaves out.
-        """
-        owners = {}
-        for name, buffer in self.module.named_non_persistent_buffers():
-            path, _, leaf = name.rpartition(".")
-            owners[path] = self.module.get_submodule(path)
-            value = torch.empty_like(buffer, device=self.device)
-            owners[path]._buffers[leaf] = value.fill_(torch.nan) if value.is_floating_point() else value.zero_()
-        for owner in owners.values():
-            self.module._init_weights(owner)
-        for name, buffer in self.module.named_non_persistent_buffers():
-            if buffer.is_floating_point() and bool(buffer.isnan().any()):
-                raise ValueError(f"transformers does not say how to compute the buffer {name} of {type(self.module).__name__}")

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
 from trainer import main_ppo
 from trainer.checkpoint import find_latest
+from trainer.run_dir import EVENTS, read_lines
 
 PPO = (
     "algorithm=ppo", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.actor.ppo_epochs=2",
@@ -86,6 +87,20 @@ def test_ppo_logs_what_the_field_logs(task: Path, tmp_path: Path) -> None:
     assert common | of_the_actor <= steps[2].keys(), of_the_actor - steps[2].keys()
     assert all(math.isfinite(value) for step in steps for value in step.values())
     assert steps[2]["actor/reward_kl_penalty_coeff"] != 0.05, "the adaptive coefficient moved"
+    assert_start_is_told(tmp_path)
+
+
+def assert_start_is_told(run_dir: Path) -> None:
+    """Part by part, on the controller and on the workers, and for people in a line."""
+    (told,) = [event for event in read_lines(run_dir / EVENTS) if event["kind"] == "start"]
+    seconds = told["seconds"]
+    own = ["program", "checks", "backend", "data", "workers", "models", "engine", "rewards", "sync"]
+    roles = {f"workers/{role}" for role in ("actor", "ref", "critic", "rollout")}
+    reads = {f"workers/{role}/{part}" for role in ("actor", "ref", "critic") for part in ("check", "read")}
+    assert [name for name in seconds if "/" not in name] == ["total", *own] and roles | reads <= seconds.keys()
+    assert sum(seconds[name] for name in own) == pytest.approx(seconds["total"], abs=0.01)
+    assert sum(seconds[role] for role in roles - {"workers/rollout"}) <= seconds["models"] + 0.01
+    assert told["text"].startswith(f"{seconds['total']:.1f} s to the first generation: program ")
 
 
 def test_the_cut_of_the_work_does_not_change_the_step(task: Path, tmp_path: Path) -> None:

@@ -28,7 +28,17 @@ from tests.workers.engine.toy import VOCABULARY, plain_model, plain_outputs, toy
 from trainer.data.chat import load_tokenizer
 from workers.batch import Batch
 from workers.engine.attention import PackedRows
-from workers.engine.hf_model import PLAIN_RMS_NORMS, PackedModel, empty_model, load_model, model_config
+from workers.engine.fsdp.sharding import fill
+from workers.engine.hf_model import (
+    PLAIN_RMS_NORMS,
+    PackedModel,
+    check_packing,
+    empty_model,
+    make_buffers,
+    model_config,
+    small_twin,
+    stored_weights,
+)
 
 LENGTHS = [30, 30, 17, 9, 9, 2, 1]
 SIZES = {
@@ -50,8 +60,17 @@ def spec(path: str, **changes: Any) -> ModelConfig:
 
 
 def load(path: str, head: str = "lm", dtype: torch.dtype = torch.float32, **changes: Any) -> PackedModel:
+    """As a rank that holds all of the model does."""
     model = spec(path, **changes)
-    return load_model(model, model_config(model, head), head, dtype)
+    config = model_config(model, head)
+    packed = empty_model(model, config, head, dtype)
+    weights = stored_weights(packed, model)
+    check_packing(small_twin(model, config, head), path)
+    buffers = make_buffers(packed.hf, torch.device("cpu"))
+    packed.to_empty(device="cpu")
+    packed.hf.tie_weights()
+    fill(packed, weights, buffers)
+    return packed
 
 
 def save(path: Path, config: PretrainedConfig, scale: float = 0.1) -> str:

@@ -29,11 +29,14 @@ from workers.engine.hf_model import (
     DTYPES,
     PackedModel,
     active_parameters,
+    check_packing,
+    description,
     empty_model,
-    load_model,
+    make_buffers,
     model_config,
     model_flops,
-    without_memory,
+    small_twin,
+    stored_weights,
 )
 from workers.engine.micro_batch import Answers, flat_rows, longest_first, micro_batch, weighted
 from workers.engine.offload import Offloadable, Place
@@ -42,6 +45,7 @@ from workers.engine.shared_prompts import Prompts, SharedPrompts
 from workers.engine.ulysses import TokenCut
 from workers.metric import Metric, Metrics, join_metrics
 from workers.plan import MicroBatches
+from workers.start_times import START
 
 if TYPE_CHECKING:
     from workers.engine.lora import Adapter
@@ -96,13 +100,19 @@ class FSDPEngine(TrainEngine):
         config = model_config(model, head)
         saved_dtype = config.dtype or dtype
         sharded = empty_model(model, config, head, dtype).requires_grad_(self.spec.optimizer is not None)
-        source = load_model(model, config, head, dtype) if self.mesh.rank == 0 else None
-        shell = without_memory(source.hf) if source is not None else None
+        weights, shell = stored_weights(sharded, model), None
+        if self.mesh.rank == 0:
+            with START("check"):
+                check_packing(small_twin(model, config, head), model.path)
+            shell = description(model, config, head, weights).to(dtype=saved_dtype)  # type: ignore[call-arg] # a wrapped method
+        given = make_buffers(sharded.hf, torch.device("cpu"))
         if model.has_adapter:
             from workers.engine.lora import add_adapter
 
             trained = self.spec.optimizer is not None
-            self.adapter_config = add_adapter(sharded, source, model, trained=trained, seed=self.spec.seed)
+            beginning = empty_model(model, config, head, dtype)
+            self.adapter_config, drawn = add_adapter(sharded, beginning, weights, model, trained=trained, seed=self.spec.seed)
+            given |= drawn
         if model.enable_gradient_checkpointing:
             recompute_layers(sharded)
         if model.enable_activation_offload:
@@ -112,8 +122,9 @@ class FSDPEngine(TrainEngine):
         shard(sharded, self._device_mesh, fsdp)
         sharded.to_empty(device=self.device)
         sharded.hf.tie_weights()
-        fill(sharded, source)
-        return sharded, shell.to(dtype=saved_dtype) if shell is not None else None  # type: ignore[call-arg] # a wrapped method
+        with START("read"):
+            fill(sharded, weights, given)
+        return sharded, shell
 
     def forward(self, batch: Batch, plan: MicroBatches, outputs: set[str], *, adapter: bool = True) -> Batch | None:
         self._assert_here("params")

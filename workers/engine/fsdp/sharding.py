@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 
@@ -10,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from configs.schema.common import FSDPConfig
 from workers.engine.hf_model import DTYPES, PackedModel
+from workers.engine.stored_weights import StoredWeights
 
 
 def device_mesh(device: str, fsdp_size: int) -> DeviceMesh:
@@ -59,16 +61,18 @@ def shard(model: PackedModel, mesh: DeviceMesh, fsdp: FSDPConfig) -> None:
 
 
 @torch.no_grad()
-def fill(model: PackedModel, source: PackedModel | None) -> None:
-    """Parameters and buffers from rank 0's ``source``, one at a time: other ranks never hold more than one full tensor."""
-    given = _tensors(source) if source is not None else {}
-    for name, tensor in _tensors(model).items():
-        value = given[name].to(tensor.device) if given else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        if isinstance(tensor, DTensor):
-            local(tensor).copy_(local(distribute_tensor(value, tensor.device_mesh, tensor.placements)))
+def fill(model: PackedModel, weights: StoredWeights, given: Mapping[str, Tensor]) -> None:
+    """Give every rank its part of the weights, from files. given: full tensors of what comes from elsewhere (buffers that no file
+    has, a new adapter's weights), by the model's names."""
+    targets: dict[str, tuple[Tensor, int]] = {}
+    for name, tensor in {**dict(model.hf.named_parameters()), **dict(model.hf.named_buffers())}.items():
+        here = local(tensor)
+        start = sum(offsets(tensor)[:1]) * math.prod(tensor.shape[1:])
+        if name in given:
+            here.view(-1).copy_(given[name].flatten()[start : start + here.numel()])
         else:
-            dist.broadcast(value, 0)
-            tensor.copy_(value)
+            targets[name.replace(".base_layer.", ".")] = (here, start)
+    weights.fill(targets)
 
 
 @torch.no_grad()  # with gradients to think of, taking a shard out of a DTensor is ten times as slow
@@ -137,7 +141,3 @@ def full(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     whole = shard.new_empty(rows * mesh.size(), *shard.shape[1:])
     dist.all_gather_into_tensor(whole, shard.contiguous(), group=mesh.get_group())
     return whole[: len(weight)]
-
-
-def _tensors(model: PackedModel) -> dict[str, Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -41,6 +41,7 @@ from workers.engine.offload import Offloadable, Place
 from workers.engine.out_of_memory import told_without_memory
 from workers.metric import Metric, Metrics, join_metrics
 from workers.plan import MicroBatches
+from workers.start_times import START
 
 KINDS: dict[str, Kind] = {"model.": "param", "optimizer.exp_avg.": "exp_avg", "optimizer.exp_avg_sq.": "exp_avg_sq"}
 
@@ -69,7 +70,8 @@ class MegatronEngine(TrainEngine):
             chunk.train(self._optimizer is not None)  # recomputation looks at it; there is no dropout
         files = Files(model_files(spec.model), f"model.path={spec.model.path}")
         self._exchange.refuse_strangers(files)
-        self._exchange.fill(files, self._put_param)
+        with START("read"):
+            self._exchange.fill(files, self._put_param)
         self._grads_place: Place = "device"
         self._places = {"params": Offloadable(self._exchange.params.values()), "optimizer": Offloadable(self._own_state())}
         self._host: dict[str, Tensor] = {}  # copies that a thread writes from

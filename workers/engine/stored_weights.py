@@ -1,0 +1,247 @@
+"""A model's weights as its safetensors files have them: every rank reads the rows that it holds, in the type that is stored.
+
+Rows of a tensor are one range of bytes of a file, so a shard is read by a few large reads, from several threads, and is converted
+on the device that it is for. No rank holds more than pieces of PIECE bytes beside what it keeps. transformers' own rules say
+which tensor of the model a name in a file is. Experts are one tensor each in a file and rows of one tensor in the model: ranges
+too. What transformers would convert in any other way is read whole by every rank, and converted by transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from configs.schema.common import ModelConfig
+from workers.model_path import model_path
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PIECE = 2**25  # bytes of a read
+READERS = 4  # threads of a rank: one copies to the device while others read
+TYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a file. begin: of its first byte."""
+
+    path: Path
+    begin: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """``target``, flat and contiguous, is to have the numbers of ``stored`` from ``begin`` on."""
+
+    target: Tensor
+    stored: Stored
+    begin: int
+
+
+def weight_files(model: ModelConfig) -> list[Path]:
+    """The safetensors files of the model; those of a hub name are fetched. Raises OSError if there are none."""
+    place = model_path(model)
+    folder = Path(place) if Path(place).is_dir() else Path(snapshot_download(place, allow_patterns=["*.json"]))
+    index = folder / INDEX
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else [WHOLE]
+    if not Path(place).is_dir():
+        snapshot_download(place, allow_patterns=names)
+    for name in names:
+        if not (folder / name).is_file():
+            raise OSError(f"model.path={model.path}: no file named {name} there; copy or download the model again")
+    return [folder / name for name in names]
+
+
+def tensors_in(file: Path) -> dict[str, Stored]:
+    """By name. Raises ValueError for a type that no weight has here."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(length))
+    header.pop("__metadata__", None)
+    if strange := next((name for name, entry in header.items() if entry["dtype"] not in TYPES), None):
+        raise ValueError(f"{file}: {strange} is stored as {header[strange]['dtype']}; known types are {', '.join(TYPES)}")
+    return {
+        name: Stored(file, 8 + length + entry["data_offsets"][0], TYPES[entry["dtype"]], tuple(entry["shape"]))
+        for name, entry in header.items()
+    }
+
+
+class StoredWeights:
+    """conversions: transformers' own that were of use, which it turns round when it writes the model. missing: the model's names
+    that no file has; ``fill`` makes them zero."""
+
+    def __init__(self, hf: PreTrainedModel, files: Sequence[Path], place: str) -> None:
+        """hf: on the meta device, as transformers builds it. place: what the files are called in messages.
+
+        Raises ValueError for a weight of another shape than the model's.
+        """
+        self.place, self.folder = place, files[0].parent
+        self._hf = hf
+        self._blocks: dict[str, list[Stored]] = {}
+        """By the model's name: the tensors in files that make it, one after the other in the order of its numbers."""
+        self._converted: dict[str, tuple[WeightConverter, Mapping[str, list[Stored]], str]] = {}
+        state: dict[str, Tensor] = hf.state_dict(keep_vars=True)
+        sources = {name: stored for file in files for name, stored in tensors_in(file).items()}
+        mapping = get_model_conversion_mapping(hf)
+        found = self._named(sources, state, mapping)
+        self.conversions = [one for one in mapping if one.was_used()]
+        by_pattern = {pattern: one for one in mapping if isinstance(one, WeightConverter) for pattern in one.source_patterns}
+        for name, parts in found.items():
+            if None in parts:
+                self._blocks[name] = parts[None]
+            else:
+                self._convert(name, by_pattern[next(pattern for pattern in parts if pattern is not None)], parts)
+        for name, blocks in self._blocks.items():
+            self._check_shape(name, blocks, tuple(state[name].shape))
+        first: dict[int, str] = {}
+        for name, tensor in state.items():  # of tied names, one that is in the files stands for all
+            if name in self:
+                first.setdefault(id(tensor), name)
+        self._stands_for = {name: first[id(tensor)] for name, tensor in state.items() if id(tensor) in first}
+        self.missing = sorted(state.keys() - self._stands_for.keys())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._blocks or name in self._converted
+
+    def _named(
+        self, sources: Mapping[str, Stored], state: Mapping[str, Tensor], mapping: Sequence[Any]
+    ) -> dict[str, dict[str | None, list[Stored]]]:
+        """The tensors, as transformers finds them: by the model's name, and by the pattern of a conversion, None without one."""
+        renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+        converters = [one for one in mapping if isinstance(one, WeightConverter)]
+        prefix, found = self._hf.base_model_prefix, dict[str, dict[str | None, list[Stored]]]()
+        known: dict[str, Any] = dict(state)
+        for key in sorted(sources, key=dot_natural_key):
+            name, pattern = rename_source_key(key, renamings, converters, prefix, known)
+            if name not in state and key in state:
+                name, pattern = rename_source_key(key, [], [], prefix, known)
+            if name in state:  # others are no weights of this model, such as a language head where a critic's is wanted
+                found.setdefault(name, {}).setdefault(pattern, []).append(sources[key])
+        return found
+
+    def _convert(self, name: str, converter: WeightConverter, parts: Mapping[Any, list[Stored]]) -> None:
+        """Tensors that make others: one after the other, if the conversion of small numbers leaves them in a row."""
+        whole = {
+            pattern: [torch.empty(one.shape, dtype=one.dtype, device="meta") for one in some] for pattern, some in parts.items()
+        }
+        made = self._apply(name, converter, whole)
+        flat = [one for some in parts.values() for one in some]
+        if len(made) == 1 and len({one.shape for one in flat}) == 1 and len(flat[0].shape) == 2:
+            numbers = iter(torch.arange(4 * len(flat)).view(-1, 2, 2))
+            (probe,) = self._apply(
+                name, converter, {pattern: [next(numbers) for _ in some] for pattern, some in parts.items()}
+            ).values()
+            rows = probe.reshape(-1, 4)
+            if torch.equal(rows, rows[:, :1] + torch.arange(4)):
+                self._blocks[name] = [flat[int(first) // 4] for first in rows[:, 0]]
+                return
+        for target in made:
+            self._converted[target] = (converter, parts, name)
+
+    def _apply(self, name: str, converter: WeightConverter, tensors: Mapping[Any, list[Tensor]]) -> dict[str, Tensor]:
+        one = deepcopy(converter)
+        for pattern, some in tensors.items():
+            for tensor in some:
+                one.add_tensor(name, name, pattern, tensor)  # type: ignore[arg-type] # as transformers does when it writes
+        made: dict[str, Any] = one.convert(name, model=self._hf, config=self._hf.config)
+        return {target: tensor[0] if isinstance(tensor, list) else tensor for target, tensor in made.items()}
+
+    def _check_shape(self, name: str, blocks: Sequence[Stored], shape: tuple[int, ...]) -> None:
+        fits = blocks[0].shape == shape if len(blocks) == 1 else sum(one.numel for one in blocks) == math.prod(shape)
+        if not fits:
+            there = " + ".join(str(one.shape) for one in blocks[:2]) + (" ..." if len(blocks) > 2 else "")
+            raise ValueError(f"{self.place}: {name} is {there} there and {shape} in this model; take the files of its config")
+
+    @torch.no_grad()
+    def fill(self, targets: Mapping[str, tuple[Tensor, int]]) -> None:
+        """By the model's name: (a contiguous tensor to be filled, from which of the whole tensor's numbers on).
+
+        Raises ValueError for files that end too early.
+        """
+        pieces: list[Piece] = []
+        converted: dict[str, dict[str, Tensor]] = {}
+        for name, (tensor, start) in targets.items():
+            flat, name = tensor.view(-1), self._stands_for.get(name, name)
+            if name in self.missing:
+                flat.zero_()
+                continue
+            if name in self._blocks:
+                pieces += pieces_of(flat, start, self._blocks[name])
+                continue
+            converter, parts, first = self._converted[name]
+            if first not in converted:
+                converted = {first: self._apply(first, converter, read_whole(parts))}
+            flat.copy_(converted[first][name].flatten()[start : start + len(flat)])
+        read(pieces)
+
+
+def pieces_of(target: Tensor, start: int, blocks: Sequence[Stored]) -> list[Piece]:
+    """What ``target``, flat, takes of the blocks, which lie one after the other, from number ``start`` of them all on."""
+    pieces, stop = [], start + len(target)
+    for block, begin in zip(blocks, accumulate((block.numel for block in blocks), initial=0), strict=False):
+        most = PIECE // block.dtype.itemsize
+        first, last = max(start, begin), min(stop, begin + block.numel)
+        for at in range(first, last, most):
+            pieces.append(Piece(target[at - start : min(at + most, last) - start], block, at - begin))
+    return pieces
+
+
+def read_whole(parts: Mapping[Any, list[Stored]]) -> dict[Any, list[Tensor]]:
+    whole = {pattern: [torch.empty(one.shape, dtype=one.dtype) for one in some] for pattern, some in parts.items()}
+    pairs = [pair for pattern, some in parts.items() for pair in zip(whole[pattern], some, strict=True)]
+    read([piece for tensor, one in pairs for piece in pieces_of(tensor.view(-1), 0, [one])])
+    return whole
+
+
+def read(pieces: Sequence[Piece]) -> None:
+    """Fill the targets, in their own type and on their own device."""
+    with ExitStack() as opened, ThreadPoolExecutor(READERS) as threads:
+        paths = dict.fromkeys(piece.stored.path for piece in pieces)
+        files = {path: opened.enter_context(path.open("rb", buffering=0)).fileno() for path in paths}
+        for _ in threads.map(lambda piece: _read_piece(piece, files[piece.stored.path]), pieces):
+            pass
+
+
+@torch.no_grad()
+def _read_piece(piece: Piece, file: int) -> None:
+    """The type changes on the device: what crosses to it is what is stored."""
+    target, dtype = piece.target, piece.stored.dtype
+    in_place = target.dtype == dtype and target.device.type == "cpu"
+    staged = target if in_place else torch.empty(len(target), dtype=dtype, pin_memory=target.is_cuda)
+    read_bytes(file, staged.view(torch.uint8).numpy(), piece.stored.begin + piece.begin * dtype.itemsize, piece.stored.path)
+    if not in_place:
+        target.copy_(staged.to(target.device))
+
+
+def read_bytes(file: int, buffer: Any, begin: int, path: Path) -> None:
+    """Raises ValueError if the file ends before the buffer is full."""
+    view = memoryview(buffer)
+    while view:
+        count = os.preadv(file, [view], begin)
+        if not count:
+            raise ValueError(f"{path} ends before byte {begin + len(view):,}; copy or download it again")
+        view, begin = view[count:], begin + count
