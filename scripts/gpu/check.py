@@ -15,9 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -27,9 +25,10 @@ from typing import Any
 
 import psutil
 
+from configs.locks import locked
 from scripts.gpu.cluster import Cluster
 from scripts.gpu.driver import MARK, Gpu, MemoryWatch, end_all, ended, nvml, ray_workers
-from scripts.gpu.rows import ACTOR, BY_NAME, MINUTES, RESUMED_STEPS, ROLLOUT, ROWS, STEPS, Row, Sizes, Stage, chosen
+from scripts.gpu.rows import ACTOR, BY_NAME, RESUMED_STEPS, ROLLOUT, ROWS, STEPS, Row, Sizes, Stage, chosen
 from scripts.gpu.table import table, write_results
 from trainer.manifest import code_version
 from trainer.metrics import WHOLE_STEP
@@ -103,33 +102,58 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = [*chosen(args.rows, quick=args.quick)]
     except ValueError as error:
         parser.error(str(error))
-    machine, driver = machine_of(args), None if args.cpu or args.plan else nvml()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what it has started ends with it
+    machine = machine_of(args)
+    with locked(machine.out, "--out"):
+        end_all(str(machine.out), 0.0)  # of a start that was killed
+        return run_rows(args, rows, machine)
+
+
+def run_rows(args: argparse.Namespace, rows: Sequence[Row], machine: Machine) -> int:
+    driver = None if args.cpu or args.plan else nvml()
     facts = {"gpu": f"{len(machine.gpus)} x {machine.gpus[0].name}" if machine.gpus else "none", **versions(driver)}
     begun, failed = time.monotonic(), False
     results = read_results(machine.out)
     for row in rows:
         for stage in row.stages:
+            if machine.plan and stage is not row.stages[0] and not stage.overrides:
+                continue
             if not args.again and any(done["result"] in PASSED and done_as(done, row, stage, machine) for done in results):
                 print(f"{row.name}, {stage.name}: done before", flush=True)
                 continue
-            if time.monotonic() - begun + stage.limit > args.seconds:
-                print(f"{row.name}, {stage.name}: not begun, its limit of {stage.limit} s goes past --seconds", flush=True)
+            limit = row.limit(stage)
+            if time.monotonic() - begun + limit > args.seconds:
+                print(f"{row.name}, {stage.name}: not begun, its limit of {limit} s goes past --seconds", flush=True)
                 continue
             print(f"{row.name}, {stage.name}: begins ({row.about})", flush=True)
-            record = result_of(row, stage, machine) | {"versions": facts}
+            record = result_of(row, stage, machine, results) | {"versions": facts}
             results = [done for done in results if not done_as(done, row, stage, machine)] + [record]
             write_results(machine.out, results)
             told = f": {record['why']}" if record["why"] else f", step {record['phases'].get(WHOLE_STEP, 0.0):.1f} s"
             print(f"{row.name}, {stage.name}: {record['result']} in {record['seconds']:.0f} s{told}", flush=True)
             failed |= record["result"] == "failed"
-        if not failed and not any(other.base == row.name for other in rows):
-            shutil.rmtree(machine.runs / (row.base or row.name), ignore_errors=True)
+            if record["result"] != "passed" and stage.kind == "run" and not machine.plan:
+                break  # what comes after goes on from its checkpoint
+        tidy(row, machine, results)
     names = {row.name for row in rows}
     print("\n" + table([record for record in results if record["row"] in names]))
     for record in results:
         if record["row"] in names and record["result"] == "failed":
             print(f"failed: {record['row']}, {record['stage']}: {record['why']} ({record['log']})")
     return int(failed)
+
+
+def tidy(row: Row, machine: Machine, results: Sequence[dict[str, Any]]) -> None:
+    """Removes the run directory once no stage is left that goes on from its checkpoint."""
+    sharing = [(other, stage) for other in ROWS if other.shares == row.shares for stage in other.stages]
+    ended = [(record["row"], record["stage"]) for record in results if record["result"] in ("passed", "skipped")]
+    folder = machine.runs / row.shares
+    if all((other.name, stage.name) in ended for other, stage in sharing):
+        for run_dir in (folder, *machine.runs.glob(f"{row.shares}-[12]")):
+            shutil.rmtree(run_dir, ignore_errors=True)
+    elif folder.exists():
+        left = ", ".join(dict.fromkeys(other.name for other, stage in sharing if (other.name, stage.name) not in ended))
+        print(f"{folder} is kept for {left}", flush=True)
 
 
 def show_rows() -> None:
@@ -175,7 +199,7 @@ def done_as(record: dict[str, Any], row: Row, stage: Stage, machine: Machine) ->
     return (record["row"], record["stage"], record["gpus"]) == (row.name, stage.name, machine.size(row, stage))
 
 
-def result_of(row: Row, stage: Stage, machine: Machine) -> dict[str, Any]:
+def result_of(row: Row, stage: Stage, machine: Machine, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     log = machine.out / row.name / f"{stage.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = {
@@ -187,7 +211,7 @@ def result_of(row: Row, stage: Stage, machine: Machine) -> dict[str, Any]:
     began = time.monotonic()
     log.write_text("")
     try:
-        Attempt(ready(row, machine, stage), stage, machine, log, record).go()
+        Attempt(ready(row, machine, stage, results), stage, machine, log, record).go()
     except Skipped as why:
         record |= {"result": "skipped", "why": str(why)}
     except (Failed, psutil.NoSuchProcess, RuntimeError) as why:
@@ -195,7 +219,7 @@ def result_of(row: Row, stage: Stage, machine: Machine) -> dict[str, Any]:
     return record | {"seconds": round(time.monotonic() - began, 1)}
 
 
-def ready(row: Row, machine: Machine, stage: Stage) -> Row:
+def ready(row: Row, machine: Machine, stage: Stage, results: Sequence[dict[str, Any]] = ()) -> Row:
     """With the engine that is there. Raises Skipped."""
     for name in row.packages:
         if not is_installed(name):
@@ -209,6 +233,10 @@ def ready(row: Row, machine: Machine, stage: Stage) -> Row:
     wanted = max(row.gpus, machine.size(row, stage))
     if wanted > len(machine.gpus):
         raise Skipped(f"{wanted} GPUs are wanted, {len(machine.gpus)} are there")
+    if row.base is not None and any(
+        done["row"] == row.base and done["result"] == "failed" and done["stage"] == BY_NAME[row.base].stages[0].name for done in results
+    ):
+        raise Skipped(f"{row.base} has failed, whose checkpoint it goes on from")
     if machine.cpu and stage.kind in ("pytest", "dry_run"):
         raise Skipped("has no part on the CPU")
     least = min((gpu.bytes for gpu in machine.gpus), default=0) / GB
@@ -227,11 +255,12 @@ def is_installed(name: str) -> bool:
 class Attempt:
     """One stage of a row: its commands, what they leave, and whether that is right. Fills ``record``."""
 
-    def __init__(self, row: Row, stage: Stage, machine: Machine, log: Path, record: dict[str, Any]) -> None:
+    def __init__(self, row: Row, stage: Stage, machine: Machine, log: Path, record: dict[str, Any], limit: int | None = None) -> None:
         self.row, self.stage, self.machine, self.log, self.record = row, stage, machine, log, record
-        self.run_dir = machine.runs / (row.base or row.name)
-        self.mark = uuid.uuid4().hex
-        self.deadline = time.monotonic() + stage.limit
+        self.run_dir = machine.runs / row.shares
+        self.limit = limit or row.limit(stage)
+        self.mark = str(machine.out)
+        self.deadline = time.monotonic() + self.limit
         self.environment = os.environ | {
             "PYTHON": sys.executable,
             "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
@@ -309,15 +338,15 @@ class Attempt:
         return self.check_steps(self.run_dir, before, RESUMED_STEPS)
 
     def checkpointed(self) -> list[str]:
-        """The lines of metrics.jsonl up to the checkpoint; where there is none yet, the first stage of the row or its base makes it."""
+        """The lines of metrics.jsonl up to the checkpoint. Where there is none, the first stage of the row or its base makes it."""
         if not (self.run_dir / LATEST).exists():
-            base = BY_NAME[self.row.base or self.row.name]
+            base = BY_NAME[self.row.shares]
             maker = base.stages[0]
             record: dict[str, Any] = {"phases": {}, "gpus": self.machine.size(base, maker)}
-            whole = replace(maker, limit=max(1, int(self.deadline - time.monotonic())))
             log = self.log.with_name(f"{self.stage.name}.before.log")
             log.write_text("")
-            Attempt(ready(base, self.machine, maker), whole, self.machine, log, record).go()
+            limit = int(self.deadline - time.monotonic())
+            Attempt(ready(base, self.machine, maker), maker, self.machine, log, record, limit).go()
         return (self.run_dir / METRICS).read_text().splitlines()[:STEPS]
 
     def make_models(self) -> None:
@@ -332,7 +361,7 @@ class Attempt:
                     )
                 except subprocess.SubprocessError as error:
                     raise Failed(f"scripts.gpu.make {' '.join(wanted)}: {error}") from error
-            self.deadline = time.monotonic() + self.stage.limit
+            self.deadline = time.monotonic() + self.limit
 
     @property
     def model(self) -> str:
@@ -440,7 +469,7 @@ class Attempt:
         try:
             code = process.wait(timeout=max(0.0, self.deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            raise Failed(f"not done after its limit of {self.stage.limit} s: {self.last_line()}") from None
+            raise Failed(f"not done after its limit of {self.limit} s: {self.last_line()}") from None
         if code:
             raise Failed(f"exit code {code}: {self.last_line()}")
         if self.stage.kind not in ("two_nodes", "two_runs"):
@@ -451,7 +480,7 @@ class Attempt:
             if process.poll() is not None:
                 raise Failed(f"ended with {process.returncode} before step {step}: {self.last_line()}")
             if time.monotonic() > self.deadline:
-                raise Failed(f"step {step} is not reached after the limit of {self.stage.limit} s: {self.last_line()}")
+                raise Failed(f"step {step} is not reached after the limit of {self.limit} s: {self.last_line()}")
             time.sleep(LOOK_SECONDS)
 
     def nothing_left(self, when: str) -> None:
@@ -546,7 +575,7 @@ class Attempt:
         return (errors or lines or ["nothing was said"])[-1][:300]
 
     def _python_on_path(self) -> Path:
-        """A folder whose `python` is this interpreter, or the forecast of what it is asked to run: scripts call it by that name."""
+        """A folder whose `python` is this interpreter, or forecasts what it is asked to run: scripts call it by that name."""
         folder = self.machine.out / "bin"
         folder.mkdir(exist_ok=True)
         file = folder / "python"

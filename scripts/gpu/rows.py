@@ -36,13 +36,15 @@ class Sizes:
 @dataclass(frozen=True, kw_only=True)
 class Stage:
     """A start of the program, or several. run: from the beginning to STEPS; resume: from there to RESUMED_STEPS; the kills likewise,
-    once a further step is done. gpus: another number than the row's. limit: seconds. overrides come after the row's."""
+    once a further step is done. gpus: another number than the row's, -2: half of it. limit: seconds; None: the shape's. overrides
+    come after the row's.
+    """
 
     name: str
     kind: Kind = "run"
     gpus: int | None = None
     overrides: tuple[str, ...] = ()
-    limit: int = 9 * MINUTES
+    limit: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +74,22 @@ class Row:
     long: bool = False
     quick: bool = False
 
+    def limit(self, stage: Stage) -> int:
+        """Seconds of a stage."""
+        return stage.limit or LIMITS.get(self.shape, 9 * MINUTES)
+
+    @property
+    def shares(self) -> str:
+        """The row whose run directory it works in."""
+        return self.base or self.name
+
     @property
     def saves(self) -> bool:
         """The first stage leaves a checkpoint, for the stages or rows after it."""
         return len(self.stages) > 1 or any(row.base == self.name for row in ROWS)
 
 
+LIMITS = {"0.5b": 4 * MINUTES, "1.5b": 5 * MINUTES, "moe": 6 * MINUTES}
 STEPS, RESUMED_STEPS = 3, 5
 RUN, RESUME = Stage(name="run"), Stage(name="resume", kind="resume")
 EAGER = f"{ROLLOUT}.enforce_eager=true"
@@ -118,7 +130,6 @@ JUDGED = (
 GSM8K = "run_qwen2.5-0.5b_grpo_vllm.sh"
 GRPO_7B = "run_qwen2.5-7b_grpo_vllm.sh"
 ADAPTER_7B = "run_qwen2.5-7b_grpo_lora_vllm.sh"
-FREE = f"{ROLLOUT}.free_cache_engine=false"
 
 QUICK = (
     Row(name="quick-residency", about="an engine wakes after an update that filled the GPU (tests/workers/test_residency_cuda.py)",
@@ -235,9 +246,3 @@ def chosen(names: list[str] | None, *, quick: bool) -> Iterator[Row]:
             raise ValueError(f"--rows {name}: no such row; --list shows them")
         yield BY_NAME[name]
 
-
-def first_stage(row: Row) -> Row:
-    """The row that leaves the checkpoint which ``row`` goes on from, with its first stage alone."""
-    assert row.base is not None
-    base = BY_NAME[row.base]
-    return replace(base, stages=base.stages[:1])
