@@ -234,7 +234,8 @@ def ready(row: Row, machine: Machine, stage: Stage, results: Sequence[dict[str, 
     if wanted > len(machine.gpus):
         raise Skipped(f"{wanted} GPUs are wanted, {len(machine.gpus)} are there")
     if row.base is not None and any(
-        done["row"] == row.base and done["result"] == "failed" and done["stage"] == BY_NAME[row.base].stages[0].name for done in results
+        done["row"] == row.base and done["result"] == "failed" and done["stage"] == BY_NAME[row.base].stages[0].name
+        for done in results
     ):
         raise Skipped(f"{row.base} has failed, whose checkpoint it goes on from")
     if machine.cpu and stage.kind in ("pytest", "dry_run"):
@@ -255,7 +256,9 @@ def is_installed(name: str) -> bool:
 class Attempt:
     """One stage of a row: its commands, what they leave, and whether that is right. Fills ``record``."""
 
-    def __init__(self, row: Row, stage: Stage, machine: Machine, log: Path, record: dict[str, Any], limit: int | None = None) -> None:
+    def __init__(
+        self, row: Row, stage: Stage, machine: Machine, log: Path, record: dict[str, Any], limit: int | None = None
+    ) -> None:
         self.row, self.stage, self.machine, self.log, self.record = row, stage, machine, log, record
         self.run_dir = machine.runs / row.shares
         self.limit = limit or row.limit(stage)
@@ -385,10 +388,12 @@ class Attempt:
         self.record["command"] = shlex.join(command)
         with ended(self.mark), self.log.open("ab") as said:
             environment = self.environment | {"GPU_ROW_FORECAST": str(path)}
-            done = subprocess.run(
-                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=said, timeout=300
-            )
-        if done.returncode or not path.exists():
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+            try:
+                code = process.wait(timeout=max(0.0, self.deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise Failed(f"no forecast after the limit of {self.limit} s") from None
+        if code or not path.exists():
             raise Failed(f"the configuration is refused: {self.last_line()}")
         forecast: dict[str, Any] = json.loads(path.read_text())
         predicted = {use["phase"]: round(use["bytes"] / GB, 2) for use in forecast["uses"] if use["bytes"] is not None}

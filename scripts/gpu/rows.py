@@ -245,4 +245,3 @@ def chosen(names: list[str] | None, *, quick: bool) -> Iterator[Row]:
         if name not in BY_NAME:
             raise ValueError(f"--rows {name}: no such row; --list shows them")
         yield BY_NAME[name]
-
