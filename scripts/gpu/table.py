@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from scripts.gpu.rows import ROWS
 from trainer.run_dir import write_atomic
 
 SHOWN = (
@@ -37,9 +38,7 @@ def main() -> None:
 
 
 def merged(several: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Of each row, stage and number of GPUs the latest; what was skipped counts where there is nothing else. In the order of ROWS."""
-    from scripts.gpu.rows import ROWS
-
+    """Of each row, stage and number of GPUs the latest, in the order of ROWS; what was skipped counts where nothing else is."""
     latest: dict[tuple[str, str, int], dict[str, Any]] = {}
     for record in sorted((record for results in several for record in results), key=lambda record: record["date"]):
         key = (record["row"], record["stage"], record["gpus"])
@@ -70,7 +69,8 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         ratio = f" ({predicted / peak:.2f} x)" if predicted and peak else ""
         result = record["result"] + (f": {record['why'][:160]}" if record["why"] else "")
         cells = (
-            f"{record['row']}, {record['stage']} [{note}]", record["script"], record["shape"], record["gpus"], result.replace("|", "/"),
+            f"{record['row']}, {record['stage']} [{note}]", record["script"], record["shape"], record["gpus"],
+            result.replace("|", "/"),
             number(phases.get("step")), shown, number(record.get("start_seconds")), number(peak), number(predicted) + ratio,
         )  # fmt: skip
         lines.append("| " + " | ".join(map(str, cells)) + " |")
