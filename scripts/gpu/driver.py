@@ -1,0 +1,148 @@
+"""What the NVIDIA driver and the kernel say: GPUs and their memory over time, and the processes that a row has started."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import psutil
+
+MARK = "TANDEM_GPU_ROW"
+"""In the environment of all that a row starts."""
+POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    name: str
+    bytes: int
+
+
+class Nvml:
+    """The driver's own library, through ctypes: it makes no context on a GPU, as asking through CUDA would."""
+
+    class _Memory(ctypes.Structure):
+        _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+    def __init__(self) -> None:
+        """Raises OSError where there is no driver."""
+        self._library = ctypes.CDLL("libnvidia-ml.so.1")
+        self._call("nvmlInit_v2")
+        count = ctypes.c_uint()
+        self._call("nvmlDeviceGetCount_v2", ctypes.byref(count))
+        self._handles = [ctypes.c_void_p() for _ in range(count.value)]
+        for index, handle in enumerate(self._handles):
+            self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle))
+
+    def gpus(self) -> list[Gpu]:
+        found = []
+        for handle in self._handles:
+            name = ctypes.create_string_buffer(96)
+            self._call("nvmlDeviceGetName", handle, name, ctypes.c_uint(len(name)))
+            found.append(Gpu(name.value.decode(), self._memory(handle).total))
+        return found
+
+    def version(self) -> str:
+        text = ctypes.create_string_buffer(80)
+        self._call("nvmlSystemGetDriverVersion", text, ctypes.c_uint(len(text)))
+        return text.value.decode()
+
+    def used(self) -> list[int]:
+        """Bytes, of each GPU."""
+        return [self._memory(handle).used for handle in self._handles]
+
+    def _memory(self, handle: ctypes.c_void_p) -> _Memory:
+        memory = Nvml._Memory()
+        self._call("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
+        return memory
+
+    def _call(self, name: str, *arguments: object) -> None:
+        if code := self._library[name](*arguments):
+            raise OSError(f"{name} of libnvidia-ml.so.1 answers {code}")
+
+
+def nvml() -> Nvml | None:
+    """None where there is no driver, or no GPU."""
+    try:
+        return Nvml()
+    except OSError:
+        return None
+
+
+@dataclass
+class MemoryWatch:
+    """The most that any GPU has in use, over time; nothing without a driver. times: in seconds since 1970."""
+
+    driver: Nvml | None
+    times: list[float] = field(default_factory=list)
+    used: list[int] = field(default_factory=list)
+
+    def __enter__(self) -> MemoryWatch:
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def peak(self, start: float = 0.0, end: float = float("inf")) -> int | None:
+        return max((used for when, used in zip(self.times, self.used, strict=True) if start <= when <= end), default=None)
+
+    def _watch(self) -> None:
+        while self.driver is not None and not self._over.wait(POLL_SECONDS):
+            self.used.append(max(self.driver.used()))
+            self.times.append(time.time())
+
+
+def started_by(mark: str) -> list[psutil.Process]:
+    """What is alive of all that inherited the mark."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # another user's, or gone by now
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def end_all(mark: str, patience: float) -> list[str]:
+    """Waits so many seconds for the processes to end by themselves, kills what is left, and returns its command lines."""
+    deadline = time.monotonic() + patience
+    while (left := started_by(mark)) and time.monotonic() < deadline:
+        time.sleep(0.25)
+    said = []
+    for process in left:
+        with suppress(psutil.Error):
+            said.append(" ".join(process.cmdline())[:120] or process.name())
+    while left := started_by(mark):
+        for process in left:
+            with suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(left, timeout=10)
+    return said
+
+
+def ray_workers(pid: int) -> list[psutil.Process]:
+    """Workers at work of the Ray that this process has started."""
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.Error):
+            title = "".join(process.cmdline()[:1])
+            if title.startswith("ray::") and "IDLE" not in title:
+                found.append(process)
+    return found
+
+
+@contextmanager
+def ended(mark: str) -> Iterator[None]:
+    """Nothing with the mark outlives the block."""
+    try:
+        yield
+    finally:
+        end_all(mark, 0.0)

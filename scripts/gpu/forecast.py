@@ -1,0 +1,49 @@
+"""What trainer.main_ppo with these arguments would take of a GPU, by the project's own model, as JSON into $GPU_ROW_FORECAST.
+
+The configuration is checked as the program checks it; a problem is a line on stderr, and the exit code is 2. Nothing is started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from configs.checks_placement import placement_of
+from configs.compose import compose_with_notes
+from configs.keys import ConfigError
+from configs.schema.ppo import PPOConfig
+from trainer.inputs import ppo_inputs
+from trainer.main_ppo import check
+from trainer.ppo.dry_run import doubts, measured, uses_of
+from trainer.ppo.engines import wants_critic
+from workers.rollout.base import Sampling
+
+
+def main() -> None:
+    try:
+        config, typed, _ = compose_with_notes("ppo_trainer", PPOConfig, sys.argv[1:])
+        check(config, typed)
+        if problems := [*ppo_inputs(config)]:
+            raise ConfigError("\n".join(problems))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    place, models = placement_of(config, has_critic=wants_critic(config)), measured(config)
+    asked = Sampling(1.0, -1, 1.0, config.data.max_response_length, stop_token_ids=(1,), ignore_eos=True)
+    found = {
+        "uses": [asdict(use) for use in uses_of(config, place, models)],
+        "doubts": [*doubts(config, place, models, asked)],
+        "parameters": {key: model.parameters for key, model in models.items()},
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }
+    Path(os.environ["GPU_ROW_FORECAST"]).write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

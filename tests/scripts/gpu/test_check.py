@@ -1,0 +1,150 @@
+"""scripts/test_gpu.sh: rows on the CPU, what they refuse, and the table of their results."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from scripts.gpu.attempt import Attempt, Failed, Machine
+from scripts.gpu.check import result_of, tidy
+from scripts.gpu.driver import MARK, Gpu, end_all, started_by
+from scripts.gpu.rows import BY_NAME, ROWS, Sizes
+from scripts.gpu.table import merged
+
+ROOT = Path(__file__).parents[3]
+HEALTHY = {"actor/grad_norm": 1.0, "training/rollout_log_probs_diff_mean": 0.001}
+
+
+def machine(folder: Path, gpus: int = 2) -> Machine:
+    for name in ("models", "runs"):
+        (folder / name).mkdir(exist_ok=True)
+    return Machine(out=folder, models=folder / "models", runs=folder / "runs", cpu=True, plan=False, gpus=(Gpu("CPU", 0),) * gpus)
+
+
+def attempt(folder: Path, *lines: dict[str, Any]) -> Attempt:
+    """A row whose run has left these steps."""
+    row = BY_NAME["quick-grpo"]
+    found = Attempt(row, row.stages[0], machine(folder), folder / "log", {"phases": {}, "gpus": 1})
+    found.run_dir.mkdir()
+    text = "".join(json.dumps({"training/global_step": i} | line) + "\n" for i, line in enumerate(lines, 1))
+    (found.run_dir / "metrics.jsonl").write_text(text)
+    return found
+
+
+def test_healthy_steps_pass(tmp_path: Path) -> None:
+    found = attempt(tmp_path, HEALTHY, HEALTHY, HEALTHY)
+    found.check_steps(found.run_dir, [], 3)
+    assert found.record["mismatch"] == 0.001
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ({"actor/grad_norm": 0.0}, "did not learn"),
+        ({"actor/skipped_updates": 1.0}, "did not learn"),
+        ({"actor/pg_loss": "NaN"}, "not finite: actor/pg_loss"),
+        ({"training/rollout_log_probs_diff_mean": 0.2}, "differ by 0.2000"),
+        ({"training/global_step": 2}, r"steps \[1, 2, 2\]"),
+    ],
+)
+def test_a_step_that_is_wrong_fails(tmp_path: Path, line: dict[str, Any], why: str) -> None:
+    found = attempt(tmp_path, HEALTHY, HEALTHY, HEALTHY | line)
+    with pytest.raises(Failed, match=why):
+        found.check_steps(found.run_dir, [], 3)
+
+
+def test_a_step_without_a_mismatch_fails(tmp_path: Path) -> None:
+    found = attempt(tmp_path, HEALTHY, {"actor/grad_norm": 1.0})
+    with pytest.raises(Failed, match="no training/rollout_log_probs_diff_mean"):
+        found.check_steps(found.run_dir, [], 2)
+
+
+def test_steps_that_were_done_again_fail(tmp_path: Path) -> None:
+    found = attempt(tmp_path, HEALTHY, HEALTHY)
+    before = [(found.run_dir / "metrics.jsonl").read_text().splitlines()[0].replace("0.001", "0.002")]
+    with pytest.raises(Failed, match="done again"):
+        found.check_steps(found.run_dir, before, 2)
+
+
+def test_what_lacks_gpus_or_a_base_is_skipped_and_does_not_pass(tmp_path: Path) -> None:
+    row = BY_NAME["ulysses-4"]
+    found = result_of(row, row.stages[0], machine(tmp_path), [])
+    assert (found["result"], found["why"]) == ("skipped", "4 GPUs are wanted, 2 are there")
+    row, failed = BY_NAME["quick-kill-driver"], {"row": "quick-grpo", "stage": "run", "result": "failed"}
+    found = result_of(row, row.stages[0], machine(tmp_path), [failed])
+    assert (found["result"], found["why"][:21]) == ("skipped", "quick-grpo has failed")
+
+
+def test_a_run_directory_is_kept_for_the_rows_that_go_on_from_it(tmp_path: Path) -> None:
+    here, row = machine(tmp_path), BY_NAME["quick-grpo"]
+    (here.runs / "quick-grpo").mkdir()
+    results = [{"row": "quick-grpo", "stage": stage, "result": "passed"} for stage in ("run", "resume")]
+    tidy(row, here, results)
+    assert (here.runs / "quick-grpo").exists()
+    tidy(row, here, [*results, {"row": "quick-kill-driver", "stage": "kill", "result": "passed"}])
+    assert not (here.runs / "quick-grpo").exists()
+
+
+def test_all_that_inherited_the_mark_is_ended(tmp_path: Path) -> None:
+    sleep = "import time; time.sleep(60)"
+    script = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {sleep!r}], start_new_session=True); {sleep}"
+    process = subprocess.Popen([sys.executable, "-c", script], env=os.environ | {MARK: str(tmp_path)})
+    while len(found := started_by(str(tmp_path))) < 2:
+        time.sleep(0.05)
+    assert len(end_all(str(tmp_path), 0.0)) == 2
+    process.wait()
+    assert not any(psutil.pid_exists(child.pid) and child.status() != psutil.STATUS_ZOMBIE for child in found)
+
+
+def test_of_several_results_the_latest_counts_and_none_gives_way_to_one_that_was_skipped() -> None:
+    def record(date: str, result: str, row: str = "moe") -> dict[str, Any]:
+        return {"row": row, "stage": "run", "gpus": 2, "date": date, "result": result}
+
+    several = [
+        [record("2026-01-03 10:00", "skipped"), record("2026-01-01 10:00", "failed")],
+        [record("2026-01-02 10:00", "passed")],
+    ]
+    assert [found["result"] for found in merged([*several, [record("2026-01-01 10:00", "passed", "grpo-7b-tp1")]])] == [
+        "passed",
+        "passed",
+    ]
+
+
+def test_rows_fit_together() -> None:
+    """Every script that trains has a row; bases are there and leave a checkpoint; sizes divide on the CPU too."""
+    scripts = {path.name for path in (ROOT / "scripts").glob("run_*.sh")} - {"run_rlhf_chain_cpu.sh"}
+    assert scripts - {row.script for row in ROWS} == set()
+    assert all(BY_NAME[row.base].saves for row in ROWS if row.base is not None)
+    assert len(BY_NAME) == len(ROWS)
+    assert Sizes(batch=16, mini=4, round=24).tiny() == Sizes(batch=4, mini=1, round=6, n=4, prompt=64, response=12)
+
+
+@pytest.mark.timeout(600)
+def test_a_row_runs_on_the_cpu_resumes_and_is_not_done_twice(tmp_path: Path) -> None:
+    command = ["scripts/test_gpu.sh", "--cpu", "--rows", "quick-grpo", "--out", str(tmp_path)]
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()  # engines that are installed take their time
+    (hidden / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Gone:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name in ('vllm', 'sglang'):\n"
+        "            raise ModuleNotFoundError(name)\n"
+        "sys.meta_path.insert(0, Gone())\n"
+    )
+    environment = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": f"{ROOT}{os.pathsep}{hidden}"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert [(record["stage"], record["result"]) for record in results] == [("run", "passed"), ("resume", "passed")]
+    assert all({"gen", "update_actor", "sync"} <= record["phases"].keys() and record["mismatch"] < 1e-3 for record in results)
+    assert "save_checkpoint" in results[0]["phases"] and "| quick-grpo, resume [1] |" in (tmp_path / "table.md").read_text()
+    again = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert again.returncode == 0 and "quick-grpo, run: done before" in again.stdout
+    assert started_by(str(tmp_path)) == []
