@@ -15,6 +15,7 @@ import psutil
 import workers
 from workers.controller.examine import ProcessState, RankState
 from workers.controller.flight_recorder import Records, in_words, ranks_in_words, read_records, stragglers
+from workers.controller.logs import NCCL_TIMEOUT
 from workers.controller.stacks import Frame, frames_by_thread
 
 CONTROLLER = -1
@@ -26,7 +27,7 @@ _OURS = Path(workers.__file__).parents[1]
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _MEETINGS = ("meeting_point", "meet_others", "wait_for_others")
 """workers/host.py, workers/rollout/channel.py: there ranks wait for one another too."""
-_COLLECTIVE_ENDED = re.compile(r"[Tt]imed out waiting \d+ ?ms for|Watchdog caught collective operation timeout")
+_COLLECTIVE_ENDED = re.compile(rf"[Tt]imed out waiting \d+ ?ms for|{NCCL_TIMEOUT}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,9 @@ class Stall:
 
 
 def verdict(states: Sequence[RankState], waited: Collection[int] = ()) -> Verdict:
-    """waited: ranks that have told of a collective that nobody else came to."""
-    if dead := [state.rank for state in states if state.processes and state.processes[0].dead]:
+    """waited: ranks that have told of a collective that nobody else came to. NCCL's watchdog ends such a rank's process."""
+    waited = {*waited, *(state.rank for state in states if any(NCCL_TIMEOUT in line for line in state.last_lines))}
+    if dead := [state.rank for state in states if state.processes and state.processes[0].dead and state.rank not in waited]:
         return Verdict(dead, "its process is dead")
     if stopped := [state.rank for state in states if any(process.stopped for process in state.processes)]:
         return Verdict(stopped, "a process of it is stopped (SIGSTOP, or a debugger)")

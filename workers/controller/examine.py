@@ -149,6 +149,6 @@ def _native_stacks(pid: int) -> str:
         return f"py-spy has not answered in {PY_SPY_SECONDS:g} s"
     if done.returncode == 0:
         return done.stdout
-    if "permission" in done.stderr.lower():
+    if "ermission" in done.stderr or "not permitted" in done.stderr:
         return "py-spy may not attach: ptrace is not allowed here (it takes CAP_SYS_PTRACE, or kernel.yama.ptrace_scope=0)"
-    return f"py-spy: {' '.join(done.stderr.split()):.200}"
+    return f"py-spy: {done.stderr.partition(chr(10))[0]:.200}"  # a trace of its own frames follows

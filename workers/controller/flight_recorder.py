@@ -196,7 +196,7 @@ def stragglers(records: Mapping[int, Records]) -> tuple[list[int], str] | None:
     the others are not judged.
 
     A rank waits for the members of a group that have not entered its collective in flight. Those that others wait for, and that
-    wait for nobody themselves, are the cause; where ranks wait in a circle, all that are waited for. Where every rank has
+    wait for nobody themselves, are the cause; where ranks wait in a circle, any of them. One collective is named, with those that it lacks. Where every rank has
     entered, the cause is another operation or size under the same number.
     """
     waits: dict[int, dict[int, tuple[GroupName, int]]] = {}
@@ -215,7 +215,7 @@ def stragglers(records: Mapping[int, Records]) -> tuple[list[int], str] | None:
     waiting = sorted(rank for rank, behind in waits.items() if (key, number) in behind.values())
     collective = records[waiting[0]][key].in_flight
     assert collective is not None
-    ranks = [rank for rank in causes if _entered(records[rank], key) < number]
+    ranks = [rank for rank in causes if any(behind.get(rank) == (key, number) for behind in waits.values())]
     return ranks, f"it has not entered {collective}, where {ranks_in_words(waiting)}"
 
 
