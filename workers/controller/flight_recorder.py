@@ -196,8 +196,8 @@ def stragglers(records: Mapping[int, Records]) -> tuple[list[int], str] | None:
     the others are not judged.
 
     A rank waits for the members of a group that have not entered its collective in flight. Those that others wait for, and that
-    wait for nobody themselves, are the cause; where ranks wait in a circle, any of them. One collective is named, with those that it lacks. Where every rank has
-    entered, the cause is another operation or size under the same number.
+    wait for nobody themselves, are the cause; in a circle, any of them. Of several such collectives one is named. Where every
+    rank has entered, the cause is another operation or size under the same number.
     """
     waits: dict[int, dict[int, tuple[GroupName, int]]] = {}
     for rank, groups in records.items():

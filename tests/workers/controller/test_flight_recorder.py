@@ -101,8 +101,11 @@ def test_who_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     with process("print(flush=True); time.sleep(600)") as pid:
         assert collectives_of(pid) == "", "it records none"
     monkeypatch.setattr("workers.controller.flight_recorder.ANSWER_SECONDS", 0.2)
-    start = "from workers.controller.flight_recorder import answer_for_collectives\nanswer_for_collectives()\nimport ctypes"
-    with process("print(flush=True); ctypes.PyDLL(None).sleep(600)", f"{start}, time\n") as pid:
+    start = (
+        "from workers.controller.flight_recorder import answer_for_collectives\nanswer_for_collectives()\nimport ctypes, sys\n"
+    )
+    holds = "sys.setswitchinterval(600); library = ctypes.PyDLL(None); library.write(1, b'\\n', 1); library.sleep(600)"
+    with process(holds, start) as pid:
         assert collectives_of(pid) == "", "an extension holds the interpreter's lock"
 
 
