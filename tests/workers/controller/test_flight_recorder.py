@@ -159,7 +159,7 @@ def test_another_operation_or_size_under_the_same_number() -> None:
 
 def test_parts_of_what_is_over_and_sends_are_not_in_flight() -> None:
     parts = [entry(4, "_all_gather_base", state="coalesced"), entry(4, "coalesced")]
-    records = read_records(json.dumps({"nccl": dump(*parts, flying(0, "send 0->1", is_p2p=True, p2p_seq_id=1))}))
+    records = read_records(json.dumps({"nccl": dump(*parts, flying(5, "send 0->1", is_p2p=True, p2p_seq_id=1))}))
     ((name, group),) = records.items()
     assert name == ("nccl", "dp") and group.in_flight is None and group.entered == 4 and group.members == (0, 1, 2, 3)
 
@@ -203,8 +203,11 @@ def test_py_spy_where_a_process_does_not_answer(
     assert (tmp_path / "asked").read_text() == f"dump --native --pid {pid}\n"
 
 
-def test_the_thread_is_started_once() -> None:
+def test_the_thread_is_started_once_and_its_answer_is_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
     answer_for_collectives()
     answer_for_collectives()
     links = [os.readlink(one) for one in Path("/proc/self/fd").iterdir() if os.path.lexists(one)]
     assert sum("tandem-collectives" in link for link in links) == 1
+    for now in ({"gloo": 1}, {"gloo": 2}):
+        monkeypatch.setattr("workers.controller.flight_recorder.recorded", lambda now=now: now)
+        assert json.loads(collectives_of(os.getpid())) == now
