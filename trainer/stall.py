@@ -14,6 +14,8 @@ import psutil
 
 import workers
 from workers.controller.examine import ProcessState, RankState
+from workers.controller.flight_recorder import Records, in_words, ranks_in_words, read_records, stragglers
+from workers.controller.logs import NCCL_TIMEOUT
 from workers.controller.stacks import Frame, frames_by_thread
 
 CONTROLLER = -1
@@ -25,7 +27,7 @@ _OURS = Path(workers.__file__).parents[1]
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _MEETINGS = ("meeting_point", "meet_others", "wait_for_others")
 """workers/host.py, workers/rollout/channel.py: there ranks wait for one another too."""
-_COLLECTIVE_ENDED = re.compile(r"[Tt]imed out waiting \d+ ?ms for|Watchdog caught collective operation timeout")
+_COLLECTIVE_ENDED = re.compile(rf"[Tt]imed out waiting \d+ ?ms for|{NCCL_TIMEOUT}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +50,14 @@ class Stall:
 
 
 def verdict(states: Sequence[RankState], waited: Collection[int] = ()) -> Verdict:
-    """waited: ranks that have told of a collective that nobody else came to."""
-    if dead := [state.rank for state in states if state.processes and state.processes[0].dead]:
+    """waited: ranks that have told of a collective that nobody else came to. NCCL's watchdog ends such a rank's process."""
+    waited = {*waited, *(state.rank for state in states if any(NCCL_TIMEOUT in line for line in state.last_lines))}
+    if dead := [state.rank for state in states if state.processes and state.processes[0].dead and state.rank not in waited]:
         return Verdict(dead, "its process is dead")
     if stopped := [state.rank for state in states if any(process.stopped for process in state.processes)]:
         return Verdict(stopped, "a process of it is stopped (SIGSTOP, or a debugger)")
+    if (found := stragglers(records_of(states))) is not None:
+        return Verdict(*found)
     waiting = [state.rank for state in states if state.rank in waited or (not state.answered and waits_for_others(state))]
     others = [state for state in states if state.rank not in waiting]
     working = [state for state in others if not state.answered]
@@ -64,9 +69,15 @@ def verdict(states: Sequence[RankState], waited: Collection[int] = ()) -> Verdic
     if waiting:
         return Verdict(unlike_the_others(states), "all wait in collectives: not in the same one, or the network is down")
     odd = unlike_the_others(working)
-    if len(odd) < len(late) / 2:  # on a GPU ranks wait for one another in kernels, and no stack shows it
+    if len(odd) < len(late) / 2:  # in kernels of an engine's own NCCL (vLLM's): neither stacks nor the recorder show it
         return Verdict(odd, "it is elsewhere than the others")
     return Verdict(late, "")
+
+
+def records_of(states: Sequence[RankState]) -> dict[int, Records]:
+    """Of the ranks whose recorder answered."""
+    processes = {state.rank: state.processes[0] for state in states if state.processes}
+    return {rank: read_records(process.collectives) for rank, process in processes.items() if process.collectives}
 
 
 def unlike_the_others(states: Sequence[RankState]) -> list[int]:
@@ -74,10 +85,6 @@ def unlike_the_others(states: Sequence[RankState]) -> list[int]:
     places = [where(state.processes[0]) if state.processes else "" for state in states]
     fewest = min(map(places.count, places), default=0)
     return [state.rank for state, place in zip(states, places, strict=True) if places.count(place) == fewest]
-
-
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]} waits" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} wait"
 
 
 def ended_in_collective(said: str) -> bool:
@@ -114,7 +121,10 @@ def record(stall: Stall, run_dir: Path) -> Path:
     directory = free_directory(run_dir / "logs", f"stall_{stall.step}_{stall.phase}")
     directory.mkdir(parents=True)
     for state in stall.states:
-        (directory / f"{name_of(state.rank).replace(' ', '_')}.txt").write_text(of_rank(stall, state), encoding="utf-8")
+        name = name_of(state.rank).replace(" ", "_")
+        (directory / f"{name}.txt").write_text(of_rank(stall, state), encoding="utf-8")
+        if state.processes and state.processes[0].collectives:
+            (directory / f"{name}_collectives.json").write_text(state.processes[0].collectives, encoding="utf-8")
     memory = [*machine_memory(run_dir), *process_memory(stall.states), *gpu_memory()]
     (directory / "memory.txt").write_text("\n".join(memory) + "\n", encoding="utf-8")
     (directory / "ray.txt").write_text("\n".join(ray_lines(run_dir)) + "\n", encoding="utf-8")
@@ -129,8 +139,9 @@ def summary(stall: Stall, run_dir: Path, directory: str) -> str:
     if blamed and stall.verdict.why:
         lines += [f"held up by {', '.join(map(name_of, blamed))}: {stall.verdict.why}"]
     order = sorted(stall.states, key=lambda state: (state.rank not in blamed, state.answered, state.rank))
+    records = records_of(order[:TOLD_RANKS])
     for state in order[:TOLD_RANKS]:
-        lines += [line_of(stall, state)]
+        lines += [line_of(stall, state), *(f"  {line}" for line in in_words(records.get(state.rank, {})))]
         lines += [
             f"  its child {child.pid} is {child.status}: {child.command:.80}" for child in state.processes[1:] if child.stopped
         ]
@@ -163,6 +174,7 @@ def of_rank(stall: Stall, state: RankState) -> str:
         parts += [
             f"--- process {process.pid}, {process.status}, {process.rss / 2**20:.0f} MB: {process.command}",
             process.stacks.rstrip() or "\n".join(["no Python stacks; its threads wait in", *process.waits_in]),
+            *filter(None, [process.native.rstrip()]),
         ]
     parts += [f"--- last lines of {state.log}", *(state.last_lines or ["(none)"])] if state.log is not None else []
     return "\n".join(parts) + "\n"

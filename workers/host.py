@@ -17,6 +17,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from workers.controller.flight_recorder import answer_for_collectives
 from workers.controller.group import WorkerInfo
 from workers.determinism import repeating_kernels
 from workers.engine import make_engine
@@ -69,6 +70,7 @@ class Host:
         if (interface := interface_to(info.master_addr)) is not None:  # gloo: that of the host's name, 127.0.1.1 on Debian
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         self._limit = limit = timedelta(seconds=collective_seconds)
+        answer_for_collectives()
         with START("process group"):
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",

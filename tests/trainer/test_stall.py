@@ -1,11 +1,15 @@
 """Who holds the others up, read from stacks; and what is written down."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.workers.controller.test_flight_recorder import dump, entry
 from trainer import stall as module
-from trainer.stall import CONTROLLER, Stall, Verdict, ended_in_collective, record, summary, verdict, where
+from trainer.stall import CONTROLLER, Stall, Verdict, ended_in_collective, of_rank, record, summary, verdict, where
 from workers.controller.examine import GONE, ProcessState, RankState
 
 ROOT = Path(module.__file__).parents[1]
@@ -43,6 +47,10 @@ def rank(
     )
 
 
+def recording(state: RankState, *entries: dict[str, Any]) -> RankState:
+    return replace(state, processes=(replace(state.processes[0], collectives=json.dumps({"nccl": dump(*entries)})),))
+
+
 @pytest.mark.parametrize("waits", [IN_COLLECTIVE, WRAPPED, MEETS, *CHANNEL])
 def test_who_is_not_in_the_collective_holds_the_others_up(waits: list[tuple[str, int, str]]) -> None:
     found = verdict([rank(0, waits), rank(1, FORWARD), rank(2, waits)])
@@ -72,8 +80,38 @@ def test_dead_and_stopped_processes_come_first() -> None:
     assert verdict([rank(0, SLEEPS), rank(1, status="stopped")]).why.startswith("a process of it is stopped")
 
 
+def test_who_waited_until_nccl_ended_its_process_is_not_to_blame() -> None:
+    own = rank(0, status=GONE)
+    said = "[rank0]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)"
+    ended = RankState(0, False, own.processes, own.log, (said, "Fatal Python error: Aborted"))
+    assert verdict([ended, rank(1, SLEEPS)]) == Verdict([1], "it is in no collective, and rank 0 waits in one")
+    assert verdict([ended, rank(1, status=GONE)]) == Verdict([1], "its process is dead")
+
+
+def test_the_recorder_of_collectives_comes_before_stacks(tmp_path: Path) -> None:
+    """On CUDA the rank that waits is in no call of torch.distributed."""
+    entered = entry(17, "all_reduce", "dp", state="scheduled")
+    states = [recording(rank(0, SLEEPS), entry(16, "broadcast", "dp"), entered), recording(rank(1, IN_COLLECTIVE))]
+    found = verdict(states)
+    collective = "all_reduce #17 of group dp (bfloat16, 4,194,304 elements)"
+    assert found == Verdict([1], f"it has not entered {collective}, where rank 0 waits")
+    stall = Stall(3, "update", states, [], found)
+    lines = summary(stall, tmp_path, "there").splitlines()
+    assert lines[1] == f"held up by rank 1: {found.why}"
+    last = "broadcast #16 of group dp (bfloat16, 4,194,304 elements)"
+    assert [line for line in lines if line.startswith("  ")] == [f"  in flight: {collective}, scheduled; last completed: {last}"]
+    kept = record(stall, tmp_path)
+    assert json.loads((kept / "rank_0_collectives.json").read_text())["nccl"]["entries"][1] == entered
+
+
+def test_what_py_spy_found_is_kept(tmp_path: Path) -> None:
+    silent = replace(rank(0).processes[0], native="Thread 7\n    futex_wait (libc.so.6)\n")
+    text = of_rank(Stall(1, "ask", [], [], Verdict([], "")), RankState(0, False, (silent,), None, ()))
+    assert text.endswith("its threads wait in\npython: futex\nThread 7\n    futex_wait (libc.so.6)\n")
+
+
 def test_on_a_gpu_who_is_elsewhere_than_the_others() -> None:
-    """There ranks wait for one another in kernels."""
+    """There ranks wait for one another in kernels; those of an engine's own NCCL are not recorded."""
     assert verdict([rank(0, FORWARD), rank(1, SLEEPS), rank(2, FORWARD)]) == Verdict([1], "it is elsewhere than the others")
     assert verdict([rank(0, SLEEPS), rank(1, SLEEPS), rank(2, IDLE, answered=True)]) == Verdict([0, 1], "")
 

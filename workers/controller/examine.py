@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
 import psutil
 
+from workers.controller.flight_recorder import collectives_of
 from workers.controller.stacks import SIGNAL, memory_of_stacks
 
 ANSWER_SECONDS = 2.0  # how long to wait for stacks
 SETTLED_SECONDS = 0.1  # they are written in pieces
+PY_SPY_SECONDS = 15.0  # it reads the symbols of every library
 STACKS_SHOWN = 30  # lines
 GONE = "gone"
 
@@ -24,7 +29,8 @@ GONE = "gone"
 @dataclass(frozen=True, slots=True)
 class ProcessState:
     """status: psutil's word (sleeping, running, stopped, disk-sleep, zombie ...), or gone. waits_in: of each thread, its name and
-    the kernel's function in which it waits. rss: bytes. stacks: of all Python threads, "" if it does not answer.
+    the kernel's function in which it waits. rss: bytes. stacks: of all Python threads, "" if it does not answer. collectives: see
+    collectives_of. native: of a process without stacks, what py-spy finds, or why it finds nothing; "" if it is not installed.
     """
 
     pid: int
@@ -33,6 +39,8 @@ class ProcessState:
     waits_in: tuple[str, ...]
     rss: int
     stacks: str
+    collectives: str = ""
+    native: str = ""
 
     @property
     def stopped(self) -> bool:
@@ -87,7 +95,10 @@ def _state(pid: int) -> ProcessState:
     except psutil.Error:  # it ended meanwhile
         return ProcessState(pid, "", GONE, (), 0, "")
     state = ProcessState(pid, command, status, _waits_in(pid), rss, "")
-    return state if state.stopped or state.dead else ProcessState(pid, command, status, state.waits_in, rss, _stacks(pid))
+    if state.stopped or state.dead:
+        return state
+    stacks = _stacks(pid)
+    return replace(state, stacks=stacks, collectives=collectives_of(pid), native="" if stacks else _native_stacks(pid))
 
 
 def _waits_in(pid: int) -> tuple[str, ...]:
@@ -122,3 +133,22 @@ def _written(file: BinaryIO) -> bytes:
             break
         said += more
     return said
+
+
+def _native_stacks(pid: int) -> str:
+    """Python and C frames of all threads, by py-spy; in one line why there are none."""
+    places = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]  # of this environment first
+    program = shutil.which("py-spy", path=os.pathsep.join(places))
+    if program is None:
+        return ""
+    try:
+        done = subprocess.run(
+            [program, "dump", "--native", "--pid", str(pid)], capture_output=True, text=True, timeout=PY_SPY_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return f"py-spy has not answered in {PY_SPY_SECONDS:g} s"
+    if done.returncode == 0:
+        return done.stdout
+    if "ermission" in done.stderr or "not permitted" in done.stderr:
+        return "py-spy may not attach: ptrace is not allowed here (it takes CAP_SYS_PTRACE, or kernel.yama.ptrace_scope=0)"
+    return f"py-spy: {done.stderr.partition(chr(10))[0]:.200}"  # a trace of its own frames follows

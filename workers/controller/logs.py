@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 LOG_TAIL = 30  # lines: a crash prints the stack of its thread
+NCCL_TIMEOUT = "Watchdog caught collective operation timeout"  # NCCL's watchdog then ends the process, with pages of C++ frames
 USERS = [2]  # descriptors, the last: where a process that is dying leaves its stacks
 _heard: list[TextIO] = []
 
@@ -95,8 +96,9 @@ def tail(path: Path | None) -> str:
 
 
 def last_lines(path: Path | None) -> tuple[str, ...]:
-    """Of the last process that wrote into a log."""
+    """Of the last process that wrote into a log. The reason for which NCCL's watchdog ended it comes first."""
     if path is None or not path.is_file():
         return ()
     said = path.read_text(errors="replace").rpartition("--- process ")[2]
-    return tuple(said.splitlines()[1:][-LOG_TAIL:])
+    lines = said.splitlines()[1:]
+    return (*[line for line in lines[:-LOG_TAIL] if NCCL_TIMEOUT in line][-1:], *lines[-LOG_TAIL:])

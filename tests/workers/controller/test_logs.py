@@ -78,3 +78,12 @@ def test_stacks_of_a_late_call_are_the_users(tmp_path: Path, capfd: pytest.Captu
         subprocess.run(["sleep", "0.3"])
     assert "Timeout (0:00:00" in capfd.readouterr().err
     assert "Timeout" not in (tmp_path / "logs/controller.log").read_text()
+
+
+def test_why_nccl_ended_a_process_comes_before_its_last_lines(tmp_path: Path) -> None:
+    cause = "[rank0]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)"
+    frames = [f"frame #{number}: c10d" for number in range(100)]
+    (tmp_path / "log").write_text("\n".join(["--- process 7", "early", cause, *frames]))
+    assert last_lines(tmp_path / "log") == (cause, *frames[-30:])
+    (tmp_path / "log").write_text("\n".join(["--- process 7", *frames[:10], cause]))
+    assert last_lines(tmp_path / "log") == (*frames[:10], cause)
