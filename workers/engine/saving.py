@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from threading import Thread
@@ -53,6 +54,18 @@ def in_threads(work: Callable[[Item], Result], items: Sequence[Item], threads: i
     for thread in at_work:
         thread.result()
     return [results[i] for i in range(len(items))]
+
+
+def read_ahead(read: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
+    """``read`` of each item, in order; threads are at most as many items ahead as there are threads."""
+    under_way: deque[Future[Result]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        for item in items:
+            under_way.append(pool.submit(read, item))
+            if len(under_way) > threads:
+                yield under_way.popleft().result()
+        while under_way:
+            yield under_way.popleft().result()
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> SavedFile:
