@@ -38,7 +38,7 @@ class Kill:
     """When, and whom first.
 
     step: BEGIN, or the one that runs. phase: a name of Phases; or, in this step or the first one after it in which that happens,
-    ``write``: half a file of a checkpoint is written (with backend=local); ``rename``: a checkpoint is on disk and has no name yet;
+    ``write``: half a file of a checkpoint is written (with backend=local); ``rename``: a checkpoint is on disk without a name;
     ``latest``: it has one, and latest_checkpointed_iteration.txt names another; ``remove``: an old one is half removed. moment:
     of a phase: seconds after its begin, but within it, or as it ends. first: the driver, and at once the others; the workers,
     and at once the others; or the driver ``alone``: the rest has to end by itself. backend: trainer.backend of that start.

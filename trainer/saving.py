@@ -181,7 +181,7 @@ class Saver:
         self.settle()
         if self._figures:
             waited, size, seconds, speed = self._figures.values()
-            tell(f"last checkpoint: training waited {waited:.1f} s; {size:.3g} GB were written in {seconds:.1f} s ({speed:.2f} GB/s)")
+            tell(f"last checkpoint: training waited {waited:.1f} s; {size:.3g} GB written in {seconds:.1f} s ({speed:.2f} GB/s)")
         if self.problem is not None:
             last = (self.run_dir / LATEST).read_text() if (self.run_dir / LATEST).exists() else None
             found = f"the last whole one is {checkpoint_dir(self.run_dir, int(last))}" if last else "there is none"

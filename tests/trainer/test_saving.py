@@ -195,7 +195,7 @@ def test_what_a_save_took_is_told_once(tmp_path: Path, capsys: pytest.CaptureFix
     assert "checkpoint" not in capsys.readouterr().err
     saving.save(4, models(4, seconds=2.0), {}, {})
     saving.finish()
-    assert f"; {size:.3g} GB were written in 2.0 s (0.00 GB/s)" in capsys.readouterr().err
+    assert f"; {size:.3g} GB written in 2.0 s (0.00 GB/s)" in capsys.readouterr().err
 
 
 def test_where_training_waits_models_are_written_one_after_the_other(tmp_path: Path) -> None:

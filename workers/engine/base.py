@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -121,8 +121,8 @@ class SavedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """What one rank wrote in a save, or all ranks together. seconds: that the writing took. waited_for: why the call returned only
-    after it, though it was to be in the background; None: it was not asked for, or there was no reason."""
+    """What one rank, or all ranks, wrote in a save. seconds: of writing. waited_for: why training waited for it, although it was
+    to be in the background; None otherwise."""
 
     files: list[SavedFile]
     seconds: float
@@ -204,9 +204,9 @@ class TrainEngine(ABC):
         """Model, optimizer and schedule, sharded, and what transformers needs beside the weights, into the directory ``path``.
         Of a model with a LoRA adapter nothing that is frozen; peft's adapter_config.json lies beside.
 
-        Every rank calls it; the result is what this rank wrote, on disk, or OSError. background: it returns as soon as the state is
-        copied to the host's memory, and threads write; the next save comes after that one's end. The bytes are the same. Without
-        memory for the copies of all ranks (staging.shortage) all ranks write before they return. Collective.
+        Collective. The result is what this rank wrote, on disk, or OSError. background: it returns as soon as the state is
+        copied to the host's memory, and threads write; the next save comes after that one's end. The bytes are the same.
+        Without memory for the copies of all ranks (staging.shortage) all ranks write before they return.
         """
 
     @abstractmethod

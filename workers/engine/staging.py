@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workers.host_memory import GB, host_memory
+from workers.host_memory import GB, Memory, host_memory
 
 THREADS = 8
 PIECE = 2**26  # bytes that are copied at a time: a thread's pinned buffer
@@ -35,7 +35,7 @@ def shortage(size: int) -> str | None:
     size: bytes of this rank's copies. Collective.
     """
     memory = host_memory()
-    mine = socket.gethostname(), size, memory.available - SPARE * memory.total, memory.whose
+    mine = socket.gethostname(), size, usable_memory(memory), memory.whose
     ranks = [mine] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     for host in dict.fromkeys(name for name, *_ in ranks):
@@ -47,6 +47,11 @@ def shortage(size: int) -> str | None:
     return None
 
 
+def usable_memory(memory: Memory) -> float:
+    """Bytes of it that copies may take."""
+    return memory.available - SPARE * memory.total
+
+
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The same bytes in memory of their own, on the host; complete when this returns."""
     starts, end = {}, 0
@@ -56,29 +61,32 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     memory = mmap.mmap(-1, max(end, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
-    whole, copies, pieces = torch.frombuffer(memory, dtype=torch.uint8), {}, []
+    whole, copies = torch.frombuffer(memory, dtype=torch.uint8), {}
+    pieces: list[tuple[Tensor, Tensor]] = []
     for name, tensor in tensors.items():
         source = tensor.detach().contiguous().view(-1).view(torch.uint8)
         copy = whole[starts[name] : starts[name] + len(source)]
         copies[name] = copy.view(tensor.dtype).view(tensor.shape)
         pieces += zip(copy.split(PIECE), source.split(PIECE), strict=True)
-    if any(tensor.is_cuda for tensor in tensors.values()):
+    device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
+    if device is not None:
         torch.cuda.synchronize()  # the threads' streams wait for nobody
     threads, waiting = min(THREADS, os.cpu_count() or 1), iter(pieces)
     with ThreadPoolExecutor(threads) as pool:
-        for done in [pool.submit(_copy, waiting) for _ in range(threads)]:
+        for done in [pool.submit(_copy, waiting, device) for _ in range(threads)]:
             done.result()
     return copies
 
 
-def _copy(pieces: Iterator[tuple[Tensor, Tensor]]) -> None:
+def _copy(pieces: Iterator[tuple[Tensor, Tensor]], device: torch.device | None) -> None:
     """Copy what the other threads leave. numpy, unlike torch, takes no threads of its own for it."""
-    buffer, stream = None, None
-    for target, source in pieces:
-        if source.is_cuda:
-            if buffer is None:
-                buffer, stream = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True), torch.cuda.Stream(source.device)
-            with torch.cuda.stream(stream):
-                source = buffer[: len(source)].copy_(source, non_blocking=True)
+    if device is None:
+        for target, source in pieces:
+            np.copyto(target.numpy(), source.numpy())
+        return
+    with torch.cuda.device(device), torch.cuda.stream(stream := torch.cuda.Stream(device)):  # a new thread is on device 0
+        buffer = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
+        for target, source in pieces:
+            here = buffer[: len(source)].copy_(source, non_blocking=True)
             stream.synchronize()
-        np.copyto(target.numpy(), source.numpy())
+            np.copyto(target.numpy(), here.numpy())

@@ -64,9 +64,9 @@ def test_the_memory_goes_back_to_the_system_with_the_copies() -> None:
     [
         ([("one", 60, 61, "machine")], None),
         ([("one", 60, 59, "machine")], "copies of 0.06 GB on one: the machine's memory has room for 0.059 GB"),
-        ([("one", 60, 100, "machine"), ("one", 60, 100, "machine")], "copies of 0.12 GB on one: the machine's memory has room for"),
+        ([("one", 60, 100, "machine"), ("one", 60, 100, "machine")], "copies of 0.12 GB on one: the machine's memory has"),
         ([("one", 60, 100, "machine"), ("two", 60, 100, "machine")], None),
-        ([("one", 60, 500, "machine"), ("two", 60, 50, "control group")], "copies of 0.06 GB on two: the control group's memory has"),
+        ([("one", 60, 500, "machine"), ("two", 60, 50, "control group")], "copies of 0.06 GB on two: the control group's memory"),
         ([("one", 60, 500, "machine"), ("one", 60, -5, "control group")], "the control group's memory has room for 0 GB"),
     ],
 )
