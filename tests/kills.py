@@ -30,13 +30,15 @@ from workers.controller.session import family
 LIMIT = 300.0  # seconds that one start of a run may take
 BEGIN = 0  # the step of what comes before the first step of a process
 CHECKPOINT = r"global_step_\d+"
+SAVING = ("write", "rename", "latest", "remove")  # while a checkpoint is written and completed: in the background
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
     """When, and whom first.
 
-    step: BEGIN, or the one that runs. phase: a name of Phases; or ``rename``: a checkpoint is on disk and has no name yet;
+    step: BEGIN, or the one that runs. phase: a name of Phases; or, in this step or the first one after it in which that happens,
+    ``write``: half a file of a checkpoint is written (with backend=local); ``rename``: a checkpoint is on disk without a name;
     ``latest``: it has one, and latest_checkpointed_iteration.txt names another; ``remove``: an old one is half removed. moment:
     of a phase: seconds after its begin, but within it, or as it ends. first: the driver, and at once the others; the workers,
     and at once the others; or the driver ``alone``: the rest has to end by itself. backend: trainer.backend of that start.
@@ -174,6 +176,18 @@ class Executioner:
 
         return watched
 
+    def writes(self, write: Callable[..., Any]) -> Callable[..., Any]:
+        """write_tensors, in the thread that writes a checkpoint."""
+
+        @wraps(write)
+        def watched(path: Path, tensors: Any, metadata: Any) -> Any:
+            if self.is_due("write"):
+                path.write_bytes(b"half")
+                self.strike()
+            return write(path, tensors, metadata)
+
+        return watched
+
     def removals(self, remove: Callable[..., Any]) -> Callable[..., Any]:
         """shutil.rmtree: one file of a checkpoint is gone, the others are there."""
 
@@ -187,7 +201,9 @@ class Executioner:
         return watched
 
     def is_due(self, phase: str) -> bool:
-        return self.kill is not None and (self.kill.step, self.kill.phase) == (self.step, phase)
+        if self.kill is None or self.kill.phase != phase:
+            return False
+        return self.step >= self.kill.step if phase in SAVING else self.step == self.kill.step
 
     def strike_after(self, seconds: float) -> None:
         if not seconds:
@@ -235,6 +251,7 @@ def main(kill: str, notes: str, *arguments: str) -> int:
     from trainer import main_ppo
     from trainer.metrics import Phases
     from trainer.ppo.loop import Loop
+    from workers.engine import checkpoint
 
     wish = json.loads(kill)
     run_dir = next(word for word in reversed(arguments) if word.startswith("trainer.default_local_dir=")).partition("=")[2]
@@ -242,6 +259,7 @@ def main(kill: str, notes: str, *arguments: str) -> int:
     Loop.remaining_steps = executioner.steps(Loop.remaining_steps)  # type: ignore[method-assign]
     Phases.__call__ = executioner.phases(Phases.__call__)  # type: ignore[method-assign]
     os.rename, os.replace = executioner.moves(os.rename), executioner.moves(os.replace)
+    checkpoint.write_tensors = executioner.writes(checkpoint.write_tensors)
     shutil.rmtree = executioner.removals(shutil.rmtree)  # type: ignore[assignment]
     return main_ppo.PROGRAM(arguments)
 

@@ -20,8 +20,8 @@ from rich.text import Text
 from trainer.charts import number
 from trainer.metrics import WHOLE_STEP, Phases
 from trainer.run_dir import EVENTS, LOGS, REPORT, read_lines
-from trainer.watch import GB, host_memory
 from workers.controller.logs import heard_through, heard_where
+from workers.host_memory import GB, host_memory
 from workers.rollout.progress import read_progress
 
 PERIOD = 0.25

@@ -11,7 +11,7 @@ from trainer.watchdog import Watchdog
 from workers.batch import Batch
 from workers.controller.dispatch import Mesh, Sharded
 from workers.controller.group import WorkerError, WorkerGroup
-from workers.engine.base import EngineSpec, LossSpec, SavedFile
+from workers.engine.base import EngineSpec, LossSpec, Saved
 from workers.metric import Metric, Metrics, join_metrics
 from workers.plan import Limits, Plan, SharedRows
 from workers.rollout.base import RolloutSpec, Sampling
@@ -103,17 +103,17 @@ class RemoteModel:
         """Into the directory ``path``; ``saved`` tells how it ended. background: returns when the state is copied to the host."""
         self._save("save", path, background)
 
-    def saved(self, *, patient: bool = True) -> list[SavedFile] | None:
-        """The files that the ranks wrote in the last ``save``; None if a rank is still at it and we are not ``patient``.
+    def saved(self, *, patient: bool = True) -> Saved | None:
+        """What the ranks wrote in the last ``save``; None if a rank is still at it and we are not ``patient``.
 
         Raises SaveFailed when all have ended and one could not write.
         """
-        answers: list[list[SavedFile] | str | None] = self._save("saved", patient)
+        answers: list[Saved | str | None] = self._save("saved", patient)
         if any(answer is None for answer in answers):
             return None
         if problems := dict.fromkeys(answer for answer in answers if isinstance(answer, str)):
             raise SaveFailed("; ".join(problems))
-        return [file for answer in answers if isinstance(answer, list) for file in answer]
+        return Saved.join([answer for answer in answers if isinstance(answer, Saved)])
 
     def _save(self, method: str, *args: Any) -> list[Any]:
         return self.watchdog.call(self.group, "save", f"save of {self.role}", "run", self.role, method, *args)

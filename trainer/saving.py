@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -40,14 +41,18 @@ from trainer.remote import RemoteModel, SaveFailed
 from trainer.remote_copies import RemoteCopies
 from trainer.run_dir import BEST, LATEST, checkpoint_dir, checkpoint_steps, fsync_directory, fsync_tree, redact, write_atomic
 from workers.controller.group import PhaseTimeout
+from workers.controller.logs import tell
+from workers.engine.base import Saved
 from workers.engine.saving import in_background, saved_files
+from workers.host_memory import GB
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
     """A checkpoint in the making: its directory under the incomplete name, and who writes into it.
 
-    beside: files in each role that are not the workers'.
+    beside: files in each role that are not the workers'. started: by time.monotonic(). waited: seconds that training
+    waited.
     """
 
     folder: Path
@@ -56,6 +61,8 @@ class Pending:
     state: dict[str, Any]
     metrics: dict[str, float]
     beside: tuple[str, ...]
+    started: float
+    waited: float
 
 
 class Saver:
@@ -91,6 +98,8 @@ class Saver:
         self.copies_kept = options.max_remote_ckpt_to_keep
         self._copying: tuple[int, Future[Exception | None]] | None = None
         self._unmeasured = False
+        self._longest = 0.0
+        self._figures: dict[str, float] = {}
 
     def save(
         self,
@@ -106,6 +115,7 @@ class Saver:
         state: the controller's. metrics: the step's. beside: files that go with each model, besides the tokenizer's. With
         async_save it returns when the models' state is copied to the host.
         """
+        started = time.monotonic()
         self.settle()
         folder = _incomplete(checkpoint_dir(self.run_dir, step))
         with self._disk_may_fail(step, folder):
@@ -120,7 +130,8 @@ class Saver:
                 if not self.background:
                     model.saved()
             plain_state = json.loads(json.dumps(state))  # as it is now: in the background the run goes on
-            self._pending = Pending(folder, step, models, plain_state, self._measured(step, metrics), tuple(ours))
+            chosen_by, waited = self._measured(step, metrics), time.monotonic() - started
+            self._pending = Pending(folder, step, models, plain_state, chosen_by, tuple(ours), started, waited)
         if not self.background:
             self.settle()
 
@@ -129,10 +140,12 @@ class Saver:
         if self._pending is not None:
             pending = self._pending
             with self._disk_may_fail(pending.step, pending.folder):
-                files = self._written(pending, patient=patient)
-                if files is not None:
+                saved = self._written(pending, patient=patient)
+                if saved is not None:
                     self._pending = None
-                    self._completed(self._make_whole(pending, files))
+                    checkpoint = self._make_whole(pending, saved)
+                    self._record(pending, [*saved.values()])
+                    self._completed(checkpoint)
         if self._copying is not None and (patient or self._copying[1].done()):
             self._tell_of_copy(*self._copying)
             self._copying = None
@@ -141,6 +154,17 @@ class Saver:
         """Whether a checkpoint of this step is there, or in the making."""
         being_made = self._pending is not None and self._pending.step == step
         return being_made or checkpoint_dir(self.run_dir, step).exists()
+
+    def seconds(self) -> float:
+        """The longest time from a save's begin until all is on disk, so far; 0 before the first."""
+        under_way = 0.0 if self._pending is None else time.monotonic() - self._pending.started
+        return max(self._longest, under_way)
+
+    def figures(self) -> dict[str, float]:
+        """Metrics of the last checkpoint that has become complete, once: for the line of the step that runs meanwhile."""
+        self.settle(patient=False)
+        figures, self._figures = self._figures, {}
+        return figures
 
     def __enter__(self) -> Saver:
         return self
@@ -155,14 +179,17 @@ class Saver:
     def finish(self) -> None:
         """To be called at the end of a run. Raises NotSaved if the last checkpoint is not where it should be."""
         self.settle()
+        if self._figures:
+            waited, size, seconds, speed = self._figures.values()
+            tell(f"last checkpoint: training waited {waited:.1f} s; {size:.3g} GB written in {seconds:.1f} s ({speed:.2f} GB/s)")
         if self.problem is not None:
             last = (self.run_dir / LATEST).read_text() if (self.run_dir / LATEST).exists() else None
             found = f"the last whole one is {checkpoint_dir(self.run_dir, int(last))}" if last else "there is none"
             raise NotSaved(f"the last checkpoint is missing: {self.problem}; {found}")
 
-    def _written(self, pending: Pending, *, patient: bool) -> dict[str, FileEntry] | None:
-        """What all models wrote; None while one is still at it. Raises SaveFailed when all have ended and one could not."""
-        files: dict[str, FileEntry] = {}
+    def _written(self, pending: Pending, *, patient: bool) -> dict[str, Saved] | None:
+        """By role, what it wrote; None while one is still at it. Raises SaveFailed when all have ended and one could not."""
+        saved: dict[str, Saved] = {}
         problems: list[str] = []
         for role, model in pending.models.items():
             try:
@@ -172,14 +199,30 @@ class Saver:
                 continue
             if found is None:
                 return None
-            files |= {f"{role}/{file.name}": FileEntry(size=file.size, sha256=file.sha256) for file in found}
+            saved[role] = found
         if problems:
             raise SaveFailed("; ".join(problems))
-        return files
+        return saved
 
-    def _make_whole(self, pending: Pending, files: dict[str, FileEntry]) -> Checkpoint:
+    def _record(self, pending: Pending, saved: Sequence[Saved]) -> None:
+        """What it took. Models are written at the same time in the background, and one after the other where training waits."""
+        size = sum(one.bytes for one in saved) / GB
+        seconds = (max if self.background else sum)(one.seconds for one in saved)
+        self._figures = {
+            "timing_s/save_checkpoint": pending.waited,
+            "perf/checkpoint_gb": size,
+            "perf/checkpoint_write_s": seconds,
+            "perf/checkpoint_gb_per_s": size / seconds,
+        }
+        self._longest = max(self._longest, pending.waited + (seconds if self.background else 0.0))
+        for reason in dict.fromkeys(one.waited_for for one in saved if one.waited_for is not None):
+            self.events.add(pending.step, "checkpoint", f"written while training waited: {reason}")
+
+    def _make_whole(self, pending: Pending, saved: Mapping[str, Saved]) -> Checkpoint:
         ours = [f"{role}/{name}" for role in pending.models for name in pending.beside]
-        files |= {file.name: FileEntry(size=file.size, sha256=file.sha256) for file in saved_files(pending.folder, ours)}
+        files = {file.name: FileEntry(size=file.size, sha256=file.sha256) for file in saved_files(pending.folder, ours)}
+        for role, one in saved.items():
+            files |= {f"{role}/{file.name}": FileEntry(size=file.size, sha256=file.sha256) for file in one.files}
         manifest = Manifest(
             step=pending.step,
             roles=sorted(pending.models),

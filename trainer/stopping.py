@@ -57,15 +57,16 @@ class Stopping:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def is_due(self, step: int, seconds: Mapping[str, float], events: Events) -> bool:
-        """Before a step. step: the last that is whole. seconds: its phases; None of the first.
+    def is_due(self, step: int, seconds: Mapping[str, float], save: float, events: Events) -> bool:
+        """Before a step. step: the last that is whole. seconds: its phases; None of the first. save: seconds of the longest save
+        until all was on disk; 0: none was.
 
         Another step begins if the longest so far, and the longest save, fit into what is left of the walltime. Before the
         first save one is taken to last as long as a step.
         """
         self._listen()
         self.furthest = max(self.furthest, step)
-        self._longest_save = max(self._longest_save, seconds.get("save_checkpoint", 0.0))
+        self._longest_save = max(self._longest_save, save)
         self._longest_step = max(self._longest_step, seconds.get(WHOLE_STEP, 0.0) + seconds.get("testing", 0.0))
         for kind, text in self._watch.warnings():
             events.add(step, kind, text)

@@ -146,8 +146,9 @@ class Host:
         return getattr(self.roles[role], method)(*args, **kwargs)
 
     def hash_files(self, directory: Path, names: Sequence[str]) -> dict[str, str]:
-        """{name: sha256} of this rank's part of the files: every world_size-th."""
-        return hashes_of(directory, names[self.info.rank :: self.info.world_size])
+        """{name: sha256} of this rank's part of the files: as many neighbours as any other rank's, or one less."""
+        start, end = (len(names) * rank // self.info.world_size for rank in (self.info.rank, self.info.rank + 1))
+        return hashes_of(directory, names[start:end])
 
     def start_times(self) -> tuple[float, dict[str, float]]:
         """See StartTimes.take."""

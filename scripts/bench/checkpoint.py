@@ -1,78 +1,41 @@
-"""What a checkpoint costs a rank: how long training waits, how long writing takes, and what the hashes are of it, as JSON.
+"""What a checkpoint costs: how long training waits, how fast it is written, how long a resume takes, as JSON.
 
-    python scripts/bench/checkpoint.py --hidden_size 1024 --layers 6
+    python scripts/bench/checkpoint.py --shape 7b --device cuda --ranks 2    # 91 GB on disk and in the host's memory
+    python scripts/bench/checkpoint.py --shape 84m --device cpu --export     # the smoke version
 
-One rank on CPU, parameters and both moments in float32; seconds, and GB of 1e9 bytes. export: the checkpoint's weights as
-a Hugging Face directory in float32, in a process of its own; its memory is the most that was resident.
+FSDP on random weights: parameters and both moments in float32, 12 bytes a parameter. GB is 10^9 bytes; seconds are those of
+the slowest rank. check: hashes of all files, compared; load: into the engine that saved, whose tensors were zeroed before;
+bits: whether all came back. export: the weights as a Hugging Face directory in float32, in a process of its own; its memory is
+the most that was resident.
 """
 
 import argparse
+import faulthandler
 import json
+import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
 from threading import Thread
-from typing import Self
+from typing import Any, Self
+from unittest import mock
 
+import psutil
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, Qwen2Config
+import torch.multiprocessing
 
-from configs.schema.common import FSDPConfig, ModelConfig, TiledMLPConfig
+from configs.compose import compose
+from configs.schema.ppo import PPOConfig
+from scripts.bench.shapes import ADAMW, SHAPES, qwen2
 from trainer.export import check, export
-from workers.engine import make_engine
-from workers.engine.base import EngineSpec, OptimizerSpec
-from workers.engine.saving import sha256_of
-
-
-def seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return round(time.perf_counter() - started, 3)
-
-
-def spec_of(path: str) -> EngineSpec:
-    return EngineSpec(
-        model=ModelConfig(
-            path=path,
-            trust_remote_code=False,
-            enable_gradient_checkpointing=False,
-            enable_activation_offload=False,
-            tiled_mlp=TiledMLPConfig(enabled=False, num_shards=4),
-            override_config={},
-            lora_rank=0,
-            lora_alpha=16.0,
-            target_modules="all-linear",
-            lora_adapter_path=None,
-            router_aux_loss_coef=0.0,
-        ),
-        head="lm",
-        sharding=FSDPConfig(
-            model_dtype="float32",
-            dtype="float32",
-            reshard_after_forward=True,
-            use_no_sync_for_gradient_accumulation=False,
-            param_offload=False,
-            optimizer_offload=False,
-            fsdp_size=-1,
-            ulysses_sequence_parallel_size=1,
-        ),
-        optimizer=OptimizerSpec(
-            lr=1e-4,
-            betas=(0.9, 0.999),
-            weight_decay=0.0,
-            schedule="constant",
-            warmup_steps=0,
-            total_steps=1,
-            min_lr_ratio=0.0,
-            num_cycles=0.5,
-            clip_grad=1.0,
-        ),
-        device="cpu",
-        seed=1,
-    )
+from workers.engine.base import EngineSpec, Saved
+from workers.engine.fsdp import engine as fsdp
+from workers.engine.fsdp.sharding import local
+from workers.engine.saving import hashes_of
 
 
 class Peak:
@@ -106,49 +69,136 @@ class Peak:
 def exported(source: str, target: str) -> dict[str, float]:
     """In a process of its own: what it took."""
     Path(target).mkdir()
+    started = time.perf_counter()
     with Peak() as exporting:
-        spent = seconds(lambda: export(Path(source), Path(target)))
+        export(Path(source), Path(target))
+    exported_at = time.perf_counter()
     with Peak() as checking:
-        checked = seconds(lambda: check(Path(target)))
-    return {"seconds": spent, "GB": exporting.more, "seconds of the check": checked, "GB of the check": checking.more}
+        check(Path(target))
+    return {
+        "seconds": round(exported_at - started, 2), "GB": exporting.more,
+        "seconds of the check": round(time.perf_counter() - exported_at, 2), "GB of the check": checking.more,
+    }  # fmt: skip
+
+
+def built(args: argparse.Namespace, folder: Path) -> fsdp.FSDPEngine:
+    """With weights and moments drawn on the device."""
+    models = compose(
+        "ppo_trainer",
+        PPOConfig,
+        [f"actor_rollout_ref.model.path={folder}/model", "actor_rollout_ref.actor.fsdp_config.model_dtype=float32"],
+    ).actor_rollout_ref
+    sharding = models.actor.fsdp_config
+    with mock.patch.object(fsdp, "load_model", return_value=None):
+        engine = fsdp.FSDPEngine(EngineSpec(models.model, "lm", sharding, ADAMW, args.device, 0), sharding)
+    torch.manual_seed(dist.get_rank())
+    for tensor in tensors(engine):
+        tensor.normal_()
+    return engine
+
+
+def tensors(engine: fsdp.FSDPEngine) -> list[torch.Tensor]:
+    return [local(tensor) for tensor in engine._checkpoint_state().values() if tensor.is_floating_point()]
+
+
+def sums(engine: fsdp.FSDPEngine) -> list[int]:
+    """Of the bits of each tensor."""
+    return [int(tensor.view(torch.int32).sum()) for tensor in tensors(engine)]
+
+
+def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds of the slowest rank, and what ``work`` returns."""
+    dist.barrier()
+    started = time.perf_counter()
+    found = work()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return slowest(time.perf_counter() - started), found
+
+
+def slowest(seconds: float) -> float:
+    most = torch.tensor(seconds)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return round(float(most), 2)
+
+
+def gathered(mine: Any) -> list[Any]:
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def evict(folder: Path) -> None:
+    """From the page cache: the disk is read."""
+    for file in folder.iterdir():
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def work(rank: int, args: argparse.Namespace, folder: Path) -> None:
+    faulthandler.dump_traceback_later(args.limit, exit=True)
+    torch.set_num_threads(1)
+    cuda = args.device == "cuda"
+    if cuda:
+        torch.cuda.set_device(rank)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=args.ranks)
+    building, engine = timed(lambda: built(args, folder))
+    said: dict[str, Any] = {"settings": vars(args), "build": building, "saves": []}
+    before, directory = sums(engine), folder / "checkpoint"
+    for _ in range(args.saves):
+        if rank == 0:
+            shutil.rmtree(directory, ignore_errors=True)
+        waits, saving = timed(lambda: engine.save(str(directory), background=True))
+        if rank == 0:
+            print(f"training waited {waits} s", flush=True)
+        taken = psutil.virtual_memory().used
+        whole = Saved.join(gathered(saving.result()))
+        size = whole.bytes / 1e9
+        seconds = round(whole.seconds, 2)
+        said["saves"].append(
+            {"training waits": waits, "written in": seconds, "GB": round(size, 2), "GB/s": round(size / seconds, 2),
+             "GB of the host in use": round(taken / 1e9, 1), "waited for": whole.waited_for}
+        )  # fmt: skip
+        if rank == 0:
+            print(json.dumps(said["saves"][-1]), flush=True)
+    for tensor in tensors(engine):
+        tensor.zero_()
+    if args.cold and rank == 0:
+        evict(directory)
+    names = sorted(file.name for file in whole.files if file.name.endswith(".safetensors"))
+    start, end = (len(names) * k // args.ranks for k in (rank, rank + 1))
+    checking, found = timed(lambda: hashes_of(directory, names[start:end]))
+    loading, _ = timed(lambda: engine.load(str(directory)))
+    hashes = {name: sha256 for part in gathered(found) for name, sha256 in part.items()}
+    assert hashes == {file.name: file.sha256 for file in whole.files if file.name in hashes} and len(hashes) == len(names)
+    same = all(gathered(sums(engine) == before))
+    said["resume"] = {"check": checking, "load": loading, "both": round(checking + loading, 2), "files": len(names), "bits": same}
+    dist.destroy_process_group()
+    if rank == 0:
+        if args.export:
+            with get_context("spawn").Pool(1) as pool:
+                said["export"] = pool.apply(exported, (str(directory), f"{folder}/exported"))
+            said["export"]["GB of weights"] = round(Path(folder, "exported/model.safetensors").stat().st_size / 1e9, 3)
+        print(json.dumps(said, indent=1))
+    faulthandler.cancel_dump_traceback_later()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hidden_size", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--shape", choices=SHAPES, default="84m")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--saves", type=int, default=2, help="one after the other, each in the other's place")
+    parser.add_argument("--cold", action="store_true", help="nothing of the files in the page cache when they are checked")
+    parser.add_argument("--export", action="store_true")
+    parser.add_argument("--folder", help="where to write; a temporary directory")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds, then it ends with its stacks")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    said: dict[str, object] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        config = Qwen2Config(
-            hidden_size=args.hidden_size,
-            num_hidden_layers=args.layers,
-            intermediate_size=3 * args.hidden_size,
-            num_attention_heads=args.hidden_size // 64,
-            num_key_value_heads=args.hidden_size // 128,
-            vocab_size=8192,
-        )
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(f"{folder}/model")
-        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
-        engine = make_engine(spec_of(f"{folder}/model"))
-        said["waiting"] = seconds(lambda: engine.save(f"{folder}/waiting").result())
-        said["in the background"] = []
-        for k in range(3):
-            started = time.perf_counter()
-            saving = engine.save(f"{folder}/{k}", background=True)
-            waited = round(time.perf_counter() - started, 3)
-            saving.result()
-            said["in the background"] += [{"training waits": waited, "whole": round(time.perf_counter() - started, 3)}]
-        files = list(Path(folder, "waiting").glob("*.safetensors"))
-        said["GB"] = round(sum(file.stat().st_size for file in files) / 1e9, 3)
-        said["hash"] = seconds(lambda: [sha256_of(file) for file in files])
-        said["load"] = seconds(lambda: engine.load(f"{folder}/waiting"))
-        with get_context("spawn").Pool(1) as pool:
-            said["export"] = pool.apply(exported, (f"{folder}/waiting", f"{folder}/exported"))
-        said["export"]["GB of weights"] = round(Path(folder, "exported/model.safetensors").stat().st_size / 1e9, 3)
-        dist.destroy_process_group()
-    print(json.dumps(said, indent=1))
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        qwen2(args.shape).save_pretrained(f"{folder}/model")
+        Path(folder, "model/model.safetensors").touch()
+        torch.multiprocessing.spawn(work, args=(args, Path(folder)), nprocs=args.ranks)
 
 
 if __name__ == "__main__":

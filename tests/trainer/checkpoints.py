@@ -10,7 +10,7 @@ from configs.schema.common import CheckpointConfig
 from trainer.events import Events
 from trainer.remote import RemoteModel, SaveFailed
 from trainer.saving import Saver
-from workers.engine.base import SavedFile
+from workers.engine.base import Saved
 from workers.engine.saving import in_background, saved_files
 
 CONFIG: dict[str, Any] = {
@@ -33,29 +33,41 @@ class Tokenizer:
 
 
 class Model:
-    """Two ranks' worth of text files. problem: what the next save ends with instead. gate: what it waits for."""
+    """Two ranks' worth of text files. problem: what the next save ends with instead. gate: what it waits for. seconds,
+    waited_for: see Saved."""
 
-    def __init__(self, role: str, step: int, problem: OSError | None = None, gate: Future[None] | None = None) -> None:
+    def __init__(
+        self,
+        role: str,
+        step: int,
+        problem: OSError | None = None,
+        gate: Future[None] | None = None,
+        seconds: float = 1.0,
+        waited_for: str | None = None,
+    ) -> None:
         self.role = role
         self.step = step
         self.problem = problem
         self.gate = gate
+        self.seconds = seconds
+        self.waited_for = waited_for
 
     def save(self, path: str, *, background: bool = False) -> None:
         self.writing = in_background(partial(self._write, Path(path)))
         if not background:
             wait([self.writing])
 
-    def _write(self, folder: Path) -> list[SavedFile]:
+    def _write(self, folder: Path) -> Saved:
         if self.gate is not None:
             self.gate.result()
         if self.problem is not None:
             raise self.problem
         for rank in range(2):
             (folder / f"shard-{rank}.safetensors").write_text(content(self.role, rank, self.step))
-        return saved_files(folder, [f"shard-{rank}.safetensors" for rank in range(2)])
+        files = saved_files(folder, [f"shard-{rank}.safetensors" for rank in range(2)])
+        return Saved(files=files, seconds=self.seconds, waited_for=self.waited_for)
 
-    def saved(self, *, patient: bool = True) -> list[SavedFile] | None:
+    def saved(self, *, patient: bool = True) -> Saved | None:
         if patient:
             wait([self.writing])
         if not self.writing.done():

@@ -18,7 +18,7 @@ from workers.batch import Batch
 from workers.controller.group import PhaseTimeout, WorkerError, WorkerInfo
 from workers.controller.local_backend import LocalBackend
 from workers.controller.resource_pool import ResourcePool
-from workers.engine.base import SavedFile
+from workers.engine.base import Saved, SavedFile
 from workers.metric import Metric
 from workers.plan import Limits, MicroBatches, make_plan
 
@@ -69,8 +69,9 @@ class Mirror:
     def save(self, path: str, background: bool) -> None:
         self.path = path
 
-    def saved(self, patient: bool) -> list[SavedFile] | str | None:
-        answer: list[SavedFile] | str | None = [SavedFile(name=f"{self.path}_{self.rank}", size=self.rank, sha256="")]
+    def saved(self, patient: bool) -> Saved | str | None:
+        file = SavedFile(name=f"{self.path}_{self.rank}", size=self.rank, sha256="")
+        answer: Saved | str | None = Saved(files=[file], seconds=self.rank, waited_for="no room" if self.rank == 1 else None)
         if self.rank and self.path == "full":
             answer = "disk full"
         return None if self.rank == 2 and not patient else answer
@@ -122,7 +123,8 @@ def test_a_save_ends_when_all_ranks_have_ended_and_one_that_could_not_speaks_for
     actor.save("place", background=True)
     assert actor.saved(patient=False) is None, "one is still at it"
     written = actor.saved()
-    assert written is not None and [(file.name, file.size) for file in written] == [(f"place_{rank}", rank) for rank in range(3)]
+    assert written is not None and (written.seconds, written.waited_for, written.bytes) == (2, "no room", 3)
+    assert [(file.name, file.size) for file in written.files] == [(f"place_{rank}", rank) for rank in range(3)]
     actor.save("full")
     assert actor.saved(patient=False) is None, "a rank that failed does not speak for one that is still at it"
     with pytest.raises(SaveFailed, match=r"^disk full$"):

@@ -2,6 +2,9 @@ import contextlib
 import errno
 import os
 import pathlib
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -10,7 +13,8 @@ from typing import Any
 import pytest
 
 import trainer
-from tests.trainer.checkpoints import CONFIG, is_whole, models, names, save, saver
+from tests.layout.source import ROOT
+from tests.trainer.checkpoints import CONFIG, ROLES, content, is_whole, models, names, save, saver
 from trainer.checkpoint import check_config, find_latest, resolve_resume
 from trainer.entry import Found, NotSaved
 from trainer.run_dir import EVENTS, read_lines, start_run
@@ -124,6 +128,88 @@ def test_all_is_on_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pyt
     save(tmp_path, 2)
     assert left == [] and f"{tmp_path}/global_step_2.incomplete/manifest.json.partial" in synced
     assert str(tmp_path) in synced, "the rename itself"
+
+
+WRITER = """
+import os, sys, time
+from pathlib import Path
+import torch
+from tests.trainer.checkpoints import models, saver
+from workers.engine import checkpoint, saving
+from workers.engine.checkpoint import Shard
+
+saving.PIECE = checkpoint.FILE = 1000
+parts = {f"tensor {i}": (torch.full((900,), float(i)), [0]) for i in range(9)}
+
+class Slow:
+    def update(self, data):
+        print("writing", len(data), flush=True)
+        time.sleep(60)
+
+def write(model, folder):
+    saving.hashlib.sha256 = lambda data: Slow()
+    return Shard(parts, 0, 1).write(folder)
+
+writer = saver(Path(sys.argv[1]), actor=1, critic=1, async_save=True)
+writer.save(2, models(2), {}, {})
+writer.settle()
+slow = models(4)
+for model in slow.values():
+    type(model)._write = write
+writer.save(4, slow, {}, {})
+print("on with training", flush=True)
+time.sleep(60)
+"""
+
+
+def test_killed_with_9_while_threads_write_the_checkpoint_before_is_there(tmp_path: Path) -> None:
+    """Several files are begun, none is whole."""
+    process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    said = [process.stdout.readline() for _ in range(5)]
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(60) == -signal.SIGKILL and "on with training\n" in said
+    half = [file.stat().st_size for file in (tmp_path / "global_step_4.incomplete").rglob("*-part-*.safetensors")]
+    assert len(half) > 1 and all(size < 3600 for size in half)
+    checkpoint = resolve_resume("auto", None, tmp_path)
+    assert checkpoint is not None and is_whole(checkpoint.path, 2) and checkpoints(tmp_path) == {"global_step_2"}
+    save(tmp_path, 4)
+    assert resume(tmp_path) == 4
+
+
+def test_what_a_save_took_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a metrics line after it is complete, or at the end of the run."""
+    saving = saver(tmp_path, async_save=True)
+    assert saving.seconds() == 0.0 and saving.figures() == {}
+    gate: Future[None] = Future()
+    saving.save(2, models(2, gate=gate, seconds=4.0), {}, {})
+    assert saving.figures() == {} and 0.0 < saving.seconds() < 4.0
+    gate.set_result(None)
+    saving.settle()
+    size = sum(len(content(role, rank, 2)) for role in ROLES for rank in range(2)) / 1e9
+    figures = saving.figures()
+    assert 0.0 < figures.pop("timing_s/save_checkpoint") < 4.0 < saving.seconds()
+    assert figures == {"perf/checkpoint_gb": size, "perf/checkpoint_write_s": 4.0, "perf/checkpoint_gb_per_s": size / 4.0}
+    assert saving.figures() == {}
+    saving.finish()
+    assert "checkpoint" not in capsys.readouterr().err
+    saving.save(4, models(4, seconds=2.0), {}, {})
+    saving.finish()
+    assert f"; {size:.3g} GB written in 2.0 s (0.00 GB/s)" in capsys.readouterr().err
+
+
+def test_where_training_waits_models_are_written_one_after_the_other(tmp_path: Path) -> None:
+    saving = saver(tmp_path)
+    saving.save(2, models(2, seconds=4.0), {}, {})
+    assert saving.figures()["perf/checkpoint_write_s"] == 8.0 and saving.seconds() < 4.0
+
+
+def test_a_save_that_did_not_fit_into_memory_is_told(tmp_path: Path) -> None:
+    saving = saver(tmp_path, async_save=True)
+    saving.save(2, models(2, waited_for="copies of 60 GB on one: no room"), {}, {})
+    saving.finish()
+    assert told(tmp_path) == [(2, "checkpoint", "written while training waited: copies of 60 GB on one: no room")]
+    assert resume(tmp_path) == 2
 
 
 def test_old_checkpoints_go_only_after_the_new_one_is_whole(tmp_path: Path) -> None:

@@ -43,19 +43,19 @@ def ignored() -> Iterator[None]:
     ("phases", "due"),
     [
         ([], False),
-        ([{"step": 40.0}], False),  # and a save like it: 80
-        ([{"step": 51.0}], True),
-        ([{"step": 40.0, "testing": 12.0}], True),
-        ([{"step": 51.0, "save_checkpoint": 9.0}], False),
-        ([{"step": 51.0, "save_checkpoint": 60.0}], True),
-        ([{"step": 80.0, "save_checkpoint": 30.0}, {"step": 5.0, "save_checkpoint": 1.0}], True),  # the longest count
+        ([({"step": 40.0}, 0.0)], False),  # and a save like it: 80
+        ([({"step": 51.0}, 0.0)], True),
+        ([({"step": 40.0, "testing": 12.0}, 0.0)], True),
+        ([({"step": 51.0, "save_checkpoint": 9.0}, 45.0)], False),
+        ([({"step": 51.0, "save_checkpoint": 9.0}, 60.0)], True),  # written in the background
+        ([({"step": 80.0}, 30.0), ({"step": 5.0}, 1.0)], True),  # the longest count
     ],
 )
-def test_a_step_begins_if_it_and_a_save_fit(tmp_path: Path, phases: list[dict[str, float]], due: bool) -> None:
+def test_a_step_begins_if_it_and_a_save_fit(tmp_path: Path, phases: list[tuple[dict[str, float], float]], due: bool) -> None:
     """With 100 seconds left."""
     clock = with_seconds_left(tmp_path, 100.0)
     with clock:
-        found = [clock.is_due(step, seconds, Events(tmp_path)) for step, seconds in enumerate([{}, *phases])]
+        found = [clock.is_due(step, seconds, save, Events(tmp_path)) for step, (seconds, save) in enumerate([({}, 0.0), *phases])]
     assert found[-1] is due
     if not due:
         clock.check()
@@ -65,7 +65,7 @@ def test_time_that_is_up_is_said_with_its_arithmetic(tmp_path: Path) -> None:
     clock = with_seconds_left(tmp_path, 10.0)
     (tmp_path / "global_step_7").mkdir()
     with clock:
-        assert clock.is_due(7, {"step": 8.0, "save_checkpoint": 3.0}, Events(tmp_path))
+        assert clock.is_due(7, {"step": 8.0}, 3.0, Events(tmp_path))
     with pytest.raises(
         Stopped, match=r"^stopped after step 7: the longest step \(8\.0 s\) and save \(3\.0 s\) do not fit into"
     ) as told:
@@ -74,7 +74,7 @@ def test_time_that_is_up_is_said_with_its_arithmetic(tmp_path: Path) -> None:
 
 
 def test_without_a_walltime_there_is_no_end(tmp_path: Path) -> None:
-    assert not stopping(tmp_path).is_due(1, {"step": 1e9}, Events(tmp_path))
+    assert not stopping(tmp_path).is_due(1, {"step": 1e9}, 0.0, Events(tmp_path))
 
 
 def test_signals_wait_only_while_there_are_steps(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_signals_wait_only_while_there_are_steps(tmp_path: Path) -> None:
         for _ in range(2):
             with clock:
                 assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
-                assert not clock.is_due(1, {}, Events(tmp_path))
+                assert not clock.is_due(1, {}, 0.0, Events(tmp_path))
                 assert callable(signal.getsignal(signal.SIGTERM)) and callable(signal.getsignal(signal.SIGUSR1))
             assert [signal.getsignal(number) for number in SIGNALS] == [signal.SIG_IGN, signal.SIG_IGN]
         clock.check()
@@ -96,7 +96,7 @@ def test_the_first_signal_is_noted_and_the_next_sigterm_is_for_whoever_was_there
 ) -> None:
     clock = stopping(tmp_path)
     with ignored(), clock:
-        assert not clock.is_due(3, {}, Events(tmp_path))
+        assert not clock.is_due(3, {}, 0.0, Events(tmp_path))
         os.kill(os.getpid(), number)
         assert capfd.readouterr().err.startswith(
             f"{number.name}: the run ends after this step, with a checkpoint; a second SIGTERM"
@@ -115,7 +115,7 @@ import time; time.sleep(1.5)
 from pathlib import Path
 from tests.trainer.test_stopping import stopping
 from trainer.events import Events
-print(stopping(Path({str(tmp_path)!r}), "trainer.walltime=1.4").is_due(0, {{}}, Events(Path({str(tmp_path)!r}))))
+print(stopping(Path({str(tmp_path)!r}), "trainer.walltime=1.4").is_due(0, {{}}, 0.0, Events(Path({str(tmp_path)!r}))))
 """
     said = subprocess.run(
         [sys.executable, "-c", script], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True

@@ -87,6 +87,7 @@ def test_every_file_is_hashed_by_one_rank(tmp_path: Path, world_size: int) -> No
         part = Host.hash_files(cast(Any, host), tmp_path, names)
         assert len(part) <= -(-len(names) // world_size) and not found.keys() & part.keys()
         found |= part
+        assert part.keys() == set(names[len(found) - len(part) : len(found)]), "neighbours, as a rank wrote them"
     assert found == {name: hashlib.sha256(name.encode()).hexdigest() for name in names}
 
 

@@ -25,7 +25,7 @@ from trainer.checkpoint import Checkpoint, check_config, whole_checkpoint
 from trainer.generation.rollout import end_tokens
 from trainer.ppo.assemble import Assembly
 from trainer.ppo.engines import check_engines, reader, wants_critic
-from trainer.ppo.memory import Use, estimate, shape_of
+from trainer.ppo.memory import Use, estimate, memory_roles, shape_of
 from trainer.restart import Lifetime
 from trainer.rewards.registry import with_own_function
 from trainer.rewards.start import engine_model, head_of, own_conversations
@@ -34,12 +34,13 @@ from trainer.run_dir import CONFIG, METRICS, write_config
 from workers.engine.base import Head
 from workers.engine.hf_model import DTYPES, empty_model, model_config
 from workers.engine.memory_model import Shape
+from workers.engine.staging import usable_memory
+from workers.host_memory import GB, host_memory
 from workers.rollout import check_installed
 from workers.rollout.base import Sampling
 
 BESIDE = "config_dry_run.yaml"
 """The configuration's file where a run has its own."""
-GB = 1e9
 
 
 def dry_run(config: PPOConfig) -> None:
@@ -56,7 +57,8 @@ def dry_run(config: PPOConfig) -> None:
     check_rewards(config, parts)
     models = measured(config)
     lines = [*model_lines(models), *work_lines(parts), *place_lines(config, place)]
-    lines += [*written_lines(config, life.run_dir, resume), *memory_lines(config, place, models)]
+    lines += [*written_lines(config, life.run_dir, resume, staged_bytes(config, place, models))]
+    lines += [*memory_lines(config, place, models)]
     wrong = list(doubts(config, place, models, parts.sampling()))
     print("\n".join([*lines, *wrong]))
     print(f"{'' if wrong else 'fine, '}nothing was started; the configuration: {write(config, life.run_dir)}")
@@ -162,7 +164,15 @@ def place_lines(config: PPOConfig, place: Placement) -> Iterator[str]:
     yield f"  rollout: {counted(engines // size, 'engine')} ({rollout.name}), each on {counted(size, 'GPU')}"
 
 
-def written_lines(config: PPOConfig, run_dir: Path, resume: Checkpoint | None) -> Iterator[str]:
+def staged_bytes(config: PPOConfig, place: Placement, models: dict[str, Measured]) -> float:
+    """Of the host's memory, on each node, while a checkpoint is written in the background; 0: none, or a model is not known."""
+    shapes = {key: model.shape for key, model in models.items() if model.shape is not None}
+    if not (config.trainer.save_freq > 0 and config.trainer.checkpoint.async_save and shapes.keys() == models.keys()):
+        return 0.0
+    return sum(role.checkpoint() for role in memory_roles(config, place, shapes).values()) / config.trainer.nnodes
+
+
+def written_lines(config: PPOConfig, run_dir: Path, resume: Checkpoint | None, staged: float) -> Iterator[str]:
     trainer = config.trainer
     yield f"what is written, into {run_dir}"
     if resume is not None:
@@ -181,6 +191,8 @@ def written_lines(config: PPOConfig, run_dir: Path, resume: Checkpoint | None) -
     kept = trainer.max_actor_ckpt_to_keep
     saved = f"{', '.join(every(trainer.save_freq))}; {'all' if kept is None else f'the newest {kept}'} kept"
     yield f"  checkpoints: {saved if trainer.save_freq > 0 else 'never (trainer.save_freq)'}"
+    if staged:
+        yield f"  while one is written, its copy is in the host's memory: {staged / GB:.3g} GB on each node"
     if trainer.checkpoint.remote_dir is not None and trainer.save_freq > 0:
         yield f"  copies of them: {trainer.checkpoint.remote_dir}"
 
@@ -217,6 +229,10 @@ def doubts(config: PPOConfig, place: Placement, models: dict[str, Measured], ask
     fullest = max(uses_of(config, place, models), key=lambda use: use.bytes or 0.0, default=None)
     if room is not None and fullest is not None and (fullest.bytes or 0.0) > room:
         yield f"more than there is: {fullest.phase} in pool {fullest.pool}, and a worker here has {room / GB:.4g} GB"
+    staged, usable = staged_bytes(config, place, models), usable_memory(host_memory())
+    if staged > usable:
+        copies = f"copies of {staged / GB:.3g} GB, and this host's memory has room for {max(usable, 0.0) / GB:.3g} GB"
+        yield f"training would wait for each checkpoint to be written: {copies}"
 
 
 def room_of(config: PPOConfig, place: Placement) -> float | None:

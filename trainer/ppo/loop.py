@@ -129,7 +129,7 @@ class Loop:
         if self.config.trainer.val_only:
             return
         while self.step < self.total_steps:
-            if self.stopping.is_due(self.step, self.phases.seconds, self.events):
+            if self.stopping.is_due(self.step, self.phases.seconds, self.saver.seconds(), self.events):
                 if self.step and not self.saver.has(self.step):
                     self.save(self.step)
                 return
@@ -315,6 +315,7 @@ class Loop:
         self.metrics |= performance_metrics(
             batch, self.phases.seconds, self.place.n_gpus, flops=flops, peak=self.peak_flops, gpus_of=at_work
         )
+        self.metrics |= self.saver.figures()
         self.tracker.log(self.metrics, step)
         alarm = react(self.alarms.see(step, self.metrics), self.events, step)
         if alarm is not None:

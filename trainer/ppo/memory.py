@@ -65,6 +65,14 @@ class Role:
             pieces=model.tiled_mlp.num_shards if model is not None and model.tiled_mlp.enabled else 1,
         )
 
+    def checkpoint(self) -> float:
+        """What a save writes of it, over all GPUs: parameters and moments, of an adapter alone where there is one."""
+        if self.learns is None:
+            return 0.0
+        sharding = self.config.sharding
+        kept = BYTES[sharding.model_dtype] if isinstance(sharding, FSDPConfig) else 4  # Megatron's optimizer has them in float32
+        return 0.75 * self.adapter if self.adapter else 3.0 * kept * self.shape.parameters
+
     def at_rest(self) -> float:
         """While others work."""
         sharding = self.config.sharding

@@ -62,7 +62,7 @@ class SupervisedLoop:
     def remaining_steps(self) -> Iterator[tuple[int, Batch]]:
         """Steps count from 1; which rows a step sees is a function of the step alone. A run that has to stop is saved before."""
         for step in range(self.step + 1, self.total_steps + 1):
-            if self.stopping.is_due(self.step, self.phases.seconds, self.events):
+            if self.stopping.is_due(self.step, self.phases.seconds, self.saver.seconds(), self.events):
                 if self.step and not self.saver.has(self.step):
                     self.save(self.step)
                 return
@@ -84,6 +84,7 @@ class SupervisedLoop:
         values["perf/throughput"] = batch.total_tokens / (seconds["step"] * world_size(config))
         if self.kernels is not None:
             self.kernels.look(step)
+        values |= self.saver.figures()
         self.tracker.log(values, step)
         self.metrics = values
         react(self.alarms.see(step, values), self.events, step)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -119,6 +119,27 @@ class SavedFile:
     sha256: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """What one rank, or all ranks, wrote in a save. seconds: of writing. waited_for: why training waited for it, although it was
+    to be in the background; None otherwise."""
+
+    files: list[SavedFile]
+    seconds: float
+    waited_for: str | None = None
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+    @classmethod
+    def join(cls, parts: Sequence[Saved]) -> Saved:
+        """What several ranks wrote at the same time."""
+        reasons = [part.waited_for for part in parts if part.waited_for is not None]
+        files = [file for part in parts for file in part.files]
+        return cls(files=files, seconds=max(part.seconds for part in parts), waited_for=reasons[0] if reasons else None)
+
+
 class TrainEngine(ABC):
     """Built with a head (lm, value, reward) and, if it is trained, an optimizer."""
 
@@ -179,12 +200,13 @@ class TrainEngine(ABC):
         """Where each part lives; None leaves it. Gradients that leave the device are dropped: they are spent."""
 
     @abstractmethod
-    def save(self, path: str, *, background: bool = False) -> Future[list[SavedFile]]:
+    def save(self, path: str, *, background: bool = False) -> Future[Saved]:
         """Model, optimizer and schedule, sharded, and what transformers needs beside the weights, into the directory ``path``.
         Of a model with a LoRA adapter nothing that is frozen; peft's adapter_config.json lies beside.
 
-        Every rank calls it; the result is this rank's files, on disk, or OSError. background: it returns as soon as the state is
-        copied to the host, and a thread writes; the next save comes after that one's end. The bytes are the same.
+        Collective. The result is what this rank wrote, on disk, or OSError. background: it returns as soon as the state is
+        copied to the host's memory, and threads write; the next save comes after that one's end. The bytes are the same.
+        Without memory for the copies of all ranks (staging.shortage) all ranks write before they return.
         """
 
     @abstractmethod

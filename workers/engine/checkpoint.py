@@ -1,13 +1,14 @@
-"""Sharded checkpoints: every rank writes what it holds as one safetensors file, as torch.distributed.checkpoint lays it out.
+"""Sharded checkpoints: every rank writes what it holds as safetensors files, as torch.distributed.checkpoint lays them out.
 
 dcp itself could write them too: it gathers all ranks' plans first, and it serialises a rank's file in memory. Here a rank needs
-nobody, so it may write in a thread while the others train, and the file is written from the tensors where they lie.
+nobody, so it may write in a thread while the others train, and its files are written from the tensors where they lie.
 torch.distributed.checkpoint reads them, however many ranks wrote and read. Neither runs a pickle.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -22,9 +23,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import PreTrainedModel
 
-from workers.engine.base import SavedFile
+from workers.engine.base import Saved, SavedFile
 from workers.engine.hf_model import write_description
-from workers.engine.saving import in_background, saved_files, write_tensors
+from workers.engine.saving import in_background, in_threads, saved_files, write_tensors
+from workers.engine.staging import copied, shortage
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -33,37 +35,55 @@ INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's files
 ADAPTER = "adapter."  # begins the names of a LoRA adapter's weights in a checkpoint, peft's names follow
 SHARD = 5 * 10**9  # bytes, as transformers cuts a model
+FILE = 2 * 10**9  # bytes of a file in a checkpoint
+WRITERS = 4  # files that a rank writes at a time, each hashed in a thread of its own; training needs cores too
+READERS = 8  # files that a rank reads at a time
 DCP_OFFSETS = "DCP_SHARDING_INFO"  # the key in a file's header where dcp.HuggingFaceStorageReader looks
 
 
 class Shard:
     """What one rank writes of a state: parts of tensors, which together are each tensor once.
 
-    parts: {name: (this rank's part, where it begins in the whole, by dimension)}. ``tensors`` are these until ``to_host``.
+    parts: {name: (this rank's part, where it begins in the whole, by dimension)}. A file holds FILE bytes, or one tensor that is
+    larger: several threads write, hash and read them at the same time, for a hash of one file is the work of one core.
     """
 
     def __init__(self, parts: Mapping[str, tuple[Tensor, Sequence[int]]], rank: int, world_size: int) -> None:
         self.tensors = {name: part for name, (part, _) in parts.items() if part.numel()}
         self.offsets = {name: list(parts[name][1]) for name in self.tensors}
-        self.file = f"shard-{rank + 1:05d}-of-{world_size:05d}.safetensors"
+        self.name = f"shard-{rank + 1:05d}-of-{world_size:05d}"
 
-    def to_host(self, buffers: dict[str, Tensor]) -> None:
-        """Copy the tensors into ``buffers``, those of the last time if there are any: training may go on."""
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def files(self) -> dict[str, list[str]]:
+        """{name of a file: names of the tensors in it}. One file bears the shard's name, several are numbered."""
+        groups: list[list[str]] = [[]]
+        size = 0
         for name, tensor in self.tensors.items():
-            if name not in buffers:
-                buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            buffers[name].copy_(tensor, non_blocking=True)
-        if any(tensor.is_cuda for tensor in self.tensors.values()):
-            torch.cuda.synchronize()
-        self.tensors = {name: buffers[name] for name in self.tensors}
+            if groups[-1] and size + tensor.nbytes > FILE:
+                groups.append([])
+                size = 0
+            groups[-1].append(name)
+            size += tensor.nbytes
+        if len(groups) == 1:
+            return {f"{self.name}.safetensors": groups[0]}
+        return {f"{self.name}-part-{i:05d}.safetensors": names for i, names in enumerate(groups, 1)}
 
-    def write(self, directory: Path) -> SavedFile:
+    def write(self, directory: Path) -> list[SavedFile]:
         """Raises OSError."""
-        where = {name: {"saved_offsets": begin} for name, begin in self.offsets.items()}
-        try:
-            return write_tensors(directory / self.file, self.tensors, {DCP_OFFSETS: json.dumps(where)})
-        except OSError as error:  # that of a write does not name its file
-            raise OSError(error.errno, error.strerror, str(directory / self.file)) from error
+
+        def one(described: tuple[str, list[str]]) -> SavedFile:
+            file, names = described
+            where = {name: {"saved_offsets": self.offsets[name]} for name in names}
+            tensors = {name: self.tensors[name] for name in names}
+            try:
+                return write_tensors(directory / file, tensors, {DCP_OFFSETS: json.dumps(where)})
+            except OSError as error:  # that of a write does not name its file
+                raise OSError(error.errno, error.strerror, str(directory / file)) from error
+
+        return in_threads(one, [*self.files().items()], WRITERS)
 
 
 def save_shard(
@@ -72,23 +92,25 @@ def save_shard(
     shell: PreTrainedModel | None,
     *,
     adapter: LoraConfig | None = None,
-    buffers: dict[str, Tensor] | None,
-) -> Future[list[SavedFile]]:
-    """See TrainEngine.save. shell: what this rank describes, and its adapter. buffers: of saves in the background; None: it is
-    waited for."""
-    if buffers is not None:
-        shard.to_host(buffers)
+    background: bool,
+) -> Future[Saved]:
+    """See TrainEngine.save. shell: what this rank describes, and its adapter."""
+    waited_for = shortage(shard.bytes) if background else None
+    if staged := background and waited_for is None:
+        shard.tensors = copied(shard.tensors)
 
-    def write() -> list[SavedFile]:
+    def write() -> Saved:
+        started = time.monotonic()
         directory.mkdir(exist_ok=True)
         written = shard.write(directory)
         described = write_description(shell, directory) if shell is not None else []
         if shell is not None and adapter is not None:
             described.append(write_adapter_config(adapter, directory))
-        return [written, *saved_files(directory, described)]
+        files = [*written, *saved_files(directory, described)]
+        return Saved(files=files, seconds=time.monotonic() - started, waited_for=waited_for)
 
     saving = in_background(write)
-    if buffers is None:
+    if not staged:
         wait([saving])
     return saving
 
@@ -114,7 +136,7 @@ def load_sharded(state: dict[str, Tensor], path: str) -> None:
             raise ValueError(f"{path}: {name} is {tuple(saved[name].shape)} there and {tuple(tensor.shape)} in this model")
     if more := sorted(name for name in saved.keys() - state.keys() if name.startswith(ADAPTER)):
         raise ValueError(f"{path}: {more[0]} is in this checkpoint, and not in this model: its adapter has other modules")
-    dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(path))
+    dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(path, thread_count=READERS))
 
 
 def saved_tensors(path: str) -> dict[str, Tensor]:

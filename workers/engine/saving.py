@@ -1,12 +1,13 @@
-"""How a rank brings what it holds to disk, beside the training."""
+"""Write and hash files: safetensors from tensors where they lie, in threads while training goes on."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from threading import Thread
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from workers.engine.base import SavedFile
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 PIECE = 2**26  # bytes that are hashed and written at a time
 SAFETENSORS = {
@@ -37,6 +39,33 @@ def in_background(work: Callable[[], Result]) -> Future[Result]:
 
     Thread(target=run, name="save", daemon=True).start()
     return future
+
+
+def in_threads(work: Callable[[Item], Result], items: Sequence[Item], threads: int) -> list[Result]:
+    """``work`` of each item, by as many threads of that kind. Returns, or raises the first error, when all have ended."""
+    waiting, results = iter([*enumerate(items)]), {}
+
+    def work_on() -> None:
+        for i, item in waiting:
+            results[i] = work(item)
+
+    at_work = [in_background(work_on) for _ in range(min(threads, len(items)))]
+    wait(at_work)
+    for thread in at_work:
+        thread.result()
+    return [results[i] for i in range(len(items))]
+
+
+def read_ahead(read: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
+    """``read`` of each item, in order; threads are at most as many items ahead as there are threads."""
+    under_way: deque[Future[Result]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        for item in items:
+            under_way.append(pool.submit(read, item))
+            if len(under_way) > threads:
+                yield under_way.popleft().result()
+        while under_way:
+            yield under_way.popleft().result()
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> SavedFile:
@@ -89,8 +118,8 @@ def saved_files(directory: Path, names: Iterable[str]) -> list[SavedFile]:
 
 def hashes_of(directory: Path, names: Sequence[str]) -> dict[str, str]:
     """The sha256 of each, several at a time."""
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        return dict(zip(names, pool.map(lambda name: sha256_of(directory / name), names), strict=True))
+    hashes = in_threads(lambda name: sha256_of(directory / name), names, min(16, os.cpu_count() or 1))
+    return dict(zip(names, hashes, strict=True))
 
 
 def sha256_of(path: Path) -> str:

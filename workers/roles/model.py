@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future, wait
 
 from workers.batch import Batch
-from workers.engine.base import LossSpec, SavedFile, TrainEngine
+from workers.engine.base import LossSpec, Saved, TrainEngine
 from workers.metric import Metric, Metrics
 from workers.plan import MicroBatches
 from workers.residency import Residency
@@ -19,7 +19,7 @@ class ModelRole:
         self.engine = engine
         self.loss = loss.resolve() if loss is not None else None
         self.residency = residency
-        self.saving: Future[list[SavedFile]] | None = None
+        self.saving: Future[Saved] | None = None
         self.sender: Sender | None = None
 
     def forward(self, batch: Batch, plan: MicroBatches, outputs: list[str], adapter: bool) -> Batch | None:
@@ -47,7 +47,7 @@ class ModelRole:
         with self.residency.visit(self.name):
             self.saving = self.engine.save(path, background=background)
 
-    def saved(self, patient: bool) -> list[SavedFile] | str | None:
+    def saved(self, patient: bool) -> Saved | str | None:
         """What this rank wrote in the last save, or why it could not; None while it is at it. patient: wait."""
         assert self.saving is not None, f"{self.name}: nothing was saved"
         if patient:

@@ -15,6 +15,7 @@ from tests.runs import make_task, ppo_arguments, run_ppo, without_eos
 from trainer import main_ppo
 from trainer.ppo import assemble, dry_run
 from trainer.rewards.runner import RewardRunner
+from workers.host_memory import Memory
 
 FULL = "trainer.dry_run=full"
 SAVED = (
@@ -47,6 +48,23 @@ def test_a_model_that_cannot_end_an_answer_is_a_doubt(task: Path, tmp_path: Path
     assert "no answer can end by itself (alarms.end_token): tokenizer" in plan(task, tmp_path / "run", capsys, model)
     assert "no answer can end" not in plan(task, tmp_path / "run", capsys, model, "actor_rollout_ref.rollout.ignore_eos=true")
     assert "no answer can end" not in plan(task, tmp_path / "run", capsys)
+
+
+def test_the_copy_of_a_checkpoint_in_the_hosts_memory_is_planned(
+    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many bytes as a run then writes; too many are a doubt."""
+    saving = ("trainer.save_freq=1", "trainer.total_training_steps=1", "algorithm=ppo")
+    told = plan(task, tmp_path / "plan", capsys, *saving)
+    found = re.search(r"while one is written, its copy is in the host's memory: ([\d.e+-]+) GB on each node", told)
+    assert found is not None and "training would wait" not in told
+    run_ppo(task, tmp_path / "run", *saving)
+    files = [*(tmp_path / "run/global_step_1").rglob("*.safetensors")]
+    assert float(found[1]) * 1e9 == pytest.approx(sum(file.stat().st_size for file in files), rel=0.15), "headers are the rest"
+    for quiet in ("trainer.save_freq=-1", "trainer.checkpoint.async_save=false"):
+        assert "the host's memory" not in plan(task, tmp_path / "plan", capsys, *saving, quiet)
+    monkeypatch.setattr(dry_run, "host_memory", lambda: Memory(1_100_000_000, 11_000_000_000, "machine"))
+    assert "training would wait for each checkpoint to be written: copies of " in plan(task, tmp_path / "plan", capsys, *saving)
 
 
 def test_it_says_what_a_run_would_do(

@@ -67,7 +67,7 @@ def check_cover(run_dir: Path) -> None:
 @pytest.mark.timeout(600)
 def test_two_kills_change_nothing(task: Path, tmp_path: Path) -> None:
     """One ends a run without Ray, and the run that they are compared with has none: it is the same."""
-    kills = [Kill(2, "rename", backend="local"), Kill(3, "update_actor", 0.02, "workers")]
+    kills = [Kill(2, "write", backend="local"), Kill(3, "update_actor", 0.02, "workers")]
     options = (*SMALL, *PPO, "trainer.total_training_steps=6", "trainer.save_freq=1", "trainer.test_freq=1")
     whole = tmp_path / "whole"
     run_ppo(task, whole, *options, f"trainer.rollout_data_dir={whole / ROLLOUTS}")

@@ -5,11 +5,11 @@ from typing import Any, cast
 
 import pytest
 
-from workers.engine.base import SavedFile
+from workers.engine.base import Saved, SavedFile
 from workers.residency import Residency, Tenant
 from workers.roles.model import ModelRole
 
-FILE = SavedFile(name="shard", size=1, sha256="0")
+SAVED = Saved(files=[SavedFile(name="shard", size=1, sha256="0")], seconds=1.0)
 
 
 class Engine:
@@ -19,9 +19,9 @@ class Engine:
     def move(self, **places: str | None) -> None:
         pass
 
-    def save(self, path: str, *, background: bool) -> Future[list[SavedFile]]:
+    def save(self, path: str, *, background: bool) -> Future[Saved]:
         self.asked.append((path, background))
-        self.future: Future[list[SavedFile]] = Future()
+        self.future: Future[Saved] = Future()
         return self.future
 
 
@@ -34,8 +34,8 @@ def test_a_save_under_way_is_told_as_often_as_one_asks() -> None:
     assert engine.asked == [("somewhere", True)] and role.saved(False) is None
     with pytest.raises(AssertionError, match="the last save is still under way"):
         role.save("elsewhere", True)
-    engine.future.set_result([FILE])
-    assert role.saved(False) == role.saved(True) == [FILE]
+    engine.future.set_result(SAVED)
+    assert role.saved(False) == role.saved(True) == SAVED
     role.save("elsewhere", False)
     engine.future.set_exception(OSError(28, "No space left on device"))
     assert role.saved(True) == "[Errno 28] No space left on device"

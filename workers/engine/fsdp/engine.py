@@ -20,7 +20,7 @@ from configs.schema.common import FSDPConfig
 from workers.batch import Batch
 from workers.engine.attention import PackedRows
 from workers.engine.balance import ROUTED, LoadBalance
-from workers.engine.base import EngineMesh, EngineSpec, Loss, SavedFile, TrainEngine, Weights
+from workers.engine.base import EngineMesh, EngineSpec, Loss, Saved, TrainEngine, Weights
 from workers.engine.checkpoint import ADAPTER, Shard, load_sharded, save_shard
 from workers.engine.fsdp.activations import keep_inputs_on_host, tile_mlps
 from workers.engine.fsdp.optimizer import ShardedAdamW, global_norm
@@ -81,7 +81,6 @@ class FSDPEngine(TrainEngine):
 
             self._adapter = Adapter(self._model, self.adapter_config)
             self._weights = self._adapter.base
-        self._host: dict[str, Tensor] = {}  # copies that a thread writes from
         self._optimizer: ShardedAdamW | None = None
         if spec.optimizer is not None:
             trained = {name: local(param) for name, param in self._params.items() if param.requires_grad}
@@ -302,13 +301,12 @@ class FSDPEngine(TrainEngine):
         if self.fsdp.optimizer_offload:
             self._places["optimizer"].move("cpu")
 
-    def save(self, path: str, *, background: bool = False) -> Future[list[SavedFile]]:
+    def save(self, path: str, *, background: bool = False) -> Future[Saved]:
         self._assert_here("params")
         with self._optimizer_here():
             state = parts(self._checkpoint_state(), self.mesh.rank, copies(self._device_mesh))
             shard = Shard(state, self.mesh.rank, self.mesh.world_size)
-            adapter, buffers = self.adapter_config, self._host if background else None
-            return save_shard(shard, Path(path), self._shell, adapter=adapter, buffers=buffers)
+            return save_shard(shard, Path(path), self._shell, adapter=self.adapter_config, background=background)
 
     def load(self, path: str) -> None:
         self._assert_here("params")

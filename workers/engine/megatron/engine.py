@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from configs.schema.common import MegatronConfig
 from workers.batch import Batch
-from workers.engine.base import EngineMesh, EngineSpec, Loss, OptimizerSpec, SavedFile, TrainEngine, Weights
+from workers.engine.base import EngineMesh, EngineSpec, Loss, OptimizerSpec, Saved, TrainEngine, Weights
 from workers.engine.checkpoint import Files, Shard, save_shard, write_model
 from workers.engine.hf_model import empty_model, model_config, model_files, model_flops
 from workers.engine.megatron.exchange import Exchange
@@ -74,7 +74,6 @@ class MegatronEngine(TrainEngine):
             self._exchange.fill(files, self._put_param)
         self._grads_place: Place = "device"
         self._places = {"params": Offloadable(self._exchange.params.values()), "optimizer": Offloadable(self._own_state())}
-        self._host: dict[str, Tensor] = {}  # copies that a thread writes from
 
     def _trained(self, optimizer: OptimizerSpec) -> tuple[list[Any], MegatronAdamW]:
         """The chunks with gradients around them, and what applies these."""
@@ -233,12 +232,12 @@ class MegatronEngine(TrainEngine):
 
     # Checkpoints: FSDP's, which any cut reads
 
-    def save(self, path: str, *, background: bool = False) -> Future[list[SavedFile]]:
+    def save(self, path: str, *, background: bool = False) -> Future[Saved]:
         self._assert_here("params")
         with self._optimizer_here():
             shard = Shard(self._state(), self.mesh.rank, self.mesh.world_size)
             shell = self._shell if self.mesh.rank == 0 else None
-            return save_shard(shard, Path(path), shell, buffers=self._host if background else None)
+            return save_shard(shard, Path(path), shell, background=background)
 
     def _state(self) -> dict[str, tuple[Tensor, list[int]]]:
         """This rank's part of the checkpoint. What several ranks have is spread over them. Collective."""

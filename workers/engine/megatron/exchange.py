@@ -1,6 +1,6 @@
 """This rank's part of a Megatron model, under Hugging Face's names: from files, to other ranks, and to files.
 
-A line of the table at a time, so that no rank ever holds more than one line's whole tensors.
+A line of the table at a time, and a few read ahead, so that no rank ever holds more than those lines' whole tensors.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from workers.engine.checkpoint import Files
 from workers.engine.hf_model import PackedModel
 from workers.engine.megatron.model import PackedGPT
 from workers.engine.megatron.weights import Line, table
+from workers.engine.saving import read_ahead
 
 VALUE_HEAD = ("score.weight", "score.bias")
 FUSED_NORMS = {  # Transformer Engine's
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
+AHEAD = 4  # lines that threads read while another is put in its place
 NOT_WEIGHTS = "rotary_emb.inv_freq"  # a buffer that older files have
 
 
@@ -51,16 +53,20 @@ class Exchange:
         prefix: of the names in the files; none in a model's, where a value head may be missing and is left as it is. Raises
         ValueError for what else is missing or does not fit.
         """
-        for line in self.lines:
-            param = self.params.get(line.ours)
-            if param is None or (not prefix and line.theirs[0] in VALUE_HEAD and line.theirs[0] not in files):
-                continue
+
+        def read(line: Line) -> Tensor:
             theirs = [files.read(prefix + name) for name in line.theirs]
             for name, tensor in zip(line.theirs, theirs, strict=True):
                 if tensor.shape != self.shapes[name]:
                     sizes = f"{tuple(tensor.shape)} there and {tuple(self.shapes[name])} in this model"
                     raise ValueError(f"{files.place}: {prefix}{name} is {sizes}")
-            put(param, line.layout.cut(theirs, self.tp.rank(), self.tp.size()))
+            return line.layout.cut(theirs, self.tp.rank(), self.tp.size())
+
+        lines = [line for line in self.lines if line.ours in self.params]
+        if not prefix:
+            lines = [line for line in lines if line.theirs[0] not in VALUE_HEAD or line.theirs[0] in files]
+        for line, part in zip(lines, read_ahead(read, lines, AHEAD), strict=True):
+            put(self.params[line.ours], part)
 
     def refuse_strangers(self, files: Files) -> None:
         """Raises ValueError for weights in the files that the table does not know: the model does more than Megatron would."""

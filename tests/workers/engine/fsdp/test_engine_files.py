@@ -2,6 +2,7 @@
 
 import errno
 import resource
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,10 +19,13 @@ from tests.workers.engine.fsdp.cases import exported, train
 from tests.workers.engine.fsdp.test_engine_checkpoint import assert_same_bits
 from tests.workers.engine.toy import toy_engine
 from trainer.export import check, export
-from workers.engine.checkpoint import Shard, saved_tensors
+from workers.engine import staging
+from workers.engine.base import SavedFile
+from workers.engine.checkpoint import Files, Shard, saved_tensors
 from workers.engine.fsdp.engine import FSDPEngine
 from workers.engine.fsdp.sharding import parts
 from workers.engine.saving import sha256_of
+from workers.host_memory import Memory
 
 TwoRanks = tuple[Path, list[dict[str, Any]]]
 
@@ -59,9 +63,9 @@ def test_what_is_trained_meanwhile_is_not_written(
     train(engine, range(1))
     engine.save(str(tmp_path / "waiting")).result()
 
-    def late(self: Shard, directory: Path) -> None:
+    def late(self: Shard, directory: Path) -> list[SavedFile]:
         assert trained.wait(60)
-        write(self, directory)
+        return write(self, directory)
 
     monkeypatch.setattr(Shard, "write", late)
     saving = engine.save(str(tmp_path / "background"), background=True)
@@ -72,16 +76,57 @@ def test_what_is_trained_meanwhile_is_not_written(
     assert contents(tmp_path / "background") == contents(tmp_path / "waiting")
 
 
-def test_the_copies_on_the_host_are_made_once(group: None, models: dict[str, str], tmp_path: Path) -> None:
+def test_an_offloaded_state_is_copied_too(group: None, models: dict[str, str], tmp_path: Path) -> None:
+    """Moments on the host change in the next step as those of a device do; saves follow one another."""
+    engine = toy_engine(models["qwen2"], optimizer_offload=True)
+    for step in range(2):
+        train(engine, range(step, step + 1))
+        engine.save(str(tmp_path / f"waiting {step}")).result()
+        saving = engine.save(str(tmp_path / f"background {step}"), background=True)
+        train(engine, range(step + 1, step + 2))
+        saving.result()
+        assert contents(tmp_path / f"background {step}") == contents(tmp_path / f"waiting {step}")
+    assert contents(tmp_path / "background 0") != contents(tmp_path / "background 1")
+
+
+def test_without_memory_for_the_copies_training_waits(
+    group: None, models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is told why; the next save is in the background again."""
     engine = toy_engine(models["qwen2"])
-    engine.save(str(tmp_path / "first"), background=True).result()
-    assert engine._host.keys() == engine._checkpoint_state().keys()
-    places = {name: copy.data_ptr() for name, copy in engine._host.items()}
     train(engine, range(1))
-    engine.save(str(tmp_path / "second"), background=True).result()
-    assert {name: copy.data_ptr() for name, copy in engine._host.items()} == places
-    engine.save(str(tmp_path / "third")).result()
-    assert contents(tmp_path / "second") == contents(tmp_path / "third") != contents(tmp_path / "first")
+    with monkeypatch.context() as short:
+        short.setattr(staging, "host_memory", lambda: Memory(int(1.1e9), int(1e10), "machine"))
+        short.setattr(staging, "copied", None)
+        short.setattr(Shard, "bytes", 200_000_000)
+        saving = engine.save(str(tmp_path / "short"), background=True)
+        assert saving.done()
+    told = f"copies of 0.2 GB on {socket.gethostname()}: the machine's memory has room for 0.1 GB, beside 10% that stay free"
+    assert saving.result().waited_for == told
+    again = engine.save(str(tmp_path / "again"), background=True).result()
+    assert again.waited_for is None and again.seconds > 0
+    assert contents(tmp_path / "short") == contents(tmp_path / "again")
+
+
+def test_a_shard_of_several_files_is_read_by_other_ranks_too(
+    group: None, models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each file whole tensors, at most FILE bytes of them; torch's reader and ours put them together."""
+    engine, other = (toy_engine(models["qwen2"]) for _ in range(2))
+    train(engine, range(2))
+    monkeypatch.setattr("workers.engine.checkpoint.FILE", 20_000)
+    saved = engine.save(str(tmp_path), background=True).result()
+    files = [file for file in saved.files if file.name.endswith(".safetensors")]
+    assert len(files) > 5 and files[0].name == "shard-00001-of-00001-part-00001.safetensors"
+    held = [load_file(tmp_path / file.name) for file in files]
+    assert all(len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= 20_000 for tensors in held)
+    assert {file.name: file.sha256 for file in files} == {file.name: sha256_of(tmp_path / file.name) for file in files}
+    state = {name: tensor.clone() for name, tensor in engine._checkpoint_state().items()}
+    assert sum(len(tensors) for tensors in held) == len(state)
+    other.load(str(tmp_path))
+    assert_same_bits(other._checkpoint_state(), state)
+    found = Files(str(tmp_path), "it")
+    assert_same_bits({name: found.read(name) for name in found}, state)
 
 
 @contextmanager

@@ -190,7 +190,7 @@ def test_a_checkpoint_is_of_the_adapter_alone_and_resumes_to_the_bit(
     loss = ToyLoss() if head == "lm" else ValueLoss()
     engine = lora_engine(models["qwen2"], head)
     train(engine, range(2), loss)
-    files = {file.name for file in engine.save(str(tmp_path / "lora")).result()}
+    files = {file.name for file in engine.save(str(tmp_path / "lora")).result().files}
     assert files >= {"adapter_config.json", "config.json"}
     resumed = lora_engine(models["qwen2"], head)
     resumed.load(str(tmp_path / "lora"))

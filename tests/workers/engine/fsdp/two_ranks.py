@@ -102,7 +102,7 @@ def checkpoint(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
     metrics, uninterrupted = train(engine, range(2, 4)), shards(engine)
     weights = exported(engine)
     dist.barrier()
-    files = {file.name: file.sha256 for file in saving.result()}
+    files = {file.name: file.sha256 for file in saving.result().files}
     resumed = toy_engine(models["qwen2"])
     resumed.load(str(path / "checkpoint"))
     again = train(resumed, range(2, 4))

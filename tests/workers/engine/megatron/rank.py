@@ -126,7 +126,7 @@ def resharding(rank: int, size: int, path: Path, models: dict[str, str]) -> dict
             saving = engine.save(str(path / name), background=True)
             saved, uninterrupted = exported(engine), train(engine, range(i + 1, i + 3))
             weights = exported(engine)
-            files = {file.name: file.sha256 for file in saving.result()}
+            files = {file.name: file.sha256 for file in saving.result().files}
             dist.barrier()
             engine.load(str(path / name))  # back, over later state
             engine.save(str(path / f"{name} again")).result()
