@@ -30,13 +30,17 @@ WIDE: dict[str, object] = {
     "max_position_embeddings": 2 * LENGTH,
 }
 PROMPT = (5, 6, 7)
+QUICK: dict[str, dict[str, Any]] = {
+    "vllm": {"gpu_memory_utilization": SHARE, "enforce_eager": True},
+    "sglang": {"attention_backend": "triton", "sampling_backend": "pytorch", "cuda_graph_backend_prefill": "disabled"},
+}
+"""Of the engine's own arguments: it starts sooner, and needs none of the packages that it can do without."""
 
 
 def main(rank: int, path: str, name: Literal["vllm", "sglang"]) -> None:
     host = Host(place(), "cuda", 60.0)
     sharding = fsdp_config("bfloat16", model_dtype="float32", param_offload=True, optimizer_offload=True)
-    quick: dict[str, Any] = {"gpu_memory_utilization": SHARE, "enforce_eager": True} if name == "vllm" else {}
-    rollout = spec_of(f"{path}/model", name=name, max_model_len=1024, slots=16, dtype="bfloat16", **quick)
+    rollout = spec_of(f"{path}/model", name=name, max_model_len=1024, slots=16, dtype="bfloat16", **QUICK[name])
     rollout = replace(rollout, device="cuda", rollout=replace(rollout.rollout, gpu_memory_utilization=SHARE))
     host.build_model("actor", replace(actor_spec(rollout.model, sharding), device="cuda"), ACTOR_LOSS)
     host.build_rollout("rollout", rollout, "actor")

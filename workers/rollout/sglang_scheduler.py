@@ -57,7 +57,9 @@ class Weights:
     @torch.no_grad()
     def load(self, number: int, memory: Tensor, named: Sequence[tuple[str, Shape, int]]) -> None:
         """By SGLang's own loader, within an update. named: the trainer's name and shape, and where its numbers begin in there."""
-        memory = self._opened(number, memory)
+        # Another rank's bucket is copied over whole: SGLang's parameters are memory of torch_memory_saver, which only kernels of
+        # their own device may write to (a copy from another device fails with «invalid argument»).
+        memory = self._opened(number, memory).to(next(self.model.parameters()).device)
         self.model.load_weights([(name, memory[start : start + math.prod(shape)].view(shape)) for name, shape, start in named])
         finish(memory)
 
