@@ -229,8 +229,8 @@ def doubts(config: PPOConfig, place: Placement, models: dict[str, Measured], ask
     fullest = max(uses_of(config, place, models), key=lambda use: use.bytes or 0.0, default=None)
     if room is not None and fullest is not None and (fullest.bytes or 0.0) > room:
         yield f"more than there is: {fullest.phase} in pool {fullest.pool}, and a worker here has {room / GB:.4g} GB"
-    staged, usable = staged_bytes(config, place, models), usable_memory(host_memory())
-    if staged > usable:
+    staged = staged_bytes(config, place, models)
+    if staged and staged > (usable := usable_memory(host_memory())):
         copies = f"copies of {staged / GB:.3g} GB, and this host's memory has room for {max(usable, 0.0) / GB:.3g} GB"
         yield f"training would wait for each checkpoint to be written: {copies}"
 
