@@ -13,7 +13,7 @@ def activation_problems(key: str, model: ModelConfig, role: ShardedConfig) -> It
             f"{key}.{name}=true: not supported by strategy=megatron; use strategy=fsdp, or Megatron's "
             "context_parallel_size and override_transformer_config.recompute_granularity"
         )
-    # Only inputs of checkpointed layers are worth the transfer; without checkpointing every saved tensor would be offloaded.
+    # The offload is meant for the inputs of checkpointed layers; without checkpointing every saved tensor would be transferred.
     if model.enable_activation_offload and role.strategy == "fsdp" and not model.enable_gradient_checkpointing:
         yield (
             f"{key}.enable_activation_offload=true: {key}.enable_gradient_checkpointing=false, so all activations "
