@@ -86,7 +86,7 @@ def test_defaults_and_the_quick_start_work() -> None:
         (
             ["data.train_batch_size=2", f"{ACTOR}.ppo_mini_batch_size=1", f"{ROLLOUT}.n=3"],
             [
-                f"data.train_batch_size=2: data.train_batch_size * {ROLLOUT}.n = 2 * 3 = 6 sequences a step "
+                f"data.train_batch_size=2: data.train_batch_size * {ROLLOUT}.n = 2 * 3 = 6 sequences per step "
                 f"are fewer than {WORKERS}; increase it"
             ],
         ),
@@ -238,7 +238,7 @@ def test_what_vllm_cannot_do() -> None:
     assert ppo_lines(*one, f"{ROLLOUT}.enforce_eager=true", f"{ROLLOUT}.val_kwargs.temperature=0") == []
     for words, said in (
         (f"{ROLLOUT}.dtype=float64", "dtype=float64: not supported by vLLM"),
-        (f"{ROLLOUT}.temperature=0.005", "temperature=0.005: vLLM takes 0.01 at least"),
+        (f"{ROLLOUT}.temperature=0.005", "temperature=0.005: the minimum of vLLM is 0.01"),
         (f"{ROLLOUT}.val_kwargs.temperature=0.005", "val_kwargs.temperature=0.005: vLLM takes"),
         (f"+{ROLLOUT}.engine_kwargs.vllm.model=a", "engine_kwargs.vllm.model: set by another key"),
     ):
@@ -254,7 +254,7 @@ def test_what_sglang_cannot_do() -> None:
     assert line.endswith("must fit on one node, but 2 does not divide the 3 GPUs of a node (3 = 1 * 2 + 1); use a divisor")
     for words, said in (
         (f"{ROLLOUT}.dtype=float64", "dtype=float64: not supported by SGLang"),
-        (f"{ROLLOUT}.temperature=1e-7", "temperature=1e-07: SGLang takes 1e-06 at least"),
+        (f"{ROLLOUT}.temperature=1e-7", "temperature=1e-07: the minimum of SGLang is 1e-06"),
         (f"+{ROLLOUT}.engine_kwargs.sglang.pp_size=3", "engine_kwargs.sglang.pp_size: set by another key"),
     ):
         (line,) = ppo_lines(*two, "trainer.n_gpus_per_node=2", words)

@@ -74,7 +74,7 @@ def test_roles_on_the_same_gpus_are_cut_alike(name: str) -> None:
     )
     assert problems(role(**ALL_TWO), critic=replace(unlike, strategy="fsdp")) == []
     (line,) = problems(replace(role(), strategy="fsdp"), ref=role(**ALL_TWO), critic=unlike)
-    assert line.startswith(f"critic.megatron.{name}=") and f": ref.megatron.{name}=2, and" in line
+    assert line.startswith(f"critic.megatron.{name}=") and f": ref.megatron.{name}=2, but" in line
 
 
 def test_a_role_counts_where_it_is_used() -> None:
