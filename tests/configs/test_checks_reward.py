@@ -30,7 +30,7 @@ def test_models_beside_rules_and_alone_work() -> None:
     [
         (
             ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a]"],
-            "reward.timeout_score=0.0: algorithm.adv_estimator=gdpo wants",
+            "reward.timeout_score=0.0: algorithm.adv_estimator=gdpo needs",
         ),
         (
             ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=f1"],

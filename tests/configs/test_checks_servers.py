@@ -42,7 +42,7 @@ def test_servers_that_will_do() -> None:
             f"reward.models.far={{urls: [{URL}], normalize: stored}}",
             "reward.models.far.normalize=stored: the statistics are stored with",
         ),
-        (f"reward.models.far={{urls: [{URL}], path: a}}", "reward.models.far.urls: conflicts with reward.models.far.path=a, or"),
+        (f"reward.models.far={{urls: [{URL}], path: a}}", "reward.models.far.urls: conflicts with reward.models.far.path=a"),
         (f"reward.models.far={{urls: [{URL}], clip: [1, 0]}}", "reward.models.far.clip=[1, 0]: the lower bound must be less"),
     ],
 )
@@ -66,7 +66,7 @@ def test_what_has_no_effect() -> None:
 
 def test_servers_are_a_score_beside_reward_models() -> None:
     """reward.scorer=none says that no rule scores; with servers in its place something does."""
-    assert lines("reward.scorer=none")[0].startswith("error: reward.scorer=none: no reward models either")
+    assert lines("reward.scorer=none")[0].startswith("error: reward.scorer=none: there are no reward models either")
     assert lines("reward.scorer=none", f"reward.remote_urls=[{URL}]") == [
         *lines(),
         "reward.scorer=none has no effect: the servers in reward.remote_urls compute the scores",

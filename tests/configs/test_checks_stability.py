@@ -29,7 +29,7 @@ GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=8")
         (
             [PTX, "data.ptx_max_length=20000"],
             "error: data.ptx_max_length=20000: a micro-batch of the actor holds 16384 tokens; "
-            f"raise {ACTOR}.ppo_max_token_len_per_gpu",
+            f"increase {ACTOR}.ppo_max_token_len_per_gpu",
         ),
         (
             ["algorithm.whiten_advantages=group"],
