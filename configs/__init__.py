@@ -1,1 +1,1 @@
-"""YAML and its schema. Loads neither torch nor ray."""
+"""YAML configuration and its schema. Imports neither torch nor ray."""

@@ -1,7 +1,7 @@
-"""Normalises what a user typed, before Hydra sees it, and by the same rules the keys of a user's YAML.
+"""Normalize the command line before Hydra parses it, and the keys of a user's YAML by the same rules.
 
-Aliases become our names, `+key=v` of an existing key becomes an override, keys of other systems are translated, or left out
-with a note where they cannot change a result, and a misspelt one fails at once and names the nearest: configs/compat.yaml.
+Aliases are renamed, `+key=v` of an existing key becomes a plain override, and keys of other systems are translated, or left out
+with a warning if they cannot change a result (configs/compat.yaml). A misspelled key is an error that names the most similar key.
 """
 
 import re
@@ -24,19 +24,20 @@ FLAGS = {"--help", "-h", "--hydra-help", "--resolve", "--run", "-r", "--multirun
 FLAGS_WITH_VALUE = {"--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"}
 CONFIG_PATH, CONFIG_NAME, CONFIG_DIRECTORY = {"--config-path", "-cp"}, {"--config-name", "-cn"}, {"--config-dir", "-cd"}
 TYPED_SECRET = (
-    "a secret on the command line is seen by all users of the machine, and kept in the shell's history; put it into an "
-    "environment variable, and if the key must be set, give it as '${oc.env:NAME}'"
+    "a secret on the command line is visible to all users of the machine and stored in the shell's history; use an "
+    "environment variable, and set the key to '${oc.env:NAME}' if it is required"
 )
 VERL_DIRECTORY = ("trainer", "config")
-INFO_FLAGS = {"--info", "-i"}  # may have a value
+INFO_FLAGS = {"--info", "-i"}  # with an optional value
 OVERRIDE = re.compile(r"(?P<mark>\+\+|\+|~)?(?P<key>[^=@]+)(?P<package>@[^=]*)?(?:=(?P<value>.*))?", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class CommandLine:
-    """flags: Hydra's own. overrides: key=value and group=option, each key once. typed: the keys among them, by our names.
+    """Normalized command line.
 
-    notes: lines for the user.
+    flags: Hydra's own. overrides: key=value and group=option, each key once. typed: keys on the command line, by their names in
+    the schema. notes: warnings for the user.
     """
 
     flags: tuple[str, ...]
@@ -46,25 +47,27 @@ class CommandLine:
 
 
 def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
-    """What Hydra is to see of ``argv`` (without the program's name) in the program with this schema and root YAML.
+    """Command line for Hydra from ``argv`` (without the program's name), for the program with this schema and root YAML.
 
-    Of several values of a key the last counts. Raises ConfigError with a line for each word that is wrong.
+    If a key is given several times, the last value is used. Raises ConfigError with one line for each invalid argument.
     """
     flags, words = _split(argv)
-    flags, notes = _with_our_configs(flags, root)
+    flags, notes = _with_known_configs(flags, root)
     keys, names, groups = keys_of(schema), compat(), Groups.of(root, flags)
     problems: list[str] = []
     chosen: dict[str, re.Match[str]] = {}
     for word in _words(words, keys):
         match = OVERRIDE.fullmatch(word)
         if match is None or (match["value"] is None and match["mark"] != "~"):
+            # A bare option name, such as `quickstart`, most likely lacks its group: suggest recipe=quickstart.
             options = [f"{group}={word}" for group in groups_of(root) if (CONFIG_DIR / group / f"{word}.yaml").exists()]
             meant = f"; did you mean {options[0]}?" if options else "" if word in keys.leaves else keys.did_you_mean(word)
             problems.append(f"{word}: an override is key=value{meant or '; give it a value'}")
             continue
         key = match["key"] if groups.owns(match["key"]) else names.rename(match["key"], keys)
         name = key + (match["package"] or "")
-        chosen.pop(name, None)  # the last one counts, and where it stands
+        # Remove an earlier value first, so that the key also takes the position of its last occurrence.
+        chosen.pop(name, None)
         chosen[name] = match
 
     def typed_value(name: str) -> Any:
@@ -74,18 +77,20 @@ def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
     typed: set[str] = set()
     translated: list[Instead] = []
     for name, match in chosen.items():
-        if told := list(secrets_in(name, _as_value(match["value"]))):
-            problems += [f"{key}: {TYPED_SECRET}" for key in told]
+        if secrets := list(secrets_in(name, _as_value(match["value"]))):
+            problems += [f"{key}: {TYPED_SECRET}" for key in secrets]
             continue
         mark = match["mark"] or ""
         tail = "" if match["value"] is None else f"={match['value']}"
         if name in keys.leaves and bare_type(keys.leaves[name]) is str and re.fullmatch(r"=[\d.]+_[\d.]+", tail):
-            tail = f"='{tail[1:]}'"  # two bounds; Hydra would read 0.5_5 as the number 0.55
+            # Two bounds of a rollout correction. Without quotes Hydra parses 0.5_5 as the number 0.55.
+            tail = f"='{tail[1:]}'"
         if groups.owns(match["key"]):
+            # Hydra refuses + for a group of the defaults list and requires it for any other group.
             is_listed = match["key"] in groups.listed
             overrides[name] = ("" if is_listed and mark != "~" else mark) + name + tail
         elif _sets_nothing(name, match["key"] + (match["package"] or ""), match["value"], keys):
-            notes.append(f"{match['key']}=null is left out: it sets nothing")
+            notes.append(f"{match['key']}=null is left out: it has no effect")
         elif keys.knows(name) and not names.is_translated(name, match["value"], keys):
             overrides[name] = ("~" if mark == "~" else "++" if keys.is_free_form(name) else "") + name + tail
             typed.add(name)
@@ -98,6 +103,7 @@ def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
                 problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
+    # Translated keys come last: whether they apply depends on all other keys of the command line.
     for instead in translated:
         notes.append(instead.note)
         overrides |= {name: f"{name}={_quoted(as_typed(value))}" for name, value in instead.over(typed).items()}
@@ -105,36 +111,37 @@ def normalise(argv: Sequence[str], schema: type, root: str) -> CommandLine:
 
 
 def normalise_tree(tree: Mapping[str, Any], schema: type, typed: Collection[str] = ()) -> tuple[dict[str, Any], list[str]]:
-    """The same for a composed tree, unresolved, which holds what stood in a user's YAML; returns it in our names, and notes.
+    """Normalize a composed but unresolved tree, which contains the keys of a user's YAML; returns the tree and warnings.
 
-    typed: keys of the command line, which win over an alias in the YAML. Raises ConfigError with a line for each wrong key.
+    typed: keys on the command line, which take precedence over aliases in the YAML. Raises ConfigError with one line for each
+    invalid key.
     """
     keys, names = keys_of(schema), compat()
-    ours: dict[str, Any] = {}
+    native: dict[str, Any] = {}
     foreign: dict[str, Any] = {}
     for key, value in _leaves(tree, keys):
         name = names.rename(key, keys)
         if name == key and keys.knows(key):
-            ours[key] = value
+            native[key] = value
         else:
             foreign[name] = value
     notes: list[str] = []
     problems: list[str] = []
     for name, value in foreign.items():
         if keys.knows(name):
-            ours |= {} if name in typed or _sets_nothing(name, "", value, keys) else {name: value}
+            native |= {} if name in typed or _sets_nothing(name, "", value, keys) else {name: value}
             continue
         try:
-            instead = names.instead(name, value, keys, ours.get)
+            instead = names.instead(name, value, keys, native.get)
         except ConfigError as error:
             problems.append(str(error))
             continue
         notes.append(instead.note)
-        ours |= instead.over(typed)
+        native |= instead.over(typed)
     if problems:
         raise ConfigError("\n".join(problems))
     nested: dict[str, Any] = {}
-    for name, value in ours.items():
+    for name, value in native.items():
         *path, last = name.split(".")
         node = nested
         for part in path:
@@ -145,20 +152,23 @@ def normalise_tree(tree: Mapping[str, Any], schema: type, typed: Collection[str]
 
 @cache
 def groups_of(root: str) -> tuple[str, ...]:
-    """The groups in the defaults list of a root YAML, in its order."""
+    """Groups of a root YAML, in the order of its defaults list."""
     return tuple(name for entry in read(CONFIG_DIR / f"{root}.yaml")["defaults"] if entry != "_self_" for name in entry)
 
 
 @cache
 def configs_of(root: str) -> tuple[str, ...]:
-    """Our whole configurations of the program with this root: the root, and those that start from it."""
+    """Names of the complete configurations of a program: its root YAML and the YAML files that extend it."""
     trees = {file.stem: read(file) for file in sorted(CONFIG_DIR.glob("*.yaml"))}
     return (root, *(name for name, tree in trees.items() if root in tree.get("defaults", ())))
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """listed: the groups in the root's defaults list. directories: where options lie, ours first."""
+    """Configuration groups of a program.
+
+    listed: groups in the root's defaults list. directories: search path of group options, configs/ first.
+    """
 
     listed: frozenset[str]
     directories: tuple[Path, ...]
@@ -169,12 +179,12 @@ class Groups:
         return cls(frozenset(groups_of(root)), (CONFIG_DIR, *typed))
 
     def owns(self, key: str) -> bool:
-        """``key=...`` chooses an option of a group, or is Hydra's own, and not a key of the configuration."""
+        """Whether ``key=...`` selects an option of a group or configures Hydra itself, and is not a key of the schema."""
         return re.match(r"hydra($|[./])", key) is not None or any((directory / key).is_dir() for directory in self.directories)
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Hydra's flags with their values, and the overrides: they may stand in any order."""
+    """Split arguments, in any order, into Hydra's flags (with their values) and overrides."""
     flags: list[str] = []
     words: list[str] = []
     waiting = list(argv)
@@ -191,15 +201,15 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         elif word in FLAGS:
             flags.append(word)
         elif equals:
-            raise ConfigError(f"{word}: an override has no dashes; write {word.lstrip('-')}")
+            raise ConfigError(f"{word}: overrides have no dashes; use {word.lstrip('-')}")
         else:
-            near = did_you_mean(word, FLAGS | FLAGS_WITH_VALUE | INFO_FLAGS) or "; leave it out, --help names them"
-            raise ConfigError(f"{word}: there is no such flag{near}")
+            near = did_you_mean(word, FLAGS | FLAGS_WITH_VALUE | INFO_FLAGS) or "; leave it out, --help lists the flags"
+            raise ConfigError(f"{word}: unknown flag{near}")
     return flags, words
 
 
 def _words(words: Sequence[str], keys: Keys) -> Iterator[str]:
-    """With a word for each key in the braces of one that is not ours: node={a: 1, b: 2}."""
+    """Expand foreign keys with a mapping value, node={a: 1, b: 2}, into one override per key, so that each is translated."""
     for word in words:
         match = OVERRIDE.fullmatch(word)
         value = None if match is None else _as_value(match["value"])
@@ -211,21 +221,24 @@ def _words(words: Sequence[str], keys: Keys) -> Iterator[str]:
 
 
 def _text_of(value: Any) -> str:
-    """As Hydra reads it: any text in quotes."""
+    """A value in Hydra's override grammar, with all strings quoted."""
     if isinstance(value, dict):
         return f"{{{','.join(f'{name}:{_text_of(inner)}' for name, inner in value.items())}}}"
     if isinstance(value, list):
         return f"[{','.join(map(_text_of, value))}]"
     if not isinstance(value, str):
         return as_typed(value)
+    # Hydra's grammar: backslashes are doubled only before a quote or at the end, and quotes are escaped.
     escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
     return f"'{escaped}'"
 
 
-def _with_our_configs(flags: Sequence[str], root: str) -> tuple[list[str], list[str]]:
-    """``flags`` with --config-path, which other systems' scripts give, as --config-dir, and a name of theirs as ours; and notes.
+def _with_known_configs(flags: Sequence[str], root: str) -> tuple[list[str], list[str]]:
+    """``flags`` adapted from scripts of other systems, and warnings.
 
-    A directory that does not have the configuration (theirs, which is not here) is left out. Raises ConfigError if nobody has it.
+    --config-path becomes --config-dir, so that the configurations of this package stay available, and known configuration names
+    are translated. A directory without the configuration (such as verl's own) is dropped. Raises ConfigError if the configuration
+    does not exist anywhere.
     """
     rest: list[str] = []
     notes: list[str] = []
@@ -238,45 +251,47 @@ def _with_our_configs(flags: Sequence[str], root: str) -> tuple[list[str], list[
         elif flag in CONFIG_NAME:
             name = waiting.pop(0).removesuffix(".yaml")
         elif flag in CONFIG_DIRECTORY and Path(waiting[0]).parts[-2:] == VERL_DIRECTORY and not Path(waiting[0]).is_dir():
-            notes.append(f"--config-dir={waiting.pop(0)} is left out: it is verl's own, and not here")
+            notes.append(f"--config-dir={waiting.pop(0)} is left out: it is verl's own directory and does not exist here")
         else:
             rest.append(flag)
-    stem, ours = name or root, configs_of(root)
+    stem, known = name or root, configs_of(root)
     is_address = path is not None and "://" in path
     has_it = path is not None and (is_address or Path(path, f"{stem}.yaml").is_file())
-    if path is not None and not has_it and compat().configs.get(stem, stem) not in ours:
-        raise ConfigError(f"--config-path={path}: there is no {stem}.yaml in it; ours are {', '.join(ours)}, and need no path")
+    if path is not None and not has_it and compat().configs.get(stem, stem) not in known:
+        raise ConfigError(
+            f"--config-path={path}: it contains no {stem}.yaml; built-in configurations, which need no path: {', '.join(known)}"
+        )
     if path is not None and has_it:
         directory = path if is_address else str(Path(path).absolute())
-        rest += ["--config-path" if is_address or stem in ours else "--config-dir", directory]
+        rest += ["--config-path" if is_address or stem in known else "--config-dir", directory]
     if name is not None:
-        is_theirs = has_it or any(flag in CONFIG_DIRECTORY for flag in rest)
-        rest += ["--config-name", stem if is_theirs else compat().configs.get(stem, stem)]
+        is_external = has_it or any(flag in CONFIG_DIRECTORY for flag in rest)
+        rest += ["--config-name", stem if is_external else compat().configs.get(stem, stem)]
     return rest, notes
 
 
 def _as_value(text: str | None) -> Any:
-    """A mapping or a list as such, anything else as it was typed."""
+    """A mapping or list as parsed by Hydra; any other text unchanged."""
     if text is None or not text.startswith(("{", "[")):
         return text
-    with suppress(HydraException):  # told where the value counts
+    with suppress(HydraException):  # a syntax error is reported when Hydra parses the override
         return OverridesParser.create().parse_override(f"value={text}").value()
     return text
 
 
 def _quoted(text: str) -> str:
-    """With a function of ours in it, which Hydra reads in quotes alone."""
+    """Quote a text that contains the ${share:...} resolver, whose comma Hydra only accepts in quotes."""
     return f"'{text}'" if "${share:" in text else text
 
 
 def _sets_nothing(name: str, typed: str, value: Any, keys: Keys) -> bool:
-    """Another name of a key of ours, at null, which ours cannot be: elsewhere an older name stands there so."""
+    """Whether this is an alias set to null although the key itself does not allow null, as verl's YAML has for older names."""
     annotation = keys.annotation(name)
     return name != typed and value in (None, "null") and annotation is not None and not takes_null(annotation)
 
 
 def _leaves(tree: Mapping[str, Any], keys: Keys, prefix: str = "") -> list[tuple[str, Any]]:
-    """(dotted key, value) of everything in ``tree``; what is one leaf of the schema is one here."""
+    """(dotted key, value) of all leaves of ``tree``; a leaf of the schema, such as a free-form dict, is not descended into."""
     found: list[tuple[str, Any]] = []
     for name, value in tree.items():
         key = f"{prefix}{name}"

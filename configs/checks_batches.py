@@ -1,4 +1,4 @@
-"""Batches, rows and micro-batches that do not go together; see configs/checks.py."""
+"""Validate batch, mini-batch and micro-batch sizes; see configs/checks.py."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,15 +12,16 @@ from configs.schema.ppo import PPOConfig
 
 
 def wants_ref(config: PPOConfig) -> bool:
-    """Some KL term compares with the reference."""
+    """Whether a KL term needs the reference model."""
     return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
 
 
 def roles_of(config: PPOConfig, *, has_critic: bool) -> dict[str, ShardedConfig]:
-    """By their keys, the roles of the run that have a training engine."""
+    """{key: role} of the run's roles with a training engine."""
     models = config.actor_rollout_ref
     roles: dict[str, ShardedConfig] = {"actor_rollout_ref.actor": models.actor}
-    if wants_ref(config) and not models.model.has_adapter:  # beside an adapter, the actor has it
+    # With a LoRA adapter the reference is the actor with its adapter disabled, and needs no workers of its own.
+    if wants_ref(config) and not models.model.has_adapter:
         roles["actor_rollout_ref.ref"] = models.ref
     if has_critic:
         roles["critic"] = config.critic
@@ -29,12 +30,12 @@ def roles_of(config: PPOConfig, *, has_critic: bool) -> dict[str, ShardedConfig]
 
 
 def name_of(key: str) -> str:
-    """The role with this key, as configs/pools.py names it."""
+    """Name of the role with this key in configs/pools.py."""
     return "reward" if key.startswith("reward.") else key.rpartition(".")[2]
 
 
 def shares_in_words(shares: int, workers: Workers) -> str:
-    """The data-parallel size, which is that of the workers unless a copy of the model takes several."""
+    """Description of the data-parallel size: the number of workers, divided by the workers per copy of the model."""
     if shares == world_size(workers):
         return workers_in_words(workers)
     return f"the data-parallel size {shares} = {workers_in_words(workers)} / {world_size(workers) // shares}"
@@ -43,11 +44,11 @@ def shares_in_words(shares: int, workers: Workers) -> str:
 def micro_batch_limits(
     per_gpu: int | None, over_all: int | None, dynamic: bool, max_tokens: int, role: ShardedConfig, workers: Workers
 ) -> tuple[int | None, int | None]:
-    """(tokens, rows) of a micro-batch at most, one of them None: tokens if ``dynamic`` or no count is given, else rows.
+    """Maximum (tokens, rows) of a micro-batch; one of them is None: rows if ``dynamic`` or no number of rows is set, else tokens.
 
-    per_gpu: rows that the GPUs of one copy of the model work on. over_all: the older count, over all of them; at least one row
-    each. max_tokens: on one GPU; context parallelism spreads a micro-batch over several. Raises ValueError if over_all does
-    not divide by the data-parallel size.
+    per_gpu: rows per copy of the model. over_all: older key, rows over all copies; at least one row each. max_tokens: per GPU;
+    context parallelism splits a micro-batch over several GPUs. Raises ValueError if over_all is not divisible by the
+    data-parallel size.
     """
     if dynamic or (per_gpu is None and over_all is None):
         return max_tokens * context_parallel_size(role), None
@@ -57,13 +58,16 @@ def micro_batch_limits(
     shares = data_parallel_size(role, workers)
     if over_all > shares and over_all % shares:
         quotient = f"{over_all} / {shares} = {over_all / shares:.4g}"
-        raise ValueError(f"so many sequences do not divide by the data-parallel size ({quotient})")
+        raise ValueError(f"the number of sequences is not divisible by the data-parallel size ({quotient})")
     return None, max(1, over_all // shares)
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a role cuts micro-batches. key: of the role; others are key.<kind>micro_batch_size and so on. workers: its own."""
+    """Micro-batch limits of a role.
+
+    key: of the role; its limits are <key>.<kind>micro_batch_size and so on. workers: the role's workers.
+    """
 
     key: str
     role: ShardedConfig
@@ -75,30 +79,31 @@ class Cut:
     max_tokens: int
 
     def tokens(self, longest: int) -> int:
-        """That a micro-batch has at most, of rows of ``longest`` tokens where rows are counted."""
+        """Maximum tokens per micro-batch, assuming rows of ``longest`` tokens if the limit is a number of rows."""
         tokens, rows = micro_batch_limits(self.per_gpu, self.over_all, self.dynamic, self.max_tokens, self.role, self.workers)
         if tokens is not None:
             return tokens
-        assert rows is not None, "one of them is"
+        assert rows is not None  # exactly one of the two limits is set
         return rows * longest
 
     def problems(self, longest: int, longest_in_words: str) -> Iterator[str]:
-        """longest: tokens that a row may have."""
+        """Problems of the limits. longest: maximum tokens of a row."""
         try:
             tokens, _ = micro_batch_limits(self.per_gpu, self.over_all, self.dynamic, self.max_tokens, self.role, self.workers)
         except ValueError as error:
             key = f"{self.key}.{self.kind}micro_batch_size"
-            yield f"{key}={self.over_all}: {error}; take {self.kind}micro_batch_size_per_gpu"
+            yield f"{key}={self.over_all}: {error}; use {self.kind}micro_batch_size_per_gpu"
             return
+        # Sequences are never split across micro-batches, so the longest row must fit into one.
         if tokens is not None and tokens < longest:
             ranks, name = context_parallel_size(self.role), context_parallel_key(self.role)
-            size = "so many tokens" if ranks == 1 else f"{self.max_tokens} * {ranks} ({name}) = {tokens} tokens"
+            size = f"{tokens} tokens" if ranks == 1 else f"{self.max_tokens} * {ranks} ({name}) = {tokens} tokens"
             key = f"{self.key}.{self.kind}max_token_len_per_gpu"
-            yield f"{key}={self.max_tokens}: a micro-batch of {size} does not hold the longest row, {longest_in_words}; raise it"
+            yield f"{key}={self.max_tokens}: a micro-batch of {size} cannot hold the longest row, {longest_in_words}; increase it"
 
 
 def cuts(config: PPOConfig, place: Placement, *, has_critic: bool) -> Iterator[Cut]:
-    """Of the roles that have keys of their own."""
+    """Micro-batch limits of all roles that have their own keys."""
     models, critic = config.actor_rollout_ref, config.critic
     actor, rollout, ref = models.actor, models.rollout, models.ref
     yield Cut(
@@ -124,7 +129,7 @@ def cuts(config: PPOConfig, place: Placement, *, has_critic: bool) -> Iterator[C
     if wants_ref(config):
         yield Cut(
             "actor_rollout_ref.ref",
-            actor if models.model.has_adapter else ref,
+            actor if models.model.has_adapter else ref,  # with an adapter the actor's engine computes the reference
             place.pool("ref"),
             "log_prob_",
             ref.log_prob_micro_batch_size_per_gpu,
@@ -156,33 +161,38 @@ def cuts(config: PPOConfig, place: Placement, *, has_critic: bool) -> Iterator[C
 
 
 def batch_problems(config: PPOConfig, place: Placement, *, has_critic: bool) -> Iterator[str]:
+    """Problems of batch and mini-batch sizes."""
     n, batch, most = config.actor_rollout_ref.rollout.n, config.data.train_batch_size, config.data.train_max_samples
+    # {size: first role with it}: the critic follows the actor by default, and one message is then enough.
     mini_batches = {config.actor_rollout_ref.actor.ppo_mini_batch_size: "actor_rollout_ref.actor"}
     if has_critic:
         mini_batches.setdefault(config.critic.ppo_mini_batch_size, "critic")
     for size, role in mini_batches.items():
+        # Unequal mini-batches would give prompts different weights, because a loss is normalized per mini-batch.
         if batch % size:
             division = f"{batch} = {batch // size} * {size} + {batch % size}"
             fits = min((other for other in range(1, batch + 1) if batch % other == 0), key=lambda other: abs(other - size))
             yield (
                 f"{role}.ppo_mini_batch_size={size}: data.train_batch_size={batch} is not a multiple of it ({division}); "
-                f"take {fits}, say"
+                f"use for example {fits}"
             )
     shares = {
         key: data_parallel_size(role, place.pool(name_of(key))) for key, role in roles_of(config, has_critic=has_critic).items()
     }
+    # Every data-parallel rank needs at least one sequence; check the role with the largest data-parallel size.
     most_cut = max(shares, key=lambda key: shares[key])
     if batch * n < shares[most_cut]:
         product = f"data.train_batch_size * {ROLLOUT}.n = {batch} * {n} = {batch * n}"
         needed = shares_in_words(shares[most_cut], place.pool(name_of(most_cut)))
-        yield f"data.train_batch_size={batch}: {product} sequences a step are fewer than {needed}; raise it"
+        yield f"data.train_batch_size={batch}: {product} sequences per step are fewer than {needed}; increase it"
     if 0 <= most < batch:
-        yield f"data.train_max_samples={most}: less than one batch, data.train_batch_size={batch}; raise it, -1 is all rows"
+        yield f"data.train_max_samples={most}: less than one batch, data.train_batch_size={batch}; increase it (-1 = all rows)"
     if config.data.val_max_samples == 0:
-        yield "data.val_max_samples=0: leaves no prompt; raise it, -1 is all rows"
+        yield "data.val_max_samples=0: no prompt is left; increase it (-1 = all rows)"
 
 
 def length_problems(config: PPOConfig, place: Placement, *, has_critic: bool) -> Iterator[str]:
+    """Problems of sequence lengths against micro-batch limits and the rollout engine."""
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
     longest = prompt + response
     in_words = longest_in_words(prompt, response)
@@ -192,9 +202,11 @@ def length_problems(config: PPOConfig, place: Placement, *, has_critic: bool) ->
 
 
 def longest_in_words(prompt: int, response: int) -> str:
+    """The maximum sequence length with its arithmetic, for messages."""
     return f"data.max_prompt_length + data.max_response_length = {prompt} + {response} = {prompt + response}"
 
 
 def room_problems(max_model_len: int | None) -> Iterator[str]:
+    """Problems of the rollout engine's maximum sequence length."""
     if max_model_len == 1:
-        yield f"{ROLLOUT}.max_model_len=1: no room for a prompt and an answer; raise it, or leave it at null"
+        yield f"{ROLLOUT}.max_model_len=1: no room for a prompt and a response; increase it, or use null"

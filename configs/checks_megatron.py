@@ -1,4 +1,4 @@
-"""How Megatron cuts models over GPUs, and which cuts cannot be; see configs/checks.py."""
+"""Validate Megatron's parallel sizes and overrides of its TransformerConfig; see configs/checks.py."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -15,18 +15,19 @@ CUT = (
     "virtual_pipeline_model_parallel_size",
     "context_parallel_size",
 )
-# Fields of megatron-core's TransformerConfig that the engine's layers heed, and that no key of ours says.
-HEEDED = (
+# Fields of megatron-core's TransformerConfig that the engine's layers use and that no other key sets.
+SUPPORTED = (
     "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules",
     "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
     "bias_activation_fusion", "bias_dropout_fusion", "deallocate_pipeline_outputs", "transformer_impl",
 )  # fmt: skip
-RECOMPUTED = ("core_attn", "mlp")  # parts of a layer, with recompute_granularity=selective
-# Those that are left out, * for any text: they choose kernels, what waits for what, or where things lie.
-OWN_ATTENTION = "the engine has its own attention over packed rows"
-SPEED, MEMORY = "a matter of speed alone", "a matter of memory alone"
+RECOMPUTED = ("core_attn", "mlp")  # modules that support recompute_granularity=selective
+# Fields that are ignored with a warning (* matches any text): they select kernels, overlap or memory placement, but do not
+# change results.
+OWN_ATTENTION = "the engine has its own attention on packed rows"
+SPEED, MEMORY = "affects speed only", "affects memory only"
 LEFT_OUT = {
-    "moe_*": "models with experts are trained by FSDP, and others have no use for it",
+    "moe_*": "mixture-of-experts models are trained with FSDP, and other models do not use it",
     "attention_backend": OWN_ATTENTION,
     "apply_rope_fusion": OWN_ATTENTION,
     "masked_softmax_fusion": OWN_ATTENTION,
@@ -36,7 +37,7 @@ LEFT_OUT = {
     "fused_single_qkv_rope": OWN_ATTENTION,
     "attention_softmax_in_fp32": OWN_ATTENTION,
     "memory_efficient_layer_norm": "the engine has its own norm",
-    "variable_seq_lengths": "micro-batches are of any length",
+    "variable_seq_lengths": "micro-batches always have variable length",
     "use_fused_*": SPEED,
     "tp_comm_*": SPEED,
     "overlap_*": SPEED,
@@ -54,10 +55,10 @@ LEFT_OUT = {
     "offload_modules": MEMORY,
     "distribute_saved_activations": MEMORY,
     "clone_scatter_output_in_embedding": MEMORY,
-    "gradient_accumulation_fusion": "a matter of speed alone, and its kernel is no part of megatron-core",
+    "gradient_accumulation_fusion": "affects speed only, and its kernel is not part of megatron-core",
 }
-# And these, at a value that says what is so anyway.
-SO_ANYWAY: dict[str, tuple[Any, ...]] = {
+# Fields that are ignored at these values, which describe what the engine does in any case.
+ALWAYS_SO: dict[str, tuple[Any, ...]] = {
     "account_for_embedding_in_pipeline_split": (False,),
     "account_for_loss_in_pipeline_split": (False,),
     "attention_dropout": (0, None),
@@ -73,7 +74,7 @@ SO_ANYWAY: dict[str, tuple[Any, ...]] = {
 
 
 def megatron_problems(roles: Mapping[str, ShardedConfig], workers: Workers) -> Iterator[str]:
-    """roles: by their key, those that share GPUs."""
+    """Problems of the Megatron roles among ``roles`` ({key: role}), which share GPUs."""
     cut = {key: role.megatron for key, role in roles.items() if role.strategy == "megatron"}
     if not cut:
         return
@@ -81,32 +82,37 @@ def megatron_problems(roles: Mapping[str, ShardedConfig], workers: Workers) -> I
     yield from _cut_problems(first, cut[first], workers)
     for other in others:
         yield from _unlike(first, cut[first], other, cut[other])
-    told: list[Mapping[str, Any]] = []
+    # The other roles follow the actor by default: check equal overrides once.
+    checked: list[Mapping[str, Any]] = []
     for key, megatron in cut.items():
-        if megatron.override_transformer_config not in told:  # the others follow the actor
-            told.append(megatron.override_transformer_config)
+        if megatron.override_transformer_config not in checked:
+            checked.append(megatron.override_transformer_config)
             yield from _override_problems(f"{key}.megatron.override_transformer_config", megatron.override_transformer_config)
 
 
 def megatron_notes(roles: Mapping[str, ShardedConfig]) -> Iterator[str]:
-    told: set[str] = set()
+    """Warnings about overrides of TransformerConfig without effect, one for each field."""
+    reported: set[str] = set()
     for key, role in roles.items():
         asked = role.megatron.override_transformer_config if role.strategy == "megatron" else {}
-        for name in sorted(asked.keys() - told):
+        for name in sorted(asked.keys() - reported):
             if (why := _left_out(name, asked[name])) is not None:
-                told.add(name)
+                reported.add(name)
                 yield f"{key}.megatron.override_transformer_config.{name} has no effect: {why}"
 
 
 def repeat_problems(roles: Mapping[str, ShardedConfig], trainer: RunConfig) -> Iterator[str]:
-    """What was never measured is not promised."""
+    """Problems of trainer.deterministic with the Megatron engine, whose reproducibility on CUDA was never measured."""
     keys = [key for key, role in roles.items() if role.strategy == "megatron"]
     if keys and trainer.deterministic and trainer.device == "cuda":
-        yield (f"trainer.deterministic=true: {keys[0]}.strategy=megatron is not known to repeat itself on CUDA; strategy=fsdp is")
+        yield (
+            f"trainer.deterministic=true: {keys[0]}.strategy=megatron is not known to be reproducible on CUDA; use strategy=fsdp"
+        )
 
 
 def _cut_problems(key: str, megatron: MegatronConfig, workers: Workers) -> Iterator[str]:
     sizes = (megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size, megatron.context_parallel_size)
+    # The remaining factor is the data-parallel size, which must be an integer.
     size, total = megatron.model_parallel_size, world_size(workers)
     if total % size:
         product = f"{' * '.join(map(str, sizes))} = {size}"
@@ -115,48 +121,53 @@ def _cut_problems(key: str, megatron: MegatronConfig, workers: Workers) -> Itera
             f"{key}.megatron: tensor_model_parallel_size * pipeline_model_parallel_size * context_parallel_size = {product} "
             f"does not divide {workers_in_words(workers)} ({division})"
         )
+    # The interleaved schedule needs several stages with several chunks each.
     parts, stages = megatron.virtual_pipeline_model_parallel_size, megatron.pipeline_model_parallel_size
     if parts is not None and (parts == 1 or stages == 1):
-        needs = "takes 2 at least" if parts == 1 else f"needs pipeline_model_parallel_size of 2 at least, not {stages}"
-        yield f"{key}.megatron.virtual_pipeline_model_parallel_size={parts}: {needs}; null leaves the layers of a GPU in one part"
+        needs = "must be at least 2" if parts == 1 else f"needs pipeline_model_parallel_size >= 2, not {stages}"
+        yield f"{key}.megatron.virtual_pipeline_model_parallel_size={parts}: {needs}; use null for one chunk per stage"
 
 
 def _unlike(first: str, one: MegatronConfig, second: str, other: MegatronConfig) -> Iterator[str]:
-    """Two roles in the same processes."""
-    mine, theirs = asdict(one), asdict(other)
+    """Differences between the parallel sizes of two roles in the same processes."""
+    sizes, other_sizes = asdict(one), asdict(other)
     for name in CUT:
-        if mine[name] != theirs[name]:
+        if sizes[name] != other_sizes[name]:
             yield (
-                f"{second}.megatron.{name}={_typed(theirs[name])}: {first}.megatron.{name}={_typed(mine[name])}, and models that "
-                "share GPUs are cut alike: Megatron's process groups are global to a process; leave it out to follow the actor"
+                f"{second}.megatron.{name}={_typed(other_sizes[name])}: {first}.megatron.{name}={_typed(sizes[name])}, but "
+                "models "
+                "that share GPUs must be split the same way, because Megatron's process groups are global to a process; "
+                "remove it "
+                "to follow the actor"
             )
 
 
 def _left_out(name: str, value: Any) -> str | None:
-    """Why; None if it is not."""
-    if name in SO_ANYWAY and value in SO_ANYWAY[name]:
-        return "it is so anyway"
+    """Reason why a field is ignored; None if it is not."""
+    if name in ALWAYS_SO and value in ALWAYS_SO[name]:
+        return "this is always the case"
     return next((why for pattern, why in LEFT_OUT.items() if fnmatchcase(name, pattern)), None)
 
 
 def _override_problems(key: str, own: Mapping[str, Any]) -> Iterator[str]:
-    for name in sorted(name for name in own.keys() - set(HEEDED) if _left_out(name, own[name]) is None):
-        why = "the model or another key says it, or the engine's layers do not heed it"
-        yield f"{key}.{name}: {why}{did_you_mean(name, HEEDED)}; there are {', '.join(HEEDED)}"
+    for name in sorted(name for name in own.keys() - set(SUPPORTED) if _left_out(name, own[name]) is None):
+        why = "the model or another key sets it, or the engine's layers do not use it"
+        yield f"{key}.{name}: {why}{did_you_mean(name, SUPPORTED)}; allowed: {', '.join(SUPPORTED)}"
     granularity = own.get("recompute_granularity")
     method, layers, parts = own.get("recompute_method"), own.get("recompute_num_layers"), own.get("recompute_modules")
     if granularity not in (None, "full", "selective"):
         yield f"{key}.recompute_granularity={granularity}: must be one of full, selective or null"
+    # megatron-core asserts these combinations only when the model is built, without naming the keys.
     if granularity == "full" and (method not in ("uniform", "block") or not layers):
         yield (
-            f"{key}.recompute_granularity=full: wants recompute_method=uniform or block and recompute_num_layers=1 or more "
-            f"beside it, not {_typed(method)} and {_typed(layers)}"
+            f"{key}.recompute_granularity=full: needs recompute_method=uniform or block and recompute_num_layers >= 1, "
+            f"not {_typed(method)} and {_typed(layers)}"
         )
     if granularity == "selective" and (method is not None or layers is not None):
-        yield f"{key}.recompute_granularity=selective: recompute_method and recompute_num_layers go with full; leave them at null"
+        yield f"{key}.recompute_granularity=selective: recompute_method and recompute_num_layers require full; set them to null"
     for part in parts or ():
         if part not in RECOMPUTED:
-            yield f"{key}.recompute_modules: {part}: these layers can recompute {' and '.join(RECOMPUTED)}"
+            yield f"{key}.recompute_modules: {part}: the modules that can be recomputed are {' and '.join(RECOMPUTED)}"
 
 
 def _typed(value: object) -> str:

@@ -1,4 +1,4 @@
-"""What trainer.main_parity cannot do, said before any process starts; see configs/checks.py."""
+"""Validate configurations of trainer.main_parity; see configs/checks.py."""
 
 from collections.abc import Collection
 from typing import get_args, get_type_hints
@@ -14,7 +14,7 @@ from configs.schema.ppo import RolloutEngineConfig
 
 
 def check_parity(config: ParityConfig, typed: Collection[str]) -> list[str]:
-    """See check_ppo."""
+    """Validate a parity configuration; see configs.checks.check_ppo."""
     data, rollout = config.data, config.actor_rollout_ref.rollout
     roles = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor}
     known = get_args(get_type_hints(RolloutEngineConfig)["name"])
@@ -25,19 +25,20 @@ def check_parity(config: ParityConfig, typed: Collection[str]) -> list[str]:
         *lora_problems({"actor_rollout_ref.model": (config.actor_rollout_ref.model, config.actor_rollout_ref.actor)}),
     ]
     if rollout.max_model_len is not None and rollout.max_model_len < data.max_prompt_length + data.max_response_length:
-        less = f"less than {longest_in_words(data.max_prompt_length, data.max_response_length)}; raise it, or leave it at null"
+        less = f"less than {longest_in_words(data.max_prompt_length, data.max_response_length)}; increase it, or use null"
         problems.append(f"{ROLLOUT}.max_model_len={rollout.max_model_len}: {less}")
     if f"{ROLLOUT}.name" in typed:
-        problems.append(f"{ROLLOUT}.name={rollout.name}: engines=[{rollout.name}] says which engines are compared")
+        problems.append(f"{ROLLOUT}.name={rollout.name}: the engines are selected by engines=[{rollout.name}]; remove the key")
     if "model" in typed and "actor_rollout_ref.model.path" in typed:
-        problems.append("model and actor_rollout_ref.model.path are the same key: give one of them")
+        problems.append("model and actor_rollout_ref.model.path are the same key: set only one of them")
     if not config.engines or len(set(config.engines)) < len(config.engines):
-        problems.append(f"engines=[{','.join(config.engines)}]: one engine at least, and none twice")
+        problems.append(f"engines=[{','.join(config.engines)}]: must list at least one engine, and none twice")
     unknown = [name for name in config.engines if name not in known]
-    problems += [f"engines: {name}: no such engine; known: {', '.join(known)}{did_you_mean(name, known)}" for name in unknown]
+    problems += [f"engines: {name}: unknown engine; known: {', '.join(known)}{did_you_mean(name, known)}" for name in unknown]
     notes = [*parallel_notes(roles), *megatron_notes(roles)]
     for name in config.engines:
         if name in known:
+            # Each engine is checked as if it were the only one; its own notes would only repeat with several engines.
             own = config.actor_rollout_ref.rollout_of(name)
             problems += engine_problems(own, config.trainer, {"temperature": rollout.temperature})
             problems += lora_sync_problems(config.actor_rollout_ref.model, own)
@@ -45,7 +46,7 @@ def check_parity(config: ParityConfig, typed: Collection[str]) -> list[str]:
     if problems:
         raise ConfigError("\n".join(problems))
     if rollout.do_sample and rollout.temperature == 1.0:
-        notes.append(f"{ROLLOUT}.temperature=1: an engine that ignores the temperature is not found out; 0.8 would show it")
+        notes.append(f"{ROLLOUT}.temperature=1: an engine that ignores the temperature is not detected; use for example 0.8")
     if rollout.do_sample and (rollout.top_k != -1 or rollout.top_p != 1.0):
-        notes.append(f"bounds.draw_z has no effect: {ROLLOUT}.top_k or top_p cut the distribution")
+        notes.append(f"bounds.draw_z has no effect: {ROLLOUT}.top_k or top_p truncate the distribution")
     return notes

@@ -1,4 +1,4 @@
-"""What a rollout engine cannot do here, or makes no use of; see configs/checks.py."""
+"""Validate options of rollout engines and warn about unused ones; see configs/checks.py."""
 
 from collections.abc import Collection, Iterator, Mapping
 
@@ -7,19 +7,19 @@ from configs.schema.common import RunConfig, WorkersConfig
 from configs.schema.ppo import RolloutEngineConfig
 
 ROLLOUT = "actor_rollout_ref.rollout"
-# Keys that the embedded engine has no use for.
+# Keys that the embedded engine does not use, and the reason.
 UNUSED_BY_EMBEDDED = {
     f"{ROLLOUT}.tensor_model_parallel_size": "the embedded engine is not split over GPUs",
-    f"{ROLLOUT}.gpu_memory_utilization": "the embedded engine takes the memory that max_num_seqs answers need",
-    f"{ROLLOUT}.max_num_batched_tokens": "the embedded engine is bounded by max_num_seqs alone",
-    f"{ROLLOUT}.enforce_eager": "the embedded engine captures no graphs",
-    f"{ROLLOUT}.cudagraph_capture_sizes": "the embedded engine captures no graphs",
-    f"{ROLLOUT}.enable_chunked_prefill": "the embedded engine computes a prompt in one step",
-    f"{ROLLOUT}.enable_prefix_caching": "the embedded engine computes like prompts once",
-    f"{ROLLOUT}.load_format": "the embedded engine's weights come from the trainer",
-    f"{ROLLOUT}.seed": "the embedded engine draws from each answer's own seed",
+    f"{ROLLOUT}.gpu_memory_utilization": "the embedded engine allocates memory for max_num_seqs responses",
+    f"{ROLLOUT}.max_num_batched_tokens": "the embedded engine is limited by max_num_seqs only",
+    f"{ROLLOUT}.enforce_eager": "the embedded engine does not capture graphs",
+    f"{ROLLOUT}.cudagraph_capture_sizes": "the embedded engine does not capture graphs",
+    f"{ROLLOUT}.enable_chunked_prefill": "the embedded engine prefills a prompt in one step",
+    f"{ROLLOUT}.enable_prefix_caching": "the embedded engine computes identical prompts once",
+    f"{ROLLOUT}.load_format": "the embedded engine gets its weights from the trainer",
+    f"{ROLLOUT}.seed": "the embedded engine samples every response with its own seed",
 }
-# Arguments of vLLM that keys of ours say, or that the engine cannot work here without.
+# Arguments of vLLM that other keys set, or that must keep the value this integration needs.
 TAKEN_VLLM_ARGUMENTS = frozenset(
     (
         "model", "trust_remote_code", "hf_overrides", "dtype", "seed", "load_format", "tensor_parallel_size", "max_model_len",
@@ -28,8 +28,9 @@ TAKEN_VLLM_ARGUMENTS = frozenset(
         "logprobs_mode", "enable_sleep_mode", "skip_tokenizer_init", "generation_config",
     )
 )  # fmt: skip
-VLLM_LOWEST_TEMPERATURE = 0.01  # vLLM takes a lower one for this, and log-probs would be of another distribution
-# The same of SGLang.
+# vLLM clamps lower temperatures to this value, so log-probs would belong to a different distribution than the configured one.
+VLLM_LOWEST_TEMPERATURE = 0.01
+# Arguments of SGLang that other keys set, or that must keep the value this integration needs.
 TAKEN_SGLANG_ARGUMENTS = frozenset(
     (
         "model_path", "trust_remote_code", "json_model_override_args", "context_length", "tp_size", "mem_fraction_static",
@@ -40,24 +41,26 @@ TAKEN_SGLANG_ARGUMENTS = frozenset(
         "lora_target_modules", "max_loras_per_batch", "lora_strict_loading",
     )
 )  # fmt: skip
-SGLANG_LOWEST_TEMPERATURE = 1e-6  # SGLang takes a lower one for greedy
+# SGLang decodes greedily below this temperature.
+SGLANG_LOWEST_TEMPERATURE = 1e-6
 
 
 Workers = WorkersConfig | Pool
-"""Of a role: all of the run, or a pool of them."""
+"""Workers of a role: all workers of the run, or those of a pool."""
 
 
 def world_size(workers: Workers) -> int:
-    """One worker a GPU."""
+    """Number of workers: one per GPU."""
     return workers.nnodes * workers.n_gpus_per_node
 
 
 def workers_in_words(workers: Workers) -> str:
+    """Number of workers with its arithmetic, for messages."""
     return f"{world_size(workers)} workers ({workers.sizes if isinstance(workers, Pool) else whole_in_words(workers)})"
 
 
 def engine_problems(rollout: RolloutEngineConfig, place: Workers, temperatures: Mapping[str, float]) -> Iterator[str]:
-    """place: the engine's workers. temperatures: by key, of all sampling that it is asked for."""
+    """Problems of a rollout engine. place: its workers. temperatures: {key: temperature} of all sampling in the run."""
     if rollout.name == "embedded":
         return
     engine, lowest, own, taken = {
@@ -67,34 +70,40 @@ def engine_problems(rollout: RolloutEngineConfig, place: Workers, temperatures: 
     workers, size, on_node = world_size(place), rollout.tensor_model_parallel_size, place.n_gpus_per_node
     if workers % size:
         division = f"{workers} = {workers // size} * {size} + {workers % size}"
-        does_not = f"does not divide {workers_in_words(place)} ({division}); take one that does"
+        does_not = f"does not divide {workers_in_words(place)} ({division}); use a divisor"
         yield f"{ROLLOUT}.tensor_model_parallel_size={size}: {does_not}"
+    # vLLM engines may span nodes; an SGLang engine is started by one worker, on the GPUs of its node.
     elif rollout.name == "sglang" and on_node % size:
         division = f"{on_node} = {on_node // size} * {size} + {on_node % size}"
         yield (
-            f"{ROLLOUT}.tensor_model_parallel_size={size}: an engine of SGLang is on one node here, and {size} does not divide "
-            f"the {on_node} GPUs of a node ({division}); take one that does"
+            f"{ROLLOUT}.tensor_model_parallel_size={size}: an SGLang engine must fit on one node, but {size} does not divide "
+            f"the {on_node} GPUs of a node ({division}); use a divisor"
         )
     if rollout.dtype == "float64":
-        yield f"{ROLLOUT}.dtype=float64: {engine} computes in float32, bfloat16 or float16; take one of these"
+        yield f"{ROLLOUT}.dtype=float64: not supported by {engine}; use float32, bfloat16 or float16"
     for key, temperature in temperatures.items():
         if 0 < temperature < lowest:
-            yield f"{ROLLOUT}.{key}={temperature:g}: {engine} takes {lowest:g} at least; do_sample=false: greedy"
+            yield (
+                f"{ROLLOUT}.{key}={temperature:g}: the minimum of {engine} is {lowest:g}; use do_sample=false for greedy decoding"
+            )
     for name in sorted(taken & own.keys()):
-        yield f"{ROLLOUT}.engine_kwargs.{rollout.name}.{name}: another key says it, or it has to be as it is; leave it out"
+        yield f"{ROLLOUT}.engine_kwargs.{rollout.name}.{name}: set by another key, or required as it is; remove it"
 
 
 def determinism_problems(rollout: RolloutEngineConfig, trainer: RunConfig) -> Iterator[str]:
-    """vLLM is told to be batch-invariant by its environment; SGLang wants to be asked, and may then refuse other arguments."""
+    """Problems of trainer.deterministic with the rollout engine."""
+    # vLLM becomes batch-invariant by an environment variable that the worker sets. SGLang needs an engine argument, which may
+    # conflict with other arguments, so the user has to set it.
     wanted = trainer.deterministic and trainer.device == "cuda" and rollout.name == "sglang"
     if wanted and not rollout.engine_kwargs.sglang.get("enable_deterministic_inference"):
         yield (
-            "trainer.deterministic=true: SGLang on CUDA does not repeat itself unless it is asked to; set "
-            f"{ROLLOUT}.engine_kwargs.sglang.enable_deterministic_inference=true beside it, or take another engine"
+            "trainer.deterministic=true: SGLang on CUDA is not deterministic by default; also set "
+            f"{ROLLOUT}.engine_kwargs.sglang.enable_deterministic_inference=true, or use another engine"
         )
 
 
 def engine_notes(rollout: RolloutEngineConfig, typed: Collection[str]) -> Iterator[str]:
+    """Warnings about keys on the command line that the engine does not use."""
     for key, why in UNUSED_BY_EMBEDDED.items():
         if rollout.name == "embedded" and any(name == key or name.startswith(f"{key}.") for name in typed):
             yield f"{key} has no effect: {why}"

@@ -1,4 +1,4 @@
-"""What keeps a run stable, where it does not go together; see configs/checks.py."""
+"""Validate combinations of stability options (EMA, auxiliary pretraining loss, whitening, penalties); see configs/checks.py."""
 
 from collections.abc import Collection, Iterator
 
@@ -7,7 +7,7 @@ from configs.checks_rollout import ROLLOUT
 from configs.schema.ppo import PPOConfig
 
 ACTOR = "actor_rollout_ref.actor"
-# Estimators whose advantages have mean 0 and deviation 1 already: over the tokens of the batch, or within each group.
+# Estimators whose advantages already have mean 0 and standard deviation 1, over the tokens of the batch or within each group.
 WHITENED = {
     "batch": ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"),
     "group": ("grpo",),
@@ -15,19 +15,21 @@ WHITENED = {
 
 
 def stability_problems(config: PPOConfig) -> Iterator[str]:
+    """Problems of the moving average and of the auxiliary pretraining loss."""
     models, data = config.actor_rollout_ref, config.data
     actor, decay = models.actor, models.actor.ema_decay
     if decay is not None and actor.strategy == "megatron":
-        advice = "leave it at null, or set strategy=fsdp"
-        yield f"{ACTOR}.ema_decay={decay:g}: {ACTOR}.strategy=megatron keeps no moving average; {advice}"
+        advice = "use null, or strategy=fsdp"
+        yield f"{ACTOR}.ema_decay={decay:g}: {ACTOR}.strategy=megatron does not support a moving average; {advice}"
     if decay is not None and models.model.has_adapter:
-        yield f"{ACTOR}.ema_decay={decay:g}: there is no moving average of a LoRA adapter; leave it at null"
+        yield f"{ACTOR}.ema_decay={decay:g}: a moving average of a LoRA adapter is not supported; use null"
     if data.ptx_files is None:
         return
     if models.rollout.temperature != 1.0:
         yield (
-            f"data.ptx_files: wants {ROLLOUT}.temperature=1, not {models.rollout.temperature:g}: log-probs of a mini-batch are "
-            "taken at one temperature, and the loss of texts is that of the model as it is; set it to 1"
+            f"data.ptx_files: needs {ROLLOUT}.temperature=1, not {models.rollout.temperature:g}: all log-probs of a "
+            "mini-batch are "
+            "computed at one temperature, and the pretraining loss is defined at temperature 1"
         )
     try:
         most, _ = micro_batch_limits(
@@ -39,23 +41,28 @@ def stability_problems(config: PPOConfig) -> Iterator[str]:
             config.trainer,
         )
     except ValueError:
-        return  # configs/checks_batches.py tells it
+        return  # reported by configs/checks_batches.py
+    # Pretraining rows share micro-batches with the responses and are never split either.
     if most is not None and most < data.ptx_max_length:
-        holds = f"a micro-batch of the actor holds {most} tokens; raise {ACTOR}.ppo_max_token_len_per_gpu"
+        holds = f"a micro-batch of the actor holds {most} tokens; increase {ACTOR}.ppo_max_token_len_per_gpu"
         yield f"data.ptx_max_length={data.ptx_max_length}: {holds}"
 
 
 def stability_notes(config: PPOConfig, typed: Collection[str], *, has_critic: bool) -> Iterator[str]:
+    """Warnings about options that are redundant, without effect, or counted twice."""
     algorithm, reward, over = config.algorithm, config.reward, config.algorithm.whiten_advantages
     if over is not None:
         for kind, estimators in WHITENED.items():
+            # GRPO only divides by the deviation with norm_adv_by_std_in_grpo; without it, whitening is not redundant.
             if algorithm.adv_estimator in estimators and (kind == "batch" or algorithm.norm_adv_by_std_in_grpo):
-                already = f"algorithm.adv_estimator={algorithm.adv_estimator} does so already, over each {kind}"
+                already = f"algorithm.adv_estimator={algorithm.adv_estimator} already whitens over each {kind}"
                 yield f"algorithm.whiten_advantages={over}: advantages are whitened twice; {already}"
     if algorithm.kl_clip is not None and not algorithm.use_kl_in_reward:
         yield "algorithm.kl_clip has no effect: algorithm.use_kl_in_reward=false"
     if config.trainer.critic_warmup > 0 and not has_critic:
-        yield f"trainer.critic_warmup={config.trainer.critic_warmup}: there is no critic, so nothing is trained in so many steps"
+        yield (
+            f"trainer.critic_warmup={config.trainer.critic_warmup}: there is no critic, so nothing is trained during these steps"
+        )
     if config.data.ptx_files is None:
         without = ("data.ptx_", f"{ACTOR}.ptx_")
         for key in sorted(key for key in typed if key.startswith(without) and key != "data.ptx_files"):
@@ -65,12 +72,15 @@ def stability_notes(config: PPOConfig, typed: Collection[str], *, has_critic: bo
         return
     key, cut = f"reward.missing_eos_penalty={penalty:g}", f"algorithm.truncated_answers={algorithm.truncated_answers}"
     if config.actor_rollout_ref.rollout.ignore_eos:
-        yield f"{key}: every answer pays it, as {ROLLOUT}.ignore_eos=true lets none end"
+        yield f"{key}: every response is penalized, because none terminates with {ROLLOUT}.ignore_eos=true"
     if algorithm.truncated_answers == "mask":
-        yield f"{key}: {cut} trains no token of the answers that pay it; it only raises the others of their group"
+        yield f"{key}: {cut} excludes the penalized responses from the loss; the penalty only affects the baseline of their group"
     if algorithm.truncated_answers == "bootstrap":
-        yield f"{key}: {cut} adds the critic's value where an answer was cut, as if it went on; this is taken off for the cut"
+        yield (
+            f"{key}: {cut} adds the critic's value at the truncation, as if the response continued; the penalty is subtracted "
+            "as well"
+        )
     overlong = reward.reward_kwargs.overlong_buffer_cfg
     if overlong.enable:
         both = f"{penalty:g} + {overlong.penalty_factor:g} = {penalty + overlong.penalty_factor:g}"
-        yield f"{key}: an answer cut at reward.reward_kwargs.max_resp_len pays the overlong penalty too, {both}"
+        yield f"{key}: a response truncated at reward.reward_kwargs.max_resp_len also gets the overlong penalty, {both}"

@@ -1,4 +1,4 @@
-"""Supervised training: numbers that cannot work; see configs/checks.py."""
+"""Validate configurations of trainer.main_sft and trainer.main_reward_model; see configs/checks.py."""
 
 from collections.abc import Collection, Iterator
 
@@ -18,22 +18,23 @@ from configs.schema.supervised import SupervisedConfig
 
 
 def check_sft(config: SFTConfig, typed: Collection[str]) -> list[str]:
-    """See configs.checks.check_ppo."""
+    """Validate an SFT configuration; see configs.checks.check_ppo."""
     longest = config.data.max_length
     return _checked(config, typed, list(_problems(config, "rows", longest, f"data.max_length = {longest}")))
 
 
 def check_reward_model(config: RewardModelConfig, typed: Collection[str]) -> list[str]:
-    """See configs.checks.check_ppo."""
+    """Validate a reward-model configuration; see configs.checks.check_ppo."""
+    # Both responses of a pair must be in the same micro-batch, because the loss compares their scores.
     data, trainer, longest = config.data, config.trainer, 2 * config.data.max_length
-    problems = list(_problems(config, "pairs", longest, f"that of a pair, 2 * data.max_length = {longest}"))
+    problems = list(_problems(config, "pairs", longest, f"a pair, 2 * data.max_length = {longest}"))
     if is_ever(trainer.test_freq) and not data.val_files:
-        problems.append(f"trainer.test_freq={trainer.test_freq}: there is nothing to validate on; set data.val_files")
+        problems.append(f"trainer.test_freq={trainer.test_freq}: no validation data; set data.val_files")
     return _checked(config, typed, problems)
 
 
 def _problems(config: SupervisedConfig, units: str, longest: int, longest_in_words: str) -> Iterator[str]:
-    """units: of data.train_batch_size. longest: tokens of one that cannot be cut."""
+    """Problems of both programs. units: what data.train_batch_size counts. longest: maximum tokens of one unit."""
     data, engine, trainer = config.data, config.engine, config.trainer
     roles, shares = {"engine": engine}, data_parallel_size(engine, trainer)
     yield from run_problems(trainer)

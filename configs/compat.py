@@ -1,4 +1,8 @@
-"""What becomes of the keys of other systems: configs/compat.yaml."""
+"""Translate configuration keys from verl and other frameworks; the tables are in configs/compat.yaml.
+
+A foreign key is renamed (alias), expressed by other keys (translated), left out with a warning because it cannot change a result
+(accepted), or refused with a remedy. Numerical differences from verl are reported as warnings (numbers).
+"""
 
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -19,9 +23,10 @@ from configs.keys import CONFIG_DIR, ConfigError, Keys
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """why: it changes nothing. values: for which that holds; None: all. same_as: or the key of ours whose value it must be.
+    """A key that is left out because it cannot change a result.
 
-    otherwise: what to do with another.
+    why: reason. values: the values for which this holds; None = all. same_as: alternatively, the key whose value it must equal.
+    otherwise: remedy for any other value.
     """
 
     why: str
@@ -37,7 +42,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Translated:
-    """why: for the note. otherwise: what to do with a value that is in no case."""
+    """A key that is expressed by other keys. why: text of the warning. otherwise: remedy for a value that no case matches."""
 
     why: str
     cases: tuple["Case", ...]
@@ -49,9 +54,10 @@ class Translated:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """values: None: any other. sets: our keys in its place, unless they are typed; forces: whatever is typed.
+    """Translation for some values of a key.
 
-    $value: its own. $typed: what is typed for the key that is set.
+    values: the matching values; None = all others. sets: keys to set unless they are on the command line. forces: keys to set in
+    any case. In both, $value is the value being translated and $typed the command line's value of the key that is set.
     """
 
     values: tuple[Any, ...] | None
@@ -64,7 +70,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Differs:
-    """A key under which numbers are not verl's. values: with these alone; unless: with all but these."""
+    """A key whose results differ numerically from verl's. values: only for these values; unless: for all but these."""
 
     why: str
     values: tuple[Any, ...] | None
@@ -76,20 +82,20 @@ class Differs:
 
 @dataclass(frozen=True, slots=True)
 class Instead:
-    """What becomes of a foreign key. sets, forces: our keys and their values, in its place; see Case."""
+    """Replacement of a foreign key. note: the warning. sets, forces: the replacement keys and their values; see Case."""
 
     note: str
     sets: Mapping[str, Any]
     forces: Mapping[str, Any]
 
     def over(self, typed: Collection[str]) -> dict[str, Any]:
-        """What counts beside the keys that are typed."""
+        """The replacement keys that apply, given the keys on the command line."""
         return {name: value for name, value in self.sets.items() if name not in typed} | dict(self.forces)
 
 
 @dataclass(frozen=True, slots=True)
 class Compat:
-    """configs/compat.yaml."""
+    """Contents of configs/compat.yaml."""
 
     configs: Mapping[str, str]
     alias: Mapping[str, str]
@@ -102,22 +108,24 @@ class Compat:
     numbers: Mapping[str, Differs]
 
     def rename(self, key: str, keys: Keys) -> str:
-        """Our name for ``key``; ``key`` itself when it has none in this program."""
-        for pattern, ours in self.alias.items():
-            stem, target = pattern.removesuffix(".*"), ours.removesuffix(".*")
+        """The schema's name of ``key``; ``key`` itself if this program has no alias for it."""
+        for pattern, renamed in self.alias.items():
+            stem, target = pattern.removesuffix(".*"), renamed.removesuffix(".*")
             is_inside = pattern != stem and key.startswith(f"{stem}.")
             if (key == stem or is_inside) and keys.knows(target):
                 return target + key.removeprefix(stem)
         return key
 
     def instead(self, key: str, value: Any, keys: Keys, typed: Callable[[str], Any]) -> Instead:
-        """For a ``key`` that is none of ours; typed: the value of a key of ours that stands beside it, None if there is none.
+        """Replacement of a ``key`` that the schema does not have.
 
-        Raises ConfigError if it would change a result, or is unknown.
+        typed: returns the value of another key on the same command line, None if absent. Raises ConfigError if the key is unknown
+        or cannot be ignored.
         """
         patterns = [name for name in (*self.translated, *self.accepted, *self.refused) if fnmatchcase(key, name)]
         if not patterns:
             raise ConfigError(f"{key}: there is no such key{keys.did_you_mean(key)}")
+        # The most specific entry is used: an exact key before any pattern, then the longest pattern.
         pattern = max(patterns, key=lambda pattern: (pattern == key, len(pattern)))
         if pattern in self.refused:
             raise ConfigError(f"{key}: {self.refused[pattern]}")
@@ -132,34 +140,38 @@ class Compat:
         case = translated.case(value)
         if case is None:
             raise ConfigError(f"{key}={as_typed(value)}: {translated.otherwise}")
-        if any("$typed" in str(ours) and not isinstance(typed(name), str) for name, ours in case.forces.items()):
+        # $typed extends the value of another key, which must therefore be on the command line too.
+        if any("$typed" in str(template) and not isinstance(typed(name), str) for name, template in case.forces.items()):
             raise ConfigError(f"{key}={as_typed(value)}: {translated.otherwise}")
         sets, forces = (
-            {name: _filled(ours, value, typed(name)) for name, ours in side.items() if keys.knows(name)}
+            {name: _filled(template, value, typed(name)) for name, template in side.items() if keys.knows(name)}
             for side in (case.sets, case.forces)
         )
-        said = ", ".join(f"{name}={as_typed(ours)}" for name, ours in {**sets, **forces}.items())
-        return Instead(f"{key}={as_typed(value)} {f'sets {said}' if said else 'is left out'}: {translated.why}", sets, forces)
+        assigned = ", ".join(f"{name}={as_typed(new)}" for name, new in {**sets, **forces}.items())
+        effect = f"sets {assigned}" if assigned else "is left out"
+        return Instead(f"{key}={as_typed(value)} {effect}: {translated.why}", sets, forces)
 
     def differs(self, key: str, value: Callable[[], Any]) -> str | None:
-        """What is computed otherwise than by verl with this value of ``key``, for a note; None if nothing is."""
+        """Warning that results with this value of ``key`` differ numerically from verl's; None if they do not."""
         entries = (entry for pattern, entry in self.numbers.items() if fnmatchcase(key, pattern) and entry.holds(value()))
-        return next((f"{key}={as_typed(value())}: other numbers than in verl: {entry.why}" for entry in entries), None)
+        return next((f"{key}={as_typed(value())}: results differ from verl's: {entry.why}" for entry in entries), None)
 
     def is_translated(self, key: str, value: str | None, keys: Keys) -> bool:
-        """``key`` is ours, a leaf or a block, and the ``value`` as typed is one that others have alone."""
+        """Whether ``key`` is in the schema, as leaf or block, but ``value`` is one that only other systems accept."""
         entry = self.translated.get(key)
         return entry is not None and (key not in keys.leaves or entry.case(parsed(key, value)) is not None)
 
     def why_not(self, key: str, value: Any) -> str:
-        """Why there is no such ``value`` of a key of ours, which other systems have; nothing for one that nobody has."""
-        told = [why[value] for pattern, why in self.values.items() if fnmatchcase(key, pattern) and value in why]
-        return f"; {told[0]}" if told else ""
+        """Reason why a ``value`` of other systems is not supported here; empty for a value that no system knows."""
+        reasons = [why[value] for pattern, why in self.values.items() if fnmatchcase(key, pattern) and value in why]
+        return f"; {reasons[0]}" if reasons else ""
 
 
 @cache
 def compat() -> Compat:
-    tree = read(CONFIG_DIR / "compat.yaml")  # ${...} in it is resolved where it is set
+    """The parsed tables of configs/compat.yaml."""
+    # Read as plain YAML: interpolations in the tables are resolved later, in the configuration that they are set in.
+    tree = read(CONFIG_DIR / "compat.yaml")
     accepted = {
         key: Accepted(entry)
         if isinstance(entry, str)
@@ -188,25 +200,26 @@ def compat() -> Compat:
 
 
 def read(file: Path) -> Any:
-    """A YAML file of ours, by libyaml: the parser in Python takes a tenth of what a dry run takes."""
+    """Load one of the YAML files in configs/."""
+    # libyaml, because parsing in pure Python takes a tenth of the time of a dry run.
     return yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
 
 
 def parsed(key: str, text: str | None) -> Any:
-    """A value as Hydra reads it; a sweep is none of the values that a key may be limited to."""
+    """A value as parsed by Hydra. A sweep is returned as a Sweep object, which equals no value of the tables."""
     try:
         return None if text is None else OverridesParser.create().parse_override(f"{key}={text}").value()
     except HydraException as error:
-        raise ConfigError(f"{key}={text}: cannot be read; put the value in quotes") from error
+        raise ConfigError(f"{key}={text}: cannot be parsed; put the value in quotes") from error
 
 
 def as_typed(value: Any) -> str:
-    """A value as one types it."""
+    """A value in command-line syntax."""
     return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
 
 
 def _filled(template: Any, value: Any, typed: Any) -> Any:
-    """A value of Case.sets or forces with $value and $typed in it."""
+    """A value of Case.sets or Case.forces with $value and $typed substituted."""
     if not isinstance(template, str) or template == "$value":
         return value if template == "$value" else template
     text = ".".join(map(str, value)) if isinstance(value, list) else as_typed(value)
@@ -214,7 +227,7 @@ def _filled(template: Any, value: Any, typed: Any) -> Any:
 
 
 def _share(part: Any, whole: Any) -> Any:
-    """part / whole; what is no number stays, for the key's own check to refuse."""
+    """part / whole; a value that is not a number is returned unchanged, so that the key's own validation reports it."""
     if not isinstance(part, int | float) or not isinstance(whole, int | float):
         return part
     return part / whole if whole else math.inf
@@ -224,4 +237,5 @@ OmegaConf.register_new_resolver("share", _share)
 
 
 def _is_one_of(value: Any, values: Collection[Any]) -> bool:
+    # True == 1 and False == 0 in Python, but not in a configuration.
     return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in values)

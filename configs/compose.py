@@ -1,4 +1,4 @@
-"""The one place that runs Hydra: a normalised command line to composed trees, one for each job."""
+"""Composition with Hydra: a normalized command line to composed trees, one per job. No other module runs Hydra."""
 
 import io
 import os
@@ -28,13 +28,13 @@ from configs.secret_names import hidden_lines
 from configs.slurm import slurm_walltime
 
 Config = TypeVar("Config")
-SHOWING = {"--cfg", "-c", "--info", "-i"}  # flags that print the configuration
+SHOWING = {"--cfg", "-c", "--info", "-i"}  # flags that print the configuration, and with it any secrets
 DRY_RUNS = {"trainer.dry_run=config", "trainer.dry_run=full"}
 SLURM = "hydra/launcher=submitit_slurm"
-Tree = DictConfig  # composed, not yet checked: for configs.load alone
+Tree = DictConfig  # composed but not validated; only configs.load reads it
 
-# trainer.default_local_dir is the run directory: Hydra makes none beside it, and leaves logging alone. What is typed comes
-# later, and wins.
+# trainer.default_local_dir is the run directory, so Hydra must not create one of its own, nor configure logging. These settings
+# precede the user's overrides, which therefore take precedence.
 SETTINGS = (
     "hydra.run.dir=.",
     "hydra.output_subdir=null",
@@ -47,9 +47,9 @@ SETTINGS = (
 
 
 def compose(root: str, schema: type[Config], overrides: Sequence[str] = ()) -> Config:
-    """The configuration that these words on the command line mean: compose("ppo_trainer", PPOConfig, ["recipe=quickstart"]).
+    """The configuration of a command line, for example compose("ppo_trainer", PPOConfig, ["recipe=quickstart"]).
 
-    Of Hydra's flags --config-name alone counts, with a name of ours.
+    The only flag of Hydra that has an effect is --config-name with the name of a built-in configuration.
     """
     return compose_with_notes(root, schema, overrides)[0]
 
@@ -57,27 +57,27 @@ def compose(root: str, schema: type[Config], overrides: Sequence[str] = ()) -> C
 def compose_with_notes(
     root: str, schema: type[Config], overrides: Sequence[str] = ()
 ) -> tuple[Config, frozenset[str], list[str]]:
-    """The same, the keys among the words, and lines for the user."""
+    """The configuration of a command line, the keys on it, and the warnings for the user."""
     command = normalise(overrides, schema, root)
     loaded = load(_tree_of(command, root), schema, command.typed)
     return loaded.config, command.typed, [*command.notes, *loaded.notes]
 
 
 def _tree_of(command: CommandLine, root: str) -> Tree:
-    """Without what Hydra sets for a job; of flags --config-name alone."""
+    """The composed tree, without Hydra's job settings; --config-name is the only flag that has an effect."""
     name = dict(pairwise(command.flags)).get("--config-name", root)
     with _one_line_errors(), hydra.initialize_config_module("configs", version_base="1.3"):
         return hydra.compose(name, list(command.overrides))
 
 
 def run_jobs(command: CommandLine, root: str, job: Callable[[Tree, Point | None], Value]) -> list[Result]:
-    """What the command line asks of Hydra: the job once, or once for each point of a sweep, or --cfg, --info and the like.
+    """Run the command line with Hydra: the job once, once per trial of a sweep, or print the configuration (--cfg, --info).
 
-    In a sweep every job has its own trainer.default_local_dir and trainer.checkpoint.remote_dir, and its value goes to the
-    sweeper. ``job`` raises no Exception.
-    Returns how its jobs ended, by number. Raises ConfigError.
+    In a sweep every job has its own trainer.default_local_dir and trainer.checkpoint.remote_dir, and its return value goes to the
+    sweeper. ``job`` must not raise an Exception. Returns the results of a sweep's jobs, by number. Raises ConfigError.
     """
-    if not command.flags and not any("hydra" in text for text in command.overrides):  # hydra.main would compose twice
+    # The common case skips hydra.main, which composes the configuration twice.
+    if not command.flags and not any("hydra" in text for text in command.overrides):
         job(_tree_of(command, root), None)
         return []
 
@@ -85,23 +85,26 @@ def run_jobs(command: CommandLine, root: str, job: Callable[[Tree, Point | None]
         _hide_secrets_in_files()
         if HydraConfig.get().mode != RunMode.MULTIRUN:
             return job(tree, None)
+        # Each trial needs its own run directory, unless the user's overrides already make them distinct.
         if not _sweeps_over_directories(command):
             tree.trainer.default_local_dir = f"{tree.trainer.default_local_dir}/{HydraConfig.get().job.num}"
             checkpoint = tree.trainer.get("checkpoint", {})
             if checkpoint.get("remote_dir") is not None:
                 checkpoint.remote_dir = f"{checkpoint.remote_dir}/{HydraConfig.get().job.num}"
         launcher = HydraConfig.get().launcher
+        # Only Slurm launchers have signal_delay_s: derive the walltime, so that the run saves before Slurm ends the job.
         if "signal_delay_s" in launcher and tree.trainer.get("walltime", "") is None:
             tree.trainer.walltime = slurm_walltime(launcher.timeout_min, launcher.signal_delay_s)
         return job(tree, _point(command))
 
     if SLURM in command.overrides and shutil.which("srun") is None:
-        raise ConfigError(f"{SLURM}: there is no srun on this machine; use a login node, or hydra/launcher=submitit_local")
+        raise ConfigError(f"{SLURM}: srun is not available on this machine; use a login node, or hydra/launcher=submitit_local")
     SweepStart.directory = None
     with ExitStack() as stack:
         SweepStart.held = stack
         settings = list(SETTINGS)
-        if DRY_RUNS & {*command.overrides}:  # leaves no file, where a sweep leaves its multirun.yaml
+        # A dry run must not leave files, but a sweep writes multirun.yaml: redirect it to a temporary directory.
+        if DRY_RUNS & {*command.overrides}:
             settings.append(f"hydra.sweep.dir={stack.enter_context(TemporaryDirectory())}")
         if SLURM in command.overrides:
             settings.append("hydra.launcher._target_=hydra_plugins.tandem_launchers.SlurmLauncher")
@@ -125,7 +128,7 @@ def _point(command: CommandLine) -> Point:
 
 
 def _hide_secrets_in_files() -> None:
-    """In those that Hydra writes before a job: multirun.yaml, and .hydra where hydra.output_subdir asks for it."""
+    """Remove secrets from the files that Hydra writes before a job: multirun.yaml, and .hydra/ if hydra.output_subdir is set."""
     settings = HydraConfig.get()
     files = [Path(settings.sweep.dir, "multirun.yaml")] if settings.mode == RunMode.MULTIRUN else []
     if settings.output_subdir is not None:
@@ -141,7 +144,7 @@ def _sweeps_over_directories(command: CommandLine) -> bool:
 
 @contextmanager
 def _without_secrets() -> Iterator[None]:
-    """What is printed meanwhile comes afterwards, less the secrets that a user's YAML holds."""
+    """Buffer the output of the block, and print it afterwards without the secrets of the user's YAML."""
     printed = io.StringIO()
     try:
         with redirect_stdout(printed):
@@ -152,7 +155,7 @@ def _without_secrets() -> Iterator[None]:
 
 @contextmanager
 def _hydra_sees(argv: Sequence[str]) -> Iterator[None]:
-    """hydra.main reads sys.argv, and prints errors itself unless this variable is set."""
+    """Replace sys.argv, which hydra.main reads, and set HYDRA_FULL_ERROR, without which it prints errors and exits itself."""
     argv_before, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv, os.environ["HYDRA_FULL_ERROR"] = [sys.argv[0], *argv], "1"
     try:
@@ -167,6 +170,7 @@ def _hydra_sees(argv: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
+    """Convert errors of Hydra, OmegaConf and YAML to a ConfigError with one line."""
     try:
         yield
     except ConfigError:
@@ -178,18 +182,19 @@ def _one_line_errors() -> Iterator[None]:
         options = error.options or []
         if group and options:
             raise ConfigError(
-                f"{group}={option}: there is no such option; known: {', '.join(options)}{did_you_mean(option, options)}"
+                f"{group}={option}: unknown option; known: {', '.join(options)}{did_you_mean(option, options)}"
             ) from error
         if not group and option:
             raise ConfigError(
-                f"--config-name={option}: there is no such configuration; give --config-dir=DIR, where yours is"
+                f"--config-name={option}: unknown configuration; set --config-dir=DIR to the directory of your own"
             ) from error
         raise ConfigError(" ".join(str(error).split())) from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{' '.join(str(error).split())}: put right what is no YAML there") from error
+        raise ConfigError(f"{' '.join(str(error).split())}: fix the YAML syntax") from error
     except OverrideParseException as error:
-        raise ConfigError(f"{error.override}: cannot be read; put the value in quotes, key=\"'value'\"") from error
+        raise ConfigError(f"{error.override}: cannot be parsed; put the value in quotes, key=\"'value'\"") from error
     except (HydraException, OmegaConfBaseException, ValueError) as error:
+        # Hydra wraps OmegaConf's errors and drops the key, which the cause still has.
         cause = error.__cause__
         if isinstance(cause, OmegaConfBaseException) and cause.full_key:
             raise ConfigError(f"{cause.full_key}: {str(cause).splitlines()[0]}") from error

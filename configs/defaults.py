@@ -1,4 +1,4 @@
-"""The defaults of the YAML with a few changes, without a command line: for callers of a single function."""
+"""Default configurations with a few changed values, for callers of single functions without a command line."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -12,16 +12,16 @@ from configs.schema.ppo import PPOConfig
 
 
 def ppo_config(nodes: tuple[str, ...] = (), changes: Mapping[str, Any] | None = None) -> PPOConfig:
-    """configs/ppo_trainer.yaml with ``changes``: leaves right below one of ``nodes``, by their last names, checked as a user's.
+    """configs/ppo_trainer.yaml with ``changes``, validated like a user's configuration.
 
-    Raises ValueError.
+    changes: values of leaves directly below one of ``nodes``, by the last part of their keys. Raises ValueError.
     """
     if not changes:
         return _defaults()
     known = {key.rpartition(".")[2]: key for key in keys_of(PPOConfig).leaves if key.rpartition(".")[0] in nodes}
     unknown = sorted(changes.keys() - known.keys())
     if unknown:
-        raise ValueError(f"{', '.join(unknown)}: no such option; there are {', '.join(sorted(known))}")
+        raise ValueError(f"{', '.join(unknown)}: unknown option; known: {', '.join(sorted(known))}")
     tree = _tree().copy()
     for name, value in changes.items():
         OmegaConf.update(tree, known[name], value)
@@ -35,8 +35,8 @@ def _defaults() -> PPOConfig:
 
 @cache
 def _tree() -> DictConfig:
-    """The root alone: without Hydra, whose groups set nothing unless they are asked for."""
+    """The root YAML without Hydra: configuration groups set nothing unless they are selected."""
     tree = OmegaConf.load(CONFIG_DIR / "ppo_trainer.yaml")
     assert isinstance(tree, DictConfig)
-    del tree["defaults"]
+    del tree["defaults"]  # Hydra's defaults list, not a key of the schema
     return tree

@@ -1,4 +1,4 @@
-"""The dotted keys of a schema, the nearest one to a misspelling, and what the YAML says about each."""
+"""Dotted keys of a schema: lookup, suggestions for misspelled keys, and their descriptions in the YAML."""
 
 import dataclasses
 import difflib
@@ -14,28 +14,29 @@ CONFIG_DIR = Path(__file__).resolve().parent
 
 
 class ConfigError(ValueError):
-    """What is wrong with a configuration: a line for each problem, in the user's terms."""
+    """Invalid configuration; the message has one line per problem, in terms of the user's keys."""
 
 
 @dataclass(frozen=True)
 class Follows:
-    """In the annotation of a block: its YAML has only what differs from the block at this key, most often nothing."""
+    """Annotation of a block whose YAML lists only the differences from the block at ``key``, usually none."""
 
     key: str
 
 
 @dataclass(frozen=True)
 class Keys:
-    """leaves: {dotted key: its annotation}. nodes: what lies above them. A free-form leaf holds any keys below it.
+    """Dotted keys of a schema.
 
-    A block that follows another is one leaf, for one line in the YAML and one line in the documentation is all there is of it.
+    leaves: {dotted key: annotation}. nodes: the inner keys above them. A free-form leaf (a dict) accepts any keys below it.
+    A block that follows another one counts as a single leaf, because it has a single line in the YAML and in the documentation.
     """
 
     leaves: Mapping[str, Any]
     nodes: frozenset[str]
 
     def is_free_form(self, key: str) -> bool:
-        """``key`` is a free-form leaf, or lies below one, or in a block that follows another."""
+        """Whether ``key`` is a free-form leaf, below one, or inside a block that follows another one."""
         above = self._leaf_above(key)
         if above is None:
             return False
@@ -45,13 +46,13 @@ class Keys:
         return above == key or keys_of(block).knows(key.removeprefix(f"{above}."))
 
     def _leaf_above(self, key: str) -> str | None:
-        """The leaf that ``key`` is, or lies below."""
+        """The leaf that equals ``key`` or is a prefix of it; None if there is none."""
         parts = key.split(".")
         above = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
         return next((name for name in above if name in self.leaves), None)
 
     def annotation(self, key: str) -> Any:
-        """Of a leaf, or of one in a block that follows another; None where there is none."""
+        """Annotation of a leaf, also inside a block that follows another one; None if the key does not exist."""
         above = self._leaf_above(key)
         if above is None or above == key:
             return self.leaves.get(key)
@@ -62,7 +63,7 @@ class Keys:
         return key in self.leaves or key in self.nodes or self.is_free_form(key)
 
     def did_you_mean(self, key: str, others: Iterable[str] = ()) -> str:
-        """What to add to an error about the unknown ``key``: "; did you mean ...?", or nothing when nothing is near."""
+        """Suffix of an error about the unknown ``key``: "; did you mean ...?", or empty if no key is similar."""
         parts = key.split(".")
         above = self._leaf_above(key)
         block = None if above is None else followed(self.leaves[above])
@@ -70,13 +71,16 @@ class Keys:
             near = keys_of(block)
             words = did_you_mean(key.removeprefix(f"{above}."), [*near.leaves, *near.nodes])
             return words.replace("did you mean ", f"did you mean {above}.")
+        # A correct last part in the wrong block is the most common mistake, and string similarity would miss it for long
+        # prefixes.
         same_name = [leaf for leaf in self.leaves if leaf.split(".")[-1] == parts[-1]]
-        if same_name:  # the right word in the wrong place
+        if same_name:
             return f"; did you mean {max(same_name, key=lambda leaf: len(set(parts) & set(leaf.split('.'))))}?"
         return did_you_mean(key, [*self.leaves, *self.nodes, *others])
 
 
 def keys_of(schema: type) -> Keys:
+    """All dotted keys of a schema (a dataclass)."""
     return _keys_of(schema)
 
 
@@ -91,7 +95,7 @@ def _leaves(schema: type, prefix: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, annotation in get_type_hints(schema, include_extras=True).items():
         if dataclasses.is_dataclass(annotation):
-            assert isinstance(annotation, type)
+            assert isinstance(annotation, type)  # narrows the type for mypy; is_dataclass also accepts instances
             found |= _leaves(annotation, f"{prefix}{name}.")
         else:
             found[prefix + name] = annotation
@@ -99,13 +103,13 @@ def _leaves(schema: type, prefix: str) -> dict[str, Any]:
 
 
 def followed(annotation: Any) -> type | None:
-    """The dataclass of a block that follows another; None for anything else."""
+    """The dataclass of a block that follows another one; None for any other annotation."""
     is_block = get_origin(annotation) is Annotated and any(isinstance(note, Follows) for note in annotation.__metadata__)
     return annotation.__origin__ if is_block else None
 
 
 def filled(tree: Mapping[str, Any], schema: type) -> dict[str, Any]:
-    """``tree`` with its blocks that follow others whole."""
+    """A copy of ``tree`` in which the blocks that follow other blocks are complete."""
     whole = dict(tree)
     for key, annotation in keys_of(schema).leaves.items():
         if followed(annotation) is None:
@@ -113,8 +117,10 @@ def filled(tree: Mapping[str, Any], schema: type) -> dict[str, Any]:
         (follows,) = (note for note in annotation.__metadata__ if isinstance(note, Follows))
         *path, last = key.split(".")
         model, above = _below(whole, follows.key.split(".")), _below(whole, path)
-        if isinstance(model, Mapping) and isinstance(above, Mapping):  # else what is missing is told where the tree is checked
+        # A missing block is reported by the schema validation, with a better message than a KeyError here.
+        if isinstance(model, Mapping) and isinstance(above, Mapping):
             node = whole
+            # Copy every level on the path, so that the caller's tree is not modified.
             for part in path:
                 node[part] = dict(node[part])
                 node = node[part]
@@ -123,14 +129,14 @@ def filled(tree: Mapping[str, Any], schema: type) -> dict[str, Any]:
 
 
 def _below(tree: Any, path: Iterable[str]) -> Any:
-    """What is there; None if nothing is."""
+    """The value at ``path``; None if it does not exist."""
     for part in path:
         tree = tree.get(part) if isinstance(tree, Mapping) else None
     return tree
 
 
 def merged(defaults: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree with some of its values changed, to any depth."""
+    """``defaults`` with the values of ``changes`` merged in at any depth."""
     both = {
         name: merged(defaults[name], value) if isinstance(value, dict) and isinstance(defaults.get(name), dict) else value
         for name, value in changes.items()
@@ -139,6 +145,7 @@ def merged(defaults: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
 
 
 def takes_null(annotation: Any) -> bool:
+    """Whether the annotation allows None."""
     return types.NoneType in get_args(annotation)
 
 
@@ -150,23 +157,25 @@ def bare_type(annotation: Any) -> Any:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """ "; did you mean X?" for the most similar known word; empty if none is similar."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 @dataclass(frozen=True)
 class Described:
-    """A leaf of a YAML file as it is written there."""
+    """Value and comment of a leaf, as written in a YAML file."""
 
     value: str
     comment: str
 
 
 def described(path: Path) -> dict[str, Described]:
-    """{dotted key: text of its value and of its comment} of a YAML file of ours: two spaces a level, one key a line.
+    """{dotted key: text of value and comment} of one of the YAML files in configs/ (two spaces per level, one key per line).
 
-    What `<<: *name` takes over from the block with &name is described there.
+    Keys merged by `<<: *name` get the descriptions of the block with the anchor &name.
     """
+    # A line-based parser, because YAML libraries drop comments, and comments are the documentation of the keys.
     found: dict[str, Described] = {}
     anchors: dict[str, str] = {}
     above: list[str] = []

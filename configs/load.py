@@ -1,6 +1,6 @@
-"""A composed tree to a typed, frozen configuration. Past this file no DictConfig travels.
+"""Conversion of a composed tree to a typed, frozen configuration. No other module receives a DictConfig.
 
-Every error is one line: key, value, what is allowed, the nearest name.
+Every problem is one line with the key, its value, what is allowed, and the most similar name.
 """
 
 import json
@@ -25,7 +25,7 @@ from configs.schema.sft import SFTConfig
 
 Config = TypeVar("Config")
 TOO_MANY_MISSING = 10
-WORDS = {  # clearer than pydantic's
+WORDS = {  # pydantic error types: clearer messages than pydantic's
     "bool_type": "must be true or false",
     "list_type": "must be a list",
     "tuple_type": "must be a list",
@@ -36,36 +36,45 @@ WORDS = {  # clearer than pydantic's
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Generic[Config]):
-    """notes: lines for the user, about keys that were left out or cut."""
+    """A configuration and its warnings (notes), about keys that were left out or clamped."""
 
     config: Config
     notes: tuple[str, ...]
 
 
 def load_ppo(tree: Mapping[str, Any]) -> PPOConfig:
+    """The PPO configuration of a tree, without its warnings."""
     return load(tree, PPOConfig).config
 
 
 def load_sft(tree: Mapping[str, Any]) -> SFTConfig:
+    """The SFT configuration of a tree, without its warnings."""
     return load(tree, SFTConfig).config
 
 
 def load(tree: Mapping[str, Any], schema: type[Config], typed: Collection[str] = ()) -> Loaded[Config]:
-    """typed: keys given on the command line, see normalise_tree. Raises ConfigError with a line for each problem."""
+    """Validate a tree against a schema and convert it.
+
+    typed: keys on the command line, see normalise_tree. Raises ConfigError with one line for each problem.
+    """
+    # Normalize before interpolations are resolved: translated keys may set values that others refer to.
     unresolved: Any = OmegaConf.to_container(tree) if isinstance(tree, DictConfig) else tree
-    ours, notes = normalise_tree(unresolved, schema, typed)
+    native, notes = normalise_tree(unresolved, schema, typed)
     try:
-        plain: Any = OmegaConf.to_container(OmegaConf.create(ours), resolve=True)
+        plain: Any = OmegaConf.to_container(OmegaConf.create(native), resolve=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}; name a key that is there") from error
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}; refer to an existing key") from error
     keys = keys_of(schema)
     notes += _take_engine_arguments(plain)
     converted = _convert(filled(plain, schema), keys.leaves, "")
+    # JSON, which the validation below uses, cannot represent NaN and infinity; no key has a use for them.
     infinite = [f"{key}={value}: must be a finite number" for key, value in _floats(converted, "") if not math.isfinite(value)]
     if infinite:
         raise ConfigError("\n".join(infinite))
     try:
-        # JSON is where pydantic is strict about numbers and texts, and yet takes mappings for dataclasses and lists for tuples.
+        # Validate as JSON: in strict mode pydantic then still rejects "1" for 1, but accepts mappings for dataclasses and lists
+        # for
+        # tuples, which strict validation of Python objects does not.
         config: Config = _adapter(schema).validate_json(json.dumps(converted), strict=True)  # type: ignore[arg-type]  # hashable
     except ValidationError as error:
         raise ConfigError("\n".join(_problems(error, keys))) from error
@@ -92,7 +101,7 @@ def _adapter(schema: type) -> TypeAdapter[Any]:
 
 
 def _convert(node: Mapping[str, Any], leaves: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Other spellings of the same value: one file for a list of files, 2024 for a name, fp32 for float32, ~ for the home."""
+    """Convert other spellings of a value: one file to a list, a number to a name (2024), fp32 to float32, ~ to the home."""
     converted: dict[str, Any] = {}
     for name, value in node.items():
         key = f"{prefix}{name}"
@@ -104,6 +113,7 @@ def _convert(node: Mapping[str, Any], leaves: Mapping[str, Any], prefix: str) ->
             converted[name] = _convert(value, below, f"{key}.")
             continue
         annotation = bare_type(leaves[key])
+        # YAML parses a name such as 2024 as a number.
         if annotation is str and isinstance(value, int | float) and not isinstance(value, bool):
             value = str(value)
         if isinstance(value, str) or (value is None and not takes_null(leaves[key])):
@@ -130,20 +140,22 @@ def _floats(node: Any, key: str) -> list[tuple[str, float]]:
 
 
 def _problems(error: ValidationError, keys: Keys) -> list[str]:
+    # Many missing keys mean that the user's YAML does not extend a root YAML: one line about the cause instead of hundreds.
     missing = [".".join(map(str, entry["loc"])) for entry in error.errors() if entry["type"] == "missing"]
     if len(missing) > TOO_MANY_MISSING:
         return [
-            f"{len(missing)} keys are missing, {missing[0]} the first: a configuration of your own starts from ours: put "
-            "`defaults: [ppo_trainer, _self_]` (or sft_trainer) at its top"
+            f"{len(missing)} keys are missing, the first is {missing[0]}: a configuration must extend a built-in one; add "
+            "`defaults: [ppo_trainer, _self_]` (or sft_trainer) at the top"
         ]
+    # A union of an int and a Literal yields an error per branch; the int branch already lists the words.
     return [_problem(entry, keys) for entry in error.errors() if not str(entry["loc"][-1]).startswith("literal[")]
 
 
 def _problem(entry: Any, keys: Keys) -> str:
-    """One line for one of pydantic's errors."""
+    """One line for one error of pydantic."""
     key = ".".join(map(str, entry["loc"]))
     if entry["type"] == "missing":
-        return f"{key}: is missing; give it a value"
+        return f"{key}: missing; set a value"
     allowed = WORDS.get(entry["type"]) or re.sub(r"^\w+ should", "must", entry["msg"])
     annotation = keys.annotation(key)
     above, _, branch = key.rpartition(".")

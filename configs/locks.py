@@ -1,10 +1,12 @@
-"""Exclusive locks on directories: one run at a time writes into one.
+"""Exclusive locks on directories, so that only one run at a time writes into a directory.
 
-The lock is an open-file-description lock of fcntl on a file in the directory. The kernel drops it when the process ends, however
-it ends, so that a killed run leaves none. On an NFS (versions 3 and 4) it also holds between machines; the server may keep the
-lock of a machine that crashed for a lease of about 90 s, so that a lock of another machine is waited for. Unlike a classic
-record lock it survives that something else in the process, such as an uploader, opens and closes the file. Children must not
-keep it alive: programs that are started do not inherit the descriptor, and a forked child closes its own.
+The lock is an open-file-description (OFD) lock of fcntl on a file in the directory. The kernel releases it when the process ends
+for any reason, so a killed run leaves no stale lock. On NFS (versions 3 and 4) it also excludes other machines. After a crash the
+server may keep a machine's lock for a lease of about 90 s, so a lock held by another machine is waited for.
+
+Unlike a classic POSIX record lock, an OFD lock is not released when other code in the process, such as an uploader, opens and
+closes the file. Child processes must not keep it alive: executed programs do not inherit the descriptor, and a forked child
+closes its copy.
 """
 
 from __future__ import annotations
@@ -25,38 +27,40 @@ WHOLE_FILE = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # stru
 HELD = (errno.EAGAIN, errno.EACCES)
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
-LEASE_SECONDS, POLL_SECONDS = 120.0, 1.0  # how long a lock of another machine is waited for, and between attempts
+LEASE_SECONDS, POLL_SECONDS = 120.0, 1.0  # maximum wait for a lock of another machine, and interval between attempts
 
 _descriptors: set[int] = set()
 
 
 @contextmanager
 def locked(directory: Path, key: str, name: str = LOCK, *, private: bool = False) -> Iterator[None]:
-    """Hold ``directory``, which is made if it is missing, for the block. key: of the configuration that names it. name: of the
-    file; locks of different files do not exclude each other. private: a directory that is made is its user's alone.
+    """Hold the lock of ``directory``, which is created if it is missing, during the block.
 
-    Raises ValueError, one line with the holder's host, process and start, if another process holds it. On a file system without
-    locks the block runs without one, and a line on stderr says so.
+    key: configuration key of the directory, for messages. name: name of the lock file; locks of different files are independent.
+    private: create the directory with access for its owner only. Raises ValueError with the holder's host, process and start time
+    if another process holds the lock. On a file system without locks the block runs unlocked, with a warning on stderr.
     """
     directory.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
     path, owner = directory / name, os.getpid()
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         _take(descriptor, path, key)
+        # The holder is written only after the lock is taken; until then the file describes the previous holder.
         os.truncate(descriptor, 0)
         holder = f"process {os.getpid()} on {socket.gethostname()}, started {time.strftime('%Y-%m-%d %H:%M:%S')}"
         os.pwrite(descriptor, f"{holder}\n".encode(), 0)
-        os.fsync(descriptor)  # machines that share the directory read it
+        os.fsync(descriptor)  # other machines that share the directory read it
         _descriptors.add(descriptor)
         yield
     finally:
-        if descriptor in _descriptors or os.getpid() == owner:  # a forked child has closed its own
+        # A forked child that leaves the block has already closed its copy (_close_all), and the number may be reused.
+        if descriptor in _descriptors or os.getpid() == owner:
             _descriptors.discard(descriptor)
             os.close(descriptor)
 
 
 def _take(descriptor: int, path: Path, key: str) -> None:
-    """Raises ValueError if another process keeps the lock."""
+    """Take the lock; wait for at most one lease if another machine holds it. Raises ValueError if it stays locked."""
     deadline, noted = time.monotonic() + LEASE_SECONDS, False
     while True:
         try:
@@ -64,11 +68,12 @@ def _take(descriptor: int, path: Path, key: str) -> None:
             return
         except OSError as error:
             if error.errno in NO_LOCKS:
-                print(f"note: {path}: {error.strerror}: nothing keeps a second run out of this directory", file=sys.stderr)
+                print(f"note: {path}: {error.strerror}; the directory is not protected against a second run", file=sys.stderr)
                 return
             if error.errno not in HELD:
                 raise
             holder = path.read_text(encoding="utf-8")
+            # A lock of this machine has a living holder: fail at once. One of another machine may be a lease that expires.
             elsewhere = " on " in holder and f" on {socket.gethostname()}," not in holder
             if not elsewhere or time.monotonic() > deadline:
                 raise ValueError(in_use(path, key)) from error
@@ -79,10 +84,11 @@ def _take(descriptor: int, path: Path, key: str) -> None:
 
 
 def in_use(path: Path, key: str) -> str:
-    holder = path.read_text(encoding="utf-8").strip() or "a process that has just begun"
+    """Error text for a locked directory, with the holder from the lock file."""
+    holder = path.read_text(encoding="utf-8").strip() or "a process that has just started"
     return (
-        f"{key}={path.parent}: in use by {holder}; wait for its end, stop it, or take another directory (if its machine is down "
-        f"and the lock stays, remove {path})"
+        f"{key}={path.parent}: in use by {holder}; wait until it ends, stop it, or use another directory (if its machine is down "
+        f"and the lock remains, remove {path})"
     )
 
 

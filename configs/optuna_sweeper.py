@@ -1,4 +1,4 @@
-"""hydra/sweeper=optuna: each point of a sweep is a trial of a study, which is kept in the sweep's directory."""
+"""Optuna sweeper (hydra/sweeper=optuna): each job of the sweep is a trial of a study stored in the sweep's directory."""
 
 import json
 import math
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 JOURNAL = "optuna.journal"
 SEARCHED = "searched"
-"""Attribute of the study: what it searches, and with which other settings."""
+"""User attribute of the study: its search space and fixed settings."""
 
 
 class OptunaSweeper(Sweeper):
-    """The number of a trial is that of its job, and so of its run directory.
+    """Hydra sweeper that runs the trials of an Optuna study. A trial's number is its job's number and names its run directory.
 
-    Started again, trials that were under way go on first; then new ones come until ``n_trials`` have a result. Those that failed
-    have none.
+    When a sweep is restarted, interrupted trials are resumed first; then new trials run until ``n_trials`` are complete. Failed
+    trials do not count.
     """
 
     def __init__(self, n_trials: int, n_jobs: int, sampler: str, seed: int | None) -> None:
@@ -46,7 +46,7 @@ class OptunaSweeper(Sweeper):
         )
 
     def sweep(self, arguments: list[str]) -> None:
-        """Raises ConfigError for what the user can mend."""
+        """Run the sweep. Raises ConfigError for errors that the user can fix."""
         self.check()
         overrides = self.parser.parse_overrides(arguments)
         space = {override.get_key_element(): distribution(override) for override in overrides if override.is_sweep_override()}
@@ -62,10 +62,11 @@ class OptunaSweeper(Sweeper):
         OmegaConf.save(self.settings, sweep_dir / "multirun.yaml")
         study = self.study(sweep_dir, space, fixed)
 
+        # Imported here: optuna is an optional dependency, and self.study reports clearly if it is missing.
         from optuna.trial import TrialState
 
         for trial in study.get_trials(states=(TrialState.RUNNING,)):
-            if trial.params.keys() != space.keys():  # killed while it was being made
+            if trial.params.keys() != space.keys():  # the process was killed while the trial was created
                 study.tell(trial.number, state=TrialState.FAIL)
             elif not self.run(study, [trial], fixed):
                 return
@@ -77,9 +78,10 @@ class OptunaSweeper(Sweeper):
                 return
         if study.get_trials(states=(TrialState.COMPLETE,)):
             best = study.best_trial
-            print(f"best: point {best.number}, {self.settings.trainer.objective} with {', '.join(words(best))}")
+            print(f"best: trial {best.number}, {self.settings.trainer.objective} with {', '.join(words(best))}")
 
     def check(self) -> None:
+        """Raises ConfigError for invalid settings of the sweeper."""
         problems = [
             f"hydra.sweeper.{name}={value}: must be 1 or more"
             for name, value in (("n_trials", self.n_trials), ("n_jobs", self.n_jobs))
@@ -88,12 +90,12 @@ class OptunaSweeper(Sweeper):
         if self.sampler not in ("tpe", "random"):
             problems.append(f"hydra.sweeper.sampler={self.sampler}: must be one of tpe, random")
         if OmegaConf.select(self.settings, "trainer.objective") is None:
-            problems.append("hydra/sweeper=optuna: it needs to know what to make better; set trainer.objective=val/accuracy, say")
+            problems.append("hydra/sweeper=optuna: an objective is required; set for example trainer.objective=val/accuracy")
         if problems:
             raise ConfigError("\n".join(problems))
 
     def study(self, sweep_dir: Path, space: Mapping[str, "BaseDistribution"], fixed: Sequence[str]) -> Any:
-        """That of the directory, which must have searched the same."""
+        """The study of the sweep's directory, new or existing. Raises ConfigError if it has another search space."""
         try:
             import optuna
             from optuna.distributions import distribution_to_json
@@ -106,7 +108,8 @@ class OptunaSweeper(Sweeper):
         study = optuna.create_study(study_name=JOURNAL, storage=storage, direction="maximize", load_if_exists=True)
         seed = self.settings.trainer.seed if self.seed is None else self.seed
         kinds = {"tpe": optuna.samplers.TPESampler, "random": optuna.samplers.RandomSampler}
-        study.sampler = kinds[self.sampler](seed=seed + len(study.trials))  # not the first trials' draws again
+        # The offset keeps a restarted sweep from sampling the parameters of its first trials again.
+        study.sampler = kinds[self.sampler](seed=seed + len(study.trials))
         searched = {key: json.loads(distribution_to_json(value)) for key, value in space.items()} | {"": sorted(fixed)}
         before = study.user_attrs.get(SEARCHED)
         if before is None:
@@ -114,13 +117,16 @@ class OptunaSweeper(Sweeper):
         elif before != searched:
             differ = [key or "settings" for key in {**before, **searched} if before.get(key) != searched.get(key)]
             raise ConfigError(
-                f"{sweep_dir / JOURNAL}: it has points of a search with other {', '.join(differ)}; the same command goes on with "
-                "it, another one takes another trainer.default_local_dir"
+                f"{sweep_dir / JOURNAL}: contains trials of a search with different {', '.join(differ)}; use the same command to "
+                "continue it, or another trainer.default_local_dir for a new search"
             )
         return study
 
     def run(self, study: Any, trials: "Sequence[Trial | FrozenTrial]", fixed: Sequence[str]) -> bool:
-        """Their jobs, and what they say to the study; those that were interrupted are left under way. False: the sweep ends."""
+        """Run the jobs of the trials and report their values to the study. Returns False if the sweep must end.
+
+        Interrupted trials keep the state RUNNING, so that a restart of the sweep resumes them.
+        """
         from optuna.trial import TrialState
 
         jobs = [(*fixed, *words(trial)) for trial in trials]
@@ -134,17 +140,22 @@ class OptunaSweeper(Sweeper):
 
 
 def words(trial: "Trial | FrozenTrial") -> list[str]:
+    """Parameters of a trial as command-line overrides."""
     return [f"{key}={value}" for key, value in trial.params.items()]
 
 
 def distribution(override: Override) -> "BaseDistribution":
-    """Of a choice, 1,2,3; a range(1,9,step=2); an interval(0.1,0.9), an int(interval(1,9)); these two also as tag(log, ...)."""
+    """Optuna's distribution for a sweep in Hydra's grammar.
+
+    Choices 1,2,3, range(1,9,step=2), interval(0.1,0.9) and int(interval(1,9)); intervals also as tag(log, ...).
+    """
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     sweep = override.value()
     if isinstance(sweep, ChoiceSweep):
         return CategoricalDistribution(list(override.sweep_string_iterator()))
     if isinstance(sweep, RangeSweep):
+        # Only an integer range becomes an ordered distribution; a float range is a list of choices.
         values = sweep.range()
         if isinstance(values, range):
             return IntDistribution(values[0], values[-1], step=values.step)

@@ -1,4 +1,4 @@
-"""The points of a sweep: one job each, in this process or, by another of Hydra's launchers, in one that shares its directory."""
+"""Trials of a sweep: one job each, in this process or, with another Hydra launcher, in a process that shares the directory."""
 
 import json
 import shutil
@@ -16,16 +16,19 @@ from configs.locks import locked
 
 Status = Literal["finished", "interrupted", "failed", "not started"]
 Value = float | Literal["interrupted"] | None
-"""What a job returns to the sweeper: trainer.objective, larger is better; None: there is none, or it failed."""
+"""Return value of a job for the sweeper: trainer.objective (larger is better); None = no objective, or the job failed."""
 INTERRUPTED: Literal["interrupted"] = "interrupted"
 POINTS = "points"
-SWEEP_LOCK = "sweep.lock"  # not a run's: a point may be in the sweep's own directory
+SWEEP_LOCK = "sweep.lock"  # differs from the lock of a run: a trial may use the sweep's own directory
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """number: of the job, from 0. overrides: those that the sweep sets. alone: a Slurm job of its own, which a signal to another
-    does not concern. requeued: one that may begin again, when its time is over and its run is not."""
+    """A trial of a sweep.
+
+    number: of the job, from 0. overrides: those set by the sweep. alone: runs in its own Slurm job, so that signals to other
+    trials do not affect it. requeued: Slurm restarts the job if its time ends before the run does.
+    """
 
     number: int
     overrides: tuple[str, ...]
@@ -36,7 +39,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a point ended. code: as of a program of its own. seconds: of the start that ended it."""
+    """Result of a trial. code: exit code as of a separate program. seconds: duration of the last start."""
 
     number: int
     overrides: Sequence[str]
@@ -47,14 +50,14 @@ class Result:
 
 
 def swept(typed: Sequence[str], words: Sequence[str]) -> tuple[str, ...]:
-    """Of a job's overrides those that the sweep sets. typed: the command line's."""
+    """Overrides of a job (words) that are set by the sweep. typed: the overrides of the command line."""
     parsed = OverridesParser.create().parse_overrides(list(typed))
     fixed = {override.get_key_element() for override in parsed if not override.is_sweep_override()}
     return tuple(text for text in words if text.partition("=")[0] not in fixed)
 
 
 def write_result(point: Point, result: Result) -> None:
-    """Whole or absent: others may read it meanwhile."""
+    """Write a result atomically, because other processes may read it at the same time."""
     folder = point.sweep_dir / POINTS
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f"{point.number}.json.partial"
@@ -63,18 +66,24 @@ def write_result(point: Point, result: Result) -> None:
 
 
 def read_results(sweep_dir: Path) -> list[Result]:
-    """Of the sweep's last start, by number."""
+    """Results of the sweep's last start, ordered by number."""
     found = [Result(**json.loads(path.read_text())) for path in (sweep_dir / POINTS).glob("*.json")]
     return sorted(found, key=lambda result: result.number)
 
 
 class SweepInUse(BaseException):
-    """Another process sweeps in this directory. No Exception: Hydra makes warnings of those that a callback raises."""
+    """Another process runs a sweep in this directory.
+
+    A BaseException, because Hydra turns an Exception of a callback into a warning.
+    """
 
 
 class SweepStart(Callback):
-    """Hydra calls it where a sweep is started, which may be another process than those of its jobs. held: of that process; what
-    it enters stays until the sweep has ended."""
+    """Callback that locks the sweep's directory and removes old results.
+
+    Hydra calls it in the process that starts the sweep, which may differ from those of the jobs. held: context of that process,
+    closed when the sweep has ended.
+    """
 
     directory: ClassVar[Path | None] = None
     held: ClassVar[ExitStack]

@@ -1,6 +1,6 @@
-"""Which roles share which GPUs: from `placement` to pools that lie on the run's nodes. Pure; docs/placement.md has pictures.
+"""Placement of roles on GPUs: from the `placement` block to pools on the run's nodes. Pure functions; see docs/placement.md.
 
-A pool is a rectangle of slots: the same GPUs on each of some nodes, side by side.
+A pool is a rectangle of GPU slots: the same consecutive GPUs on each of several consecutive nodes.
 """
 
 import re
@@ -14,15 +14,16 @@ from configs.schema.placement import Layout, PlacementConfig, PoolConfig
 ROLES = ("actor", "ref", "critic", "reward", "rollout")
 PAIRS = {"actor": ("actor", "ref", "rollout"), "critic": ("critic", "reward")}
 WHOLE = "workers"
-"""The pool of colocate_all."""
-ROUNDING = 1e-9  # of fractions that are added up
+"""Name of the only pool of colocate_all."""
+ROUNDING = 1e-9  # tolerance for sums of fractions, such as 3 * (1 / 3)
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """GPUs that the same processes have: n_gpus_per_node of each of nnodes nodes, from (first_node, first_gpu) on.
+    """GPUs shared by the same worker processes: n_gpus_per_node on each of nnodes nodes, starting at (first_node, first_gpu).
 
-    roles: those of the run that are here. fraction: of each GPU. sizes: what nnodes and n_gpus_per_node come from, for people.
+    roles: roles of the run in this pool. fraction: fraction of each GPU. sizes: how nnodes and n_gpus_per_node were derived, for
+    messages.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Pool:
         return [(self.first_node + node, self.first_gpu + gpu) for node in nodes for gpu in gpus]
 
     def in_words(self) -> str:
-        """Where it is, and who is in it."""
+        """Location and roles of the pool, for messages."""
         last_node, last_gpu = self.first_node + self.nnodes - 1, self.first_gpu + self.n_gpus_per_node - 1
         nodes = f"node {self.first_node}" if self.nnodes == 1 else f"nodes {self.first_node}-{last_node}"
         gpus = f"GPU {self.first_gpu}" if self.n_gpus_per_node == 1 else f"GPUs {self.first_gpu}-{last_gpu}"
@@ -51,25 +52,28 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
+    """The pools of a run; the actor's pool comes first."""
+
     pools: tuple[Pool, ...]
 
     def pool(self, role: str) -> Pool:
-        """Of a role. The actor's, for one that the run has not (a reference that is the actor without its adapter)."""
+        """Pool of a role; the actor's for a role without workers (a LoRA reference is the actor with its adapter disabled)."""
         return next((pool for pool in self.pools if role in pool.roles), self.pools[0])
 
     @property
     def n_gpus(self) -> int:
-        """GPUs that the run works on."""
+        """Number of GPUs that the run uses."""
+        # A set, because pools with fractions share slots.
         return len({slot for pool in self.pools for slot in pool.slots})
 
 
 def place(config: PlacementConfig, trainer: WorkersConfig, roles: Collection[str]) -> Placement:
-    """roles: those that the run has, the actor among them. The actor's pool comes first. Raises ConfigError, in one line."""
+    """Place the pools. roles: the roles of the run, including the actor. Raises ConfigError with one line."""
     roles = [role for role in ROLES if role in roles]
     members = _custom(config, roles) if config.layout == "custom" else _members(config, roles)
     if config.layout == "colocate_all":
-        size, said = (trainer.nnodes, trainer.n_gpus_per_node), whole_in_words(trainer)
-        return Placement((Pool(WHOLE, tuple(roles), *size, fraction=1.0, first_node=0, first_gpu=0, sizes=said),))
+        size, sizes = (trainer.nnodes, trainer.n_gpus_per_node), whole_in_words(trainer)
+        return Placement((Pool(WHOLE, tuple(roles), *size, fraction=1.0, first_node=0, first_gpu=0, sizes=sizes),))
     pools = _seated(config.pools, members, trainer) if config.pools else _equal(config.layout, members, trainer)
     return Placement(tuple(sorted(pools, key=lambda pool: "actor" not in pool.roles)))
 
@@ -79,12 +83,12 @@ def whole_in_words(trainer: WorkersConfig) -> str:
 
 
 def _members(config: PlacementConfig, roles: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """By pool, the roles of a layout that says itself where each goes."""
+    """{pool: roles} of a layout with fixed pools."""
     layout = config.layout
     for role, named in asdict(config.roles).items():
         if named is not None:
             raise ConfigError(
-                f"placement.roles.{role}={named}: placement.layout={layout} says where each role goes; set layout=custom"
+                f"placement.roles.{role}={named}: placement.layout={layout} assigns roles itself; set layout=custom"
             )
     if layout == "colocate_all":
         if config.pools:
@@ -94,83 +98,87 @@ def _members(config: PlacementConfig, roles: Collection[str]) -> dict[str, tuple
     members = {name: tuple(role for role in pair if role in roles) for name, pair in of_layout.items()}
     if not all(members.values()):
         raise ConfigError(
-            "placement.layout=colocate_pairs: the run has neither a critic nor a reward model, so that the second pair would be "
-            "empty; set placement.layout=colocate_all, or split"
+            "placement.layout=colocate_pairs: the run has neither a critic nor a reward model, so the second pair would be "
+            "empty; use placement.layout=colocate_all or split"
         )
     if config.pools and config.pools.keys() != members.keys():
         raise ConfigError(
-            f"placement.pools={', '.join(config.pools)}: the pools of placement.layout={layout} are {', '.join(members)} in this "
-            "run; name these, or none for equal shares"
+            f"placement.pools={', '.join(config.pools)}: placement.layout={layout} has the pools {', '.join(members)} in this "
+            "run; list these, or none for equal shares"
         )
     return members
 
 
 def _custom(config: PlacementConfig, roles: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """By pool, its roles, as `placement.roles` has them. A role that is not named is where the actor is."""
+    """{pool: roles} by `placement.roles`. Roles without a pool share the actor's."""
     known = ", ".join(config.pools) or "none"
     for name in config.pools:
         if not re.fullmatch(r"[\w-]+", name):
-            raise ConfigError(f"placement.pools.{name}: a pool's name is a part of file names: letters, digits, _ and -")
+            raise ConfigError(f"placement.pools.{name}: pool names become part of file names; use letters, digits, _ and -")
     if config.roles.actor is None:
-        raise ConfigError(f"placement.roles.actor=null: placement.layout=custom wants its pool; placement.pools has {known}")
+        raise ConfigError(
+            f"placement.roles.actor=null: placement.layout=custom needs the actor's pool; placement.pools has {known}"
+        )
     chosen = {role: name or config.roles.actor for role, name in asdict(config.roles).items()}
     for role, name in chosen.items():
         if name not in config.pools:
             near = did_you_mean(name, config.pools)
-            raise ConfigError(f"placement.roles.{role}={name}: no such pool; placement.pools has {known}{near}")
+            raise ConfigError(f"placement.roles.{role}={name}: unknown pool; placement.pools has {known}{near}")
     members = {name: tuple(role for role in roles if chosen[role] == name) for name in config.pools}
     for name, there in members.items():
         if not there:
             raise ConfigError(
-                f"placement.pools.{name}: no role of this run is in it; its roles are {', '.join(roles)} (placement.roles)"
+                f"placement.pools.{name}: no role of this run uses this pool; the roles are {', '.join(roles)} (placement.roles)"
             )
     return members
 
 
 def _equal(layout: Layout, members: Mapping[str, tuple[str, ...]], trainer: WorkersConfig) -> list[Pool]:
-    """As many GPUs for each: whole nodes where the nodes divide, else a part of each node."""
+    """Pools of equal size: whole nodes if the number of nodes is divisible, otherwise an equal part of every node."""
     n, nodes, gpus = len(members), trainer.nnodes, trainer.n_gpus_per_node
+    # Whole nodes are preferred, so that a role spans as few nodes as possible.
     by_node = nodes % n == 0
     there = f"{nodes} node{'s' if nodes > 1 else ''}"
     if not by_node and gpus % n:
         raise ConfigError(
-            f"placement.layout={layout}: {n} pools ({', '.join(members)}) get no equal shares of {whole_in_words(trainer)} GPUs: "
+            f"placement.layout={layout}: {n} pools ({', '.join(members)}) cannot share {whole_in_words(trainer)} GPUs equally: "
             f"{n} divides neither {there} ({nodes} = {nodes // n} * {n} + {nodes % n}) nor the {gpus} GPUs of a node "
-            f"({gpus} = {gpus // n} * {n} + {gpus % n}); placement.pools gives each its size"
+            f"({gpus} = {gpus // n} * {n} + {gpus % n}); set the size of each in placement.pools"
         )
     size = (nodes // n, gpus) if by_node else (nodes, gpus // n)
-    said = (
+    sizes = (
         f"{nodes} nodes / {n} pools * {gpus} GPUs = {size[0]} * {gpus}"
         if by_node
         else f"{there} * {gpus} GPUs / {n} pools = {nodes} * {size[1]}"
     )
     return [
-        Pool(name, roles, *size, 1.0, i * size[0] if by_node else 0, 0 if by_node else i * size[1], f"pool {name}: {said}")
+        Pool(name, roles, *size, 1.0, i * size[0] if by_node else 0, 0 if by_node else i * size[1], f"pool {name}: {sizes}")
         for i, (name, roles) in enumerate(members.items())
     ]
 
 
 def _seated(wanted: Mapping[str, PoolConfig], members: Mapping[str, tuple[str, ...]], trainer: WorkersConfig) -> list[Pool]:
-    """Each pool, in the order in which they are written, where there is first room for it."""
+    """Pools of the given sizes, each at the first free position, in the order of `placement.pools` (first fit)."""
     nodes, gpus = trainer.nnodes, trainer.n_gpus_per_node
     total = sum(pool.nodes * pool.gpus * pool.fraction for pool in wanted.values())
     if total > nodes * gpus + ROUNDING:
         terms = " + ".join(f"{name} {_product(pool)}" for name, pool in wanted.items())
-        raise ConfigError(f"placement.pools: {terms} = {total:g} GPUs, and {whole_in_words(trainer)} = {nodes * gpus} are there")
+        raise ConfigError(f"placement.pools: {terms} = {total:g} GPUs, but {whole_in_words(trainer)} = {nodes * gpus}")
+    # Free fraction of every GPU; pools may overlap on a GPU as long as their fractions fit.
     free = {(node, gpu): 1.0 for node in range(nodes) for gpu in range(gpus)}
     pools: list[Pool] = []
     for name, size in wanted.items():
-        said = f"placement.pools.{name}: nodes * gpus = {size.nodes} * {size.gpus}"
-        blank = Pool(name, members[name], size.nodes, size.gpus, size.fraction, 0, 0, said)
+        sizes = f"placement.pools.{name}: nodes * gpus = {size.nodes} * {size.gpus}"
+        blank = Pool(name, members[name], size.nodes, size.gpus, size.fraction, 0, 0, sizes)
         corners = [(node, gpu) for node in range(nodes - size.nodes + 1) for gpu in range(gpus - size.gpus + 1)]
         tried = (replace(blank, first_node=node, first_gpu=gpu) for node, gpu in corners)
         seated = next((pool for pool in tried if all(free[slot] >= size.fraction - ROUNDING for slot in pool.slots)), None)
         if seated is None:
             left = "; ".join(f"node {node}: {', '.join(f'{free[node, gpu]:g}' for gpu in range(gpus))}" for node in range(nodes))
             raise ConfigError(
-                f"placement.pools.{name}: {_product(size)} (nodes * gpus * fraction): there are no {size.gpus} GPUs side by "
-                f"side, {size.fraction:g} of each free, on {size.nodes} node(s); of {whole_in_words(trainer)} GPUs the pools "
-                f"before it leave: {left}"
+                f"placement.pools.{name}: {_product(size)} (nodes * gpus * fraction): no {size.gpus} consecutive GPUs "
+                f"with {size.fraction:g} of each free on {size.nodes} node(s); of {whole_in_words(trainer)} GPUs, the previous "
+                f"pools leave: {left}"
             )
         for slot in seated.slots:
             free[slot] -= size.fraction

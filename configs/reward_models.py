@@ -1,4 +1,4 @@
-"""The reward models of a run: each entry of reward.models over the defaults of reward.reward_model."""
+"""Reward models of a run: the entries of reward.models merged over the defaults of reward.reward_model."""
 
 import re
 from dataclasses import asdict
@@ -11,14 +11,14 @@ from configs.schema.scoring_model import ScoringModelConfig
 from configs.schema.serve_reward import ServedModelConfig
 
 SHORT_FORM = "reward_model"
-"""The name of the one that reward.reward_model.enable makes."""
+"""Name of the reward model that reward.reward_model.enable=true defines."""
 NAME = re.compile(r"[A-Za-z]\w*")
 TAKEN = ("acc", "score", "reward", "failed", "overlong", "overlong_reward")
-"""Names that metrics have for other things."""
+"""Reserved names, used by other metrics."""
 
 
 def reward_models(reward: ModelScoringConfig) -> dict[str, ScoringModelConfig]:
-    """By name, the enabled short form first. Raises ConfigError with a line for each problem, under the key that was typed."""
+    """{name: configuration}, the enabled short form first. Raises ConfigError with one line per problem, under the user's key."""
     defaults: dict[str, Any] = asdict(reward.reward_model)
     enabled = defaults.pop("enable")
     short_form: dict[str, dict[str, Any]] = {SHORT_FORM: {}} if enabled else {}
@@ -27,20 +27,25 @@ def reward_models(reward: ModelScoringConfig) -> dict[str, ScoringModelConfig]:
     for name, changes in (short_form | reward.models).items():
         key = model_key(name, reward)
         if enabled and name in reward.models and name == SHORT_FORM:
-            problems.append(f"{key}: reward.reward_model.enable=true is a model of this name already; give another one")
+            problems.append(f"{key}: reward.reward_model.enable=true already defines a model with this name; use another one")
             continue
         if NAME.fullmatch(name) is None or name in TAKEN:
-            problems.append(f"{key}: a name is letters, digits and _, a letter first, and none of {', '.join(TAKEN)}")
+            problems.append(
+                f"{key}: names consist of letters, digits and _, start with a letter, and must not be one of {', '.join(TAKEN)}"
+            )
             continue
         try:
             one = load(merged(defaults, changes), ScoringModelConfig).config
         except ConfigError as error:
+            # Keys in these messages are relative to the model; prefix them with the key in the user's configuration.
             problems += [f"{key}.{line}" for line in str(error).splitlines()]
             continue
         if one.path is None and not one.urls:
-            problems.append(f"{key}.path is null: name the model, or the servers that have it ({key}.urls)")
+            problems.append(f"{key}.path is null: set the model, or the servers that host it ({key}.urls)")
         elif one.path is not None and one.urls:
-            problems.append(f"{key}.urls: the model is at {key}.path={one.path}, or on servers, not both; leave one out")
+            problems.append(
+                f"{key}.urls: conflicts with {key}.path={one.path}: a model is either local or on servers; remove one of the keys"
+            )
         found[name] = one
     if problems:
         raise ConfigError("\n".join(problems))
@@ -48,10 +53,10 @@ def reward_models(reward: ModelScoringConfig) -> dict[str, ScoringModelConfig]:
 
 
 def served_model(model: ServedModelConfig) -> ScoringModelConfig:
-    """The model that trainer.main_serve_reward serves, as one of a run."""
+    """Model of trainer.main_serve_reward in the form of a run's reward model."""
     return load(asdict(model) | {"urls": [], "weight": 1.0, "kind": "sequence", "clip": None}, ScoringModelConfig).config
 
 
 def model_key(name: str, reward: ModelScoringConfig) -> str:
-    """The dotted key of a model."""
+    """Dotted key of a reward model."""
     return f"reward.models.{name}" if name in reward.models else f"reward.{SHORT_FORM}"

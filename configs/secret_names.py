@@ -1,4 +1,4 @@
-"""What is a secret by its name or its shape: it belongs into the environment, and is written nowhere."""
+"""Detection of secrets by name or form, so that they are never written to files or logs. Secrets belong in the environment."""
 
 import os
 import re
@@ -9,29 +9,32 @@ ENDINGS = ("apikey", "accesskey", "secretkey", "privatekey", "token", "password"
 FROM_ENVIRONMENT = "${oc.env:"  # a reference, not the secret itself
 USER_IN_ADDRESS = re.compile(r"://[^/@\s]+@")
 PASSWORD_IN_ADDRESS = re.compile(r"://[^/@\s:]*:[^/@\s]+@")
-SHORTEST = 8  # characters of a value that is known again wherever it stands
+SHORTEST = 8  # minimum length of a secret to hide it by value; a shorter one would also match ordinary text
 
 
 def is_secret(key: object) -> bool:
+    """Whether a key or variable holds a secret, judged by the end of its name."""
     return str(key).lower().replace("-", "").replace("_", "").endswith(ENDINGS)
 
 
 def hidden(text: str) -> str:
-    """The text without users and passwords in addresses, and without what secret variables of the environment hold."""
+    """``text`` without credentials in URLs and without the values of secret environment variables."""
     for name, value in os.environ.items():
-        if is_secret(name) and len(value.strip()) >= SHORTEST:  # what is sent of one from a file has no line's end
+        # Stripped: a variable that was read from a file ends with a newline, which requests do not contain.
+        if is_secret(name) and len(value.strip()) >= SHORTEST:
             text = text.replace(value.strip(), "***")
     return USER_IN_ADDRESS.sub("://***@", text)
 
 
 def secrets_in(key: str, value: Any) -> Iterator[str]:
-    """The keys, from ``key`` down, at which a secret stands as such."""
+    """Keys at or below ``key`` whose value contains a secret in plain text."""
     if isinstance(value, dict):
         for name, below in value.items():
             yield from secrets_in(f"{key}.{name}", below)
     elif isinstance(value, list | tuple):
         for item in value:
             yield from secrets_in(key, item)
+    # A reference to the environment is not a secret itself, and is the recommended form.
     elif isinstance(value, str) and (
         (is_secret(key) and value and not value.startswith(FROM_ENVIRONMENT)) or PASSWORD_IN_ADDRESS.search(value)
     ):
@@ -39,11 +42,12 @@ def secrets_in(key: str, value: Any) -> Iterator[str]:
 
 
 def hidden_lines(text: str) -> str:
-    """YAML as Hydra prints it, without secrets."""
+    """YAML as printed by Hydra, with secrets replaced by ***."""
     return "".join(map(_hidden_line, text.splitlines(keepends=True)))
 
 
 def _hidden_line(line: str) -> str:
+    # By key first: the value of a secret key is hidden even if it does not look like a secret.
     match = re.match(r"(?P<start>[\s-]*(?P<key>[\w.-]+): )(?P<value>.*\S)", line)
     if match and is_secret(match["key"]) and match["value"] not in ("null", "''") and FROM_ENVIRONMENT not in match["value"]:
         return f"{match['start']}'***'\n"

@@ -1,4 +1,4 @@
-"""hydra/launcher=submitit_slurm: the time a point has in its job, and what becomes of the job, whoever ends it."""
+"""Slurm launcher of sweeps (hydra/launcher=submitit_slurm): time limits of trials, and results of jobs that Slurm ended."""
 
 import os
 import subprocess
@@ -21,32 +21,35 @@ from configs.points import INTERRUPTED, Point, Result, Status, read_results, swe
 if TYPE_CHECKING:
     from submitit import Job
 
-END_SECONDS = 120  # before Slurm's signal: this may come a minute early, and processes take a while to end
-LOOK_SECONDS = 30  # between two looks at Slurm's queue
+END_SECONDS = 120  # reserved before Slurm's signal, which may come a minute early, to save and end all processes
+LOOK_SECONDS = 30  # interval between queries of Slurm's queue
 STOPPED = {"BOOT_FAIL", "CANCELLED", "DEADLINE", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"}
-"""States of a job that Slurm has ended."""
+"""States of a job that was ended by Slurm."""
 OVER = STOPPED | {"COMPLETED", "FAILED"}
-FORGOTTEN = "over"  # for longer than the controller remembers
-KILLED = 128 + 9
+FORGOTTEN = "over"  # state of a job that ended so long ago that Slurm's controller no longer lists it
+KILLED = 128 + 9  # exit code of a process ended by SIGKILL
 
 
 def slurm_walltime(timeout_min: int, signal_delay_s: int) -> str:
-    """trainer.walltime in a job of submitit's on Slurm, from the launcher's keys. Raises ConfigError if no time is left.
+    """trainer.walltime of a submitit job on Slurm, from the launcher's keys. Raises ConfigError if no time is left.
 
-    The signal before the job's end reaches all of its processes, and ends Ray's before the run could save: it ends by itself.
+    The run must end before Slurm's signal: the signal reaches all processes of the job, and would end Ray's before the run saved.
     """
     seconds = timeout_min * 60 - signal_delay_s - END_SECONDS
     if seconds <= 0:
         raise ConfigError(
-            f"hydra.launcher.timeout_min={timeout_min}: must be more; of it {signal_delay_s} s (hydra.launcher.signal_delay_s) "
-            f"and {END_SECONDS} s are kept for the end"
+            f"hydra.launcher.timeout_min={timeout_min}: too short: {signal_delay_s} s (hydra.launcher.signal_delay_s) "
+            f"and {END_SECONDS} s are reserved for saving; increase it"
         )
     return str(seconds)
 
 
 class SlurmLauncher(Launcher):
-    """Submits what the packaged launcher does. That one raises at the first job without a result, and waits for ever for one that
-    was cancelled where Slurm keeps no accounts; this one asks Slurm's queue, waits for all, and says what became of each."""
+    """Launcher with the submission of hydra-submitit-launcher, but with its own way of waiting for jobs.
+
+    The packaged launcher raises at the first job without a result, and waits forever for a cancelled job if Slurm has no
+    accounting. This one queries Slurm's queue, waits for all jobs, and reports how each of them ended.
+    """
 
     def __init__(self, **settings: Any) -> None:
         self.settings: dict[str, Any] = {
@@ -54,10 +57,11 @@ class SlurmLauncher(Launcher):
         }
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Raises ConfigError if a job would be too short: now, and not in one that has waited for hours."""
+        """Prepare the launcher. Raises ConfigError if jobs would be too short, before they wait in the queue for hours."""
         from hydra_plugins.hydra_submitit_launcher.submitit_launcher import SlurmLauncher as Packaged
 
-        self.point = Packaged(**self.settings)  # it runs in the job
+        # submitit pickles this object and calls it in the job; its own launch method is not used.
+        self.point = Packaged(**self.settings)
         self.point.setup(hydra_context=hydra_context, task_function=task_function, config=config)
         self.sweep_dir = Path(config.hydra.sweep.dir)
         self.typed = list(config.hydra.overrides.task)
@@ -65,28 +69,31 @@ class SlurmLauncher(Launcher):
             slurm_walltime(self.settings["timeout_min"], self.settings["signal_delay_s"])
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Raises ConfigError if jobs of an earlier start are not over: two runs would write into one directory."""
+        """Submit the jobs and wait for them.
+
+        Raises ConfigError if jobs of an earlier start are still queued or running: two runs would write into one directory.
+        """
         folder = Path(self.settings["submitit_folder"])
         if still := in_queue(folder):
             raise ConfigError(
-                f"{self.sweep_dir}: jobs of an earlier start are in Slurm's queue; wait for them, or end them: "
+                f"{self.sweep_dir}: jobs of an earlier start are still in Slurm's queue; wait for them, or cancel them: "
                 f"scancel {' '.join(still)}"
             )
         numbers = range(initial_job_idx, initial_job_idx + len(job_overrides))
         jobs = self.submit(folder, [list(words) for words in job_overrides], numbers)
         ids = " ".join(job.job_id for job in jobs)
-        print(f"points {numbers[0]} to {numbers[-1]} are jobs of Slurm: {ids}", file=sys.stderr)
+        print(f"trials {numbers[0]} to {numbers[-1]}: Slurm jobs {ids}", file=sys.stderr)
         try:
             states = wait(jobs)
         except KeyboardInterrupt as interrupt:
-            raise KeyboardInterrupt(f"the jobs go on; to end them: scancel {ids}") from interrupt
+            raise KeyboardInterrupt(f"the jobs keep running; to cancel them: scancel {ids}") from interrupt
         points = [
             Point(number, swept(self.typed, words), self.sweep_dir) for number, words in zip(numbers, job_overrides, strict=True)
         ]
-        return [said(point, job, states.get(job.job_id, FORGOTTEN)) for point, job in zip(points, jobs, strict=True)]
+        return [returned(point, job, states.get(job.job_id, FORGOTTEN)) for point, job in zip(points, jobs, strict=True)]
 
     def submit(self, folder: Path, words: list[list[str]], numbers: range) -> "list[Job[JobReturn]]":
-        """Raises ConfigError if Slurm refuses them."""
+        """Submit a job array. Raises ConfigError if Slurm refuses it."""
         from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
         from submitit import AutoExecutor
         from submitit.core.utils import FailedJobError, FailedSubmissionError
@@ -94,7 +101,8 @@ class SlurmLauncher(Launcher):
         shared = {field.name for field in fields(BaseQueueConf)}
         asked = {key if key in shared else f"slurm_{key}": value for key, value in self.settings.items()}
         del asked["submitit_folder"]
-        if (cpus := asked["cpus_per_task"]) is not None:  # srun does not take them from the job since Slurm 22.05
+        # Since Slurm 22.05 srun no longer inherits --cpus-per-task from the job.
+        if (cpus := asked["cpus_per_task"]) is not None:
             asked["slurm_srun_args"] = [f"--cpus-per-task={cpus}"]
         executor = AutoExecutor(folder, cluster="slurm", slurm_max_num_timeout=asked.pop("slurm_max_num_timeout"))
         executor.update_parameters(**asked)
@@ -102,12 +110,12 @@ class SlurmLauncher(Launcher):
         names, state = [f"job_id_for_{number}" for number in numbers], [Singleton.get_state()] * len(words)
         try:
             return executor.map_array(self.point, words, ["hydra.sweep.dir"] * len(words), numbers, names, state)
-        except (FailedJobError, FailedSubmissionError) as error:  # what sbatch says
+        except (FailedJobError, FailedSubmissionError) as error:  # contains the message of sbatch
             raise ConfigError(f"hydra/launcher=submitit_slurm: {' '.join(str(error).split())}") from error
 
 
 def queue() -> dict[str, str] | None:
-    """The state of this user's jobs, by id; those that are over are in it for some minutes. None: Slurm does not answer."""
+    """{job id: state} of this user's jobs; finished jobs are listed for some minutes. None if Slurm does not respond."""
     command = ["squeue", "--noheader", "--array", "--states=all", f"--user={os.getuid()}", "--format=%i|%T"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
@@ -116,7 +124,7 @@ def queue() -> dict[str, str] | None:
 
 
 def in_queue(folder: Path) -> list[str]:
-    """Of the jobs that were submitted into ``folder``, %j in its name, those that go on, or will."""
+    """Ids of jobs submitted with ``folder`` (which contains %j) that are running or pending."""
     from submitit import SlurmJob
 
     states = queue() or {}
@@ -126,7 +134,7 @@ def in_queue(folder: Path) -> list[str]:
 
 
 def has_ended(job: "Job[JobReturn]") -> bool:
-    """By its own result. One that was interrupted may begin again: Slurm itself puts jobs back into its queue."""
+    """Whether the job has a final result. An interrupted job does not count, because Slurm may requeue it."""
     from submitit.core.utils import UncompletedJobError
 
     if not job.paths.result_pickle.exists():
@@ -139,8 +147,11 @@ def has_ended(job: "Job[JobReturn]") -> bool:
 
 
 def wait(jobs: "Sequence[Job[JobReturn]]") -> dict[str, str]:
-    """Until each has a result that is its last, or is over at two looks at the queue: files of another node may come late. Their
-    last states."""
+    """Wait for all jobs; returns their last states.
+
+    A job is finished if it has a final result, or if two consecutive queries of the queue report its end: result files written on
+    another node may become visible late.
+    """
     states: dict[str, str] = {}
     over: set[str] = set()
     left = list(jobs)
@@ -150,6 +161,7 @@ def wait(jobs: "Sequence[Job[JobReturn]]") -> dict[str, str]:
             for job in left:
                 if job.job_id in seen:
                     states[job.job_id] = seen[job.job_id]
+                # Absent from the queue: finished, unless the job was submitted so recently that it is not listed yet.
                 elif job.job_id in states or job.paths.result_pickle.exists():
                     states[job.job_id] = FORGOTTEN
             over_before, over = over, {job.job_id for job in left if states.get(job.job_id) in OVER | {FORGOTTEN}}
@@ -160,8 +172,8 @@ def wait(jobs: "Sequence[Job[JobReturn]]") -> dict[str, str]:
     return states
 
 
-def said(point: Point, job: "Job[JobReturn]", state: str) -> JobReturn:
-    """What the sweeper gets of a job that is over; and a line for the user, unless all went well."""
+def returned(point: Point, job: "Job[JobReturn]", state: str) -> JobReturn:
+    """Return value for the sweeper of a finished job; prints a line unless the trial succeeded."""
     from submitit.core.utils import UncompletedJobError
 
     log = f"its log: {job.paths.stderr}"
@@ -173,11 +185,12 @@ def said(point: Point, job: "Job[JobReturn]", state: str) -> JobReturn:
         else:
             for known in read_results(point.sweep_dir):
                 if known.number == point.number and known.code != 0:
-                    print(f"point {point.number} {known.status}, exit code {known.code}; {log}", file=sys.stderr)
+                    print(f"trial {point.number} {known.status}, exit code {known.code}; {log}", file=sys.stderr)
             return result
+    # No result at all: Slurm ended the process, so write the trial's result on its behalf.
     status: Status = "interrupted" if state in STOPPED else "failed"
     write_result(point, Result(point.number, point.overrides, status, KILLED if state in STOPPED else 1, None, 0.0))
-    print(f"point {point.number} {status}: Slurm's job {job.job_id} ended without a result ({state}); {log}", file=sys.stderr)
+    print(f"trial {point.number} {status}: Slurm job {job.job_id} ended without a result ({state}); {log}", file=sys.stderr)
     ended = JobReturn(status=JobStatus.COMPLETED)
     ended.return_value = INTERRUPTED if status == "interrupted" else None
     return ended

@@ -1,4 +1,4 @@
-"""When a run counts as sick, and what is done then."""
+"""Schema of training-health alarms: bounds, and the action when an alarm fires."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,14 +8,16 @@ from configs.schema.common import NonNegative, NonNegativeFloat, Positive
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class AlarmConfig:
+    """An alarm fires after its metric was beyond ``bound`` for ``patience`` consecutive steps."""
+
     action: Literal["off", "warn", "stop", "rollback"]
-    bound: NonNegativeFloat | None
+    bound: NonNegativeFloat | None  # None disables the alarm; the sign of the comparison belongs to the alarm
     patience: Positive
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class AlarmsConfig:
-    """What each measures: trainer/alarms.py."""
+    """The alarms of a PPO run; trainer/alarms.py defines what each of them measures."""
 
     max_rollbacks: NonNegative
     nonfinite: AlarmConfig
@@ -37,4 +39,6 @@ class AlarmsConfig:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class SFTAlarmsConfig:
+    """The alarms of supervised training, which has neither rewards nor a policy to monitor."""
+
     nonfinite: AlarmConfig

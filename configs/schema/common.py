@@ -1,6 +1,6 @@
-"""Parts of the tree that several roles share: model, optimizer, FSDP engine.
+"""Schema blocks shared by several programs and roles: model, optimizer, FSDP and Megatron engines, `trainer`, timeouts.
 
-Types and checks only. A default, and the comment that explains it, lives in the YAML beside this package.
+Only types and constraints. Defaults, and the comments that explain them, are in the YAML files of configs/.
 """
 
 from dataclasses import dataclass
@@ -17,14 +17,18 @@ PositiveFloat = Annotated[float, Gt(0.0)]
 Fraction = Annotated[float, Ge(0.0), Le(1.0)]
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 AggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+# A trailing + computes the value of the estimator with the gradient of k2; kl, mse and low_var_kl are verl's names of k1, k2 and
+# k3.
 KLKind = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "full+"
 ]  # fmt: skip
 Strategy = Literal["fsdp", "megatron"]
+# Interval in steps; zero or negative values disable it.
 Frequency = int | Literal["after_each_epoch"]
 
 
 def is_ever(frequency: Frequency) -> bool:
+    """Whether validation or checkpoints are enabled at all."""
     return isinstance(frequency, str) or frequency > 0
 
 
@@ -50,13 +54,13 @@ class ModelConfig:
 
     @property
     def has_adapter(self) -> bool:
-        """It has a LoRA adapter, which alone is trained."""
+        """Whether the model has a LoRA adapter, which is then the only trained part."""
         return self.lora_rank > 0 or self.lora_adapter_path is not None
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class TokenizedModelConfig(ModelConfig):
-    """And the tokenizer that goes with it."""
+    """A model with its tokenizer."""
 
     tokenizer_path: str | None
     custom_chat_template: str | None
@@ -68,6 +72,7 @@ class OptimConfig:
     betas: tuple[Fraction, Fraction]
     weight_decay: NonNegativeFloat
     lr_scheduler_type: Literal["constant", "cosine", "linear", "wsd"]
+    # -1 selects lr_warmup_steps_ratio; 0 disables the warm-up.
     lr_warmup_steps: Annotated[int, Ge(-1)]
     lr_warmup_steps_ratio: Fraction
     min_lr_ratio: Fraction
@@ -83,6 +88,7 @@ class FSDPConfig:
     use_no_sync_for_gradient_accumulation: bool
     param_offload: bool
     optimizer_offload: bool
+    # 0 passes here and is refused in configs/checks_parallel.py, with an explanation of the allowed values.
     fsdp_size: Annotated[int, Ge(-1)]
     ulysses_sequence_parallel_size: Positive
 
@@ -95,6 +101,7 @@ class MegatronConfig:
     context_parallel_size: Positive
     sequence_parallel: bool
     use_distributed_optimizer: bool
+    # Not float16: Megatron gradients in float16 need loss scaling.
     dtype: Literal["float32", "bfloat16"]
     param_offload: bool
     grad_offload: bool
@@ -103,7 +110,7 @@ class MegatronConfig:
 
     @property
     def model_parallel_size(self) -> int:
-        """GPUs that hold one copy of the model, and work on the same rows."""
+        """GPUs that hold one copy of the model and work on the same rows."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
 
@@ -112,8 +119,9 @@ Sharding = FSDPConfig | MegatronConfig
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ShardedConfig:
-    """What every role on a training engine has."""
+    """Options of every role on a training engine."""
 
+    # Both blocks always exist, so that switching the engine is a change of one key; only the selected one is used.
     strategy: Strategy
     fsdp_config: FSDPConfig
     megatron: MegatronConfig
@@ -125,7 +133,7 @@ class ShardedConfig:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class FollowingConfig(ShardedConfig):
-    """On the actor's GPUs, unless placement has it elsewhere, and by default sharded as the actor is."""
+    """A role that by default is sharded like the actor, whose GPUs it shares unless placement assigns others."""
 
     fsdp_config: Annotated[FSDPConfig, Follows("actor_rollout_ref.actor.fsdp_config")]
     megatron: Annotated[MegatronConfig, Follows("actor_rollout_ref.actor.megatron")]
@@ -133,7 +141,7 @@ class FollowingConfig(ShardedConfig):
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ProgramConfig:
-    """What `trainer` is in every program."""
+    """The `trainer` block of every program."""
 
     default_local_dir: str
     seed: int
@@ -143,7 +151,7 @@ class ProgramConfig:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class WorkersConfig(ProgramConfig):
-    """In every program that starts workers."""
+    """The `trainer` block of every program that starts workers."""
 
     device: Literal["cuda", "cpu"]
     backend: Literal["ray", "local"]
@@ -168,7 +176,7 @@ class WatchConfig:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class RunConfig(WorkersConfig):
-    """In every program that trains."""
+    """The `trainer` block of every training program."""
 
     project_name: str
     experiment_name: str
@@ -178,18 +186,18 @@ class RunConfig(WorkersConfig):
     save_freq: Frequency
     checkpoint: CheckpointConfig
     best_metric: str | None
-    objective: str | None
+    objective: str | None  # a metric's name, with a leading minus to minimize it
     resume_mode: Literal["auto", "disable", "resume_path"]
     resume_from_path: str | None
     deterministic: bool
     max_restarts: NonNegative
-    walltime: str | None
+    walltime: str | None  # parsed by configs/walltime.py
     watch: WatchConfig
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class WorkersTimeoutsConfig:
-    """Seconds; of every program that starts workers."""
+    """Timeouts, in seconds, of every program that starts workers."""
 
     join: PositiveFloat
     start: PositiveFloat
@@ -198,7 +206,7 @@ class WorkersTimeoutsConfig:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class TrainingTimeoutsConfig(WorkersTimeoutsConfig):
-    """Of every program that trains."""
+    """Timeouts, in seconds, of every training program."""
 
     forward: PositiveFloat
     update: PositiveFloat

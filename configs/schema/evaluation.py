@@ -1,4 +1,4 @@
-"""The typed tree of `trainer.main_eval`. The YAML twin is configs/evaluation.yaml; a test holds the two equal."""
+"""Schema of `trainer.main_eval`. Defaults are in configs/evaluation.yaml; a test compares the keys."""
 
 from dataclasses import dataclass
 
@@ -8,6 +8,8 @@ from configs.schema.ppo import RemoteScoringConfig
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class EvaluationDataConfig:
+    """Input files of an evaluation and their columns."""
+
     path: list[str]
     response_key: str
     data_source_key: str
@@ -20,7 +22,7 @@ class EvaluationDataConfig:
 class MetricsConfig:
     k: list[Positive] | None
     pass_score: float
-    vote: str
+    vote: str  # not a Literal: FILE.py:FUNCTION selects a user's function
     bootstrap_samples: Positive
 
 

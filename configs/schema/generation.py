@@ -1,4 +1,4 @@
-"""The typed tree of `trainer.main_generation`. The YAML twin is configs/generation.yaml; a test holds the two equal."""
+"""Schema of `trainer.main_generation`. Defaults are in configs/generation.yaml; a test compares the keys."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -26,6 +26,8 @@ class GeneratorConfig:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class SelectionConfig:
+    """Files that are selected from the generated and scored responses."""
+
     score: bool
     best_of_n: str | None
     sft: str | None

@@ -1,4 +1,4 @@
-"""The typed tree of `trainer.main_parity`. The YAML twin is configs/parity.yaml; a test holds the two equal."""
+"""Schema of `trainer.main_parity`. Defaults are in configs/parity.yaml; a test compares the keys."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -33,12 +33,14 @@ class ParityModelsConfig:
     rollout: RolloutEngineConfig
 
     def rollout_of(self, engine: str) -> RolloutEngineConfig:
-        """engine: a name that configs/checks_parity.py knows."""
+        """The rollout options for one of the compared engines, whose name configs/checks_parity.py has validated."""
         return replace(self.rollout, name=engine)  # type: ignore[arg-type]
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ByDtypeConfig:
+    """A bound for each dtype; the coarser dtype of trainer and engine selects it."""
+
     float64: NonNegativeFloat
     float32: NonNegativeFloat
     float16: NonNegativeFloat
@@ -53,6 +55,7 @@ class BoundsConfig:
     token_agreement: Fraction
     log_prob_max: ByDtypeConfig
     log_prob_mean: ByDtypeConfig
+    # A two-sided z-score: |z| is compared.
     draw_z: NonNegativeFloat
     wrong_ends: NonNegative
     wrong_prompts: NonNegative

@@ -1,4 +1,4 @@
-"""Which roles share GPUs. The YAML twin is `placement` in configs/ppo_trainer.yaml; configs/pools.py makes pools of it."""
+"""Schema of the `placement` block of configs/ppo_trainer.yaml; configs/pools.py derives the pools."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -12,16 +12,17 @@ Layout = Literal["colocate_all", "colocate_pairs", "split", "custom"]
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class PoolConfig:
-    """gpus: on each of the nodes. fraction: of each of them, which other pools have the rest of."""
+    """Size of a pool. gpus: per node. fraction: of each GPU; other pools may use the rest."""
 
     nodes: Positive
     gpus: Positive
+    # Fractions of all pools on a GPU must not exceed 1 in total, see configs/pools.py.
     fraction: Annotated[float, Gt(0.0), Le(1.0)]
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class PlacedRolesConfig:
-    """The pool of each role."""
+    """Pool of each role."""
 
     actor: str | None
     ref: str | None

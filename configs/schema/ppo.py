@@ -1,4 +1,4 @@
-"""The typed tree of `trainer.main_ppo`. The YAML twin is configs/ppo_trainer.yaml; a test holds the two equal."""
+"""Schema of `trainer.main_ppo`. Defaults are in configs/ppo_trainer.yaml; a test compares the keys."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -30,7 +30,7 @@ from configs.schema.scoring_model import ScoringModelDefaults
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class PromptConfig:
-    """How prompts are read, whatever becomes of them."""
+    """Options for reading prompts, shared by training, generation and parity."""
 
     prompt_key: str
     reward_fn_key: str
@@ -62,8 +62,10 @@ class DataConfig(PromptConfig):
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class PolicyLossConfig:
+    # Not a Literal: besides the registered names, FILE.py:FUNCTION selects a user's loss.
     loss_mode: str
     clip_cov_ratio: Annotated[float, Gt(0.0), Le(1.0)]
+    # A covariance can be negative, so these bounds have no sign constraint.
     clip_cov_lb: float
     clip_cov_ub: float
     kl_cov_ratio: Annotated[float, Gt(0.0), Le(1.0)]
@@ -72,7 +74,7 @@ class PolicyLossConfig:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ActorConfig(ShardedConfig):
-    ppo_mini_batch_size: Positive
+    ppo_mini_batch_size: Positive  # in prompts, not sequences: a group is never split over mini-batches
     ppo_micro_batch_size: Positive | None
     ppo_micro_batch_size_per_gpu: Positive | None
     use_dynamic_bsz: bool
@@ -83,6 +85,7 @@ class ActorConfig(ShardedConfig):
     clip_ratio: NonNegativeFloat
     clip_ratio_low: NonNegativeFloat
     clip_ratio_high: NonNegativeFloat
+    # Dual clip bounds the loss at clip_ratio_c * |advantage|, which at 1 or less would clip on-policy tokens.
     clip_ratio_c: Annotated[float, Gt(1.0)]
     tau_pos: PositiveFloat
     tau_neg: PositiveFloat
@@ -110,6 +113,8 @@ class RefConfig(FollowingConfig):
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class SamplingConfig:
+    """Sampling parameters of validation."""
+
     n: Positive
     do_sample: bool
     temperature: NonNegativeFloat
@@ -125,11 +130,12 @@ class EngineKwargsConfig:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class RolloutEngineConfig:
-    """What an engine is built from, and how it draws."""
+    """Options of a rollout engine and of sampling."""
 
     name: Literal["embedded", "vllm", "sglang"]
     n: Positive
     do_sample: bool
+    # Positive, unlike in validation: log-probs are divided by it. Greedy decoding is do_sample=false.
     temperature: PositiveFloat
     top_k: Annotated[int, Ge(-1)]
     top_p: Annotated[float, Gt(0.0), Le(1.0)]
@@ -155,7 +161,7 @@ class RolloutEngineConfig:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class RolloutConfig(RolloutEngineConfig):
-    """And what training wants besides."""
+    """Options of the rollout engine in training: log-prob micro-batches of the actor, and validation sampling."""
 
     log_prob_micro_batch_size: Positive | None
     log_prob_micro_batch_size_per_gpu: Positive | None
@@ -174,7 +180,7 @@ class ActorRolloutRefConfig:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class CriticConfig(FollowingConfig):
-    enable: bool | None
+    enable: bool | None  # null: decided by the advantage estimator, which is only known when the registries are loaded
     model: ModelConfig
     ppo_mini_batch_size: Positive
     ppo_micro_batch_size: Positive | None
@@ -196,6 +202,8 @@ class CriticConfig(FollowingConfig):
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class KLControlConfig:
+    """Controller of the KL coefficient in the reward (Ziegler et al., arXiv:1909.08593, for type=adaptive)."""
+
     type: Literal["fixed", "adaptive"]
     kl_coef: float
     horizon: Positive
@@ -204,7 +212,10 @@ class KLControlConfig:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class RolloutCorrectionConfig:
+    """Off-policy correction for the mismatch between rollout engine and trainer."""
+
     rollout_is: Literal["token", "sequence"] | None
+    # Strings, because a value may contain two bounds: 0.5_5.0. trainer/algorithms/correction_rules.py parses them.
     rollout_is_threshold: str
     rollout_is_batch_normalize: bool
     rollout_rs: str | None
@@ -218,12 +229,14 @@ class RolloutCorrectionConfig:
 @dataclass(slots=True, kw_only=True, frozen=True)
 class FilterGroupsConfig:
     enable: bool
+    # Any number that the reward function returns may be named, so the names are only known at run time.
     metric: str | None
     max_num_gen_batches: int
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class AlgorithmConfig:
+    # Not a Literal: besides the registered names, FILE.py:FUNCTION selects a user's estimator.
     adv_estimator: str
     gamma: Fraction
     lam: Fraction
@@ -311,7 +324,7 @@ class ShapingConfig:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ScoringConfig:
-    """How an answer gets its score on this machine."""
+    """Options for scoring responses on this machine."""
 
     num_workers: NonNegative
     timeout: PositiveFloat
@@ -326,7 +339,7 @@ class ScoringConfig:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class RemoteScoringConfig(ScoringConfig):
-    """Or by servers."""
+    """Options for scoring responses on this machine or on servers."""
 
     remote_urls: list[str]
     remote: RemoteConfig
@@ -334,21 +347,22 @@ class RemoteScoringConfig(ScoringConfig):
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ModelScoringConfig(RemoteScoringConfig):
-    """And which reward models have a say in it."""
+    """Options for scoring with rules, servers and reward models."""
 
     weight: float
+    # Untyped here: each entry is validated after it is merged over reward_model, see configs/reward_models.py.
     models: dict[str, dict[str, Any]]
     reward_model: ScoringModelDefaults
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class FollowingModelDefaults(FollowingConfig, ScoringModelDefaults):
-    """Of reward models beside a policy that is trained."""
+    """Defaults of reward models in a training run, sharded like the actor unless set otherwise."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class RewardConfig(ModelScoringConfig):
-    """And how the score becomes the reward that training sees."""
+    """Options for scoring, and for shaping scores into training rewards."""
 
     reward_model: FollowingModelDefaults
     reward_kwargs: RewardKwargsConfig
@@ -359,6 +373,8 @@ class RewardConfig(ModelScoringConfig):
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ReplayConfig:
+    """Replay of a single step from a file of trainer.rollout_data_dir."""
+
     mode: Literal["rollout", "train"] | None
     path: str | None
     bound: NonNegativeFloat
@@ -366,6 +382,7 @@ class ReplayConfig:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class TrainerConfig(RunConfig):
+    # PPO counts in steps only; the supervised programs also accept after_each_epoch.
     save_freq: int
     test_freq: int
     log_val_generations: NonNegative

@@ -1,4 +1,4 @@
-"""The typed tree of `trainer.main_reward_model`. Its YAML twin is configs/reward_model_trainer.yaml; a test says so."""
+"""Schema of `trainer.main_reward_model`. Defaults are in configs/reward_model_trainer.yaml; a test compares the keys."""
 
 from dataclasses import dataclass
 

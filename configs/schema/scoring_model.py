@@ -1,4 +1,4 @@
-"""A reward model that scores answers beside the rules."""
+"""Schema of reward models."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -8,7 +8,7 @@ from configs.schema.common import Positive, ShardedConfig
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ReadingModelConfig(ShardedConfig):
-    """Where a model is, what it reads of a conversation, and how its forward is cut."""
+    """Location of a reward model, its input format, and the size of its micro-batches."""
 
     path: str | None
     tokenizer_path: str | None
@@ -26,7 +26,7 @@ class ReadingModelConfig(ShardedConfig):
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ScoringModelConfig(ReadingModelConfig):
-    """What an entry of reward.models says, over reward.reward_model."""
+    """A reward model of a run: an entry of reward.models merged over reward.reward_model."""
 
     urls: list[str]
     weight: float
@@ -37,6 +37,6 @@ class ScoringModelConfig(ReadingModelConfig):
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ScoringModelDefaults(ScoringModelConfig):
-    """The same, and whether it is a model itself."""
+    """The block reward.reward_model: defaults of all entries, and a reward model itself if enabled."""
 
     enable: bool

@@ -1,4 +1,4 @@
-"""The typed tree of `trainer.main_serve_reward`. The YAML twin is configs/serve_reward.yaml; a test holds the two equal."""
+"""Schema of `trainer.main_serve_reward`. Defaults are in configs/serve_reward.yaml; a test compares the keys."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -12,7 +12,10 @@ from configs.schema.scoring_model import ReadingModelConfig
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ServerConfig:
+    """The HTTP server of trainer.main_serve_reward."""
+
     host: str
+    # 0 lets the operating system choose a free port.
     port: Annotated[int, Ge(0), Le(65535)]
     token_env: str
     batch_size: Positive
@@ -23,11 +26,14 @@ class ServerConfig:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ServedModelConfig(ReadingModelConfig):
+    # Not "running": a server has no training steps, and statistics over all clients would mix different runs.
     normalize: Literal["stored"] | None
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class JudgeEngineConfig:
+    """A language model that judges responses on a rollout engine of the server."""
+
     enable: bool
     max_prompt_length: Positive
     apply_chat_template_kwargs: dict[str, Any]

@@ -1,4 +1,4 @@
-"""The typed tree of `trainer.main_sft`. The YAML twin is configs/sft_trainer.yaml; a test holds the two equal."""
+"""Schema of `trainer.main_sft`. Defaults are in configs/sft_trainer.yaml; a test compares the keys."""
 
 from dataclasses import dataclass
 
@@ -7,6 +7,7 @@ from configs.schema.supervised import SupervisedConfig, SupervisedDataConfig
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class SFTDataConfig(SupervisedDataConfig):
+    # If set, prompt_key and response_key are not used.
     messages_key: str | None
     prompt_key: str
     response_key: str

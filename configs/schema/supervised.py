@@ -1,4 +1,4 @@
-"""What supervised training has in both its programs, `trainer.main_sft` and `trainer.main_reward_model`."""
+"""Schema shared by the supervised programs, `trainer.main_sft` and `trainer.main_reward_model`."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,6 +22,7 @@ class SupervisedDataConfig:
     train_files: list[str]
     val_files: list[str]
     max_length: Positive
+    # Without "middle", which the prompts of PPO allow: it would remove the boundary between prompt and response.
     truncation: Literal["error", "left", "right"]
     train_batch_size: Positive
     micro_batch_size_per_gpu: Positive | None

@@ -24,8 +24,8 @@ def test_addresses_of_servers(url: str) -> None:
         ("127.0.0.1:8000", "=127.0.0.1:8000: must be http://HOST:PORT/PATH or https://..."),
         ("ftp://x/y", "=ftp://x/y: must be"),
         ("http://", "=http://: must be"),
-        ("http://x:port/", "=http://x:port/: is no address: Port could not be cast"),
-        ("http://me:secret@x/y", ": has a user or a password in it; leave them out"),
+        ("http://x:port/", "=http://x:port/: invalid address: Port could not be cast"),
+        ("http://me:secret@x/y", ": contains a user name or a password; remove them"),
     ],
 )
 def test_what_is_none(url: str, told: str) -> None:

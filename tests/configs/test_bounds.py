@@ -21,7 +21,7 @@ def test_a_mini_batch_is_a_batch_at_most(actor: int, critic: int | None, told: l
     assert held == (min(actor, 64), min(critic or actor, 64))
     sizes = {ACTOR: actor, "critic": critic}
     assert notes == [
-        f"{role}.{MINI}={sizes[role]}: more than data.train_batch_size=64; one update takes the whole batch" for role in told
+        f"{role}.{MINI}={sizes[role]}: larger than data.train_batch_size=64; one update uses the whole batch" for role in told
     ]
 
 
@@ -33,8 +33,8 @@ def test_what_an_engine_can_hold_ends_answers(root: str, schema: type, longest: 
     assert (config.data.max_prompt_length, config.data.max_response_length) == (prompt, 10)
     key = f"{ROLLOUT}.max_model_len={longest}"
     sizes = "data.max_prompt_length + data.max_response_length = 20 + 10"
-    short = f"{key}: less than {sizes}; an answer ends where prompt and answer are so long"
-    cut = f"{key}: with data.max_prompt_length=20 prompts are {prompt} tokens at most"
+    short = f"{key}: less than {sizes}; responses are truncated at this total length"
+    cut = f"{key}: data.max_prompt_length=20 is reduced to {prompt} tokens"
     assert notes == [short] * (longest < 30) + [cut] * (prompt < 20)
 
 
@@ -44,7 +44,7 @@ def test_roles_that_share_gpus_are_cut_as_the_actor_is() -> None:
     config, _, notes = compose_with_notes("ppo_trainer", PPOConfig, words)
     cuts = {(role.megatron.tensor_model_parallel_size, role.megatron.pipeline_model_parallel_size) for role in roles(config)}
     assert cuts == {(4, 1)}
-    alike = "models that share GPUs are cut alike, and the actor's has"
+    alike = "models that share GPUs must be split the same way, and the actor uses"
     assert notes == [
         f"{REF}.megatron.tensor_model_parallel_size=2: {alike} 4",
         f"critic.megatron.pipeline_model_parallel_size=2: {alike} 1",
@@ -63,4 +63,4 @@ def test_a_copy_of_the_run_directory_to_itself_is_none() -> None:
     words = ["trainer.default_local_dir=runs/a", "trainer.checkpoint.remote_dir=runs/../runs/a"]
     config, _, notes = compose_with_notes("ppo_trainer", PPOConfig, words)
     assert config.trainer.checkpoint.remote_dir is None
-    assert notes == ["trainer.checkpoint.remote_dir=runs/../runs/a: is the run directory itself; nothing is copied"]
+    assert notes == ["trainer.checkpoint.remote_dir=runs/../runs/a: is the run directory; no copies are made"]

@@ -86,8 +86,8 @@ def test_the_hard_cap_is_over_the_gpus_that_share_a_micro_batch() -> None:
     assert ppo_lines(*short, MEGATRON, CP2, needs_values=False) == []
     (line,) = ppo_lines(f"{ACTOR}.ppo_max_token_len_per_gpu=511", *short[1:], MEGATRON, CP2, needs_values=False)
     assert line == (
-        f"error: {ACTOR}.ppo_max_token_len_per_gpu=511: a micro-batch of 511 * 2 (context_parallel_size) = 1022 tokens does not "
-        f"hold the longest row, {LONGEST}; raise it"
+        f"error: {ACTOR}.ppo_max_token_len_per_gpu=511: a micro-batch of 511 * 2 (context_parallel_size) = 1022 tokens cannot "
+        f"hold the longest row, {LONGEST}; increase it"
     )
 
 
@@ -97,8 +97,8 @@ def test_rows_are_enough_for_the_data_parallel_size() -> None:
     assert ppo_lines(*few, MEGATRON, TP2, PP2) == []
     (line,) = ppo_lines(*few, MEGATRON, TP2)
     assert line == (
-        f"error: data.train_batch_size=2: data.train_batch_size * {ROLLOUT}.n = 2 * 1 = 2 sequences a step are fewer than the "
-        "data-parallel size 4 = 8 workers (trainer.nnodes * trainer.n_gpus_per_node = 1 * 8) / 2; raise it"
+        f"error: data.train_batch_size=2: data.train_batch_size * {ROLLOUT}.n = 2 * 1 = 2 sequences per step are fewer than the "
+        "data-parallel size 4 = 8 workers (trainer.nnodes * trainer.n_gpus_per_node = 1 * 8) / 2; increase it"
     )
     (line,) = ppo_lines(*few, MEGATRON, TP2, PP2, f"{REF}.strategy=fsdp", f"{ACTOR}.use_kl_loss=true")
     assert "are fewer than 8 workers" in line, "the reference takes a share on every one"

@@ -13,7 +13,7 @@ from configs.schema.ppo import PPOConfig
 from configs.schema.sft import SFTConfig
 
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
-UNREAD = "beside a LoRA adapter the reference is the actor's engine, with the adapter off"
+UNREAD = "with a LoRA adapter the reference is the actor with its adapter disabled"
 CHECKS = {
     "ppo_trainer": (PPOConfig, lambda config, typed: check_ppo(config, typed, needs_values=True)),
     "sft_trainer": (SFTConfig, check_sft),
@@ -39,39 +39,42 @@ def lines(root: str, *overrides: str) -> list[str]:
         (
             "ppo_trainer",
             [f"{MODEL}.lora_rank=8", "actor_rollout_ref.actor.strategy=megatron", "critic.strategy=fsdp"],
-            [f"{MODEL}.lora_rank=8: the Megatron engine has no LoRA; take strategy=fsdp, or leave it out"],
+            [f"{MODEL}.lora_rank=8: the Megatron engine does not support LoRA; use strategy=fsdp, or remove the key"],
         ),
         (
             "ppo_trainer",
             ["critic.model.lora_adapter_path=there", "critic.strategy=megatron"],
-            ["critic.model.lora_adapter_path=there: the Megatron engine has no LoRA; take strategy=fsdp, or leave it out"],
+            [
+                "critic.model.lora_adapter_path=there: the Megatron engine does not support LoRA; use strategy=fsdp, "
+                "or remove the key"
+            ],
         ),
         (
             "sft_trainer",
             ["model.lora_rank=2", "engine.strategy=megatron"],
-            ["model.lora_rank=2: the Megatron engine has no LoRA; take strategy=fsdp, or leave it out"],
+            ["model.lora_rank=2: the Megatron engine does not support LoRA; use strategy=fsdp, or remove the key"],
         ),
         (
             "parity",
             [f"{MODEL}.lora_rank=2", "actor_rollout_ref.actor.strategy=megatron"],
-            [f"{MODEL}.lora_rank=2: the Megatron engine has no LoRA; take strategy=fsdp, or leave it out"],
+            [f"{MODEL}.lora_rank=2: the Megatron engine does not support LoRA; use strategy=fsdp, or remove the key"],
         ),
         (
             "ppo_trainer",
             ["rollout=embedded", f"{MODEL}.lora_rank=2", f"{ROLLOUT}.lora_sync=adapter"],
-            [f"{ROLLOUT}.lora_sync=adapter: the embedded engine takes whole weights alone; leave it at merged"],
+            [f"{ROLLOUT}.lora_sync=adapter: the embedded engine only accepts full weights; use merged"],
         ),
         (
             "generation",
             ["rollout=embedded", f"{MODEL}.lora_adapter_path=a", f"{ROLLOUT}.lora_sync=adapter"],
-            [f"{ROLLOUT}.lora_sync=adapter: the embedded engine takes whole weights alone; leave it at merged"],
+            [f"{ROLLOUT}.lora_sync=adapter: the embedded engine only accepts full weights; use merged"],
         ),
         ("ppo_trainer", [f"{MODEL}.lora_rank=2", f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.lora_sync=adapter"], []),
         (
             "ppo_trainer",
             [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.lora_sync=adapter", "critic.model.lora_alpha=3"],
             [
-                "critic.model.lora_alpha has no effect: critic.model.lora_rank=0, all parameters are trained",
+                "critic.model.lora_alpha has no effect: critic.model.lora_rank=0 trains all parameters",
                 f"{ROLLOUT}.lora_sync=adapter has no effect: the model has no LoRA adapter",
             ],
         ),
@@ -79,8 +82,8 @@ def lines(root: str, *overrides: str) -> list[str]:
             "ppo_trainer",
             [f"{MODEL}.lora_adapter_path=a", f"{MODEL}.target_modules=[q_proj]", "actor_rollout_ref.actor.use_kl_loss=true"],
             [
-                f"{MODEL}.target_modules has no effect: the adapter in {MODEL}.lora_adapter_path has its own",
-                f"the reference is {MODEL}.path alone, without the adapter of lora_adapter_path",
+                f"{MODEL}.target_modules has no effect: the adapter in {MODEL}.lora_adapter_path defines it",
+                f"the reference is {MODEL}.path without the adapter of lora_adapter_path",
             ],
         ),
         (
@@ -106,6 +109,6 @@ def test_lines(root: str, overrides: list[str], told: list[str]) -> None:
 
 def test_an_adapter_that_would_be_nothing() -> None:
     config = compose("ppo_trainer", PPOConfig, ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=0"])
-    told = r"^actor_rollout_ref.model.lora_alpha=0: .* set it to lora_rank, or twice that$"
+    told = r"^actor_rollout_ref.model.lora_alpha=0: .* set it to lora_rank or twice lora_rank$"
     with pytest.raises(ConfigError, match=told):
         check_ppo(config, (), needs_values=True)

@@ -55,13 +55,13 @@ def test_a_copy_of_the_model_takes_whole_gpus() -> None:
 @pytest.mark.parametrize(
     ("parts", "stages", "why"),
     [
-        (2, 1, "needs pipeline_model_parallel_size of 2 at least, not 1"),
-        (1, 2, "takes 2 at least"),
+        (2, 1, "needs pipeline_model_parallel_size >= 2, not 1"),
+        (1, 2, "must be at least 2"),
     ],
 )
 def test_virtual_stages_are_parts_of_stages(parts: int, stages: int, why: str) -> None:
     (line,) = problems(role(pipeline_model_parallel_size=stages, **{VPP: parts}))
-    assert line == f"{ACTOR}.megatron.{VPP}={parts}: {why}; null leaves the layers of a GPU in one part"
+    assert line == f"{ACTOR}.megatron.{VPP}={parts}: {why}; use null for one chunk per stage"
 
 
 @pytest.mark.parametrize("name", ALL_TWO)
@@ -69,12 +69,12 @@ def test_roles_on_the_same_gpus_are_cut_alike(name: str) -> None:
     unlike = role(**ALL_TWO | {name: None if name == VPP else 4})
     (line,) = problems(role(**ALL_TWO), critic=unlike)
     assert line == (
-        f"critic.megatron.{name}={'null' if name == VPP else 4}: {ACTOR}.megatron.{name}=2, and models that share GPUs are cut "
-        "alike: Megatron's process groups are global to a process; leave it out to follow the actor"
+        f"critic.megatron.{name}={'null' if name == VPP else 4}: {ACTOR}.megatron.{name}=2, but models that share GPUs must be "
+        "split the same way, because Megatron's process groups are global to a process; remove it to follow the actor"
     )
     assert problems(role(**ALL_TWO), critic=replace(unlike, strategy="fsdp")) == []
     (line,) = problems(replace(role(), strategy="fsdp"), ref=role(**ALL_TWO), critic=unlike)
-    assert line.startswith(f"critic.megatron.{name}=") and f": ref.megatron.{name}=2, and" in line
+    assert line.startswith(f"critic.megatron.{name}=") and f": ref.megatron.{name}=2, but" in line
 
 
 def test_a_role_counts_where_it_is_used() -> None:
@@ -89,11 +89,11 @@ def test_a_role_counts_where_it_is_used() -> None:
 @pytest.mark.parametrize(
     ("field", "why"),
     [
-        ("moe_router_dtype=fp32", "models with experts are trained by FSDP, and others have no use for it"),
-        ("tp_comm_overlap=true", "a matter of speed alone"),
-        ("cpu_offloading_num_layers=2", "a matter of memory alone"),
-        ("hidden_dropout=0.0", "it is so anyway"),
-        ("fp8=null", "it is so anyway"),
+        ("moe_router_dtype=fp32", "mixture-of-experts models are trained with FSDP, and other models do not use it"),
+        ("tp_comm_overlap=true", "affects speed only"),
+        ("cpu_offloading_num_layers=2", "affects memory only"),
+        ("hidden_dropout=0.0", "this is always the case"),
+        ("fp8=null", "this is always the case"),
     ],
 )
 def test_what_changes_no_number_is_left_out_with_a_note(field: str, why: str) -> None:
@@ -106,7 +106,7 @@ def test_what_changes_no_number_is_left_out_with_a_note(field: str, why: str) ->
 def test_what_would_change_numbers_or_places_is_not(field: str) -> None:
     key = f"{ACTOR}.megatron.override_transformer_config"
     (line,) = ppo_lines(MEGATRON, f"+{key}.{field}")
-    assert line.startswith(f"error: {key}.{field.partition('=')[0]}: the model or another key says it")
+    assert line.startswith(f"error: {key}.{field.partition('=')[0]}: the model or another key sets it")
 
 
 def test_other_programs_are_cut_too() -> None:
@@ -121,16 +121,16 @@ def test_other_programs_are_cut_too() -> None:
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"hidden_size": 8}, ".hidden_size: the model or another key says it"),
-        ({"tensor_model_parallel_size": 2}, ".tensor_model_parallel_size: the model or another key says it"),
+        ({"hidden_size": 8}, ".hidden_size: the model or another key sets it"),
+        ({"tensor_model_parallel_size": 2}, ".tensor_model_parallel_size: the model or another key sets it"),
         (
             {"recompute_granularty": "full"},
-            "do not heed it; did you mean recompute_granularity?; there are recompute_granularity,",
+            "do not use it; did you mean recompute_granularity?; allowed: recompute_granularity,",
         ),
         ({"recompute_granularity": "whole"}, ".recompute_granularity=whole: must be one of full, selective or null"),
-        ({"recompute_granularity": "full"}, "=full: wants recompute_method=uniform or block and recompute_num_layers=1 or more"),
-        ({"recompute_granularity": "full", "recompute_method": "uniform"}, "beside it, not uniform and null"),
-        ({"recompute_granularity": "full", "recompute_method": "x", "recompute_num_layers": 1}, "beside it, not x and 1"),
+        ({"recompute_granularity": "full"}, "=full: needs recompute_method=uniform or block and recompute_num_layers >= 1"),
+        ({"recompute_granularity": "full", "recompute_method": "uniform"}, ">= 1, not uniform and null"),
+        ({"recompute_granularity": "full", "recompute_method": "x", "recompute_num_layers": 1}, ">= 1, not x and 1"),
         (
             {"recompute_granularity": "selective", "recompute_num_layers": 1},
             "=selective: recompute_method and recompute_num_layers",
@@ -138,7 +138,7 @@ def test_other_programs_are_cut_too() -> None:
         ({"recompute_granularity": "selective", "recompute_method": "block"}, "=selective: recompute_method and"),
         (
             {"recompute_granularity": "selective", "recompute_modules": ["mlp", "layernorm"]},
-            ".recompute_modules: layernorm: these layers can recompute core_attn and mlp",
+            ".recompute_modules: layernorm: the modules that can be recomputed are core_attn and mlp",
         ),
     ],
 )
@@ -154,7 +154,7 @@ def test_fields_of_transformer_config_that_are_heeded_or_change_nothing() -> Non
     kernels = role(override_transformer_config={"attention_backend": "auto", "apply_rope_fusion": True})
     assert problems(kernels, critic=kernels) == []
     assert list(megatron_notes({ACTOR: kernels, "critic": kernels})) == [
-        f"{OVERRIDE}.{name} has no effect: the engine has its own attention over packed rows"
+        f"{OVERRIDE}.{name} has no effect: the engine has its own attention on packed rows"
         for name in ("apply_rope_fusion", "attention_backend")
     ]
     assert list(megatron_notes({ACTOR: replace(kernels, strategy="fsdp")})) == []
@@ -169,7 +169,7 @@ def test_what_verl_has_by_default_passes() -> None:
 def test_a_repeatable_run_on_cuda_was_never_measured() -> None:
     (line,) = ppo_lines(MEGATRON, "trainer.deterministic=true")
     assert line == (
-        f"error: trainer.deterministic=true: {ACTOR}.strategy=megatron is not known to repeat itself on CUDA; strategy=fsdp is"
+        f"error: trainer.deterministic=true: {ACTOR}.strategy=megatron is not known to be reproducible on CUDA; use strategy=fsdp"
     )
     (line,) = sft_lines("engine.strategy=megatron", "trainer.deterministic=true")
     assert line.startswith("error: trainer.deterministic=true: engine.strategy=megatron")

@@ -17,9 +17,9 @@ EIGHT = "8 workers (trainer.nnodes * trainer.n_gpus_per_node = 1 * 8)"
 @pytest.mark.parametrize(
     ("typed", "told"),
     [
-        (f"{FSDP}.fsdp_size=3", f"{FSDP}.fsdp_size=3: does not divide {EIGHT} (8 = 2 * 3 + 2); take one that does"),
-        (f"{FSDP}.fsdp_size=16", f"{FSDP}.fsdp_size=16: does not divide {EIGHT} (8 = 0 * 16 + 8); take one that does"),
-        (f"{FSDP}.fsdp_size=0", f"{FSDP}.fsdp_size=0: must be -1 (all GPUs share one copy), or so many that do, 1 at least"),
+        (f"{FSDP}.fsdp_size=3", f"{FSDP}.fsdp_size=3: does not divide {EIGHT} (8 = 2 * 3 + 2); use a divisor"),
+        (f"{FSDP}.fsdp_size=16", f"{FSDP}.fsdp_size=16: does not divide {EIGHT} (8 = 0 * 16 + 8); use a divisor"),
+        (f"{FSDP}.fsdp_size=0", f"{FSDP}.fsdp_size=0: must be -1 (all GPUs share one copy) or at least 1"),
     ],
 )
 def test_a_copy_takes_a_divisor_of_the_gpus(typed: str, told: str) -> None:
@@ -32,7 +32,7 @@ def test_copies_that_can_be(size: int) -> None:
 
 
 def test_ulysses_takes_a_divisor_of_the_gpus_and_what_follows_the_actor_is_not_told_again() -> None:
-    size, why = "fsdp_config.ulysses_sequence_parallel_size", f"does not divide {EIGHT} (8 = 2 * 3 + 2); take one that does"
+    size, why = "fsdp_config.ulysses_sequence_parallel_size", f"does not divide {EIGHT} (8 = 2 * 3 + 2); use a divisor"
     lines = ppo_lines(f"{ACTOR}.ulysses_sequence_parallel_size=3", f"{ACTOR}.use_kl_loss=true")
     assert lines == [f"error: {ACTOR}.{size}=3: {why}"]
     assert ppo_lines(f"{REF}.{size}=3", f"{ACTOR}.use_kl_loss=true") == [f"error: {REF}.{size}=3: {why}"]
@@ -49,7 +49,7 @@ def test_parity_is_checked_too() -> None:
 def test_rows_are_enough_for_the_shares_alone() -> None:
     short = ["data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=4", "critic.ulysses_sequence_parallel_size=2"]
     (line,) = ppo_lines(*short)
-    assert "4 * 1 = 4 sequences a step are fewer than 8 workers" in line
+    assert "4 * 1 = 4 sequences per step are fewer than 8 workers" in line
     check_ppo(compose("ppo_trainer", PPOConfig, [*short, f"{ACTOR}.ulysses_sequence_parallel_size=2"]), (), needs_values=True)
 
 
@@ -65,6 +65,6 @@ def test_megatron_cuts_rows_by_its_own_key() -> None:
     notes = check_ppo(compose("ppo_trainer", PPOConfig, typed), typed, needs_values=True)
     told = [note for note in notes if "ulysses" in note]
     assert told == [
-        f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size has no effect with strategy=megatron; "
-        f"{ACTOR}.megatron.context_parallel_size cuts rows there"
+        f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size has no effect with strategy=megatron; use "
+        f"{ACTOR}.megatron.context_parallel_size"
     ]

@@ -31,46 +31,46 @@ def test_the_short_keys() -> None:
     [
         ([], []),
         (["engines=[embedded,vllm]"], []),
-        (["engines=[]"], ["engines=[]: one engine at least, and none twice"]),
-        (["engines=[vllm,vllm]"], ["engines=[vllm,vllm]: one engine at least, and none twice"]),
-        ([f"{ROLLOUT}.name=vllm"], [f"{ROLLOUT}.name=vllm: engines=[vllm] says which engines are compared"]),
+        (["engines=[]"], ["engines=[]: must list at least one engine, and none twice"]),
+        (["engines=[vllm,vllm]"], ["engines=[vllm,vllm]: must list at least one engine, and none twice"]),
+        ([f"{ROLLOUT}.name=vllm"], [f"{ROLLOUT}.name=vllm: the engines are selected by engines=[vllm]; remove the key"]),
         (
             ["model=a", "actor_rollout_ref.model.path=b"],
-            ["model and actor_rollout_ref.model.path are the same key: give one of them"],
+            ["model and actor_rollout_ref.model.path are the same key: set only one of them"],
         ),
         (
             ["trainer.backend=local"],
             [
-                "trainer.backend=local: runs one worker, in this process, not 8 workers "
-                "(trainer.nnodes * trainer.n_gpus_per_node = 1 * 8); take one, or trainer.backend=ray"
+                "trainer.backend=local: runs a single worker in this process, not 8 workers "
+                "(trainer.nnodes * trainer.n_gpus_per_node = 1 * 8); use one worker, or trainer.backend=ray"
             ],
         ),
         (
             [f"{ROLLOUT}.max_model_len=8"],
             [
                 f"{ROLLOUT}.max_model_len=8: less than data.max_prompt_length + data.max_response_length = 512 + 512 = 1024; "
-                "raise it, or leave it at null"
+                "increase it, or use null"
             ],
         ),
         (
             ["engines=[embedded,vllm]", "trainer.n_gpus_per_node=3"],
             [
                 f"{ROLLOUT}.tensor_model_parallel_size=2: does not divide 3 workers "
-                "(trainer.nnodes * trainer.n_gpus_per_node = 1 * 3) (3 = 1 * 2 + 1); take one that does"
+                "(trainer.nnodes * trainer.n_gpus_per_node = 1 * 3) (3 = 1 * 2 + 1); use a divisor"
             ],
         ),
         (
             [f"{ROLLOUT}.enforce_eager=true"],
-            [f"{ROLLOUT}.enforce_eager has no effect: the embedded engine captures no graphs"],
+            [f"{ROLLOUT}.enforce_eager has no effect: the embedded engine does not capture graphs"],
         ),
         (["engines=[embedded,vllm]", f"{ROLLOUT}.enforce_eager=true"], []),
         (
             [f"{ROLLOUT}.temperature=1.0"],
-            [f"{ROLLOUT}.temperature=1: an engine that ignores the temperature is not found out; 0.8 would show it"],
+            [f"{ROLLOUT}.temperature=1: an engine that ignores the temperature is not detected; use for example 0.8"],
         ),
         ([f"{ROLLOUT}.temperature=1.0", f"{ROLLOUT}.do_sample=false"], []),
-        ([f"{ROLLOUT}.top_p=0.9"], [f"bounds.draw_z has no effect: {ROLLOUT}.top_k or top_p cut the distribution"]),
-        ([f"{ROLLOUT}.top_k=9"], [f"bounds.draw_z has no effect: {ROLLOUT}.top_k or top_p cut the distribution"]),
+        ([f"{ROLLOUT}.top_p=0.9"], [f"bounds.draw_z has no effect: {ROLLOUT}.top_k or top_p truncate the distribution"]),
+        ([f"{ROLLOUT}.top_k=9"], [f"bounds.draw_z has no effect: {ROLLOUT}.top_k or top_p truncate the distribution"]),
     ],
 )
 def test_parity(overrides: list[str], lines: list[str]) -> None:
@@ -79,7 +79,7 @@ def test_parity(overrides: list[str], lines: list[str]) -> None:
 
 def test_an_unknown_engine_gets_the_nearest() -> None:
     (line,) = told("engines=[embeded]")
-    assert line.startswith("engines: embeded: no such engine; known: embedded, ") and line.endswith("; did you mean embedded?")
+    assert line.startswith("engines: embeded: unknown engine; known: embedded, ") and line.endswith("; did you mean embedded?")
 
 
 def test_a_misspelt_key_gets_the_nearest() -> None:

@@ -29,26 +29,26 @@ def test_a_placement_that_works_is_told() -> None:
 
 def test_one_that_cannot_be_is_told_first() -> None:
     (line,) = ppo_lines("placement=split", "trainer.n_gpus_per_node=4", "data.train_batch_size=3")
-    assert line.startswith("error: placement.layout=split: 3 pools (actor, critic, rollout) get no equal shares")
+    assert line.startswith("error: placement.layout=split: 3 pools (actor, critic, rollout) cannot share trainer.nnodes")
 
 
 def test_the_roles_own_workers_are_counted() -> None:
     assert ppo_lines(*PAIRS, f"{ACTOR}.fsdp_config.fsdp_size=2")[0] == (
-        f"error: {ACTOR}.fsdp_config.fsdp_size=2: does not divide {HALF} (3 = 1 * 2 + 1); take one that does"
+        f"error: {ACTOR}.fsdp_config.fsdp_size=2: does not divide {HALF} (3 = 1 * 2 + 1); use a divisor"
     )
     assert ppo_lines(*PAIRS, "rollout=vllm")[0] == (
-        f"error: {ROLLOUT}.tensor_model_parallel_size=2: does not divide {HALF} (3 = 1 * 2 + 1); take one that does"
+        f"error: {ROLLOUT}.tensor_model_parallel_size=2: does not divide {HALF} (3 = 1 * 2 + 1); use a divisor"
     )
     assert ppo_lines(*PAIRS, f"{ACTOR}.ppo_micro_batch_size=8")[0].endswith(
-        "so many sequences do not divide by the data-parallel size (8 / 3 = 2.667); take ppo_micro_batch_size_per_gpu"
+        "the number of sequences is not divisible by the data-parallel size (8 / 3 = 2.667); use ppo_micro_batch_size_per_gpu"
     )
     small = ("data.train_batch_size=2", f"{ACTOR}.ppo_mini_batch_size=2")
     (line,) = ppo_lines(*CUSTOM, *small)
     assert line.endswith(
-        "2 * 1 = 2 sequences a step are fewer than 3 workers (placement.pools.a: nodes * gpus = 1 * 3); raise it"
+        "2 * 1 = 2 sequences per step are fewer than 3 workers (placement.pools.a: nodes * gpus = 1 * 3); increase it"
     )
     (line,) = ppo_lines(*CUSTOM[:-2], "placement.roles.actor=b", "placement.roles.critic=a", *small)
-    assert line.endswith("fewer than 3 workers (placement.pools.a: nodes * gpus = 1 * 3); raise it"), "the critic's"
+    assert line.endswith("fewer than 3 workers (placement.pools.a: nodes * gpus = 1 * 3); increase it"), "the critic's"
     assert ppo_lines(*CUSTOM, "critic.ppo_micro_batch_size=7") == ppo_lines(*CUSTOM), "one worker takes any number"
 
 
@@ -61,11 +61,11 @@ def test_models_on_other_gpus_are_cut_as_they_like() -> None:
 
 def test_an_engine_on_a_shared_gpu_does_not_sleep() -> None:
     (line,) = ppo_lines(*shared(0.5))
-    assert line.startswith("error: placement.pools.a.fraction=0.5: memory on a shared GPU is reserved once")
+    assert line.startswith("error: placement.pools.a.fraction=0.5: memory of a shared GPU is reserved once")
     awake = f"{ROLLOUT}.free_cache_engine=false"
     assert [line.partition(":")[0] for line in ppo_lines(*shared(0.5), awake)] == ["placement.layout=custom"]
     (line,) = ppo_lines(*shared(0.4), awake, "rollout=vllm", f"{ROLLOUT}.gpu_memory_utilization=0.5")
-    assert line.endswith("gpu_memory_utilization=0.5 is the engine's share of the whole GPU, and more than the pool's")
+    assert line.endswith("gpu_memory_utilization=0.5 is a fraction of the whole GPU and must not exceed the pool's")
 
 
 def test_in_this_process_there_is_one_pool() -> None:
@@ -73,7 +73,7 @@ def test_in_this_process_there_is_one_pool() -> None:
     local = ("trainer.backend=local", "trainer.n_gpus_per_node=1", f"{ROLLOUT}.free_cache_engine=false")
     (line,) = ppo_lines(*half, *local)
     assert line.startswith(
-        "error: trainer.backend=local: runs one worker, in this process; pools a, b have processes of their own"
+        "error: trainer.backend=local: runs a single worker in this process, but pools a, b need separate processes"
     )
 
 

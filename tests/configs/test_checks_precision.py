@@ -8,7 +8,7 @@ from configs.schema.sft import SFTConfig
 from trainer import main_ppo, main_reward_model, main_sft
 
 ACTOR, REF, CRITIC, JUDGE = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward.reward_model"
-USE = "small gradients become 0, and there is no loss scaling; use bfloat16, or float32 on GPUs without it"
+USE = "small gradients underflow to 0, and there is no loss scaling; use bfloat16, or float32 on GPUs without bfloat16"
 
 
 def check_ppo(*words: str) -> None:

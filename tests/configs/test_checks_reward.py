@@ -1,4 +1,4 @@
-"""Reward models that do not go together with the rest."""
+"""Validation of reward models and their combination with other options."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def test_models_beside_rules_and_alone_work() -> None:
     [
         (
             ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a]"],
-            "reward.timeout_score=0.0: algorithm.adv_estimator=gdpo wants",
+            "reward.timeout_score=0.0: algorithm.adv_estimator=gdpo needs",
         ),
         (
             ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=f1"],
@@ -50,13 +50,13 @@ def test_a_late_answer_that_is_kept_has_a_score_alone(words: list[str], told: st
     [
         (
             ["reward.scorer=none"],
-            "reward.scorer=none: no reward models either (reward.models): nothing would score the",
+            "reward.scorer=none: there are no reward models either (reward.models), so nothing would score the",
         ),
-        (["reward.weight=0"], "reward.weight=0: the scores are measured only, and there are no reward models (reward.models) to"),
-        ([MODEL, "reward.models.a.clip=[1,1]"], "reward.models.a.clip=[1, 1]: the first must be less than the second"),
+        (["reward.weight=0"], "reward.weight=0: scores are only logged, and there are no reward models (reward.models) to"),
+        ([MODEL, "reward.models.a.clip=[1,1]"], "reward.models.a.clip=[1, 1]: the lower bound must be less than the upper"),
         (
             [MODEL, "reward.models.a.kind=token", "reward.models.a.normalize=stored"],
-            "reward.models.a.normalize=stored: is of whole",
+            "reward.models.a.normalize=stored: applies to scores of whole",
         ),
         (
             [MODEL, "reward.models.a.kind=token", "reward.models.a.truncation=left"],
@@ -64,12 +64,12 @@ def test_a_late_answer_that_is_kept_has_a_score_alone(words: list[str], told: st
         ),
         (
             [MODEL, "reward.reward_model.forward_max_token_len_per_gpu=1000"],
-            "reward.models.a.forward_max_token_len_per_gpu=1000: a micro-batch of so many tokens does not hold the longest row, "
+            "reward.models.a.forward_max_token_len_per_gpu=1000: a micro-batch of 1000 tokens cannot hold the longest row, "
             "data.max_prompt_length + data.max_response_length = 512 + 512",
         ),
         (
             [MODEL, "reward.models.a.max_length=40000"],
-            "reward.models.a.forward_max_token_len_per_gpu=32768: a micro-batch of so many tokens does not hold the longest row, "
+            "reward.models.a.forward_max_token_len_per_gpu=32768: a micro-batch of 32768 tokens cannot hold the longest row, "
             "reward.models.a.max_length = 40000",
         ),
         (
@@ -96,13 +96,16 @@ def test_keys_without_a_model_and_filters_that_drop_nothing_are_told() -> None:
     assert line.startswith("reward.reward_model.max_length has no effect: there are no reward models")
     filtered = ("algorithm.filter_groups.enable=true", "actor_rollout_ref.rollout.n=4")
     (line,) = ppo_lines(MODEL, *filtered)
-    assert line.startswith("algorithm.filter_groups: with reward models two answers hardly ever have the same score")
+    assert line.startswith("algorithm.filter_groups: scores of reward models are almost never equal")
     assert ppo_lines(MODEL, *filtered, "algorithm.filter_groups.metric=acc") == [] == ppo_lines(*filtered)
 
 
 def test_without_a_training_nothing_runs() -> None:
     config = compose("generation", GenerationConfig, [MODEL, "reward.models.a.normalize=running"])
-    with pytest.raises(ConfigError, match="normalize=running: it is over the steps of a training; stored, or null"):
+    with pytest.raises(ConfigError, match=r"normalize=running: uses statistics over training steps; use stored or null"):
         check_generation(config, ())
-    with pytest.raises(ConfigError, match="scorer=none: nothing would score the answers; there are no reward models here"):
+    with pytest.raises(
+        ConfigError,
+        match=r"scorer=none: nothing would score the responses; trainer\.main_eval has no reward models, so set a scorer",
+    ):
         check_evaluation(compose("evaluation", EvaluationConfig, ["reward.scorer=none"]), ())

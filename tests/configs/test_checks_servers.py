@@ -32,15 +32,18 @@ def test_servers_that_will_do() -> None:
             "reward.remote_urls=[127.0.0.1:8000]",
             "reward.remote_urls=127.0.0.1:8000: must be http://HOST:PORT/PATH or https://...",
         ),
-        ("reward.remote.token_env=MINE", "reward.remote.token_env=MINE: the variable's name must end like a secret's"),
+        ("reward.remote.token_env=MINE", "reward.remote.token_env=MINE: the variable's name must end like that of a secret"),
         ("reward.models.far={urls: [nowhere]}", "reward.models.far.urls=nowhere: must be http://HOST:PORT/PATH"),
-        (f"reward.models.far={{urls: [{URL}], kind: token}}", "reward.models.far.kind=token: a server gives an answer one score"),
+        (
+            f"reward.models.far={{urls: [{URL}], kind: token}}",
+            "reward.models.far.kind=token: a server returns one score per response",
+        ),
         (
             f"reward.models.far={{urls: [{URL}], normalize: stored}}",
-            "reward.models.far.normalize=stored: the statistics lie beside",
+            "reward.models.far.normalize=stored: the statistics are stored with",
         ),
-        (f"reward.models.far={{urls: [{URL}], path: a}}", "reward.models.far.urls: the model is at reward.models.far.path=a, or"),
-        (f"reward.models.far={{urls: [{URL}], clip: [1, 0]}}", "reward.models.far.clip=[1, 0]: the first must be less"),
+        (f"reward.models.far={{urls: [{URL}], path: a}}", "reward.models.far.urls: conflicts with reward.models.far.path=a"),
+        (f"reward.models.far={{urls: [{URL}], clip: [1, 0]}}", "reward.models.far.clip=[1, 0]: the lower bound must be less"),
     ],
 )
 def test_what_cannot_work(override: str, line: str) -> None:
@@ -51,20 +54,20 @@ def test_what_cannot_work(override: str, line: str) -> None:
 def test_what_has_no_effect() -> None:
     assert lines("reward.remote.retries=5") == [
         *lines(),
-        "reward.remote.retries has no effect: reward.remote_urls names no server",
+        "reward.remote.retries has no effect: reward.remote_urls is empty",
     ]
     told = lines(f"reward.remote_urls=[{URL}]", "reward.scorer=math")
-    assert told == [*lines(), "reward.scorer=math has no effect: reward.remote_urls gives the scores"]
+    assert told == [*lines(), "reward.scorer=math has no effect: the servers in reward.remote_urls compute the scores"]
     config = compose("evaluation", EvaluationConfig, [f"reward.remote_urls=[{URL}]", "custom_reward_function.path=mine.py"])
     assert check_evaluation(config, []) == [
-        "reward.custom_reward_function.path=mine.py has no effect: reward.remote_urls gives the scores"
+        "reward.custom_reward_function.path=mine.py has no effect: the servers in reward.remote_urls compute the scores"
     ]
 
 
 def test_servers_are_a_score_beside_reward_models() -> None:
     """reward.scorer=none says that no rule scores; with servers in its place something does."""
-    assert lines("reward.scorer=none")[0].startswith("error: reward.scorer=none: no reward models either")
+    assert lines("reward.scorer=none")[0].startswith("error: reward.scorer=none: there are no reward models either")
     assert lines("reward.scorer=none", f"reward.remote_urls=[{URL}]") == [
         *lines(),
-        "reward.scorer=none has no effect: reward.remote_urls gives the scores",
+        "reward.scorer=none has no effect: the servers in reward.remote_urls compute the scores",
     ]

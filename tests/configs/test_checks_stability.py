@@ -14,31 +14,31 @@ GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=8")
     [
         (
             [f"{ACTOR}.ema_decay=0.9", f"{ACTOR}.strategy=megatron"],
-            f"error: {ACTOR}.ema_decay=0.9: {ACTOR}.strategy=megatron keeps no moving average; leave it at null, "
-            "or set strategy=fsdp",
+            f"error: {ACTOR}.ema_decay=0.9: {ACTOR}.strategy=megatron does not support a moving average; use null, "
+            "or strategy=fsdp",
         ),
         (
             [f"{ACTOR}.ema_decay=0.9", "actor_rollout_ref.model.lora_rank=8"],
-            f"error: {ACTOR}.ema_decay=0.9: there is no moving average of a LoRA adapter; leave it at null",
+            f"error: {ACTOR}.ema_decay=0.9: a moving average of a LoRA adapter is not supported; use null",
         ),
         (
             [PTX, f"{ROLLOUT}.temperature=0.7"],
-            f"error: data.ptx_files: wants {ROLLOUT}.temperature=1, not 0.7: log-probs of a mini-batch are taken at one "
-            "temperature, and the loss of texts is that of the model as it is; set it to 1",
+            f"error: data.ptx_files: needs {ROLLOUT}.temperature=1, not 0.7: all log-probs of a mini-batch are computed at one "
+            "temperature, and the pretraining loss is defined at temperature 1",
         ),
         (
             [PTX, "data.ptx_max_length=20000"],
             "error: data.ptx_max_length=20000: a micro-batch of the actor holds 16384 tokens; "
-            f"raise {ACTOR}.ppo_max_token_len_per_gpu",
+            f"increase {ACTOR}.ppo_max_token_len_per_gpu",
         ),
         (
             ["algorithm.whiten_advantages=group"],
-            "algorithm.whiten_advantages=group: advantages are whitened twice; algorithm.adv_estimator=gae does so already, "
+            "algorithm.whiten_advantages=group: advantages are whitened twice; algorithm.adv_estimator=gae already whitens "
             "over each batch",
         ),
         (
             [*GRPO, "algorithm.whiten_advantages=batch"],
-            "algorithm.whiten_advantages=batch: advantages are whitened twice; algorithm.adv_estimator=grpo does so already, "
+            "algorithm.whiten_advantages=batch: advantages are whitened twice; algorithm.adv_estimator=grpo already whitens "
             "over each group",
         ),
         (["algorithm.kl_clip=1"], "algorithm.kl_clip has no effect: algorithm.use_kl_in_reward=false"),
@@ -46,21 +46,21 @@ GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=8")
         ([f"{ACTOR}.ptx_coef=1"], f"{ACTOR}.ptx_coef has no effect: data.ptx_files=null"),
         (
             [CUT, f"{ROLLOUT}.ignore_eos=true"],
-            f"{CUT}: every answer pays it, as {ROLLOUT}.ignore_eos=true lets none end",
+            f"{CUT}: every response is penalized, because none terminates with {ROLLOUT}.ignore_eos=true",
         ),
         (
             [CUT, "algorithm.truncated_answers=mask"],
-            f"{CUT}: algorithm.truncated_answers=mask trains no token of the answers that pay it; it only raises the others of "
-            "their group",
+            f"{CUT}: algorithm.truncated_answers=mask excludes the penalized responses from the loss; the penalty "
+            "only affects the baseline of their group",
         ),
         (
             [CUT, "algorithm.truncated_answers=bootstrap"],
-            f"{CUT}: algorithm.truncated_answers=bootstrap adds the critic's value where an answer was cut, as if it went on; "
-            "this is taken off for the cut",
+            f"{CUT}: algorithm.truncated_answers=bootstrap adds the critic's value at the truncation, as if the "
+            "response continued; the penalty is subtracted as well",
         ),
         (
             [CUT, *(f"reward.reward_kwargs.overlong_buffer_cfg.{key}" for key in ("enable=true", "len=8", "penalty_factor=1"))],
-            f"{CUT}: an answer cut at reward.reward_kwargs.max_resp_len pays the overlong penalty too, 0.5 + 1 = 1.5",
+            f"{CUT}: a response truncated at reward.reward_kwargs.max_resp_len also gets the overlong penalty, 0.5 + 1 = 1.5",
         ),
     ],
 )
@@ -80,7 +80,7 @@ def test_what_goes_together_is_no_line() -> None:
 
 def test_waiting_for_a_critic_that_is_not_there_is_told() -> None:
     lines = ppo_lines("algorithm.adv_estimator=reinforce", "trainer.critic_warmup=2", needs_values=False)
-    assert lines == ["trainer.critic_warmup=2: there is no critic, so nothing is trained in so many steps"]
+    assert lines == ["trainer.critic_warmup=2: there is no critic, so nothing is trained during these steps"]
 
 
 @pytest.mark.parametrize("value", ["0", "1", "-0.5", "1.5"])

@@ -167,7 +167,7 @@ def test_the_sft_trainers_one_block_of_an_engines_keys() -> None:
         "sft_trainer", SFTConfig, ["engine=megatron", "engine.expert_model_parallel_size=8", "engine.context_parallel_size=2"]
     )
     assert experts.engine.strategy == "fsdp" and experts.engine.fsdp_config.ulysses_sequence_parallel_size == 2
-    with pytest.raises(ConfigError, match="engine=veomni: two engines train, fsdp and megatron"):
+    with pytest.raises(ConfigError, match="engine=veomni: there are two training engines, fsdp and megatron"):
         compose("sft_trainer", SFTConfig, ["engine=veomni"])
 
 
@@ -285,17 +285,17 @@ def test_a_lora_rank_of_megatrons_has_megatrons_alpha() -> None:
 @pytest.mark.parametrize(
     ("typed", "why"),
     [
-        ("actor_rollout_ref.actor.optim.weight_decay=0.1", "norms and biases do not decay here"),
-        ("critic.optim.lr_warmup_steps_ratio=0.05", "verl begins with lr 0"),
-        ("actor_rollout_ref.actor.optim.lr_warmup_steps=10,20", "verl begins with lr 0"),
-        ("actor_rollout_ref.model.lora.lora_A_init_method=xavier", "Kaiming's uniform rule here"),
+        ("actor_rollout_ref.actor.optim.weight_decay=0.1", "norms and biases are not decayed here"),
+        ("critic.optim.lr_warmup_steps_ratio=0.05", "verl starts with lr 0"),
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps=10,20", "verl starts with lr 0"),
+        ("actor_rollout_ref.model.lora.lora_A_init_method=xavier", "the Kaiming uniform rule here"),
     ],
 )
 def test_a_key_under_which_other_numbers_are_computed_is_reported_once(typed: str, why: str) -> None:
     notes = normalise([typed, typed], PPOConfig, "ppo_trainer").notes
     assert len(notes) == 1 and why in notes[0]
     name = typed.partition("=")[0].replace("custom_reward", "reward.custom_reward")
-    assert notes[0].startswith(f"{name}=") and ": other numbers than in verl: " in notes[0]
+    assert notes[0].startswith(f"{name}=") and ": results differ from verl's: " in notes[0]
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_a_role_may_leave_the_actor() -> None:
     config = ppo("actor_rollout_ref.actor.strategy=megatron", "critic.strategy=fsdp2", "critic.megatron.dtype=fp32")
     assert config.critic.sharding == config.critic.fsdp_config
     assert (config.critic.megatron.dtype, config.actor_rollout_ref.ref.megatron.dtype) == ("float32", "bfloat16")
-    reason = r'critic.megatron.dtype="float16": must be one of float32, bfloat16; Megatron has no float16 here, as its gradients'
+    reason = r'critic.megatron.dtype="float16": must be one of float32, bfloat16; the Megatron engine does not support float16'
     with pytest.raises(ConfigError, match=reason):
         ppo("critic.megatron.dtype=fp16")
 
@@ -144,11 +144,11 @@ def test_free_form_keys() -> None:
     [
         (
             ["recipe=quikstart"],
-            "recipe=quikstart: there is no such option; known: gsm8k_0.5b, quickstart; did you mean quickstart?",
+            "recipe=quikstart: unknown option; known: gsm8k_0.5b, quickstart; did you mean quickstart?",
         ),
-        (["trainer.seed=(1"], "trainer.seed=(1: cannot be read; put the value in quotes, key=\"'value'\""),
+        (["trainer.seed=(1"], "trainer.seed=(1: cannot be parsed; put the value in quotes, key=\"'value'\""),
         (["trainer={sed: 1}"], "trainer.sed: Key 'sed' is not in struct"),
-        (["~trainer.seed"], "trainer.seed: is missing; give it a value"),
+        (["~trainer.seed"], "trainer.seed: missing; set a value"),
         (
             ["actor_rollout_ref.rollout.name=vlm"],
             'actor_rollout_ref.rollout.name="vlm": must be one of embedded, vllm, sglang; did you mean vllm?',
@@ -254,7 +254,7 @@ def test_a_configuration_of_the_users_own(tmp_path: Path) -> None:
             "defaults: [ppo_trainer, _self_]\ntrainer: {sede: 9}\n",
             "trainer.sede: there is no such key; did you mean trainer.seed?",
         ),
-        ("trainer: {seed: 9}\n", "starts from ours"),
+        ("trainer: {seed: 9}\n", "must extend a built-in one"),
         ("defaults: [ppo_trainer, _self_]\ndata: {custom_cls: {path: x}}\n", "write the data as parquet"),
     ],
 )
@@ -285,5 +285,5 @@ def test_a_directory_that_is_not_there() -> None:
 def test_slurm_is_asked_for_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     command = normalise(["--multirun", "hydra/launcher=submitit_slurm", "trainer.seed=1,2"], PPOConfig, "ppo_trainer")
-    with pytest.raises(ConfigError, match="no srun on this machine; use a login node"):
+    with pytest.raises(ConfigError, match="srun is not available on this machine; use a login node"):
         run_jobs(command, "ppo_trainer", lambda *_: None)

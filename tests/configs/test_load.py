@@ -99,7 +99,7 @@ def test_values_that_work(defaults: dict[str, Any], key: str, value: Any, result
         ("data.train_files", 3, "data.train_files=3: must be a list"),
         ("critic", None, "critic=null: must have keys below it"),
         ("trainer.sede", 1, "trainer.sede: there is no such key; did you mean trainer.seed?"),
-        ("trainer.project_name", "${nope}", "trainer.project_name: Interpolation key 'nope' not found; name a key that is there"),
+        ("trainer.project_name", "${nope}", "trainer.project_name: Interpolation key 'nope' not found; refer to an existing key"),
     ],
 )
 def test_values_that_do_not_work_are_told_in_one_line(defaults: dict[str, Any], key: str, value: Any, line: str) -> None:
@@ -115,8 +115,8 @@ def test_all_problems_are_told_at_once(defaults: dict[str, Any]) -> None:
 
 def test_a_missing_key_and_a_configuration_that_is_not_built_on_ours(defaults: dict[str, Any]) -> None:
     trainer = {name: value for name, value in defaults["trainer"].items() if name != "seed"}
-    assert complaint(defaults, "trainer", trainer) == "trainer.seed: is missing; give it a value"
-    with pytest.raises(ConfigError, match="starts from ours: put `defaults: "):
+    assert complaint(defaults, "trainer", trainer) == "trainer.seed: missing; set a value"
+    with pytest.raises(ConfigError, match="must extend a built-in one; add `defaults: "):
         load_ppo({"trainer": {"seed": 1}})
 
 

@@ -89,7 +89,7 @@ def test_a_file_system_without_locks_is_told_of(
 
     monkeypatch.setattr(fcntl, "fcntl", refuse)
     lock(tmp_path)
-    told = f"note: {tmp_path / LOCK}: No locks available: nothing keeps a second run out of this directory\n"
+    told = f"note: {tmp_path / LOCK}: No locks available; the directory is not protected against a second run\n"
     assert capsys.readouterr().err == told
 
 

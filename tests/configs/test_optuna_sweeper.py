@@ -69,7 +69,7 @@ def test_it_finds_the_top_of_a_hill_better_than_luck(search: Search, capsys: pyt
     assert median(values[12:]) > median(values[:10]) + 0.3, "later points are higher than the first, which are random"
     best = max(study().trials, key=lambda trial: trial.value or -math.inf)
     said = capsys.readouterr().out.splitlines()[-1]
-    assert said.startswith(f"best: point {best.number}, x with optim.lr=") and best.value is not None and best.value > -0.1
+    assert said.startswith(f"best: trial {best.number}, x with optim.lr=") and best.value is not None and best.value > -0.1
 
 
 def test_started_again_it_goes_on_with_the_point_that_was_killed(search: Search) -> None:
@@ -130,7 +130,7 @@ def test_two_points_at_a_time_have_numbers_of_their_own(search: Search) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((*SEARCH, "trainer.objective=null"), "it needs to know what to make better; set trainer.objective="),
+        ((*SEARCH, "trainer.objective=null"), "an objective is required; set for example trainer.objective="),
         ((*SEARCH, "hydra.sweeper.n_trials=0"), "hydra.sweeper.n_trials=0: must be 1 or more"),
         ((*SEARCH, "hydra.sweeper.sampler=grid"), "hydra.sweeper.sampler=grid: must be one of tpe, random"),
         (("optim.lr=0.1",), "no key has a range"),
@@ -147,7 +147,7 @@ def test_another_search_in_the_same_directory_is_one_line(search: Search) -> Non
     for words, key in ((("optim.lr=interval(0.1,0.2)", SEARCH[1]), "optim.lr"), ((*SEARCH, "trainer.seed=7"), "settings")):
         with pytest.raises(ConfigError) as caught:
             search(*words, "hydra.sweeper.n_trials=2")
-        assert str(caught.value).startswith(f"s/{JOURNAL}: it has points of a search with other {key}; ")
+        assert str(caught.value).startswith(f"s/{JOURNAL}: contains trials of a search with different {key}; ")
     assert len(search.jobs) == 1
 
 

@@ -74,7 +74,7 @@ def test_pools_give_the_layouts_other_sizes() -> None:
     sizes: Sizes = {"actor": (1, 3, 1.0), "critic": (1, 1, 1.0)}
     assert [pool.slots for pool in placed("colocate_pairs", 1, 4, pools=sizes).pools] == [[(0, 0), (0, 1), (0, 2)], [(0, 3)]]
     said = refusal("colocate_pairs", 1, 4, pools={"actor": (1, 3, 1.0), "critics": (1, 1, 1.0)})
-    assert said.startswith("placement.pools=actor, critics: the pools of placement.layout=colocate_pairs are actor, critic in")
+    assert said.startswith("placement.pools=actor, critics: placement.layout=colocate_pairs has the pools actor, critic in")
 
 
 def test_a_free_form_has_names_and_fractions() -> None:
@@ -117,49 +117,48 @@ def test_no_gpu_is_given_more_than_once(sizes: list[tuple[int, int, float]], nod
 
 def test_slots_that_do_not_divide() -> None:
     assert refusal("split", 1, 6) == (
-        "placement.layout=split: 4 pools (actor, ref, critic, rollout) get no equal shares of trainer.nnodes * "
-        "trainer.n_gpus_per_node = 1 * 6 GPUs: 4 divides neither 1 node (1 = 0 * 4 + 1) nor the 6 GPUs of a node (6 = 1 * 4 + 2)"
-        "; placement.pools gives each its size"
+        "placement.layout=split: 4 pools (actor, ref, critic, rollout) cannot share trainer.nnodes * "
+        "trainer.n_gpus_per_node = 1 * 6 GPUs equally: 4 divides neither 1 node (1 = 0 * 4 + 1) nor the 6 GPUs of a node "
+        "(6 = 1 * 4 + 2)"
+        "; set the size of each in placement.pools"
     )
 
 
 def test_more_gpus_than_there_are() -> None:
     pools: Sizes = {"a": (1, 4, 1.0), "b": (1, 4, 0.5)}
     assert refusal("custom", 1, 5, pools=pools, actor="a", critic="b") == (
-        "placement.pools: a 1 * 4 * 1 + b 1 * 4 * 0.5 = 6 GPUs, and trainer.nnodes * trainer.n_gpus_per_node = 1 * 5 = 5 are "
-        "there"
+        "placement.pools: a 1 * 4 * 1 + b 1 * 4 * 0.5 = 6 GPUs, but trainer.nnodes * trainer.n_gpus_per_node = 1 * 5 = 5"
     )
     wide: Sizes = {"a": (1, 1, 0.5), "b": (1, 2, 0.8)}
     assert refusal("custom", 1, 2, ("actor", "critic"), pools=wide, actor="a", critic="b") == (
-        "placement.pools: a 1 * 1 * 0.5 + b 1 * 2 * 0.8 = 2.1 GPUs, and trainer.nnodes * trainer.n_gpus_per_node = 1 * 2 = 2 are "
-        "there"
+        "placement.pools: a 1 * 1 * 0.5 + b 1 * 2 * 0.8 = 2.1 GPUs, but trainer.nnodes * trainer.n_gpus_per_node = 1 * 2 = 2"
     )
 
 
 def test_no_place_that_is_wide_enough() -> None:
     pools: Sizes = {"a": (2, 1, 1.0), "b": (1, 2, 0.6)}
     assert refusal("custom", 2, 2, pools=pools, actor="a", critic="b") == (
-        "placement.pools.b: 1 * 2 * 0.6 (nodes * gpus * fraction): there are no 2 GPUs side by side, 0.6 of each free, on 1 "
-        "node(s); of trainer.nnodes * trainer.n_gpus_per_node = 2 * 2 GPUs the pools before it leave: node 0: 0, 1; node 1: 0, 1"
+        "placement.pools.b: 1 * 2 * 0.6 (nodes * gpus * fraction): no 2 consecutive GPUs with 0.6 of each free on 1 "
+        "node(s); of trainer.nnodes * trainer.n_gpus_per_node = 2 * 2 GPUs, the previous pools leave: node 0: 0, 1; node 1: 0, 1"
     )
 
 
 def test_names_that_are_not_there() -> None:
     pools: Sizes = {"train": (1, 2, 1.0), "value": (1, 2, 1.0)}
     assert refusal("custom", 1, 4, pools=pools, actor="train", critic="valu") == (
-        "placement.roles.critic=valu: no such pool; placement.pools has train, value; did you mean value?"
+        "placement.roles.critic=valu: unknown pool; placement.pools has train, value; did you mean value?"
     )
     assert refusal("custom", 1, 4, pools=pools, critic="value") == (
-        "placement.roles.actor=null: placement.layout=custom wants its pool; placement.pools has train, value"
+        "placement.roles.actor=null: placement.layout=custom needs the actor's pool; placement.pools has train, value"
     )
     assert refusal("custom", 1, 4, ("actor", "rollout"), pools=pools, actor="train", critic="value") == (
-        "placement.pools.value: no role of this run is in it; its roles are actor, rollout (placement.roles)"
+        "placement.pools.value: no role of this run uses this pool; the roles are actor, rollout (placement.roles)"
     )
-    assert "a pool's name is a part of file names" in refusal("custom", 1, 4, pools={"../x": (1, 1, 1.0)}, actor="../x")
+    assert "pool names become part of file names" in refusal("custom", 1, 4, pools={"../x": (1, 1, 1.0)}, actor="../x")
 
 
 def test_what_only_the_free_form_takes() -> None:
-    said = "placement.roles.critic=b: placement.layout=split says where each role goes; set layout=custom"
+    said = "placement.roles.critic=b: placement.layout=split assigns roles itself; set layout=custom"
     assert refusal("split", 1, 4, critic="b") == said
     assert "colocate_all has one pool" in refusal("colocate_all", 1, 4, pools={"a": (1, 1, 1.0)})
     assert "neither a critic nor a reward model" in refusal("colocate_pairs", 1, 4, ("actor", "ref", "rollout"))

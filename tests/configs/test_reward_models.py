@@ -47,16 +47,16 @@ def test_the_short_form_is_one_more() -> None:
         (["reward.models.a.pth=x"], "reward.models.a.pth: there is no such key; did you mean path?"),
         (["reward.models.a.fsdp_config.dtyp=x"], "reward.models.a.fsdp_config.dtyp: there is no such key; did you mean fsdp_c"),
         (["reward.models.a={path: x, clip: 3}"], "reward.models.a.clip=3: must be a list or null"),
-        (["reward.models.a.weight=1"], "reward.models.a.path is null: name the model"),
-        (["reward.reward_model.enable=true"], "reward.reward_model.path is null: name the model"),
+        (["reward.models.a.weight=1"], "reward.models.a.path is null: set the model"),
+        (["reward.reward_model.enable=true"], "reward.reward_model.path is null: set the model"),
         (
             ["reward.models={acc: {path: x}}"],
-            "reward.models.acc: a name is letters, digits and _, a letter first, and none of acc",
+            "reward.models.acc: names consist of letters, digits and _, start with a letter, and must not be one of acc",
         ),
-        (["reward.models={a/b: {path: x}}"], "reward.models.a/b: a name is letters"),
+        (["reward.models={a/b: {path: x}}"], "reward.models.a/b: names consist of letters"),
         (
             ["reward.models.reward_model.path=x", "reward.reward_model.enable=true", "reward.reward_model.path=y"],
-            "reward.models.reward_model: reward.reward_model.enable=true is a model of this name already; give another one",
+            "reward.models.reward_model: reward.reward_model.enable=true already defines a model with this name; use another one",
         ),
     ],
 )

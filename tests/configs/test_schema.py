@@ -104,7 +104,7 @@ def test_supervised_training_has_the_same_defaults_in_both_programs() -> None:
 def test_described_reads_values_and_comments() -> None:
     written = described(CONFIG_DIR / "ppo_trainer.yaml")
     assert written["trainer.nnodes"].value == "1"
-    assert written["trainer.nnodes"].comment.startswith("more than one")
+    assert written["trainer.nnodes"].comment.startswith("Number of nodes")
     assert written["trainer.default_local_dir"].value == "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
 
 

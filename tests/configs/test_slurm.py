@@ -24,7 +24,7 @@ class Cluster:
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder = folder
         self.rows: list[list[str]] = []
-        self.said: list[str] = []
+        self.printed: list[str] = []
         self._capsys = capsys
 
     def __call__(self, *words: str) -> int:
@@ -33,7 +33,7 @@ class Cluster:
         code = PROGRAM(["-m", *launcher, "trainer.default_local_dir=x", "trainer.objective=-train/loss", *words])
         out, err = self._capsys.readouterr()
         self.rows = [line.split() for line in out.splitlines()[1:]]
-        self.said = [line for line in err.splitlines() if not line.startswith("points ")]
+        self.printed = [line for line in err.splitlines() if not line.startswith("trials ")]
         return code
 
     def ended(self) -> list[list[str]]:
@@ -78,8 +78,8 @@ def test_a_job_that_slurm_ends_is_a_row_and_the_others_are_waited_for(
     (cluster.folder / "over_7_1").write_text(state)
     assert cluster(POINTS) == code
     assert cluster.ended() == [["0", "finished"], ["1", status]] and cluster.rows[1][4:] == ["optim.lr=0.25"]
-    assert cluster.said == [
-        f"point 1 {status}: Slurm's job 7_1 ended without a result ({state}); its log: {Path(LOG).absolute()}"
+    assert cluster.printed == [
+        f"trial 1 {status}: Slurm job 7_1 ended without a result ({state}); its log: {Path(LOG).absolute()}"
     ]
     assert cluster(POINTS) == 0 and cluster.ended() == [["0", "finished"], ["1", "finished"]]
 
@@ -105,10 +105,10 @@ def test_a_controller_that_does_not_answer_ends_no_job(cluster: Cluster) -> None
 
 
 def test_a_point_that_fails_says_where_its_log_is(cluster: Cluster) -> None:
-    assert cluster(POINTS) == 0 and cluster.said == []
+    assert cluster(POINTS) == 0 and cluster.printed == []
     Path("x/1/config.yaml").write_text("trainer: {seed: 77}")
     assert cluster(POINTS) == 2 and cluster.ended() == [["0", "finished"], ["1", "failed"]]
-    assert cluster.said == [f"point 1 failed, exit code 2; its log: {Path(LOG.replace('7_1', '8_1')).absolute()}"]
+    assert cluster.printed == [f"trial 1 failed, exit code 2; its log: {Path(LOG.replace('7_1', '8_1')).absolute()}"]
 
 
 def test_two_starts_do_not_share_a_directory(cluster: Cluster) -> None:
@@ -121,7 +121,9 @@ def test_two_starts_do_not_share_a_directory(cluster: Cluster) -> None:
         (cluster.folder / f"job_{job}").touch()
     (cluster.folder / "ended_5_2").write_text("COMPLETED")
     assert cluster(POINTS) == 2 and not (cluster.folder / "batch_7.sh").exists()
-    assert cluster.said == ["error: x: jobs of an earlier start are in Slurm's queue; wait for them, or end them: scancel 5_0"]
+    assert cluster.printed == [
+        "error: x: jobs of an earlier start are still in Slurm's queue; wait for them, or cancel them: scancel 5_0"
+    ]
     (cluster.folder / "job_5_0").unlink()
     assert cluster(POINTS) == 0
     (cluster.folder / "job_5_1").touch()  # a job is in the queue for a while when its point is over
@@ -131,16 +133,16 @@ def test_two_starts_do_not_share_a_directory(cluster: Cluster) -> None:
 
 def test_what_slurm_refuses_is_one_line(cluster: Cluster) -> None:
     assert cluster(POINTS, "hydra.launcher.partition=none") == 2
-    assert [line for line in cluster.said if line.startswith("error")] == [
+    assert [line for line in cluster.printed if line.startswith("error")] == [
         "error: hydra/launcher=submitit_slurm: sbatch: error: invalid partition specified: none"
     ]
 
 
 def test_a_job_too_short_for_its_own_end_is_one_line_before_it_waits(cluster: Cluster) -> None:
     assert slurm_walltime(timeout_min=5, signal_delay_s=90) == "90"
-    with pytest.raises(ConfigError, match=r"^hydra.launcher.timeout_min=4: must be more; of it 120 s .* and 120 s are kept"):
+    with pytest.raises(ConfigError, match=r"^hydra.launcher.timeout_min=4: too short: 120 s .* and 120 s are reserved"):
         slurm_walltime(timeout_min=4, signal_delay_s=120)
-    assert cluster(POINTS, "hydra.launcher.timeout_min=4") == 2 and cluster.said[0].startswith(
+    assert cluster(POINTS, "hydra.launcher.timeout_min=4") == 2 and cluster.printed[0].startswith(
         "error: hydra.launcher.timeout_min=4:"
     )
     assert not (cluster.folder / "batch_7.sh").exists()
@@ -153,7 +155,7 @@ def test_ctrl_c_ends_the_waiting_alone(cluster: Cluster, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(slurm, "wait", interrupted)
     assert cluster(POINTS) == 130
-    assert cluster.said == ["interrupted; the jobs go on; to end them: scancel 7_0 7_1"]
+    assert cluster.printed == ["interrupted; the jobs keep running; to cancel them: scancel 7_0 7_1"]
 
 
 @pytest.mark.parametrize(
@@ -178,6 +180,6 @@ def test_a_job_is_over_at_the_second_look(
 def test_what_a_search_is_told_of_a_job_without_a_result(tmp_path: Path, state: str, value: str | None) -> None:
     """It goes on with a trial that was interrupted, and gives up one that failed."""
     job: SlurmJob[Any] = SlurmJob(tmp_path / "%j", "7")
-    assert slurm.said(Point(3, ("a=1",), tmp_path), job, state).return_value == value
+    assert slurm.returned(Point(3, ("a=1",), tmp_path), job, state).return_value == value
     (result,) = read_results(tmp_path)
     assert (result.number, list(result.overrides), result.objective) == (3, ["a=1"], None)

@@ -85,7 +85,7 @@ def test_what_a_run_finds_to_be_wrong_is_a_line_each_and_exit_code_3(capsys: pyt
         (["optim.lrr=1"], ["error: optim.lrr: there is no such key; did you mean optim.lr?"]),
         (["optim.lr=x"], ['error: optim.lr="x": must be a valid number']),
         (["recipe=quickstart"], None),
-        (["--multrun"], ["error: --multrun: there is no such flag; did you mean --multirun?"]),
+        (["--multrun"], ["error: --multrun: unknown flag; did you mean --multirun?"]),
     ],
 )
 def test_a_wrong_word_is_one_line_and_exit_code_2(

@@ -114,7 +114,7 @@ def wrong_option(draw: random.Random, key: str, value: str) -> Broken:
     if key in groups_of("ppo_trainer"):
         options = {path.stem for path in (CONFIG_DIR / key).glob("*.yaml")}
         for wrong in {transposed(draw, option) for option in sorted(options)} - options:
-            yield f"{key}={wrong}", f"{key}={wrong}: there is no such option; known: "
+            yield f"{key}={wrong}", f"{key}={wrong}: unknown option; known: "
 
 
 def wrong_choice(draw: random.Random, key: str, value: str) -> Broken:
@@ -137,7 +137,7 @@ MUTANTS = [*mutants(seed=150, each=7)]
 CONTRADICTIONS = [
     (f"data.train_batch_size=8 {ACTOR}.ppo_mini_batch_size=3", f"{ACTOR}.ppo_mini_batch_size=3: data.train_batch_size=8 is not"),
     (f"{TWO} data.train_batch_size=1 {ACTOR}.ppo_mini_batch_size=1 {ROLLOUT}.n=1", "data.train_batch_size=1: "),
-    ("trainer.n_gpus_per_node=2", "trainer.backend=local: runs one worker"),
+    ("trainer.n_gpus_per_node=2", "trainer.backend=local: runs a single worker"),
     (
         f"{ACTOR}.ppo_max_token_len_per_gpu=4 {ROLLOUT}.log_prob_max_token_len_per_gpu=99",
         f"{ACTOR}.ppo_max_token_len_per_gpu=4: ",
@@ -174,7 +174,7 @@ CONTRADICTIONS = [
     ("reward.custom_reward_function.path=null reward.scorer=none", "reward.scorer=none: no reward models either"),
     ("reward.weight=0", "reward.weight=0: "),
     ("data.train_max_samples=2", "data.train_max_samples=2: less than one batch"),
-    ("data.val_max_samples=0", "data.val_max_samples=0: leaves no prompt"),
+    ("data.val_max_samples=0", "data.val_max_samples=0: no prompt is left"),
     ("trainer.project_name=/x", "trainer.project_name=/x: "),
     ("trainer.experiment_name=../x", "trainer.experiment_name=../x: "),
     ("trainer.resume_mode=resume_path", "trainer.resume_mode=resume_path: trainer.resume_from_path is null"),
@@ -193,7 +193,7 @@ CONTRADICTIONS = [
     (f"rollout=vllm {ROLLOUT}.tensor_model_parallel_size=1 {ROLLOUT}.temperature=0.001", f"{ROLLOUT}.temperature=0.001: "),
     (
         f"rollout=vllm {ROLLOUT}.tensor_model_parallel_size=1 {ROLLOUT}.engine_kwargs.vllm.model=a",
-        f"{ROLLOUT}.engine_kwargs.vllm.model: another key says it",
+        f"{ROLLOUT}.engine_kwargs.vllm.model: set by another key",
     ),
     (f"{ROLLOUT}.name=tensorrt", f'{ROLLOUT}.name="tensorrt": must be one of embedded, vllm, sglang'),
     (f"{ACTOR}.strategy=deepspeed", f'{ACTOR}.strategy="deepspeed": must be one of fsdp, megatron'),
@@ -203,15 +203,15 @@ CONTRADICTIONS = [
     (f"{TWO} {ACTOR}.fsdp_config.fsdp_size=3", f"{ACTOR}.fsdp_config.fsdp_size=3: does not divide 2 workers"),
     (f"{ACTOR}.fsdp_config.fsdp_size=0", f"{ACTOR}.fsdp_config.fsdp_size=0: must be -1"),
     (f"{TWO} {ACTOR}.fsdp_config.ulysses_sequence_parallel_size=3", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=3: "),
-    (f"{ACTOR}.strategy=megatron {MODEL}.lora_rank=8", f"{MODEL}.lora_rank=8: the Megatron engine has no LoRA"),
+    (f"{ACTOR}.strategy=megatron {MODEL}.lora_rank=8", f"{MODEL}.lora_rank=8: the Megatron engine does not support LoRA"),
     (f"{MODEL}.lora_rank=8 {ROLLOUT}.lora_sync=adapter", f"{ROLLOUT}.lora_sync=adapter: the embedded engine"),
     ("alarms.reward.action=rollback", "alarms.reward.action=rollback: without trainer.save_freq"),
     ("data.ptx_files=x.parquet data.ptx_max_length=99999", "data.ptx_max_length=99999: "),
     ("trainer.logger=[console", "trainer.logger=[console: cannot be read"),
     ("trainer.dry_run=maybe", 'trainer.dry_run="maybe": must be one of config, full or null'),
     ("trainer=7", "trainer=7: must have keys below it"),
-    ("--dry-run", "--dry-run: there is no such flag"),
-    ("--trainer.seed=1", "--trainer.seed=1: an override has no dashes; write trainer.seed=1"),
+    ("--dry-run", "--dry-run: unknown flag"),
+    ("--trainer.seed=1", "--trainer.seed=1: overrides have no dashes; use trainer.seed=1"),
     ("trainer.seed=${nowhere}", "trainer.seed: "),
 ]
 
@@ -221,13 +221,13 @@ OWN = {
     "torn": "trainer: {seed: [1\n",
 }
 OTHERS = [
-    ("ppo --config-name=nothing", "--config-name=nothing: there is no such configuration"),
+    ("ppo --config-name=nothing", "--config-name=nothing: unknown configuration"),
     ("ppo --config-dir=. --config-name=own", "trainer.sed: there is no such key; did you mean trainer.seed?"),
-    ("ppo --config-dir=. --config-name=alone", "40 keys are missing, data the first"),
+    ("ppo --config-dir=. --config-name=alone", "40 keys are missing, the first is data"),
     ("ppo --config-dir=. --config-name=torn", "torn.yaml"),
     ("sft trainer.dry_run=full", "trainer.dry_run=full: trainer.main_sft has no plan to show"),
     ("export trainer.dry_run=full", "trainer.dry_run=full: trainer.main_export has no plan to show"),
-    ("eval reward.scorer=none", "reward.scorer=none: nothing would score the answers"),
+    ("eval reward.scorer=none", "reward.scorer=none: nothing would score the responses"),
     ("parity engines=[none]", "none"),
     ("serve_reward server.port=http", 'server.port="http": must be a valid integer'),
 ]

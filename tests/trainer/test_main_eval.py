@@ -118,4 +118,4 @@ def test_a_dry_run_needs_no_workers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main_eval.PROGRAM(["trainer.dry_run=config", "data.score_key=scores", "reward.scorer=math"]) == 0
     out, err = capsys.readouterr()
     assert out == "configuration is fine: run directory evaluated\n"
-    assert err == "note: reward.scorer has no effect: data.score_key=scores has the scores\n"
+    assert err == "note: reward.scorer has no effect: scores are read from data.score_key=scores\n"

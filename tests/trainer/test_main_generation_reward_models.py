@@ -81,7 +81,7 @@ def test_without_a_scorer_the_prompts_need_no_truth(task: Path, tmp_path: Path) 
     [
         (
             "reward.models.a.normalize=running",
-            "reward.models.a.normalize=running: it is over the steps of a training; stored, or",
+            "reward.models.a.normalize=running: uses statistics over training steps; use stored or",
         ),
         ("reward.models.a.path={task}/base", "reward.models.a: model.path={task}/base: Qwen2ForCausalLM has no score head"),
     ],

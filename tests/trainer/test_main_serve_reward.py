@@ -69,11 +69,11 @@ def test_a_signal_ends_it_and_all_that_it_has_started(number: int, code: int, bu
         (["server.port={taken}"], r"server\.host=127\.0\.0\.1 server\.port=\d+: .*in use"),
         (
             ["server.host=0.0.0.0"],
-            r"server\.host=0\.0\.0\.0: other machines reach it, and there is no token: .*SERVER_TOKEN",
+            r"server\.host=0\.0\.0\.0: reachable from other machines without a token; .*SERVER_TOKEN",
         ),
-        (["server.host=nowhere.invalid"], r"server\.host=nowhere\.invalid: other machines reach it"),
-        (["server.token_env=SHORT_TOKEN"], r"SHORT_TOKEN: a token of 5 characters is soon guessed; 8 at least"),
-        (["server.token_env=MINE"], r"server\.token_env=MINE: the variable's name must end like a secret's"),
+        (["server.host=nowhere.invalid"], r"server\.host=nowhere\.invalid: reachable from other machines"),
+        (["server.token_env=SHORT_TOKEN"], r"SHORT_TOKEN: a token of 5 characters is too easy to guess; use at least 8"),
+        (["server.token_env=MINE"], r"server\.token_env=MINE: the variable's name must end like that of a secret"),
         (["reward.remote_urls=[http://127.0.0.1:1]"], r"reward\.remote_urls: there is no such key"),
     ],
 )

@@ -20,8 +20,8 @@ def test_the_translation_is_printed(between: list[str], capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("openrlhf -- train_dpo --beta 0.1", "train_dpo: there is no training on preferences without a reward model; "),
-        ("openrlhf -- openrlhf.cli.train_kto --bf16", "train_kto: there is no training on preferences"),
+        ("openrlhf -- train_dpo --beta 0.1", "train_dpo: preference training without a reward model is not supported; "),
+        ("openrlhf -- openrlhf.cli.train_kto --bf16", "train_kto: preference training"),
         (
             "openrlhf -- --actor_learnin_rate 1",
             "--actor_learnin_rate: train_ppo_ray has no such flag; did you mean --actor_learning_",

@@ -102,7 +102,10 @@ def test_drawn_replies_are_seeded_by_what_is_asked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("reward.scorer=math", "judge_engine.enable=true: a server gives one score, and reward.scorer=math gives another; leave"),
+        (
+            "reward.scorer=math",
+            "judge_engine.enable=true: a server returns a single score, but reward.scorer=math also computes one;",
+        ),
         (
             "judge_engine.rollout.max_model_len=70",
             "judge_engine.rollout.max_model_len=70: less than judge_engine.max_prompt",

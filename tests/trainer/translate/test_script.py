@@ -62,7 +62,7 @@ def test_there_are_all_public_lines() -> None:
 
 def test_flags_are_told_by_what_becomes_of_them() -> None:
     assert comment(PPO + "--top_p 0.9", "--top_p") == "# --top_p 0.9: mapped: actor_rollout_ref.rollout.top_p=0.9"
-    assert comment(PPO + "--bf16", "--bf16") == "# --bf16: implied: bfloat16 is what is computed in"
+    assert comment(PPO + "--bf16", "--bf16") == "# --bf16: implied: the compute dtype is bfloat16"
     assert comment(PPO + "--async_train", "--async_train").startswith("# --async_train: no counterpart: ")
     told = comment(PPO + "--critic_learning_rate 1e-5 --advantage_estimator reinforce", "--critic_learning_rate")
     assert told == "# --critic_learning_rate 1e-5: no use: --advantage_estimator reinforce has no critic"
