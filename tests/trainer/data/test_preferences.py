@@ -57,7 +57,7 @@ def test_pair_is_two_adjacent_rows(tmp_path: Path) -> None:
 def test_margins_are_read(tmp_path: Path) -> None:
     rows = [preference_row("1", "a", "b") | {"by": by} for by in (2.5, 1)]
     assert dataset(tmp_path, *rows, margin_key="by").batch([1, 0]).rows["margin"].tolist() == [1.0, 1.0, 2.5, 2.5]
-    with pytest.raises(ValueError, match=r"pairs\.parquet, row 1: by is None, must be a finite number"):
+    with pytest.raises(ValueError, match=r"pairs\.parquet, row 1: by is None; must be a finite number"):
         dataset(tmp_path, rows[0], rows[1] | {"by": None}, margin_key="by")
 
 
@@ -97,7 +97,7 @@ def test_identical_responses_are_reported(tmp_path: Path) -> None:
 def test_a_long_answer_is_an_error_or_cut(tmp_path: Path) -> None:
     pair = preference_row("1", "aaa", "b")  # 6 + 1 + 3 + 3 + 1 = 14 tokens, and 12
     assert dataset(tmp_path, pair, max_length=14).notices == []
-    with pytest.raises(ValueError, match=r"row 0: 14 tokens with the chosen answer, data\.max_length is 13"):
+    with pytest.raises(ValueError, match=r"row 0: 14 tokens with the chosen response, data\.max_length is 13"):
         dataset(tmp_path, pair, max_length=13)
     data = dataset(tmp_path, pair, max_length=13, truncation="left")
     assert texts(data, 0) == ["user>1<a>aaa<eos>", "<user>1<a>b<eos>"]
