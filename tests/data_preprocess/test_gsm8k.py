@@ -58,7 +58,7 @@ def test_sources_of_every_kind_give_the_same(tmp_path: Path) -> None:
         ("train.jsonl", '{"problem": "q", "answer": "#### 1"}\n', "train row 0 has no field 'question'; it has problem, answer"),
         ("train.jsonl", '{"question": \n', "line 1: not JSON"),
         ("data.jsonl", "{}\n", "found data.jsonl"),
-        ("train.csv", "a\n", "there is no such file"),
+        ("train.csv", "a\n", "found none"),
     ],
 )
 def test_bad_data_is_one_line_and_writes_nothing(tmp_path: Path, name: str, text: str, expected: str) -> None:

@@ -69,9 +69,7 @@ def test_running_moments_record_training_responses_only() -> None:
     scores, _ = add([model(8.0, 1e9, moments=moments, clip=(-1.0, 1.0), weight=0.5)], [Score(1.0, {}, None)] * 2, learn=NONE)
     assert [score.value for score in scores] == [1 + 0.5 * 8.0, 1 + 0.5 * 1e9] and moments.count == 2, "a measurement: raw"
     scores, _ = add([model(10.0, 14.0, moments=moments)], [Score(0.0, {}, None)] * 2, learn=torch.tensor([True, False]))
-    assert scores[1].value == pytest.approx((14.0 - moments.mean) / moments.std), (
-        "normalised with training responses"
-    )
+    assert scores[1].value == pytest.approx((14.0 - moments.mean) / moments.std), "normalised with training responses"
     assert (moments.count, moments.mean) == (3, 6.0)
     add([model(None, 1e9, moments=moments)], [Score(0.0, {}, None)] * 2, learn=torch.tensor([True, False]))
     assert moments.count == 3, "a failure is no score"
