@@ -1,4 +1,7 @@
-"""GSM8K (Cobbe et al. 2021, arXiv:2110.14168) to parquet: python -m data_preprocess.gsm8k --local_save_dir DIR"""
+"""Convert GSM8K (Cobbe et al. 2021, arXiv:2110.14168) to parquet.
+
+python -m data_preprocess.gsm8k --local_save_dir DIR
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +15,7 @@ INSTRUCTION = 'Let\'s think step by step and output the final answer after "####
 
 
 def final_number(answer: str) -> str:
-    """The number after ``####``, without commas. Raises ValueError if there is none."""
+    """Number after ``####``, without commas. Raises ValueError if there is none."""
     number = extract(answer, "strict")
     if number is None:
         raise ValueError(f"the answer has no number after ####: {answer[-60:]!r}")
@@ -20,6 +23,7 @@ def final_number(answer: str) -> str:
 
 
 def make_row(example: dict[str, Any], split: str, index: int) -> dict[str, Any]:
+    """RL row of one example. Raises KeyError for a missing field, ValueError for an answer without a number."""
     question, answer = example["question"], example["answer"]
     return rl_row(
         data_source=DATA_SOURCE,
@@ -34,7 +38,7 @@ def make_row(example: dict[str, Any], split: str, index: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    preprocess(argv, make_row, hub=DATA_SOURCE, config="main", save_dir="~/data/gsm8k", about="GSM8K to parquet")
+    preprocess(argv, make_row, hub=DATA_SOURCE, config="main", save_dir="~/data/gsm8k", about="Convert GSM8K to parquet")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""MATH (Hendrycks et al. 2021, arXiv:2103.03874) to parquet: python -m data_preprocess.math_dataset --local_save_dir DIR"""
+"""Convert MATH (Hendrycks et al. 2021, arXiv:2103.03874) to parquet.
+
+python -m data_preprocess.math_dataset --local_save_dir DIR
+"""
 
 import re
 from collections.abc import Sequence
@@ -12,9 +15,9 @@ INSTRUCTION = "Let's think step by step and output the final answer within \\box
 
 
 def last_boxed(solution: str) -> str:
-    r"""What the last ``\boxed{...}`` (or ``\fbox{...}``) holds, braces and all; ``\boxed 5`` holds 5.
+    r"""Content of the last ``\boxed{...}`` or ``\fbox{...}``, nested braces included; 5 for ``\boxed 5``.
 
-    Raises ValueError if there is no box, or if it is not closed.
+    Raises ValueError if there is no box or it is not closed.
     """
     starts = list(re.finditer(r"\\(?:boxed|fbox)(?:\s*(\{)|\s+([^\s$.]+))", solution))
     if not starts:
@@ -23,7 +26,7 @@ def last_boxed(solution: str) -> str:
     if start[2] is not None:
         return start[2]
     depth = 1
-    for brace in re.finditer(r"\\.|[{}]", solution[start.end() :], re.DOTALL):  # \{ and \} group nothing in TeX
+    for brace in re.finditer(r"\\.|[{}]", solution[start.end() :], re.DOTALL):  # escaped braces do not group
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
             return solution[start.end() : start.end() + brace.start()]
@@ -31,6 +34,7 @@ def last_boxed(solution: str) -> str:
 
 
 def make_row(example: dict[str, Any], split: str, index: int) -> dict[str, Any]:
+    """RL row of one example. Raises KeyError for a missing field, ValueError for a solution without a box."""
     problem, solution = example["problem"], example["solution"]
     return rl_row(
         data_source=DATA_SOURCE,
@@ -42,12 +46,13 @@ def make_row(example: dict[str, Any], split: str, index: int) -> dict[str, Any]:
         answer=solution,
         question=problem,
         level=example["level"],
-        subject=example["type"] if "type" in example else example["subject"],  # the copies on the hub differ
+        # Copies on the hub differ in the name of this field.
+        subject=example["type"] if "type" in example else example["subject"],
     )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    preprocess(argv, make_row, hub=DATA_SOURCE, config=None, save_dir="~/data/math", about="MATH to parquet")
+    preprocess(argv, make_row, hub=DATA_SOURCE, config=None, save_dir="~/data/math", about="Convert MATH to parquet")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The quick start's task: write the digits in order. Prompt ``502913=``, answer ``012359``.
+"""Generate the data of the quick start: sort the digits. Prompt ``502913=``, response ``012359``.
 
-python -m data_preprocess.sort_digits --local_save_dir DIR writes train.parquet and test.parquet for RL, sft.parquet, worked
-examples for the warm start, and preferences.parquet and preferences_test.parquet, right answers beside wrong ones, for a reward
-model. No two rows of these files show the same digits in the same order.
+python -m data_preprocess.sort_digits --local_save_dir DIR writes train.parquet and test.parquet for RL, sft.parquet (worked
+examples for the warm start), and preferences.parquet and preferences_test.parquet (correct and wrong responses for a reward
+model). No problem occurs twice in these files.
 """
 
 import argparse
@@ -19,21 +19,23 @@ DATA_SOURCE = "sort_digits"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Sort digits: a task that a tiny model learns in minutes")
+    parser = argparse.ArgumentParser(description="Generate the task of sorting digits, which a tiny model learns in minutes")
     parser.add_argument("--local_save_dir", "--local_dir", default="~/data/sort_digits", help="(default: %(default)s)")
-    parser.add_argument("--digits", type=int, default=6, help="digits of a problem (default: %(default)s)")
+    parser.add_argument("--digits", type=int, default=6, help="digits per problem (default: %(default)s)")
     parser.add_argument("--train_size", type=int, default=20000, help="problems for RL (default: %(default)s)")
     parser.add_argument("--test_size", type=int, default=512, help="held-out problems (default: %(default)s)")
     parser.add_argument("--sft_size", type=int, default=8192, help="worked examples for the warm start (default: %(default)s)")
     parser.add_argument("--preferences_size", type=int, default=8192, help="pairs for a reward model (default: %(default)s)")
     parser.add_argument("--preferences_test_size", type=int, default=512, help="held-out pairs (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="chooses the problems (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed that selects the problems (default: %(default)s)")
     args = parser.parse_args(argv)
-    # The test problems come first: they stay the same when the other sizes change.
+    # One permutation of all problems is cut into the files, so that they cannot overlap. The test problems come first: they stay
+    # the same when the other sizes change.
     sizes = (args.test_size, args.train_size, args.sft_size, args.preferences_test_size, args.preferences_size)
     wanted, there = sum(sizes), 10**args.digits
     if wanted > there:
-        parser.error(f"{' + '.join(map(str, sizes))} = {wanted} problems are wanted, {args.digits} digits make only {there}")
+        total = f"{' + '.join(map(str, sizes))} = {wanted}"
+        parser.error(f"{total} problems are requested, but {args.digits} digits give only {there}; raise --digits")
 
     problems = iter(f"{number:0{args.digits}d}" for number in permutation(there, seed_of(args.seed, "sort_digits"))[:wanted])
     test, train, sft, held_out, compared = ([*islice(problems, size)] for size in sizes)
@@ -52,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _spoilt(answer: str, seed: int) -> str:
-    """The answer with a mistake such as a model makes: two digits the wrong way round, another digit, one too many or too few."""
+    """The answer with a typical mistake of a model: two digits swapped, a digit replaced, added or missing."""
     kind, at, other, digit = (int(word) for word in np.random.PCG64(seed).random_raw(4) >> 32)
     at %= len(answer)
     apart = [i for i in range(len(answer)) if answer[i] != answer[at]]

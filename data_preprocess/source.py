@@ -1,4 +1,4 @@
-"""Where raw data comes from: local files or the Hugging Face hub."""
+"""Read raw data from local files or the Hugging Face hub, and run a whole conversion."""
 
 import argparse
 import sys
@@ -20,18 +20,20 @@ Example = dict[str, Any]
 
 
 MakeRow = Callable[[Example, str, int], Example]
-"""(example, split, index) -> the row that is written"""
+"""(example, split, index) -> row to write"""
 
 
 def preprocess(argv: Sequence[str] | None, make_row: MakeRow, *, hub: str, config: str | None, save_dir: str, about: str) -> None:
-    """A whole command: flags, reading, a row for each example, train.parquet and test.parquet.
+    """Command line of a converter: parse flags, read examples, write train.parquet and test.parquet.
 
-    hub, config: name of the data on the hub, and its part. save_dir: where files go if no flag says. Errors are one line.
+    hub, config: name of the data set on the hub and its configuration. save_dir: default of --local_save_dir. about: text of
+    --help. Exits with one line for bad data.
     """
     parser = argparse.ArgumentParser(description=about)
-    parser.add_argument("--local_save_dir", "--local_dir", default=save_dir, help="for the parquet files (default: %(default)s)")
-    parser.add_argument("--local_dataset_path", help=f"a directory, .jsonl or .parquet file; without it, {hub} on the hub")
+    parser.add_argument("--local_save_dir", "--local_dir", default=save_dir, help="output directory (default: %(default)s)")
+    parser.add_argument("--local_dataset_path", help=f"directory, .jsonl or .parquet file to read; default: {hub} on the hub")
     args = parser.parse_args(argv)
+    # All rows are converted before the first file is written: bad data leaves nothing behind.
     try:
         splits = _from_hub(hub, config) if args.local_dataset_path is None else _from_files(args.local_dataset_path, config)
         rows = {split: [_row(make_row, *item) for item in zip(splits[split], repeat(split), count())] for split in splits}
@@ -52,19 +54,21 @@ def _row(make_row: MakeRow, example: Example, split: str, index: int) -> Example
 
 def _from_hub(name: str, config: str | None) -> dict[str, list[Example]]:
     if find_spec("datasets") is None:
-        raise ValueError("the hub needs the package `datasets` (pip install datasets); or give a copy: --local_dataset_path")
+        raise ValueError(
+            "the hub needs the package `datasets` (pip install datasets); or pass a local copy: --local_dataset_path"
+        )
     from datasets import load_dataset  # an optional package
 
     try:
         data = load_dataset(name, config)
-    except OSError as error:  # ConnectionError and DatasetNotFoundError are
+    except OSError as error:  # base class of ConnectionError and DatasetNotFoundError
         reason = " ".join(str(error).split())
-        raise ValueError(f"{name} cannot be had from the hub ({reason}); give --local_dataset_path, a copy of it") from error
+        raise ValueError(f"{name} cannot be loaded from the hub ({reason}); pass a local copy: --local_dataset_path") from error
     return {split: list(data[split]) for split in _SPLITS}
 
 
 def _from_files(name: str, config: str | None) -> dict[str, list[Example]]:
-    """The files whose names begin with train or test; of a copy of the hub's tree, those of the part ``config``."""
+    """Examples of files whose names start with train or test; in a copy of the hub's tree, those of ``config``."""
     path = Path(name).expanduser()
     if path.is_file():
         files = [path]
@@ -76,8 +80,8 @@ def _from_files(name: str, config: str | None) -> dict[str, list[Example]]:
     splits = {split: [example for file in files if file.name.startswith(split) for example in _read(file)] for split in _SPLITS}
     found = {split: examples for split, examples in splits.items() if examples}
     if not found:
-        there = ", ".join(file.name for file in files[:10]) or "no such file"
-        raise ValueError(f"--local_dataset_path {name}: files train*.jsonl or .parquet, and test*, are wanted; there is {there}")
+        there = ", ".join(file.name for file in files[:10]) or "none"
+        raise ValueError(f"--local_dataset_path {name}: expected files train*.jsonl or train*.parquet, and test*; found {there}")
     return found
 
 

@@ -1,4 +1,4 @@
-"""A small model with random weights and a tokenizer of single characters, for trying things out.
+"""Create a small model with random weights and a character tokenizer, for tests and experiments.
 
 python -m data_preprocess.tiny_model --save_dir DIR writes a Hugging Face directory for AutoTokenizer and AutoModelForCausalLM.
 """
@@ -18,13 +18,12 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor 
 
 
 def character_tokenizer(alphabet: str | None) -> PreTrainedTokenizerFast:
-    """One id a character (a byte, outside ASCII), after <pad> and <eos>; None: every byte, so that it reads any text.
+    """Tokenizer with one id per character (per byte outside ASCII), after <pad> and <eos>; None: every byte, for any text.
 
-    What is not in the alphabet is not read at all. The chat template is the contents of the messages, one after the other.
-
-    It is a byte-level BPE without merges because transformers builds one anew from the vocabulary for every model of type qwen2,
-    whatever tokenizer.json says. pad stands for unk as well: without one, it would add its own, beyond the vocabulary.
+    Characters outside the alphabet are dropped. The chat template concatenates the contents of the messages.
     """
+    # A byte-level BPE without merges, since transformers rebuilds one from the vocabulary for every model of type qwen2, whatever
+    # tokenizer.json contains. <pad> is also the unk token: without one, transformers adds its own, outside the vocabulary.
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     symbols = sorted(to_bytes.alphabet()) if alphabet is None else dict.fromkeys(to_bytes.pre_tokenize_str(alphabet)[0][0])
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate([PAD, EOS, *symbols])}, []))
@@ -41,11 +40,11 @@ def character_tokenizer(alphabet: str | None) -> PreTrainedTokenizerFast:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="A small model with random weights and a character tokenizer")
+    parser = argparse.ArgumentParser(description="Create a small model with random weights and a character tokenizer")
     parser.add_argument("--save_dir", required=True, help="directory to write")
     parser.add_argument("--architecture", choices=ARCHITECTURES, default="qwen2", help="(default: %(default)s)")
-    parser.add_argument("--alphabet", default="0123456789=", help="the characters it reads and writes (default: %(default)s)")
-    parser.add_argument("--bytes", action="store_true", help="read and write any text, byte by byte, instead of --alphabet")
+    parser.add_argument("--alphabet", default="0123456789=", help="characters of the vocabulary (default: %(default)s)")
+    parser.add_argument("--bytes", action="store_true", help="byte vocabulary for any text, instead of --alphabet")
     parser.add_argument("--hidden_size", type=int, default=96, help="(default: %(default)s)")
     parser.add_argument("--num_hidden_layers", type=int, default=2, help="(default: %(default)s)")
     parser.add_argument("--num_attention_heads", type=int, default=4, help="(default: %(default)s)")
@@ -53,11 +52,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--intermediate_size", type=int, default=288, help="(default: %(default)s)")
     parser.add_argument("--max_position_embeddings", type=int, default=1024, help="longest sequence (default: %(default)s)")
     parser.add_argument("--tie_word_embeddings", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--seed", type=int, default=0, help="of the weights (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default: %(default)s)")
     args = parser.parse_args(argv)
     if args.hidden_size % args.num_attention_heads or args.num_attention_heads % args.num_key_value_heads:
         parser.error(
-            f"hidden_size {args.hidden_size} must divide by num_attention_heads {args.num_attention_heads}, "
+            f"hidden_size {args.hidden_size} must be divisible by num_attention_heads {args.num_attention_heads}, "
             f"and that by num_key_value_heads {args.num_key_value_heads}"
         )
 

@@ -1,4 +1,4 @@
-"""The one place that knows the columns of the data files."""
+"""Columns of the data files, defined here only, and atomic writing."""
 
 import os
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ def chat(prompt: str) -> list[dict[str, str]]:
 def rl_row(
     *, data_source: str, prompt: str, ability: str, ground_truth: str, split: str, index: int, **extra: Any
 ) -> dict[str, Any]:
-    """A row for the RL trainer. ``extra`` joins split and index in extra_info."""
+    """Row for RL. ``extra`` is added to extra_info, next to split and index."""
     return {
         "data_source": data_source,
         "prompt": chat(prompt),
@@ -28,19 +28,20 @@ def rl_row(
 
 
 def sft_row(prompt: str, response: str) -> dict[str, Any]:
-    """A row for supervised training."""
+    """Row for supervised fine-tuning."""
     return {"prompt": chat(prompt), "response": response}
 
 
 def preference_row(prompt: str, chosen: str, rejected: str) -> dict[str, Any]:
-    """A row for training a reward model."""
+    """Row for training a reward model."""
     return {"prompt": chat(prompt), "chosen": chosen, "rejected": rejected}
 
 
 def write(rows: Sequence[dict[str, Any]], directory: str, split: str) -> Path:
-    """``directory/split.parquet``, whole or not at all. Says what it wrote."""
+    """Write ``directory/split.parquet`` atomically and print its path and size."""
     path = Path(directory).expanduser() / f"{split}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Write under another name and rename: an interrupted run must not leave a truncated file that looks complete.
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     pq.write_table(pa.Table.from_pylist(list(rows)), unfinished)
     unfinished.replace(path)

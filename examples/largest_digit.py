@@ -1,6 +1,6 @@
-"""A data set of your own: which digit is the largest? docs/how_to/data_set.md uses it.
+"""Custom data set: find the largest digit. Used by docs/how_to/data_set.md.
 
-python examples/largest_digit.py DIRECTORY writes train.parquet and test.parquet there. Prompt ``502913=``, answer ``9``.
+python examples/largest_digit.py DIRECTORY writes train.parquet and test.parquet there. Prompt ``502913=``, response ``9``.
 """
 
 import random
@@ -12,7 +12,7 @@ from data_preprocess.writer import rl_row, write
 def rows(split: str, numbers: list[str]) -> list[dict[str, object]]:
     return [
         rl_row(
-            data_source="largest_digit",  # no scorer knows it: reward.scorer says which
+            data_source="largest_digit",  # unknown to the built-in scorers: set reward.scorer
             prompt=f"{number}=",
             ability="compare",
             ground_truth=max(number),
@@ -24,7 +24,7 @@ def rows(split: str, numbers: list[str]) -> list[dict[str, object]]:
 
 
 def main(directory: str) -> None:
-    numbers = [f"{number:06d}" for number in random.Random(0).sample(range(10**6), 4128)]  # no two are alike
+    numbers = [f"{number:06d}" for number in random.Random(0).sample(range(10**6), 4128)]  # without duplicates
     write(rows("train", numbers[:4096]), directory, "train")
     write(rows("test", numbers[4096:]), directory, "test")
 

@@ -1,4 +1,4 @@
-"""An advantage estimator of your own: the group's median as the baseline. docs/how_to/algorithm.md uses it."""
+"""Custom advantage estimator: the group median as baseline. Used by docs/how_to/algorithm.md."""
 
 import torch
 
@@ -8,7 +8,7 @@ from trainer.algorithms.segments import group_ids
 
 
 def median_baseline(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
-    """A = R - median(R of the group), for every token of an answer: one very good answer does not make the others bad."""
+    """A = R - median(R of the group) for every token of a response: an outlier does not shift the baseline."""
     scores = inputs.scores()
     group, size = group_ids(inputs.uid)
     medians = torch.stack([scores[group == g].quantile(0.5) for g in range(len(size))])

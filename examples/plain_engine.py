@@ -1,4 +1,4 @@
-"""A rollout engine of your own, as plain as can be: no cache, no batch, each token a forward. docs/how_to/engine.md uses it."""
+"""Custom rollout engine, minimal: no cache, no batching, one forward pass per token. Used by docs/how_to/engine.md."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from workers.rollout.verification import HeldWeight, PlainWeight
 
 
 class PlainRollout(Rollout):
+    """Rollout engine on a transformers model."""
+
     def __init__(self, spec: RolloutSpec) -> None:
         self.device, self.max_length = torch.device(spec.device), spec.max_model_len
         self.model = AutoModelForCausalLM.from_pretrained(spec.model.path, dtype=spec.rollout.dtype).to(self.device).eval()
-        self._running: dict[int, tuple[Request, list[int], list[float]]] = {}  # with the tokens and log-probs of its answer
+        self._running: dict[int, tuple[Request, list[int], list[float]]] = {}  # with tokens and log-probs of the response
         self._tokens = 0
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -27,12 +29,12 @@ class PlainRollout(Rollout):
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        """One token for each request."""
+        """Sample one token for every running request; return completed ones."""
         self._check_awake()
         ended = []
         for request, tokens, log_probs in [*self._running.values()]:
             ids = torch.tensor([[*request.prompt_ids, *tokens]], device=self.device)
-            token, log_prob = self._draw(request, len(tokens), self.model(ids).logits[0, -1:])
+            token, log_prob = self._sample(request, len(tokens), self.model(ids).logits[0, -1:])
             tokens.append(token)
             log_probs.append(log_prob)
             self._tokens += 1
@@ -41,8 +43,10 @@ class PlainRollout(Rollout):
                 ended.append(self._complete(request.id, "stop" if stops else "length"))
         return ended
 
-    def _draw(self, request: Request, count: int, logits: Tensor) -> tuple[int, float]:
-        """By the request's seed and the token's place alone, as the other engines draw. logits (1, V)."""
+    def _sample(self, request: Request, count: int, logits: Tensor) -> tuple[int, float]:
+        """Sample a token and its log-prob from logits (1, V); ``count``: tokens of the response so far."""
+        # Random numbers depend on the request's seed and the token's position only, as in the other engines: a response is the
+        # same in any batch, in any order, and after an interruption.
         sampling = request.sampling
         columns = (np.array([value]) for value in (sampling.temperature, sampling.top_k, sampling.top_p))
         token, log_prob = sample(logits, *columns, uniforms(stream_keys([request.seed]), np.array([count])))
@@ -62,14 +66,14 @@ class PlainRollout(Rollout):
 
     @torch.no_grad()
     def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """They have the names of transformers' modules. Each is copied, and cast to the engine's dtype."""
+        """Copy weights by their transformers names, cast to the engine's dtype."""
         self._check_takes_weights("load_weights")
         for name, tensor in weights:
             self.model.get_parameter(name).copy_(tensor)
         self._weights_there, self._version = True, version
 
     def held_weights(self, *, exact: bool) -> Sequence[HeldWeight]:
-        """For the proof that they are the trainer's: where each of its tensors is now."""
+        """The engine's tensors, compared with the trainer's by the verification after a weight sync."""
         return [PlainWeight(name, lambda name=name: self.model.get_parameter(name)) for name, _ in self.model.named_parameters()]
 
     def sleep(self) -> None:
@@ -86,6 +90,6 @@ class PlainRollout(Rollout):
         self.sleep()
 
     def stats(self) -> dict[str, float]:
-        told = {"prompt_tokens": 0.0, "response_tokens": float(self._tokens), "decode_steps": 0.0, "cache_bytes": 0.0}
+        counters = {"prompt_tokens": 0.0, "response_tokens": float(self._tokens), "decode_steps": 0.0, "cache_bytes": 0.0}
         self._tokens = 0
-        return told
+        return counters

@@ -19,7 +19,7 @@ def lines(path: Path, examples: list[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(example) + "\n" for example in examples))
 
 
-def test_rows_are_verls(tmp_path: Path) -> None:
+def test_rows_have_verls_columns(tmp_path: Path) -> None:
     lines(tmp_path / "raw" / "train.jsonl", EXAMPLES)
     lines(tmp_path / "raw" / "test.jsonl", EXAMPLES[1:])
     gsm8k.main(["--local_dataset_path", str(tmp_path / "raw"), "--local_save_dir", str(tmp_path / "out")])
@@ -36,7 +36,7 @@ def test_rows_are_verls(tmp_path: Path) -> None:
 
 
 def test_sources_of_every_kind_give_the_same(tmp_path: Path) -> None:
-    """A file, a directory of parquet, a copy of the hub's tree (which has another part beside `main`), and the older flag."""
+    """A file, a parquet directory, a copy of the hub's tree (with a second configuration besides `main`), and the older flag."""
     lines(tmp_path / "jsonl" / "train.jsonl", EXAMPLES)
     for part, examples in (("main", EXAMPLES), ("socratic", EXAMPLES * 2)):
         (tmp_path / "hub" / part).mkdir(parents=True)
@@ -52,24 +52,24 @@ def test_sources_of_every_kind_give_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "told"),
+    ("name", "text", "expected"),
     [
         ("train.jsonl", '{"question": "q", "answer": "no number"}\n', "train row 0: the answer has no number after ####"),
         ("train.jsonl", '{"problem": "q", "answer": "#### 1"}\n', "train row 0 has no field 'question'; it has problem, answer"),
         ("train.jsonl", '{"question": \n', "line 1: not JSON"),
-        ("data.jsonl", "{}\n", "there is data.jsonl"),
-        ("train.csv", "a\n", "there is no such file"),
+        ("data.jsonl", "{}\n", "found data.jsonl"),
+        ("train.csv", "a\n", "found none"),
     ],
 )
-def test_bad_data_is_one_line_and_writes_nothing(tmp_path: Path, name: str, text: str, told: str) -> None:
+def test_bad_data_is_one_line_and_writes_nothing(tmp_path: Path, name: str, text: str, expected: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(SystemExit) as error:
         gsm8k.main(["--local_dataset_path", str(tmp_path), "--local_save_dir", str(tmp_path / "out")])
     message = str(error.value)
-    assert message.startswith("error: ") and told in message and "\n" not in message
+    assert message.startswith("error: ") and expected in message and "\n" not in message
     assert not (tmp_path / "out").exists()
 
 
-def test_a_path_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_path_raises(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="no such file or directory"):
         gsm8k.main(["--local_dataset_path", str(tmp_path / "raw"), "--local_save_dir", str(tmp_path)])

@@ -31,13 +31,13 @@ def test_last_boxed(solution: str, answer: str) -> None:
 
 
 @given(st.text(), braced, st.text().filter(lambda s: "boxed" not in s and "fbox" not in s))
-def test_whatever_is_boxed_comes_back(before: str, answer: str, after: str) -> None:
+def test_last_boxed_returns_any_boxed_content(before: str, answer: str, after: str) -> None:
     assert last_boxed(rf"{before} \boxed{{{answer}}}{after}") == answer
 
 
-@pytest.mark.parametrize(("solution", "told"), [("x = 7", "no .boxed answer"), (r"\boxed{\frac{1}{2}", "not closed")])
-def test_no_answer_is_an_error(solution: str, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+@pytest.mark.parametrize(("solution", "message"), [("x = 7", "no .boxed answer"), (r"\boxed{\frac{1}{2}", "not closed")])
+def test_no_answer_is_an_error(solution: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         last_boxed(solution)
 
 

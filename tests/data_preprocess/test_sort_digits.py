@@ -51,17 +51,17 @@ def test_no_problem_is_in_two_files_or_twice(tmp_path: Path) -> None:
     assert len(set(questions)) == len(questions) == 530
 
 
-def test_the_seed_alone_chooses(tmp_path: Path) -> None:
+def test_problems_depend_on_the_seed_only(tmp_path: Path) -> None:
     first, again, other = (make(tmp_path / name, "--seed", seed) for name, seed in (("1", "1"), ("2", "1"), ("3", "2")))
     assert first == again != other
     more = make(tmp_path / "more", "--seed", "1", "--train_size", "400", "--sft_size", "200")
     assert more["test"] == first["test"] and more["train"][:300] == first["train"]
 
 
-def test_sizes_that_cannot_be_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_many_problems_raise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         make(tmp_path, "--digits", "2")
-    assert "50 + 300 + 100 + 20 + 60 = 530 problems are wanted, 2 digits make only 100" in capsys.readouterr().err
+    assert "50 + 300 + 100 + 20 + 60 = 530 problems are requested, but 2 digits give only 100" in capsys.readouterr().err
     assert len({row["prompt"][0]["content"] for rows in make(tmp_path, "--digits", "3").values() for row in rows}) == 530
 
 

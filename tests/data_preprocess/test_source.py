@@ -1,4 +1,4 @@
-"""The hub, through a stand-in for the optional package `datasets`."""
+"""Reading from the hub, with a stub of the optional package `datasets`."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ from data_preprocess import gsm8k, math_dataset, source
 
 @pytest.fixture
 def datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file that stands in for the package; a test writes its load_dataset."""
+    """File of the stub package, to which a test writes load_dataset."""
     package = tmp_path / "packages" / "datasets.py"
     package.parent.mkdir()
     monkeypatch.syspath_prepend(package.parent)
@@ -27,14 +27,14 @@ def error_of(tmp_path: Path) -> str:
     return str(error.value)
 
 
-def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "find_spec", lambda name: None)
     assert "pip install datasets" in error_of(tmp_path) and "--local_dataset_path" in error_of(tmp_path)
 
 
-def test_without_the_network(tmp_path: Path, datasets: Path) -> None:
+def test_unreachable_hub_raises(tmp_path: Path, datasets: Path) -> None:
     datasets.write_text("def load_dataset(name, config):\n    raise ConnectionError(f\"Couldn't reach\\n'{name}' on the Hub\")\n")
-    assert "openai/gsm8k cannot be had from the hub (Couldn't reach 'openai/gsm8k' on the Hub)" in error_of(tmp_path)
+    assert "openai/gsm8k cannot be loaded from the hub (Couldn't reach 'openai/gsm8k' on the Hub)" in error_of(tmp_path)
 
 
 def test_from_the_hub(tmp_path: Path, datasets: Path) -> None:

@@ -74,7 +74,9 @@ def test_bytes_read_any_text(text: str) -> None:
     assert EVERY_BYTE.decode(ids) == text.replace("<pad>", "").replace("<eos>", "")
 
 
-def test_heads_that_do_not_fit_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_indivisible_heads_raise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         tiny_model.main(["--save_dir", str(tmp_path / "m"), "--hidden_size", "18"])
-    assert "hidden_size 18 must divide by num_attention_heads 4" in capsys.readouterr().err and not (tmp_path / "m").exists()
+    assert (
+        "hidden_size 18 must be divisible by num_attention_heads 4" in capsys.readouterr().err and not (tmp_path / "m").exists()
+    )

@@ -6,7 +6,7 @@ from examples.largest_digit import main
 from tests.runs import make_task, run_ppo
 
 
-def test_rows_are_right_and_no_two_are_alike(tmp_path: Path) -> None:
+def test_rows_are_correct_and_distinct(tmp_path: Path) -> None:
     main(str(tmp_path))
     rows = [row for split in ("train", "test") for row in pq.read_table(tmp_path / f"{split}.parquet").to_pylist()]
     prompts = [row["prompt"][0]["content"] for row in rows]
@@ -14,7 +14,7 @@ def test_rows_are_right_and_no_two_are_alike(tmp_path: Path) -> None:
     assert all(row["reward_model"]["ground_truth"] == max(prompt[:6]) for row, prompt in zip(rows, prompts, strict=True))
 
 
-def test_a_run_scores_them(tmp_path: Path) -> None:
+def test_run_scores_the_data_set(tmp_path: Path) -> None:
     task = make_task(tmp_path / "task")
     main(str(tmp_path))
     files = (f"data.train_files={tmp_path}/train.parquet", f"data.val_files={tmp_path}/test.parquet")

@@ -1,4 +1,4 @@
-"""The engine of docs/how_to/engine.md answers as the embedded one does, and the page's lines put it to work."""
+"""The engine of docs/how_to/engine.md samples the embedded engine's tokens, and the page's instructions work."""
 
 import os
 import shutil
@@ -26,23 +26,23 @@ def plain_engine(model: PreTrainedModel, max_model_len: int = 128) -> PlainRollo
     return engine
 
 
-def test_it_draws_what_the_embedded_engine_draws(tmp_path: Path) -> None:
+def test_it_samples_the_embedded_engines_tokens(tmp_path: Path) -> None:
     model = make_model(tmp_path)
     settings = [{}, {"temperature": 0.0}, {"temperature": 0.7, "top_k": 5}, {"top_p": 0.8}, {"ignore_eos": True}]
     requests = [request(i, prompt, max_tokens=10, **settings[i % 5]) for i, prompt in enumerate(ragged_prompts(10))]
     embedded, plain = make_engine(model).generate(requests), plain_engine(model).generate(requests)
-    for theirs, ours in zip(embedded, plain, strict=True):
-        assert (theirs.token_ids, theirs.finish_reason) == (ours.token_ids, ours.finish_reason)
-        assert ours.log_probs == pytest.approx(theirs.log_probs, abs=1e-5)
+    for expected, actual in zip(embedded, plain, strict=True):
+        assert (expected.token_ids, expected.finish_reason) == (actual.token_ids, actual.finish_reason)
+        assert actual.log_probs == pytest.approx(expected.log_probs, abs=1e-5)
 
 
-def test_answers_end_where_the_model_does(tmp_path: Path) -> None:
+def test_responses_end_at_the_models_limit(tmp_path: Path) -> None:
     engine = plain_engine(make_model(tmp_path), max_model_len=16)
     (completion,) = engine.generate([request(0, range(2, 12), max_tokens=100, ignore_eos=True)])
     assert (len(completion.token_ids), completion.finish_reason) == (6, "length")
 
 
-def test_it_works_awake_with_the_newest_weights_alone(tmp_path: Path) -> None:
+def test_it_generates_only_when_awake_with_current_weights(tmp_path: Path) -> None:
     model = make_model(tmp_path)
     engine = plain_engine(model)
     engine.submit([request(0, [2, 3]), request(1, [4])])
@@ -59,8 +59,8 @@ def test_it_works_awake_with_the_newest_weights_alone(tmp_path: Path) -> None:
     assert (completion.id, completion.finish_reason, completion.weight_version, engine.unfinished) == (1, "abort", 2, 1)
 
 
-def test_the_page_puts_it_to_work(tmp_path: Path) -> None:
-    """In a copy of the tree: the file, the lines, and the run."""
+def test_engine_runs_as_the_page_describes(tmp_path: Path) -> None:
+    """In a copy of the tree: add the file and the lines, then run."""
     task, tree = make_task(tmp_path / "task"), tmp_path / "tree"
     for folder in (*PACKAGES, "examples"):
         shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))

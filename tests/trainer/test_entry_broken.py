@@ -154,7 +154,7 @@ CONTRADICTIONS = [
     ("algorithm.truncated_answers=bootstrap", "algorithm.truncated_answers=bootstrap: "),
     (f"{CORRECTION}.bypass_mode=true algorithm.use_kl_in_reward=true", f"{CORRECTION}.bypass_mode=true: "),
     (f"{CORRECTION}.rollout_is_threshold=high", f"{CORRECTION}.rollout_is_threshold=high: "),
-    (f"{CORRECTION}.rollout_rs=token_k9", f"{CORRECTION}.rollout_rs=token_k9: must be some of "),
+    (f"{CORRECTION}.rollout_rs=token_k9", f"{CORRECTION}.rollout_rs=token_k9: must be a comma-separated list of "),
     (f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=None: must be "),
     (f"{ACTOR}.policy_loss.clip_cov_lb=7.0", f"{ACTOR}.policy_loss.clip_cov_lb"),
     ("data.gen_batch_size=16", "data.gen_batch_size=16: without algorithm.filter_groups.enable=true"),

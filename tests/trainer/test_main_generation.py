@@ -168,7 +168,7 @@ def test_a_prompt_that_the_engine_could_not_read_is_refused_by_row(
     for line, model, said in [
         (bad, task / "base", "row 1: the prompt is empty"),
         (long, task / "base", "the first in {path}, row 1"),
-        (good, small, "row 0: the tokenizer makes token"),
+        (good, small, "row 0: the prompt contains token"),
     ]:
         path = tmp_path / "prompts.jsonl"
         path.write_text(f"{good}\n{line}\n")

@@ -1,1 +1,1 @@
-"""Pure functions on flat tensors, (T,) with lengths (B,). Testable without Ray; each cites its paper and equation."""
+"""Algorithms: pure functions on flat tensors, (T,) with lengths (B,). None needs Ray; each cites its paper and equation."""

@@ -1,4 +1,4 @@
-"""The actor's whole loss: policy loss, less the entropy bonus, plus the KL to the reference."""
+"""Actor loss: policy loss, minus the entropy bonus, plus the KL penalty against the reference."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from workers.metric import Metric, Metrics
 
 @dataclass(frozen=True, slots=True)
 class ActorLossConfig:
-    """policy_loss: the function itself, so that one from a user's file reaches every worker. needs, prepare: what it was
-    registered with. own_old_log_probs: this is the only update from a policy that is still the old one, so that its own
-    log-probs are the old ones.
+    """Frozen settings of ``ActorLoss``; pickled to every worker as part of a LossSpec.
+
+    policy_loss: the function object, so that one defined in a user's file reaches every worker. needs, prepare: its
+    registration. own_old_log_probs: the update is on-policy (one mini-batch, one epoch), so the log-probs of its own forward
+    pass serve as the old log-probs.
     """
 
     actor: ActorConfig
@@ -33,6 +35,8 @@ class ActorLossConfig:
     @classmethod
     def of(cls, config: PPOConfig, *, own_old_log_probs: bool) -> ActorLossConfig:
         actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
+        # loss_type=reinforce replaces the ratio of the clipped surrogate by detached importance weights, so loss_mode, which
+        # would multiply a second ratio, does not apply.
         by_weights = correction.bypass_mode and correction.loss_type == "reinforce"
         name = "reinforce" if by_weights else actor.policy_loss.loss_mode
         return cls(
@@ -41,9 +45,10 @@ class ActorLossConfig:
 
 
 class ActorLoss:
-    """The factory that a LossSpec names. Reads ``columns`` and response_mask, loss_weight: all (T,).
+    """Token loss (T,) and metrics of the actor; the factory named by a LossSpec.
 
-    Where no other call does it, the mismatch with the rollout's log-probs is measured here.
+    Reads the token columns ``columns``, response_mask and loss_weight, all (T,). Reports the mismatch between the trainer's and
+    the rollout engine's log-probs when no separate log-prob pass does.
     """
 
     def __init__(self, config: ActorLossConfig) -> None:
@@ -53,7 +58,8 @@ class ActorLoss:
         self.kl_column = kl.columns(actor.kl_loss_type) if actor.use_kl_loss else None
         needs = {"log_probs", "entropy" if self.wants_entropy else "sampled_entropy"}
         self.needs = frozenset(needs | ({self.kl_column} if self.kl_column else set()))
-        # In bypass mode the weights and rejections come from the policy as it is, not as it was before the updates.
+        # In bypass mode old_log_probs are the rollout's, so there is no correction to compute before the update: importance
+        # weights and rejections follow the current policy and are recomputed for every mini-batch.
         self.corrects_afresh = correction.bypass_mode and is_enabled(correction)
         self.weights_afresh = self.corrects_afresh and correction.loss_type == "reinforce" and correction.rollout_is is not None
         self.wants_preparation = config.prepare is not None or self.corrects_afresh
@@ -67,9 +73,10 @@ class ActorLoss:
         )
 
     def prepare(self, mini_batch: Batch, generator: torch.Generator) -> tuple[Batch, dict[str, float]]:
-        """The whole mini-batch, before it is split, with what only the whole can tell; and metrics.
+        """Add the columns that need statistics of the whole mini-batch, before it is split; return it with metrics.
 
-        Reads fresh log_probs, without gradient. Writes chosen, is_weights, and response_mask where tokens are rejected.
+        Reads log_probs of the current policy, without gradient. Writes chosen, is_weights, and response_mask where tokens are
+        rejected.
         """
         tokens, metrics = mini_batch.tokens, {}
         old_log_probs = tokens["log_probs"] if self.config.own_old_log_probs else tokens["old_log_probs"]
@@ -84,6 +91,7 @@ class ActorLoss:
                 written["is_weights"] = correction.weights
         if self.config.prepare is not None:
             inputs = self._inputs(mini_batch.with_tokens(**written), tokens["log_probs"], old_log_probs)
+            # After the rejections: a rejected token must take no place among the chosen ones.
             written["chosen"] = self.config.prepare(inputs, self.config.actor, generator)
         return mini_batch.with_tokens(**written), metrics
 
@@ -93,13 +101,17 @@ class ActorLoss:
         old_log_probs = log_probs.detach() if self.config.own_old_log_probs else tokens["old_log_probs"]
         metrics: Metrics = {}
         inputs = self._inputs(micro_batch, log_probs, old_log_probs)
-        loss, told = self.config.policy_loss(inputs, config)
-        metrics |= told
+        loss, policy_metrics = self.config.policy_loss(inputs, config)
+        metrics |= policy_metrics
+        # Both cases skip the log-prob pass before the update, which measures the mismatch otherwise. In bypass mode the old
+        # log-probs are those of the rollout.
         if self.config.own_old_log_probs or self.config.correction.bypass_mode:
-            drawn_with = tokens["rollout_log_probs"] if self.config.own_old_log_probs else old_log_probs
-            metrics |= mismatch(log_probs.detach(), drawn_with, mask)
+            behavior = tokens["rollout_log_probs"] if self.config.own_old_log_probs else old_log_probs
+            metrics |= mismatch(log_probs.detach(), behavior, mask)
         if "is_weights" in tokens:
             loss = loss * importance(inputs, tokens["is_weights"], self.config.needs)
+        # A sum, not a mean: loss_weight already contains the aggregation mode's denominator over the global mini-batch, so
+        # partial sums of micro-batches and ranks add up to the loss.
         metrics["actor/pg_loss"] = Metric.sum((loss.detach() * weight).sum())
         if self.wants_entropy:
             metrics["actor/entropy"] = Metric.token_mean(outputs["entropy"], mask)
@@ -124,13 +136,20 @@ class ActorLoss:
 
 
 def entropy_mask(response_mask: Tensor) -> Tensor:
-    """A sixteenth of the trained tokens (T,), bool: every token of the batch by its number n among them, where frac(n * golden
-    ratio) < 1/16. Evenly spread, whatever period lengths have; the same however the batch is cut."""
+    """Sample 1/16 of the trained tokens for the entropy metric: bool (T,).
+
+    The n-th trained token of the batch is selected where frac(n * golden ratio) < 1/16 (Weyl sequence). The sample is evenly
+    spread for any pattern of lengths, and computed before the split, hence independent of ranks and micro-batches.
+    """
     number = response_mask.bool().cumsum(0) - 1
+    # Fixed point: 2654435769 = 2^32 / golden ratio, and 2^28 = 2^32 / 16. Integers, since a float32 n * ratio loses its fraction.
     return response_mask.bool() & (number * 2654435769 % 2**32 < 2**28)
 
 
 def importance(inputs: PolicyLossInputs, is_weights: Tensor, needs: frozenset[str]) -> Tensor:
-    """What multiplies each token's policy loss (T,): its weight, or for a loss of whole answers (needs={"row_weights"}) the
-    geometric mean of the answer's."""
+    """Factor of each token's policy loss (T,): its importance weight.
+
+    For a sequence-level loss (needs={"row_weights"}) it is the geometric mean over the response.
+    """
+    # IcePop sets weights to 0, whose log is -inf; 1e-10 keeps the mean of the logs finite.
     return inputs.row_mean((is_weights + 1e-10).log()).exp() if "row_weights" in needs else is_weights

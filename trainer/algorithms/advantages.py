@@ -1,11 +1,11 @@
 """Advantage estimators: token rewards to advantages and returns. docs/algorithms.md compares them.
 
 To add one: write a function (AdvantageInputs, AlgorithmConfig) -> Advantages and register it under the name that
-`algorithm.adv_estimator` will take, here or in a file of your own (`algorithm.adv_estimator=my.py:mine`). ``needs`` brings
-what it reads beyond the rewards: {"values"} a critic, {"baselines"} a greedy answer to each prompt, {"sum_pi_squared"} that
-and old_log_probs.
+`algorithm.adv_estimator` takes, here or in a file of your own (`algorithm.adv_estimator=my.py:mine`). ``needs`` requests
+inputs beyond the rewards: {"values"} a critic, {"baselines"} a greedy response to each prompt, {"sum_pi_squared"} that
+column and old_log_probs.
 
-The score of an answer, R below, is the sum of all its token rewards. A group is the answers to one prompt, ``uid``.
+R below is the score of a response: the sum of all its token rewards. A group is the set of responses to one prompt (``uid``).
 """
 
 from collections.abc import Callable, Mapping
@@ -21,12 +21,13 @@ from trainer.algorithms.segments import discounted_to_come, group_ids, row_ids, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageInputs:
-    """token_rewards, response_mask (T,). lengths (B,). prompt_lengths (B,): where each answer starts. uid (B,): prompt group.
+    """Flat inputs of an estimator: B sequences, T tokens in total.
 
-    values (T,): V of the state before each token. last_value (B,): V after the last token of answers that were cut and are
-    to be bootstrapped, else 0. baselines (B,): score of the prompt's greedy answer. rewards: {name: (B,)}, the named
-    parts of the score. old_log_probs, sum_pi_squared (T,): of the policy, sum over the vocabulary of pi^2. is_weights
-    (T,): of the rollout correction, if there is one.
+    token_rewards, response_mask (T,). lengths (B,). prompt_lengths (B,): offset of the response in its row. uid (B,): prompt
+    group. values (T,): V of the state before each token. last_value (B,): V after the last token of truncated responses that
+    are bootstrapped, else 0. baselines (B,): score of the prompt's greedy response. rewards: {name: (B,)}, the named
+    components of the score. old_log_probs (T,). sum_pi_squared (T,): sum over the vocabulary of pi^2. is_weights (T,):
+    importance weights of the rollout correction, None without it.
     """
 
     token_rewards: Tensor
@@ -47,24 +48,24 @@ class AdvantageInputs:
         return self.response_mask.bool()
 
     def rows(self) -> Tensor:
-        """The row of each token (T,)."""
+        """Row index of each token (T,)."""
         return row_ids(self.lengths)
 
     def scores(self) -> Tensor:
-        """R of each answer, float64 (B,)."""
+        """R of each response, float64 (B,)."""
         return sum_by(self.token_rewards, self.rows(), len(self.lengths))
 
     def trained_counts(self) -> Tensor:
-        """Trained tokens of each answer, int64 (B,)."""
+        """Number of trained tokens of each response, int64 (B,)."""
         return torch.bincount(self.rows()[self.trained], minlength=len(self.lengths))
 
     def outcome(self, per_row: Tensor) -> "Advantages":
-        """One number an answer (B,), at each of its trained tokens: advantage and return."""
+        """Broadcast one value per response (B,) to its trained tokens, as advantage and as return."""
         spread = per_row[self.rows()].to(self.token_rewards.dtype) * self.response_mask
         return Advantages(spread, spread)
 
     def spread(self, values: Tensor) -> Tensor:
-        """``values`` of the trained tokens, in place, 0 elsewhere: (T,)."""
+        """Scatter ``values`` of the trained tokens to their positions, 0 elsewhere: (T,)."""
         out = torch.zeros_like(self.token_rewards)
         out[self.trained] = values.to(out.dtype)
         return out
@@ -72,7 +73,7 @@ class AdvantageInputs:
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """Both (T,), zero outside response_mask."""
+    """Advantages and returns, both (T,), zero outside response_mask."""
 
     advantages: Tensor
     returns: Tensor
@@ -82,7 +83,7 @@ AdvantageFn = Callable[[AdvantageInputs, AlgorithmConfig], Advantages]
 ADVANTAGES: Registry[AdvantageFn] = Registry("algorithm.adv_estimator")
 
 
-# With a critic
+# Estimators with a critic
 
 
 @ADVANTAGES.register("gae", needs={"values"})
@@ -91,70 +92,72 @@ def gae(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
 
     delta_t = r_t + gamma V(s_t+1) - V(s_t);  A_t = sum_l (gamma lam)^l delta_t+l;  returns = A + V (before whitening).
     Tokens outside response_mask are skipped, not discounted: the next token is the next one that is trained.
-    V after the last trained token is last_value where it is given, else 0.
+    V after the last trained token is last_value if given, else 0.
     """
     assert inputs.values is not None, "gae needs values"
     rewards, values = inputs.token_rewards[inputs.trained].double(), inputs.values[inputs.trained].double()
     counts = inputs.trained_counts()
     next_values = values.roll(-1)
     last_value = torch.zeros(len(counts)) if inputs.last_value is None else inputs.last_value
+    # roll() moved the next row's first value to the end of each row; replace it. Rows without a trained token have no end.
     next_values[counts.cumsum(0)[counts > 0] - 1] = last_value[counts > 0].double()
     deltas = rewards + config.gamma * next_values - values
     advantages = discounted_to_come(deltas, counts, config.gamma * config.lam)
+    # The critic regresses on the returns, which must keep the scale of V: they are taken before the whitening.
     return Advantages(inputs.spread(whiten(advantages)), inputs.spread(advantages + values))
 
 
-# Without one: rewards to come
+# Estimators without a critic: reward to go
 
 
 @ADVANTAGES.register("reinforce")
 def reinforce(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
-    """The discounted reward to come, no baseline (Williams 1992, doi:10.1007/BF00992696; Sutton & Barto 2018, section 13.3)."""
+    """Discounted reward to go without baseline (Williams 1992, doi:10.1007/BF00992696; Sutton & Barto 2018, section 13.3)."""
     returns = inputs.spread(_rewards_to_come(inputs, config.gamma))
     return Advantages(returns, returns)
 
 
 @ADVANTAGES.register("reinforce_plus_plus")
 def reinforce_plus_plus(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
-    """The discounted reward to come, whitened over all tokens of the batch (Hu 2025, arXiv:2501.03262, REINFORCE++)."""
+    """Discounted reward to go, whitened over all tokens of the batch (Hu 2025, arXiv:2501.03262, REINFORCE++)."""
     returns = _rewards_to_come(inputs, config.gamma)
     return Advantages(inputs.spread(whiten(returns)), inputs.spread(returns))
 
 
 @ADVANTAGES.register("remax", needs={"baselines"})
 def remax(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
-    """The reward to come less the score of the prompt's greedy answer (Li et al. 2023, arXiv:2310.10505, algorithm 1)."""
+    """Reward to go minus the score of the prompt's greedy response (Li et al. 2023, arXiv:2310.10505, algorithm 1)."""
     assert inputs.baselines is not None, "remax needs baselines"
     returns = _rewards_to_come(inputs, 1.0)
     return Advantages(inputs.spread(returns - inputs.baselines[inputs.rows()[inputs.trained]].double()), inputs.spread(returns))
 
 
-# Without one: answers to the same prompt
+# Estimators without a critic: group statistics over responses to the same prompt
 
 
 @ADVANTAGES.register("grpo")
 def grpo(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
     """Group-relative advantages (Shao et al. 2024, arXiv:2402.03300, section 4.1.2).
 
-    A = (R - mean(R of the group)) / (std(R of the group) + 1e-6), the sample's standard deviation (n - 1).
-    norm_adv_by_std_in_grpo=false leaves it out: Dr.GRPO (Liu et al. 2025, arXiv:2503.20783). A group of one has nothing to
-    compare with: its mean counts as 0 and its deviation as 1. Equal scores: exactly 0.
+    A = (R - mean(R of the group)) / (std(R of the group) + 1e-6), with the sample standard deviation (n - 1).
+    norm_adv_by_std_in_grpo=false omits the division: Dr.GRPO (Liu et al. 2025, arXiv:2503.20783). A group of one uses mean 0
+    and standard deviation 1. Equal scores give exactly 0.
     """
     return inputs.outcome(_group_normalised(inputs.scores(), inputs.uid, by_std=config.norm_adv_by_std_in_grpo))
 
 
 @ADVANTAGES.register("grpo_passk")
 def grpo_passk(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
-    """Only the best answer of a group learns, by how far it is ahead of the second (Tang et al. 2025, arXiv:2503.19595,
-    with k = n).
+    """Pass@k advantages with k = n: only the best response of a group (Tang et al. 2025, arXiv:2503.19595).
 
-    A = (R_1 - R_2) / (std + 1e-6) for the best, 0 for the others; without std if norm_adv_by_std_in_grpo=false. A tie for
-    the best, and a group of one, teach nothing: 0.
+    A = (R_1 - R_2) / (std + 1e-6) for the best response, with R_2 the second-best score, 0 for the others; without the
+    division if norm_adv_by_std_in_grpo=false. 0 for a tie at the top and for a group of one.
     """
     scores = inputs.scores()
     group, size = group_ids(inputs.uid)
+    # Sort by score, then stably by group: each group becomes a contiguous run, best response first.
     order = torch.argsort(scores, descending=True, stable=True)
-    order = order[torch.argsort(group[order], stable=True)]  # groups side by side, the best first
+    order = order[torch.argsort(group[order], stable=True)]
     first = torch.nn.functional.pad(size.cumsum(0), (1, 0))[:-1]
     several = size > 1
     best, second = order[first[several]], order[first[several] + 1]
@@ -166,7 +169,7 @@ def grpo_passk(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
 
 @ADVANTAGES.register("rloo")
 def rloo(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
-    """R less the mean of the group's other scores (Ahmadian et al. 2024, arXiv:2402.14740): n / (n - 1) (R - mean).
+    """Leave-one-out baseline (Ahmadian et al. 2024, arXiv:2402.14740): R - mean(other scores) = n / (n - 1) (R - mean).
 
     A group of one keeps its score.
     """
@@ -177,9 +180,9 @@ def rloo(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
 
 @ADVANTAGES.register("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
-    """R less the group's mean, whitened over all tokens of the batch (Hu 2025, arXiv:2501.03262, REINFORCE++-baseline).
+    """R minus the group mean, whitened over all tokens of the batch (Hu 2025, arXiv:2501.03262, REINFORCE++-baseline).
 
-    A group of one keeps its score, until the whitening.
+    A group of one keeps its score before whitening.
     """
     centered = _centered(inputs.scores(), *group_ids(inputs.uid))
     advantages = inputs.spread(whiten(centered[inputs.rows()[inputs.trained]]))
@@ -188,10 +191,10 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, config: AlgorithmConfi
 
 @ADVANTAGES.register("opo")
 def opo(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
-    """R less the group's mean weighted by length, the baseline of least variance if each token's gradient is as large as
-    another's (Hao et al. 2025, arXiv:2505.23585): b = sum(n_i R_i) / sum(n_i), n_i trained tokens.
+    """R minus the length-weighted group mean (OPO: Hao et al. 2025, arXiv:2505.23585).
 
-    A group of one keeps its score.
+    b = sum(n_i R_i) / sum(n_i) with n_i trained tokens: the minimum-variance baseline if all tokens have gradients of equal
+    norm. A group of one keeps its score.
     """
     scores, lengths = inputs.scores(), inputs.trained_counts().double()
     group, size = group_ids(inputs.uid)
@@ -201,9 +204,9 @@ def opo(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
 
 @ADVANTAGES.register("gpg")
 def gpg(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
-    """alpha (R - the group's mean), alpha = B / (answers whose score is not 0) (Chu et al. 2025, arXiv:2504.02546).
+    """alpha (R - group mean), alpha = B / (responses with non-zero score) (Chu et al. 2025, arXiv:2504.02546).
 
-    A group of one keeps its score. No score but 0: alpha is B, and all advantages are 0.
+    A group of one keeps its score. If all scores are 0, alpha is B and all advantages are 0.
     """
     scores = inputs.scores()
     alpha = len(scores) / (scores != 0).sum().clamp(min=1)
@@ -212,10 +215,10 @@ def gpg(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
 
 @ADVANTAGES.register("gdpo", needs={"rewards"})
 def gdpo(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
-    """Each named reward is normalised in its group as GRPO does, then weighted and added, then whitened over all tokens, so
-    that no reward drowns another (Liu et al. 2026, arXiv:2601.05242).
+    """GDPO: normalise each named reward per group, sum with weights, whiten over all tokens (Liu et al. 2026, arXiv:2601.05242).
 
-    The names are algorithm.gdpo_reward_keys, the weights algorithm.gdpo_reward_weights (null: 1 each).
+    Per-reward normalisation prevents a reward of large variance from dominating. Names: algorithm.gdpo_reward_keys (null:
+    all). Weights: algorithm.gdpo_reward_weights (null: 1 each). Raises ValueError if their numbers differ.
     """
     assert inputs.rewards, "gdpo needs named rewards"
     names = config.gdpo_reward_keys or list(inputs.rewards)
@@ -231,34 +234,43 @@ def gdpo(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
 
 @ADVANTAGES.register("optimal_token_baseline", needs={"sum_pi_squared"})
 def optimal_token_baseline(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
-    """The reward to come less, at each position of the answers, the group's mean weighted by the path's variance.
+    """Reward to go minus a per-position baseline of least variance.
 
-    G_t = reward to come;  W_t = sum_{j<=t} w_j with w = 1 - 2 pi(y_j) + sum_v pi(v)^2, the squared norm of the score
-    function in the logits;  b_t = sum_i G_it W_it / sum_i W_it over the answers trained at position t (the optimal
-    baseline: Greensmith et al. 2004, JMLR 5, theorem 8; per token as in verl 0.9.1). With a rollout correction w is
-    multiplied by the square of its weight. A group of one, and the end of the longest answer that no other reaches: b = 0.
+    The variance of a policy gradient is minimal for a baseline that weights each sample's return by the squared norm of its
+    score function. That norm is available in closed form for the gradient with respect to the logits, from pi of the sampled
+    token and sum_v pi(v)^2, so the baseline needs one extra column and no backward pass.
+
+    G_t = reward to go;  W_t = sum_{j<=t} w_j with w = 1 - 2 pi(y_j) + sum_v pi(v)^2;  b_t = sum_i G_it W_it / sum_i W_it over
+    the responses trained at position t (optimal baseline: Greensmith et al. 2004, JMLR 5, theorem 8; per token as in verl
+    0.9.1). With a rollout correction w is multiplied by the squared importance weight. b = 0 for a group of one, and for the
+    tail of the longest response where no other response is left.
     """
     assert inputs.old_log_probs is not None and inputs.sum_pi_squared is not None
     trained = inputs.trained
     rows = inputs.rows()[trained]
     counts = inputs.trained_counts()
     starts = torch.nn.functional.pad(inputs.lengths.cumsum(0), (1, 0))[:-1] + inputs.prompt_lengths
+    # Position in the response, tokens outside the mask counted: responses of a group are compared at the same index.
     position = torch.arange(len(trained))[trained] - starts[rows]
     to_come = _rewards_to_come(inputs, 1.0)
 
     variance = 1 - 2 * inputs.old_log_probs[trained].double().exp() + inputs.sum_pi_squared[trained].double()
     if inputs.is_weights is not None:
         variance = variance * inputs.is_weights[trained].double().square()
+    # Segmented cumulative sum: one cumsum over the flat batch, minus its value before each row's first trained token.
     total = variance.cumsum(0)
     before = torch.nn.functional.pad(total, (1, 0))[torch.nn.functional.pad(counts.cumsum(0), (1, 0))[:-1]]
     path = total - before[rows]
 
+    # One segment per (group, position): its number is made dense by unique, so that sums run over flat tensors, unpadded.
     group, size = group_ids(inputs.uid)
     place = group[rows] * (int(position.max()) + 1 if len(position) else 1) + position
     _, place = torch.unique(place, return_inverse=True)
     n_places = int(place.max()) + 1 if len(place) else 0
     baseline = (sum_by(to_come * path, place, n_places) / (sum_by(path, place, n_places) + 1e-8))[place]
 
+    # Beyond the second-longest response of a group a single sample is left, whose weighted mean is its own return: A would be 0
+    # and the tail of the longest response would never be trained. The baseline is 0 there instead.
     longest, second = torch.zeros(2, len(size), dtype=torch.int64)
     longest = longest.scatter_reduce(0, group, counts, "amax")
     is_longest = counts == longest[group]
@@ -270,12 +282,14 @@ def optimal_token_baseline(inputs: AdvantageInputs, config: AlgorithmConfig) -> 
 
 
 def _rewards_to_come(inputs: AdvantageInputs, gamma: float) -> Tensor:
-    """At the trained tokens; those between are skipped, not discounted."""
+    """Discounted reward to go at the trained tokens; tokens between them are skipped, not discounted."""
     return discounted_to_come(inputs.token_rewards[inputs.trained], inputs.trained_counts(), gamma)
 
 
 def _centered(scores: Tensor, group: Tensor, size: Tensor) -> Tensor:
-    """scores (B,) less their group's mean, exactly 0 where all are equal; a group of one keeps its score."""
+    """scores (B,) minus their group mean, exactly 0 if all are equal; a group of one keeps its score."""
+    # Subtract the minimum first: n equal scores s sum to n s with rounding, so s - mean would be a tiny number that the
+    # division by the standard deviation (+ 1e-6) and Adam would amplify.
     lowest = scores.new_full((len(size),), torch.inf).scatter_reduce(0, group, scores, "amin")
     above = scores - lowest[group]
     mean = sum_by(above, group, len(size)) / size
@@ -283,7 +297,7 @@ def _centered(scores: Tensor, group: Tensor, size: Tensor) -> Tensor:
 
 
 def _group_std(scores: Tensor, group: Tensor, size: Tensor) -> Tensor:
-    """The sample's standard deviation of each group (G,); 1 for a group of one."""
+    """Sample standard deviation of each group (G,); 1 for a group of one."""
     squares = sum_by(_centered(scores, group, size).square(), group, len(size))
     return torch.where(size > 1, (squares / (size - 1).clamp(min=1)).sqrt(), 1.0)
 

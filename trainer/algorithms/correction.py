@@ -1,8 +1,14 @@
-"""Rollout correction: the engine that drew the tokens is not quite the policy that is trained, and what to do about it.
+"""Rollout correction: importance weights and rejection for tokens sampled from a policy that differs from the trained one.
 
-x = log pi_old - log pi_rollout of each drawn token, rho = exp(x). Truncated weights: Yao et al. 2025, «Your efficient RL
-framework secretly brings you off-policy RL training». Rejections: Liu et al. 2025, «When speed kills stability». IcePop:
-Ling team 2025, arXiv:2510.18855. Names and metrics are those of verl 0.9.1. All of it is computed in float64 over real tokens.
+Problem: the rollout engine uses other kernels, another precision or older weights than the trainer, so samples are off-policy
+even in synchronous training, and the policy gradient is biased. Idea: x = log pi_old - log pi_rollout of each sampled token is
+known exactly, since both sides report log-probs; rho = exp(x) reweights the loss. Products of rho over long responses have
+unbounded variance, hence the weights are truncated (bias for variance) and tokens or responses with an implausible ratio are
+rejected. Cost: no forward pass, a few segment sums over (T,).
+
+Truncated weights: Yao et al. 2025, «Your efficient RL framework secretly brings you off-policy RL training». Rejection: Liu
+et al. 2025, «When speed kills stability». IcePop: Ling team 2025, arXiv:2510.18855. Names and metrics follow verl 0.9.1.
+Everything is computed in float64 over unpadded tokens.
 """
 
 import math
@@ -17,12 +23,12 @@ from trainer.algorithms.segments import row_ids, sum_by
 from workers.metric import Metric, Sample, masked_extreme
 
 SAFE = 20.0
-"""|x| beyond this counts as this: exp must not overflow."""
+"""Clamp of |x| before exp, against overflow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """weights (T,): multiply a token's policy loss; None without rollout_is. mask (T,): response_mask less the rejected."""
+    """weights (T,): factors of the policy loss; None without rollout_is. mask (T,): response_mask minus rejected tokens."""
 
     weights: Tensor | None
     mask: Tensor
@@ -36,9 +42,10 @@ def is_enabled(config: RolloutCorrectionConfig) -> bool:
 def rollout_correction(
     old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, lengths: Tensor, config: RolloutCorrectionConfig
 ) -> Correction:
-    """Weights, rejections and metrics of a batch; all tensors (T,), lengths (B,). Both are measured on the same, whole mask.
+    """Importance weights, rejections and metrics of a batch; all tensors (T,), lengths (B,).
 
-    A batch of which nothing is trained has weights of 0, and no metrics.
+    Weights and rejections are computed on the same, unreduced mask. A batch without trained tokens has weights of 0 and no
+    metrics.
     """
     tokens = _Tokens(response_mask, lengths)
     if not tokens.mask.any():
@@ -58,16 +65,18 @@ def rollout_correction(
 def importance_weights(
     log_ratio: Tensor, tokens: "_Tokens", config: RolloutCorrectionConfig, metrics: dict[str, float]
 ) -> Tensor:
-    """rho of the token, or of the whole answer (product); truncated above (TIS), or, with two bounds, 0 outside (IcePop). (T,)"""
+    """rho of each token or, as a product, of its response (T,); truncated above (TIS), or 0 outside two bounds (IcePop)."""
     lower, upper = weight_bounds(config.rollout_is_threshold)
     of_row = tokens.row_sum(log_ratio)
     x = log_ratio if config.rollout_is == "token" else of_row[tokens.rows]
+    # Clamp the sum, not its terms: sequence ratios multiply hundreds of tokens, and only their total must not overflow.
     raw = x.clamp(-SAFE, SAFE).exp() * tokens.mask
     weights = raw.clamp(max=upper) if lower is None else torch.where((raw >= lower) & (raw <= upper), raw, 0.0)
 
     low = 1.0 / upper if lower is None else lower
     row_means, raw_row_means = tokens.row_mean(weights), tokens.row_mean(raw)
     if config.rollout_is == "sequence":
+        # Extremes and fractions come from the logs: the truncated weights no longer show how far a ratio went.
         metrics |= {
             "rollout_is_max": float(of_row.max().clamp(max=SAFE).exp()),
             "rollout_is_min": float(of_row.min().exp()),
@@ -93,6 +102,7 @@ def importance_weights(
     }
     if lower is not None:
         metrics["rollout_is_oob_ratio"] = tokens.mean((raw < lower) | (raw > upper))
+    # Last: the metrics above describe the weights before normalisation, as verl's do.
     if config.rollout_is_batch_normalize:
         factor = mean if config.rollout_is == "token" else float(row_means[tokens.counts > 0].mean())
         factor = factor if factor > 1e-8 else 1.0
@@ -102,11 +112,12 @@ def importance_weights(
 
 
 def kept(log_ratio: Tensor, tokens: "_Tokens", config: RolloutCorrectionConfig, metrics: dict[str, float]) -> Tensor:
-    """1 where a token stays, 0 where it, or its whole answer, is rejected by one of the rules: (T,).
+    """1 where a token is kept, 0 where a rule rejects it or its whole response: (T,).
 
-    Per token, or as sum, mean or maximum over the answer: k1 = -x within the logs of its two bounds, so that pi_rollout / pi_old
-    = 1 / rho (of seq_mean_k1: its geometric mean) is within them, as in verl; k2 = x^2 / 2 and k3 = exp(x) - 1 - x not above
-    their bound. Veto: an answer with a token whose rho is below rollout_token_veto_threshold goes as a whole.
+    Rules apply to a token, or to the sum, mean or maximum over the response. k1 = -x must lie within the logs of its two
+    bounds, that is pi_rollout / pi_old = 1 / rho (for seq_mean_k1: its geometric mean) within the bounds, as in verl. k2 =
+    x^2 / 2 and k3 = exp(x) - 1 - x must not exceed their bound. Veto: a response with any token whose rho is below
+    rollout_token_veto_threshold is rejected as a whole.
     """
     x = log_ratio.clamp(-SAFE, SAFE)
     kinds = {"k1": -x, "k2": 0.5 * x.square(), "k3": x.exp() - 1.0 - x}
@@ -123,6 +134,7 @@ def kept(log_ratio: Tensor, tokens: "_Tokens", config: RolloutCorrectionConfig, 
         metrics[f"rollout_rs_{rule}_masked_fraction"] = tokens.mean(~ok)
         metrics[f"rollout_rs_{rule}_seq_masked_fraction"] = _share(tokens.row_max(~ok)[tokens.counts > 0])
     if config.rollout_token_veto_threshold is not None:
+        # On the unclamped log ratio: a threshold below exp(-SAFE) would otherwise never be reached.
         vetoed = tokens.row_max(log_ratio < math.log(config.rollout_token_veto_threshold)) > 0
         stays &= ~vetoed[tokens.rows]
         metrics["rollout_rs_veto_seq_masked_fraction"] = _share(vetoed)
@@ -132,17 +144,17 @@ def kept(log_ratio: Tensor, tokens: "_Tokens", config: RolloutCorrectionConfig, 
 
 
 def off_policy(log_probs: Tensor, rollout_log_probs: Tensor, tokens: "_Tokens") -> dict[str, float]:
-    """How far apart the two policies are: KL(rollout || training) by k1 and k3, perplexities, chi-squared."""
+    """Divergence metrics of the two policies: KL(rollout || training) by k1 and k3, perplexities, chi-squared."""
     log_ratio = torch.where(tokens.mask, log_probs - rollout_log_probs, 0.0)
-    ours, theirs = tokens.row_mean(log_probs), tokens.row_mean(rollout_log_probs)
-    gap = theirs - ours
+    training, rollout = tokens.row_mean(log_probs), tokens.row_mean(rollout_log_probs)
+    gap = rollout - training
     return {
         "kl": tokens.mean(-log_ratio),
         "k3_kl": tokens.mean(log_ratio.exp() - log_ratio - 1),
-        "training_ppl": float((-ours).exp().mean()),
-        "training_log_ppl": float(-ours.mean()),
-        "rollout_ppl": float((-theirs).exp().mean()),
-        "rollout_log_ppl": float(-theirs.mean()),
+        "training_ppl": float((-training).exp().mean()),
+        "training_log_ppl": float(-training.mean()),
+        "rollout_ppl": float((-rollout).exp().mean()),
+        "rollout_log_ppl": float(-rollout.mean()),
         "log_ppl_diff": float(gap.mean()),
         "log_ppl_abs_diff": float(gap.abs().mean()),
         "log_ppl_diff_max": float(gap.max()),
@@ -154,7 +166,8 @@ def off_policy(log_probs: Tensor, rollout_log_probs: Tensor, tokens: "_Tokens") 
 
 
 def mismatch(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Metric | Sample]:
-    """How far the trainer's log-probs of sampled tokens are from the rollout engine's own; all (T,). Always logged."""
+    """Metrics of the trainer's minus the rollout engine's log-probs of the sampled tokens; all (T,). Logged in every step."""
+    # torch.where before any arithmetic: columns outside the mask may hold anything, also NaN, and NaN * 0 is NaN.
     trained = mask.bool()
     x = torch.where(trained, log_probs - rollout_log_probs, 0.0)
     probs = torch.where(trained, log_probs.exp() - rollout_log_probs.exp(), 0.0).abs()
@@ -173,7 +186,10 @@ def mismatch(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict
 def _rejection_metrics(
     rule: str, statistic: Tensor, of_row: Tensor, tokens: "_Tokens", *, lower: float, upper: float
 ) -> dict[str, float]:
-    """verl's names. Fractions and extremes are over answers for a rule on answers, else over tokens."""
+    """Metrics of one rejection rule, under verl's names.
+
+    Fractions and extremes are over responses for a sequence-level rule, else over tokens.
+    """
     name, two_sided = f"rollout_rs_{rule}", rule.endswith("k1")
     of_row = of_row[tokens.counts > 0]
     counted = statistic[tokens.mask] if rule.startswith("token") else of_row
@@ -205,10 +221,11 @@ def _share(flags: Tensor) -> float:
 
 
 class _Tokens:
-    """Means and sums over the trained tokens of a batch, in float64."""
+    """Means and sums over the trained tokens of a batch and of its rows, in float64."""
 
     def __init__(self, response_mask: Tensor, lengths: Tensor) -> None:
         self.mask = response_mask.bool()
+        # verl's denominator. In float32 the 1e-8 is absorbed for any non-empty batch.
         self.total = float(response_mask.sum() + 1e-8)
         self.rows = row_ids(lengths)
         self.n = len(lengths)
@@ -218,13 +235,14 @@ class _Tokens:
         return float(values[self.mask].double().mean())
 
     def std(self, values: Tensor) -> float:
-        """As verl computes it: the 1e-8, which only float64 holds, shows where all values are equal."""
+        """Standard deviation by verl's formula, E[x^2] - E[x]^2 with the denominator ``total``."""
+        # Where all values are equal the 1e-8 of ``total`` leaves a small remainder, which may be negative: max(0, ...).
         chosen = values[self.mask].double()
         variance = chosen.square().sum() / self.total - (chosen.sum() / self.total) ** 2
         return max(0.0, float(variance)) ** 0.5 if len(chosen) > 1 else 0.0
 
     def row_sum(self, values: Tensor) -> Tensor:
-        """(T,) -> (B,); 0 for a row without trained tokens, here and below."""
+        """Sum per row, (T,) -> (B,); 0 for a row without trained tokens, as in the two functions below."""
         return sum_by(values[self.mask], self.rows[self.mask], self.n)
 
     def row_mean(self, values: Tensor) -> Tensor:

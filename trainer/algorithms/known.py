@@ -1,5 +1,7 @@
-"""Estimators and losses that are ours, by name: a configuration that names these is checked before torch is loaded, which takes
-longer than all that comes before. Others, a user's own among them, are looked up where they are registered.
+"""Names of the built-in estimators and losses, for configuration checks without importing torch.
+
+Importing torch takes longer than everything before it, and a misspelt name should fail at once. Other names, also those of a
+user's file, are looked up in the registries.
 """
 
 ESTIMATORS = {name: frozenset[str]() for name in (
@@ -8,14 +10,14 @@ ESTIMATORS = {name: frozenset[str]() for name in (
     "gae": frozenset({"values"}), "remax": frozenset({"baselines"}), "gdpo": frozenset({"rewards"}),
     "optimal_token_baseline": frozenset({"sum_pi_squared"}),
 }  # fmt: skip
-"""What each needs beyond the rewards: see advantages.py."""
+"""Built-in estimators and their inputs beyond the rewards; see advantages.py."""
 POLICY_LOSSES = frozenset({
     "vanilla", "gspo", "cispo", "sapo", "geo_mean", "gpg", "reinforce", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov",
 })  # fmt: skip
 
 
 def estimator_needs(name: str) -> frozenset[str]:
-    """Raises ValueError for a name that nobody knows."""
+    """Inputs that the estimator needs beyond the rewards. Raises ValueError for an unknown name."""
     if name in ESTIMATORS:
         return ESTIMATORS[name]
     from trainer.algorithms.advantages import ADVANTAGES
@@ -24,7 +26,7 @@ def estimator_needs(name: str) -> frozenset[str]:
 
 
 def check_policy_loss(name: str) -> None:
-    """Raises ValueError for a name that nobody knows."""
+    """Raise ValueError for an unknown policy loss."""
     if name not in POLICY_LOSSES:
         from trainer.algorithms import policy_losses
 

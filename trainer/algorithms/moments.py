@@ -9,15 +9,15 @@ from torch import Tensor
 
 
 def spread(std: Tensor) -> Tensor:
-    """Standard deviations to divide by: 1 where there is none but rounding."""
+    """Standard deviations safe to divide by: 1 where they are 0 up to rounding."""
     return torch.where(std < 1e-6, 1.0, std)
 
 
 @dataclass(slots=True)
 class RunningMoments:
-    """Mean and standard deviation (population) of all values seen so far, in float64 (Chan, Golub & LeVeque 1979).
+    """Running mean and population standard deviation in float64, merged batch by batch (Chan, Golub & LeVeque 1979).
 
-    Nothing seen: mean 0, deviation 1.
+    Without values: mean 0, standard deviation 1.
     """
 
     count: int = 0
@@ -26,16 +26,17 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """1 until two unequal values have been seen: something to divide by."""
+        """Population standard deviation; 1 until two different values have been recorded, so that it can be divided by."""
         return float(spread(torch.tensor((self.squares / max(self.count, 1)) ** 0.5, dtype=torch.float64)))
 
     def see(self, values: Tensor) -> None:
-        """values: (N,). Those that are not finite are not seen: one of them would stay for ever."""
+        """Record ``values`` (N,). Non-finite values are ignored: a single NaN would never leave the moments."""
         wide = values[values.isfinite()].double()
         n = len(wide)
         if not n:
             return
         mean = float(wide.mean())
+        # Pairwise merge of two sums of squared deviations; subtracting squared sums instead would cancel catastrophically.
         gap, total = mean - self.mean, self.count + n
         self.squares += float((wide - mean).square().sum()) + gap**2 * self.count * n / total
         self.mean += gap * n / total

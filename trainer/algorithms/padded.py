@@ -1,8 +1,8 @@
-"""The same methods on padded tensors (B, R), for checking them against another implementation.
+"""Padded-tensor interface (B, R) to the flat algorithms, for comparison with other implementations.
 
-Nothing is computed here: (B, R) becomes B rows of R tokens, the flat functions do the rest, and (T,) becomes (B, R) again.
-Options bear the leaf names of the configuration (clip_ratio_low, norm_adv_by_std_in_grpo ...); what is left out has its
-default from configs/ppo_trainer.yaml. Float64 goes in and comes out as float64.
+Nothing is computed here: (B, R) is viewed as B rows of R tokens, the flat functions run on it, and (T,) is viewed as (B, R)
+again. Options have the leaf names of the configuration (clip_ratio_low, norm_adv_by_std_in_grpo, ...) and default to
+configs/ppo_trainer.yaml. Float64 inputs give float64 outputs.
 """
 
 import json
@@ -50,9 +50,9 @@ def advantages(
 ) -> tuple[Tensor, Tensor]:
     """(advantages, returns), both (B, R), zero outside the mask.
 
-    group_ids_B: anything that can be compared for equality. baselines_B: remax. Beside the configuration's names, options may
-    be old_log_probs_BR, sum_pi_squared_BR, rollout_is_weights_BR: optimal_token_baseline; rewards_B {name: (B,)}: gdpo, without
-    them the sum of the token rewards; last_value_B: gae. Their suffixes may be left out.
+    group_ids_B: labels comparable for equality. baselines_B: for remax. Besides configuration names, options may be
+    old_log_probs_BR, sum_pi_squared_BR, rollout_is_weights_BR (optimal_token_baseline); rewards_B {name: (B,)} (gdpo; default:
+    the sum of the token rewards); last_value_B (gae). Their suffixes are optional. Raises ValueError for a missing input.
     """
     columns = {name: options.pop(name, options.pop(name.rpartition("_")[0], None)) for name in _COLUMNS}
     given_columns = columns | {"values_BR": values_BR, "baselines_B": baselines_B}
@@ -93,9 +93,9 @@ def policy_loss(
     norm_length: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The policy loss, a scalar, differentiable in log_probs; and its metrics. All tensors (B, R).
+    """Scalar policy loss, differentiable in log_probs, and its metrics. All tensors (B, R).
 
-    seed: of the draw of clip_cov; None: torch's own generator. norm_length: see aggregate.
+    seed: of the random selection in clip_cov; None: torch's global generator. norm_length: see aggregate.
     """
     config = _config((_ACTOR, _LOSS), options).actor_rollout_ref.actor
     inputs = PolicyLossInputs(
@@ -126,7 +126,7 @@ def value_loss(
     cliprange_value: float | None = None,
     norm_length: int | None = None,
 ) -> tuple[Tensor, float]:
-    """The clipped value loss, a scalar, differentiable in vpreds; and the share of tokens that the clip held. All (B, R)."""
+    """Scalar clipped value loss, differentiable in vpreds, and the fraction of clipped tokens. All tensors (B, R)."""
     cliprange = _config((), {}).critic.cliprange_value if cliprange_value is None else cliprange_value
     loss, clipped = clipped_value_loss(vpreds_BR, values_BR, returns_BR, cliprange)
     share = Metric.token_mean(clipped.flatten(), _flat_mask(mask_BR, vpreds_BR)).value
@@ -134,13 +134,14 @@ def value_loss(
 
 
 def kl(kind: KLKind, log_probs_BR: Tensor, ref_log_probs_BR: Tensor) -> Tensor:
-    """The KL of each token (B, R); for ``full`` both are (B, R, V)."""
+    """KL estimate of each token (B, R); for kind ``full`` the inputs are (B, R, V)."""
     return kl_estimate(kind, log_probs_BR, ref_log_probs_BR)
 
 
 def aggregate(loss_BR: Tensor, mask_BR: Tensor, mode: AggMode, *, norm_length: int | None = None) -> Tensor:
-    """``loss`` (B, R) to a scalar. norm_length: what seq-mean-token-sum-norm divides by; None: R."""
+    """Aggregate ``loss`` (B, R) to a scalar. norm_length: denominator of seq-mean-token-sum-norm; None: R."""
     n_rows, longest = mask_BR.shape
+    # torch.where instead of a product: the loss may be NaN in the padding, and 0 * NaN is NaN.
     weights = token_weights(mode, _flat_mask(mask_BR, loss_BR), _lengths(mask_BR), norm_length or longest).view(n_rows, longest)
     return torch.where(weights != 0, weights * loss_BR, 0.0).sum().to(loss_BR.dtype)
 
@@ -161,12 +162,12 @@ def _flat(padded: Tensor | None) -> Tensor | None:
 
 
 def _flat_within(padded: Tensor, mask: Tensor) -> Tensor:
-    """0 outside the mask: padding may hold anything."""
+    """Flatten with 0 outside the mask: padding may hold any value, also NaN."""
     return torch.where(mask.bool(), padded, 0.0).flatten()
 
 
 def _numbered(labels: Tensor | Sequence[Any]) -> list[int]:
-    """Equal labels get equal numbers."""
+    """Integer ids, equal for equal labels."""
     plain = labels.tolist() if isinstance(labels, Tensor | np.ndarray) else list(labels)
     numbers = {label: number for number, label in enumerate(dict.fromkeys(plain))}
     return [numbers[label] for label in plain]
@@ -181,12 +182,12 @@ def _lengths(mask: Tensor) -> Tensor:
 
 
 def _config(nodes: tuple[str, ...], options: Mapping[str, Any]) -> PPOConfig:
-    """The defaults with ``options``, leaves of ``nodes`` by their last names."""
+    """The default configuration with ``options`` applied, which are leaf names below ``nodes``."""
     return _loaded(nodes, json.dumps(options))
 
 
 @lru_cache(maxsize=256)
 def _loaded(nodes: tuple[str, ...], options: str) -> PPOConfig:
-    from configs.defaults import ppo_config  # loads omegaconf, which the methods themselves have no use for
+    from configs.defaults import ppo_config  # imports omegaconf, which the algorithms do not need
 
     return ppo_config(nodes, json.loads(options))

@@ -1,6 +1,6 @@
-"""PPO-ptx: beside the policy's loss on its own answers, the next-token loss of other texts.
+"""PPO-ptx: policy loss plus an auxiliary pretraining loss (next token) on other texts.
 
-Ouyang et al. 2022, arXiv:2203.02155, eq. 2: the objective gets + gamma E_x~pretrain[log pi(x)].
+Ouyang et al. 2022, arXiv:2203.02155, eq. 2: the objective includes + gamma E_x~pretrain[log pi(x)].
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from workers.metric import Metric, Metrics
 
 
 class ActorAndPtxLoss:
-    """The factory that a LossSpec names. Rows whose tokens["ptx"] (T,) is set are texts, with their own loss_weight, which
-    holds the coefficient; the policy's loss and its metrics see the other rows alone.
+    """Policy loss on responses, next-token loss on pretraining texts: (T,); the factory named by a LossSpec.
+
+    Rows with tokens["ptx"] (T,) set are texts; their loss_weight contains the coefficient. The policy loss and its metrics are
+    computed on the other rows only.
     """
 
     def __init__(self, config: ActorLossConfig) -> None:
@@ -25,8 +27,9 @@ class ActorAndPtxLoss:
         is_text = micro_batch.tokens["ptx"].bool()
         loss = -outputs["log_probs"]
         metrics: Metrics = {"actor/ptx_loss": Metric.token_mean(loss, micro_batch.tokens["response_mask"] * is_text)}
-        answers = (~is_text[micro_batch.offsets[:-1]]).nonzero().flatten().cpu()
-        if not len(answers):
+        responses = (~is_text[micro_batch.offsets[:-1]]).nonzero().flatten().cpu()
+        if not len(responses):
             return loss, metrics
-        policy_loss, told = self.policy({name: value[~is_text] for name, value in outputs.items()}, micro_batch.select(answers))
-        return loss.to(policy_loss.dtype).masked_scatter(~is_text, policy_loss), metrics | told
+        policy_outputs = {name: value[~is_text] for name, value in outputs.items()}
+        policy_loss, policy_metrics = self.policy(policy_outputs, micro_batch.select(responses))
+        return loss.to(policy_loss.dtype).masked_scatter(~is_text, policy_loss), metrics | policy_metrics

@@ -1,4 +1,4 @@
-"""A name in the config to the function it means: one of ours, or one from the user's file."""
+"""Registries that resolve a configuration value to a function: a built-in one or FILE.py:FUNCTION of the user."""
 
 import difflib
 from collections.abc import Callable, Iterator, Set
@@ -10,8 +10,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Registry(Generic[Function]):
+    """Functions by name, with their required inputs and optional ``prepare`` step."""
+
     def __init__(self, key: str) -> None:
-        """key: the configuration key whose value is looked up here; errors name it."""
+        """key: the configuration key whose values are looked up; used in error messages."""
         self.key = key
         self._entries: dict[str, Function] = {}
         self._needs: dict[str, frozenset[str]] = {}
@@ -20,13 +22,16 @@ class Registry(Generic[Function]):
     def register(
         self, name: str, *, needs: Set[str] = frozenset(), prepare: Callable[..., Any] | None = None
     ) -> Callable[[Function], Function]:
-        """Decorator. needs: columns the function reads beyond what every one gets. prepare: runs before it, once over a
-        whole mini-batch, where a kind of function has such a step. A taken name raises.
+        """Register the decorated function under ``name``.
+
+        needs: columns that it reads beyond those every function gets. prepare: step that runs before it, once over the whole
+        mini-batch. Raises ValueError if the name is registered already.
         """
 
         def add(function: Function) -> Function:
             if name in self._entries:
-                raise ValueError(f"{self.key}={name} is taken by {self._entries[name].__module__}:{self._entries[name].__name__}")
+                owner = self._entries[name]
+                raise ValueError(f"{self.key}={name} is already registered by {owner.__module__}:{owner.__name__}")
             self._entries[name] = function
             self._needs[name] = frozenset(needs)
             if prepare is not None:
@@ -36,7 +41,7 @@ class Registry(Generic[Function]):
         return add
 
     def __getitem__(self, name: str) -> Function:
-        """``name``, or ``file.py:function``: a function of the user's, plain or registered in its file under any name."""
+        """The function registered as ``name``, or the user's ``file.py:function``. Raises ValueError."""
         return self._entries[self._known(name)]
 
     def needs(self, name: str) -> frozenset[str]:
@@ -46,14 +51,15 @@ class Registry(Generic[Function]):
         return self._prepare.get(self._known(name))
 
     def __iter__(self) -> Iterator[str]:
-        """The registered names; a function that was only found in a file has none."""
+        """Registered names, without the ``file.py:function`` entries."""
         return iter(sorted(name for name in self._entries if ".py:" not in name))
 
     def _known(self, name: str) -> str:
-        """The name it is registered under. Raises ValueError."""
+        """The name under which ``name`` is registered, loading a user's file if necessary. Raises ValueError."""
         path, colon, function_name = name.rpartition(":")
         if colon and path.endswith(".py") and name not in self._entries:
             function = load_function(path, function_name, f"{self.key}={name}")
+            # The file may have registered the function with a decorator on import: that entry has its needs and prepare step.
             own = next((entry for entry, known in self._entries.items() if known is function), None)
             if own is not None:
                 return own

@@ -1,38 +1,46 @@
-"""Sums over rows and groups of flat tensors. All of it in float64, so that neither the order of terms nor the way a batch
-was cut shows in a result."""
+"""Segment sums over rows and groups of flat tensors.
+
+Everything is in float64: sums of float32 terms are then exact enough that results do not depend on the order of the terms or on
+how the batch was split.
+"""
 
 import torch
 from torch import Tensor
 
 
 def row_ids(lengths: Tensor) -> Tensor:
-    """The row of each token: lengths (B,) -> int64 (T,)."""
+    """Row index of each token: lengths (B,) -> int64 (T,)."""
     return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
 
 
 def sum_by(values: Tensor, index: Tensor, n: int) -> Tensor:
-    """Sums of ``values`` (N,) by ``index`` (N,), differentiable: float64 (n,)."""
+    """Sum ``values`` (N,) by segment ``index`` (N,), differentiable: float64 (n,)."""
     return torch.zeros(n, dtype=torch.float64, device=values.device).index_add(0, index, values.double())
 
 
 def group_ids(uid: Tensor) -> tuple[Tensor, Tensor]:
-    """uid (B,), in any order -> number of each row's group, int64 (B,), and the groups' sizes (G,)."""
+    """Dense group index of each row, int64 (B,), and group sizes (G,), from uid (B,) in any order."""
     _, group, size = torch.unique(uid, return_inverse=True, return_counts=True)
     return group, size
 
 
 def discounted_to_come(values: Tensor, counts: Tensor, factor: float) -> Tensor:
-    """sum_l factor^l values[t + l] to the end of each row, float64 (N,); values (N,): rows of ``counts`` (B,) end to end."""
+    """Discounted suffix sums sum_l factor^l values[t + l] within each row, float64 (N,).
+
+    values (N,): rows of ``counts`` (B,) entries, concatenated.
+    """
     out = values.double().clone()
     last = counts.cumsum(0) - 1
-    for step in range(1, int(counts.max()) if len(counts) else 0):  # over rows at once, backwards from each one's end
+    # Backwards from the end of each row, all rows at once: as many iterations as the longest row has tokens, without padding.
+    for step in range(1, int(counts.max()) if len(counts) else 0):
         here = (last - step)[counts > step]
         out[here] += factor * out[here + 1]
     return out
 
 
 def whiten(values: Tensor) -> Tensor:
-    """Zero mean, unit sample variance over all entries (N,), variance + 1e-8 under the root; equal entries become exactly 0."""
+    """Normalise all entries (N,) to zero mean and unit sample variance (variance + 1e-8); equal entries give exactly 0."""
+    # Shift by the first entry: equal entries are then exactly 0, so rounding of the mean cannot be amplified by the division.
     wide = values.double() - values[:1].double()
     variance = wide.var() if len(wide) > 1 else wide.new_zeros(())
     return (wide - wide.mean()) * torch.rsqrt(variance + 1e-8)

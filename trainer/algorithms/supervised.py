@@ -1,4 +1,4 @@
-"""Losses of supervised training."""
+"""Loss of supervised training."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from workers.metric import Metric, Metrics
 
 
 class NextTokenLoss:
-    """Cross-entropy of the tokens that response_mask marks. The factory that a LossSpec names; it has no settings."""
+    """Cross-entropy (T,) of the tokens in response_mask; the factory named by a LossSpec, without settings."""
 
     needs = frozenset({"log_probs"})
 

@@ -1,4 +1,4 @@
-"""The critic's loss."""
+"""Value loss of the critic."""
 
 import torch
 from torch import Tensor
@@ -9,9 +9,9 @@ from workers.metric import Metric, Metrics
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float) -> tuple[Tensor, Tensor]:
-    """Loss (T,) and where the clip bound it (T,), all inputs (T,).
+    """Clipped value loss (T,) and where the clip is active, bool (T,); all inputs (T,).
 
-    max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2 (Schulman et al. 2017's implementation; Engstrom et al. 2020,
+    max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2 (the implementation of Schulman et al. 2017; Engstrom et al. 2020,
     arXiv:2005.12729, section 3).
     """
     clipped = values.clamp(old_values - cliprange, old_values + cliprange)
@@ -20,7 +20,10 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip
 
 
 class CriticLoss:
-    """The factory that a LossSpec names. Reads values (the old ones), returns, response_mask, loss_weight: all (T,)."""
+    """Token loss (T,) and metrics of the critic; the factory named by a LossSpec.
+
+    Reads values (before the update), returns, response_mask and loss_weight, all (T,).
+    """
 
     needs = frozenset({"values"})
 

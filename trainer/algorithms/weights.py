@@ -1,4 +1,9 @@
-"""A loss is a weighted sum of tokens: how each aggregation mode sets the weights, over a whole mini-batch."""
+"""Token weights of the loss aggregation modes.
+
+A loss is a weighted sum over tokens. The weights contain the denominators of the mode and are set once, over the global
+mini-batch, before it is split: gradients of micro-batches and ranks are then summed, never averaged, and the result cannot depend
+on the split.
+"""
 
 from typing import get_args
 
@@ -11,7 +16,7 @@ from configs.schema.common import AggMode
 def token_weights(mode: AggMode, response_mask: Tensor, lengths: Tensor, norm_length: int) -> Tensor:
     """Weight of each token, float64 (T,), such that the loss is sum(weight * token_loss).
 
-    response_mask (T,), lengths (B,) of the global mini-batch. n_i: trained tokens of row i; N: rows with n_i > 0.
+    response_mask (T,), lengths (B,) of the global mini-batch. n_i: trained tokens of row i; N: number of rows with n_i > 0.
     token-mean 1 / sum n_i;  token-sum 1;  seq-mean-token-sum 1 / N;  seq-mean-token-mean 1 / (N n_i);
     seq-mean-token-sum-norm 1 / (N norm_length) (Dr.GRPO, Liu et al. 2025, arXiv:2503.20783).
     A mini-batch without a trained token has weight 0 everywhere.

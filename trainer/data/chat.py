@@ -1,4 +1,4 @@
-"""The tokenizer, and the tokens that end an answer. All tokenizers live on the controller."""
+"""Loading of tokenizers, and the tokens that end a response. All tokenizers live on the controller."""
 
 import os
 from pathlib import Path
@@ -11,10 +11,15 @@ from workers.model_path import hush_hub
 
 
 def load_tokenizer(model: TokenizedModelConfig) -> PreTrainedTokenizerBase:
-    """That of ``tokenizer_path``, or of the model, with the chat template asked for. Raises ValueError if one is not there."""
+    """Load the tokenizer of ``tokenizer_path`` (default: the model's) with the configured chat template.
+
+    Raises ValueError, one line, if tokenizer or template do not exist or need code that is not trusted.
+    """
     path = os.path.expanduser(model.tokenizer_path or model.path)
     hush_hub()
     try:
+        # transformers raises OSError for a path that does not exist and ValueError for a directory without tokenizer files or
+        # with code of its own; the last one has a remedy of its own.
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
         if isinstance(error, ValueError):
@@ -27,24 +32,28 @@ def load_tokenizer(model: TokenizedModelConfig) -> PreTrainedTokenizerBase:
 
 
 def _template(text: str) -> str:
-    """The template itself, or what is in the file behind an @."""
+    """The Jinja template ``text``, or the contents of the file that it names as @FILE."""
     if not text.startswith("@"):
         return text
     file = Path(text[1:]).expanduser()
     if not file.is_file():
-        raise ValueError(f"custom_chat_template={text}: no such file; behind @ stands a file that has a Jinja template")
+        raise ValueError(f"custom_chat_template={text}: no such file; after @, name a file with a Jinja template")
     return file.read_text(encoding="utf-8")
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> tuple[int, ...]:
-    """Tokens that end an answer: the tokenizer's EOS, and those of the model's generation_config.json, if it has one."""
+    """Token ids that end a response: the tokenizer's EOS and those in the model's generation_config.json, if present.
+
+    Raises ValueError if there are none.
+    """
     path = os.path.expanduser(model.path)
+    # Both, since instruct models often end a turn with a token that only one of the two files names (Llama 3: <|eot_id|>).
     try:
-        of_model = GenerationConfig.from_pretrained(path).eos_token_id
+        generation_eos = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:  # no such file: the tokenizer alone decides
-        of_model = None
-    ids = [tokenizer.eos_token_id, *(of_model if isinstance(of_model, list) else [of_model])]
+        generation_eos = None
+    ids = [tokenizer.eos_token_id, *(generation_eos if isinstance(generation_eos, list) else [generation_eos])]
     stops = tuple(sorted({token for token in ids if token is not None}))
     if not stops:
-        raise ValueError(f"neither the tokenizer nor generation_config.json of {path} names an EOS token: no answer could end")
+        raise ValueError(f"neither the tokenizer nor generation_config.json of {path} names an EOS token: no response could end")
     return stops

@@ -1,4 +1,4 @@
-"""A prompt and an answer to it, as the tokens that another model reads."""
+"""Token ids of a prompt and its response under another model's tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -15,21 +15,25 @@ from trainer.data.turns import TurnEncoder
 
 
 class Conversations:
+    """Encoder of conversations for a model whose tokenizer differs from the policy's, such as a reward model."""
+
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any]) -> None:
-        """Raises ValueError for a tokenizer without EOS."""
+        """Raises ValueError for a tokenizer without an EOS token."""
         self.tokenizer = tokenizer
         self._encoder = TurnEncoder(tokenizer, template_kwargs)
 
     def ids(self, prompt: Messages, answer: str, *, finished: bool) -> np.ndarray:
-        """int64 (n,): chat messages and the answer as their next turn by the chat template, up to the token that ends the turn; a
-        text and the answer behind it, with EOS. An answer that was cut has no such token.
+        """Token ids of prompt and response, int64 (n,).
 
-        Raises ValueError, one line, for what the chat template refuses.
+        Chat messages: the response is rendered as the next turn by the chat template, up to the token that ends the turn. Plain
+        text: prompt, response, EOS. A truncated response (``finished`` false) has no end token.
+
+        Raises ValueError, one line, for messages that the chat template rejects.
         """
         if isinstance(prompt, str):
-            ((_, before),) = encode(self.tokenizer, [prompt], {})
-            (said,) = token_ids(self.tokenizer, [answer], special=False)
-            ids = np.append(np.concatenate([before, said]), self.tokenizer.eos_token_id).astype(np.int64)
+            ((_, prompt_ids),) = encode(self.tokenizer, [prompt], {})
+            (response_ids,) = token_ids(self.tokenizer, [answer], special=False)
+            ids = np.append(np.concatenate([prompt_ids, response_ids]), self.tokenizer.eos_token_id).astype(np.int64)
         else:
             turns = [*prompt, {"role": "assistant", "content": answer}]
             ids = self._encoder.chat("the conversation", turns).up_to_the_end()
@@ -37,7 +41,7 @@ class Conversations:
 
 
 def with_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> PreTrainedTokenizerBase:
-    """The tokenizer, with the chat template in the file if one is named. Raises ValueError if it is not there."""
+    """Set the tokenizer's chat template from the file ``path``, if given. Raises ValueError if the file does not exist."""
     if path is not None:
         file = Path(path).expanduser()
         if not file.is_file():
@@ -47,12 +51,14 @@ def with_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> PreTr
 
 
 def same_words(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
-    """Both make the same tokens of any conversation. False where that cannot be told: tokenizers of plain Python."""
+    """Whether both tokenizers encode every conversation identically. False if unknown: tokenizers without a Rust backend."""
     return words_of(one) == words_of(other) != ""
 
 
 def words_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of all that decides about a conversation's tokens; "" where that cannot be told: of a tokenizer of plain Python."""
+    """Hash of everything that determines a conversation's tokens; "" if unknown: tokenizers without a Rust backend."""
+    # Only the Rust backend serialises its rules. Names or vocabularies are not enough: two tokenizers with equal vocabularies may
+    # differ in merges, normalisation or added tokens.
     if not tokenizer.is_fast:
         return ""
     rules = json.dumps((rules_of(tokenizer), tokenizer.eos_token_id, tokenizer.chat_template))
@@ -60,7 +66,9 @@ def words_of(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def rules_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """All that decides about tokens; truncation and padding are set by whoever called it last."""
+    """Serialised rules of a fast tokenizer, without truncation and padding."""
+    # On a copy: truncation and padding are state left by the tokenizer's last call, and disabling them on the tokenizer itself
+    # would race with calls of other threads.
     backend = type(tokenizer.backend_tokenizer).from_str(tokenizer.backend_tokenizer.to_str())
     backend.no_truncation()
     backend.no_padding()

@@ -1,4 +1,4 @@
-"""Prompts of the run, tokenised when they are read."""
+"""Prompt dataset of RL training, tokenised when it is constructed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from trainer.data.order import draw
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """uid: the row in the files end to end, whatever was filtered. text: what prompt_ids say, before any truncation.
+    """One prompt with the columns that scoring needs.
 
-    messages: what the row has, a text or a conversation.
+    uid: index of the row over all files, before any filtering. text: the rendered prompt before truncation. messages: the row's
+    prompt column, a text or a conversation.
     """
 
     uid: int
@@ -31,7 +32,7 @@ class Prompt:
 
 
 class PromptDataset:
-    """Prompts of one or several files, of ``data.max_prompt_length`` tokens at most. n_rows: of the files."""
+    """Prompts of one or several files with at most ``data.max_prompt_length`` tokens. n_rows: number of rows in the files."""
 
     def __init__(
         self,
@@ -43,13 +44,13 @@ class PromptDataset:
         seed: int,
         scored: bool = True,
     ) -> None:
-        """max_samples: read so many rows, drawn by ``seed`` if data.shuffle, else the first; -1: all.
+        """max_samples: use only N rows, sampled with ``seed`` if data.shuffle, else the first N; -1: all.
 
-        scored: the rows must have what a scorer needs, a data source and a ground truth; else they may, and "" and None stand
-        for what a file has not.
+        scored: rows must have the columns of a scorer, data source and ground truth; otherwise these are optional and default to
+        "" and None.
 
-        Raises ValueError, one line, for missing files, columns or rows, for an empty prompt, for a prompt that is too long under
-        data.truncation=error, and where the filter leaves nothing.
+        Raises ValueError, one line, for missing files, columns or rows, for an empty prompt, for a prompt that is too long with
+        data.truncation=error, and if the filter removes all prompts.
         """
         self._source_key, self._prompt_key = config.reward_fn_key, config.prompt_key
         needed = [config.reward_fn_key, "reward_model.ground_truth"] if scored else []
@@ -59,23 +60,24 @@ class PromptDataset:
         notices = []
         uids = draw(len(self._rows), max_samples, seed, config.shuffle)
         if not uids:
-            raise ValueError(f"max_samples={max_samples} leaves no prompt; -1 is all")
+            raise ValueError(f"max_samples={max_samples} leaves no prompt; use -1 for all rows")
         column = self._rows.column(config.prompt_key)
-        asked = config.filter_overlong_prompts_workers if config.filter_overlong_prompts else 1
-        workers = asked if asked > 1 else None  # the default is no wish for one process
+        # The default of 1 stands for a number chosen by the size of the data (None), not for a single process.
+        configured = config.filter_overlong_prompts_workers if config.filter_overlong_prompts else 1
+        workers = configured if configured > 1 else None
         encoded = encode_all(tokenizer, [column[uid] for uid in uids], config.apply_chat_template_kwargs, workers)
         for uid, (_, ids) in zip(uids, encoded, strict=True):
             if not len(ids):
-                raise ValueError(f"{self._rows.where(uid)}: the prompt is empty; leave the row out")
+                raise ValueError(f"{self._rows.where(uid)}: the prompt is empty; remove the row")
         long = [uid for uid, (_, ids) in zip(uids, encoded, strict=True) if len(ids) > config.max_prompt_length]
         if long:
             count = f"{len(long)} of {len(uids)} prompts are longer than data.max_prompt_length={config.max_prompt_length} tokens"
             if config.filter_overlong_prompts:
                 if len(long) == len(uids):
-                    raise ValueError(f"{count}: data.filter_overlong_prompts leaves nothing; raise it")
+                    raise ValueError(f"{count}: data.filter_overlong_prompts leaves no prompt; raise data.max_prompt_length")
                 notices.append(f"{count} and are dropped")
-                gone = set(long)
-                kept = [i for i, uid in enumerate(uids) if uid not in gone]
+                dropped = set(long)
+                kept = [i for i, uid in enumerate(uids) if uid not in dropped]
                 uids, encoded = [uids[i] for i in kept], [encoded[i] for i in kept]
             elif config.truncation == "error":
                 raise ValueError(
@@ -83,9 +85,9 @@ class PromptDataset:
                     "data.truncation=left, right or middle, or raise data.max_prompt_length"
                 )
             else:
-                how = config.truncation
-                notices.append(f"{count} and are cut (data.truncation={how})")
-                encoded = [(text, truncate(ids, config.max_prompt_length, how)) for text, ids in encoded]
+                side = config.truncation
+                notices.append(f"{count} and are truncated (data.truncation={side})")
+                encoded = [(text, truncate(ids, config.max_prompt_length, side)) for text, ids in encoded]
         self._uids = uids
         self._texts = [text for text, _ in encoded]
         self._ids = [ids for _, ids in encoded]
@@ -96,16 +98,16 @@ class PromptDataset:
         return len(self._uids)
 
     def check_tokens(self, vocab_size: int) -> None:
-        """Raises ValueError, naming the row, if a prompt has a token that the model's vocabulary has not."""
+        """Raise ValueError, naming the row, if a prompt contains a token outside the model's vocabulary."""
         for uid, ids in zip(self._uids, self._ids, strict=True):
             if ids.max() >= vocab_size:
                 raise ValueError(
-                    f"{self._rows.where(uid)}: the tokenizer makes token {ids.max()} of the prompt, and the model's vocabulary "
-                    f"has {vocab_size}; set actor_rollout_ref.model.tokenizer_path to the model's"
+                    f"{self._rows.where(uid)}: the prompt contains token {ids.max()}, and the model's vocabulary has "
+                    f"{vocab_size}; set actor_rollout_ref.model.tokenizer_path to the model's tokenizer"
                 )
 
     def row(self, index: int) -> dict[str, Any]:
-        """The prompt's row, as the file has it."""
+        """The unmodified row of the file for the prompt at ``index``."""
         return self._rows[self._uids[index]]
 
     def __getitem__(self, index: int) -> Prompt:

@@ -1,4 +1,4 @@
-"""From messages to token ids. Loads no torch: processes that tokenise start with it."""
+"""Rendering and tokenisation of prompts. Does not import torch, so that tokenising processes start fast."""
 
 from __future__ import annotations
 
@@ -16,38 +16,44 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Messages = str | list[dict[str, Any]]
-"""Text that is taken as it is, or messages {role, content} for the chat template."""
+"""Plain text, used verbatim, or messages {role, content} for the chat template."""
 Encoded = tuple[str, np.ndarray]
-"""A prompt as text, and its token ids, int32."""
+"""Rendered prompt and its token ids, int32 (n,)."""
 Truncation = Literal["error", "left", "right", "middle"]
 
 
 class Refused(ValueError):
-    """By a chat template."""
+    """A chat template rejected the messages."""
 
 
 def render(tokenizer: PreTrainedTokenizerBase, prompt: Messages, template_kwargs: dict[str, Any]) -> str:
-    """The prompt as the model reads it, up to where its answer begins. Raises Refused, or ValueError if there is no template."""
+    """Render the prompt with the chat template, up to the start of the response.
+
+    Raises Refused if the template rejects the messages, ValueError if the tokenizer has no template.
+    """
     if isinstance(prompt, str):
         return prompt
     if tokenizer.chat_template is None:
         raise ValueError(
-            f"the tokenizer of {tokenizer.name_or_path} has no chat template, and the prompts are chat messages: take an "
+            f"the tokenizer of {tokenizer.name_or_path} has no chat template, and the prompts are chat messages: use an "
             "instruct model's tokenizer (actor_rollout_ref.model.tokenizer_path), put a chat_template.jinja into the model's "
-            "directory, or give prompts as plain strings"
+            "directory, or provide prompts as plain strings"
         )
     try:
+        # Templates raise TemplateError through raise_exception, TypeError for a content that is no text, and transformers
+        # ValueError: all three concern this row only.
         text = tokenizer.apply_chat_template(prompt, **({"add_generation_prompt": True} | template_kwargs), tokenize=False)
     except (ValueError, TypeError, TemplateError) as error:
         raise Refused(
-            f"the chat template refuses it: {error}; leave out {reprlib.repr(prompt)}, or set data.apply_chat_template_kwargs"
+            f"the chat template rejects it: {error}; remove {reprlib.repr(prompt)}, or set data.apply_chat_template_kwargs"
         ) from error
     assert isinstance(text, str)
     return text
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Messages], template_kwargs: dict[str, Any]) -> list[Encoded]:
-    """Text and token ids of each prompt. A template writes its special tokens; plain text gets the tokenizer's (BOS, if any)."""
+    """Text and token ids of each prompt."""
+    # A chat template writes its special tokens itself, and adding them again would double BOS; plain text gets the tokenizer's.
     texts = [render(tokenizer, prompt, template_kwargs) for prompt in prompts]
     ids: dict[int, np.ndarray] = {}
     for plain in (False, True):
@@ -59,7 +65,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Messages], temp
 def encode_all(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Messages], template_kwargs: dict[str, Any], workers: int | None = None
 ) -> list[Encoded]:
-    """What encode() gives, in parts and, of many prompts, in several processes. workers: see in_processes."""
+    """Results of ``encode``, computed in chunks and, for many prompts, in several processes. workers: see in_processes."""
     return in_processes(partial(_encode, tokenizer, template_kwargs), prompts, "prompts are tokenised", workers)
 
 
@@ -68,15 +74,16 @@ def _encode(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any],
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool) -> list[np.ndarray]:
-    """int32 ids of each text, with the tokenizer's special tokens around it if ``special``."""
+    """Token ids of each text, int32 (n,), with the tokenizer's special tokens added if ``special``."""
     if not texts:
         return []
     rows = tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)["input_ids"]
-    return [np.array(row, dtype=np.int32) for row in rows]  # a tenth of the memory of lists
+    # Arrays need a tenth of the memory of lists of Python integers; all prompts of a run are held at once.
+    return [np.array(row, dtype=np.int32) for row in rows]
 
 
 def truncate(ids: np.ndarray, max_length: int, how: Literal["left", "right", "middle"]) -> np.ndarray:
-    """``ids`` without what is over max_length; ``how`` names the part that goes."""
+    """Truncate ``ids`` to max_length tokens; ``how`` names the part that is removed."""
     over = len(ids) - max_length
     if over <= 0:
         return ids

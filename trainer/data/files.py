@@ -1,4 +1,4 @@
-"""Rows of parquet and JSON-lines files, end to end."""
+"""Concatenated rows of parquet and JSON-lines files."""
 
 import json
 from bisect import bisect_right
@@ -17,16 +17,16 @@ _MAKERS = {
     "gsm8k": "python -m data_preprocess.gsm8k --local_save_dir {}",
     "math": "python -m data_preprocess.math_dataset --local_save_dir {}",
 }
-"""Directory that examples name: what makes it."""
+"""Command that creates the data directory of this name, for error messages; the examples use these names."""
 
 
 class Rows:
-    """The rows of several files; row i keeps its number whatever is later filtered."""
+    """Rows of several files with stable indices: row i keeps its number whatever is filtered later."""
 
     def __init__(self, files: Sequence[str], required: Sequence[str], optional: Sequence[str] = ()) -> None:
-        """required: columns, or ``column.field`` of a struct. Columns that are neither are not read.
+        """required, optional: names of columns, or ``column.field`` of a struct. Other columns are not read.
 
-        Raises ValueError, one line, for no file, a missing or unreadable file, a missing column and an empty file.
+        Raises ValueError, one line, without files, for a missing or unreadable file, a missing column and an empty file.
         """
         if not files:
             raise ValueError("no data file is given")
@@ -38,7 +38,7 @@ class Rows:
         return self._ends[-1]
 
     def column(self, name: str) -> list[Any]:
-        """All values of a column, or of ``column.field``, as Python objects; None where a file lacks the column."""
+        """All values of a column or ``column.field`` as Python objects; None for files without the column."""
         return [value for table in self._tables for value in _values(table, name)]
 
     def __getitem__(self, row: int) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class Rows:
         return self._tables[file].slice(place, 1).to_pylist()[0]
 
     def where(self, row: int) -> str:
-        """The file and its row, for messages; rows of a file count from 0."""
+        """Location of a row for messages: "FILE, row N", with N counted from 0 within the file."""
         file, place = self._locate(row)
         return f"{self._names[file]}, row {place}"
 
@@ -55,11 +55,11 @@ class Rows:
         return file, row - (self._ends[file - 1] if file else 0)
 
 
-def check_file(name: str, required: Sequence[str], said_by: str = "") -> int | None:
-    """Rows of a file that is there, can be read and has the columns, by what a parquet file says of itself or by the first line
-    of a JSON-lines file (whose rows are not counted: None). said_by: the keys that name the columns.
+def check_file(name: str, required: Sequence[str], set_by: str = "") -> int | None:
+    """Check that a file exists, is readable and has the columns, without reading its rows; return the number of rows.
 
-    Raises ValueError, one line, for what Rows does.
+    Reads the metadata of a parquet file, or the first line of a JSON-lines file, whose rows are not counted (None). set_by: the
+    configuration keys that name the columns, for messages. Raises ValueError, one line, as Rows does.
     """
     path = _existing(name)
     n_rows = None
@@ -75,12 +75,12 @@ def check_file(name: str, required: Sequence[str], said_by: str = "") -> int | N
         raise _unreadable(name, error) from error
     if empty:
         raise ValueError(f"{name}: has no rows; name another file")
-    _check_columns(name, schema, required, said_by)
+    _check_columns(name, schema, required, set_by)
     return n_rows
 
 
 def first_value(name: str, column: str) -> Any:
-    """Of a file's first row."""
+    """Value of ``column`` in the first row of a file."""
     path = Path(name).expanduser()
     if path.suffix == ".parquet":
         return value_of(next(pq.ParquetFile(path).iter_batches(1, columns=[column])).to_pylist()[0], column)
@@ -88,7 +88,7 @@ def first_value(name: str, column: str) -> Any:
 
 
 def value_of(row: Mapping[str, Any], column: str) -> Any:
-    """A row's value of a column, or of ``column.field``; None where the struct is null."""
+    """Value of a column or ``column.field`` of a row; None if the struct is null."""
     name, *fields = column.split(".")
     value = row[name]
     for field in fields:
@@ -97,7 +97,7 @@ def value_of(row: Mapping[str, Any], column: str) -> Any:
 
 
 def values_of(name: str, column: str) -> list[Any]:
-    """The distinct values of a parquet file's column."""
+    """Distinct values of a column of a parquet file."""
     return pq.read_table(Path(name).expanduser(), columns=[column])[column].unique().to_pylist()
 
 
@@ -111,7 +111,7 @@ def _read(name: str, required: Sequence[str], optional: Sequence[str]) -> pa.Tab
             table = pq.read_table(path, columns=[column for column in schema.names if column in wanted])
         else:
             table = pa.Table.from_pylist(read_lines(path))
-            if len(table):
+            if len(table):  # an empty file has no columns; its error below is the clearer one
                 _check_columns(name, table.schema, required)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise _unreadable(name, error) from error
@@ -142,11 +142,11 @@ def _existing(name: str) -> Path:
 
 
 def _unreadable(name: str, error: Exception) -> ValueError:
-    return ValueError(f"{name}: cannot be read: {str(error).splitlines()[0]}; copy or make it again")
+    return ValueError(f"{name}: cannot be read: {str(error).splitlines()[0]}; copy or create it again")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file. Raises ValueError, with the line, for anything else."""
+    """Objects of a JSON-lines file. Raises ValueError with the line number for anything else."""
     return list(_objects(path))
 
 
@@ -158,14 +158,14 @@ def _objects(path: Path) -> Iterator[dict[str, Any]]:
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number}: not JSON ({error.msg}); one object a line is expected") from error
+                raise ValueError(f"{path}, line {number}: not JSON ({error.msg}); expected one object per line") from error
             if not isinstance(row, dict):
-                raise ValueError(f"{path}, line {number}: a {type(row).__name__}; one object a line is expected")
+                raise ValueError(f"{path}, line {number}: a {type(row).__name__}; expected one object per line")
             yield row
 
 
-def _check_columns(name: str, schema: pa.Schema, required: Sequence[str], said_by: str = "") -> None:
-    advice = f"; set {said_by}" if said_by else ""
+def _check_columns(name: str, schema: pa.Schema, required: Sequence[str], set_by: str = "") -> None:
+    advice = f"; set {set_by}" if set_by else ""
     for wanted in required:
         column, *path = wanted.split(".")
         if column not in schema.names:

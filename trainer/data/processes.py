@@ -1,7 +1,8 @@
-"""Work on the rows of a data set in several processes. The results, and which error comes first, are those of one process.
+"""Map a function over the rows of a data set in several processes; results and the first error are those of one process.
 
-The processes are interpreters of their own that are started by name. multiprocessing would run a user's script again in each of
-them where it has no ``if __name__ == "__main__"``; a fork would inherit the locks of torch's and the tokenizer's threads.
+The children are fresh interpreters, started by module name. multiprocessing with spawn would execute a user's script again in
+each child if it has no ``if __name__ == "__main__"``; a fork would inherit locks held by threads of torch and of the tokenizer,
+which exist in the child without the threads that would release them.
 """
 
 from __future__ import annotations
@@ -21,10 +22,14 @@ from typing import Any, TypeVar
 from workers.controller.logs import tell
 from workers.controller.session import import_path
 
-PART = 1024  # rows that are worked on at a time
-MANY = 32 * PART  # rows from which on other processes are worth their start, of a second or two
-MOST = 16  # processes
+PART = 1024
+"""Rows per task."""
+MANY = 32 * PART
+"""Rows from which child processes pay off: starting one takes a second or two."""
+MOST = 16
+"""Maximum number of processes."""
 NEWS_SECONDS = 10.0
+"""Interval of progress lines in seconds."""
 
 Row = TypeVar("Row")
 Result = TypeVar("Result")
@@ -33,9 +38,10 @@ Result = TypeVar("Result")
 def in_processes(
     work: Callable[[Sequence[Row]], list[Result]], rows: Sequence[Row], what: str, workers: int | None = None
 ) -> list[Result]:
-    """``work`` of all rows, in parts; a result for each row, in order. what: for a line about long work.
+    """Apply ``work`` to all rows in chunks; one result per row, in order.
 
-    workers: processes; None: one for each core, if there are many rows. ``work`` is pickled; what cannot be works here.
+    what: description for progress lines. workers: number of processes; None: one per core if there are many rows. ``work`` is
+    pickled; if it cannot be pickled, everything runs in this process.
     """
     parts = [rows[start : start + PART] for start in range(0, len(rows), PART)]
     if workers is None:
@@ -48,25 +54,29 @@ def in_processes(
             idle: SimpleQueue[Child] = SimpleQueue()
             for child in [stack.enter_context(Child(pickled)) for _ in range(workers)]:
                 idle.put(child)
-            found = stack.enter_context(ThreadPoolExecutor(workers)).map(lambda part: _next(idle, part), parts)
+            # One thread per child, blocked on its pipe. map() yields results and raises errors in the order of the chunks, so
+            # the error that the user sees does not depend on which child was fastest.
+            found = stack.enter_context(ThreadPoolExecutor(workers)).map(lambda part: _run_on_idle(idle, part), parts)
         results: list[Result] = []
-        told = time.monotonic()
+        reported = time.monotonic()
         for part in found:
             results += part
-            if time.monotonic() - told > NEWS_SECONDS and len(results) < len(rows):
-                told = time.monotonic()
+            if time.monotonic() - reported > NEWS_SECONDS and len(results) < len(rows):
+                reported = time.monotonic()
                 tell(f"{what}: {len(results):,} of {len(rows):,} rows, in {workers if pickled is not None else 1} processes")
     return results
 
 
 def _pickled(work: Callable[..., Any]) -> bytes | None:
+    """``work`` as bytes; None if it cannot be pickled."""
     try:
         return pickle.dumps(work)
-    except (pickle.PicklingError, TypeError, AttributeError):  # a tokenizer of plain Python may hold anything
+    except (pickle.PicklingError, TypeError, AttributeError):  # a tokenizer in pure Python may hold any object
         return None
 
 
-def _next(idle: SimpleQueue[Child], part: Sequence[Any]) -> Any:
+def _run_on_idle(idle: SimpleQueue[Child], part: Sequence[Any]) -> Any:
+    """Process ``part`` on the next idle child."""
     child = idle.get()
     try:
         return child(part)
@@ -75,7 +85,10 @@ def _next(idle: SimpleQueue[Child], part: Sequence[Any]) -> Any:
 
 
 class Child:
-    """A process that does ``work``, pickled, of one part after the other. It ends with its standard input, and so with us."""
+    """A child process that applies the pickled ``work`` to one chunk after the other.
+
+    It exits at the end of its standard input, hence also when this process dies.
+    """
 
     def __init__(self, work: bytes) -> None:
         self._process = subprocess.Popen(
@@ -83,7 +96,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(import_path()), "TOKENIZERS_PARALLELISM": "false"},
-            start_new_session=True,  # a terminal's Ctrl-C is for the controller
+            start_new_session=True,  # Ctrl-C in the terminal goes to the controller only
         )
         self._work: bytes | None = work
 
@@ -111,8 +124,11 @@ class Child:
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print is no answer
+    """Entry point of a child: read pickled chunks from standard input, write pickled results to standard output."""
+    # Libraries may print to standard output, which would corrupt the stream of results: results get a copy of the descriptor,
+    # and descriptor 1 is redirected to standard error.
+    results = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
     work = pickle.load(sys.stdin.buffer)
     while True:
         try:
@@ -121,10 +137,10 @@ def main() -> None:
             return
         try:
             result = work(part)
-        except Exception as error:
+        except Exception as error:  # raised again by the parent, see Child.__call__
             result = error
-        pickle.dump(result, answers, pickle.HIGHEST_PROTOCOL)
-        answers.flush()
+        pickle.dump(result, results, pickle.HIGHEST_PROTOCOL)
+        results.flush()
 
 
 if __name__ == "__main__":

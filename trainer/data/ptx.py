@@ -1,4 +1,4 @@
-"""Texts that go along with the actor's mini-batches, row after row."""
+"""Auxiliary pretraining texts (PPO-ptx) that are appended to the actor's mini-batches."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from workers.seeding import seed_of
 
 @dataclass(slots=True)
 class PtxStream:
-    """The rows of ``data`` in an order of their own, a new one each epoch. ``drawn``, the rows so far, is all its state.
+    """Endless stream of the rows of ``data``, in a new order each epoch. Its only state is ``drawn``, the rows used so far.
 
-    coefficient: of their loss. ratio: their tokens for each token of a mini-batch.
+    coefficient: weight of the pretraining loss. ratio: text tokens per token of a mini-batch.
     """
 
     data: SFTDataset
@@ -29,26 +29,25 @@ class PtxStream:
     drawn: int = 0
 
     def beside(self, mini_batch: Batch) -> Batch:
-        """The mini-batch, which carries its loss_weight, and behind it the stream's next rows: as many as stay within
-        ratio * its tokens, one at least.
+        """Append the stream's next rows to the mini-batch: as many as fit in ratio * its tokens, at least one.
 
-        Added rows have tokens["ptx"] 1, loss_weight coefficient / (trained tokens of all that are added), which makes the loss
-        coefficient * their mean, a uid below 0, each its own (they share no prompt), and 0 in every other column. Objects are
-        left out.
+        mini_batch must have loss_weight. Appended rows have tokens["ptx"] 1, loss_weight coefficient / (their trained tokens),
+        so that their loss is coefficient * mean, and 0 in every other column. Objects are dropped.
         """
-        texts = self._draw(int(self.ratio * mini_batch.total_tokens))
+        texts = self._next_rows(int(self.ratio * mini_batch.total_tokens))
         weights = self.coefficient * token_weights("token-mean", texts.tokens["response_mask"], texts.lengths, norm_length=1)
         columns = {name: column.new_zeros(texts.total_tokens, *column.shape[1:]) for name, column in mini_batch.tokens.items()}
         columns |= texts.tokens | {"loss_weight": weights, "ptx": torch.ones(texts.total_tokens)}
         rows = {name: column.new_zeros(len(texts), *column.shape[1:]) for name, column in mini_batch.rows.items()}
+        # Unique negative uids: rows with equal uid count as responses to one prompt, whose shared prefix is computed once.
         rows |= {"uid": -1 - torch.arange(len(texts))} if "uid" in rows else {}
-        ours = mini_batch.only(tokens=list(mini_batch.tokens), rows=list(mini_batch.rows))
-        return Batch.concat([ours.with_tokens(ptx=torch.zeros(ours.total_tokens)), Batch(texts.lengths, columns, rows)])
+        policy = mini_batch.only(tokens=list(mini_batch.tokens), rows=list(mini_batch.rows))
+        return Batch.concat([policy.with_tokens(ptx=torch.zeros(policy.total_tokens)), Batch(texts.lengths, columns, rows)])
 
-    def _draw(self, most: int) -> Batch:
-        """The next rows, ``most`` tokens together unless the first one alone has more."""
+    def _next_rows(self, max_tokens: int) -> Batch:
+        """The next rows, at most ``max_tokens`` tokens in total unless the first one alone has more."""
         parts = [self._next()]
-        left = most - parts[0].total_tokens
+        left = max_tokens - parts[0].total_tokens
         while (row := self._peek()).total_tokens <= left:
             parts.append(self._next())
             left -= row.total_tokens
@@ -72,7 +71,7 @@ class PtxStream:
 def ptx_stream(
     data: DataConfig, coefficient: float, ratio: float, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> PtxStream | None:
-    """What data.ptx_files and the keys beside it say; None without them. seed: of the data's order."""
+    """Stream configured by data.ptx_*; None without data.ptx_files. seed: seed of the data order."""
     if data.ptx_files is None:
         return None
     texts = SFTDataset(
@@ -86,5 +85,6 @@ def ptx_stream(
         apply_chat_template_kwargs=data.apply_chat_template_kwargs,
         keys="data.ptx_",
     )
+    # Batches of one row: the number of rows per mini-batch varies with their lengths, and none is dropped at an epoch's end.
     order = DataOrder(len(texts), 1, seed_of(seed, "ptx"), data.shuffle)
     return PtxStream(texts, order, coefficient, ratio)

@@ -1,4 +1,4 @@
-"""What supervised training learns: pairs of prompt and answer, or conversations."""
+"""Supervised fine-tuning dataset: pairs of prompt and response, or conversations."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from workers.batch import Batch
 
 
 class SFTDataset:
-    """Each row: the prompt (chat or text), the response and EOS; or a conversation. Trained are the answers and their ends."""
+    """Rows of prompt, response and EOS, or conversations; trained tokens are the responses and their end tokens."""
 
     def __init__(
         self,
@@ -29,10 +29,10 @@ class SFTDataset:
         apply_chat_template_kwargs: dict[str, Any],
         keys: str = "data.",
     ) -> None:
-        """messages_key: column of conversations; None: prompt_key and response_key have pairs. A row without answer is left out.
+        """messages_key: column of conversations; None: pairs in prompt_key and response_key. Rows without a response are dropped.
 
-        max_length: tokens of a row, all of it and EOS together; what is over is an error or cut (truncation).
-        keys: what stands before max_length and truncation in the configuration.
+        max_length: maximum tokens of a row, EOS included; longer rows are truncated, or an error with truncation=error.
+        keys: prefix of the keys max_length and truncation in the configuration, for messages.
 
         Raises ValueError, one line, for missing files, columns or rows, for an empty prompt, and for a row that is too long.
         """
@@ -45,10 +45,10 @@ class SFTDataset:
             turns = encoder.pairs(rows, rows.column(prompt_key), rows.column(response_key))
         self._rows = [row for row, found in enumerate(turns) if found.n_turns]
         if not self._rows:
-            raise ValueError(f"{rows.where(0)}: no assistant's turn, nor in any other row: there is nothing to learn")
+            raise ValueError(f"{rows.where(0)}: no assistant turn in this or any other row: there is nothing to train on")
         self._ids: list[np.ndarray] = []
         self._masks: list[np.ndarray] = []
-        cut = 0
+        n_truncated = 0
         for row in self._rows:
             ids, mask = turns[row].ids, turns[row].trained
             if mask[0]:
@@ -59,19 +59,20 @@ class SFTDataset:
                         f"{rows.where(row)}: {len(ids)} tokens with EOS, {keys}max_length is {max_length}: raise it, or set "
                         f"{keys}truncation=left or right"
                     )
-                cut += 1
+                n_truncated += 1
                 ids, mask = truncate(ids, max_length, truncation), truncate(mask, max_length, truncation)
-                mask[0] = False  # nothing precedes the first token: it has no log-prob to train
+                # Truncation from the left can put a trained token first, and nothing predicts the first token of a row.
+                mask[0] = False
             self._ids.append(ids)
             self._masks.append(mask)
         untrained = sum(not mask.any() for mask in self._masks)
         self.notices = (
             *(
                 [
-                    f"{cut} of {len(self)} rows are longer than {keys}max_length={max_length} tokens and are cut "
+                    f"{n_truncated} of {len(self)} rows are longer than {keys}max_length={max_length} tokens and are truncated "
                     f"({keys}truncation={truncation}); {untrained} of them keep no token to train on"
                 ]
-                if cut
+                if n_truncated
                 else []
             ),
             *_notices(turns, rows),
@@ -81,7 +82,10 @@ class SFTDataset:
         return len(self._ids)
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """B = len(indices) rows. tokens: input_ids int64, response_mask float32, (T,). rows: uid, the row in the files."""
+        """Batch of B = len(indices) rows.
+
+        tokens (T,): input_ids int64, response_mask float32. rows (B,): uid, the index of the row in the files.
+        """
         ids = [self._ids[i] for i in indices]
         return Batch(
             lengths=torch.tensor([len(row) for row in ids], dtype=torch.int64),
@@ -94,17 +98,17 @@ class SFTDataset:
 
 
 def _notices(turns: Sequence[Turns], rows: Rows) -> Iterator[str]:
-    """What a user would want to know about the data, a line each."""
+    """Warnings about the data, one line each."""
     silent = [row for row, found in enumerate(turns) if not found.n_turns]
     if silent:
-        yield f"{len(silent)} of {len(turns)} rows have no assistant's turn and are left out ({rows.where(silent[0])} the first)"
+        yield f"{len(silent)} of {len(turns)} rows have no assistant turn and are left out (the first: {rows.where(silent[0])})"
     empty = [row for row, found in enumerate(turns) if found.n_empty]
     if empty:
         first = rows.where(empty[0])
-        yield f"{len(empty)} of {len(turns)} rows have an empty answer: they teach its end alone ({first} the first)"
+        yield f"{len(empty)} of {len(turns)} rows have an empty response: only its end token is trained (the first: {first})"
     still_open = sum(found.n_open for found in turns)
     if still_open:
         yield (
-            f"{still_open} turns of the assistant that others follow are ended by no special token of the chat template: a model "
-            "learns to stop at the last turn alone"
+            f"{still_open} assistant turns before the last are not ended by a special token of the chat template: the model "
+            "learns to stop at the last turn only"
         )

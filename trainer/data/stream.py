@@ -1,4 +1,4 @@
-"""The prompts of a run, round after round."""
+"""Stream of a run's prompts in rounds."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from trainer.data.order import DataOrder
 
 @dataclass(slots=True)
 class PromptStream:
-    """Rounds of ``order.batch_size`` prompts in the data's order. ``drawn``, the number of rounds so far, is all its state.
+    """Rounds of ``order.batch_size`` prompts in data order. Its only state is ``drawn``, the number of rounds so far.
 
-    A step draws one round, or with algorithm.filter_groups as many as fill its batch. No prompt comes twice in an epoch.
+    A step takes one round, or with algorithm.filter_groups as many as it needs to fill its batch. No prompt repeats within an
+    epoch.
     """
 
     data: PromptDataset | Sequence[Prompt]
@@ -22,7 +23,7 @@ class PromptStream:
 
     @property
     def epoch(self) -> int:
-        """Of the next round, from 0."""
+        """Epoch of the next round, from 0."""
         return self.drawn // self.rounds_per_epoch
 
     @property
@@ -30,7 +31,7 @@ class PromptStream:
         return self.order.steps_per_epoch
 
     def draw(self) -> list[Prompt]:
-        """The next round."""
+        """Prompts of the next round."""
         rows = self.order.batch(self.drawn)
         self.drawn += 1
         return [self.data[row] for row in rows]

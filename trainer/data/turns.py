@@ -1,4 +1,11 @@
-"""Conversations as tokens, and which of these are the assistant's. Loads no torch: processes that tokenise start with it."""
+"""Tokenise conversations and find the assistant's tokens. Does not import torch, so that tokenising processes start fast.
+
+Problem: chat templates are programs that render text; they do not report which tokens belong to which turn, and some render a
+message differently when it is the last one. Idea: if the template marks turns with {% generation %}, use the marks. Otherwise
+render every prefix of the conversation: a turn starts where its prompt (with the generation prompt, as in RL) ends, provided
+that prompt is a token prefix of the whole conversation, and ends where the conversation up to it ends. If any of these
+comparisons fails, the row is rejected instead of trained with a wrong mask. Cost: two more renderings per assistant turn.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +28,17 @@ if TYPE_CHECKING:
     from trainer.data.files import Rows
 
 ROLES = ("system", "developer", "user", "assistant")
-UNKNOWN = "which tokens are the assistant's is not certain"
+UNKNOWN = "the assistant's tokens cannot be determined"
 MARK_THEM = "mark them in the template with {% generation %} and {% endgeneration %}"
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """A conversation. ids: int64 (n,). trained: bool (n,), the assistant's tokens and what ends each of its turns.
+    """An encoded conversation.
 
-    n_turns: of the assistant. n_empty: those of them that say nothing. n_open: those that nothing ends.
+    ids: int64 (n,). trained: bool (n,), the assistant's tokens and the end token of each of its turns. n_turns: number of
+    assistant turns. n_empty: those without text. n_open: those without an end token.
     """
 
     ids: np.ndarray
@@ -40,12 +48,15 @@ class Turns:
     n_open: int
 
     def up_to_the_end(self) -> np.ndarray:
-        """ids without what a template writes behind the last answer, such as a line's end."""
+        """ids without anything that the template writes after the last assistant turn, such as a newline."""
         return self.ids[: int(np.flatnonzero(self.trained)[-1]) + 1]
 
 
 class TurnEncoder:
-    """Raises ValueError, one line, for a tokenizer without EOS: a model could not learn to stop."""
+    """Encoder of pairs and conversations.
+
+    Raises ValueError, one line, for a tokenizer without an EOS token: a model could not learn to stop.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any]) -> None:
         if tokenizer.eos_token_id is None:
@@ -54,10 +65,10 @@ class TurnEncoder:
         self.template_kwargs = template_kwargs
 
     def pairs(self, rows: Rows, prompts: Sequence[Messages], answers: Sequence[str]) -> list[Turns]:
-        """Each prompt as in RL, then its answer and EOS. Raises ValueError, one line, for an answer that is no text."""
+        """Encode each prompt as in RL, followed by its response and EOS. Raises ValueError, one line, for non-text responses."""
         for row, answer in enumerate(answers):
             if not isinstance(answer, str):
-                raise ValueError(f"{rows.where(row)}: the answer is a {type(answer).__name__}, not a text")
+                raise ValueError(f"{rows.where(row)}: the response is a {type(answer).__name__}; must be text")
         return in_processes(self._pairs, list(zip(prompts, answers, strict=True)), "pairs are tokenised")
 
     def _pairs(self, pairs: Sequence[tuple[Messages, str]]) -> list[Turns]:
@@ -70,11 +81,11 @@ class TurnEncoder:
         return found
 
     def chats(self, rows: Rows, chats: Sequence[Any]) -> list[Turns]:
-        """Each conversation by the chat template. EOS closes the last turn where the template does not.
+        """Encode each conversation with the chat template; EOS ends the last turn if the template does not.
 
-        What is the assistant's is what the template marks with {% generation %}; where it has no such marks, what follows the
-        prompt of a turn, up to the token that ends it. Raises ValueError, one line, for what is no conversation of texts, and
-        where a turn's prompt is not how the whole conversation begins.
+        Assistant tokens are those the template marks with {% generation %}; without marks, those after the prompt of a turn up
+        to its end token. Raises ValueError, one line, for anything but conversations of texts, and if a turn's prompt is not a
+        prefix of the whole conversation.
         """
         placed = [(rows.where(row), messages) for row, messages in enumerate(chats)]
         return in_processes(self._chats, placed, "conversations are tokenised")
@@ -83,12 +94,12 @@ class TurnEncoder:
         return [self.chat(where, messages) for where, messages in placed]
 
     def chat(self, where: str, messages: Any) -> Turns:
-        """One of them. where: for words to the user."""
+        """Encode one conversation. where: its location, for error messages."""
         messages = texts_alone(where, messages)
         try:
             ids, spans = self._by_marks(messages) if self._marked else self._by_prefixes(where, messages)
         except TemplateError as error:
-            raise ValueError(f"{where}: the chat template refuses it: {error}") from error
+            raise ValueError(f"{where}: the chat template rejects it: {error}") from error
         except Refused as error:
             raise ValueError(f"{where}: {error}") from error
         trained = np.zeros(len(ids), dtype=bool)
@@ -97,13 +108,14 @@ class TurnEncoder:
             end, is_open = self._end(ids, start, end)
             trained[start:end] = True
             n_open += is_open
-        said = [message["content"] for message in messages if message["role"] == "assistant"]
+        contents = [message["content"] for message in messages if message["role"] == "assistant"]
         if is_open and messages[-1]["role"] == "assistant":
             ids, trained = np.append(ids, self.tokenizer.eos_token_id), np.append(trained, True)
             n_open -= 1
-        return Turns(ids.astype(np.int64), trained, len(said), sum(not text.strip() for text in said), n_open)
+        return Turns(ids.astype(np.int64), trained, len(contents), sum(not text.strip() for text in contents), n_open)
 
     def _by_marks(self, messages: list[dict[str, str]]) -> tuple[np.ndarray, list[tuple[int, int]]]:
+        """Token ids and spans [start, end) of the assistant's turns, from the template's {% generation %} marks."""
         found: Any = self.tokenizer.apply_chat_template(
             messages, **self.template_kwargs, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
@@ -111,37 +123,38 @@ class TurnEncoder:
         return np.array(found["input_ids"]), [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
 
     def _by_prefixes(self, where: str, messages: list[dict[str, str]]) -> tuple[np.ndarray, list[tuple[int, int]]]:
-        """A turn begins where its prompt ends, as in RL. It ends where the conversation up to it does, or, where the template
-        writes a last turn in another way, as ``_end_of_rewritten`` finds."""
+        """Token ids and spans [start, end) of the assistant's turns, from renderings of prefixes of the conversation."""
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         texts = [self._render(messages)]
         for turn in turns:
             texts += [self._render(messages[:turn], add_generation_prompt=True), self._render(messages[: turn + 1])]
         whole, *prefixes = token_ids(self.tokenizer, texts, special=False)
+        # Token prefixes, not text prefixes: a token that spans the boundary would be trained on a prompt that RL never produces.
         spans = []
         for turn, before, after in zip(turns, prefixes[::2], prefixes[1::2], strict=True):
             if not _begins(whole, before):
                 raise ValueError(
-                    f"{where}, message {turn}: {UNKNOWN}: the prompt that the chat template makes for it (with "
-                    "add_generation_prompt) is not how the whole conversation begins, so it would be learnt behind other tokens "
-                    f"than it is asked for with; {MARK_THEM}"
+                    f"{where}, message {turn}: {UNKNOWN}: the prompt that the chat template renders for it (with "
+                    "add_generation_prompt) is not a prefix of the whole conversation, so training and generation would see "
+                    f"different prompts; {MARK_THEM}"
                 )
             end = len(after) if _begins(whole, after) else self._end_of_rewritten(messages, turn, texts[0], whole)
             if end is None:
                 raise ValueError(
-                    f"{where}, message {turn}: {UNKNOWN}: the chat template writes the conversation up to there otherwise than "
-                    f"in the whole of it, and a token lies across its end; {MARK_THEM}"
+                    f"{where}, message {turn}: {UNKNOWN}: the chat template renders the conversation up to this turn differently "
+                    f"than within the whole one, and a token spans the end of the turn; {MARK_THEM}"
                 )
             spans.append((len(before), end))
         return whole, spans
 
     def _end_of_rewritten(self, messages: list[dict[str, str]], turn: int, text: str, whole: np.ndarray) -> int | None:
-        """Where a turn ends in ``whole``, the tokens of ``text``; None if a token lies across its end.
+        """End of a turn in ``whole``, the tokens of ``text``, if the template renders last turns differently.
 
-        What follows the turn's content is what stays when another content takes its place. The special token there ends the turn
-        if it does so in a conversation that ends with the turn, too: then it is what a model has to learn to say (of GPT-OSS it
-        is not: <|end|> stands for <|return|> there).
+        None if a token spans the end of the turn.
         """
+        # The text after a turn's content is the common suffix of two renderings with different contents. A special token at its
+        # start ends the turn only if it does so in a conversation that stops at this turn, too: that is the token a model has to
+        # generate. For GPT-OSS it is not: earlier turns end with <|end|>, the last one with <|return|>.
         behind, behind_last = self._behind(messages, turn, text), self._behind(messages[: turn + 1], turn)
         head = text.removesuffix(behind)
         until, mark, last_mark = token_ids(self.tokenizer, [head, behind.lstrip(), behind_last.lstrip()], special=False)
@@ -152,9 +165,10 @@ class TurnEncoder:
         return len(until) + int(np.flatnonzero(whole[len(until) :] == mark[0])[0]) + 1
 
     def _behind(self, messages: list[dict[str, str]], turn: int, text: str | None = None) -> str:
-        """What the template writes behind the content of a turn. text: the conversation as it writes it."""
+        """Text that the template writes after the content of a turn. text: the rendered conversation."""
         text = self._render(messages) if text is None else text
-        other = next(letter for letter in map(chr, range(0xE000, 0xF900)) if letter not in text)  # for private use
+        # A character of Unicode's private use area that does not occur in the text replaces the content.
+        other = next(letter for letter in map(chr, range(0xE000, 0xF900)) if letter not in text)
         changed = [*messages[:turn], messages[turn] | {"content": other}, *messages[turn + 1 :]]
         same = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(text), reversed(self._render(changed)), strict=False))
         return text[len(text) - sum(1 for _ in same) :]
@@ -163,9 +177,10 @@ class TurnEncoder:
         return render(self.tokenizer, messages, self.template_kwargs | {"add_generation_prompt": add_generation_prompt})
 
     def _end(self, ids: np.ndarray, start: int, end: int) -> tuple[int, bool]:
-        """Where the turn [start, end) ends: after its last special token, less a template's white space behind that.
+        """End of the turn [start, end), exclusive, and whether it has no end token.
 
-        And whether nothing ends it. EOS right behind it, outside of a template's marks, belongs to it.
+        The turn ends after its last special token; whitespace that the template writes after it does not belong to the turn. An
+        EOS directly after the span, outside the template's marks, does.
         """
         last = end
         while last > start and not str(self.tokenizer.decode(ids[last - 1 : last])).strip():
@@ -187,18 +202,19 @@ class TurnEncoder:
 
 
 def texts_alone(where: str, messages: Any) -> list[dict[str, str]]:
-    """The messages with role and content alone. Raises ValueError, one line, if there is more than text in them."""
+    """Messages reduced to role and content. Raises ValueError, one line, if they contain anything but text."""
     if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
-        raise ValueError(f"{where}: not a conversation; a list of messages {{role, content}} is expected")
+        raise ValueError(f"{where}: not a conversation; expected a list of messages {{role, content}}")
     for i, message in enumerate(messages):
         role, content = message.get("role"), message.get("content")
         if role not in ROLES:
-            raise ValueError(f"{where}, message {i}: the role is {role!r}; only {', '.join(ROLES)} are read")
+            raise ValueError(f"{where}, message {i}: the role is {role!r}; supported are {', '.join(ROLES)}")
         if not isinstance(content, str):
-            raise ValueError(f"{where}, message {i}: the content is a {type(content).__name__}; only text is read")
+            raise ValueError(f"{where}, message {i}: the content is a {type(content).__name__}; only text is supported")
+        # Tool calls, images or reasoning fields would be dropped silently, and another conversation trained.
         more = sorted(name for name, value in message.items() if name not in ("role", "content") and value not in (None, [], ""))
         if more:
-            raise ValueError(f"{where}, message {i}: has {', '.join(more)} besides role and content; only text is read")
+            raise ValueError(f"{where}, message {i}: has {', '.join(more)} besides role and content; only text is supported")
     return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 

@@ -1,4 +1,4 @@
-"""From what an engine has written to what is scored."""
+"""Convert generated responses to the records that scorers receive."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -10,14 +10,17 @@ from trainer.data.dataset import Prompt
 from trainer.rewards.scoring import Answer
 from workers.batch import Batch
 
-_words_of = lru_cache(maxsize=1)(words_of)  # the policy's, which stays as it is
+# Hashing serialises the whole tokenizer; the policy's tokenizer never changes during a run.
+_words_of = lru_cache(maxsize=1)(words_of)
 
 
 def to_score(
     prompts: Sequence[Prompt], texts: Sequence[str], answers: Batch, tokenizer: PreTrainedTokenizerBase, *, for_servers: bool
 ) -> list[Answer]:
-    """Of each row what its score comes from. answers: prompts and answers, as the policy's tokens. for_servers: they are told of
-    the whole sequence, of which rules see the answer alone.
+    """One record per row. answers: prompts with responses as the policy's tokens, B rows.
+
+    for_servers: also fill in the fields about the whole sequence (prompt, special tokens, token ids), which only servers receive;
+    rules see the response text alone.
     """
     finished = answers.rows["finished"].bool().tolist()
     whole: list[dict] = [{} for _ in prompts]

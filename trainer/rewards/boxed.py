@@ -1,9 +1,9 @@
-"""The last \\boxed of an answer."""
+"""Find the last \\boxed expression of a response."""
 
 import re
 from dataclasses import dataclass
 
-_MAX_CONTENT = 2000  # characters: longer ones are no answers
+_MAX_CONTENT = 2000  # characters; bounds the time for hostile text
 _COMMAND = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 _BARE_END = re.compile(r"[\s$]|\\\]|\\\)")
 _KEYWORDS = ("\\boxed", "\\fbox")
@@ -11,14 +11,14 @@ _KEYWORDS = ("\\boxed", "\\fbox")
 
 @dataclass(frozen=True, slots=True)
 class Boxed:
-    """start: where the command stands."""
+    """content: text inside the braces. start: position of the command."""
 
     content: str
     start: int
 
 
 def last_boxed(text: str) -> Boxed | None:
-    """The last \\boxed{...} or \\fbox{...}, braces nested, or ``\\boxed 5`` without. None if there is none or it stays open."""
+    """The last \\boxed{...} or \\fbox{...} with nested braces, or ``\\boxed 5``; None if there is none or it is not closed."""
     start = max(text.rfind(keyword) for keyword in _KEYWORDS)
     if start < 0:
         return None
@@ -39,5 +39,5 @@ def last_boxed(text: str) -> Boxed | None:
 
 
 def _is_escaped(text: str, at: int) -> bool:
-    """Behind an odd number of backslashes."""
+    """Whether an odd number of backslashes precedes the position."""
     return (at - len(text[:at].rstrip("\\"))) % 2 == 1

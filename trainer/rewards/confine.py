@@ -1,8 +1,14 @@
 """Irrevocably sandbox the calling process before it runs model-generated code. Linux on x86_64 and aarch64.
 
-A seccomp filter lists the system calls that computing, reading files and writing to held descriptors need, by number and by
-argument, and refuses every other one. Landlock (Linux 5.13) limits reading to the interpreter's own files; where the kernel has
-none, no file can be opened at all. Both are available to every user, also in containers without namespaces.
+Problem: rewards execute programs that a model wrote, on a machine with the user's files, network and processes, often inside a
+container where neither namespaces nor another sandbox may be created. Idea: the process gives up its own rights with what every
+unprivileged user may use. A seccomp filter is an allow-list of the system calls that computing, reading files and writing to open
+descriptors need, checked by number and arguments; every other call fails. Landlock (Linux 5.13) limits reading to the
+interpreter's own files; on older kernels no file can be opened at all. Resource limits bound memory, CPU time and output. Cost:
+a few system calls per process at its start, and some instructions of the filter in each later one.
+
+A seccomp filter sees numbers and argument registers, never memory: calls whose flags lie in a struct (clone3, openat2) can only
+be refused as a whole. A filter cannot be removed, and children inherit it.
 """
 
 import ctypes
@@ -22,7 +28,7 @@ Numbers = tuple[int | None, int | None]
 """A system call on x86_64 (asm/unistd_64.h) and aarch64 (asm-generic/unistd.h); None: it does not exist there."""
 
 _ALLOWED: dict[str, Numbers] = {
-    # descriptors that the process has
+    # I/O on descriptors that the process already has
     "read": (0, 63),
     "write": (1, 64),
     "readv": (19, 65),
@@ -52,7 +58,7 @@ _ALLOWED: dict[str, Numbers] = {
     "eventfd2": (290, 19),
     "recvfrom": (45, 207),
     "shutdown": (48, 210),
-    # names and properties of files
+    # names and metadata of files; Landlock does not restrict stat
     "stat": (4, None),
     "lstat": (6, None),
     "fstat": (5, 80),
@@ -66,7 +72,7 @@ _ALLOWED: dict[str, Numbers] = {
     "getcwd": (79, 17),
     "getdents": (78, None),
     "getdents64": (217, 61),
-    # memory, threads
+    # memory and threads (creating a thread is a rule below)
     "mmap": (9, 222),
     "munmap": (11, 215),
     "mprotect": (10, 226),
@@ -82,7 +88,7 @@ _ALLOWED: dict[str, Numbers] = {
     "sched_getaffinity": (204, 123),
     "sched_getparam": (143, 121),
     "sched_getscheduler": (145, 120),
-    # time, chance, what the process is
+    # clocks, random numbers, identity of the process
     "clock_gettime": (228, 113),
     "clock_getres": (229, 114),
     "gettimeofday": (96, 169),
@@ -113,7 +119,7 @@ _ALLOWED: dict[str, Numbers] = {
     "getpriority": (140, 141),
     "getcpu": (309, 168),
     "umask": (95, 166),
-    # its own signals and its end
+    # its own signals (no kill, tkill or sigqueue: they reach other processes) and exit
     "rt_sigaction": (13, 134),
     "rt_sigprocmask": (14, 135),
     "rt_sigreturn": (15, 139),
@@ -129,7 +135,10 @@ _ALLOWED: dict[str, Numbers] = {
 
 
 class Condition(NamedTuple):
-    """Half of an argument equals ``value``, or with ``none_of`` has none of its bits. The lower half comes first in memory."""
+    """Test of a 32-bit half of an argument: equal to ``value``, or with ``none_of`` no common bits.
+
+    BPF compares 32 bits at a time; arguments are 64 bits, little-endian, lower half first.
+    """
 
     argument: int
     value: int
@@ -138,36 +147,43 @@ class Condition(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """The call is allowed if all conditions hold. Arguments that the kernel takes as int have a lower half only."""
+    """Allow a system call if all conditions hold. Arguments that the kernel truncates to int need no test of the upper half."""
 
     numbers: Numbers
     conditions: tuple[Condition, ...]
 
 
+# O_ASYNC would let the kernel send signals to another process; see F_SETFL below.
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_ASYNC
 _OPENING = [
     Rule((2, None), (Condition(1, _WRITING, none_of=True),)),  # open
     Rule((257, 56), (Condition(2, _WRITING, none_of=True),)),  # openat
 ]
+# Exactly the flags with which a C library starts a thread, so that clone cannot create a process.
 # CLONE_VM | FS | FILES | SIGHAND | THREAD | SYSVSEM | SETTLS | PARENT_SETTID | CHILD_CLEARTID: glibc; and CLONE_DETACHED: musl
 _THREADS = [Rule((56, 220), (Condition(0, flags),)) for flags in (0x3D0F00, 0x7D0F00)]  # clone
 _DESCRIPTOR_COMMANDS = (fcntl.F_DUPFD, fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL, fcntl.F_DUPFD_CLOEXEC)
 # TCGETS, TCGETS2 (isatty), TIOCGWINSZ, FIONBIO, FIONREAD, FIOCLEX, FIONCLEX
 _DEVICE_COMMANDS = (0x5401, 0x802C542A, 0x5413, 0x5421, 0x541B, 0x5451, 0x5450)
-_STREAMS = (0x1, 0x801, 0x80001, 0x80801)  # SOCK_STREAM with SOCK_NONBLOCK and SOCK_CLOEXEC: a datagram could go to any address
+# SOCK_STREAM with SOCK_NONBLOCK and SOCK_CLOEXEC. No datagram sockets: each message could name another address.
+_STREAMS = (0x1, 0x801, 0x80001, 0x80801)
 _RULES = [
-    *(Rule((72, 25), (Condition(1, command),)) for command in _DESCRIPTOR_COMMANDS),  # fcntl: no owner, signal, lease, lock, size
+    # fcntl, without the commands for owners, signals, leases, locks and pipe sizes, which have effects on other processes
+    *(Rule((72, 25), (Condition(1, command),)) for command in _DESCRIPTOR_COMMANDS),
     Rule((72, 25), (Condition(1, fcntl.F_SETFL), Condition(2, os.O_ASYNC, none_of=True))),
     *(Rule((16, 29), (Condition(1, command),)) for command in _DEVICE_COMMANDS),  # ioctl
-    *(Rule((53, 199), (Condition(0, 1), Condition(1, kind))) for kind in _STREAMS),  # socketpair, AF_UNIX: asyncio needs one
-    Rule((44, 206), (Condition(4, 0), Condition(4, 0, upper=True))),  # sendto, without an address
-    Rule((302, 261), (Condition(0, 0), Condition(2, 0), Condition(2, 0, upper=True))),  # prlimit64: read one's own
-    Rule((302, 261), (Condition(0, 0), Condition(1, resource.RLIMIT_STACK))),  # and set that of the stack
+    *(Rule((53, 199), (Condition(0, 1), Condition(1, kind))) for kind in _STREAMS),  # socketpair, AF_UNIX: for asyncio
+    Rule((44, 206), (Condition(4, 0), Condition(4, 0, upper=True))),  # sendto with a null address
+    Rule((302, 261), (Condition(0, 0), Condition(2, 0), Condition(2, 0, upper=True))),  # prlimit64: read own limits
+    Rule((302, 261), (Condition(0, 0), Condition(1, resource.RLIMIT_STACK))),  # prlimit64: set own stack limit
     Rule((160, 164), (Condition(0, resource.RLIMIT_STACK),)),  # setrlimit
-    Rule((38, 103), (Condition(0, 0),)),  # setitimer, ITIMER_REAL alone: ITIMER_PROF is the limit below
+    # setitimer for ITIMER_REAL only: ITIMER_PROF enforces the limit of CPU time and must not be rearmed.
+    Rule((38, 103), (Condition(0, 0),)),
     *(Rule((157, 167), (Condition(0, option),)) for option in (15, 16)),  # prctl, PR_SET_NAME and PR_GET_NAME
 ]
-_FIRST_OPTIONAL = 424  # from here libraries ask whether the kernel has a call, and fall back at ENOSYS: clone3, openat2
+# Calls from this number on are recent: libraries probe for them and fall back to older ones on ENOSYS (clone3 to clone, openat2
+# to openat). With EPERM they would give up.
+_FIRST_OPTIONAL = 424
 _EPERM, _ENOSYS = 1, 38
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # linux/bpf_common.h
 _ALLOW, _KILL, _ERRNO, _NOTIFY = 0x7FFF0000, 0x80000000, 0x00050000, 0x7FC00000  # linux/seccomp.h
@@ -175,8 +191,10 @@ _SET_MODE_FILTER, _NEW_LISTENER = 1, 8
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _CAPABILITY_VERSION = 0x20080522
 _SECCOMP: Numbers = (317, 277)
-_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # Landlock, everywhere
-_FILE_RIGHTS = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF, 4: 0x7FFF, 5: 0xFFFF}  # linux/landlock.h, by version of its interface
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # Landlock, the same numbers on all architectures
+# linux/landlock.h, by ABI version. A ruleset must declare every right it knows: an undeclared right is not restricted, and an
+# unknown one fails with EINVAL.
+_FILE_RIGHTS = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF, 4: 0x7FFF, 5: 0xFFFF}
 _READ_FILE, _READ_DIR = 4, 8
 _SHARED_FILES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo")
 _SHARED_DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
@@ -185,11 +203,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Confinement:
-    """The filter and the rules for reading, made once by the parent of the processes that ``enter`` it."""
+    """Seccomp filter and Landlock ruleset, created once by the parent of the processes that ``enter`` it."""
 
     def __init__(self, *, threads: bool, opens: bool) -> None:
-        """threads: confined processes may start some, see ``thread_requests``. opens: they may open files also where Landlock is
-        missing. Raises OSError on an unsupported machine.
+        """threads: confined processes may start threads, see ``thread_requests``. opens: they may open files even without
+        Landlock. Raises OSError on an unsupported machine.
         """
         column = _column(platform.machine())
         self._ruleset = _reading_rules() if landlock_version() else None
@@ -200,11 +218,15 @@ class Confinement:
         self._parent = os.getpid()
 
     def enter(self, *, cpu_seconds: float, memory_bytes: int, output_bytes: int) -> None:
-        """Confine this process. It is killed at ``cpu_seconds``, or when its parent dies; ``memory_bytes`` bounds its address
-        space, ``output_bytes`` each file that it writes through a descriptor. Raises OSError where the system cannot do that.
+        """Confine this process, irrevocably.
+
+        It is killed after ``cpu_seconds`` of CPU time, and when its parent dies. ``memory_bytes`` bounds its address space,
+        ``output_bytes`` each file that it writes. Raises OSError if the system does not support this.
         """
+        # The order matters: the filter comes last, since it refuses the system calls of the steps before it.
         for kind, limit in (
-            (resource.RLIMIT_CPU, int(cpu_seconds) + 1),  # where the timer below does not reach: SIGPROF may be ignored
+            # Second line of defence in whole seconds: the program may ignore SIGPROF, which the timer below sends.
+            (resource.RLIMIT_CPU, int(cpu_seconds) + 1),
             (resource.RLIMIT_AS, memory_bytes),
             (resource.RLIMIT_FSIZE, output_bytes),
             (resource.RLIMIT_NOFILE, 64),
@@ -215,10 +237,12 @@ class Confinement:
             resource.setrlimit(kind, (bound, bound))
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+        # Root in a container has capabilities that bypass permissions; drop all of them.
         _check("capset", _libc.capset(struct.pack("Ii", _CAPABILITY_VERSION, 0), bytes(24)))
         _check("prctl(PR_SET_PDEATHSIG)", _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
-        if os.getppid() != self._parent:  # it died before that
-            raise ProcessLookupError(errno.ESRCH, "the server of confined processes has ended")
+        # PR_SET_PDEATHSIG misses a parent that died before the call.
+        if os.getppid() != self._parent:
+            raise ProcessLookupError(errno.ESRCH, "the fork server has exited")
         _no_new_privileges()
         if self._ruleset is not None:
             _check("landlock_restrict_self", _libc.syscall(_RESTRICT_SELF, self._ruleset, 0))
@@ -226,9 +250,13 @@ class Confinement:
 
 
 def thread_requests() -> int | None:
-    """A descriptor that gets a request for every thread that this process and its children want to start; the call waits for
-    ``answer_thread_request``. None where that is impossible: before Linux 5.5, or if another process watches this one so.
+    """Descriptor that receives a request for every thread that this process and its children start.
+
+    The clone call blocks until ``answer_thread_request``. None if unsupported: before Linux 5.5, or if another process already
+    listens to this one.
     """
+    # There is no per-process limit of threads: RLIMIT_NPROC counts all processes of the user. seccomp's user notification lets
+    # the server count threads of a job and grant or refuse each clone.
     column = _column(platform.machine())
     _no_new_privileges()
     steps = [_step(_LOAD, 0), *(step for rule in _THREADS for step in _rule(rule, column, _NOTIFY)), _step(_RETURN, _ALLOW)]
@@ -236,8 +264,9 @@ def thread_requests() -> int | None:
         requests = _install(b"".join(steps), column, _NEW_LISTENER)
     except OSError:
         return None
+    # Probe with a request id that does not exist: ENOENT means that the flag in the answer was accepted.
     try:
-        _answer_request(requests, bytes(8), granted=True)  # no request has this id
+        _answer_request(requests, bytes(8), granted=True)
     except FileNotFoundError:
         return requests
     except OSError:  # Linux 5.0 to 5.4 have no SECCOMP_USER_NOTIF_FLAG_CONTINUE
@@ -247,13 +276,13 @@ def thread_requests() -> int | None:
 
 
 def answer_thread_request(requests: int, child: int, most: int) -> None:
-    """Wait for a request of ``child``, and grant it while it has fewer than ``most`` threads; else there are no resources."""
+    """Receive a request of ``child``; grant it while the process has fewer than ``most`` threads, else fail it with EAGAIN."""
     request = bytearray(80)  # struct seccomp_notif: u64 id, u32 pid, u32 flags, seccomp_data
-    with suppress(OSError):  # the thread that asks may end at any time
+    with suppress(OSError):  # the requesting thread may end at any time
         fcntl.ioctl(requests, 0xC0502100, request)  # SECCOMP_IOCTL_NOTIF_RECV
         try:
             granted = len(os.listdir(f"/proc/{child}/task")) < most
-        except OSError:  # they cannot be counted
+        except OSError:  # threads cannot be counted, for example without /proc: refuse
             granted = False
         _answer_request(requests, bytes(request[:8]), granted=granted)
 
@@ -264,14 +293,15 @@ def _answer_request(requests: int, request: bytes, *, granted: bool) -> None:
 
 
 def landlock_version() -> int:
-    """Of the kernel's interface; 0 where there is no Landlock or a container forbids it."""
+    """Landlock ABI version of the kernel; 0 if Landlock is missing or blocked by a container."""
     return max(0, _libc.syscall(_CREATE_RULESET, None, 0, 1))
 
 
 def _reading_rules() -> int:
-    """Descriptor of a Landlock ruleset that allows reading the interpreter's files alone."""
+    """Descriptor of a Landlock ruleset that allows reading of the interpreter's files only."""
     version = landlock_version()
-    network, scopes = 3 if version >= 4 else 0, 3 if version >= 6 else 0  # bind and connect; abstract sockets and signals
+    # Network: bind and connect. Scopes: abstract Unix sockets and signals. The filter refuses both already.
+    network, scopes = 3 if version >= 4 else 0, 3 if version >= 6 else 0
     attributes = struct.pack("QQQ", _FILE_RIGHTS[min(version, 5)], network, scopes)
     ruleset = _check("landlock_create_ruleset", _libc.syscall(_CREATE_RULESET, attributes, len(attributes), 0))
     for path in _readable():
@@ -286,13 +316,14 @@ def _reading_rules() -> int:
 
 
 def _readable() -> set[str]:
-    """Paths of modules and shared libraries, for imports at any time. Not data, home directories, /proc or /tmp."""
+    """Paths of modules and shared libraries, for late imports. Excludes data, home directories, /proc and /tmp."""
     prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
     packages = {path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")}
     return packages | {f"{prefix}/{lib}" for prefix in prefixes for lib in ("lib", "lib64")} | {*_SHARED_FILES, *_SHARED_DEVICES}
 
 
 def _no_new_privileges() -> None:
+    # The kernel requires it of unprivileged users of seccomp and Landlock: a set-user-id program must not run under a filter.
     _check("prctl(PR_SET_NO_NEW_PRIVS)", _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
 
 
@@ -304,18 +335,20 @@ def _install(program: bytes, column: int, flags: int) -> int:
 
 def _check(name: str, result: int) -> int:
     if result < 0:
-        raise OSError(ctypes.get_errno(), f"{name} failed: code of a model cannot be confined here")
+        raise OSError(ctypes.get_errno(), f"{name} failed: model-generated code cannot be confined on this machine")
     return result
 
 
 def _column(machine: str) -> int:
     if machine not in _AUDIT_ARCH:
-        raise OSError(_ENOSYS, f"code of a model cannot be confined on {machine}, only on {' and '.join(_AUDIT_ARCH)}")
+        raise OSError(_ENOSYS, f"model-generated code cannot be confined on {machine}, only on {' and '.join(_AUDIT_ARCH)}")
     return list(_AUDIT_ARCH).index(machine)
 
 
 def _program(column: int, rules: list[Rule]) -> bytes:
-    """The filter, in the kernel's classic BPF: it sees struct seccomp_data, that is nr, arch, an address, six arguments."""
+    """Assemble the filter in classic BPF. Its input is struct seccomp_data: nr, arch, instruction pointer, six arguments."""
+    # The architecture first: the same number means another call under another ABI (i386 on x86_64), so a foreign ABI is killed.
+    # x32 calls have bit 30 set in their number and match nothing. Then the plain allow-list, then rules with arguments.
     steps = [_step(_LOAD, 4), _step(_EQUAL, list(_AUDIT_ARCH.values())[column], 1, 0), _step(_RETURN, _KILL), _step(_LOAD, 0)]
     for numbers in _ALLOWED.values():
         if (number := numbers[column]) is not None:
@@ -327,19 +360,20 @@ def _program(column: int, rules: list[Rule]) -> bytes:
 
 
 def _rule(rule: Rule, column: int, action: int) -> list[bytes]:
-    """Returns ``action`` if the call is the rule's and all its conditions hold, else goes on with the call's number loaded."""
+    """Instructions that return ``action`` if number and conditions match, else fall through with the call's number loaded."""
     number = rule.numbers[column]
     if number is None:
         return []
     length = 2 * len(rule.conditions) + 1
     steps = [_step(_EQUAL, number, 0, length + 1)]
     for i, condition in enumerate(rule.conditions):
-        out = length - 2 * i - 2
+        # A failed condition jumps to the last instruction, which restores the number for the next rule.
+        skip = length - 2 * i - 2
         steps.append(_step(_LOAD, 16 + 8 * condition.argument + 4 * condition.upper))
-        steps.append(_step(_ANY_BIT, condition.value, out, 0) if condition.none_of else _step(_EQUAL, condition.value, 0, out))
+        steps.append(_step(_ANY_BIT, condition.value, skip, 0) if condition.none_of else _step(_EQUAL, condition.value, 0, skip))
     return [*steps, _step(_RETURN, action), _step(_LOAD, 0)]
 
 
 def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    """struct sock_filter; the jumps count steps that are left out."""
+    """One instruction, struct sock_filter; jumps count the instructions to skip."""
     return struct.pack("HBBI", code, if_true, if_false, value)

@@ -1,4 +1,8 @@
-"""Do two mathematical expressions mean the same? math-verify and SymPy say, confined: a model's text may never let them end."""
+"""Equivalence of mathematical expressions by math-verify and SymPy, sandboxed.
+
+SymPy can run forever or exhaust memory on short inputs (9^9^9), and a model learns to produce them if a hang costs it nothing.
+Costly expressions are filtered by patterns, and the rest is compared in a forked process with limits of CPU time and memory.
+"""
 
 import json
 import logging
@@ -12,25 +16,28 @@ MAX_LENGTH = 500  # characters of an expression; the longest answer of MATH has 
 _MAX_DEPTH = 20
 _POWER = re.compile(r"\^|\*\*")
 _COSTLY = [
-    re.compile(r"[0-9]{40}"),
-    re.compile(r"(?:\^|\*\*)[\s{(]*-?[0-9]{4}"),
-    re.compile(r"(?:(?:\^|\*\*)[\s{(]*-?(?:[0-9]+|[a-zA-Z])[\s)}]*){3}"),  # 9^9^9^9, bracketed in any way
-    re.compile(r"!\s*!|[0-9]{4}\s*!"),
+    re.compile(r"[0-9]{40}"),  # integers of 40 digits
+    re.compile(r"(?:\^|\*\*)[\s{(]*-?[0-9]{4}"),  # exponents from 1000 on
+    re.compile(r"(?:(?:\^|\*\*)[\s{(]*-?(?:[0-9]+|[a-zA-Z])[\s)}]*){3}"),  # towers such as 9^9^9^9, with any brackets
+    re.compile(r"!\s*!|[0-9]{4}\s*!"),  # factorials of factorials and of 1000 and more
 ]
 _MAX_POWERS = 12
 
 
-@lru_cache(maxsize=4096)  # answers to one prompt are often the same
+@lru_cache(maxsize=4096)  # responses to one prompt often have the same answer
 def equivalent(answer: str, ground_truth: str) -> bool:
-    """False also where the comparison does not end within ``LIMITS``. Raises RuntimeError where nothing can be confined."""
-    if not (is_tame(answer) and is_tame(ground_truth)):
+    """Whether both expressions are equivalent; False if the comparison exceeds ``LIMITS``.
+
+    Raises RuntimeError if this machine cannot sandbox.
+    """
+    if not (is_cheap(answer) and is_cheap(ground_truth)):
         return False
     outcome = fork_server("trainer.rewards.equivalence").run([answer, ground_truth], LIMITS)
     return outcome.ending is None and outcome.result == "true"
 
 
-def is_tame(expression: str) -> bool:
-    """No tower of powers, no number of 40 digits, no deep nesting: what is nobody's answer and costs time is not tried."""
+def is_cheap(expression: str) -> bool:
+    """Whether the expression is worth evaluating: no tower of powers, no number of 40 digits, no deep nesting."""
     if len(expression) > MAX_LENGTH or "\0" in expression:
         return False
     if any(pattern.search(expression) for pattern in _COSTLY) or len(_POWER.findall(expression)) > _MAX_POWERS:
@@ -44,16 +51,19 @@ def is_tame(expression: str) -> bool:
 
 
 def main(fd: int) -> None:
-    """In the server: import, and run once through what most answers need, so that each child starts with it."""
+    """Entry point of the fork server: import math-verify and warm up its caches before the first fork.
+
+    The children inherit the imported modules, so that a comparison takes milliseconds instead of a second.
+    """
     from math_verify import parse, verify
 
     logging.disable(logging.CRITICAL)  # math-verify logs what it cannot parse
 
     def compare(job: list[str]) -> str:
-        # Its own time-outs are alarms of the main thread; the child's limits stand in for them.
-        theirs, ours = (parse(f"\\boxed{{{text}}}", parsing_timeout=0) for text in job)
-        return json.dumps(bool(verify(ours, theirs, timeout_seconds=None)))
+        # math-verify's timeouts use SIGALRM in the main thread; the limits of the child process replace them.
+        answer, truth = (parse(f"\\boxed{{{text}}}", parsing_timeout=0) for text in job)
+        return json.dumps(bool(verify(truth, answer, timeout_seconds=None)))
 
     for pair in (["\\frac{1}{2}", "0.5"], ["x^2+1", "1+x^2"], ["(1,2]", "\\left(1,2\\right]"], ["\\sqrt{8}", "2\\sqrt{2}"]):
         compare(pair)
-    serve(fd, compare, opens=True)  # SymPy imports parts of itself when it needs them
+    serve(fd, compare, opens=True)  # SymPy imports some modules lazily

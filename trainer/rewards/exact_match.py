@@ -1,6 +1,6 @@
-"""The answer is the ground truth, to the letter."""
+"""Exact match of response and ground truth."""
 
 
 def score(answer: str, ground_truth: str, *, finished: bool) -> float:
-    """1 if the answer equals the ground truth and was ended by the model; one that ran into the length limit is not right."""
+    """1 if the response equals the ground truth and was ended by the model; 0 otherwise, also if it was truncated."""
     return float(finished and answer == ground_truth)

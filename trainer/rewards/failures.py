@@ -1,4 +1,4 @@
-"""Failed rewards: how many there were in a step, and the first of each kind as an event."""
+"""Count failed rewards per step, and record the first failure of each kind as an event."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trainer.events import Events
 from trainer.rewards.scoring import Score
 
 MOST_REPORTED = 10
-"""Kinds of failure that a run reports: a function may raise another message each time."""
+"""Maximum number of kinds of failure reported per run: a function may raise a different message each time."""
 
 
 class Failures:
@@ -21,7 +21,7 @@ class Failures:
         self._asked = self._failed = self._timed_out = 0
 
     def add(self, step: int, purpose: str, scores: Sequence[Score]) -> None:
-        """Counts them. The first failure of each kind becomes an event: on the console, in events.jsonl and in the report."""
+        """Count the scores and failures. The first failure of each kind becomes an event (console, events.jsonl, report)."""
         errors = [score.error for score in scores if score.error is not None]
         self._asked += len(scores)
         self._failed += len(errors)
@@ -32,11 +32,11 @@ class Failures:
                 self._events.add(step, "reward", f"{len(errors)} of {len(scores)} rewards of {purpose} failed: {error}")
 
     def metrics(self) -> dict[str, float]:
-        """Shares of all responses of the step that were to be scored: greedy baselines and groups that were dropped included."""
+        """Fractions of all responses scored in the step, including greedy baselines and dropped groups."""
         asked = max(self._asked, 1)
         return {"reward/failed_share": self._failed / asked, "reward/timed_out_share": self._timed_out / asked}
 
 
 def kind_of(error: str) -> str:
-    """How the error begins and the place that it ends with, without the message between them."""
+    """Kind of an error: the start of its text and the location at its end, without the message in between."""
     return f"{error[:12]} {error.rpartition('(')[2]}"

@@ -1,8 +1,13 @@
-"""Fork server for untrusted evaluation: every job runs in a confined process of its own, at a cost of milliseconds.
+"""Fork server for untrusted evaluation: every job runs in a sandboxed process of its own, at a cost of milliseconds.
 
-The server is a plain interpreter that has imported what the work needs. It forks for each job and waits; the child is confined
-(trainer/rewards/confine.py) and can start no process, so that its end is the end of all it did. The server never reads a job: the
-text travels in files that only the child opens, so a child cannot find what other jobs held in the memory that it inherits.
+Problem: each test of a generated program needs a fresh process, and starting an interpreter that imports NumPy or SymPy takes
+seconds; forking the controller instead would copy locks held by its threads (fork safety), its secrets and its GPU context. Idea:
+a server process per module, a plain single-threaded interpreter that has imported what the work needs. It forks a child for each
+job and waits for it. The child enters the sandbox (trainer/rewards/confine.py) and cannot start processes, so that its end is the
+end of everything it did. The server never reads a job: texts travel in files that only the child opens, so no child finds other
+jobs in the memory that it inherits. Cost: one idle process per module and scoring process, one fork per job.
+
+Server and client exchange one message per job over a socket; timeouts are enforced by the server, which is the only parent.
 """
 
 import fcntl
@@ -22,23 +27,26 @@ from typing import Any
 
 from trainer.rewards.confine import Confinement, answer_thread_request, thread_requests
 
-_START_LIMIT = 60.0  # seconds until a server must be ready: sympy takes one, on a busy machine several
-_PATIENCE = 30.0  # seconds beyond a job's limits until the server itself must have answered
+_START_LIMIT = 60.0
+"""Seconds until a server must be ready: SymPy takes one to import, several on a busy machine."""
+_PATIENCE = 30.0
+"""Seconds after a job's limits until the server itself must have replied."""
 _COMMAND = "import sys; sys.path[:] = {path!r}; from {module} import main; main({fd})"
 _RESULT_FD, _JOB_FD, PEER_FD = 3, 4, 5
-_MOST_THREADS = 64  # of a job, at one time
+_MOST_THREADS = 64
+"""Maximum number of threads of a job at any time."""
 _CANCEL = b"cancel"
 
 _SERVERS: dict[tuple[int, str], "ForkServer"] = {}
 _STARTING = threading.Lock()
 
 Work = Callable[[Any], str]
-"""What a job is given to: JSON in, text out."""
+"""Function that processes a job: decoded JSON in, text out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """cpu_seconds: on the clock a job may take twice as many and one more. output_bytes: of its output, and of its result."""
+    """Limits of a job. output_bytes: of its output and of its result, each."""
 
     cpu_seconds: float
     memory_bytes: int
@@ -46,12 +54,13 @@ class Limits:
 
     @property
     def clock_seconds(self) -> float:
+        """Wall-clock limit in seconds, for jobs that sleep or wait: generous, since a busy machine delays honest jobs too."""
         return 2.0 * self.cpu_seconds + 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """ending: None if the work returned, else how its process ended. result: what it returned. output: what it printed."""
+    """Outcome of a job. ending: None if the work returned, else how its process ended. result: return value. output: stdout."""
 
     ending: str | None
     result: str
@@ -59,12 +68,15 @@ class Outcome:
 
 
 class ForkServer:
-    """The client's side. Any thread may call ``run``; one job runs at a time."""
+    """Client of a server process. Any thread may call ``run``; one job runs at a time."""
 
     def __init__(self, module: str) -> None:
-        """module: has a function ``main(fd)`` that calls ``serve``. Raises RuntimeError if it does not get ready."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # a message arrives whole, with its files
-        command = _COMMAND.format(path=sys.path, module=module, fd=theirs.fileno())
+        """module: defines ``main(fd)``, which calls ``serve``. Raises RuntimeError if the server does not become ready."""
+        # SEQPACKET keeps message boundaries: a request arrives together with the descriptors that were sent with it.
+        client_end, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = _COMMAND.format(path=sys.path, module=module, fd=server_end.fileno())
+        # A new environment instead of a copy: no secret can be read by programs, and a fixed hash seed makes the iteration order
+        # of sets, hence their output, reproducible.
         environment = {
             "PATH": os.defpath,
             "PYTHONHASHSEED": "0",
@@ -72,32 +84,32 @@ class ForkServer:
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
         }
-        with theirs:
+        with server_end:
             self._popen = subprocess.Popen(
                 [sys.executable, "-s", "-P", "-c", command],
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env=environment,  # no secret of ours, and the same order of sets each time
+                pass_fds=[server_end.fileno()],
+                env=environment,
                 cwd="/",
                 process_group=0,
             )
-        self._socket = ours
+        self._socket = client_end
         self._lock = threading.Lock()
         self.closed = False
         probe = Limits(cpu_seconds=10.0, memory_bytes=1 << 32, output_bytes=1 << 16)
         self._socket.settimeout(_START_LIMIT)
-        outcome = self.run(None, probe)  # can this machine confine at all?
+        outcome = self.run(None, probe)  # an empty job: fails now if this machine cannot sandbox
         if outcome.ending is not None:
             self.close()
             raise RuntimeError(outcome.result or f"a confined process {outcome.ending}")
 
     def run(self, job: Any, limits: Limits, stdin: str = "") -> Outcome:
-        """One job, JSON, in a process of its own. Raises RuntimeError if the server, not the job, fails."""
+        """Run a job (any JSON value) in a process of its own. Raises RuntimeError if the server, not the job, fails."""
         with self.start(job, limits, stdin) as running:
             return running.wait()
 
     def start(self, job: Any, limits: Limits, stdin: str = "", peer: socket.socket | None = None) -> "Running":
-        """The same without waiting. The lock is held until the job's ``with`` ends. peer: the job's descriptor PEER_FD."""
+        """Start a job without waiting; the server is locked until the returned context exits. peer: PEER_FD of the job."""
         text = json.dumps(job)
         self._lock.acquire()
         running = Running(self, limits)
@@ -105,8 +117,8 @@ class ForkServer:
             running.make_files([text, stdin])
             files = [*running.files, *([] if peer is None else [peer.fileno()])]
             with self._failures():
-                if self.closed:  # while this thread waited for the lock
-                    raise ConnectionError("it has ended")
+                if self.closed:  # by another thread, while this one waited for the lock
+                    raise ConnectionError("it has exited")
                 request = json.dumps([limits.cpu_seconds, limits.memory_bytes, limits.output_bytes]).encode()
                 socket.send_fds(self._socket, [request], files)
         except BaseException:
@@ -115,12 +127,12 @@ class ForkServer:
         return running
 
     def answer(self, patience: float) -> str | None:
-        """How the job that runs has ended, None if well."""
+        """Wait for the running job, at most ``patience`` seconds; how it ended, None for success."""
         with self._failures():
             self._socket.settimeout(patience)
             message = self._socket.recv(1 << 10)
             if not message:
-                raise ConnectionError("it has ended")
+                raise ConnectionError("it has exited")
         return json.loads(message)
 
     def cancel(self) -> None:
@@ -134,25 +146,25 @@ class ForkServer:
     def _failures(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:  # a time-out is one
+        except OSError as error:  # also TimeoutError
             self.close()
-            raise RuntimeError(f"a server of confined processes is gone: {error}") from error
+            raise RuntimeError(f"a fork server of confined processes failed: {error}") from error
 
     @property
     def pid(self) -> int:
         return self._popen.pid
 
     def close(self) -> None:
-        if self.closed:  # its process id may be another process's by now
+        if self.closed:  # after wait() the process id may belong to another process
             return
         self.closed = True
         self._socket.close()
-        os.killpg(self._popen.pid, signal.SIGKILL)  # it is not reaped before the next line: the id is its own
+        os.killpg(self._popen.pid, signal.SIGKILL)  # safe: the id is not reused before wait() reaps the process
         self._popen.wait()
 
 
 class Running:
-    """A job that a server runs. Its files are made here, and read here once it has ended. A context: leaving it ends the job."""
+    """A running job and its files. A context manager: leaving it ends the job."""
 
     def __init__(self, server: ForkServer, limits: Limits) -> None:
         self._server, self._limits = server, limits
@@ -160,7 +172,8 @@ class Running:
         self.files: list[int] = []
 
     def make_files(self, texts: list[str]) -> None:
-        """texts: of the job and of its standard input."""
+        """Create the job's files. texts: of the job and of its standard input."""
+        # Anonymous files in memory instead of pipes: a program cannot block on a full pipe, and output is read after its end.
         for name in ("job", "stdin", "stdout", "result"):
             self.files.append(os.memfd_create(name))
         for file, text in zip(self.files[:2], texts, strict=True):
@@ -169,14 +182,14 @@ class Running:
             os.lseek(file, 0, os.SEEK_SET)
 
     def wait(self) -> Outcome:
-        """Until it has ended, by itself or at a limit."""
+        """Wait until the job has ended, by itself or at a limit."""
         ending = self._server.answer(self._limits.clock_seconds + _PATIENCE)
         self._ended = True
         output, result = (_read(file, self._limits.output_bytes) for file in self.files[2:])
         return Outcome(ending, result, output)
 
     def stop(self) -> Outcome:
-        """End it now, unless it has ended already."""
+        """End the job now, if it is still running."""
         self._server.cancel()
         return self.wait()
 
@@ -190,13 +203,13 @@ class Running:
 
     def __exit__(self, *error: object) -> None:
         if not self._ended and not self._server.closed:
-            self._server.close()  # its answer would be taken for that of the next job
+            self._server.close()  # its pending reply would be taken for that of the next job
         self.close()
 
 
 def fork_server(module: str) -> ForkServer:
-    """This process's server for the module: started with its first use, it ends with the process."""
-    key = (os.getpid(), module)  # a fork must not share its parent's
+    """This process's server for the module, started on first use; it ends with this process."""
+    key = (os.getpid(), module)  # a forked child must not share its parent's socket
     with _STARTING:
         if key not in _SERVERS or _SERVERS[key].closed:
             _SERVERS[key] = ForkServer(module)
@@ -204,7 +217,7 @@ def fork_server(module: str) -> ForkServer:
 
 
 def close_fork_servers() -> None:
-    """End this process's servers now, not with the process."""
+    """Terminate this process's servers now instead of at its exit."""
     with _STARTING:
         for pid, module in list(_SERVERS):
             server = _SERVERS.pop((pid, module))
@@ -213,8 +226,10 @@ def close_fork_servers() -> None:
 
 
 def serve(fd: int, work: Work, *, opens: bool = False) -> None:
-    """The server's side: limits in JSON with a job's files in, how it ended out, until the client is gone. opens: jobs may open
-    files also where a kernel without Landlock cannot limit them to modules; for work that runs no program of a model's.
+    """Server loop: receive limits (JSON) with a job's files, reply how the job ended, until the client disconnects.
+
+    opens: jobs may open files even if the kernel has no Landlock to limit them to modules; for work that does not execute
+    model-generated programs.
     """
     connection = socket.socket(fileno=fd)
     null = os.open(os.devnull, os.O_RDWR)
@@ -223,11 +238,11 @@ def serve(fd: int, work: Work, *, opens: bool = False) -> None:
         requests = thread_requests()
         confinement = Confinement(threads=requests is not None, opens=opens)
     except OSError as error:
-        refusal = error
+        refusal = error  # reported as the outcome of the client's first, empty job
     with suppress(ConnectionError):
         while message := (received := socket.recv_fds(connection, 1 << 10, PEER_FD))[0]:
             files = received[1]
-            if message == _CANCEL:  # of a job that has ended by now
+            if message == _CANCEL:  # for a job that has just ended
                 continue
             if refusal is not None:
                 os.write(files[3], str(refusal).encode())
@@ -243,7 +258,7 @@ def serve(fd: int, work: Work, *, opens: bool = False) -> None:
 
 
 def _child(work: Work, limits: Limits, confinement: Confinement, files: list[int]) -> None:
-    """Never returns. files: job, standard input, output, result, perhaps a peer, and the null device."""
+    """Run a job in the forked child; never returns. files: job, stdin, stdout, result, optionally a peer, and the null device."""
     code = 1
     try:
         try:
@@ -251,32 +266,34 @@ def _child(work: Work, limits: Limits, confinement: Confinement, files: list[int
         except OSError as error:
             os.write(files[3], str(error).encode())
             raise
+        # First move all descriptors above 16, so that none is overwritten by dup2 before it has been placed.
         job, stdin, stdout, result, *peer, null = (fcntl.fcntl(file, fcntl.F_DUPFD, 1 << 4) for file in files)
         places = [stdin, stdout, null, result, job, *peer]
         for place, file in enumerate(places):
             os.dup2(file, place)
         os.closerange(len(places), 1 << 16)
-        with open(_JOB_FD, encoding="utf-8") as text:  # closed before the work begins
+        with open(_JOB_FD, encoding="utf-8") as text:  # closed before the work starts
             given = json.load(text)
-        answer = "" if given is None else work(given)
+        returned = "" if given is None else work(given)
         flush()
-        os.write(_RESULT_FD, answer.encode(errors="replace"))
+        os.write(_RESULT_FD, returned.encode(errors="replace"))
         code = 0
-    finally:  # whatever was raised: this process must not return into the server
+    finally:  # also for SystemExit and KeyboardInterrupt: the child must never return into the server's loop
         os._exit(code)
 
 
 def flush() -> None:
-    """Write what this process has printed and holds back."""
+    """Flush buffered output: os._exit skips it."""
     for stream in (sys.stdout, sys.__stdout__):
         if stream is not None:
-            with suppress(ValueError):  # it is closed or detached
+            with suppress(ValueError):  # the program closed or detached it
                 stream.flush()
 
 
 def _wait(child: int, seconds: float, connection: socket.socket, requests: int | None) -> str | None:
-    """How the child ended, None if well. It is killed when its time is over, or when its client cancels it or is gone."""
+    """Wait for the child; how it ended, None for success. Kill it at its time limit, or if the client cancels or disconnects."""
     deadline = time.monotonic() + seconds
+    # A pidfd is readable when the process ends, so that one poll covers the child, its client and its requests for threads.
     with open(os.pidfd_open(child)) as ended:
         poll = select.poll()
         for file in (ended.fileno(), connection.fileno(), *([] if requests is None else [requests])):
@@ -295,10 +312,10 @@ def _wait(child: int, seconds: float, connection: socket.socket, requests: int |
     if ready in ([], [requests]):
         return f"timed out after {seconds:g} s"
     if code < 0:
-        return f"died of {signal.Signals(-code).name}"
+        return f"was killed by {signal.Signals(-code).name}"
     return None if code == 0 else f"ended with exit code {code}"
 
 
 def _read(file: int, limit: int) -> str:
-    """What a job has written, from the start: wherever its position is now."""
+    """Contents of a job's file from its start; the job may have moved the shared file position, hence pread."""
     return os.pread(file, limit, 0).decode(errors="replace")

@@ -1,4 +1,4 @@
-"""GSM8K: is the final number right? Cobbe et al. 2021, arXiv:2110.14168; the answer format is the data set's own."""
+"""GSM8K scorer: compare the final number (Cobbe et al. 2021, arXiv:2110.14168; the answer format is the data set's)."""
 
 import re
 from typing import Literal
@@ -8,17 +8,17 @@ from trainer.rewards.values import Value, values
 
 Method = Literal["strict", "flexible", "math"]
 
-_LOOKED_AT = 300  # characters at the end: strict and flexible see no more, as in verl
-_SEGMENT = 300  # characters after #### that may hold the number
+_LOOKED_AT = 300  # characters at the end that strict and flexible search, as in verl
+_SEGMENT = 300  # characters after #### that may contain the number
 _ANY_NUMBER = re.compile(r"-?[0-9.,]+")
 _MARKED_NUMBER = re.compile(r"#### (-?[0-9.,]+)")
 
 
 def extract(text: str, method: Literal["strict", "flexible"]) -> str | None:
-    """The final number of the last 300 characters of ``text``, without commas.
+    """Final number in the last 300 characters of ``text``, without commas; None if there is none.
 
-    strict: the last that follows ``#### ``, with all its full stops: verl's rule. flexible: the last of all, without the full
-    stop that ends a sentence.
+    strict: the last number after ``#### ``, including trailing full stops, as verl extracts it. flexible: the last number,
+    without the full stop that ends a sentence.
     """
     text = text[-_LOOKED_AT:]
     if method == "strict":
@@ -29,25 +29,25 @@ def extract(text: str, method: Literal["strict", "flexible"]) -> str | None:
 
 
 def score(answer: str, ground_truth: str, method: Method = "strict") -> float:
-    """1 if the final number is the ground truth, else 0.
+    """1 if the final number equals the ground truth, else 0.
 
-    strict and flexible compare what ``extract`` finds to the letter: 18.00 is not 18. math compares values (18.00, $18, 1,800,
-    50%, 1/2 and \\frac{1}{2}), which stand after the last ``####`` or in the last \\boxed, whichever is later, else at the end.
-    Raises ValueError if the ground truth holds no number.
+    strict and flexible compare the extracted text exactly: 18.00 is not 18. math compares values (18.00, $18, 1,800, 50%, 1/2
+    and \\frac{1}{2}) after the last ``####`` or in the last \\boxed, whichever is later, else at the end of the text.
+    Raises ValueError if the ground truth contains no number.
     """
     if method == "math":
         truth, found = final_value(ground_truth), final_value(answer)
         if truth is None:
-            raise ValueError(f"the ground truth {ground_truth!r:.60} holds no number")
+            raise ValueError(f"the ground truth {ground_truth!r:.60} contains no number")
         return float(found is not None and found.equals(truth))
     number = re.sub(r"[,$\s]", "", ground_truth)
     if not _ANY_NUMBER.search(number):
-        raise ValueError(f"the ground truth {ground_truth!r:.60} holds no number")
+        raise ValueError(f"the ground truth {ground_truth!r:.60} contains no number")
     return float(extract(answer, method) == number)
 
 
 def final_value(text: str) -> Value | None:
-    """The value of the final number, see ``score``. What stands after the mark may be an equation, and bear a unit."""
+    """Value of the final number, see ``score``; None if there is none. The text after the mark may be an equation with units."""
     marked, boxed = text.rfind("####"), last_boxed(text)
     if boxed is not None and boxed.start > marked:
         return _first(boxed.content)

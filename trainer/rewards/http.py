@@ -1,4 +1,4 @@
-"""JSON by HTTP, for rewards that another process knows: a judge's, a reward server's."""
+"""JSON over HTTP for rewards computed by other processes: LLM judges and reward servers."""
 
 import http.client
 import json
@@ -16,28 +16,28 @@ from configs.secret_names import hidden
 
 Answer = TypeVar("Answer")
 
-_MAY_PASS = {408, 409, 425, 429, 500, 502, 503, 504}  # HTTP: a later request may fare better
+_TRANSIENT = {408, 409, 425, 429, 500, 502, 503, 504}  # HTTP status codes for which a retry may succeed
 _MAX_REPLY = 1 << 22  # bytes
 
 
 class Passing(Exception):
-    """A failure that a later request may not meet. late: a server took the request and did not reply in time."""
+    """Transient failure: a retry may succeed. late: a server accepted the request and did not reply in time."""
 
-    def __init__(self, said: str, *, late: bool = False) -> None:
-        super().__init__(said)
+    def __init__(self, message: str, *, late: bool = False) -> None:
+        super().__init__(message)
         self.late = late
 
 
 class Refused(Exception):
-    """A failure that the same request would meet again, or that has been met too often. late: as of Passing."""
+    """Permanent failure, or too many transient ones. late: see Passing."""
 
-    def __init__(self, said: str, *, late: bool = False) -> None:
-        super().__init__(said)
+    def __init__(self, message: str, *, late: bool = False) -> None:
+        super().__init__(message)
         self.late = late
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect would take the key to another host."""
+    """Handler that follows no redirect: it would send the token to another host."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Message, newurl: str
@@ -46,12 +46,15 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 _OPENER = urllib.request.build_opener(_NoRedirect)
-_DIRECT = urllib.request.build_opener(_NoRedirect, urllib.request.ProxyHandler({}))  # no proxy knows this machine's loopback
+# For loopback addresses, which mean another machine to a proxy.
+_DIRECT = urllib.request.build_opener(_NoRedirect, urllib.request.ProxyHandler({}))
 
 
 def post(url: str, body: bytes, *, token: str | None, timeout: float, timeout_key: str) -> Any:
-    """What the server replies to the JSON ``body``, whole after ``timeout`` seconds. token: sent as «Authorization: Bearer»,
-    to this host alone. timeout_key: where the user sets the timeout. Raises Passing and Refused, one line without secrets.
+    """POST the JSON ``body`` and return the decoded reply, which must be complete within ``timeout`` seconds.
+
+    token: sent as «Authorization: Bearer», to this host only. timeout_key: configuration key of the timeout, for messages.
+    Raises Passing and Refused, one line without secrets.
     """
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
     deadline = time.monotonic() + timeout
@@ -60,16 +63,17 @@ def post(url: str, body: bytes, *, token: str | None, timeout: float, timeout_ke
         with opener.open(urllib.request.Request(url, body, headers), timeout=timeout) as response:
             return json.loads(_read(response, deadline, timeout_key))
     except urllib.error.HTTPError as error:
-        said = " ".join(error.read(200).decode(errors="replace").split())
-        kind = Passing if error.code in _MAY_PASS else Refused
-        raise kind(hidden(f"HTTP {error.code} from {url}: {said}")) from error
-    except (OSError, http.client.HTTPException, ValueError) as error:  # no connection, a time-out, a broken reply
-        late = isinstance(error, TimeoutError)  # one of the connection is a URLError
+        reason = " ".join(error.read(200).decode(errors="replace").split())
+        kind = Passing if error.code in _TRANSIENT else Refused
+        raise kind(hidden(f"HTTP {error.code} from {url}: {reason}")) from error
+    except (OSError, http.client.HTTPException, ValueError) as error:  # no connection, a timeout, an invalid reply
+        # Only a timeout of the reply counts as late; one of the connection is a URLError and says nothing about the response.
+        late = isinstance(error, TimeoutError)
         raise Passing(hidden(f"{url}: {type(error).__name__}: {error}"), late=late) from error
 
 
-def nobody_there(url: str, timeout: float) -> str | None:
-    """Why nothing takes a connection at ``url``. None if something does, or if a proxy is between, which alone could tell."""
+def connection_problem(url: str, timeout: float) -> str | None:
+    """Why no connection to ``url`` can be opened; None if one can, or if requests go through a proxy, which hides the server."""
     parts = urlsplit(url)
     host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
     by_proxy = parts.scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(host)
@@ -82,28 +86,30 @@ def nobody_there(url: str, timeout: float) -> str | None:
     return None
 
 
-def patiently(ask: Callable[[], Answer], *, retries: int, backoff: float) -> Answer:
-    """What ``ask`` gives; after Passing it is called again, ``retries`` times, the first after ``backoff`` seconds, each later
-    one after twice as many. Raises Refused.
+def with_retries(request: Callable[[], Answer], *, retries: int, backoff: float) -> Answer:
+    """Call ``request`` and retry after Passing, up to ``retries`` times with exponential backoff.
+
+    backoff: seconds before the first retry, doubled for each later one. Raises Refused.
     """
     for attempt in range(retries + 1):
         try:
-            return ask()
+            return request()
         except Passing as error:
             if attempt == retries:
-                raise Refused(f"in {attempt + 1} requests; the last: {error}", late=error.late) from error
+                raise Refused(f"after {attempt + 1} requests; the last: {error}", late=error.late) from error
             time.sleep(backoff * 2**attempt)
     raise AssertionError("unreachable")
 
 
 def _read(response: http.client.HTTPResponse, deadline: float, timeout_key: str) -> bytes:
-    """The whole body. A server that lets it drip is late too."""
+    """Read the whole body."""
+    # The socket's timeout is per read: a server that sends a byte now and then would never exceed it.
     parts, size = [], 0
     while part := response.read1(1 << 16):
         parts.append(part)
         size += len(part)
         if time.monotonic() > deadline:
-            raise TimeoutError(f"the reply was not whole in {timeout_key}")
+            raise TimeoutError(f"the reply was not complete within {timeout_key}")
         if size > _MAX_REPLY:
             raise Refused(f"the reply is longer than {_MAX_REPLY} bytes")
     return b"".join(parts)

@@ -1,4 +1,4 @@
-"""MATH: is the boxed answer right? Hendrycks et al. 2021, arXiv:2103.03874; equivalence by math-verify where the texts differ."""
+"""MATH scorer: compare the boxed answer (Hendrycks et al. 2021, arXiv:2103.03874), by math-verify if the texts differ."""
 
 import re
 from collections.abc import Callable
@@ -7,8 +7,8 @@ from trainer.rewards.boxed import last_boxed
 from trainer.rewards.equivalence import MAX_LENGTH, equivalent
 from trainer.rewards.values import value_of
 
-# Spellings that mean the same, in this order. Texts are short, and no pattern backtracks far. What is deleted between two digits
-# leaves a space: 5 6 is not 56, and 3 1/2 is not 31/2.
+# Rewrites to one spelling, applied in this order. Texts are short and no pattern backtracks far, so hostile text costs no time.
+# A deletion between two digits leaves a space: 5 6 is not 56, and 3 1/2 is not 31/2.
 _GROUPED = r"(?<![0-9.,}])[1-9][0-9]{0,2}(?:(?:\{,\}|\\?,| )[0-9]{3})+(?![, ]?[0-9])(?![^(\[{]*[)\]}])"
 _SPELLINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"\\!|\\(?:left|right)(?![a-zA-Z])"), ""),
@@ -29,9 +29,9 @@ _UNIT = re.compile(r"(?<=[0-9}])\s*\\(?:text|mathrm|mbox)\{\s+[^{}]*\}(?:\^\{?[2
 
 
 def score(answer: str, ground_truth: str) -> float:
-    """1 if the last \\boxed of the answer means what the ground truth does, else 0.
+    """1 if the last \\boxed of the response is equivalent to the ground truth, else 0.
 
-    ground_truth: what belongs into the box, or a solution with its own. Raises ValueError if it is empty.
+    ground_truth: the expected content of the box, or a solution with a box. Raises ValueError if it is empty.
     """
     boxed_truth = last_boxed(ground_truth)
     truth = (ground_truth if boxed_truth is None else boxed_truth.content).strip()
@@ -42,7 +42,11 @@ def score(answer: str, ground_truth: str) -> float:
 
 
 def same(answer: str, truth: str) -> bool:
-    """Numbers by value; else by the text in one spelling; else by math-verify. A variable's name counts where both have one."""
+    """Whether two expressions are equal: as numbers, else as normalised text, else by math-verify.
+
+    A variable name (``x =``) is compared only if both have one.
+    """
+    # Cheap tests first: most responses are decided without a process of math-verify.
     if len(answer) > max(MAX_LENGTH, 2 * len(truth)):
         return False
     if answer.strip() == truth:
@@ -54,13 +58,13 @@ def same(answer: str, truth: str) -> bool:
     if number is not None and wanted is not None:
         return number.equals(wanted)
     one, other = map(spelt, plain)
-    has_gap = [" " in text for text in (one, other)]  # between digits, where math-verify sees no space in \text{ }
+    # A space left between digits separates them; math-verify would ignore the \text{ } from which it may come and join them.
+    has_gap = [" " in text for text in (one, other)]
     return one == other or (has_gap[0] == has_gap[1] and equivalent(answer, truth))
 
 
 def spelt(text: str) -> str:
-    """The expression in one spelling of LaTeX, for comparison: no sizes, units, degrees, dollars, per cents, and no spaces except
-    between digits."""
+    """Normalise LaTeX for comparison: no sizes, units, degrees, currency and per cent signs, no spaces except between digits."""
     text = _UNIT.sub("", text.replace("\n", " "))
     for pattern, spelling in _SPELLINGS:
         text = pattern.sub(spelling, text)

@@ -1,6 +1,6 @@
-"""Answers in DAPO's format, ``Answer: ...`` on a line: Yu et al. 2025, arXiv:2503.14476, section 4.1; the texts are compared.
+"""Scorer for DAPO's format, a line ``Answer: ...`` (Yu et al. 2025, arXiv:2503.14476, section 4.1).
 
-They are first brought into one form by the rules of Minerva (Lewkowycz et al. 2022, arXiv:2206.14858, listing 1).
+Texts are compared after normalisation by Minerva's rules (Lewkowycz et al. 2022, arXiv:2206.14858, listing 1).
 """
 
 import re
@@ -11,7 +11,7 @@ _STRICT_LOOKED_AT = 100
 _ANSWER_LINE = re.compile(r"Answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _NO_ANSWER = "[INVALID]"
 
-# Minerva's tables, in their order. The first replaces, the second deletes.
+# Minerva's tables of replacements and deletions. Their order matters and is part of the published metric, quirks included.
 _REPLACED = [
     *(("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text")),
     *((",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}")),
@@ -49,7 +49,7 @@ _DELETED = [
     *("^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots"),
 ]
 _REWRITTEN = [
-    (re.compile(r"(.*?)(\$)(.*?)(\$)(.*)"), r"$\3$"),  # what stands between dollar signs is the answer
+    (re.compile(r"(.*?)(\$)(.*?)(\$)(.*)"), r"$\3$"),  # the text between dollar signs is the answer
     *((re.compile(rf"(\\{command}\{{)(.*?)(\}})"), r"\2") for command in ("text", "textbf", "overline")),
     (re.compile(r"(\\boxed\{)(.*)(\})"), r"\2"),
     (re.compile(r"(frac)([^{])(.)"), r"frac{\2}{\3}"),
@@ -58,24 +58,24 @@ _REWRITTEN = [
 
 
 def score(answer: str, ground_truth: str, *, strict_box_verify: bool) -> dict[str, Any]:
-    """score: 1 if right, else -1. acc: is it right. pred: the answer as compared.
+    """score: 1 if correct, else -1. acc: whether correct. pred: the extracted answer.
 
-    The last ``Answer:`` line of the last 300 characters, both sides normalised; without such a line, or always with
-    ``strict_box_verify``, the last \\boxed{} of the last 100 characters, to the letter.
+    Compares the last ``Answer:`` line of the last 300 characters, both sides normalised; without such a line, and always with
+    ``strict_box_verify``, the last \\boxed{} of the last 100 characters, exactly.
     """
     text = answer[-_LOOKED_AT:]
     lines = [] if strict_box_verify else _ANSWER_LINE.findall(text)
     pred = normalise(lines[-1]) if lines else _NO_ANSWER
     if pred != _NO_ANSWER:
-        right = pred == normalise(ground_truth)
+        correct = pred == normalise(ground_truth)
     else:
         boxed = _last_closed_box(text[-_STRICT_LOOKED_AT:])
-        right, pred = boxed is not None and boxed == ground_truth, _NO_ANSWER if boxed is None else boxed
-    return {"score": 1.0 if right else -1.0, "acc": right, "pred": pred}
+        correct, pred = boxed is not None and boxed == ground_truth, _NO_ANSWER if boxed is None else boxed
+    return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": pred}
 
 
 def normalise(text: str) -> str:
-    """The part after the last equals sign, by Minerva's rules."""
+    """Text after the last equals sign, normalised by Minerva's rules."""
     text = text.rpartition("=")[2]
     for before, after in _REPLACED:
         text = text.replace(before, after)
@@ -89,7 +89,7 @@ def normalise(text: str) -> str:
 
 
 def _last_closed_box(text: str) -> str | None:
-    """What the last ``\\boxed{`` holds, up to the brace that closes it; None if none does. Escaped braces count."""
+    """Content of the last ``\\boxed{`` up to its closing brace; None if it is not closed. Escaped braces count, as in verl."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None

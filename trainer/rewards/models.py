@@ -1,4 +1,4 @@
-"""Reward models beside the rules: scores of each, normalised, clipped, and added up by weight."""
+"""Combine reward models with rule-based rewards: scores are normalised, clipped and summed with weights."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from workers.controller.group import WorkerGroup
 
 
 class Scorer(Protocol):
-    """Gives answers the raw scores of one model."""
+    """Interface of one reward model: raw scores of responses."""
 
     def score(self, answers: Batch, prompts: Sequence[Prompt], texts: Sequence[str]) -> tuple[list[Score], Tensor | None]:
-        """One score an answer, in order, and of a model that scores tokens what each token of ``answers`` gets, (T,).
+        """One score per response, in order; for a model that scores tokens also the score of each token of ``answers``, (T,).
 
-        answers: prompt and answer as the policy's tokens, B rows; tokens input_ids, response_mask; rows finished. prompts, texts:
-        of each row. A score that could not be had says why, and bears no value.
+        answers: prompts and responses as the policy's tokens, B rows; tokens input_ids, response_mask; rows finished. prompts,
+        texts: of each row. A failed score has an error and no value.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Of the scores that a model gave when it was made."""
+    """Mean and standard deviation of a model's scores, stored when it was trained."""
 
     mean: float
     std: float
@@ -38,7 +38,7 @@ class Moments:
 
 @dataclass(slots=True)
 class RewardModel:
-    """moments: of its scores, what they are normalised by; running ones take in what training sees. None: they are not."""
+    """A reward model with its normalisation. moments: running (updated by training scores) or stored; None: no normalisation."""
 
     name: str
     config: ScoringModelConfig
@@ -46,7 +46,7 @@ class RewardModel:
     moments: RunningMoments | Moments | None
 
     def normalised(self, scores: Tensor) -> Tensor:
-        """(N,) -> float64 (N,): less the mean, over the deviation, then into the range of ``clip``."""
+        """(scores - mean) / std, clamped to ``clip``: (N,) -> float64 (N,)."""
         scores = scores.double()
         if self.moments is not None:
             scores = (scores - self.moments.mean) / self.moments.std
@@ -54,12 +54,12 @@ class RewardModel:
 
 
 class RewardModels:
-    """All of a run, and the rules."""
+    """All reward models of a run together with the rules."""
 
     def __init__(
         self, models: Sequence[RewardModel], *, rule_weight: float, asks_rules: bool, group: WorkerGroup | None = None
     ) -> None:
-        """rule_weight: of the rules' score in the sum; asks_rules: they were asked for one. group: where the models work."""
+        """rule_weight: weight of the rule's score. asks_rules: whether a rule is configured. group: workers of local models."""
         self.models = models
         self.rule_weight = rule_weight
         self.asks_rules = asks_rules
@@ -68,14 +68,14 @@ class RewardModels:
     def add(
         self, rules: Sequence[Score], answers: Batch, prompts: Sequence[Prompt], texts: Sequence[str], *, learn_from: Tensor
     ) -> tuple[list[Score], Tensor | None]:
-        """The rules' scores (B) with those of the models; see Scorer. learn_from: bool (B,), answers that running moments see.
-        Without any it is a measurement, and scores of models with running moments count raw: normalised by moments that follow
-        the policy, they would say how far it is ahead of its own past, and fall towards 0 while it improves.
+        """Add the models' scores to the rules' scores (B); see Scorer for the arguments.
 
-        value: rule_weight * rule + sum of weight * normalised score; None, with the first error, where a part failed. extra: what
-        the rule told, the raw score of each model under its name, and as acc that of the rule, unless it told one.
-        The tensor: what of the values lies at single tokens (T,), 0 elsewhere; None without a model that scores tokens.
-        Raises ValueError where the reward function tells a number under the name of a model.
+        learn_from: bool (B,), responses that update running moments; none of them: validation.
+
+        Returns scores and the part of their values that belongs to single tokens (T,), 0 elsewhere; None without a model that
+        scores tokens. value: rule_weight * rule + sum of weight * normalised score; None, with the first error, if a part failed.
+        extra: numbers of the rule, the raw score of each model under its name, and acc, the rule's score unless the rule reports
+        acc itself. Raises ValueError if the reward function reports a number under the name of a model.
         """
         scores = [self._of_rule(score) for score in rules]
         at_tokens: Tensor | None = None
@@ -88,6 +88,7 @@ class RewardModels:
                 parts = [float(part.sum()) for part in by_token.split(answers.lengths.tolist())]
                 weighed = model.config.weight * by_token
                 at_tokens = weighed if at_tokens is None else at_tokens + weighed
+            # Token scores were clipped one by one before they were summed: a single token must not outweigh the others.
             scores = [joined(so_far, model, own, part) for so_far, own, part in zip(scores, raw, parts, strict=True)]
         return scores, None if at_tokens is None else at_tokens.float()
 
@@ -97,16 +98,18 @@ class RewardModels:
         return replace(score, value=self.rule_weight * score.value, extra={"acc": score.value} | score.extra)
 
     def _normalised(self, model: RewardModel, raw: Sequence[Score], learn_from: Tensor) -> list[float]:
-        """NaN where there is no score."""
+        """Normalised values, NaN for failed scores; updates running moments."""
         values = torch.tensor([torch.nan if score.value is None else score.value for score in raw], dtype=torch.float64)
         if isinstance(model.moments, RunningMoments):
+            # Validation counts raw scores: moments that follow the policy would measure its lead over its own recent past, which
+            # tends to 0 while the policy improves.
             if not learn_from.any():
                 return values.tolist()
             model.moments.see(values[learn_from])
         return model.normalised(values).tolist()
 
     def state(self) -> dict[str, Any]:
-        """Of running moments, by the models' names."""
+        """State of the running moments by model name."""
         return {name: moments.state() for name, moments in self._running().items()}
 
     def load(self, state: dict[str, Any]) -> None:
@@ -118,9 +121,9 @@ class RewardModels:
 
 
 def joined(so_far: Score, model: RewardModel, own: Score, part: float) -> Score:
-    """so_far: of the rules and the models before this one. own: its raw score. part: of it, what is weighed."""
+    """Add a model's score to the sum so far. own: its raw score. part: its normalised value, before the weight."""
     if model.name in so_far.extra:
-        raise ValueError(f"the reward function tells a number {model.name}, and a reward model has this name; give it another")
+        raise ValueError(f"the reward function reports a number {model.name}, also the name of a reward model; rename one")
     if own.value is None:
         error = so_far.error or f"reward model {model.name}: {own.error}"
         return Score(None, so_far.extra | own.extra, error, so_far.timed_out or own.timed_out)

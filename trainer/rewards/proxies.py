@@ -1,9 +1,11 @@
-"""Calls between two processes of which one does not trust the other: the assertions about a program, and the program.
+"""Remote procedure calls between a program under test and the assertions about it, of which only the latter is trusted.
 
-Plain values are copied, in JSON with tags, and rebuilt from a fixed table: no pickles, so no code travels. Everything else
-(functions, classes, objects of a program's own classes) stays in its process; the other process holds a ``Remote``, whose
-operations are carried out there. The program must not decide whether it is right, so it is never given a value to compare with
-its own: a Remote has no comparisons, no ``in``, and no arithmetic with plain values.
+Problem: assertions use results of the program in any way Python allows, and the program must not influence the verdict. Idea:
+plain values are copied, as tagged JSON, and rebuilt from a fixed table of types; no pickles, so no code travels. Everything else
+(functions, classes, instances of a program's classes) stays in its process; the other process holds a ``Remote``, a proxy whose
+operations are executed there. An object of the program must never be asked whether it equals an expected value, since its class
+would decide: a Remote has no comparisons, no ``in``, and no arithmetic with plain values. The trusted end in turn exposes only
+what the assertions define themselves. Cost: one message each way per operation.
 """
 
 import builtins
@@ -36,7 +38,8 @@ def _mapping(parts: list) -> dict:
 _INTEGERS: frozenset[type] = frozenset({int})
 _NUMBERS: frozenset[type] = frozenset({int, float})
 _TEXT: frozenset[type] = frozenset({str})
-# A plain value of another type: its parts, the value that they make, and the types that parts may have (None: any).
+# Types copied by value: function to take a value apart, function to rebuild it, and types allowed for its parts (None: any).
+# Without the restriction a constructor could call methods of a Remote among the parts, which the program implements.
 _VALUES: dict[type, tuple[Callable[[Any], list], Callable[[list], Any], frozenset[type] | None]] = {
     list: (list, list, None),
     tuple: (list, tuple, None),
@@ -60,8 +63,10 @@ _VALUES: dict[type, tuple[Callable[[Any], list], Callable[[list], Any], frozense
     timedelta: (lambda value: [value.days, value.seconds, value.microseconds], lambda parts: timedelta(*parts), _INTEGERS),
 }
 _MAKE = {kind.__name__: (make, allowed) for kind, (_, make, allowed) in _VALUES.items()}
-_ARRAY_KINDS = "biufcU"  # numpy's: numbers and text, no objects
-_LOCAL_NAMES = ("__name__", "__doc__", "__dict__")  # other such names are how Python and numpy ask an object to decide for them
+_ARRAY_KINDS = "biufcU"  # dtype kinds of NumPy: numbers and text, no objects
+# Special attributes that a Remote forwards. All others are protocols by which Python and NumPy let an object decide for itself
+# (__array__, __array_ufunc__, __index__, ...).
+_LOCAL_NAMES = ("__name__", "__doc__", "__dict__")
 
 _BETWEEN_REMOTES = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor", "lshift", "rshift"]
 _OF_REMOTES = [
@@ -91,7 +96,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 class Remote:
-    """An object that lives in the other process."""
+    """Proxy of an object that lives in the other process."""
 
     __slots__ = ("_handle", "_peer")
     __hash__ = None  # type: ignore[assignment]
@@ -103,7 +108,7 @@ class Remote:
     def __eq__(self, other: object) -> bool:
         if other is None:
             return False
-        raise TypeError("an object of the program cannot be compared: its class would decide the result")
+        raise TypeError("an object of the program cannot be compared: its own class would decide the result")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._peer.ask("call", self, *args, **kwargs)
@@ -117,13 +122,12 @@ class Remote:
         self._peer.ask("setattr", self, name, value)
 
     def __iter__(self) -> Iterator:
-        """The elements. Raises TypeError at their end if their number is not the length that the object reports: zip would
-        compare nothing with the elements of one that is empty.
-        """
+        """Iterate over the elements. Raises TypeError at the end if their number differs from the reported length."""
+        # all(a == b for a, b in zip(result, expected)) would pass for a result that reports a length and yields no elements.
         iterator = self._peer.ask("iter", self)
         try:
             length = len(self)
-        except TypeError:  # it reports none
+        except TypeError:  # it has no length
             length = None
         return _elements(iterator, length)
 
@@ -159,75 +163,80 @@ for _name in _BETWEEN_REMOTES:
 
 
 class Peer:
-    """One end of the line, a stream socket."""
+    """One end of the connection, a stream socket with one JSON message per line."""
 
     def __init__(self, fd: int, own_module: str | None = None) -> None:
-        """own_module: set at the end that does not trust the other. The other reaches functions and classes of that module, their
-        objects, and iterators, and no attribute whose name begins with an underscore.
+        """own_module: set at the trusted end only. The other end reaches functions and classes of that module, their instances
+        and iterators, and no attribute whose name starts with an underscore.
         """
-        sys.set_int_max_str_digits(0)  # numbers travel as text
+        sys.set_int_max_str_digits(0)  # integers travel as text and may be long
         self._fd = fd
-        self._lines = open(fd, "rb", closefd=False)  # noqa: SIM115  for as long as the process lives
+        self._lines = open(fd, "rb", closefd=False)  # noqa: SIM115  open as long as the process lives
         self._own_module = own_module
-        self._objects: list[Any] = []  # of this end, by their handles
-        self._handles: dict[int, int] = {}  # of those, by their ids: an object keeps its handle
-        self._remotes: dict[int, Remote] = {}  # of the other end, by their handles, so that ``is`` holds for one object
+        # Objects of this end by handle, and handles by id: an object keeps its handle, and is kept alive, so ids stay unique.
+        self._objects: list[Any] = []
+        self._handles: dict[int, int] = {}
+        # Proxies by handle of the other end: one proxy per object, so that ``is`` works.
+        self._remotes: dict[int, Remote] = {}
         self._exceptions: dict[str, type[BaseException]] = {}
 
     def serve(self, names: Callable[[str], Any]) -> NoReturn:
-        """Answer until the other end is gone. names: what a name stands for; raises NameError."""
-        self._handle(names)
+        """Execute requests until the other end disconnects. names: resolves a name to an object; raises NameError."""
+        self._handle(names)  # gets handle 0, see look_up
         while True:
             self._answer(*self._receive()[1:])
 
     def look_up(self, name: str) -> Any:
-        """What the name stands for at the end that serves."""
+        """The object of this name at the serving end, copied or as a Remote."""
         return self.ask("call", Remote(self, 0), name)
 
     def ask(self, operation: str, subject: Any, *args: Any, **kwargs: Any) -> Any:
-        """What the operation returns there. Raises what it raises there."""
+        """Execute an operation at the other end; return its result or raise its exception here."""
         given = [*args, *kwargs.values()]
         self._send(["ask", operation, self._encode(subject), [self._encode(value) for value in given], [*kwargs]])
+        # The other end may call back before it replies: a key function, or an iterator that it was given.
         while (message := self._receive())[0] == "ask":
             self._answer(*message[1:])
         try:
             kind, result, *states = message
             result, states = self._decode(result), [self._decode(state) for state in states]
             assert kind == "return" or (kind == "raise" and isinstance(result, BaseException)), kind
-        except Exception as error:  # the other end has not sent what this module sends
+        except Exception as error:  # the message was not written by this module
             _leave(error)
         if kind == "raise":
-            # One that ends loops must not come out of a call: all(map(candidate, ...)) would hold.
+            # An exception that ends loops must not come out of a call: all(map(candidate, ...)) would stop early and hold.
             if isinstance(result, StopIteration | StopAsyncIteration | GeneratorExit) and operation != "next":
                 raise RuntimeError(f"{type(result).__name__} was raised")
             raise result
-        if result is None:  # decided here too, see _answer: the other end may be the program
+        if result is None:  # checked here as well as in _answer, which may run in the program's process
             for value, state in zip(given, states, strict=False):
                 _set_state(value, state)
         return result
 
     def _answer(self, operation: str, subject: Any, args: list, keywords: list[str]) -> None:
+        """Execute one request of the other end and send the reply."""
         try:
             subject, given = self._decode(subject), [self._decode(value) for value in args]
             if self._own_module is not None and not self._may(operation, subject, given):
-                raise TypeError(f"{operation}: not for the program")
+                raise TypeError(f"{operation}: not available to the program")
             split = len(given) - len(keywords)
             result = _OPERATIONS[operation](subject, *given[:split], **dict(zip(keywords, given[split:], strict=True)))
-            # Arguments are written back from functions that return None: those work in place. From others they are not, for a
-            # program that empties its argument and returns [] would pass f(x) == sorted(x).
-            answer = ["return", self._encode(result), *([self._encode(value) for value in given] if result is None else [])]
-        except BaseException as error:
-            answer = ["raise", self._encode(error)]
-        self._send(answer)
+            # Modified arguments are sent back only for functions that return None, which work in place. Otherwise a program that
+            # empties its argument and returns [] would pass f(x) == sorted(x).
+            reply = ["return", self._encode(result), *([self._encode(value) for value in given] if result is None else [])]
+        except BaseException as error:  # any exception of the operation belongs to the caller
+            reply = ["raise", self._encode(error)]
+        self._send(reply)
 
     def _may(self, operation: str, subject: Any, args: list) -> bool:
+        """Whether the untrusted end may perform the operation on an object of this end."""
         if isinstance(subject, FunctionType | MethodType | type):
             return operation == "call" and self._is_own(subject)
         if isinstance(subject, Iterator):
             return operation in ("iter", "next")
         if operation in ("getattr", "setattr") and (type(args[0]) is not str or args[0].startswith("_")):
             return False
-        if operation == "setattr" and callable(getattr(type(subject), args[0], None)):  # a method that would decide
+        if operation == "setattr" and callable(getattr(type(subject), args[0], None)):  # would replace a method of assertions
             return False
         return self._is_own(subject)
 
@@ -255,7 +264,7 @@ class Peer:
         return message
 
     def _encode(self, value: Any) -> Any:
-        """A scalar, or [tag, parts]."""
+        """Encode a value as a scalar or [tag, parts]."""
         kind = type(value)
         if kind in _SCALARS:
             return value
@@ -290,7 +299,7 @@ class Peer:
         return self._handles[id(value)]
 
     def _decode(self, value: Any) -> Any:
-        """Parses what may be hostile: each tag takes parts of the types that it needs, everything else raises."""
+        """Decode a value that may be hostile: each tag accepts parts of certain types only, anything else raises."""
         if type(value) in _SCALARS:
             return value
         assert type(value) is list, value
@@ -304,6 +313,7 @@ class Peer:
             return make(parts)
         if tag == "exception":
             kind, *arguments = parts
+            # __new__ without __init__: constructors of exceptions may require other arguments than args.
             error = _exception_class(kind).__new__(kind, *arguments)
             error.args = tuple(arguments)
             return error
@@ -331,7 +341,7 @@ class Peer:
 
 @cache
 def _named_tuple(name: str, *fields: str) -> type[tuple]:
-    return namedtuple(name, fields)  # raises for what is no name, or a private one
+    return namedtuple(name, fields)  # raises for invalid and private names
 
 
 def _exception_class(value: Any) -> type[BaseException]:
@@ -340,14 +350,14 @@ def _exception_class(value: Any) -> type[BaseException]:
 
 
 def _base_value(value: Any) -> Any:
-    """What an IntEnum, a StrEnum or an object of a subclass of tuple is equal to."""
+    """The plain value that equals an IntEnum, a StrEnum or an instance of a subclass of tuple."""
     if isinstance(value, int):
         return int(value)
     return str.__str__(value) if isinstance(value, str) else tuple(value)
 
 
 def _array_parts(value: Any) -> list | None:
-    """dtype and (nested) list of an array or scalar of numpy; None for another object of numpy."""
+    """dtype and nested list of a NumPy array or scalar; None for other NumPy objects."""
     numpy = sys.modules["numpy"]
     if isinstance(value, numpy.ndarray | numpy.generic) and value.dtype.kind in _ARRAY_KINDS:
         return [value.dtype.str, value.tolist()]
@@ -359,7 +369,7 @@ def _array(dtype: str, values: Any) -> Any:
 
     assert type(dtype) is str and numpy.dtype(dtype).kind in _ARRAY_KINDS, dtype
     assert _are_elements(values), values
-    return numpy.array(values, dtype)[()]  # of no dimensions: a scalar
+    return numpy.array(values, dtype)[()]  # [()] turns an array without dimensions into a scalar
 
 
 def _are_elements(values: Any) -> bool:
@@ -367,7 +377,7 @@ def _are_elements(values: Any) -> bool:
 
 
 def _set_state(value: Any, state: Any) -> None:
-    """Give an argument the contents that it has at the other end. One of a class of this end's own lives here, and has them."""
+    """Update a mutable argument to its contents at the other end; objects of this end's classes were modified in place."""
     if type(value) in (list, bytearray, deque) and type(state) is type(value):
         value.clear()
         value.extend(state)
@@ -379,6 +389,6 @@ def _set_state(value: Any, state: Any) -> None:
 
 
 def _leave(error: Exception) -> NoReturn:
-    """Not by an exception, which assertions might catch."""
+    """End the process after a protocol error. Not by an exception, which assertions might catch and pass."""
     os.write(2, f"{error!r}\n".encode())
     os._exit(1)

@@ -1,4 +1,4 @@
-"""Which scorer judges which data source."""
+"""Built-in scorers, and the scorer of each data source."""
 
 import difflib
 from collections.abc import Callable, Iterable
@@ -12,7 +12,7 @@ from trainer.rewards import code, exact_match, gsm8k, judge, math, math_dapo
 from trainer.rewards.scoring import ScoreFunction
 
 Scorer = Callable[[str, Any, dict[str, Any], ScoringConfig], float | dict[str, Any]]
-"""(solution_str, ground_truth, extra_info, config) -> score, or dict with "score" """
+"""(solution_str, ground_truth, extra_info, config) -> score, or a dict with "score"."""
 
 
 def _gsm8k(solution_str: str, ground_truth: Any, extra_info: dict[str, Any], config: ScoringConfig) -> float:
@@ -40,7 +40,7 @@ def _judge(solution_str: str, ground_truth: Any, extra_info: dict[str, Any], con
 
 
 def _none(solution_str: str, ground_truth: Any, extra_info: dict[str, Any], config: ScoringConfig) -> float:
-    """Nothing, to which reward models add."""
+    """Constant 0, to which reward models add their scores."""
     return 0.0
 
 
@@ -53,23 +53,24 @@ SCORERS: dict[str, Scorer] = {
     "judge": _judge,
     NO_RULES: _none,
 }
-"""The names that ``reward.scorer`` takes."""
+"""Values of ``reward.scorer``."""
 
 DATA_SOURCES: dict[str, str] = {
     "openai/gsm8k": "gsm8k",
     **dict.fromkeys(("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"), "math"),
     **dict.fromkeys(("numina_aops_forum", "numina_synthetic_math", "numina_amc_aime"), "math"),
     **dict.fromkeys(("numina_synthetic_amc", "numina_cn_k12", "numina_olympiads"), "math"),
-    **dict.fromkeys(("math_dapo", "math", "math_dapo_reasoning"), "math_dapo"),  # «math» too: verl's name for data in this format
+    # «math» too: verl uses this data source for data in DAPO's format.
+    **dict.fromkeys(("math_dapo", "math", "math_dapo_reasoning"), "math_dapo"),
     **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), "code"),
     **dict.fromkeys(("sort_digits", "exact_match"), "exact_match"),
     "judge": "judge",
 }
-"""Data source: the name of its scorer. Those that begin with aime are math_dapo's too."""
+"""Scorer of each data source. Data sources that start with aime also use math_dapo."""
 
 
 def with_own_function(config: ScoringConfig) -> ScoringConfig:
-    """``reward.scorer=my.py:fn`` as the function that it names. Raises ValueError for a scorer that nobody knows."""
+    """Resolve ``reward.scorer=my.py:fn`` to a custom reward function. Raises ValueError for an unknown scorer."""
     path, colon, name = (config.scorer or "").rpartition(":")
     if colon and path.endswith(".py"):
         function = replace(config.custom_reward_function, path=path, name=name)
@@ -85,37 +86,37 @@ def with_own_function(config: ScoringConfig) -> ScoringConfig:
 
 
 def check_data_sources(names: Iterable[str]) -> None:
-    """Raises ValueError, naming what is known, if one of the data sources has no scorer."""
+    """Raise ValueError, with the known names, if one of the data sources has no scorer."""
     for name in sorted(name for name in set(names) if _scorer_of(name) is None):
         near = difflib.get_close_matches(name, DATA_SOURCES, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ValueError(
             f"data_source {name!r} has no scorer{hint}; known: {', '.join(sorted(DATA_SOURCES))}, aime*. "
-            f"Name one for all answers, reward.scorer={'|'.join(SCORERS)}, or "
-            "give a function of your own: reward.custom_reward_function.path=FILE.py "
+            f"Set one scorer for all responses, reward.scorer={'|'.join(SCORERS)}, or "
+            "a function of your own: reward.custom_reward_function.path=FILE.py "
             "reward.custom_reward_function.name=FUNCTION"
         )
 
 
 def scores_by_source(config: ScoringConfig) -> bool:
-    """Whether the data sources choose the scorers: neither a function nor one scorer for all is configured."""
+    """Whether data sources select the scorers, that is neither a function nor one scorer for all is configured."""
     return config.custom_reward_function.path is None and config.scorer is None
 
 
 def may_ask_judge(config: ScoringConfig) -> bool:
-    """Whether some answers wait for a judge, so that it is worth while to have several on their way."""
+    """Whether responses may wait for a judge, in which case several requests should be in flight."""
     return config.custom_reward_function.path is None and (config.scorer == "judge" or config.judge.url is not None)
 
 
 def built_in(config: ScoringConfig) -> ScoreFunction:
-    """What runs where the user gives no function."""
+    """Score function used without a user's function."""
     return partial(compute_score, config=config)
 
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], config: ScoringConfig
 ) -> float | dict[str, Any]:
-    """The score by ``reward.scorer``, or where that is null by the data source's own. Raises ValueError if it has none."""
+    """Score by ``reward.scorer`` or, if null, by the data source's scorer. Raises ValueError if there is none."""
     name = config.scorer or _scorer_of(data_source)
     if name is None:
         check_data_sources([data_source])

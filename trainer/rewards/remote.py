@@ -1,4 +1,4 @@
-"""Scores that servers give, ``reward.remote_urls``: several requests at a time, each to whichever server is well."""
+"""Rewards from servers (``reward.remote_urls``): concurrent requests, load-balanced over healthy servers."""
 
 from __future__ import annotations
 
@@ -13,32 +13,34 @@ from types import TracebackType
 from configs.schema.ppo import RemoteConfig, RemoteScoringConfig
 from configs.secret_names import hidden
 from trainer.rewards import wire
-from trainer.rewards.http import Passing, Refused, nobody_there, patiently, post
+from trainer.rewards.http import Passing, Refused, connection_problem, post, with_retries
 from trainer.rewards.registry import scores_by_source
 from trainer.rewards.runner import RewardRunner
 from trainer.rewards.scoring import Answer, Progress, Rewards, Score, in_threads
 from workers.controller.logs import tell
 
-_LONGEST_REST = 60.0  # seconds until a server that does not answer is asked first again
-_BETWEEN_LOOKS = 0.1  # seconds, while no server is there yet
+_MAX_BACKOFF = 60.0
+"""Maximum seconds for which a server that failed gets requests only if no other server is left."""
+_POLL_SECONDS = 0.1
+"""Interval of connection attempts while no server is available yet."""
 
 
 @dataclass(slots=True)
 class _Server:
-    """asked: requests so far; in_flight: those not answered yet. failures: in a row; until rests_until it is asked last."""
+    """State of one server. requests: total so far. failures: consecutive ones. Before retry_at it is the last choice."""
 
     url: str
-    asked: int = 0
+    requests: int = 0
     in_flight: int = 0
     failures: int = 0
-    rests_until: float = 0.0
+    retry_at: float = 0.0
 
 
 class RemoteRewards:
-    """Stands where a RewardRunner does. The servers of ``urls`` are copies of one: each request goes to one of them."""
+    """Rewards by HTTP, with the interface of RewardRunner. The servers of ``urls`` are replicas: each request goes to one."""
 
     def __init__(self, urls: Sequence[str], config: RemoteConfig, key: str = "reward.remote_urls") -> None:
-        """Asks nothing yet. key: where the user names them."""
+        """Sends nothing yet. key: configuration key of the URLs, for messages."""
         self._config = config
         self._key = key
         self._servers = [_Server(url) for url in urls]
@@ -46,28 +48,27 @@ class RemoteRewards:
         self.progress = Progress()
 
     def start(self) -> None:
-        """The servers are started by others."""
+        """Do nothing: servers are not started by the run."""
 
     def wait_ready(self) -> None:
-        """Until one of the servers takes connections: it may still be loading. Raises ValueError if none does in the time that a
-        request may take."""
-        patience = time.monotonic() + self._config.timeout
+        """Wait until a server accepts connections, for it may still be loading. Raises ValueError after a request's timeout."""
+        deadline = time.monotonic() + self._config.timeout
         while True:
-            problems = [nobody_there(server.url, self._config.timeout) for server in self._servers]
+            problems = [connection_problem(server.url, self._config.timeout) for server in self._servers]
             if None in problems:
                 return
-            if time.monotonic() >= patience:
-                raise ValueError(f"{self._key}: no server takes a connection: {problems[0]}")
-            time.sleep(_BETWEEN_LOOKS)
+            if time.monotonic() >= deadline:
+                raise ValueError(f"{self._key}: no server accepts a connection: {problems[0]}")
+            time.sleep(_POLL_SECONDS)
 
     def __enter__(self) -> RemoteRewards:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """They go on."""
+        """Do nothing: the servers keep running."""
 
     def score(self, answers: Sequence[Answer]) -> list[Score]:
-        """One score an answer, in order. Where no server gives one, its error says why; the others have theirs."""
+        """One score per response, in order. A response that no server scored has an error; the others are not affected."""
         size = self._config.batch_size
         batches = [answers[start : start + size] for start in range(0, len(answers), size)]
         self.progress = Progress(len(answers))
@@ -78,25 +79,27 @@ class RemoteRewards:
         return found
 
     def _score(self, answers: Sequence[Answer]) -> list[Score]:
-        """Of one request."""
+        """Scores of the responses of one request."""
         try:
             body = json.dumps(wire.to_request(answers)).encode()
         except (TypeError, ValueError) as error:
-            if len(answers) > 1:  # it fails the answer that it is about
+            # One ground truth that is not JSON must fail its own response only: send them one by one.
+            if len(answers) > 1:
                 return [score for answer in answers for score in self._score([answer])]
             return [Score(None, {}, f"the ground truth or extra_info cannot be sent as JSON: {error}")]
         config = self._config
         try:
-            return patiently(lambda: self._ask(body, len(answers)), retries=config.retries, backoff=config.backoff)
+            return with_retries(lambda: self._try_servers(body, len(answers)), retries=config.retries, backoff=config.backoff)
         except Refused as error:
             return [Score(None, {}, f"no score from {self._key}: {error}", timed_out=error.late)] * len(answers)
 
-    def _ask(self, body: bytes, n: int) -> list[Score]:
-        """The scores by the first server that gives them. Raises Passing if one of them may do so later, else Refused."""
+    def _try_servers(self, body: bytes, n: int) -> list[Score]:
+        """Scores from the first server that returns them. Raises Passing if one failed transiently, else Refused."""
+        # Permanent failures move on to the next server too: one replica may have a bug or a wrong token that others do not.
         problems: list[Passing | Refused] = []
-        for server in self._by_ease():
+        for server in self._by_load():
             with self._lock:
-                server.asked += 1
+                server.requests += 1
                 server.in_flight += 1
             try:
                 scores = self._request(server.url, body, n)
@@ -120,37 +123,37 @@ class RemoteRewards:
         except ValueError as error:
             raise Refused(hidden(f"{url}: {error}")) from error
 
-    def _by_ease(self) -> list[_Server]:
-        """Those that are well first, of them the one with the least to do."""
+    def _by_load(self) -> list[_Server]:
+        """Servers in the order in which to try them: healthy first, then by requests in flight, then by total requests."""
         with self._lock:
             now = time.monotonic()
-            return sorted(self._servers, key=lambda server: (server.rests_until > now, server.in_flight, server.asked))
+            return sorted(self._servers, key=lambda server: (server.retry_at > now, server.in_flight, server.requests))
 
     def _failed(self, server: _Server, error: Exception) -> None:
         with self._lock:
             server.in_flight -= 1
             server.failures += 1
-            rest = min(_LONGEST_REST, self._config.backoff * 2 ** min(server.failures, 16))
-            server.rests_until = time.monotonic() + rest
-            is_news = server.failures == 1
-        if is_news:
+            backoff = min(_MAX_BACKOFF, self._config.backoff * 2 ** min(server.failures, 16))
+            server.retry_at = time.monotonic() + backoff
+            is_first = server.failures == 1
+        if is_first:  # one line per outage, not one per request
             tell(f"note: reward server: {error}")
 
     def _answered(self, server: _Server) -> None:
         with self._lock:
             server.in_flight -= 1
-            is_news, server.failures, server.rests_until = server.failures > 0, 0, 0.0
-        if is_news:
-            tell(f"note: reward server {server.url} answers again")
+            recovered, server.failures, server.retry_at = server.failures > 0, 0, 0.0
+        if recovered:
+            tell(f"note: reward server {server.url} responds again")
 
 
 def open_rewards(config: RemoteScoringConfig) -> Rewards:
-    """What gives scores: servers, or else scoring processes of our own. Starts nothing; errors are those of RewardRunner."""
+    """The configured rewards: servers if URLs are set, else local scoring processes. Starts nothing; raises as RewardRunner."""
     if config.remote_urls:
         return RemoteRewards(config.remote_urls, config.remote)
     return RewardRunner(config)
 
 
 def needs_data_sources(config: RemoteScoringConfig) -> bool:
-    """Whether the data sources choose the scorers here; to servers they are only told."""
+    """Whether data sources select the scorers in this process; for servers they are only a field of the request."""
     return not config.remote_urls and scores_by_source(config)

@@ -1,4 +1,10 @@
-"""Run a model's program on one test, confined. No expected output and no assertion is here: results are compared elsewhere."""
+"""Run a model-generated program on one test, in a sandboxed process.
+
+The program shares its process with this module and may read or change anything in it. Hence neither expected outputs nor
+assertions are ever here: the process returns what the program printed or returned, and another one compares it. The rest makes
+honest programs work as they would in a plain interpreter: the names that contest programs assume, recursion, exit handlers,
+threads and output that is flushed at the end.
+"""
 
 import atexit
 import gc
@@ -17,7 +23,7 @@ from trainer.rewards.confine import landlock_version
 from trainer.rewards.forkserver import PEER_FD, flush, serve
 from trainer.rewards.proxies import Peer
 
-# Programs of contests lean on these being there, with all their names; the later hides the earlier.
+# Contest programs assume that these modules and all their names are imported. Order matters: later names hide earlier ones.
 _MODULES = [
     "string",
     "re",
@@ -38,7 +44,7 @@ _MODULES = [
     "builtins",
     "typing",
 ]
-# Where a kernel without Landlock lets programs open no file, these are there for their imports.
+# Without Landlock programs cannot open files, hence not import; these modules are imported before the sandbox is entered.
 _MORE = [
     *(
         "numpy",
@@ -75,40 +81,45 @@ _RECURSION_LIMIT = 100_000
 
 
 def main(fd: int) -> None:
+    """Entry point of the fork server."""
     prelude = prepare()
     serve(fd, lambda job: run(job, prelude))
 
 
 def prepare() -> dict[str, Any]:
-    """In the server: import once what every program gets."""
+    """Import, once in the server, everything that programs get; return the names they see (the prelude)."""
     prelude: dict[str, Any] = {}
     for module in _MODULES:
         exec(f"from {module} import *", prelude)
     for module in _MODULES:
         exec(f"import {module}", prelude)
     for module in _MORE if landlock_version() == 0 else []:
-        with suppress(ImportError):  # not all are Python's own
+        with suppress(ImportError):  # some are third-party packages
             import_module(module)
     sys.setrecursionlimit(_RECURSION_LIMIT)
-    atexit._clear()  # what runs at the end of a program is the program's own
+    # Exit handlers of imported modules must not run at the end of a program; those of the program do, see _finish.
+    atexit._clear()
     weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
-    gc.freeze()  # a collection in a job then looks at the job's objects alone
+    # Keep the collector away from the modules' objects: touching them would copy the pages shared with the server.
+    gc.freeze()
     return prelude
 
 
 def main_module(name: str, prelude: dict[str, Any]) -> dict[str, Any]:
-    """Namespace of a new module that has the prelude. It is registered: dataclasses and typing look annotations up there."""
+    """Namespace of a new module with the prelude's names."""
+    # Registered in sys.modules, where dataclasses and typing resolve annotations.
     module = sys.modules[name] = ModuleType(name)
     vars(module).update(prelude, __name__=name)
     return vars(module)
 
 
 def run(job: dict[str, Any], prelude: dict[str, Any]) -> str:
-    """job: ``code``, and for a function ``fn_name`` with ``arguments``, or with ``serve`` whatever assertions call (PEER_FD).
+    """Run the program of a job; return the function's result as JSON, or "" for a program that prints.
 
-    Returns the function's result as JSON, or nothing: a program prints. Raises what the program raises, but for SystemExit, with
-    which a program that prints may end.
+    job: ``code``; for a function ``fn_name`` and ``arguments``; with ``serve`` the calls of assertions over PEER_FD. Raises what
+    the program raises, except SystemExit of a program that prints.
     """
+    # Programs that use random numbers give the same result in every run.
     random.seed(0)
     code, function = job["code"], job.get("fn_name")
     prints = function is None and "serve" not in job
@@ -121,6 +132,7 @@ def run(job: dict[str, Any], prelude: dict[str, Any]) -> str:
         return ""
 
     def look_up(name: str) -> Any:
+        # A name that is still the prelude's was not defined by the program: ``sorted`` must not pass for its solution.
         if name not in namespace or (name in prelude and namespace[name] is prelude[name]):
             raise NameError(f"the program has no {name}")
         return namespace[name]
@@ -134,12 +146,12 @@ def run(job: dict[str, Any], prelude: dict[str, Any]) -> str:
 
 
 def _finish(namespace: dict[str, Any], prelude: dict[str, Any]) -> None:
-    """What Python does when a program ends, in its order: wait for threads, run exit functions, drop globals (files flush)."""
+    """Finalise as the interpreter does, in its order: join threads, run exit handlers, drop globals (which flushes files)."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     flush()
     sys.stdout = sys.__stdout__
     for name in [*namespace]:
-        if namespace.get(name) is not prelude.get(name):  # what Python gives is still there for __del__
+        if namespace.get(name) is not prelude.get(name):  # the prelude stays available to __del__ methods
             namespace[name] = None
     gc.collect()

@@ -1,4 +1,4 @@
-"""What is scored, what comes back, and how one answer gets its score. Loads no torch: scoring processes start with it."""
+"""Records of responses and scores, and the calls of score functions. Does not import torch: scoring processes import it."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ Result = TypeVar("Result")
 ScoreFunction = Callable[..., Any]
 """verl's signature, called by keyword: (data_source, solution_str, ground_truth, extra_info) -> number, or dict with "score".
 
-One of whole batches (takes_batches): (data_sources, solution_strs, ground_truths, extra_infos) -> as many of these, in order.
+Over whole batches (takes_batches): (data_sources, solution_strs, ground_truths, extra_infos) -> one of these each, in order.
 """
 
 
 class Answer(NamedTuple):
-    """solution_str: the answer decoded without special tokens. finished: it ended with a stop token, not at the length limit.
+    """A response to be scored.
 
-    Where they are known, for servers: prompt: the text before it. written: the answer with its special tokens and the stop token,
-    where that is more than solution_str. messages: what the prompt was made of, a text or a conversation. ids: prompt and answer
-    as tokens, of a tokenizer whose rules are ``words``.
+    solution_str: decoded without special tokens. finished: ended with a stop token, not truncated at the length limit.
+
+    Only for servers, else empty: prompt: the rendered prompt. written: the response with special tokens, if that differs from
+    solution_str. messages: the unrendered prompt, a text or a conversation. ids: token ids of prompt and response. words: hash of
+    the tokenizer that produced them.
     """
 
     data_source: str
@@ -48,14 +50,17 @@ class Answer(NamedTuple):
 
     @property
     def query(self) -> str:
-        """Prompt and answer as the policy's tokens read, special tokens included."""
+        """Text of prompt and response, including special tokens."""
         return self.prompt + (self.written or self.solution_str)
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """error: why the function gave no value; ``value`` is then None, or reward.timeout_score of one that timed out. extra: the
-    other numbers that the function gave, for the metrics."""
+    """Score of one response.
+
+    error: reason of a failure; ``value`` is then None, or reward.timeout_score after a timeout. extra: other numbers returned by
+    the function, logged as metrics.
+    """
 
     value: float | None
     extra: dict[str, float]
@@ -65,7 +70,7 @@ class Score:
 
 @dataclass(slots=True)
 class Progress:
-    """Of one call of Rewards.score, in answers; read by the display while the call runs."""
+    """Progress of one call of Rewards.score, counted in responses; read by the display while the call runs."""
 
     asked: int = 0
     done: int = 0
@@ -80,7 +85,7 @@ class Progress:
 
 
 class Rewards(Protocol):
-    """What gives scores: processes of ours (RewardRunner), or servers (RemoteRewards). A context manager."""
+    """Source of scores, a context manager: local processes (RewardRunner) or servers (RemoteRewards)."""
 
     progress: Progress
 
@@ -95,10 +100,10 @@ class Rewards(Protocol):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
 
 
-def judge(function: ScoreFunction, answer: Answer) -> Score:
-    """The score of one answer; whatever the function raises becomes the score's error.
+def score_one(function: ScoreFunction, answer: Answer) -> Score:
+    """Score one response; an exception of the function becomes the error of the score.
 
-    The function finds ``finished`` in extra_info, so that one that wants it keeps verl's signature.
+    ``finished`` is passed in extra_info, so that functions keep verl's signature.
     """
     try:
         result = function(
@@ -108,17 +113,17 @@ def judge(function: ScoreFunction, answer: Answer) -> Score:
             extra_info=_extra_info(answer),
         )
         return _to_score(result)
-    except (Exception, SystemExit) as error:  # a user's function may raise anything; it is told, not swallowed
+    except (Exception, SystemExit) as error:  # a user's function may raise anything; it is reported as a failed reward
         return Score(None, {}, describe(error))
 
 
 def takes_batches(function: ScoreFunction) -> bool:
-    """Whether it is to be called once for all answers: it has an argument ``solution_strs``."""
+    """Whether the function scores whole batches: it has a parameter ``solution_strs``."""
     return "solution_strs" in inspect.signature(function).parameters
 
 
-def judge_batch(function: ScoreFunction, answers: Sequence[Answer]) -> list[Score]:
-    """The scores by a function of whole batches; whatever it raises becomes the error of each."""
+def score_batch(function: ScoreFunction, answers: Sequence[Answer]) -> list[Score]:
+    """Score responses by a function over whole batches; an exception becomes the error of each."""
     try:
         results = list(
             function(
@@ -128,22 +133,22 @@ def judge_batch(function: ScoreFunction, answers: Sequence[Answer]) -> list[Scor
                 extra_infos=[_extra_info(answer) for answer in answers],
             )
         )
-    except (Exception, SystemExit) as error:  # as in judge
+    except (Exception, SystemExit) as error:  # as in score_one
         return [Score(None, {}, describe(error))] * len(answers)
     if len(results) != len(answers):
-        return [Score(None, {}, f"{len(results)} rewards came back for {len(answers)} answers")] * len(answers)
+        return [Score(None, {}, f"the function returned {len(results)} rewards for {len(answers)} responses")] * len(answers)
     return [_to_score(result) for result in results]
 
 
-def judge_all(function: ScoreFunction, answers: Sequence[Answer], threads: int) -> Iterator[Score]:
-    """The scores in order, each as soon as it and those before it are known. threads: answers judged at a time."""
+def score_all(function: ScoreFunction, answers: Sequence[Answer], threads: int) -> Iterator[Score]:
+    """Scores in order, each as soon as it and all before it are known. threads: responses scored concurrently."""
     if takes_batches(function):
-        return iter(judge_batch(function, answers))
-    return in_threads(partial(judge, function), answers, threads)
+        return iter(score_batch(function, answers))
+    return in_threads(partial(score_one, function), answers, threads)
 
 
 def in_threads(function: Callable[[Item], Result], items: Sequence[Item], threads: int) -> Iterator[Result]:
-    """``function`` of each item in order, as soon as it and those before are known. threads: at work at a time; 1: this one."""
+    """Apply ``function`` to the items in ``threads`` threads (1: this one); yield results in order as soon as they are known."""
     if threads == 1:
         yield from map(function, items)
         return
@@ -151,17 +156,18 @@ def in_threads(function: Callable[[Item], Result], items: Sequence[Item], thread
     results = [result for _, result in todo]
 
     def work() -> None:
-        with suppress(IndexError):  # nothing is left to do
+        with suppress(IndexError):  # the queue is empty
             while True:
                 item, result = todo.popleft()
                 try:
                     result.set_result(function(item))
-                except BaseException as error:  # whoever waits for the result gets it
+                except BaseException as error:  # raised again by result() in the consumer
                     result.set_exception(error)
 
     try:
+        # Daemon threads instead of an executor: at exit an executor would wait for requests to a judge that are in flight.
         for _ in range(min(threads, len(items))):
-            Thread(target=work, daemon=True).start()  # the end of the process waits for no judge; for an executor's it would
+            Thread(target=work, daemon=True).start()
         for result in results:
             yield result.result()
     finally:
@@ -178,7 +184,7 @@ def _to_score(result: Any) -> Score:
         if "score" not in result:
             return Score(None, {}, f'the reward is a dict without "score": it has {", ".join(map(str, result)) or "nothing"}')
         numbers = {str(name): finite(value) for name, value in result.items() if name != "score"}
-        extra = {name: number for name, number in numbers.items() if number is not None}  # text is no metric
+        extra = {name: number for name, number in numbers.items() if number is not None}  # only numbers become metrics
         result = result["score"]
     value = finite(result)
     if value is None:
@@ -187,7 +193,7 @@ def _to_score(result: Any) -> Score:
 
 
 def finite(value: Any) -> float | None:
-    """A number of any library as a float; None for text, NaN, infinity and everything else."""
+    """Convert a number of any library to float; None for text, NaN, infinity and everything else."""
     if isinstance(value, str | bytes):
         return None
     try:

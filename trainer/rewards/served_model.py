@@ -1,4 +1,4 @@
-"""A reward model that servers have."""
+"""Reward model that runs on servers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from workers.batch import Batch
 
 
 class ServedModel:
-    """See trainer.rewards.models.Scorer. What a server tells beside its scores bears the model's name before its own."""
+    """Scorer (see trainer.rewards.models.Scorer) backed by servers; their extra numbers are prefixed with the model's name."""
 
     def __init__(self, name: str, servers: RemoteRewards, tokenizer: PreTrainedTokenizerBase, watchdog: Watchdog) -> None:
-        """tokenizer: the policy's."""
+        """tokenizer: the policy's tokenizer."""
         self.name = name
         self.servers = servers
         self.tokenizer = tokenizer

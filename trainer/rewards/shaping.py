@@ -1,4 +1,4 @@
-"""From the scorer's score to the reward that is trained on: penalties of length, then clipping, then normalisation."""
+"""Reward shaping, from scores to training rewards: length penalties, then clipping, then normalisation."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from trainer.algorithms.segments import group_ids, sum_by
 
 
 def overlong_penalty(response_lengths: Tensor, config: RewardKwargsConfig) -> Tensor:
-    """Soft overlong punishment (DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 13), times penalty_factor: float32 (B,), <= 0.
+    """Soft overlong punishment (DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 13) times penalty_factor: float32 (B,), <= 0.
 
-    response_lengths (B,): response tokens that are trained. Nothing up to max_resp_len - len tokens, from there in a line
-    to -penalty_factor at max_resp_len, and that beyond it. An answer that was cut at max_resp_len pays the whole penalty.
+    response_lengths (B,): trained response tokens. 0 up to max_resp_len - len tokens, from there linear to -penalty_factor at
+    max_resp_len and beyond. A response truncated at max_resp_len gets the full penalty.
     """
     buffer = config.overlong_buffer_cfg
     if not buffer.enable:
@@ -26,12 +26,12 @@ def overlong_penalty(response_lengths: Tensor, config: RewardKwargsConfig) -> Te
 
 
 def missing_eos_penalty(finished: Tensor, penalty: float | None) -> Tensor:
-    """-penalty for each answer that was cut, finished (B,) 0: float32 (B,). As TRL's key of this name."""
+    """-penalty for each truncated response (finished (B,) is 0): float32 (B,). Same as TRL's option of this name."""
     return torch.where(finished.bool(), 0.0, -(penalty or 0.0))
 
 
 def group_moments(rewards: Tensor, uid: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation (population) of each row's group, by rows: float64 (B,) both. uid (B,): prompt group."""
+    """Mean and population standard deviation of each row's group, float64 (B,) both. uid (B,): prompt group."""
     group, size = group_ids(uid)
     mean = (sum_by(rewards, group, len(size)) / size)[group]
     variance = sum_by((rewards - mean).square(), group, len(size)) / size
@@ -39,21 +39,23 @@ def group_moments(rewards: Tensor, uid: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def standardised(values: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """(values - mean) / std (B,), in float32."""
+    """(values - mean) / std, float32 (B,)."""
     return ((values.double() - mean) / std).float()
 
 
 @dataclass(frozen=True, slots=True)
 class Shaping:
-    """``reward.shaping``. running: over the training rewards of all steps."""
+    """Clipping and normalisation by ``reward.shaping``. running: moments of the training rewards of all steps."""
 
     config: ShapingConfig
     running: RunningMoments
 
     def __call__(self, rewards: Tensor, uid: Tensor, baselines: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Rewards (B,) clipped and normalised; baselines (B,), each the reward of a greedy answer to the row's prompt, in the
-        same way. The statistics are those of ``rewards``, with running these among them; baselines never count.
+        """Clip and normalise rewards (B,) and, with the same statistics, baselines (B,), the rewards of greedy responses.
+
+        Statistics are those of ``rewards``; running moments include the current step. Baselines never enter them.
         """
+        # Clip first: a single outlier would otherwise set the standard deviation of its group.
         rewards = self._clip(rewards)
         baselines = None if baselines is None else self._clip(baselines)
         if self.config.normalize is None:

@@ -1,4 +1,4 @@
-"""From a configuration to reward models that can score."""
+"""Build reward models from the configuration."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from workers.engine.hf_model import model_config, model_files
 from workers.seeding import seed_of
 
 HEADS = ("score", "classifier")
-"""What transformers calls the heads of its classifiers."""
+"""Names of classifier heads in transformers."""
 
 
 def check_reward_models(reward: ModelScoringConfig, trainer: WorkersConfig) -> None:
-    """Before any process starts. Raises ValueError, one line, for what is not there or is no reward model."""
+    """Check the models before any process starts. Raises ValueError, one line, for a missing file or score head."""
     for name, config in reward_models(reward).items():
         if config.urls:
             continue
@@ -44,7 +44,7 @@ def check_reward_models(reward: ModelScoringConfig, trainer: WorkersConfig) -> N
 
 
 def check_one(key: str, config: ScoringModelConfig, trainer: WorkersConfig) -> None:
-    """See check_reward_models."""
+    """Check one reward model; see check_reward_models."""
     try:
         check_head(engine_model(config))
         stored(config)
@@ -54,17 +54,20 @@ def check_one(key: str, config: ScoringModelConfig, trainer: WorkersConfig) -> N
 
 
 def check_head(model: ModelConfig) -> None:
-    """Raises ValueError for a model without a head of one label, which would be given a new one: it would score nothing."""
+    """Raise ValueError for a model without a score head of one label."""
+    # transformers initialises a missing head randomly, with a warning at most: the run would train on noise. The weight files
+    # are checked, not config.json, which promises a head even if the weights were exported without it.
     made = (model_config(model, "reward").architectures or ["a model"])[0]
     names = {name for file in Path(model_files(model)).glob("*.safetensors") for name in tensor_names(file)}
     if not any(name.endswith(".weight") and name.split(".")[0] in HEADS for name in names):
         raise ValueError(
-            f"model.path={model.path}: {made} has no score head (no {HEADS[0]}.weight or {HEADS[1]}.weight), so it is no reward "
-            "model; take one, or make one of a language model with trainer.main_reward_model"
+            f"model.path={model.path}: {made} has no score head (no {HEADS[0]}.weight or {HEADS[1]}.weight), so it is not a "
+            "reward model; use one, or train one from a language model with trainer.main_reward_model"
         )
 
 
 def tensor_names(file: Path) -> list[str]:
+    """Names of the tensors in a safetensors file, from its header only."""
     with safe_open(file, "pt") as opened:
         return list(opened.keys())
 
@@ -78,11 +81,13 @@ def start_reward_models(
     tokenizer: PreTrainedTokenizerBase,
     template_kwargs: dict,
 ) -> RewardModels | None:
-    """workers: those of ``group``. tokenizer, template_kwargs: the policy's. None: there are no reward models.
+    """Start all configured reward models; None if there are none.
 
-    Raises ValueError, one line, for a tokenizer or template that is not there, and for tokens that could not be told apart.
+    workers: layout of ``group``. tokenizer, template_kwargs: the policy's. Raises ValueError, one line, for a missing tokenizer
+    or template, and for kind=token with a tokenizer other than the policy's.
     """
     models = []
+    # In the order of the configuration, which is the order of their metrics and of the sum of floating-point scores.
     for name, config in reward_models(reward).items():
         if config.urls:
             servers = RemoteRewards(config.urls, reward.remote, key=f"{model_key(name, reward)}.urls")
@@ -95,9 +100,9 @@ def start_reward_models(
         models.append(start_one(name, config, conversations, group, workers, trainer, watchdog))
     if not models:
         return None
-    works_here = any(not model.config.urls for model in models)
-    place = group if works_here else None
-    return RewardModels(models, rule_weight=reward.weight, asks_rules=has_score(reward), group=place)
+    uses_workers = any(not model.config.urls for model in models)
+    workers_of_models = group if uses_workers else None
+    return RewardModels(models, rule_weight=reward.weight, asks_rules=has_score(reward), group=workers_of_models)
 
 
 def start_one(
@@ -109,8 +114,9 @@ def start_one(
     trainer: WorkersConfig,
     watchdog: Watchdog,
 ) -> RewardModel:
+    """Start one reward model on the workers."""
     model, head = engine_model(config), head_of(config)
-    cut = limits(
+    forward_limits = limits(
         config,
         workers,
         per_gpu=config.forward_micro_batch_size_per_gpu,
@@ -126,11 +132,12 @@ def start_one(
         sharding=config.sharding,
         device=trainer.device,
         seed=seed_of(trainer.seed, "reward"),
-        forward_limits=cut,
+        forward_limits=forward_limits,
         training=None,
         watchdog=watchdog,
     )
-    bounds = [bound for bound in (config.max_length, cut.max_tokens) if bound is not None]
+    # Rows are never split over micro-batches, so the cap on their tokens is a limit of the row's length too.
+    bounds = [bound for bound in (config.max_length, forward_limits.max_tokens) if bound is not None]
     vocabulary = int(model_config(model, head).get_text_config().vocab_size)
     scorer = LocalModel(name, config, remote, conversations, longest=min(bounds) if bounds else None, vocabulary=vocabulary)
     moments = RunningMoments() if config.normalize == "running" else stored(config)
@@ -140,7 +147,7 @@ def start_one(
 def ask_servers(
     name: str, config: ScoringModelConfig, servers: RemoteRewards, tokenizer: PreTrainedTokenizerBase, watchdog: Watchdog
 ) -> RewardModel:
-    """Raises ValueError if no server is there."""
+    """Connect to the servers of one reward model. Raises ValueError if none accepts a connection."""
     with watchdog.own("start", f"reward model {name}", ", ".join(config.urls)):
         servers.wait_ready()
     moments = RunningMoments() if config.normalize == "running" else None
@@ -150,41 +157,45 @@ def ask_servers(
 def own_conversations(
     config: ScoringModelConfig, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict
 ) -> Conversations | None:
-    """None where the policy's tokens are the model's."""
+    """Encoder of conversations for the reward model; None if it reads the policy's tokens."""
+    # The policy's tokens are preferred: decoding and encoding again does not always give the sampled tokens back.
     own = with_template(load_tokenizer(engine_model(config)), config.chat_template)
     if same_words(own, tokenizer) and config.apply_chat_template_kwargs in ({}, template_kwargs):
         return None
     if config.kind == "token":
         raise ValueError(
-            f"kind=token: the policy's tokens are rewarded, and the tokenizer of {own.name_or_path} or its chat template is "
-            "another than the policy's; kind=sequence takes any"
+            f"kind=token: the policy's tokens are rewarded, and the tokenizer of {own.name_or_path} or its chat template "
+            "differs from the policy's; kind=sequence supports any tokenizer"
         )
     return Conversations(own, config.apply_chat_template_kwargs)
 
 
 def stored(config: ScoringModelConfig) -> Moments | None:
-    """Mean and deviation of the model's scores as they lie beside it, or as OpenRLHF writes them, in config.json; None where they
-    are not asked for. Raises ValueError if they are not there, or cannot be divided by.
+    """Stored mean and standard deviation of the model's scores; None without normalize=stored.
+
+    They are read from a file in the model's directory, or from config.json, where OpenRLHF writes them. Raises ValueError if they
+    are missing or not usable.
     """
     if config.normalize != "stored":
         return None
     directory = Path(model_files(engine_model(config)))
     file = directory / STATISTICS if (directory / STATISTICS).is_file() else directory / "config.json"
-    told = json.loads(file.read_text(encoding="utf-8"))
-    if not {"mean", "std"} <= told.keys():
-        raise ValueError(f"normalize=stored: no {STATISTICS} beside {config.path}; trainer.main_reward_model writes it")
-    if not (math.isfinite(told["mean"]) and math.isfinite(told["std"]) and told["std"] > 0):
-        raise ValueError(f"normalize=stored: {file} has mean {told['mean']} and std {told['std']}, which do not normalise")
-    return Moments(told["mean"], told["std"])
+    statistics = json.loads(file.read_text(encoding="utf-8"))
+    if not {"mean", "std"} <= statistics.keys():
+        raise ValueError(f"normalize=stored: no {STATISTICS} in {config.path}; trainer.main_reward_model writes it")
+    mean, std = statistics["mean"], statistics["std"]
+    if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
+        raise ValueError(f"normalize=stored: {file} has mean {mean} and std {std}; both must be finite, and std above 0")
+    return Moments(mean, std)
 
 
 def head_of(config: ScoringModelConfig) -> Head:
-    """A value head answers for every token."""
+    """Head of the model: a value head has one output per token, a reward head one per sequence."""
     return "reward" if config.kind == "sequence" else "value"
 
 
 def engine_model(config: ScoringModelConfig) -> TokenizedModelConfig:
-    """Of a role that is never trained."""
+    """Model configuration for the engine, of a role that is never trained."""
     assert config.path is not None, "see configs.reward_models"
     return TokenizedModelConfig(
         path=config.path,

@@ -1,13 +1,14 @@
-"""Numbers as people and LaTeX write them, by their exact value."""
+"""Exact values of numbers in prose and LaTeX."""
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-_MAX_DIGITS = 100  # of one number: longer ones are no answers, and cost time
+_MAX_DIGITS = 100  # characters of one number; bounds the time of exact arithmetic on hostile text
 _MAX_EXPONENT = 100
-_REWRITES = [  # another spelling -> ours; none of them can backtrack
+# Rewrites to the spelling that _NUMBER matches. None of the patterns can backtrack, so the time is linear in the text.
+_REWRITES = [
     (re.compile(r"[−–]"), "-"),
     (re.compile(r"\\[dtc]frac"), r"\\frac"),
     (re.compile(r"\\(?:left|right)(?![a-zA-Z])|\\!"), ""),
@@ -34,14 +35,14 @@ _UNIT = re.compile(r"\s*(?:\^\s*\{?\s*\\circ\s*\}?|°|\\(?:text|mathrm|mbox)\s*\
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """number: as it stands before the per cent sign, if there is one."""
+    """Value of a number. number: as written, before a per cent sign. whole: written as an integer."""
 
     number: Fraction
     percent: bool
     whole: bool
 
     def equals(self, other: "Value") -> bool:
-        """Exactly. Where one has a per cent sign and the other has none, 50% is 50 as well as 1/2."""
+        """Exact equality. If only one has a per cent sign, 50% equals both 50 and 1/2."""
         return self.number == other.number or self._plain() == other._plain()
 
     def _plain(self) -> Fraction:
@@ -49,16 +50,16 @@ class Value:
 
 
 def values(text: str) -> Iterator[Value]:
-    """The numbers in ``text``, in order: 1,234.5, -3, .5, 1/2, 2 1/2, \\frac{1}{2}, 1.5e3, 2 * 10^3, each with % or without."""
+    """Numbers in ``text`` in order: 1,234.5, -3, .5, 1/2, 2 1/2, \\frac{1}{2}, 1.5e3, 2 * 10^3, each with or without %."""
     for match in _NUMBER.finditer(_rewrite(text)):
         if (value := _value(match)) is not None:
             yield value
 
 
 def value_of(text: str) -> Value | None:
-    """The number that ``text`` is, with a unit in \\text{} at most; None if it is another thing, or more.
+    """Value of ``text`` if it is a single number, optionally with a unit in \\text{}; else None.
 
-    1-1/2 is a difference here; in a sentence, where ``values`` reads it, it is 1 1/2.
+    1-1/2 is a difference here; within a sentence, see ``values``, it is 1 1/2.
     """
     text = _rewrite(text).strip()
     match = _NUMBER.match(text)
@@ -74,7 +75,7 @@ def _rewrite(text: str) -> str:
 
 
 def _value(match: re.Match[str]) -> Value | None:
-    """None where it divides by zero, is longer than numbers are, or groups thousands from a zero on: 0,500 is not 500."""
+    """Value of a match; None for a division by zero, a number that is too long, or thousands grouped after a zero (0,500)."""
     if len(match[0]) > _MAX_DIGITS or _GROUPS_FROM_ZERO.search(match[0]):
         return None
     if match["latex"]:

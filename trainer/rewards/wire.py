@@ -1,11 +1,10 @@
-"""What a trainer and a reward server say to each other: OpenRLHF's format, and beside it what a scorer of ours wants to know.
+"""Wire format between trainer and reward server: OpenRLHF's format with additional fields.
 
     {"query": [...], "prompts": [...], "labels": [...]}  ->  {"rewards": [...], "scores": [...], "extra_logs": {name: [...]}}
 
-query: prompts with their answers, special tokens included; labels: ground truths. Ours adds to the request responses (the
-answers alone, without special tokens), messages (what the prompts were made of), token_ids and a hash of the tokenizers that made
-them, data_sources, extra_infos and finished, and to the reply errors: why a reward is null, and timed_out: that it took too
-long.
+query: prompts with responses, special tokens included; labels: ground truths. Additional fields of the request: responses
+(without prompt and special tokens), messages (unrendered prompts), token_ids and tokenizers (a hash of the tokenizer that
+produced them), data_sources, extra_infos, finished. Additional fields of the reply: errors (why a reward is null), timed_out.
 """
 
 from __future__ import annotations
@@ -33,8 +32,9 @@ def to_request(answers: Sequence[Answer]) -> dict[str, list]:
 
 
 def from_request(body: Any) -> list[Answer]:
-    """At least one. Where the request says no more than OpenRLHF's does, an answer is its query less the prompt, has no data
-    source, and has ended by itself. Raises ValueError, one line.
+    """Parse a request, of at least one response. Raises ValueError, one line.
+
+    With OpenRLHF's fields only, a response is its query without the prompt, has no data source and counts as finished.
     """
     if not isinstance(body, dict) or not isinstance(body.get("query"), list) or not body["query"]:
         raise ValueError('the request must be a JSON object with "query", a list of texts')
@@ -62,7 +62,7 @@ def from_request(body: Any) -> list[Answer]:
 
 
 def to_reply(scores: Sequence[Score]) -> dict[str, Any]:
-    """The reward of an answer that has none is null."""
+    """Encode scores; the reward of a failed response is null."""
     rewards = [score.value for score in scores]
     names = sorted({name for score in scores for name in score.extra})
     return {
@@ -75,22 +75,23 @@ def to_reply(scores: Sequence[Score]) -> dict[str, Any]:
 
 
 def from_reply(body: Any, n: int) -> list[Score]:
-    """The scores of n answers. One whose reward is no finite number has failed, it alone. What is in extra_logs becomes the
-    score's extra, a single number that of each; scores, which OpenRLHF filters groups by, only where they are not the rewards.
+    """Parse the scores of n responses. Raises ValueError, one line, for an invalid reply.
 
-    Raises ValueError, one line, for what is no reply to n answers.
+    A reward that is not a finite number fails its own response only. extra_logs becomes the extra of each score; a single number
+    applies to all. scores, by which OpenRLHF filters groups, is kept as an extra only if it differs from the rewards.
     """
     rewards = body.get("rewards") if isinstance(body, dict) else None
     if not isinstance(rewards, list):
         raise ValueError(f'its reply has no list "rewards": {body!r:.100}')
     if len(rewards) != n:
-        raise ValueError(f"{len(rewards)} rewards for {n} answers")
+        raise ValueError(f"{len(rewards)} rewards for {n} responses")
     extras: list[dict[str, float]] = [{} for _ in rewards]
     logs = body.get("extra_logs")
-    told = {str(name): values for name, values in logs.items()} if isinstance(logs, dict) else {}
+    columns = {str(name): values for name, values in logs.items()} if isinstance(logs, dict) else {}
     if body.get("scores") not in (None, rewards):
-        told["scores"] = body["scores"]
-    for name, values in told.items():
+        columns["scores"] = body["scores"]
+    # Optional fields of servers by others are ignored if malformed; only the rewards themselves must be valid.
+    for name, values in columns.items():
         each = values if isinstance(values, list) else [values] * n
         for extra, value in zip(extras, each if len(each) == n else (), strict=False):
             if (number := finite(value)) is not None:
@@ -99,7 +100,7 @@ def from_reply(body: Any, n: int) -> list[Score]:
     why = errors if isinstance(errors, list) and len(errors) == n else [None] * n
     late = body.get("timed_out")
     late = [one is True for one in late] if isinstance(late, list) and len(late) == n else [False] * n
-    return [_score(*columns) for columns in zip(rewards, extras, why, late, strict=True)]
+    return [_score(*row) for row in zip(rewards, extras, why, late, strict=True)]
 
 
 def _score(reward: Any, extra: dict[str, float], error: Any, timed_out: bool) -> Score:
@@ -111,7 +112,7 @@ def _score(reward: Any, extra: dict[str, float], error: Any, timed_out: bool) ->
 
 
 def _column(body: dict[str, Any], name: str, kind: type | UnionType, otherwise: list) -> list:
-    """A list of ``kind``, as long as the queries; ``otherwise`` where the request has none."""
+    """A field of the request: a list of ``kind`` with one entry per query; ``otherwise`` if absent. Raises ValueError."""
     values = body.get(name)
     if values is None:
         return otherwise

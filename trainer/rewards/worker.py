@@ -1,4 +1,4 @@
-"""A scoring process: reads chunks of answers from its socket, writes a line for each score."""
+"""Scoring process: reads chunks of responses from its socket, writes one line per score."""
 
 import json
 import os
@@ -10,48 +10,52 @@ from contextlib import suppress
 from configs.schema.ppo import ScoringConfig
 from trainer.rewards.custom import load_function
 from trainer.rewards.registry import built_in
-from trainer.rewards.scoring import ScoreFunction, judge_all, takes_batches
+from trainer.rewards.scoring import ScoreFunction, score_all, takes_batches
 from workers.controller.stacks import answer_for_stacks
 from workers.controller.stop import die_with_parent
 
 
 def resolve(config: ScoringConfig) -> ScoreFunction:
-    """The user's function if a file is given, else the scorers that come with the package."""
+    """The user's function if a file is configured, else the built-in scorers."""
     custom = config.custom_reward_function
     return built_in(config) if custom.path is None else load_function(custom.path, custom.name, custom.reward_kwargs)
 
 
 def main(fd: int, parent: int) -> None:
-    """In: a pickled (ScoringConfig, threads), then pickled lists of Answer. Out, as lines of JSON: once ready, whether the
-    function takes batches, or the text of what went wrong; then [value, extra, error] for each answer as soon as it is
-    known, so that the other side sees which answer is late or fatal. Ends when the socket does.
+    """Entry point of a scoring process; returns at the end of its socket.
+
+    Input: a pickled (ScoringConfig, threads), then pickled lists of Answer. Output, as lines of JSON: once ready, whether the
+    function takes batches, or an error message; then [value, extra, error] for each response as soon as it is known, so that the
+    runner knows which response is late or fatal.
     """
     die_with_parent(parent)
     answer_for_stacks()
-    os.set_inheritable(fd, False)  # a process that a reward starts must not keep the socket open
+    # A process started by a reward function must not inherit the socket: the runner would never see its end.
+    os.set_inheritable(fd, False)
     connection = socket.socket(fileno=fd)
     stream = connection.makefile("rb")
 
-    def say(message: object) -> None:
+    def send(message: object) -> None:
         connection.sendall(json.dumps(message).encode() + b"\n")
 
-    with suppress(EOFError, ConnectionError):  # the other side is gone: nobody is left to tell
+    with suppress(EOFError, ConnectionError):  # the runner has disconnected
         try:
             config, threads = pickle.load(stream)
             if config.memory_limit_mb is not None:
                 _limit_memory(config.memory_limit_mb << 20)
             function = resolve(config)
         except ValueError as error:
-            say(str(error))
+            send(str(error))
             return
-        say(takes_batches(function))
+        send(takes_batches(function))
         while True:
-            for score in judge_all(function, pickle.load(stream), threads):
-                say((score.value, score.extra, score.error))
+            for score in score_all(function, pickle.load(stream), threads):
+                send((score.value, score.extra, score.error))
 
 
 def _limit_memory(size: int) -> None:
-    """An answer that makes a scorer take more fails with a MemoryError, before the machine runs out. size: bytes of data."""
+    """Limit the data segment to ``size`` bytes, so that one response fails with MemoryError before the machine runs out."""
+    # RLIMIT_DATA rather than RLIMIT_AS: libraries reserve large address ranges that they never touch.
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     bound = size if hard == resource.RLIM_INFINITY else min(size, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (bound, hard))

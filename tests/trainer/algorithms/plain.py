@@ -1,4 +1,4 @@
-"""The default configuration, and the losses' inputs, for tests of pure functions."""
+"""Default configuration and policy-loss inputs for tests of pure functions."""
 
 from typing import Any
 
@@ -12,6 +12,6 @@ defaults = ppo_config
 
 
 def loss_inputs(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, **others: Any) -> PolicyLossInputs:
-    """One row, all of it trained, unless said otherwise."""
+    """Inputs of one row with every token trained, unless overridden."""
     plain = {"response_mask": torch.ones_like(advantages), "lengths": torch.tensor([len(advantages)])}
     return PolicyLossInputs(log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages, **(plain | others))

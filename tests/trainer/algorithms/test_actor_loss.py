@@ -11,7 +11,7 @@ from workers.batch import Batch
 def actor_loss(
     *, own: bool = False, correction: dict[str, object] | None = None, loss_mode: str = "vanilla", **actor: object
 ) -> ActorLoss:
-    """The loss of the default configuration, with these changes."""
+    """Actor loss of the default configuration with ``changes``."""
     config = defaults()
     models, algorithm = config.actor_rollout_ref, config.algorithm
     policy_loss = replace(models.actor.policy_loss, loss_mode=loss_mode)
@@ -51,13 +51,13 @@ def test_entropy_bonus_and_kl_loss_enter_with_their_coefficients() -> None:
     assert metrics["actor/kl_loss"].value == pytest.approx(-0.25) and metrics["actor/entropy"].value == pytest.approx(0.8)
 
 
-def test_entropy_of_all_tokens_is_asked_for_only_when_somebody_wants_it() -> None:
+def test_entropy_of_all_tokens_is_computed_only_when_configured() -> None:
     assert actor_loss().needs == {"log_probs", "sampled_entropy"} and "entropy_mask" in actor_loss().columns
     whole = actor_loss(calculate_entropy=True)
     assert whole.needs == {"log_probs", "entropy"} and "entropy_mask" not in whole.columns
 
 
-def test_entropy_of_a_sixteenth_is_measured_where_tokens_are_trained_and_is_no_part_of_the_loss() -> None:
+def test_sampled_entropy_covers_trained_tokens_only_and_does_not_enter_the_loss() -> None:
     log_probs, entropy = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([0.7, 0.9, 0.2])
     batch = micro_batch(old_log_probs=log_probs, advantages=torch.ones(3), response_mask=torch.tensor([1.0, 0.0, 1.0]))
     outputs = {"log_probs": log_probs, "sampled_entropy": entropy}
@@ -72,8 +72,8 @@ def test_entropy_of_a_sixteenth_is_measured_where_tokens_are_trained_and_is_no_p
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 16, 100])
-def test_a_sixteenth_is_spread_over_all_places_of_the_answers(length: int) -> None:
-    """Also where all answers are as long, and the prompts between them."""
+def test_entropy_sample_is_spread_evenly_over_positions(length: int) -> None:
+    """Also for responses of equal length with prompts between them."""
     answers = 16000 // length
     mask = torch.cat([torch.zeros(answers, 3), torch.ones(answers, length)], dim=1)
     chosen = entropy_mask(mask.flatten()).view(answers, -1)

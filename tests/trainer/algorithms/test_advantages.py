@@ -34,7 +34,7 @@ def ragged(seed: int, n: int = 6) -> AdvantageInputs:
 
 
 def gae_by_definition(inputs: AdvantageInputs, gamma: float, lam: float) -> Tensor:
-    """Plain sums, row by row: A_t = sum_l (gamma lam)^l delta_{t+l} over the trained tokens of the row."""
+    """Definition as plain sums, row by row: A_t = sum_l (gamma lam)^l delta_{t+l} over the trained tokens of the row."""
     out, start = torch.zeros(len(inputs.token_rewards), dtype=torch.float64), 0
     for length in inputs.lengths.tolist():
         where = [t for t in range(start, start + length) if inputs.response_mask[t]]
@@ -71,7 +71,7 @@ def test_gae_at_gamma_and_lam_one_returns_the_rewards_to_come() -> None:
 
 
 def scores_in_groups(groups: list[list[float]]) -> AdvantageInputs:
-    """One row an answer: two prompt tokens, then three response tokens, the score on the last."""
+    """One row per response: two prompt tokens, then three response tokens, the score on the last."""
     flat = [(uid, score) for uid, group in enumerate(groups) for score in group]
     return AdvantageInputs(
         token_rewards=torch.tensor([x for _, score in flat for x in (0.0, 0.0, 0.0, 0.0, score)]),
@@ -108,7 +108,7 @@ def test_grpo_divides_by_the_sample_deviation() -> None:
     assert not result[:, :2].any()
 
 
-def test_grpo_group_of_one_keeps_its_score_and_equal_scores_teach_nothing() -> None:
+def test_grpo_group_of_one_keeps_its_score_and_equal_scores_give_zero() -> None:
     result = grpo(scores_in_groups([[0.75], [2.0, 2.0, 2.0]]), config()).advantages.view(-1, 5)[:, 4]
     torch.testing.assert_close(result, torch.tensor([0.75, 0.0, 0.0, 0.0]), atol=1e-5, rtol=1e-5)
     assert not result[1:].any(), "exactly nothing"
@@ -128,11 +128,11 @@ def test_grpo_does_not_depend_on_the_order_of_rows(order: list[int]) -> None:
     assert torch.equal(grpo(moved, config()).advantages.view(-1, 5), grpo(inputs, config()).advantages.view(-1, 5)[rows])
 
 
-def test_an_unknown_estimator_lists_the_known_and_a_taken_name_raises() -> None:
+def test_unknown_estimator_lists_known_names_and_duplicate_registration_raises() -> None:
     with pytest.raises(
         ValueError, match=r"adv_estimator=grop is not known \(did you mean g[a-z]+\?\); known: gae, gdpo, gpg, grpo, "
     ):
         ADVANTAGES["grop"]
-    with pytest.raises(ValueError, match=r"grpo is taken by trainer\.algorithms\.advantages:grpo"):
+    with pytest.raises(ValueError, match=r"grpo is already registered by trainer\.algorithms\.advantages:grpo"):
         ADVANTAGES.register("grpo")(gae)
     assert ADVANTAGES.needs("gae") == {"values"} and not ADVANTAGES.needs("grpo")

@@ -1,4 +1,4 @@
-"""Laws of the estimators, on padded random batches in float64."""
+"""Invariants of the estimators, on padded random batches in float64."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -30,7 +30,7 @@ def ids(entry: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Answers:
-    """B answers of up to R tokens; the score stands on the last marked token. Every group has two answers or more."""
+    """B responses of up to R tokens with the score on the last trained token. Every group has at least two responses."""
 
     mask: Tensor
     scores: Tensor
@@ -83,7 +83,7 @@ def compute(name: str, answers: Answers, **options: Any) -> Tensor:
 
 
 def per_row(answers: Answers, advantages: Tensor) -> Tensor:
-    """The one advantage that all tokens of an answer share."""
+    """The advantage (B,) shared by all tokens of a response."""
     shared = advantages.sum(1) / answers.mask.sum(1)
     torch.testing.assert_close(advantages, shared[:, None] * answers.mask)
     return shared
@@ -110,10 +110,10 @@ def test_a_constant_added_to_a_groups_scores_changes_nothing(name: str, options:
 
 @few
 @given(seeds, st.floats(-50, 50))
-def test_other_shifts_that_change_nothing(seed: int, constant: float) -> None:
+def test_estimator_specific_shifts_change_nothing(seed: int, constant: float) -> None:
     answers, full = draw(seed), draw(seed, full=True)
     shifted = replace(answers, scores=answers.scores + constant, baselines=answers.baselines + constant)
-    equal(compute("remax", shifted), compute("remax", answers), 1e-7)  # the greedy answer's score moves along
+    equal(compute("remax", shifted), compute("remax", answers), 1e-7)  # the score of the greedy response is shifted too
     equal(compute("gdpo", shifted, **STD), compute("gdpo", answers, **STD), 3e-5)
     equal(compute("reinforce_plus_plus", shifted, gamma=1.0), compute("reinforce_plus_plus", answers, gamma=1.0), 1e-6)
     moved = replace(full, scores=full.scores + constant)
@@ -147,9 +147,9 @@ def test_scores_times_a_number_give_advantages_times_that_number(name: str, opti
 @pytest.mark.parametrize(("name", "options"), INVARIANT, ids=ids)
 @few
 @given(seeds, st.floats(0.1, 30))
-def test_what_is_divided_by_its_deviation_keeps_its_size(name: str, options: dict, seed: int, factor: float) -> None:
+def test_estimators_that_divide_by_std_are_scale_invariant(name: str, options: dict, seed: int, factor: float) -> None:
     answers = draw(seed)
-    # So far apart that no deviation comes near the epsilons, and that gdpo's two rewards do not cancel.
+    # Scores far enough apart that no standard deviation is close to the epsilons and gdpo's two rewards do not cancel.
     spread = 20 * torch.arange(len(answers.scores), dtype=torch.float64)
     answers = replace(answers, scores=answers.scores + spread, baselines=answers.baselines + spread)
     scaled = replace(
@@ -165,7 +165,7 @@ def test_a_groups_advantages_sum_to_zero(seed: int) -> None:
     for name, options in [("grpo", STD), ("grpo", PLAIN), ("rloo", {}), ("gpg", {})]:
         sums = group_sums(answers, per_row(answers, compute(name, answers, **options)))
         equal(sums, torch.zeros_like(sums))
-    tokens = group_sums(answers, compute("opo", answers).sum(1))  # weighted by length: OPO's baseline is
+    tokens = group_sums(answers, compute("opo", answers).sum(1))  # OPO's baseline is weighted by length
     equal(tokens, torch.zeros_like(tokens))
     for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo", "gae"):
         assert abs(float(compute(name, answers).sum())) < 1e-7, name
@@ -174,17 +174,17 @@ def test_a_groups_advantages_sum_to_zero(seed: int) -> None:
 @pytest.mark.parametrize(("name", "options"), EVERY, ids=ids)
 @few
 @given(seeds)
-def test_rows_in_another_order_give_the_same_in_that_order(name: str, options: dict, seed: int) -> None:
+def test_row_permutation_permutes_the_advantages(name: str, options: dict, seed: int) -> None:
     answers = draw(seed)
     order = torch.randperm(len(answers.scores), generator=torch.Generator().manual_seed(seed))
-    for ours, theirs in zip(both(name, answers.rows(order), **options), both(name, answers, **options), strict=True):
-        equal(ours, theirs[order])
+    for permuted, original in zip(both(name, answers.rows(order), **options), both(name, answers, **options), strict=True):
+        equal(permuted, original[order])
 
 
 @pytest.mark.parametrize(("name", "options"), [*GROUPWISE, ("remax", {}), ("optimal_token_baseline", {})], ids=ids)
 @few
 @given(seeds)
-def test_a_batch_cut_between_groups_gives_the_same(name: str, options: dict, seed: int) -> None:
+def test_splitting_a_batch_between_groups_changes_nothing(name: str, options: dict, seed: int) -> None:
     answers = draw(seed)
     whole = compute(name, answers, **options)
     for group in set(answers.groups):
@@ -195,7 +195,7 @@ def test_a_batch_cut_between_groups_gives_the_same(name: str, options: dict, see
 @pytest.mark.parametrize(("name", "options"), EVERY, ids=ids)
 @few
 @given(seeds)
-def test_names_of_groups_and_more_padding_do_not_matter(name: str, options: dict, seed: int) -> None:
+def test_group_labels_and_extra_padding_change_nothing(name: str, options: dict, seed: int) -> None:
     answers = draw(seed)
     wider = {key: torch.nn.functional.pad(getattr(answers, key), (0, 3), value=value)
              for key, value in [("mask", 0.0), ("values", 7.0), ("log_probs", -1.0), ("energy", 0.5)]}  # fmt: skip
@@ -204,7 +204,7 @@ def test_names_of_groups_and_more_padding_do_not_matter(name: str, options: dict
 
 
 def moved_left(mask: Tensor, *columns: Tensor) -> list[Tensor]:
-    """``mask`` and ``columns`` with the marked tokens of each row first."""
+    """``mask`` and ``columns`` with the trained tokens of each row moved to the front."""
     order = torch.argsort(1 - mask, dim=1, stable=True)
     return [column.gather(1, order) for column in (mask, *columns)]
 
@@ -217,8 +217,8 @@ def test_untrained_tokens_are_skipped_not_discounted(name: str, seed: int) -> No
     options = {"gamma": 0.8, "lam": 0.7} if name == "gae" else {"gamma": 0.8}
     mask, values = moved_left(answers.mask, answers.values)
     dense = both(name, replace(answers, mask=mask, values=values), **options)
-    for ours, theirs in zip(both(name, answers, **options), dense, strict=True):
-        equal(moved_left(answers.mask, ours)[1], theirs)
+    for sparse, expected in zip(both(name, answers, **options), dense, strict=True):
+        equal(moved_left(answers.mask, sparse)[1], expected)
 
 
 def white(values: Tensor) -> Tensor:
@@ -228,7 +228,7 @@ def white(values: Tensor) -> Tensor:
 @few
 @given(seeds)
 def test_gae_at_lam_one_is_return_minus_value(seed: int) -> None:
-    """Through the whitening: the returns are what was earned, and the advantages are white(return - value)."""
+    """Returns are the rewards to go, and advantages are white(return - value)."""
     answers = draw(seed)
     advantages, returns = both("gae", answers, gamma=1.0, lam=1.0)
     earned = answers.scores[:, None] * answers.mask
@@ -261,18 +261,18 @@ def test_whitened_advantages_have_mean_zero_and_deviation_one(seed: int) -> None
 
 @few
 @given(seeds, st.sampled_from([0.0, 1.0, -3.25, 0.7]))
-def test_groups_of_equal_scores_teach_nothing(seed: int, score: float) -> None:
+def test_groups_of_equal_scores_have_zero_advantage(seed: int, score: float) -> None:
     answers = draw(seed)
     answers = replace(answers, scores=torch.full_like(answers.scores, score))
     answers = replace(answers, baselines=torch.full_like(answers.baselines, score / 3))
     for name, options in [*GROUPWISE, ("gpg", {}), ("reinforce_plus_plus_baseline", {}), ("gdpo", STD)]:
         size = compute(name, answers, **options).abs().max()
-        assert size < 1e-14 if name == "opo" else size == 0, name  # a mean weighted by lengths may be off by its last digit
+        assert size < 1e-14 if name == "opo" else size == 0, name  # a length-weighted mean may differ in the last digit
 
 
 @few
 @given(seeds)
-def test_an_answer_alone_in_its_group_is_its_own_measure(seed: int) -> None:
+def test_group_of_one_keeps_its_score(seed: int) -> None:
     answers = draw(seed)
     alone = replace(answers, groups=list(range(len(answers.groups))))
     score = alone.scores[:, None] * alone.mask
@@ -296,7 +296,7 @@ def test_rloo_leaves_one_out(seed: int) -> None:
 @few
 @given(seeds)
 def test_passk_rewards_the_best_by_its_lead(seed: int) -> None:
-    """Pass@k with k = the group's size: what the best answer adds to the group's maximum; nothing for the others."""
+    """Pass@k with k = group size: the best response gets its contribution to the group's maximum, the others 0."""
     answers = draw(seed)
     plain, normed = (per_row(answers, compute("grpo_passk", answers, **options)) for options in (PLAIN, STD))
     for i, group in enumerate(answers.groups):
@@ -333,7 +333,7 @@ def test_optimal_token_baseline_by_its_definition(seed: int) -> None:
 
 
 def to_come(answers: Answers, row: int, gamma: float) -> list[float]:
-    """The discounted score at each marked token of a row: it stands on the last of them."""
+    """Discounted score at each trained token of a row; the score is on the last one."""
     marked = int(answers.mask[row].sum())
     return [float(answers.scores[row]) * gamma ** (marked - 1 - k) for k in range(marked)]
 
@@ -357,7 +357,7 @@ def test_rewards_to_come_by_their_definition(seed: int, gamma: float) -> None:
 
 
 def centred(answers: Answers, scores: Tensor, *, by_std: bool) -> Tensor:
-    """scores (B,) less their group's mean, over the group's deviation."""
+    """scores (B,) minus the group mean, divided by the group's standard deviation."""
     out = torch.empty_like(scores)
     for i, group in enumerate(answers.groups):
         others = [float(scores[j]) for j, other in enumerate(answers.groups) if other == group]

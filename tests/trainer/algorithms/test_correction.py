@@ -40,12 +40,12 @@ def test_two_bounds_zero_what_lies_outside() -> None:
     assert found.metrics["rollout_corr/rollout_is_oob_ratio"] == pytest.approx(2 / 5)
 
 
-def test_weights_that_are_all_zero_are_no_sample_at_all() -> None:
+def test_all_zero_weights_have_effective_sample_size_zero() -> None:
     found = correct(rollout_is="token", rollout_is_threshold="5.0_6.0")
     assert not found.weights.any() and found.metrics["rollout_corr/rollout_is_eff_sample_size"] == 0.0
 
 
-def test_where_nothing_is_trained_nothing_is_wrong() -> None:
+def test_batch_without_trained_tokens_has_zero_weights_and_no_metrics() -> None:
     rules = config(rollout_is="token", rollout_rs="seq_max_k2", rollout_rs_threshold="1", rollout_token_veto_threshold=0.1)
     found = rollout_correction(OLD, ROLLOUT, torch.zeros_like(MASK), LENGTHS, rules)
     assert not found.weights.any() and not found.mask.any() and found.metrics == {}
@@ -80,7 +80,7 @@ def test_rejections(rule: str, bound: str, kept: list[int]) -> None:
 
 @pytest.mark.parametrize("rule", ["token_k1", "seq_sum_k1", "seq_mean_k1"])
 def test_bounds_of_k1_are_on_the_rollouts_probability_over_the_policys_as_in_verl(rule: str) -> None:
-    """One token that the engine drew with four times the policy's probability, and one with a quarter of it."""
+    """One token sampled with four times the policy's probability and one with a quarter of it."""
     old, rollout = torch.tensor([0.1, 0.4]).log(), torch.tensor([0.4, 0.1]).log()
 
     def kept(bounds: str) -> list[float]:
@@ -100,17 +100,17 @@ def test_a_veto_takes_the_whole_answer() -> None:
     assert correct(rollout_token_veto_threshold=0.1).mask.tolist() == MASK.tolist()
 
 
-def test_distances_have_the_signs_of_their_names() -> None:
+def test_divergence_metrics_have_the_expected_signs() -> None:
     found = correct(rollout_is="token")
     x = [math.log(ratio) for ratio in (1.5, 0.5, 3.0, 1.0, 0.2)]
     assert found.metrics["rollout_corr/kl"] == pytest.approx(-statistics.fmean(x))
     assert found.metrics["rollout_corr/k3_kl"] == pytest.approx(statistics.fmean(math.exp(v) - 1 - v for v in x))
 
 
-def test_mismatch_is_measured_where_the_policy_wrote() -> None:
+def test_mismatch_is_measured_on_trained_tokens_only() -> None:
     metrics = plain_numbers(mismatch(OLD, torch.where(MASK.bool(), ROLLOUT, 1e6), MASK))
-    ours, theirs = OLD[MASK.bool()], ROLLOUT[MASK.bool()]
-    probs, gap = (ours.exp() - theirs.exp()).abs(), (ours - theirs).abs()
+    training, rollout = OLD[MASK.bool()], ROLLOUT[MASK.bool()]
+    probs, gap = (training.exp() - rollout.exp()).abs(), (training - rollout).abs()
     ratios = RATIO[MASK.bool()].numpy()
     assert metrics == pytest.approx(
         {
@@ -118,8 +118,8 @@ def test_mismatch_is_measured_where_the_policy_wrote() -> None:
             "training/rollout_probs_diff_max": float(probs.max()),
             "training/rollout_log_probs_diff_mean": float(gap.mean()),
             "training/rollout_log_probs_diff_max": float(gap.max()),
-            "training/rollout_kl_k1": float((theirs - ours).mean()),
-            "training/rollout_kl_k3": float(((ours - theirs).exp() - 1 - (ours - theirs)).mean()),
+            "training/rollout_kl_k1": float((rollout - training).mean()),
+            "training/rollout_kl_k3": float(((training - rollout).exp() - 1 - (training - rollout)).mean()),
             "training/rollout_ratio_p01": float(np.percentile(ratios, 1)),
             "training/rollout_ratio_p50": 1.0,
             "training/rollout_ratio_p99": float(np.percentile(ratios, 99)),

@@ -12,7 +12,7 @@ from workers.batch import Batch
 
 
 def test_k1_and_k3_are_unbiased_and_k3_is_never_negative() -> None:
-    """Over every token of a small vocabulary, weighted by its probability, both give the exact KL."""
+    """The expectation over a small vocabulary, enumerated, equals the exact KL for both."""
     g = torch.Generator().manual_seed(0)
     log_p, log_q = ((0.5 * torch.randn(50, generator=g, dtype=torch.float64)).log_softmax(0) for _ in range(2))
     exact = (log_p.exp() * (log_p - log_q)).sum()
@@ -48,7 +48,7 @@ def test_adaptive_coefficient_follows_the_clipped_error(kl: float, factor: float
 
 
 @pytest.mark.parametrize("kl", [float("nan"), float("inf")])
-def test_a_kl_that_is_not_finite_moves_nothing(kl: float) -> None:
+def test_non_finite_kl_leaves_the_coefficient_unchanged(kl: float) -> None:
     controller = KLController.start(KLControlConfig(type="adaptive", kl_coef=0.2, horizon=1000, target_kl=0.1))
     controller.update(kl, 50)
     assert controller.coefficient == 0.2
@@ -67,7 +67,7 @@ def test_the_penalty_is_taken_where_the_mask_is() -> None:
     assert kl.tolist() == [0.0, 2.0] and rewards.tolist() == pytest.approx([0.0, 0.8])
 
 
-def test_a_token_counts_at_most_so_much_in_the_reward_and_all_of_it_in_what_is_told() -> None:
+def test_kl_clip_bounds_the_penalty_and_not_the_reported_kl() -> None:
     log_probs, ref, mask = (
         torch.tensor([-1.0, -9.0, -3.0, -2.0]),
         torch.tensor([-6.0, -2.0, -2.5, -9.0]),
@@ -91,7 +91,7 @@ def penalised(lengths: list[int], log_ratio: torch.Tensor, mask: torch.Tensor, t
 
 
 def test_an_adaptive_coefficient_follows_the_mean_over_responses_not_over_tokens() -> None:
-    """Two tokens of KL 1 and 98 of KL 0: 0.5 by response, 0.02 by token, and the target between them."""
+    """Two tokens of KL 1 and 98 of KL 0: mean 0.5 over responses, 0.02 over tokens, with the target in between."""
     log_ratio = torch.cat([torch.ones(2), torch.zeros(98)])
     metrics, coefficient = penalised([2, 98], log_ratio, torch.ones(100), target=0.1)
     assert metrics["actor/reward_kl_penalty"] == 0.5 and coefficient == pytest.approx(0.1 * (1 + 0.2 * 2 / 1000))

@@ -1,4 +1,4 @@
-"""What the KL kinds are estimators of, enumerated over a small vocabulary in float64."""
+"""Expectations of the KL estimators and their gradients, enumerated over a small vocabulary in float64."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def test_k2_and_every_plus_have_the_divergences_gradient(seed: int) -> None:
     assert x.grad is not None
     for kind in ("mse", "k2", *(f"{kind}+" for kind in KINDS)):
         equal(expected_gradient(kind, logits, ref), x.grad)
-    equal(expected_gradient("k1", logits, ref), torch.zeros(5, dtype=torch.float64))  # of k1 it is zero, whence the `+`
+    equal(expected_gradient("k1", logits, ref), torch.zeros(5, dtype=torch.float64))  # k1's is zero, hence the `+` kinds
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -93,7 +93,7 @@ def test_signs_and_symmetry(seed: int) -> None:
 
 
 def test_k3_stays_finite() -> None:
-    """Its log-ratio is held within 20, its value within 10, and beyond either it has no gradient."""
+    """The log-ratio is clamped to 20 and the value to 10; the gradient is 0 beyond either."""
     x = torch.tensor([[-300.0, -25.0, -3.0, -1.0, -0.0]], dtype=torch.float64, requires_grad=True)
     ref = torch.tensor([[-0.0, -0.0, -0.0, -2.0, -300.0]], dtype=torch.float64)
     value = padded.kl("k3", x, ref)

@@ -7,7 +7,7 @@ from trainer.algorithms.moments import RunningMoments
 
 
 @given(st.lists(st.lists(st.floats(-1e3, 1e3), max_size=6), min_size=1, max_size=5))
-def test_parts_give_what_the_whole_gives(parts: list[list[float]]) -> None:
+def test_moments_of_parts_equal_moments_of_the_whole(parts: list[list[float]]) -> None:
     moments = RunningMoments()
     for part in parts:
         moments.see(torch.tensor(part, dtype=torch.float64))
@@ -20,7 +20,7 @@ def test_parts_give_what_the_whole_gives(parts: list[list[float]]) -> None:
     assert other == moments
 
 
-def test_what_is_not_finite_is_not_seen() -> None:
+def test_non_finite_values_are_ignored() -> None:
     moments, clean = RunningMoments(), RunningMoments()
     moments.see(torch.tensor([1.0, float("nan"), 3.0, float("inf")]))
     moments.see(torch.tensor([float("nan")]))
@@ -28,5 +28,5 @@ def test_what_is_not_finite_is_not_seen() -> None:
     assert moments == clean
 
 
-def test_before_anything_was_seen_nothing_changes() -> None:
+def test_moments_without_values_leave_rewards_unchanged() -> None:
     assert (RunningMoments().mean, RunningMoments().std) == (0.0, 1.0)

@@ -19,15 +19,15 @@ def cases(what: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", chosen, ids=[f"{case['name']}-{case['batch']}-{n}" for n, case in enumerate(chosen)])
 
 
-def close(ours: Any, expected: Any) -> None:
-    given = ours.detach().double() if isinstance(ours, Tensor) else torch.tensor(ours, dtype=torch.float64)
+def close(actual: Any, expected: Any) -> None:
+    given = actual.detach().double() if isinstance(actual, Tensor) else torch.tensor(actual, dtype=torch.float64)
     torch.testing.assert_close(given, torch.tensor(expected, dtype=torch.float64), **TOLERANCE)
 
 
-def metrics_agree(ours: dict[str, Any], expected: dict[str, float]) -> None:
-    assert expected.keys() <= ours.keys()
+def metrics_agree(actual: dict[str, Any], expected: dict[str, float]) -> None:
+    assert expected.keys() <= actual.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(float(ours[name]), value, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(float(actual[name]), value, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def advantages_of(case: dict[str, Any], mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,7 +52,7 @@ def test_advantages(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
-def test_a_mask_of_any_type_means_the_same(dtype: torch.dtype) -> None:
+def test_mask_dtype_changes_nothing(dtype: torch.dtype) -> None:
     mask = BATCHES["ragged"]["mask"]
     for case in CASES:
         if case["what"] == "advantages" and case["batch"] == "ragged":

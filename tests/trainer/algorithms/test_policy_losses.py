@@ -24,7 +24,7 @@ def token_loss(ratio: float, advantage: float) -> tuple[float, float]:
 
 
 @given(st.floats(0.05, 20), st.floats(-3, 3).filter(lambda a: abs(a) > 1e-3))
-def test_clip_says_where_the_gradient_is_zero(ratio: float, advantage: float) -> None:
+def test_clipped_tokens_have_zero_gradient(ratio: float, advantage: float) -> None:
     loss, gradient = token_loss(ratio, advantage)
     held = (advantage > 0 and ratio > 1.3) or (advantage < 0 and (ratio < 0.8 or ratio > 3.0))
     bound = {True: min(max(ratio, 0.0), 1.3), False: max(min(ratio, 3.0), 0.8)}[advantage > 0]

@@ -1,4 +1,4 @@
-"""Laws of the policy losses, on padded random batches in float64."""
+"""Invariants of the policy losses, on padded random batches in float64."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -129,7 +129,7 @@ def test_the_gradient_is_zero_exactly_where_the_clip_says_so(seed: int) -> None:
     clipped = torch.where(positive, row_ratio > 1.28, row_ratio < 0.8)
     assert torch.equal(loss_and_gradient("gspo", t)[1] == 0, clipped | ~marked)
 
-    for name in ("cispo", "sapo", "gpg"):  # these clip a factor or nothing: every token goes on teaching
+    for name in ("cispo", "sapo", "gpg"):  # these clip a factor or nothing: every token keeps a gradient
         assert torch.equal(loss_and_gradient(name, t)[1] == 0, ~marked), name
 
 
@@ -177,7 +177,7 @@ def test_every_loss_obeys_every_aggregation_mode(name: str, seed: int, mode: str
 @pytest.mark.parametrize("name", ROWWISE)
 @settings(max_examples=10)
 @given(seeds)
-def test_a_batch_in_two_parts_has_the_loss_of_the_whole(name: str, seed: int) -> None:
+def test_losses_of_two_parts_sum_to_the_loss_of_the_batch(name: str, seed: int) -> None:
     t = draw(seed)
     parts = [t.rows(slice(0, 1)), t.rows(slice(1, None))]
     if len(t.mask) == 1:
@@ -217,7 +217,7 @@ def test_importance_weights_are_each_tokens_own(name: str, seed: int) -> None:
 @every_loss
 @few
 @given(seeds, st.sampled_from([40.0, -40.0, 0.0]))
-def test_what_stands_outside_the_mask_does_not_matter(name: str, seed: int, junk: float) -> None:
+def test_values_outside_the_mask_change_nothing(name: str, seed: int, junk: float) -> None:
     t = draw(seed)
     marked = t.mask > 0
     other = replace(
@@ -232,7 +232,7 @@ def test_what_stands_outside_the_mask_does_not_matter(name: str, seed: int, junk
         equal(float(its_metrics[key]), float(metrics[key]))
 
 
-@pytest.mark.parametrize("name", [name for name in LOSSES if name != "clip_cov"])  # its draw goes by the order of tokens
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "clip_cov"])  # it samples by token order
 @few
 @given(seeds)
 def test_rows_in_another_order_have_the_same_loss(name: str, seed: int) -> None:
@@ -245,7 +245,7 @@ def test_rows_in_another_order_have_the_same_loss(name: str, seed: int) -> None:
 @few
 @given(seeds)
 def test_no_advantage_no_gradient(name: str, seed: int) -> None:
-    if name == "kl_cov":  # its penalty is there all the same
+    if name == "kl_cov":  # its penalty does not depend on the advantage
         return
     t = draw(seed)
     assert not loss_and_gradient(name, replace(t, advantages=torch.zeros_like(t.advantages)))[1].any()
@@ -253,7 +253,7 @@ def test_no_advantage_no_gradient(name: str, seed: int) -> None:
 
 @few
 @given(seeds)
-def test_clip_cov_leaves_out_as_many_tokens_as_it_says(seed: int) -> None:
+def test_clip_cov_excludes_the_configured_number_of_tokens(seed: int) -> None:
     t = draw(seed)
     marked = t.mask > 0
     plain = loss_and_gradient("vanilla", t, clip_ratio_c=1e9)[1]

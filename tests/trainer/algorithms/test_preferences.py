@@ -1,4 +1,4 @@
-"""The loss and the measures of reward models."""
+"""Pair loss and metrics of reward models."""
 
 import math
 
@@ -39,14 +39,14 @@ def test_the_calibration_error_by_hand() -> None:
     logit = [math.log(p / (1 - p)) for p in (0.72, 0.74, 0.98)]
     found = calibration_error(torch.tensor([logit[0], -logit[1], logit[2]], dtype=DTYPE))
     assert found == pytest.approx((abs(1 - 0.72 - 0.74) + abs(1 - 0.98)) / 3, rel=1e-9)
-    apart = [math.log(p / (1 - p)) for p in (0.72, 0.78)]  # two bins: what one is short of, the other does not make good
+    apart = [math.log(p / (1 - p)) for p in (0.72, 0.78)]  # two bins: errors of opposite sign do not cancel
     assert calibration_error(torch.tensor([apart[0], -apart[1]], dtype=DTYPE)) == pytest.approx((0.28 + 0.78) / 2, rel=1e-9)
     certain = torch.full((4,), 50.0)
     assert calibration_error(certain) == pytest.approx(0.0, abs=1e-12) and calibration_error(-certain) == pytest.approx(1.0)
     assert calibration_error(torch.zeros(3)) == 0.0
 
 
-def test_one_who_says_how_sure_it_is_is_calibrated() -> None:
+def test_calibrated_scores_have_zero_calibration_error() -> None:
     draw = torch.Generator().manual_seed(0)
     size = torch.rand(200_000, generator=draw, dtype=DTYPE) * 3
     right = torch.rand(len(size), generator=draw, dtype=DTYPE) < size.sigmoid()
@@ -91,14 +91,14 @@ def test_metrics_are_means_over_pairs() -> None:
     assert metrics["train/score_difference"].value == pytest.approx((0.75 - 3.0 + 3.0) / 3)
 
 
-def test_a_torn_pair_is_seen() -> None:
+def test_pair_split_over_micro_batches_raises() -> None:
     batch = pairs([0, 3])
-    with pytest.raises(AssertionError, match="torn"):
+    with pytest.raises(AssertionError, match="split over micro-batches"):
         BradleyTerryLoss(PLAIN)({"scores": batch.rows["score"]}, batch)
 
 
 def test_a_dummy_row_has_a_gradient_of_zero() -> None:
-    """An empty slot runs one, so that every rank has as many backwards."""
+    """Empty micro-batches run a dummy row, so that all ranks run the same number of backward passes."""
     columns = {name: torch.zeros(1, dtype=torch.int64) for name in ("uid", "side", "margin")}
     scores = torch.ones(1, requires_grad=True)
     token_loss, _ = BradleyTerryLoss(CENTERED)({"scores": scores}, Batch(torch.tensor([2]), rows=columns))

@@ -1,4 +1,4 @@
-"""Rows of texts beside the policy's: one gradient, which is the sum of two, however it is cut."""
+"""Pretraining texts in the policy's mini-batch: the gradient is the sum of both losses, for any split into micro-batches."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +27,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def answers() -> Batch:
-    """What the policy wrote, with its weights; on-policy ratios would hide a term, so the old log-probs are others."""
+    """Responses with loss weights. Old log-probs differ from the current ones: on-policy ratios of 1 would hide a term."""
     batch = toy_batch([30, 5, 17, 9], dtype=torch.float64)
     columns = {name: batch.tokens[name].double() for name in ("response_mask", "loss_weight")}
     return batch.with_meta({"temperature": 1.0}).with_tokens(**columns)
@@ -38,7 +38,7 @@ def loss(**actor: object) -> ActorAndPtxLoss:
 
 
 def plain(path: str, batch: Batch, texts: Batch) -> dict[str, Tensor]:
-    """The policy gradient, and COEFFICIENT times that of the texts' mean loss, by transformers, a row at a time."""
+    """Policy gradient plus COEFFICIENT times the gradient of the texts' mean loss, computed with transformers row by row."""
     model = plain_model(path, torch.float64)
     model.zero_grad()
     columns = [batch.split_rows(name) for name in ("input_ids", "response_mask", "advantages", "old_log_probs", "loss_weight")]
@@ -70,19 +70,19 @@ def test_the_gradient_is_the_sum_of_both_however_it_is_cut(path: str, tmp_path: 
     assert distance(alone, expected) > 1e-3, "the texts do enter"
 
 
-def test_the_policys_metrics_are_those_without_texts(path: str, tmp_path: Path) -> None:
+def test_policy_metrics_are_unchanged_by_texts(path: str, tmp_path: Path) -> None:
     batch, mixed = answers(), stream(tmp_path, COEFFICIENT, ratio=1.0).beside(answers())
     engine = toy_engine(path, dtype="float64")
 
-    def told(rows: Batch, loss_fn: object, **limits: int) -> dict[str, float]:
+    def metrics_of(rows: Batch, loss_fn: object, **limits: int) -> dict[str, float]:
         (share,), (plan,) = cut(rows, **limits)
         metrics = engine.accumulate(share, plan, loss_fn)
         engine.move(grads="cpu")
         return {name: metric.value for name, metric in metrics.items() if name != "loss"}
 
-    expected = told(batch, actor_loss(calculate_entropy=True), max_tokens=500)
+    expected = metrics_of(batch, actor_loss(calculate_entropy=True), max_tokens=500)
     for limits in ({"max_tokens": 500}, {"max_rows": 1}):
-        found = told(mixed, ActorAndPtxLoss(actor_loss(calculate_entropy=True).config), **limits)
+        found = metrics_of(mixed, ActorAndPtxLoss(actor_loss(calculate_entropy=True).config), **limits)
         ptx = found.pop("actor/ptx_loss")
         assert found == pytest.approx(expected, rel=1e-9) and len(found) > 4
         log_probs = engine.forward(mixed, cut(mixed, max_rows=9)[1][0], {"log_probs"}).tokens["log_probs"]
@@ -90,7 +90,7 @@ def test_the_policys_metrics_are_those_without_texts(path: str, tmp_path: Path) 
         assert ptx == pytest.approx(float(-log_probs[marked].mean()), rel=1e-5)
 
 
-def test_micro_batches_of_texts_alone_tell_nothing_of_the_policy() -> None:
+def test_micro_batch_of_texts_only_reports_no_policy_metrics() -> None:
     rows = Batch(
         torch.tensor([2]),
         tokens={"ptx": torch.ones(2), "response_mask": torch.tensor([0.0, 1.0]), "loss_weight": torch.tensor([0.0, 0.5])},

@@ -32,7 +32,7 @@ def test_a_users_function_is_found_and_keeps_what_it_registered(tmp_path: Path) 
 
 
 def test_a_users_function_travels_by_value(tmp_path: Path) -> None:
-    """Another node has no such file: what it gets is the code itself, with what it calls."""
+    """Another node does not have the file: the code itself is pickled, with the functions it calls."""
     file = tmp_path / "gone.py"
     file.write_text(FILE.replace('"wants"', '"wants too"'))
     function = REGISTRY[f"{file}:plain"]

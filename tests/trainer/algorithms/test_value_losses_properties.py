@@ -1,4 +1,4 @@
-"""Laws of the critic's loss, on padded random batches in float64."""
+"""Invariants of the value loss, on padded random batches in float64."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Laws of the aggregation modes, on padded random batches in float64."""
+"""Invariants of the aggregation modes, on padded random batches in float64."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def equal(left: Tensor | float, right: Tensor | float) -> None:
 
 @few
 @given(seeds)
-def test_what_the_weights_sum_to(seed: int) -> None:
+def test_weights_sum_to_the_expected_total(seed: int) -> None:
     loss, mask = draw(seed)
     ones, tokens, rows = torch.ones_like(loss), float(mask.sum()), float((mask.sum(1) > 0).sum())
     for mode, total in [
@@ -47,7 +47,7 @@ def test_what_the_weights_sum_to(seed: int) -> None:
 @every_mode
 @few
 @given(seeds)
-def test_a_mean_by_its_words(mode: str, seed: int) -> None:
+def test_means_match_their_definition(mode: str, seed: int) -> None:
     loss, mask = draw(seed)
     rows = [[float(x) for x, m in zip(*row, strict=True) if m] for row in zip(loss, mask, strict=True)]
     rows = [row for row in rows if row]

@@ -1,4 +1,4 @@
-"""Whitening of advantages: against plain Python, and what must hold whatever they are."""
+"""Whitening of advantages: against plain Python, and invariants."""
 
 import statistics
 from typing import Literal
@@ -17,7 +17,7 @@ MIXED = torch.arange(12).flip(0)
 
 
 def plain(parts: list[list[int]]) -> list[float]:
-    """Each part's trained tokens over their own mean and deviation; all else as it is, or 0 where nothing is trained."""
+    """Reference: normalise each part's trained tokens; other parts unchanged, untrained tokens 0."""
     found = (VALUES * MASK).tolist()
     for part in parts:
         values = [VALUES[t].item() for t in part]
@@ -31,7 +31,7 @@ def plain(parts: list[list[int]]) -> list[float]:
     ("over", "parts"), [("batch", [[1, 2, 3, 4, 6, 8, 9]]), ("group", [[1, 2, 3, 4]])], ids=["batch", "group"]
 )
 def test_it_is_the_plain_formula(over: Literal["batch", "group"], parts: list[list[int]]) -> None:
-    """Tokens count, not answers; groups of one (here 2 and 9) are left as they are."""
+    """Statistics are over tokens, not responses; groups of one (here 2 and 9) are unchanged."""
     found = whitened(VALUES, MASK, LENGTHS, UID, over)
     assert found.tolist() == pytest.approx(plain(parts), abs=1e-6) and found.dtype == VALUES.dtype
 
@@ -55,8 +55,8 @@ def test_shift_scale_and_order_do_not_matter(over: Literal["batch", "group"], va
 
 
 @pytest.mark.parametrize("over", ["batch", "group"])
-def test_equal_advantages_are_exactly_nothing(over: Literal["batch", "group"]) -> None:
-    """Also after Adam's division: what is left of 0.1 - mean(0.1, ...) would be a full step."""
+def test_equal_advantages_become_exactly_zero(over: Literal["batch", "group"]) -> None:
+    """A rounding remainder of 0.1 - mean(0.1, ...) would become a full step after Adam's division."""
     found = whitened(torch.full((12,), 0.1), MASK, LENGTHS, torch.zeros_like(UID), over)
     assert (found == 0).all()
     assert len(whitened(VALUES[:0], MASK[:0], LENGTHS[:0], UID[:0], over)) == 0

@@ -116,7 +116,7 @@ class Verl:
     def policy_loss(
         self, name: str, b: dict[str, Any], log_probs: Tensor, mode: str, weights: Tensor | None, options: dict[str, Any]
     ) -> tuple[Tensor, dict[str, float]]:
-        torch.manual_seed(5)  # clip_cov draws the tokens that it leaves out
+        torch.manual_seed(5)  # clip_cov samples the tokens that it excludes
         inner = {"clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "dro_beta"}
         config = self.actor.ActorConfig(
             strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1,

@@ -26,7 +26,7 @@ def test_load_tokenizer_takes_the_other_path_and_names_a_missing_one(tmp_path: P
     ("of_model", "eos_token", "stops"),
     [(None, "<eos>", (1,)), (5, "<eos>", (1, 5)), ([7, 1], "<eos>", (1, 7)), (5, None, (5,))],
 )
-def test_answers_stop_at_the_eos_of_tokenizer_and_model(
+def test_stop_tokens_are_those_of_tokenizer_and_generation_config(
     tmp_path: Path, of_model: Any, eos_token: str | None, stops: tuple[int, ...]
 ) -> None:
     tokenizer = byte_tokenizer()
@@ -36,10 +36,10 @@ def test_answers_stop_at_the_eos_of_tokenizer_and_model(
     assert stop_token_ids(tokenizer, model(tmp_path)) == stops
 
 
-def test_without_any_eos_no_answer_could_end(tmp_path: Path) -> None:
+def test_model_without_any_eos_raises(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.eos_token = None
-    with pytest.raises(ValueError, match="no answer could end"):
+    with pytest.raises(ValueError, match="no response could end"):
         stop_token_ids(tokenizer, model(tmp_path))
 
 
@@ -50,5 +50,5 @@ def test_another_chat_template_as_text_or_in_a_file(tmp_path: Path) -> None:
     for asked in (file.read_text(), f"@{file}"):
         tokenizer = load_tokenizer(model_config(str(tmp_path), custom_chat_template=asked))
         assert tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False) == "<hello>"
-    with pytest.raises(ValueError, match=r"custom_chat_template=@nowhere\.jinja: no such file; behind @ stands a file"):
+    with pytest.raises(ValueError, match=r"custom_chat_template=@nowhere\.jinja: no such file; after @, name a file"):
         load_tokenizer(model_config(str(tmp_path), custom_chat_template="@nowhere.jinja"))

@@ -1,4 +1,4 @@
-"""Prompts and answers in another model's words."""
+"""Prompts and responses encoded for another model."""
 
 from pathlib import Path
 
@@ -13,8 +13,8 @@ ASKED = [{"role": "system", "content": "s"}, {"role": "user", "content": "1+1"}]
 
 
 @pytest.mark.parametrize(("finished", "end"), [(True, "<eos>"), (False, "")])
-def test_chat_messages_become_a_conversation_up_to_the_end_of_the_answer(finished: bool, end: str) -> None:
-    """The template's line's end behind the last turn is no part of it; an answer that was cut has no end."""
+def test_chat_messages_become_a_conversation_up_to_the_end_of_the_response(finished: bool, end: str) -> None:
+    """A newline after the last turn is excluded; a truncated response has no end token."""
     tokenizer = byte_tokenizer(chat_template=CHAT)
     ids = Conversations(tokenizer, {}).ids(ASKED, "2 <pad>", finished=finished)
     text = f"<system>s<eos>\n<user>1+1<eos>\n<assistant>2 <pad>{end}"
@@ -22,7 +22,7 @@ def test_chat_messages_become_a_conversation_up_to_the_end_of_the_answer(finishe
 
 
 @pytest.mark.parametrize(("finished", "end"), [(True, "<eos>"), (False, "")])
-def test_a_text_has_the_tokenizers_own_tokens_before_it_and_eos_behind_the_answer(finished: bool, end: str) -> None:
+def test_plain_text_has_bos_before_it_and_eos_after_the_response(finished: bool, end: str) -> None:
     tokenizer = byte_tokenizer(chat_template=None, bos=True)
     ids = Conversations(tokenizer, {}).ids("1+1", "2", finished=finished)
     assert ids.tolist() == tokenizer(f"<eos>1+12{end}", add_special_tokens=False)["input_ids"]
@@ -35,9 +35,9 @@ def test_a_template_that_ends_no_turn_gets_eos_and_its_arguments_count() -> None
     assert tokenizer.decode(Conversations(tokenizer, {}).ids(ASKED, "", finished=False)) == "[s][1+1][]"
 
 
-def test_what_a_template_refuses_is_told() -> None:
+def test_messages_that_a_template_rejects_raise() -> None:
     strict = byte_tokenizer(chat_template="{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}")
-    with pytest.raises(ValueError, match="the conversation: the chat template refuses it: no system"):
+    with pytest.raises(ValueError, match="the conversation: the chat template rejects it: no system"):
         Conversations(strict, {}).ids(ASKED, "2", finished=True)
     with pytest.raises(ValueError, match="has no chat template"):
         Conversations(byte_tokenizer(chat_template=None), {}).ids(ASKED, "2", finished=True)
@@ -45,12 +45,12 @@ def test_what_a_template_refuses_is_told() -> None:
         Conversations(byte_tokenizer(), {}).ids([{"role": "tool", "content": "x"}], "2", finished=True)
 
 
-def test_same_words_are_told_from_others(tmp_path: Path) -> None:
+def test_same_words_detects_every_difference_between_tokenizers(tmp_path: Path) -> None:
     one = byte_tokenizer()
     assert same_words(one, byte_tokenizer())
     used = byte_tokenizer()
     used(["a", "abc"], padding=True, truncation=True, max_length=2)
-    assert same_words(one, used), "how it was called last is no matter"
+    assert same_words(one, used), "truncation and padding of an earlier call are ignored"
     other_end = byte_tokenizer()
     other_end.eos_token = "<pad>"
     others = [character_tokenizer("0123"), byte_tokenizer(chat_template=CHAT), byte_tokenizer(bos=True), other_end]

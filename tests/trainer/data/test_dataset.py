@@ -10,11 +10,11 @@ from trainer.data.dataset import Prompt, PromptDataset
 from trainer.data.processes import PART
 
 TOKENIZER = byte_tokenizer()
-EXTRA = len("<user><a>")  # what the template adds
+EXTRA = len("<user><a>")  # tokens added by the template
 
 
 def rows(lengths: list[int], source: str = "sort_digits") -> list[dict[str, Any]]:
-    """Prompts of so many tokens, template and all; the ground truth is the row's number."""
+    """Prompts with these numbers of tokens, template included; the ground truth is the row index."""
     return [
         rl_row(data_source=source, prompt="x" * (n - EXTRA), ability="", ground_truth=str(i), split="train", index=i)
         for i, n in enumerate(lengths)
@@ -77,7 +77,7 @@ def test_the_filter_drops_counts_and_keeps_uids(make: Any) -> None:
     assert [data[i].ground_truth for i in range(3)] == ["0", "2", "1"]
     assert all(len(data[i].prompt_ids) == 20 for i in range(3))
     assert data.notices == ("2 of 5 prompts are longer than data.max_prompt_length=20 tokens and are dropped",)
-    with pytest.raises(ValueError, match=r"2 of 2 prompts .* leaves nothing"):
+    with pytest.raises(ValueError, match=r"2 of 2 prompts .* leaves no prompt; raise data.max_prompt_length"):
         make(rows([21, 22]), max_prompt_length=20, filter_overlong_prompts=True)
 
 
@@ -87,11 +87,11 @@ def test_truncation(make: Any, how: str, kept: str) -> None:
     data = make([row], max_prompt_length=6, truncation=how)
     assert TOKENIZER.decode(data[0].prompt_ids) == kept
     assert data[0].text == "<user>12345<a>"
-    told = f"1 of 1 prompts are longer than data.max_prompt_length=6 tokens and are cut (data.truncation={how})"
-    assert data.notices == (told,)
+    notice = f"1 of 1 prompts are longer than data.max_prompt_length=6 tokens and are truncated (data.truncation={how})"
+    assert data.notices == (notice,)
 
 
-def test_max_samples_is_drawn_by_the_seed_or_is_the_first(make: Any) -> None:
+def test_max_samples_selects_by_seed_or_takes_the_first_rows(make: Any) -> None:
     def uids(**kwargs: Any) -> list[int]:
         data = make(rows([12] * 30), rows([12] * 20), max_samples=10, **kwargs)
         return [data[i].uid for i in range(len(data))]
@@ -127,16 +127,16 @@ def test_empty_prompts_and_missing_columns_are_named(make: Any, tmp_path: Path) 
         PromptDataset([str(file)], TOKENIZER, data_config(), max_samples=-1, seed=0)
 
 
-def test_a_token_that_the_model_has_not_is_named_by_row(make: Any) -> None:
+def test_token_outside_the_vocabulary_raises_with_its_row(make: Any) -> None:
     data = make(rows([3, 5, 4]))
     largest = [max(prompt.prompt_ids) for prompt in iter_prompts(data)]
     data.check_tokens(max(largest) + 1)
     first = next(uid for uid, token in enumerate(largest) if token == max(largest))
-    with pytest.raises(ValueError, match=rf"row {first}: the tokenizer makes token {max(largest)} .* has {max(largest)}; set"):
+    with pytest.raises(ValueError, match=rf"row {first}: the prompt contains token {max(largest)}, .* has {max(largest)}; set"):
         data.check_tokens(max(largest))
 
 
-def test_tokenising_in_processes_gives_the_same(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokenising_in_processes_equals_one_process(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [20 + i % 3 for i in range(PART + 100)]
     settings: dict[str, Any] = {"max_prompt_length": 21, "filter_overlong_prompts": True}
     alone = make(rows(lengths), **settings)

@@ -21,7 +21,7 @@ def test_template_ends_where_the_answer_begins() -> None:
     assert render(tokenizer, "<user>as it is", {"tail": "!"}) == "<user>as it is"
 
 
-def test_chat_without_template_says_what_to_do() -> None:
+def test_chat_messages_without_a_template_raise_with_a_remedy() -> None:
     tokenizer = byte_tokenizer(chat_template=None)
     assert render(tokenizer, "plain", {}) == "plain"
     with pytest.raises(ValueError, match=r"has no chat template.*tokenizer_path.*chat_template\.jinja.*plain strings"):
@@ -48,7 +48,7 @@ def test_encode_of_many_equals_one_by_one() -> None:
 
 
 @given(st.lists(st.integers(0, 9), max_size=20), st.integers(1, 20))
-def test_truncation_keeps_the_named_rest(tokens: list[int], limit: int) -> None:
+def test_truncation_removes_the_named_part(tokens: list[int], limit: int) -> None:
     ids = np.array(tokens, dtype=np.int32)
     over = max(0, len(tokens) - limit)
     assert truncate(ids, limit, "left").tolist() == tokens[over:]
@@ -60,7 +60,7 @@ def test_truncation_keeps_the_named_rest(tokens: list[int], limit: int) -> None:
 
 
 def test_it_loads_no_torch() -> None:
-    """Each process of the filter imports it: 0.1 s instead of 3."""
+    """Every process of the filter imports the module: 0.1 s instead of 3."""
     code = (
         "import sys, trainer.data.encoding, trainer.data.turns; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )

@@ -19,7 +19,7 @@ def test_an_epoch_shows_rows_once_and_leaves_out_less_than_a_batch(size: tuple[i
     assert len(set(rows)) == len(rows) and set(rows) <= set(range(n)) and n - len(rows) < batch_size
 
 
-def test_any_step_can_be_asked_first() -> None:
+def test_steps_can_be_read_in_any_order() -> None:
     def run(steps: list[int]) -> dict[int, list[int]]:
         permutation.cache_clear()
         order = DataOrder(50, 8, 3, shuffle=True)
@@ -38,14 +38,14 @@ def test_epochs_and_seeds_have_their_own_order() -> None:
 
 
 def test_the_order_is_the_same_on_every_machine_and_with_every_numpy() -> None:
-    """Resumed runs and published ones depend on these figures: they must never change."""
+    """Resumed and published runs depend on these values: they must never change."""
     assert permutation(8, 1).tolist() == [2, 4, 7, 5, 0, 6, 3, 1]
     assert DataOrder(10, 5, 7, shuffle=True).batch(0) == [2, 9, 1, 6, 3]
     assert DataOrder(10, 5, 7, shuffle=True).batch(2) == [4, 3, 8, 7, 9]
 
 
 def test_orders_are_uniform() -> None:
-    """4,000 orders of 4 rows: each of the 24 comes 167 times in the mean, standard deviation 13."""
+    """4,000 orders of 4 rows: each of the 24 occurs 167 times on average, standard deviation 13."""
     orders, counts = np.unique([permutation(4, seed) for seed in range(4000)], axis=0, return_counts=True)
     assert len(orders) == 24 and counts.min() > 167 - 5 * 13 and counts.max() < 167 + 5 * 13
 
@@ -55,7 +55,7 @@ def test_without_shuffle_rows_come_as_they_are() -> None:
     assert [order.batch(step) for step in range(4)] == [[0, 1, 2], [3, 4, 5], [0, 1, 2], [3, 4, 5]]
 
 
-def test_what_is_left_out_is_said() -> None:
+def test_notice_reports_the_rows_left_out() -> None:
     assert DataOrder(12, 4, 0, shuffle=True).notice is None
     assert "1 of 13 rows do not fill a batch of 4" in (DataOrder(13, 4, 0, shuffle=True).notice or "")
     assert "always the last" in (DataOrder(13, 4, 0, shuffle=False).notice or "")

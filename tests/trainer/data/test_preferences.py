@@ -1,4 +1,4 @@
-"""Pairs of answers as rows of tokens."""
+"""Preference pairs as rows of tokens."""
 
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ def turn(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def test_a_pair_is_two_rows_beside_one_another(tmp_path: Path) -> None:
+def test_pair_is_two_adjacent_rows(tmp_path: Path) -> None:
     data = dataset(tmp_path, preference_row("1", "a", "bb"), preference_row("22", "cc", ""))
     assert len(data) == 2 and texts(data, 1, 0) == [
         "<user>22<a>cc<eos>",
@@ -57,12 +57,12 @@ def test_a_pair_is_two_rows_beside_one_another(tmp_path: Path) -> None:
 def test_margins_are_read(tmp_path: Path) -> None:
     rows = [preference_row("1", "a", "b") | {"by": by} for by in (2.5, 1)]
     assert dataset(tmp_path, *rows, margin_key="by").batch([1, 0]).rows["margin"].tolist() == [1.0, 1.0, 2.5, 2.5]
-    with pytest.raises(ValueError, match=r"pairs\.parquet, row 1: by is None, not a number"):
+    with pytest.raises(ValueError, match=r"pairs\.parquet, row 1: by is None; must be a finite number"):
         dataset(tmp_path, rows[0], rows[1] | {"by": None}, margin_key="by")
 
 
 def test_answers_that_are_conversations(tmp_path: Path) -> None:
-    """They go on from the prompt's; the row ends where the answer's last turn does."""
+    """Responses continue the prompt's conversation; the row ends with the response's last turn."""
     chosen, rejected = [turn("assistant", "a"), turn("user", "b"), turn("assistant", "c")], [turn("assistant", "d")]
     data = dataset(tmp_path, {"prompt": [turn("user", "p")], "chosen": chosen, "rejected": rejected}, template=ENDED)
     whole = ["<user>p<eos>\n<assistant>a<eos>\n<user>b<eos>\n<assistant>c<eos>", "<user>p<eos>\n<assistant>d<eos>"]
@@ -76,29 +76,29 @@ def test_whole_texts(tmp_path: Path) -> None:
     assert texts(data, 0) == ["q: a<eos>", "q: b<eos>"]
 
 
-def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+def test_invalid_pairs_raise(tmp_path: Path) -> None:
     answers = {"chosen": [turn("assistant", "a")], "rejected": [turn("assistant", "b")]}
-    with pytest.raises(ValueError, match=r"row 0: with chosen a conversation the prompt has to be one, or null"):
+    with pytest.raises(ValueError, match=r"row 0: chosen is a conversation, so the prompt must be one too, or null"):
         dataset(tmp_path, {"prompt": "text"} | answers, template=ENDED)
-    with pytest.raises(ValueError, match=r"row 0: rejected does not end with a turn of the assistant"):
+    with pytest.raises(ValueError, match=r"row 0: rejected does not end with an assistant turn"):
         unanswered = answers | {"rejected": [turn("assistant", "b"), turn("user", "?")]}
         dataset(tmp_path, {"prompt": [turn("user", "p")]} | unanswered, template=ENDED)
-    with pytest.raises(ValueError, match=r"row 1: the answer is a NoneType, not a text"):
+    with pytest.raises(ValueError, match=r"row 1: the response is a NoneType; must be text"):
         dataset(tmp_path, preference_row("1", "a", "b"), preference_row("1", "a", "b") | {"rejected": None})
     with pytest.raises(ValueError, match=r"no column 'better'; it has prompt, chosen, rejected"):
         dataset(tmp_path, preference_row("1", "a", "b"), chosen_key="better")
 
 
-def test_a_pair_of_the_same_is_told(tmp_path: Path) -> None:
+def test_identical_responses_are_reported(tmp_path: Path) -> None:
     data = dataset(tmp_path, preference_row("1", "a", "a"), preference_row("1", "a", "b"))
-    assert data.notices == ["1 of 2 pairs are twice the same answer: they teach nothing"]
+    assert data.notices == ["1 of 2 pairs have identical chosen and rejected responses, which give no gradient"]
 
 
 def test_a_long_answer_is_an_error_or_cut(tmp_path: Path) -> None:
     pair = preference_row("1", "aaa", "b")  # 6 + 1 + 3 + 3 + 1 = 14 tokens, and 12
     assert dataset(tmp_path, pair, max_length=14).notices == []
-    with pytest.raises(ValueError, match=r"row 0: 14 tokens with the chosen answer, data\.max_length is 13"):
+    with pytest.raises(ValueError, match=r"row 0: 14 tokens with the chosen response, data\.max_length is 13"):
         dataset(tmp_path, pair, max_length=13)
     data = dataset(tmp_path, pair, max_length=13, truncation="left")
     assert texts(data, 0) == ["user>1<a>aaa<eos>", "<user>1<a>b<eos>"]
-    assert data.notices == ["1 of 2 answers are longer than data.max_length=13 tokens and are cut (data.truncation=left)"]
+    assert data.notices == ["1 of 2 responses are longer than data.max_length=13 tokens and are truncated (data.truncation=left)"]

@@ -30,18 +30,18 @@ def test_results_are_in_order_and_come_from_as_many_processes(capfd: pytest.Capt
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_the_first_rows_error_is_raised_whoever_is_first(workers: int) -> None:
+def test_error_of_the_first_row_is_raised_whichever_process_is_faster(workers: int) -> None:
     with pytest.raises(ValueError, match=r"^row 7$"):
         in_processes(picky, ROWS, "numbers", workers)
     assert psutil.Process().children() == []
 
 
-def test_a_process_that_dies_is_no_endless_wait() -> None:
+def test_death_of_a_process_raises_instead_of_hanging() -> None:
     with pytest.raises(RuntimeError, match="a process that tokenises ended with exit code 9"):
         in_processes(dies, ROWS, "numbers", 2)
 
 
-def test_what_cannot_travel_is_done_here() -> None:
+def test_work_that_cannot_be_pickled_runs_in_this_process() -> None:
     lock = threading.Lock()
     assert in_processes(lambda rows: [(row, lock.locked()) for row in rows], ROWS, "numbers", 2) == [(row, False) for row in ROWS]
 
@@ -55,19 +55,19 @@ def test_many_rows_take_a_process_for_each_core(monkeypatch: pytest.MonkeyPatch)
     assert {*in_processes(pids, ROWS, "numbers")} == {os.getpid()}
 
 
-def test_long_work_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(processes, "tell", told.append)
+def test_long_work_prints_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(processes, "tell", lines.append)
     monkeypatch.setattr(processes, "NEWS_SECONDS", 0.0)
     in_processes(doubled, ROWS, "numbers", 1)
-    assert told == [f"numbers: {n * PART:,} of {len(ROWS):,} rows, in 1 processes" for n in (1, 2, 3)]
+    assert lines == [f"numbers: {n * PART:,} of {len(ROWS):,} rows, in 1 processes" for n in (1, 2, 3)]
 
 
 def same(one: Sequence[Any], other: Sequence[Any]) -> bool:
     return all(np.array_equal(left, right) and left.dtype == right.dtype for left, right in zip(one, other, strict=True))
 
 
-def test_pairs_and_conversations_are_the_same_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairs_and_conversations_in_processes_are_bitwise_identical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = byte_tokenizer(chat_template=CHAT, bos=True)
     n = PART + 60
     prompts: list[Any] = [f"text {i}" if i % 3 else [{"role": "user", "content": str(i)}] for i in range(n)]

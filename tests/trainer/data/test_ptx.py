@@ -1,4 +1,4 @@
-"""The stream of texts: how many rows go along with a mini-batch, with which weights, and where it goes on."""
+"""The pretraining stream: rows per mini-batch, their weights, and resuming."""
 
 import random
 from pathlib import Path
@@ -14,7 +14,7 @@ from workers.batch import Batch
 from workers.engine.shared_prompts import Prompts
 from workers.plan import Limits, SharedRows
 
-TOKENS = [12, 13, 17, 15, 14]  # of the rows below, with <user>, <a> and <eos>
+TOKENS = [12, 13, 17, 15, 14]  # tokens of the rows below, with <user>, <a> and <eos>
 
 
 def stream(folder: Path, coefficient: float, *, ratio: float, shuffle: bool = True, **changes: object) -> PtxStream:
@@ -27,13 +27,13 @@ def stream(folder: Path, coefficient: float, *, ratio: float, shuffle: bool = Tr
 
 
 def mini_batch() -> Batch:
-    """41 tokens, with columns of a mini-batch, one of them wide."""
+    """A mini-batch of 41 tokens, one of its columns two-dimensional."""
     batch = toy_batch([20, 15, 6])
     wide = torch.randn(41, 7)
     return batch.with_tokens(wide=wide).with_rows(uid=torch.tensor([5, 5, 9]))
 
 
-def test_without_files_there_is_none() -> None:
+def test_without_files_there_is_no_stream() -> None:
     assert ptx_stream(data_config(), 0.1, 1.0, byte_tokenizer(), seed=1) is None
 
 
@@ -47,20 +47,20 @@ def test_rows_are_added_up_to_the_budget_and_one_at_least(tmp_path: Path, ratio:
     assert following.lengths.tolist()[3] == (TOKENS * 2)[rows]
 
 
-def test_what_the_mini_batch_was_stays_and_the_rest_is_marked(tmp_path: Path) -> None:
+def test_mini_batch_is_unchanged_and_appended_rows_are_marked(tmp_path: Path) -> None:
     batch = mini_batch()
     mixed = stream(tmp_path, 0.3, ratio=1.0).beside(batch)
-    ours, texts = mixed.select(range(3)), mixed.select(range(3, len(mixed)))
+    policy, texts = mixed.select(range(3)), mixed.select(range(3, len(mixed)))
     for name, column in batch.tokens.items():
-        assert torch.equal(ours.tokens[name].to(column.dtype), column), name
-    assert not ours.tokens["ptx"].any() and texts.tokens["ptx"].all() and mixed.meta == batch.meta
+        assert torch.equal(policy.tokens[name].to(column.dtype), column), name
+    assert not policy.tokens["ptx"].any() and texts.tokens["ptx"].all() and mixed.meta == batch.meta
     mask, weight = texts.tokens["response_mask"], texts.tokens["loss_weight"]
     assert float(weight.sum()) == pytest.approx(0.3) and weight[mask.bool()].unique().numel() == 1 and not weight[mask == 0].any()
     assert 0 < mask.sum() < texts.total_tokens and not texts.tokens["wide"].any() and not texts.tokens["advantages"].any()
 
 
 def test_no_micro_batch_has_more_tokens_than_the_cap_whatever_the_data_rows_are(tmp_path: Path) -> None:
-    """Each data row has its own prompt; a text that counted as one of its answers would count its prompt as computed already."""
+    """Every text has a prompt of its own; counted as a response to a policy prompt, its prompt would count as computed."""
     texts, draw = stream(tmp_path, 0.5, ratio=1.0), random.Random(1)
     for _ in range(3000):
         groups = [(uid, draw.randint(1, 40), draw.randint(1, 3)) for uid in draw.sample(range(4), draw.randint(1, 3))]
@@ -80,7 +80,7 @@ def test_no_micro_batch_has_more_tokens_than_the_cap_whatever_the_data_rows_are(
             assert (sum(chosen) if shared is None else len(shared.computed)) <= cap
 
 
-def test_it_goes_on_where_it_was_in_another_order_each_epoch(tmp_path: Path) -> None:
+def test_stream_resumes_and_reorders_each_epoch(tmp_path: Path) -> None:
     texts, again = (stream(tmp_path, 1.0, ratio=0.01) for _ in range(2))
     lengths = [int(texts.beside(mini_batch()).lengths[-1]) for _ in range(15)]
     assert sorted(lengths[:5]) == sorted(lengths[5:10]) == sorted(TOKENS)
@@ -89,7 +89,7 @@ def test_it_goes_on_where_it_was_in_another_order_each_epoch(tmp_path: Path) -> 
     assert [int(again.beside(mini_batch()).lengths[-1]) for _ in range(8)] == lengths[7:] and again.state() == {"drawn": 15}
 
 
-def test_a_long_row_is_told_with_the_key_that_cuts_it(tmp_path: Path) -> None:
+def test_long_row_raises_with_the_ptx_keys(tmp_path: Path) -> None:
     assert "(data.ptx_truncation=right)" in stream(tmp_path, 1.0, ratio=1.0, ptx_max_length=12).data.notices[0]
     with pytest.raises(ValueError, match=r"data\.ptx_max_length is 12: raise it, or set data\.ptx_truncation=left or right"):
         stream(tmp_path, 1.0, ratio=1.0, ptx_max_length=12, ptx_truncation="error")

@@ -40,7 +40,7 @@ def test_the_answer_and_its_end_are_trained(make: Any) -> None:
     assert trained(data, 0) == ("<user>502913=<a>012359<eos>", "012359<eos>")
     assert trained(data, 1) == ("<user>1<a><eos>", "<eos>")
     (notice,) = data.notices
-    assert notice.startswith("1 of 2 rows have an empty answer: they teach its end") and "sft.parquet, row 1 the first" in notice
+    assert notice.startswith("1 of 2 rows have an empty response: only its end token") and "sft.parquet, row 1)" in notice
 
 
 def test_a_batch_is_flat_and_in_the_order_asked(make: Any) -> None:
@@ -73,7 +73,7 @@ def test_a_long_row_is_an_error_or_cut(make: Any) -> None:
         make(*pairs, max_length=20)
     right = make(*pairs, max_length=18, truncation="right")
     assert trained(right, 0) == ("<user>12345<a>abcd", "abcd") and trained(right, 1) == ("<user>1<a>2<eos>", "2<eos>")
-    assert "1 of 2 rows are longer than data.max_length=18 tokens and are cut (data.truncation=right)" in right.notices[0]
+    assert "1 of 2 rows are longer than data.max_length=18 tokens and are truncated (data.truncation=right)" in right.notices[0]
     assert "0 of them keep no token" in right.notices[0]
     assert trained(make(*pairs, max_length=18, truncation="left"), 0) == ("er>12345<a>abcdef<eos>", "abcdef<eos>")
     assert "1 of them keep no token" in make(*pairs, max_length=14, truncation="right").notices[0]
@@ -84,7 +84,7 @@ def test_the_first_token_is_never_trained(make: Any) -> None:
     assert trained(data, 0) == ("cdef<eos>", "def<eos>")
 
 
-def test_a_tokenizer_without_end_is_refused(tmp_path: Path) -> None:
+def test_tokenizer_without_eos_raises(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.eos_token = None
     path = write([sft_row("a", "b")], str(tmp_path), "sft")
@@ -108,14 +108,14 @@ def test_of_conversations_the_assistants_turns_are_trained(tmp_path: Path) -> No
     assert trained(data, 0) == ("<user>a<eos><assistant>bc<eos>" * 2, "bc<eos>bc<eos>")
     assert data.batch([1, 0]).rows["uid"].tolist() == [2, 1] and len(data) == 2
     (notice,) = data.notices
-    assert notice.startswith("1 of 3 rows have no assistant's turn and are left out") and "row 0 the first" in notice
+    assert notice.startswith("1 of 3 rows have no assistant turn and are left out") and "row 0)" in notice
 
 
-def test_conversations_that_teach_nothing_or_no_end(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"row 0: no assistant's turn, nor in any other row"):
+def test_conversations_without_trained_tokens_or_end_tokens_are_reported(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"row 0: no assistant turn in this or any other row"):
         conversations(tmp_path, CHAT[:1], CHAT[:1])
     (notice,) = conversations(tmp_path, [*CHAT, *CHAT], template=ENDED.replace("<eos>", "")).notices
-    assert notice.startswith("1 turns of the assistant that others follow are ended by no special token")
+    assert notice.startswith("1 assistant turns before the last are not ended by a special token")
 
 
 def test_a_long_conversation_is_an_error_or_cut(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def test_the_epoch_is_that_of_the_next_round() -> None:
     assert stream.rounds_per_epoch == 3 and epochs == [0, 0, 0, 1, 1, 1, 2]
 
 
-def test_a_resumed_stream_goes_on_where_it_was() -> None:
+def test_resumed_stream_continues() -> None:
     stream, resumed = make(), make()
     for _ in range(4):
         stream.draw()

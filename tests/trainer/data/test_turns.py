@@ -1,4 +1,4 @@
-"""Whose tokens are whose, by templates of several makes."""
+"""Assistant tokens of conversations under several kinds of chat templates."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ MARKED = (
     "{% generation %}{{ m.content }}{{ end }}{% endgeneration %}{% else %}{{ m.content }}{{ end }}{% endif %}"
     "{{ line }}{% endfor %}"
 )
-# In the manner of Qwen3 (room for thoughts in the last turn alone), Phi-3 (EOS behind all) and GPT-OSS (another last end).
+# Like Qwen3 (empty thoughts in the last turn only), Phi-3 (EOS after the conversation) and GPT-OSS (other last end token).
 QWEN3 = (
     ENDED.replace("{{ m.content }}", "{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}{{ m.content }}")
     + ASKED
@@ -100,9 +100,7 @@ def test_the_template_gets_its_arguments(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("template", "end"), [(QWEN3, "<end>"), (QWEN3, "<eos>"), (PHI3, "<end>"), (GPT_OSS, "<end>")])
-def test_a_last_turn_that_is_written_in_another_way_is_learnt_and_so_are_those_before_it(
-    tmp_path: Path, template: str, end: str
-) -> None:
+def test_turns_of_a_template_that_renders_the_last_one_differently_are_trained(tmp_path: Path, template: str, end: str) -> None:
     reader = tokenizer(template, end=end)
     chats = [CHAT, CHAT[1:], [*CHAT[1:3], *CHAT[1:]], [*CHAT[1:], *CHAT[3:], *CHAT[3:]]]
     for chat, turns in zip(chats, encode(tmp_path, reader, *chats), strict=True):
@@ -123,10 +121,10 @@ def test_a_last_turn_that_is_written_in_another_way_is_learnt_and_so_are_those_b
     st.sampled_from([QWEN3, PHI3, GPT_OSS, ENDED + ASKED]),
     st.lists(st.sampled_from(["", "a", " a\n", "ha ha", "user", "end>"]), min_size=2, max_size=9),
 )
-def test_a_turn_is_learnt_behind_the_prompt_that_it_is_asked_for_with(template: str, said: list[str]) -> None:
-    """Each run of trained tokens begins behind its turn's prompt and has that turn's content alone."""
+def test_turn_is_trained_after_the_prompt_used_for_generation(template: str, texts: list[str]) -> None:
+    """Each run of trained tokens starts after its turn's prompt and contains that turn's content only."""
     reader = tokenizer(template, end="<end>")
-    contents = [f"{content}{i}." if content else "" for i, content in enumerate(said)]
+    contents = [f"{content}{i}." if content else "" for i, content in enumerate(texts)]
     chat = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
     turns = TurnEncoder(reader, {}).chat("row 0", chat)
     for i in range(1, len(chat), 2):
@@ -138,30 +136,30 @@ def test_a_turn_is_learnt_behind_the_prompt_that_it_is_asked_for_with(template: 
 
 
 @pytest.mark.parametrize("opens", ["<think>", "<think></think>"])
-def test_a_turn_that_is_asked_for_behind_other_tokens_is_told(tmp_path: Path, opens: str) -> None:
-    """As DeepSeek's and Qwen3.5's prompts, which open what is thought."""
+def test_turn_whose_prompt_is_no_prefix_raises(tmp_path: Path, opens: str) -> None:
+    """As in DeepSeek's and Qwen3.5's prompts, which open the reasoning block."""
     reader = tokenizer(QWEN3.replace("<|assistant|>{% endif %}", f"<|assistant|>{opens}{{% endif %}}"))
     with pytest.raises(
-        ValueError, match=r"chats\.jsonl, row 1, message 2: which tokens .* is not how the whole conversation begins"
+        ValueError, match=r"chats\.jsonl, row 1, message 2: the assistant's tokens .* is not a prefix of the whole conversation"
     ):
         encode(tmp_path, reader, [CHAT[1]], CHAT)
 
 
-def test_a_token_that_lies_across_the_end_of_a_turn_is_told(tmp_path: Path) -> None:
+def test_token_that_spans_the_end_of_a_turn_raises(tmp_path: Path) -> None:
     reader = tokenizer(QWEN3.replace("{{ end }}", "o"), end="")
     reader.add_tokens(["oo"])
-    with pytest.raises(ValueError, match=r"row 0, message 2: which tokens .* a token lies across its end; mark them"):
+    with pytest.raises(ValueError, match=r"row 0, message 2: .* a token spans the end of the turn; mark them"):
         encode(tmp_path, reader, CHAT)
 
 
-def test_marks_decide_where_there_are_some(tmp_path: Path) -> None:
+def test_generation_marks_take_precedence(tmp_path: Path) -> None:
     marked = tokenizer(MARKED.replace("{% generation %}", "{% generation %}{% if loop.last %}<think>{% endif %}"))
     assert trained(marked, encode(tmp_path, marked, CHAT)[0]) == ["hello<eos>", "<think>no<eos>"]
 
 
 REFUSED = {
     "not a conversation": [],
-    "message 1: the role is 'tool'; only system, developer, user, assistant": [CHAT[1], {"role": "tool", "content": "x"}],
+    "message 1: the role is 'tool'; supported are system, developer": [CHAT[1], {"role": "tool", "content": "x"}],
     "message 0: the content is a list; only text": [{"role": "user", "content": ["a picture"]}],
     "message 1: has reasoning_content besides": [CHAT[1], {"role": "assistant", "content": "a", "reasoning_content": "hm"}],
     "message 1: has tool_calls besides": [CHAT[1], {"role": "assistant", "content": "a", "tool_calls": [{"name": "f"}]}],
@@ -169,12 +167,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_only_text_is_read(tmp_path: Path, words: str) -> None:
+def test_content_other_than_text_raises(tmp_path: Path, words: str) -> None:
     with pytest.raises(ValueError, match=rf"chats\.jsonl, row 0[:,].*{words}"):
         encode(tmp_path, tokenizer(ENDED + ASKED), REFUSED[words])
 
 
-def test_what_a_template_refuses_is_told_with_its_row(tmp_path: Path) -> None:
+def test_messages_that_a_template_rejects_raise_with_their_row(tmp_path: Path) -> None:
     reader = tokenizer("{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}" + ENDED)
-    with pytest.raises(ValueError, match=r"row 0: the chat template refuses it: user first"):
+    with pytest.raises(ValueError, match=r"row 0: the chat template rejects it: user first"):
         encode(tmp_path, reader, CHAT)

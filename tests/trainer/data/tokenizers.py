@@ -1,4 +1,4 @@
-"""Tokenizers of single bytes, made on the spot, and the data configuration they are tried with."""
+"""Byte-level tokenizers built in memory, and the data configuration of their tests."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ CHAT = (
 
 
 def byte_tokenizer(*, chat_template: str | None = CHAT, bos: bool = False) -> PreTrainedTokenizerFast:
-    """Reads any text, a token a byte. bos: puts <eos> before plain text, as Llama's puts its BOS."""
+    """Tokenizer of any text, one token per byte. bos: prepend <eos> to plain text, as Llama's tokenizer prepends BOS."""
     tokenizer = character_tokenizer(None)
     tokenizer.chat_template = chat_template
     if bos:

@@ -1,4 +1,4 @@
-"""What processes are given to do in test_processes.py. Loads nothing else: each process imports it."""
+"""Functions run by the child processes of test_processes.py. Imports little, since every child imports it."""
 
 import os
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The reward section as configs/ppo_trainer.yaml has it, with changes."""
+"""Reward section of configs/ppo_trainer.yaml with changes."""
 
 from dataclasses import replace
 from functools import cache
@@ -16,7 +16,7 @@ def _defaults() -> RewardConfig:
 
 
 def reward_config(**changes: Any) -> RewardConfig:
-    """A dict stands for changes inside the section of that name."""
+    """Reward configuration; a dict changes keys inside the section of that name."""
     defaults = _defaults()
     sections = {"custom_reward_function", "gsm8k", "math_dapo", "code", "judge", "remote"} & changes.keys()
     inner = {
@@ -36,5 +36,5 @@ def _model() -> ScoringModelConfig:
 
 
 def scoring_model(**changes: Any) -> ScoringModelConfig:
-    """A reward model by the defaults, but for ``changes``."""
+    """Default configuration of a reward model with ``changes``."""
     return replace(_model(), **changes)

@@ -1,4 +1,4 @@
-"""The server where /proc is not mounted."""
+"""The fork server where /proc is not mounted."""
 
 import os
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Fork servers as they are on a kernel that has neither Landlock (5.13) nor requests for threads (5.5)."""
+"""Fork server on a kernel without Landlock (5.13) and without thread requests (5.5)."""
 
 from trainer.rewards import confine, forkserver, sandbox
 

@@ -1,4 +1,4 @@
-"""The server for mathematics, on such a kernel."""
+"""The equivalence server on such a kernel."""
 
 from tests.trainer.rewards.old_kernel import forget_new_calls
 from trainer.rewards import equivalence

@@ -1,4 +1,4 @@
-"""The server as it is on Linux 5.0 to 5.4: requests for threads are sent, and cannot be granted."""
+"""The fork server on Linux 5.0 to 5.4: thread requests are delivered and cannot be granted."""
 
 import errno
 import fcntl

@@ -1,4 +1,4 @@
-"""A server at a real socket that does as a test says."""
+"""An HTTP server at a real socket whose replies a test defines."""
 
 import json
 import threading
@@ -25,7 +25,7 @@ class Server(ThreadingHTTPServer):
         self.lock = threading.Lock()
 
     def reply_to(self, n: int, body: Any) -> Reply:
-        """To the n-th request, from 1."""
+        """Reply to the n-th request, counted from 1."""
         raise AssertionError("a test says")
 
     @contextmanager
@@ -50,7 +50,7 @@ class Handler(BaseHTTPRequestHandler):
             self.server.at_once -= 1
         drops = reply if isinstance(reply, list) and all(isinstance(drop, bytes) for drop in reply) else []
         data = b"" if drops else reply if isinstance(reply, bytes) else json.dumps(reply).encode()
-        with suppress(ConnectionError):  # whoever asked has gone
+        with suppress(ConnectionError):  # the client has disconnected
             self.send_response(status)
             self.send_header("Location", "/elsewhere")
             self.send_header("Content-Length", str(len(data) + sum(map(len, drops))))

@@ -1,4 +1,4 @@
-"""What scorers and servers are told of an answer."""
+"""Records of responses for scorers and servers."""
 
 from pathlib import Path
 
@@ -14,8 +14,8 @@ from trainer.rewards.wire import from_request, to_request
 from workers.batch import Batch
 
 
-def test_special_tokens_are_no_part_of_what_is_scored_and_servers_get_them_too(tmp_path: Path) -> None:
-    """As verl decodes for rewards. The tokens stay as they were written."""
+def test_special_tokens_are_excluded_from_scored_text_and_sent_to_servers(tmp_path: Path) -> None:
+    """Text is decoded as verl does for rewards; token ids are unchanged."""
     tokenizer = tokenizer_of(make_reward_model(tmp_path / "model", seed=1))
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
     four, two = tokenizer("42", add_special_tokens=False)["input_ids"]
@@ -34,7 +34,7 @@ def test_special_tokens_are_no_part_of_what_is_scored_and_servers_get_them_too(t
     assert from_request(request) == [answer]
 
 
-def test_servers_are_told_of_the_whole_sequence_and_rules_of_the_answer(tmp_path: Path) -> None:
+def test_servers_receive_the_whole_sequence_and_rules_the_response(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(make_reward_model(tmp_path / "model", seed=1, own_words=True))
     rows = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("2+2=4<eos>", "2+2=fo")]
     messages = [{"role": "user", "content": "2+2"}]
@@ -46,7 +46,7 @@ def test_servers_are_told_of_the_whole_sequence_and_rules_of_the_answer(tmp_path
     )
     plain = [Answer("mine", "4", "4", {"i": 0}, True), Answer("mine", "fo", "4", {"i": 1}, False)]
     assert to_score(prompts, ["4", "fo"], batch, tokenizer, for_servers=False) == plain
-    told = to_request(to_score(prompts, ["4", "fo"], batch, tokenizer, for_servers=True))
-    assert told["query"] == ["2+2=4<eos>", "2+2=fo"] and told["prompts"] == ["2+2=", "2+2="]
-    assert told["token_ids"] == rows and told["messages"] == [messages] * 2
-    assert told["tokenizers"] == [words_of(tokenizer)] * 2 and words_of(tokenizer) != ""
+    request = to_request(to_score(prompts, ["4", "fo"], batch, tokenizer, for_servers=True))
+    assert request["query"] == ["2+2=4<eos>", "2+2=fo"] and request["prompts"] == ["2+2=", "2+2="]
+    assert request["token_ids"] == rows and request["messages"] == [messages] * 2
+    assert request["tokenizers"] == [words_of(tokenizer)] * 2 and words_of(tokenizer) != ""

@@ -32,6 +32,6 @@ def test_last_boxed(text: str, content: str | None) -> None:
     assert (None if boxed is None else boxed.content) == content
 
 
-def test_it_tells_where_it_stands() -> None:
+def test_last_boxed_reports_its_position() -> None:
     boxed = last_boxed(r"12\boxed{5}")
     assert boxed is not None and boxed.start == 2

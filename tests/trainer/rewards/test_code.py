@@ -48,7 +48,7 @@ def test_programs_that_read_and_print(program: str) -> None:
         (f"{SUM}\nraise ValueError", 0.0),
     ],
 )
-def test_the_fraction_that_passes_or_all_or_none(program: str, fraction: float) -> None:
+def test_score_is_the_fraction_of_passed_tests_or_all_or_nothing(program: str, fraction: float) -> None:
     assert judged(program, STDIN) == fraction
     assert judged(program, STDIN, partial=False) == 0.0
 
@@ -116,7 +116,7 @@ def test_what_a_function_returns_has_the_value_expected(returned: str, expected:
         "def other(a, b): return a + b",
     ],
 )
-def test_a_function_cannot_say_that_it_is_right(program: str) -> None:
+def test_function_cannot_declare_itself_correct(program: str) -> None:
     assert judged(program, CALLS) == 0.0
 
 
@@ -139,7 +139,7 @@ def test_humaneval() -> None:
     assert judged("def add(a, b): return 4", tests) == 0.0
 
 
-def test_time_that_is_over_ends_the_run() -> None:
+def test_test_over_its_time_limit_ends_the_run() -> None:
     """The first test is late; the nine others are not tried."""
     start = time.monotonic()
     assert judged("while True: pass", {"inputs": ["x"] * 10, "outputs": ["x"] * 10}) == 0.0

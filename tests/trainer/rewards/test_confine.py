@@ -1,4 +1,4 @@
-"""What a confined process cannot do. Each line runs in one, through the fork server, as a program to be judged does."""
+"""Operations that a confined process is refused. Each runs through the fork server, like a program that is scored."""
 
 import ctypes.util
 import fcntl
@@ -24,8 +24,8 @@ def run(code: str, limits: Limits = LIMITS) -> Outcome:
     return fork_server("trainer.rewards.sandbox").run({"code": code}, limits)
 
 
-def told(expression: str) -> str:
-    """What the expression comes to in there: its value, or the error's name."""
+def evaluated(expression: str) -> str:
+    """Value of the expression in a confined process, or the name of its exception."""
     outcome = run(
         f"import os, socket\ntry:\n    print({expression})\nexcept Exception as error:\n    print(type(error).__name__)"
     )
@@ -35,14 +35,14 @@ def told(expression: str) -> str:
 
 @pytest.mark.parametrize("family", ["AF_INET", "AF_INET6", "AF_UNIX", "AF_NETLINK"])
 def test_it_has_no_socket(family: str) -> None:
-    assert told(f"socket.socket(socket.{family})") == "PermissionError"
+    assert evaluated(f"socket.socket(socket.{family})") == "PermissionError"
 
 
 def test_it_reaches_no_server_that_is_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
-        assert told(f"socket.create_connection({address!r}, timeout=1)") == "PermissionError"
-        socket.create_connection(address, timeout=1).close()  # from here it is reached
+        assert evaluated(f"socket.create_connection({address!r}, timeout=1)") == "PermissionError"
+        socket.create_connection(address, timeout=1).close()  # reachable from outside the sandbox
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_it_changes_no_file(expression: str, tmp_path: Path) -> None:
     (tmp_path / "there").write_text("kept")
     (tmp_path / "empty").mkdir()
     before = [(path.name, path.stat()) for path in sorted(tmp_path.iterdir())]
-    assert told(expression.format(dir=tmp_path)) == "PermissionError"
+    assert evaluated(expression.format(dir=tmp_path)) == "PermissionError"
     assert [(path.name, path.stat()) for path in sorted(tmp_path.iterdir())] == before
     assert (tmp_path / "there").read_text() == "kept"
 
@@ -87,21 +87,21 @@ def test_it_changes_no_file(expression: str, tmp_path: Path) -> None:
     ],
 )
 def test_it_starts_no_process(expression: str) -> None:
-    assert told(expression) in {"PermissionError", "ZeroDivisionError"}
+    assert evaluated(expression) in {"PermissionError", "ZeroDivisionError"}
 
 
-def test_calls_that_a_filter_cannot_see_through_or_does_not_know_are_not_there() -> None:
-    """clone3, whose flags lie in memory, and what kernels have added since this was written. ENOSYS is 38."""
+def test_calls_with_opaque_or_unknown_arguments_return_enosys() -> None:
+    """clone3, whose flags lie in memory, and calls added by newer kernels. ENOSYS is 38."""
     call = "print(libc.syscall(n, 0, 0), ctypes.get_errno())"
     code = f"import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nfor n in (435, 451, 462):\n    {call}"
     assert run(code).output == "-1 38\n" * 3
 
 
-def test_it_signals_nobody() -> None:
+def test_it_cannot_signal_other_processes() -> None:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
-        assert told(f"os.kill({other.pid}, 9)") == "PermissionError"
-        assert told("os.kill(os.getppid(), 9)") == told("os.kill(-1, 9)") == "PermissionError"
-        assert told(f"__import__('resource').prlimit({other.pid}, 0, (1, 1))") == "PermissionError"
+        assert evaluated(f"os.kill({other.pid}, 9)") == "PermissionError"
+        assert evaluated("os.kill(os.getppid(), 9)") == evaluated("os.kill(-1, 9)") == "PermissionError"
+        assert evaluated(f"__import__('resource').prlimit({other.pid}, 0, (1, 1))") == "PermissionError"
         assert other.poll() is None
         other.kill()
 
@@ -110,14 +110,14 @@ def test_it_may_have_threads() -> None:
     assert run("import threading\nt = threading.Thread(target=print, args=(7,))\nt.start()\nt.join()").output == "7\n"
 
 
-def test_it_sees_no_secret_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_sees_no_secret_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_KEY", "much")
-    close_fork_servers()  # the next one starts with it
-    assert told("'SECRET_KEY' in os.environ") == "False"
+    close_fork_servers()  # the next server inherits it
+    assert evaluated("'SECRET_KEY' in os.environ") == "False"
 
 
 LATE = "at a limit of time"  # of CPU time, where that is ignored the kernel's own, or on a busy machine that of the clock
-BY_TIME = {"died of SIGPROF", "died of SIGKILL", "timed out after 2 s"}
+BY_TIME = {"was killed by SIGPROF", "was killed by SIGKILL", "timed out after 2 s"}
 
 
 @pytest.mark.parametrize(
@@ -129,29 +129,29 @@ BY_TIME = {"died of SIGPROF", "died of SIGKILL", "timed out after 2 s"}
         ("import time\ntime.sleep(60)", "timed out after 2 s"),
         ("x = bytearray(1 << 40)", "ended with exit code 1"),
         ("x = []\nwhile True: x.append(bytearray(1 << 28))", "ended with exit code 1"),
-        ("import ctypes\nctypes.string_at(0)", "died of SIGSEGV"),
+        ("import ctypes\nctypes.string_at(0)", "was killed by SIGSEGV"),
         ("import os\nos._exit(3)", "ended with exit code 3"),
         ("raise ValueError", "ended with exit code 1"),
         ("print('x' * (1 << 20))", "ended with exit code 1"),
     ],
 )
-def test_it_ends_at_its_limits_alone(code: str, ending: str) -> None:
+def test_it_is_killed_only_at_its_limits(code: str, ending: str) -> None:
     outcome = run(code)
     assert outcome.ending == ending or (ending == LATE and outcome.ending in BY_TIME)
     assert run("print(7)").output == "7\n"
 
 
 def test_the_kernel_ends_what_ignores_the_timer() -> None:
-    """The test above may end by the clock first."""
-    assert told("__import__('resource').getrlimit(0)") == "(1, 1)"
+    """In the test above the wall-clock limit may come first."""
+    assert evaluated("__import__('resource').getrlimit(0)") == "(1, 1)"
 
 
-def test_it_runs_the_same_each_time() -> None:
+def test_it_runs_deterministically() -> None:
     code = "import random\nprint(random.random(), {'a', 'b', 'c', 'd'}, hash('a'))"
     assert run(code).output == run(code).output
 
 
-def test_a_machine_that_cannot_confine_is_told() -> None:
+def test_unsupported_machine_raises() -> None:
     with pytest.raises(OSError, match="cannot be confined on riscv64, only on x86_64 and aarch64"):
         _column("riscv64")
 
@@ -165,7 +165,7 @@ def test_threads_take_turns_and_a_killed_server_is_replaced() -> None:
         thread.join()
     assert outputs == {i: f"{i}\n" for i in range(8)}
     os.kill(fork_server("trainer.rewards.sandbox").pid, signal.SIGKILL)
-    with pytest.raises(RuntimeError, match="server of confined processes is gone"):
+    with pytest.raises(RuntimeError, match="fork server of confined processes failed"):
         run("print(7)")
     assert run("print(7)").output == "7\n"
 
@@ -190,7 +190,7 @@ def test_without_requests_for_them_there_are_no_threads(old_kernel: ForkServer) 
 
 
 def test_without_a_way_to_grant_them_there_are_no_threads() -> None:
-    """Linux 5.0 to 5.4 send the requests, and take no answer that lets a call go on."""
+    """Linux 5.0 to 5.4 deliver the requests and support no reply that lets a call continue."""
     server = fork_server("tests.trainer.rewards.old_kernel_requests")
     code = "import threading\ntry:\n    threading.Thread(target=print).start()\nexcept RuntimeError:\n    print('none')"
     assert server.run({"code": code}, LIMITS) == Outcome(None, "", "none\n")
@@ -203,7 +203,7 @@ def test_threads_that_cannot_be_counted_are_refused() -> None:
 
 
 def test_a_process_whose_parent_has_ended_is_not_confined() -> None:
-    """It would not be killed with its parent: that has ended before it could ask for that."""
+    """PR_SET_PDEATHSIG has no effect if the parent died before the call."""
     code = """
 import os, time
 from trainer.rewards.confine import Confinement
@@ -217,7 +217,7 @@ if os.fork() == 0:
         print(error.strerror)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30.0)
-    assert done.stdout == "the server of confined processes has ended\n"
+    assert done.stdout == "the fork server has exited\n"
 
 
 def test_a_job_that_is_ended_early_has_not_run_out_of_time() -> None:
@@ -248,7 +248,7 @@ def test_a_closed_server_stays_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     errors: list[str] = []
 
     def wait_for_the_lock() -> None:
-        with pytest.raises(RuntimeError, match="is gone: it has ended") as error:
+        with pytest.raises(RuntimeError, match="failed: it has exited") as error:
             server.run({"code": ""}, LIMITS)
         errors.append(str(error.value))
 
@@ -259,7 +259,7 @@ def test_a_closed_server_stays_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     running.close()
     waiting.join()
     server.close()
-    assert errors == ["a server of confined processes is gone: it has ended"]
+    assert errors == ["a fork server of confined processes failed: it has exited"]
 
 
 def test_mathematics_works_without_landlock() -> None:
@@ -282,7 +282,7 @@ SYSTEM_CALLS = _ALLOWED | {
 
 
 def test_numbers_of_system_calls_are_those_of_libseccomp() -> None:
-    """On both architectures, whichever runs this. The library says -1 or less where there is no such call."""
+    """For both architectures, on either. libseccomp returns a negative number for a call that does not exist."""
     library = ctypes.util.find_library("seccomp")
     if library is None:
         pytest.skip("no libseccomp")
@@ -296,7 +296,7 @@ def test_numbers_of_system_calls_are_those_of_libseccomp() -> None:
 
 
 def test_the_filter_of_the_other_architecture_decides_alike() -> None:
-    """Run by hand over every number: what it allows whatever the arguments are is the list, there too."""
+    """The filter is interpreted for every number: calls allowed with any arguments are exactly the list."""
     for column, machine in enumerate(_AUDIT_ARCH):
         program = _program(column, [*_RULES, *_OPENING, *_THREADS])
         allowed = {n for n in range(600) if decide(program, n, _AUDIT_ARCH[machine], [0x7FFFFFFF] * 6) == "allowed"}
@@ -330,7 +330,7 @@ def test_the_filter_of_the_other_architecture_decides_alike() -> None:
 
 
 def decide(program: bytes, number: int, arch: int, arguments: list[int]) -> str:
-    """What the kernel's interpreter of such programs does with these instructions."""
+    """Interpret the BPF instructions as the kernel does."""
     data = struct.pack("<iIQ6Q", number, arch, 0, *arguments[:6])
     steps = [*struct.iter_unpack("HBBI", program)]
     at, value = 0, 0

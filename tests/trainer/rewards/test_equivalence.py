@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from trainer.rewards.equivalence import LIMITS, equivalent, is_tame
+from trainer.rewards.equivalence import LIMITS, equivalent, is_cheap
 
 
 @pytest.mark.parametrize(
@@ -26,25 +26,25 @@ from trainer.rewards.equivalence import LIMITS, equivalent, is_tame
         "a" * 501,
     ],
 )
-def test_what_costs_time_is_not_tried(expression: str) -> None:
-    assert not is_tame(expression)
+def test_costly_expressions_are_not_evaluated(expression: str) -> None:
+    assert not is_cheap(expression)
 
 
 @pytest.mark.parametrize(
     "expression", [r"x^{100}", "2^{999}", r"\frac{\sqrt{x^2+y^2}}{(a+b)^2}", "x^4+x^3+x^2+x+1", "a^2b^2c^2d^2", "10!", "9" * 39]
 )
-def test_what_people_answer_is(expression: str) -> None:
-    assert is_tame(expression)
+def test_common_answers_are_evaluated(expression: str) -> None:
+    assert is_cheap(expression)
 
 
-def test_what_does_not_end_is_not_equal_and_the_next_comparison_is_none_the_worse() -> None:
+def test_comparison_over_its_limits_is_false_and_the_next_one_works() -> None:
     endless = r"x^{999}-y^{998}+(x+y)^{997}"
-    assert is_tame(endless) and LIMITS.cpu_seconds < 1.0
+    assert is_cheap(endless) and LIMITS.cpu_seconds < 1.0
     assert not equivalent(endless, "5")
     assert equivalent("y+1", "1+y")
 
 
-def test_any_thread_may_ask_and_no_alarm_is_touched() -> None:
+def test_comparisons_work_in_any_thread_and_set_no_alarm() -> None:
     found: list[bool] = []
     before = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0] > 0
     thread = threading.Thread(target=lambda: found.append(equivalent("2(x+1)", "2x+2")))

@@ -11,7 +11,7 @@ from trainer.rewards.gsm8k import extract, score
 STRICT = [
     ("so 3 + 4 = 7\n#### 7", "7"),
     ("#### 1,234.50", "1234.50"),
-    ("#### 18.", "18."),  # to the letter, as verl has it
+    ("#### 18.", "18."),  # exact text, as in verl
     ("#### -5", "-5"),
     ("#### .5", ".5"),
     ("#### 3\n#### 4", "4"),
@@ -144,5 +144,5 @@ def test_adversarial_answers_cost_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("method", ["strict", "flexible", "math"])
 def test_a_ground_truth_without_number_is_an_error(method: str) -> None:
-    with pytest.raises(ValueError, match="ground truth 'seven' holds no number"):
+    with pytest.raises(ValueError, match="ground truth 'seven' contains no number"):
         score("#### 7", "seven", method)  # type: ignore[arg-type]

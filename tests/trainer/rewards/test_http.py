@@ -5,7 +5,7 @@ import pytest
 
 from tests.trainer.rewards.server import Reply, Server
 from trainer.rewards import http
-from trainer.rewards.http import Passing, Refused, nobody_there, patiently, post
+from trainer.rewards.http import Passing, Refused, connection_problem, post, with_retries
 
 
 class Echo(Server):
@@ -24,17 +24,17 @@ def test_the_loopback_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) 
     with Echo() as server, server.listening():
         url = f"http://127.0.0.1:{server.server_port}/x"
         assert post(url, b"[1]", token=None, timeout=5.0, timeout_key="t") == [1]
-        assert nobody_there(url, 5.0) is None
+        assert connection_problem(url, 5.0) is None
     with pytest.raises(Passing, match="Connection refused"):  # the proxy's
         post("http://rewards.invalid/x", b"[1]", token=None, timeout=5.0, timeout_key="t")
-    assert nobody_there("http://rewards.invalid/x", 5.0) is None, "the proxy alone could tell"
+    assert connection_problem("http://rewards.invalid/x", 5.0) is None, "the proxy alone could tell"
 
 
-def test_whether_somebody_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "127.0.0.1:1/x: [Errno" in (nobody_there("http://127.0.0.1:1/x", 1.0) or "")
+def test_connection_problem_reports_unreachable_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "127.0.0.1:1/x: [Errno" in (connection_problem("http://127.0.0.1:1/x", 1.0) or "")
 
 
-def test_what_is_told_of_a_failure_has_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_messages_contain_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     class Gossip(Server):
         def reply_to(self, n: int, body: object) -> Reply:
             return 403, b"not with\nlong-secret-1", 0.0
@@ -53,6 +53,6 @@ def test_pauses_double(monkeypatch: pytest.MonkeyPatch) -> None:
     def never() -> Path:
         raise Passing("busy")
 
-    with pytest.raises(Refused, match="in 4 requests; the last: busy"):
-        patiently(never, retries=3, backoff=0.5)
+    with pytest.raises(Refused, match="after 4 requests; the last: busy"):
+        with_retries(never, retries=3, backoff=0.5)
     assert slept == [0.5, 1.0, 2.0]

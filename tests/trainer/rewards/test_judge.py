@@ -60,7 +60,7 @@ def test_a_request_is_a_chat_completion(judge: Judge, monkeypatch: pytest.Monkey
     }
 
 
-def test_what_is_filled_in_is_not_looked_at_again() -> None:
+def test_filled_in_text_is_not_expanded_again() -> None:
     assert prompt("{answer}|{ground_truth}|{other}|{}", "{ground_truth}", "2", {}) == "{ground_truth}|2|{other}|{}"
     with pytest.raises(ValueError, match="the row's extra_info has no question"):
         prompt("{question}", "", "", {})
@@ -97,61 +97,61 @@ def test_a_long_reply_is_read_soon() -> None:
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-def test_a_failure_that_may_pass_is_asked_again(judge: Judge, status: int) -> None:
+def test_transient_failure_is_retried(judge: Judge, status: int) -> None:
     judge.reply = lambda n: (status, b"busy", 0.0) if n < 3 else (200, completion("Score: 1"), 0.0)
     start = time.monotonic()
     assert score("two", "2", INFO, config(judge, retries=2, backoff=0.05)) == 1.0
     assert len(judge.asked) == 3 and time.monotonic() - start >= 0.15  # 0.05 s, then twice as long
-    with pytest.raises(JudgeError, match=f"in 1 requests; the last: HTTP {status}"):
+    with pytest.raises(JudgeError, match=f"after 1 requests; the last: HTTP {status}"):
         judge.asked.clear()
         score("two", "2", INFO, config(judge, retries=0))
 
 
 @pytest.mark.parametrize(
-    ("status", "reply", "told"),
+    ("status", "reply", "message"),
     [
         (401, b"who are you?", "HTTP 401 from .*: who are you"),
         (404, b"", "HTTP 404"),
         (302, b"", "HTTP 302"),  # a redirect would carry the key away
-        (200, {"choices": []}, "no chat completion"),
-        (200, {"error": "x"}, "no chat completion"),
-        (200, "[]", "no chat completion"),
+        (200, {"choices": []}, "not a chat completion"),
+        (200, {"error": "x"}, "not a chat completion"),
+        (200, "[]", "not a chat completion"),
         (200, completion(None), "has no text"),
         (200, completion("fine"), "no `Score: X`"),
     ],
 )
-def test_a_failure_that_stays_is_not(judge: Judge, status: int, reply: Any, told: str) -> None:
+def test_permanent_failure_is_not_retried(judge: Judge, status: int, reply: Any, message: str) -> None:
     judge.reply = lambda n: (status, reply, 0.0)
-    with pytest.raises(JudgeError, match=told):
+    with pytest.raises(JudgeError, match=message):
         score("two", "2", INFO, config(judge))
     assert len(judge.asked) == 1
 
 
-def test_a_late_judge_and_none_at_all(judge: Judge) -> None:
+def test_late_and_unreachable_judges_raise(judge: Judge) -> None:
     judge.reply = lambda n: (200, completion("Score: 1"), 5.0)
     start = time.monotonic()
-    with pytest.raises(JudgeError, match=r"in 2 requests; the last: .*time"):
+    with pytest.raises(JudgeError, match=r"after 2 requests; the last: .*time"):
         score("two", "2", INFO, config(judge, timeout=0.2, retries=1))
     assert time.monotonic() - start < 4.0
     with pytest.raises(JudgeError, match="Connection refused"):
         score("two", "2", INFO, config(judge, url="http://127.0.0.1:1/v1"))
 
 
-def test_a_reply_that_drips_is_late_too(judge: Judge) -> None:
+def test_slowly_dripping_reply_times_out(judge: Judge) -> None:
     judge.reply = lambda n: (200, [b" "] * 100, 0.0)
     start = time.monotonic()
-    with pytest.raises(JudgeError, match=r"not whole in reward\.judge\.timeout"):
+    with pytest.raises(JudgeError, match=r"not complete within reward\.judge\.timeout"):
         score("two", "2", INFO, config(judge, timeout=0.3, retries=0))
     assert time.monotonic() - start < 2.0
 
 
 @pytest.mark.parametrize("missing", ["url", "model"])
 def test_without_a_judge_there_is_no_score(missing: str) -> None:
-    with pytest.raises(JudgeError, match=rf"there is no judge: .*reward\.judge\.{missing}=None"):
+    with pytest.raises(JudgeError, match=rf"no judge is configured: .*reward\.judge\.{missing}=None"):
         score("two", "2", INFO, reward_config(judge={"url": "http://127.0.0.1:1/v1", "model": "large"} | {missing: None}).judge)
 
 
-def test_broken_json_may_pass(judge: Judge) -> None:
+def test_invalid_json_is_retried(judge: Judge) -> None:
     judge.reply = lambda n: (200, b"<html>", 0.0) if n == 1 else (200, completion("Score: 0.5"), 0.0)
     assert score("two", "2", INFO, config(judge)) == 0.5
 

@@ -1,4 +1,4 @@
-"""What a reward model is given to read, and what becomes of its answers. Whole runs: tests/trainer/ppo."""
+"""Inputs and scores of local reward models. Complete runs: tests/trainer/ppo."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ TOKENIZER = byte_tokenizer(chat_template="{% for m in messages %}{{ m['content']
 
 @dataclass
 class Engine:
-    """Scores a row by its last token, and each token by itself. Keeps what it was asked."""
+    """Model whose score of a row is its last token, and of a token its id. Records its inputs."""
 
     asked: list[Batch] = field(default_factory=list)
 
@@ -59,14 +59,14 @@ def test_the_policys_tokens_as_they_are() -> None:
     assert asked.tokens["input_ids"].tolist() == [3, 4, 5, 3, 6] and asked.lengths.tolist() == [3, 2]
 
 
-def test_other_words_and_what_cannot_be_said_in_them() -> None:
+def test_other_tokenizer_encodes_conversations_and_reports_failures() -> None:
     model, engine = local(Conversations(TOKENIZER, {}))
     asked = [prompt("ab"), prompt([{"role": "user", "content": "cd"}]), prompt([{"role": "tool", "content": "ef"}])]
     scores, _ = model.score(answers([3, 4], [3, 4], [3, 4], finished=[True, False, True]), asked, ["1", "2", "3"])
     read = [TOKENIZER.decode(row) for row in engine.asked[0].split_rows("input_ids")]
     assert read == ["ab1<eos>", "cd2"]
     assert [score.value is None for score in scores] == [False, False, True]
-    assert scores[2].error == "the conversation, message 0: the role is 'tool'; only system, developer, user, assistant are read"
+    assert scores[2].error == "the conversation, message 0: the role is 'tool'; supported are system, developer, user, assistant"
 
 
 @pytest.mark.parametrize(("how", "read"), [("left", [5, 6, 8]), ("right", [3, 4, 5])])
@@ -77,7 +77,7 @@ def test_longer_rows_are_cut_and_counted(how: str, read: list[int]) -> None:
     assert [score.extra for score in scores] == [{"a_cut": 1.0}, {"a_cut": 0.0}]
 
 
-def test_what_fails_says_why_and_costs_no_other_answer() -> None:
+def test_failed_row_has_a_reason_and_affects_no_other_row() -> None:
     model, _ = local(longest=3)
     scores, _ = model.score(answers([3, 4, 5, 6], [3, 400], [3, 7], [3, 4]), [], [])
     assert [score.value for score in scores] == [None, None, None, 4.0]
@@ -89,14 +89,14 @@ def test_what_fails_says_why_and_costs_no_other_answer() -> None:
     ]
 
 
-def test_where_nothing_can_be_read_the_model_is_not_asked() -> None:
+def test_without_readable_rows_the_model_is_not_called() -> None:
     model, engine = local(longest=1)
     scores, _ = model.score(answers([3, 4], [3, 4]), [], [])
     assert engine.asked == [] and all(score.value is None for score in scores)
 
 
-def test_scores_of_the_answers_tokens() -> None:
-    """Each is that of the state after the token; prompts have none, nor has a row that failed."""
+def test_token_scores_are_those_of_response_tokens() -> None:
+    """A token's score is that of the state after it; prompts and failed rows have none."""
     model, _ = local(longest=3, kind="token")
     scores, at_tokens = model.score(answers([3, 4, 5], [3, 4, 5, 6], [9, 8]), [], [])
     assert at_tokens is not None and at_tokens.tolist() == [0, 4, 5, 0, 0, 0, 0, 0, 8]

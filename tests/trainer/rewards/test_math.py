@@ -71,13 +71,13 @@ DIFFERENT = [
 
 
 @pytest.mark.parametrize(("answer", "truth"), SAME)
-def test_what_means_the_same_is_right(answer: str, truth: str) -> None:
+def test_equivalent_answers_score_one(answer: str, truth: str) -> None:
     assert score(f"so $\\boxed{{{answer}}}$.", truth) == 1.0
     assert score(f"so $\\boxed{{{truth}}}$.", answer) == 1.0
 
 
 @pytest.mark.parametrize(("answer", "truth"), DIFFERENT)
-def test_what_does_not_is_wrong(answer: str, truth: str) -> None:
+def test_different_answers_score_zero(answer: str, truth: str) -> None:
     assert score(f"so $\\boxed{{{answer}}}$.", truth) == 0.0
 
 

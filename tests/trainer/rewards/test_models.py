@@ -1,4 +1,4 @@
-"""Scores of several models and of rules, added up by hand."""
+"""Sums of several models' and the rules' scores, computed by hand."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ ALL, NONE = torch.tensor([True, True]), torch.tensor([False, False])
 
 
 @dataclass
-class Told:
-    """Scores as they are told, None for failures; tokens: of a model that scores these."""
+class FixedScores:
+    """Scorer with fixed scores, None for failures. tokens: scores of tokens, for a model with kind=token."""
 
     values: Sequence[float | None]
     tokens: Tensor | None = None
@@ -32,7 +32,7 @@ class Told:
 def model(
     *values: float | None, name: str = "a", moments: Any = None, tokens: Tensor | None = None, **changes: Any
 ) -> RewardModel:
-    return RewardModel(name, scoring_model(**changes), Told(values, tokens), moments)
+    return RewardModel(name, scoring_model(**changes), FixedScores(values, tokens), moments)
 
 
 def add(
@@ -47,7 +47,7 @@ def add(
     return together.add(rules, ROWS, [], [], learn_from=learn)
 
 
-def test_the_sum_by_weight_and_what_each_said() -> None:
+def test_value_is_the_weighted_sum_and_extra_has_the_parts() -> None:
     rules = [Score(1.0, {"length": 3.0}, None), Score(0.0, {"length": 4.0, "acc": 0.5}, None)]
     models = [model(2.0, -4.0, weight=0.5), model(5.0, 7.0, name="b", weight=-2, moments=Moments(3.0, 4.0), clip=(-1.0, 0.75))]
     scores, at_tokens = add(models, rules, weight=0.25)
@@ -62,21 +62,21 @@ def test_without_rules_there_is_no_acc() -> None:
     assert [(score.value, score.extra) for score in scores] == [(2.0, {"a": 2.0}), (-4.0, {"a": -4.0})]
 
 
-def test_running_moments_see_what_is_learnt_from_and_that_alone() -> None:
+def test_running_moments_record_training_responses_only() -> None:
     moments = RunningMoments()
     scores, _ = add([model(2.0, 6.0, moments=moments)], [Score(0.0, {}, None)] * 2)
     assert [score.value for score in scores] == [-1.0, 1.0] and (moments.count, moments.mean, moments.std) == (2, 4.0, 2.0)
     scores, _ = add([model(8.0, 1e9, moments=moments, clip=(-1.0, 1.0), weight=0.5)], [Score(1.0, {}, None)] * 2, learn=NONE)
     assert [score.value for score in scores] == [1 + 0.5 * 8.0, 1 + 0.5 * 1e9] and moments.count == 2, "a measurement: raw"
     scores, _ = add([model(10.0, 14.0, moments=moments)], [Score(0.0, {}, None)] * 2, learn=torch.tensor([True, False]))
-    assert scores[1].value == pytest.approx((14.0 - moments.mean) / moments.std), "beside answers that are learnt from: as these"
+    assert scores[1].value == pytest.approx((14.0 - moments.mean) / moments.std), "normalised with training responses"
     assert (moments.count, moments.mean) == (3, 6.0)
     add([model(None, 1e9, moments=moments)], [Score(0.0, {}, None)] * 2, learn=torch.tensor([True, False]))
     assert moments.count == 3, "a failure is no score"
 
 
-def test_what_validation_sees_rises_with_the_raw_reward() -> None:
-    """While the policy improves, ever more slowly; normalised by moments that follow it the score would fall from 1.1 to 0.6."""
+def test_validation_score_rises_with_the_raw_reward() -> None:
+    """For a policy that improves ever more slowly; normalised by running moments the score would fall from 1.1 to 0.6."""
     moments, measured = RunningMoments(), []
     for step in range(1, 11):
         level = 4.0 * (1 - 2.0**-step)
@@ -115,8 +115,8 @@ def test_a_part_that_failed_fails_the_whole_with_the_first_error() -> None:
     assert scores[1] == Score(None, {"length": 1.0, "a": 3.0}, "KeyError: 'x'")
 
 
-def test_a_number_of_the_functions_under_a_models_name_is_refused() -> None:
-    with pytest.raises(ValueError, match="the reward function tells a number a, and a reward model has this name"):
+def test_number_with_the_name_of_a_model_raises() -> None:
+    with pytest.raises(ValueError, match="the reward function reports a number a, also the name of a reward model"):
         add([model(1.0, 2.0)], [Score(0.0, {"a": 1.0}, None)] * 2)
 
 

@@ -1,4 +1,4 @@
-"""What the end that does not trust the other takes, and what it gives away."""
+"""Messages that the trusted end accepts, and objects that it exposes."""
 
 import json
 import socket
@@ -11,7 +11,7 @@ from trainer.rewards.proxies import Peer, Remote
 
 
 class Own:
-    """Stands for a class that assertions define."""
+    """A class defined by assertions."""
 
     public, _private = 1, 2
 
@@ -25,9 +25,9 @@ def function() -> int:
 
 @pytest.fixture
 def ends() -> Iterator[tuple[Peer, socket.socket]]:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        yield Peer(ours.fileno(), own_module=__name__), theirs
+    trusted_end, program_end = socket.socketpair()
+    with trusted_end, program_end:
+        yield Peer(trusted_end.fileno(), own_module=__name__), program_end
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_values_come_from_a_fixed_table(ends: tuple[Peer, socket.socket], sent: 
         (iter([7]), "getattr", ["__reduce__"], None),
     ],
 )
-def test_the_program_reaches_what_it_was_given_and_nothing_behind(
+def test_program_reaches_only_objects_it_was_given(
     ends: tuple[Peer, socket.socket], subject: Any, operation: str, arguments: list, answered: list | None
 ) -> None:
     peer, other = ends
@@ -110,8 +110,8 @@ def test_the_program_reaches_what_it_was_given_and_nothing_behind(
     assert message == answered if answered else message[1][1][0] == ["class", ["TypeError"]]
 
 
-def test_a_remote_does_not_answer_for_itself(ends: tuple[Peer, socket.socket]) -> None:
-    """None of these is asked of the other end, which here would not answer."""
+def test_remote_refuses_comparisons_and_protocols(ends: tuple[Peer, socket.socket]) -> None:
+    """None of these sends a request; the other end of this test would not reply."""
     remote = Remote(ends[0], 0)
     assert remote != None  # noqa: E711
     for name in ("__array_interface__", "__array__", "__class_getitem__", "__eq_by_program__"):

@@ -10,7 +10,7 @@ from trainer.rewards.runner import Answer, RewardRunner, Score
 from trainer.rewards.worker import resolve
 
 
-def test_exact_match_wants_the_letter_and_an_end() -> None:
+def test_exact_match_requires_equal_text_and_a_finished_response() -> None:
     assert exact_match.score("012359", "012359", finished=True) == 1.0
     assert exact_match.score("012359", "012359", finished=False) == 0.0
     assert exact_match.score("012359 ", "012359", finished=True) == 0.0
@@ -71,7 +71,7 @@ def test_one_scorer_for_all_sources() -> None:
         compute_score("of my own", "", "4", {}, reward_config())
 
 
-def test_unknown_data_source_names_the_known_and_the_way_out() -> None:
+def test_unknown_data_source_raises_with_known_names_and_remedy() -> None:
     check_data_sources(["openai/gsm8k", "sort_digits"])
     with pytest.raises(ValueError) as error:
         check_data_sources(["openai/gsm8k", "openai/gsm8"])

@@ -1,4 +1,4 @@
-"""Servers that fail in all the ways there are, at real sockets."""
+"""Rewards from servers that fail in every way, over real sockets."""
 
 import json
 import threading
@@ -19,7 +19,7 @@ from trainer.rewards.scoring import Answer, Score
 
 
 class Rewards(Server):
-    """An answer's reward is the number that it is, unless ``instead`` says otherwise of the n-th request."""
+    """Server whose reward is the number in the response, unless ``instead`` replaces the n-th reply."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,12 +74,12 @@ def test_a_server_that_is_down_costs_nothing_if_there_is_another(
 ) -> None:
     gone, other = Rewards(), servers[1]
     gone.server_close()
-    rewards = remote(gone, other, concurrency=1, backoff=60.0)  # a pause would be seen
+    rewards = remote(gone, other, concurrency=1, backoff=60.0)  # a pause would show in the time
     start = time.monotonic()
     assert rewards.score(answers(40)) == good(40)
     assert time.monotonic() - start < 5.0 and len(other.asked) == 10
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 1 and told[0].startswith(f"note: reward server: {gone.url}: URLError") and "refused" in told[0]
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith(f"note: reward server: {gone.url}: URLError") and "refused" in lines[0]
 
 
 def test_a_server_that_comes_back_is_asked_again(servers: tuple[Rewards, Rewards], capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,12 +89,15 @@ def test_a_server_that_comes_back_is_asked_again(servers: tuple[Rewards, Rewards
     assert rewards.score(answers(8)) == good(8) and len(first.asked) == 1, "it rests"
     time.sleep(0.15)
     assert rewards.score(answers(16)) == good(16) and len(first.asked) > 1
-    told = capsys.readouterr().err.splitlines()
-    assert told == [f"note: reward server: HTTP 503 from {first.url}: loading", f"note: reward server {first.url} answers again"]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        f"note: reward server: HTTP 503 from {first.url}: loading",
+        f"note: reward server {first.url} responds again",
+    ]
 
 
 @pytest.mark.parametrize("failure", [(500, b"oops", 0.0), (200, b"<html>", 0.0), (429, b"", 0.0)])
-def test_what_may_pass_is_asked_again(servers: tuple[Rewards, Rewards], failure: Reply) -> None:
+def test_transient_failure_of_all_servers_is_retried(servers: tuple[Rewards, Rewards], failure: Reply) -> None:
     server = servers[0]
     server.instead = lambda n: failure if n < 3 else None
     start = time.monotonic()
@@ -102,42 +105,42 @@ def test_what_may_pass_is_asked_again(servers: tuple[Rewards, Rewards], failure:
     assert len(server.asked) == 3 and time.monotonic() - start >= 0.15  # 0.05 s, then twice as long
 
 
-def test_a_slow_server_has_its_time_and_no_more(servers: tuple[Rewards, Rewards]) -> None:
+def test_slow_server_times_out(servers: tuple[Rewards, Rewards]) -> None:
     slow, other = servers
     slow.instead = lambda n: (200, {"rewards": [9.0] * 4}, 3.0)
     start = time.monotonic()
     assert remote(slow, other, timeout=0.3, concurrency=2).score(answers(16)) == good(16)
     failed = remote(slow, timeout=0.2, retries=1).score(answers(4))
     assert time.monotonic() - start < 2.5
-    assert all(score.value is None and "in 2 requests; the last: " in (score.error or "") for score in failed)
+    assert all(score.value is None and "after 2 requests; the last: " in (score.error or "") for score in failed)
     assert "timed out" in (failed[0].error or "")
 
 
 @pytest.mark.parametrize(
-    ("failure", "told"),
+    ("failure", "message"),
     [
         ((401, b"who are you?", 0.0), r"HTTP 401 from .*: who are you\? \(REWARD_SERVER_TOKEN is not set here\)$"),
         ((404, b"", 0.0), "HTTP 404"),
         ((302, b"", 0.0), "HTTP 302"),  # a redirect would carry the token away
-        ((200, {"rewards": [1.0] * 5}, 0.0), "get_reward: 5 rewards for 4 answers"),
+        ((200, {"rewards": [1.0] * 5}, 0.0), "get_reward: 5 rewards for 4 responses"),
         ((200, {"reward": 1.0}, 0.0), 'its reply has no list "rewards"'),
     ],
 )
-def test_what_stays_wrong_is_not_asked_again_but_of_another_server(
-    servers: tuple[Rewards, Rewards], failure: Reply, told: str, monkeypatch: pytest.MonkeyPatch
+def test_permanent_failure_is_retried_on_another_server_only(
+    servers: tuple[Rewards, Rewards], failure: Reply, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("REWARD_SERVER_TOKEN", raising=False)
     wrong, other = servers
     wrong.instead = lambda n: failure
     failed = remote(wrong).score(answers(4))
     assert len(wrong.asked) == 1 and [score.value for score in failed] == [None] * 4
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         raise ValueError(failed[0].error)
     assert remote(wrong, other).score(answers(4)) == good(4)
 
 
 def test_only_the_answers_concerned_fail(servers: tuple[Rewards, Rewards]) -> None:
-    """The second request is lost, an answer of the third has no number, and what cannot be said in JSON is not sent."""
+    """The second request is lost, one reward of the third is NaN, and a value that is not JSON is not sent."""
     server = servers[0]
     partly: dict[int, Reply] = {2: (400, b"no", 0.0), 3: (200, {"rewards": [8.0, float("nan"), 10.0, 11.0]}, 0.0)}
     server.instead = partly.get
@@ -159,18 +162,18 @@ def test_the_token_goes_along_and_into_no_error(servers: tuple[Rewards, Rewards]
     assert "not ***" in (score.error or "")
 
 
-def test_ready_when_one_of_them_is_there(servers: tuple[Rewards, Rewards]) -> None:
+def test_ready_when_one_server_accepts_connections(servers: tuple[Rewards, Rewards]) -> None:
     gone = Rewards()
     gone.server_close()
     remote(gone, servers[0]).wait_ready()
     start = time.monotonic()
-    with pytest.raises(ValueError, match=rf"^reward.remote_urls: no server takes a connection: {gone.url}: .*refused$"):
+    with pytest.raises(ValueError, match=rf"^reward.remote_urls: no server accepts a connection: {gone.url}: .*refused$"):
         remote(gone, timeout=0.3).wait_ready()
     assert 0.3 <= time.monotonic() - start < 2.0
     assert servers[0].asked == []
 
 
-def test_what_configuration_asks_for_servers(servers: tuple[Rewards, Rewards]) -> None:
+def test_remote_urls_select_servers(servers: tuple[Rewards, Rewards]) -> None:
     plain, asking = reward_config(), reward_config(remote_urls=[servers[0].url])
     assert isinstance(open_rewards(plain), RewardRunner) and needs_data_sources(plain)
     assert not needs_data_sources(asking) and not needs_data_sources(reward_config(scorer="math"))
@@ -180,7 +183,7 @@ def test_what_configuration_asks_for_servers(servers: tuple[Rewards, Rewards]) -
 
 
 def test_a_server_in_openrlhfs_style() -> None:
-    """As its users write them: the fields that they know, and nothing else looked at."""
+    """A server that reads OpenRLHF's fields only and ignores the others."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

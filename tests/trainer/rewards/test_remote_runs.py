@@ -1,4 +1,4 @@
-"""Whole runs whose rewards come from servers, at real sockets."""
+"""Complete runs with rewards from servers over real sockets."""
 
 import json
 import signal
@@ -15,7 +15,7 @@ from tests.serving import address, program, serving
 from trainer import main_eval, main_ppo
 from trainer.generation.shards import write_rows
 
-# Dies of the second request, in the middle of it.
+# Dies in the middle of the second request.
 DEADLY = """
 import os, signal
 
@@ -41,14 +41,14 @@ def local(task: Path) -> list[dict[str, float]]:
 
 @contextmanager
 def dying(task: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
-    """A server that scores 8 answers and dies of the next 8."""
+    """A server that scores 8 responses and dies on the next 8."""
     (task / "deadly.py").write_text(DEADLY)
     words = [f"reward.scorer={task}/deadly.py:compute_score", "reward.num_workers=0"]
     with program(*words, f"trainer.default_local_dir={task}/served") as server:
         yield address(server), server
 
 
-def test_a_run_with_remote_rewards_is_the_local_one_to_the_bit(task: Path, local: list[dict[str, float]]) -> None:
+def test_run_with_remote_rewards_is_bitwise_identical_to_a_local_one(task: Path, local: list[dict[str, float]]) -> None:
     """Training and validation; two servers that share the work."""
     function = f"reward.scorer={task}/reward.py:compute_score"
     with serving(function) as first, serving(function) as second:
@@ -83,23 +83,21 @@ def test_without_any_score_the_run_ends_with_the_first_cause(
     with serving(f"reward.scorer={task}/reward.py:compute_score") as url:
         monkeypatch.setenv("REWARD_SERVER_TOKEN", "another-horse")
         assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", f"reward.remote_urls=[{url}]")) == 2
-    told = capsys.readouterr().err
-    assert "all 32 rewards of the step failed; the first: no score from reward.remote_urls: HTTP 401 from" in told
-    assert "horse" not in told + (tmp_path / "run/config.yaml").read_text()
+    stderr = capsys.readouterr().err
+    assert "all 32 rewards of the step failed; the first: no score from reward.remote_urls: HTTP 401 from" in stderr
+    assert "horse" not in stderr + (tmp_path / "run/config.yaml").read_text()
     assert metrics_of(tmp_path / "run") == []
 
 
-def test_a_server_that_is_not_there_is_told_before_the_first_step(
-    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unreachable_server_raises_before_the_first_step(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["reward.remote_urls=[http://127.0.0.1:1/get_reward]", "reward.remote.timeout=0.2"]
     assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", *words)) == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("error: reward.remote_urls: no server takes a connection: http://127.0.0.1:1/get_reward: ")
+    assert line.startswith("error: reward.remote_urls: no server accepts a connection: http://127.0.0.1:1/get_reward: ")
 
 
 def test_a_reward_model_on_a_server_gives_what_it_gives_here(task: Path, tmp_path: Path) -> None:
-    """To the bit: it reads the policy's own tokens, in the same batch. Beside it a model that is here, and a rule."""
+    """Bitwise identical: it reads the policy's tokens in the same batch. A local model and a rule are configured too."""
     make_reward_model(task / "same", seed=1)
     make_reward_model(task / "other", seed=2, own_words=True)
     other = f"reward.models.other={{path: {task}/other, weight: -2, normalize: running}}"
@@ -116,7 +114,7 @@ def test_a_reward_model_on_a_server_gives_what_it_gives_here(task: Path, tmp_pat
 
 
 def test_a_reward_model_whose_server_is_gone_fails_its_answers(task: Path, tmp_path: Path) -> None:
-    """The rule has scored them all; the model beside it eight, and then it died."""
+    """The rule scores all responses; the model's server scores eight and dies."""
     words = ["reward.remote.batch_size=8", "reward.remote.concurrency=1", "reward.remote.retries=1", "reward.remote.backoff=0.01"]
     with dying(task) as (doomed, _):
         run = [f"reward.models.far={{urls: [{doomed}]}}", "trainer.total_training_steps=1", *words]

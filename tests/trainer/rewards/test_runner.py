@@ -28,9 +28,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
         raise RuntimeError("as asked")
     if word == "nan":
         return float("nan")
-    if word == "hang":  # inside C, where no signal handler and no other thread of Python gets a turn
+    if word == "hang":  # inside C code, where neither signal handlers nor other Python threads run
         re.match(r"(a+)+$", "a" * 64 + "b")
-    if word == "interrupt":  # no Exception: it ends the process, through the interpreter's clean-up
+    if word == "interrupt":  # not an Exception: it ends the process through the interpreter's clean-up
         raise KeyboardInterrupt
     if word == "exit":
         os._exit(3)
@@ -86,7 +86,7 @@ def wait_until(condition: Callable[[], bool], limit: float = 10.0) -> None:
 
 
 def expect(scores: list[Score], bad: dict[int, str]) -> None:
-    """Answer i has score i, but those of ``bad`` failed with that error."""
+    """Response i has score i, except those in ``bad``, which failed with that error."""
     for i, score in enumerate(scores):
         if i in bad:
             assert score.value is None and score.error is not None and bad[i] in score.error, (i, score)
@@ -94,13 +94,13 @@ def expect(scores: list[Score], bad: dict[int, str]) -> None:
             assert score.value == i and score.error is None, (i, score)
 
 
-def test_a_process_whose_starter_is_gone_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    """As when a run ends over a wrong path while its scoring processes are on their way."""
-    ours, theirs = socket.socketpair()
-    command = f"from trainer.rewards.worker import main; main({theirs.fileno()}, {os.getpid()})"
-    child = subprocess.Popen([sys.executable, "-c", command], pass_fds=[theirs.fileno()])
-    theirs.close()
-    ours.close()
+def test_process_without_its_parent_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """As when a run fails on a wrong path while its scoring processes are starting."""
+    runner_end, child_end = socket.socketpair()
+    command = f"from trainer.rewards.worker import main; main({child_end.fileno()}, {os.getpid()})"
+    child = subprocess.Popen([sys.executable, "-c", command], pass_fds=[child_end.fileno()])
+    child_end.close()
+    runner_end.close()
     assert child.wait(timeout=60) == 0
     assert capfd.readouterr().err == ""
 
@@ -122,24 +122,24 @@ def test_uneven_answers_use_all_processes_and_keep_their_order(rewards: Path) ->
     assert len({score.extra["pid"] for score in scores}) == min(2, len(os.sched_getaffinity(0)))
 
 
-def test_a_failing_answer_costs_itself_alone(rewards: Path) -> None:
+def test_failing_response_affects_no_other(rewards: Path) -> None:
     texts = ["fine"] * 40
     failures = {
         3: ("raise", "RuntimeError: as asked (rewards.py:7)"),
         4: ("nan", "not a finite number"),
         17: ("exit", "the scoring process ended with exit code 3"),
-        18: ("segfault", "the scoring process died of SIGSEGV"),
-        39: ("interrupt", "the scoring process died of SIGINT"),
+        18: ("segfault", "the scoring process was killed by SIGSEGV"),
+        39: ("interrupt", "the scoring process was killed by SIGINT"),
     }
     for i, (word, _) in failures.items():
         texts[i] = word
-    bad = {i: told for i, (_, told) in failures.items()}
+    bad = {i: error for i, (_, error) in failures.items()}
     with RewardRunner(config(rewards)) as runner:
         expect(runner.score(answers(*texts)), bad)
         expect(runner.score(answers("fine", "fine")), {})
 
 
-def test_a_late_answer_costs_itself_alone(rewards: Path) -> None:
+def test_late_response_affects_no_other(rewards: Path) -> None:
     texts = ["fine"] * 40
     texts[0] = texts[1] = texts[22] = "hang"
     with RewardRunner(config(rewards, timeout=0.4)) as runner:
@@ -159,7 +159,7 @@ def test_the_limit_is_for_an_answer_not_for_its_chunk(rewards: Path) -> None:
         expect(runner.score(answers(*["sleep 0.2"] * 12)), {})  # chunks of three
 
 
-def test_a_late_answers_own_children_end_with_it(rewards: Path, tmp_path: Path) -> None:
+def test_children_of_a_late_response_are_killed(rewards: Path, tmp_path: Path) -> None:
     noted = tmp_path / "pid"
     with RewardRunner(config(rewards, timeout=0.5)) as runner:
         expect(runner.score(answers(f"spawn {noted}", "fine")), {0: "timed out"})
@@ -182,7 +182,7 @@ def test_start_does_not_wait_and_close_leaves_nothing(rewards: Path) -> None:
     assert all(is_alive(pid) for pid in pids)
     runner.close()
     assert not any(is_alive(pid) for pid in pids)
-    expect(runner.score(answers("fine")), {})  # it starts anew
+    expect(runner.score(answers("fine")), {})  # the runner restarts
     runner.close()
 
 
@@ -237,7 +237,7 @@ def test_no_more_processes_than_cores(rewards: Path, monkeypatch: pytest.MonkeyP
     assert len({score.extra["pid"] for score in scores}) == 1
 
 
-def test_where_no_rule_is_asked_nothing_is_started() -> None:
+def test_without_rules_no_process_is_started() -> None:
     before = psutil.Process().children()
     with RewardRunner(reward_config(scorer="none")) as runner:
         runner.wait_ready()
@@ -268,7 +268,7 @@ def test_one_process_is_kept_for_whole_batches(rewards: Path) -> None:
     before = len(psutil.Process().children())
     with RewardRunner(config(rewards, name="all_at_once")) as runner:
         runner.start()
-        for process in runner._processes:  # until both have said that they are ready: one turn hears of both
+        for process in runner._processes:  # until both have reported ready: one turn may receive both messages
             assert select.select([process.connection], [], [], 60.0)[0]
         runner.wait_ready()
         runner.wait_ready()

@@ -209,7 +209,7 @@ REFUSED = [
 
 
 def test_every_attempt_is_refused_and_nothing_is_harmed(world: SimpleNamespace) -> None:
-    """Each in a process of its own; the program goes on, so that what it printed shows that the attempt was made."""
+    """One process per attempt; the program continues, and its output shows that the attempt was made."""
     answers = {}
     for attempt in REFUSED:
         expression = attempt.format(**world.names)
@@ -241,7 +241,7 @@ print("all")
 
 
 # The limit of CPU time, where that is ignored the kernel's own, or on a busy machine that of the clock.
-LATE = {"died of SIGPROF", "died of SIGKILL", "timed out after 1.6 s"}
+LATE = {"was killed by SIGPROF", "was killed by SIGKILL", "timed out after 1.6 s"}
 
 
 @pytest.mark.parametrize(
@@ -270,11 +270,15 @@ LATE = {"died of SIGPROF", "died of SIGKILL", "timed out after 1.6 s"}
         ("def f(): return f()\nsys.setrecursionlimit(1 << 30)\nf()", {"ended with exit code 1", *LATE}, ""),
         (
             "class A:\n    def __getattr__(self, n): return getattr(self, n)\nA().x",
-            {"ended with exit code 1", "died of SIGSEGV"},
+            {"ended with exit code 1", "was killed by SIGSEGV"},
             "",
         ),
-        ("import ctypes\nctypes.string_at(0)", {"died of SIGSEGV"}, ""),
-        ("import os\nos.abort()", {"died of SIGSEGV", "died of SIGABRT", "died of SIGILL", "ended with exit code 127"}, ""),
+        ("import ctypes\nctypes.string_at(0)", {"was killed by SIGSEGV"}, ""),
+        (
+            "import os\nos.abort()",
+            {"was killed by SIGSEGV", "was killed by SIGABRT", "was killed by SIGILL", "ended with exit code 127"},
+            "",
+        ),
         ("while True: print('x' * 9999)", {"ended with exit code 1"}, "x"),
         ("while True: print('x' * 9999, file=sys.stderr)", LATE, ""),
         ("import os\nwhile os.write(3, b'x' * 9999): pass", {"ended with exit code 1"}, ""),
@@ -326,7 +330,10 @@ def test_no_process_outlives_the_server_or_its_job() -> None:
     children = Path(f"/proc/{server.pid}/task/{server.pid}/children")
     assert children.read_text() == ""
     limits = Limits(cpu_seconds=30.0, memory_bytes=1 << 29, output_bytes=1 << 16)
-    with pytest.raises(RuntimeError, match="is gone"), server.start({"code": "import time\ntime.sleep(60)"}, limits) as running:
+    with (
+        pytest.raises(RuntimeError, match="server of confined processes failed"),
+        server.start({"code": "import time\ntime.sleep(60)"}, limits) as running,
+    ):
         while not (pids := children.read_text().split()):
             time.sleep(0.01)
         time.sleep(0.2)  # until it is confined; from then on it dies with its parent
@@ -346,7 +353,7 @@ def is_alive(pid: str) -> bool:
 
 
 def test_the_server_never_holds_what_jobs_held() -> None:
-    """A program inherits the server's memory by the fork, and can read all of it: no other answer or expectation may be there."""
+    """A program can read all memory inherited by the fork: no other response or expected value may be in it."""
     mark = "".join(chr(97 + byte % 26) for byte in os.urandom(24))
     tests = {"inputs": [f"in{mark}"], "outputs": [f"out{mark}"]}
     calls = {"inputs": [[f"in{mark}"]], "outputs": [[f"out{mark}"]], "fn_name": "f"}
@@ -390,7 +397,7 @@ ASSERTS = [
     "assert {'a': add(1, 2)} == {'a': 3}",
     "for a, b, c in [(1, 2, 3), (3, 4, 7)]: assert add(a, b) == c",
 ]
-# One test that holds if any of them does, which is quicker.
+# One test that passes if any of them does, for speed.
 ANY = f"""
 held = []
 for text in {ASSERTS!r}:
@@ -429,7 +436,7 @@ def test_numpy_does_not_ask_the_program(forgery: str) -> None:
 
 
 def test_the_forms_are_passed_by_honest_programs() -> None:
-    """But for the third, in which what is expected is not what the callback returns."""
+    """Except the third, whose callback does not return the expected value."""
     answer = "def add(a, b=None):\n    return a() + 1 if callable(a) else a + b\n"
     answer += "if __name__ == '__main__':\n    print(add(*map(int, input().split())))"
     config = reward_config(code={"time_limit": 2.0}).code

@@ -5,13 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainer.rewards.scoring import Answer, Score, judge, judge_all
+from trainer.rewards.scoring import Answer, Score, score_all, score_one
 
 ANSWER = Answer("source", "text", "truth", {"index": 3}, finished=True)
 
 
 def returning(result: Any) -> Any:
-    return judge(lambda **_: result, ANSWER)
+    return score_one(lambda **_: result, ANSWER)
 
 
 def test_the_function_is_called_the_way_verl_calls_it() -> None:
@@ -20,7 +20,7 @@ def test_the_function_is_called_the_way_verl_calls_it() -> None:
         assert extra_info == {"index": 3, "finished": True}
         return 0.5
 
-    assert judge(function, ANSWER).value == 0.5
+    assert score_one(function, ANSWER).value == 0.5
     assert ANSWER.extra_info == {"index": 3}
 
 
@@ -31,7 +31,7 @@ def test_numbers_of_any_library_are_scores(number: Any) -> None:
 
 
 @pytest.mark.parametrize("bad", [None, "1.0", float("nan"), float("inf"), [1.0], {"acc": 1.0}, {}, {"score": "high"}, 10**400])
-def test_what_is_no_finite_number_is_an_error_and_no_zero(bad: Any) -> None:
+def test_non_finite_reward_is_an_error_and_not_zero(bad: Any) -> None:
     score = returning(bad)
     assert score.value is None and score.error
 
@@ -42,11 +42,11 @@ def test_dict_gives_score_and_metrics() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("two\nlines"), KeyError("x"), RecursionError(), SystemExit(2)])
-def test_whatever_is_raised_becomes_one_line_with_its_place(error: BaseException) -> None:
+def test_exception_becomes_one_line_with_its_location(error: BaseException) -> None:
     def function(**_: Any) -> float:
         raise error
 
-    score = judge(function, ANSWER)
+    score = score_one(function, ANSWER)
     assert score.value is None and score.error is not None
     assert score.error.startswith(type(error).__name__) and "test_scoring.py:" in score.error and "\n" not in score.error
 
@@ -55,7 +55,7 @@ ANSWERS = [ANSWER, Answer("other", "words", None, {"index": 4}, finished=False)]
 
 
 def returning_all(results: Any) -> list[Score]:
-    return list(judge_all(lambda solution_strs, **_: results, ANSWERS, threads=1))
+    return list(score_all(lambda solution_strs, **_: results, ANSWERS, threads=1))
 
 
 def test_a_function_of_whole_batches_is_called_once_the_way_verl_calls_it() -> None:
@@ -67,7 +67,7 @@ def test_a_function_of_whole_batches_is_called_once_the_way_verl_calls_it() -> N
         calls.append((data_sources, solution_strs, ground_truths, extra_infos))
         return np.array([1, 0.5], np.float32)
 
-    assert [score.value for score in judge_all(function, ANSWERS, threads=1)] == [1.0, 0.5]
+    assert [score.value for score in score_all(function, ANSWERS, threads=1)] == [1.0, 0.5]
     infos = [{"index": 3, "finished": True}, {"index": 4, "finished": False}]
     assert calls == [(["source", "other"], ["text", "words"], ["truth", None], infos)]
 
@@ -80,7 +80,9 @@ def test_each_reward_of_a_batch_is_read_as_one_of_an_answer() -> None:
     assert [score.value for score in returning_all(iter((1, 0)))] == [1.0, 0.0]
 
 
-@pytest.mark.parametrize(("results", "told"), [([1.0], "1 rewards came back for 2 answers"), (0.5, "TypeError: 'float' object")])
-def test_a_batch_of_another_length_fails_whole(results: Any, told: str) -> None:
+@pytest.mark.parametrize(
+    ("results", "message"), [([1.0], "the function returned 1 rewards for 2 responses"), (0.5, "TypeError: 'float' object")]
+)
+def test_batch_result_of_wrong_length_fails_all_responses(results: Any, message: str) -> None:
     scores = returning_all(results)
-    assert len(scores) == 2 and all(score.value is None and (score.error or "").startswith(told) for score in scores)
+    assert len(scores) == 2 and all(score.value is None and (score.error or "").startswith(message) for score in scores)

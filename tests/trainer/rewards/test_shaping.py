@@ -42,7 +42,7 @@ def shaping(clip: tuple[float, float] | None = None, normalize: str | None = Non
     return Shaping(ShapingConfig(clip=clip, normalize=normalize), RunningMoments())  # type: ignore[arg-type]
 
 
-def test_nothing_asked_nothing_changed() -> None:
+def test_shaping_is_off_by_default() -> None:
     rewards, baselines = shaping()(REWARDS, UIDS, REWARDS + 1)
     assert torch.equal(rewards, REWARDS) and baselines is not None and torch.equal(baselines, REWARDS + 1)
     assert shaping()(REWARDS, UIDS)[1] is None
@@ -65,8 +65,8 @@ def test_group_normalisation() -> None:
     assert baselines is not None and baselines.tolist() == pytest.approx([(1.5 - mean) / std] * 4 + [1.0, 1.0, -5.5])
 
 
-def test_rounding_is_no_spread() -> None:
-    """Equal rewards whose mean is not exact: 0, not noise over noise."""
+def test_rounding_does_not_count_as_deviation() -> None:
+    """Equal rewards whose mean is inexact give 0 instead of rounding noise divided by itself."""
     rewards = torch.tensor([0.1, 0.1, 0.1])
     for normalize in ("group", "running"):
         shaped, baselines = shaping(None, normalize)(rewards, torch.zeros(3), torch.tensor([1.1, 1.1, 1.1]))
@@ -82,7 +82,7 @@ def test_running_moments_are_those_of_all_values(batches: list[list[float]]) -> 
     assert moments.count == len(everything)
     assert moments.mean == pytest.approx(math.fsum(everything) / len(everything), rel=1e-9, abs=1e-9)
     spread = statistics.pstdev(everything)
-    if spread > 1e-5 or spread == 0.0:  # between them it may count as rounding
+    if spread > 1e-5 or spread == 0.0:  # in between it may count as rounding
         assert moments.std == pytest.approx(spread or 1.0, rel=1e-6)
 
 
@@ -97,7 +97,7 @@ def test_running_normalisation_counts_the_batch_itself_and_not_the_baselines() -
     assert running.running.count == 4
 
 
-def test_resumed_statistics_are_the_same_to_the_bit() -> None:
+def test_resumed_statistics_are_bitwise_identical() -> None:
     torch.manual_seed(0)
     whole, resumed = RunningMoments(), RunningMoments()
     batches = torch.randn(6, 5)

@@ -40,7 +40,7 @@ from trainer.rewards.values import value_of, values
         ("**18**", "18"),
     ],
 )
-def test_value_of_what_is_a_number(text: str, number: str) -> None:
+def test_number_has_its_value(text: str, number: str) -> None:
     value = value_of(text)
     assert value is not None and value.number == Fraction(number)
 
@@ -65,7 +65,7 @@ def test_value_of_what_is_a_number(text: str, number: str) -> None:
         "1-1/2",
     ],
 )
-def test_what_is_no_number_or_more_than_one(text: str) -> None:
+def test_text_that_is_not_one_number_has_no_value(text: str) -> None:
     assert value_of(text) is None
 
 

@@ -1,4 +1,4 @@
-"""What a trainer and a reward server say to each other, in our format and in OpenRLHF's."""
+"""The wire format between trainer and reward server, and OpenRLHF's."""
 
 import json
 from typing import Any
@@ -33,7 +33,7 @@ def sent(value: Any) -> Any:
     return json.loads(json.dumps(value, allow_nan=False))
 
 
-def test_answers_and_scores_come_over_to_the_bit() -> None:
+def test_responses_and_scores_round_trip_bitwise() -> None:
     assert from_request(sent(to_request(ANSWERS))) == ANSWERS
     assert from_reply(sent(to_reply(SCORES)), 4) == SCORES
 
@@ -56,7 +56,7 @@ def test_a_request_of_openrlhf() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "message"),
     [
         ([], "must be a JSON object"),
         ({}, "must be a JSON object"),
@@ -70,8 +70,8 @@ def test_a_request_of_openrlhf() -> None:
         ({"query": ["a"], "extra_infos": [None]}, r'"extra_infos"\[0\] is None; it must be dict'),
     ],
 )
-def test_what_is_no_request(body: Any, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_invalid_request_raises(body: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         from_request(body)
 
 
@@ -94,21 +94,21 @@ def test_a_reward_that_is_no_number_fails_its_answer_alone(reward: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "message"),
     [
         ([0.5], 'no list "rewards"'),
         ({"reward": [0.5]}, 'no list "rewards": .*reward'),
         ({"rewards": 0.5}, 'no list "rewards"'),
-        ({"rewards": []}, "0 rewards for 1 answers"),
-        ({"rewards": [0.5, 0.5]}, "2 rewards for 1 answers"),
+        ({"rewards": []}, "0 rewards for 1 responses"),
+        ({"rewards": [0.5, 0.5]}, "2 rewards for 1 responses"),
     ],
 )
-def test_what_is_no_reply(body: Any, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_invalid_reply_raises(body: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         from_reply(body, 1)
 
 
-def test_logs_of_another_length_are_no_answers() -> None:
+def test_logs_of_another_length_are_ignored() -> None:
     assert from_reply({"rewards": [1, 2], "extra_logs": {"a": [1], "b": [1, None]}, "errors": ["x"]}, 2) == [
         Score(1.0, {"b": 1.0}, None),
         Score(2.0, {}, None),
