@@ -21,11 +21,11 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from configs.argv import CommandLine, normalise
-from configs.keys import ConfigError, did_you_mean
+from configs.base.keys import ConfigError, did_you_mean
+from configs.base.secrets import hidden_lines
 from configs.load import load
-from configs.points import Point, Result, SweepInUse, SweepStart, Value, read_results, swept
-from configs.secret_names import hidden_lines
-from configs.slurm import slurm_walltime
+from configs.sweeps.slurm import slurm_walltime
+from configs.sweeps.sweep_points import Point, Result, SweepInUse, SweepStart, Value, read_results, swept
 
 Config = TypeVar("Config")
 SHOWING = {"--cfg", "-c", "--info", "-i"}  # flags that print the configuration, and with it any secrets
@@ -42,7 +42,7 @@ SETTINGS = (
     "hydra.job.name=tandem",
     "hydra.sweep.dir=${trainer.default_local_dir}",
     "hydra.sweep.subdir=.",
-    "+hydra.callbacks.sweep_start._target_=configs.points.SweepStart",
+    "+hydra.callbacks.sweep_start._target_=configs.sweeps.sweep_points.SweepStart",
 )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from configs.keys import CONFIG_DIR, keys_of
+from configs.base.keys import CONFIG_DIR, keys_of
 from configs.load import load_ppo
 from configs.schema.ppo import PPOConfig
 

@@ -17,9 +17,9 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
 from configs.argv import normalise_tree
-from configs.bounds import within_bounds
-from configs.compat import compat
-from configs.keys import ConfigError, Keys, bare_type, did_you_mean, filled, followed, keys_of, takes_null
+from configs.base.keys import ConfigError, Keys, bare_type, did_you_mean, filled, followed, keys_of, takes_null
+from configs.clamp import within_bounds
+from configs.compat.translate import compat
 from configs.schema.ppo import PPOConfig
 from configs.schema.sft import SFTConfig
 

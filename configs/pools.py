@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 
-from configs.keys import ConfigError, did_you_mean
+from configs.base.keys import ConfigError, did_you_mean
 from configs.schema.common import WorkersConfig
 from configs.schema.placement import Layout, PlacementConfig, PoolConfig
 

@@ -4,7 +4,7 @@ import re
 from dataclasses import asdict
 from typing import Any
 
-from configs.keys import ConfigError, merged
+from configs.base.keys import ConfigError, merged
 from configs.load import load
 from configs.schema.ppo import ModelScoringConfig
 from configs.schema.scoring_model import ScoringModelConfig

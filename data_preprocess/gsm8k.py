@@ -8,7 +8,7 @@ from typing import Any
 
 from data_preprocess.source import preprocess
 from data_preprocess.writer import rl_row
-from trainer.rewards.gsm8k import extract
+from trainer.rewards.rules.gsm8k import extract
 
 DATA_SOURCE = "openai/gsm8k"
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'

@@ -1,6 +1,6 @@
 """Hydra takes a plugin from modules below this name alone."""
 
-from configs.slurm import SlurmLauncher as Launcher
+from configs.sweeps.slurm import SlurmLauncher as Launcher
 
 
 class SlurmLauncher(Launcher):

@@ -1,6 +1,6 @@
 """Hydra takes a plugin from modules below this name alone."""
 
-from configs.optuna_sweeper import OptunaSweeper as Sweeper
+from configs.sweeps.optuna_sweeper import OptunaSweeper as Sweeper
 
 
 class OptunaSweeper(Sweeper):

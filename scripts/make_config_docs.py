@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from configs.argv import configs_of, groups_of
-from configs.compat import Accepted, Differs, Translated, as_typed, compat
-from configs.keys import CONFIG_DIR, Described, described
+from configs.base.keys import CONFIG_DIR, Described, described
+from configs.compat.translate import Accepted, Differs, Translated, as_typed, compat
 
 DOCS = CONFIG_DIR.parent / "docs"
 CONFIG_PAGE, VERL_PAGE = DOCS / "config.md", DOCS / "coming_from_verl.md"

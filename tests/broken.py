@@ -25,7 +25,7 @@ from trainer import (
     main_serve_reward,
     main_sft,
 )
-from trainer.entry import Program
+from trainer.cli.program import Program
 
 PROGRAMS: dict[str, Program[Any]] = {
     name: module.PROGRAM

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import psutil
 
 from tests.layout.source import ROOT
-from workers.controller.session import family
+from workers.controller.ray.ray_session import family
 
 LIMIT = 300.0  # seconds that one start of a run may take
 BEGIN = 0  # the step of what comes before the first step of a process
@@ -165,7 +165,7 @@ class Executioner:
 
     def moves(self, move: Callable[..., Any]) -> Callable[..., Any]:
         """os.rename and os.replace: before a checkpoint gets its name, and before the file that names the latest moves."""
-        from trainer.run_dir import LATEST
+        from trainer.run.run_dir import LATEST
 
         @wraps(move)
         def watched(source: Any, target: Any, **where: Any) -> Any:
@@ -249,9 +249,9 @@ def shared_memory(process: psutil.Process) -> list[str]:
 
 def main(kill: str, notes: str, *arguments: str) -> int:
     from trainer import main_ppo
-    from trainer.metrics import Phases
     from trainer.ppo.loop import Loop
-    from workers.engine import checkpoint
+    from trainer.tracking.metrics import Phases
+    from workers.engine.hf import checkpoint
 
     wish = json.loads(kill)
     run_dir = next(word for word in reversed(arguments) if word.startswith("trainer.default_local_dir=")).partition("=")[2]

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from tests.layout.source import ROOT
-from trainer.run_dir import METRICS
+from trainer.run.run_dir import METRICS
 
 EMPTY_SECONDS = 10.0  # Ray frees what nobody refers to in batches
 
@@ -88,7 +88,7 @@ def main(notes: str, *arguments: str) -> int:
     from ray._private.state import state
 
     from trainer import main_ppo
-    from workers.controller import ray_backend
+    from workers.controller.ray import ray_backend
 
     end_ray = ray_backend.end_ray
 

@@ -12,8 +12,8 @@ from tempfile import TemporaryDirectory
 
 import psutil
 
-from workers.controller.ray_places import SLOT
-from workers.controller.shell import free_port
+from workers.controller.actor import free_port
+from workers.controller.ray.ray_places import SLOT
 
 HEAD = ("--head", "--include-dashboard=false", "--disable-usage-stats")
 START_SECONDS = 60.0

@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from configs.keys import followed, keys_of
+from configs.base.keys import followed, keys_of
 from configs.schema.ppo import PPOConfig
 from configs.schema.scoring_model import ScoringModelConfig
 
@@ -166,7 +166,7 @@ def reader_of(frame: FrameType | None) -> str | None:
     reader = None
     while frame is not None:
         module, code = frame.f_globals.get("__name__", ""), frame.f_code
-        if code.co_qualname.startswith(CHECKS) or module in ("trainer.inputs", "configs.bounds"):
+        if code.co_qualname.startswith(CHECKS) or module in ("trainer.cli.preflight", "configs.clamp"):
             return None
         if reader is None and (module == "dataclasses" or code.co_filename == GENERATED):
             return None

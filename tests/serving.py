@@ -15,10 +15,10 @@ from threading import Event, Thread
 from configs.compose import compose
 from configs.schema.serve_reward import ServeRewardConfig
 from tests.layout.source import ROOT
-from trainer.rewards.runner import RewardRunner
-from trainer.serving.assemble import Count, Listener, ScoreAll, bound, model, work
-from trainer.serving.desk import Desk
-from trainer.watchdog import Watchdog
+from trainer.cluster.watchdog import Watchdog
+from trainer.rewards.pool.runner import RewardRunner
+from trainer.serving.request_queue import Desk
+from trainer.serving.reward_server import Count, Listener, ScoreAll, bound, model, work
 
 
 def serve_config(*overrides: str) -> ServeRewardConfig:

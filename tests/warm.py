@@ -43,10 +43,10 @@ def warm_python(folder: Path) -> Iterator[str]:
 
 
 def serve(address: str) -> None:
-    import trainer.export
-    import trainer.generation.assemble
-    import trainer.ppo.assemble
-    import trainer.supervised.assemble  # noqa: F401
+    import trainer.checkpoint.export
+    import trainer.generation.generate
+    import trainer.ppo.ppo_builder
+    import trainer.supervised.supervised_builder  # noqa: F401
 
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainer.api import Callback, RunResult, run_ppo
+    from trainer.cli.api import Callback, RunResult, run_ppo
 
 __all__ = ["Callback", "RunResult", "run_ppo"]
 __version__ = "0.1.0"
@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from trainer import api
+    from trainer.cli import api
 
     return vars(api)[name]
 

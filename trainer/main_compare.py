@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.entry import complain
+from trainer.cli.program import complain
 
 OUT = "out="
 HELP = """\
@@ -33,7 +33,7 @@ def compare(argv: Sequence[str]) -> int:
         return complain(f"out={outs[-1]}: must be a file's path, of which .html and .png are made")
     if not directories:
         return complain(f"out={out}: there is nothing to compare; name run directories, or a sweep's")
-    from trainer.compare import write_comparison
+    from trainer.report.compare import write_comparison
 
     try:
         paths = write_comparison(directories, Path(out))

@@ -2,14 +2,14 @@
 
 from collections.abc import Collection
 
-from configs.checks import check_evaluation
 from configs.schema.evaluation import EvaluationConfig
-from trainer.entry import Program
+from configs.validation.programs import check_evaluation
+from trainer.cli.program import Program
 
 
 def check(config: EvaluationConfig, typed: Collection[str]) -> list[str]:
     from trainer.evaluation.votes import vote_function
-    from trainer.rewards.registry import with_own_function
+    from trainer.rewards.rules.reward_registry import with_own_function
 
     vote_function(config.metrics.vote)
     with_own_function(config.reward)
@@ -17,7 +17,7 @@ def check(config: EvaluationConfig, typed: Collection[str]) -> list[str]:
 
 
 def run(config: EvaluationConfig, notices: list[str]) -> None:
-    from trainer.evaluation.assemble import run
+    from trainer.evaluation.evaluate import run
 
     run(config, notices)
 

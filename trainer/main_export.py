@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from configs.schema.export import ExportConfig
-from trainer.entry import Program
+from trainer.cli.program import Program
 
 
 def check(config: ExportConfig, typed: Collection[str]) -> list[str]:
@@ -11,7 +11,7 @@ def check(config: ExportConfig, typed: Collection[str]) -> list[str]:
 
 
 def run(config: ExportConfig, notices: list[str]) -> None:
-    from trainer.export import run
+    from trainer.checkpoint.export import run
 
     run(config)
 

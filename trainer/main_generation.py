@@ -2,21 +2,21 @@
 
 from collections.abc import Collection
 
-from configs.checks import check_generation
 from configs.schema.generation import GenerationConfig
-from trainer.entry import Program
-from trainer.inputs import generation_inputs
+from configs.validation.programs import check_generation
+from trainer.cli.preflight import generation_inputs
+from trainer.cli.program import Program
 
 
 def check(config: GenerationConfig, typed: Collection[str]) -> list[str]:
-    from trainer.rewards.registry import with_own_function
+    from trainer.rewards.rules.reward_registry import with_own_function
 
     with_own_function(config.reward)
     return check_generation(config, typed)
 
 
 def run(config: GenerationConfig, notices: list[str]) -> None:
-    from trainer.generation.assemble import run
+    from trainer.generation.generate import run
 
     run(config, notices)
 

@@ -1,12 +1,12 @@
 """python -m trainer.main_parity: engines side by side, and beside the trainer."""
 
-from configs.checks_parity import check_parity
 from configs.schema.parity import ParityConfig
-from trainer.entry import Program
+from configs.validation.parity import check_parity
+from trainer.cli.program import Program
 
 
 def run(config: ParityConfig, notices: list[str]) -> None:
-    from trainer.parity.assemble import run
+    from trainer.parity.run_parity import run
 
     run(config, notices)
 

@@ -2,16 +2,16 @@
 
 from collections.abc import Collection
 
-from configs.checks import check_ppo
 from configs.schema.ppo import PPOConfig
+from configs.validation.programs import check_ppo
 from trainer.algorithms.correction_rules import rejection_rules, weight_bounds
 from trainer.algorithms.known import check_policy_loss, estimator_needs
-from trainer.entry import Program
-from trainer.inputs import ppo_inputs
+from trainer.cli.preflight import ppo_inputs
+from trainer.cli.program import Program
 
 
 def check(config: PPOConfig, typed: Collection[str]) -> list[str]:
-    from trainer.rewards.registry import with_own_function
+    from trainer.rewards.rules.reward_registry import with_own_function
 
     algorithm = config.algorithm
     check_policy_loss(config.actor_rollout_ref.actor.policy_loss.loss_mode)
@@ -27,13 +27,13 @@ def run(config: PPOConfig, notices: list[str]) -> None:
 
         replay(config)
         return
-    from trainer.ppo.assemble import run
+    from trainer.ppo.ppo_builder import run
 
     run(config, notices)
 
 
 def plan(config: PPOConfig) -> None:
-    from trainer.ppo.dry_run import dry_run
+    from trainer.planner.dry_run import dry_run
 
     dry_run(config)
 

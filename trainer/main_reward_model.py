@@ -1,13 +1,13 @@
 """python -m trainer.main_reward_model: a model that scores answers, from pairs of which one was preferred."""
 
-from configs.checks_supervised import check_reward_model
 from configs.schema.reward_model import RewardModelConfig
-from trainer.entry import Program
-from trainer.inputs import reward_model_inputs
+from configs.validation.supervised import check_reward_model
+from trainer.cli.preflight import reward_model_inputs
+from trainer.cli.program import Program
 
 
 def run(config: RewardModelConfig, notices: list[str]) -> None:
-    from trainer.supervised.assemble import run
+    from trainer.supervised.supervised_builder import run
 
     run(config, notices)
 

@@ -2,20 +2,20 @@
 
 from collections.abc import Collection
 
-from configs.checks import check_serve_reward
 from configs.schema.serve_reward import ServeRewardConfig
-from trainer.entry import Program
+from configs.validation.programs import check_serve_reward
+from trainer.cli.program import Program
 
 
 def check(config: ServeRewardConfig, typed: Collection[str]) -> list[str]:
-    from trainer.rewards.registry import with_own_function
+    from trainer.rewards.rules.reward_registry import with_own_function
 
     with_own_function(config.reward)
     return check_serve_reward(config)
 
 
 def run(config: ServeRewardConfig, notices: list[str]) -> None:
-    from trainer.serving.assemble import run
+    from trainer.serving.reward_server import run
 
     run(config)
 

@@ -1,13 +1,13 @@
 """python -m trainer.main_sft: supervised fine-tuning on answers and on conversations."""
 
-from configs.checks_supervised import check_sft
 from configs.schema.sft import SFTConfig
-from trainer.entry import Program
-from trainer.inputs import sft_inputs
+from configs.validation.supervised import check_sft
+from trainer.cli.preflight import sft_inputs
+from trainer.cli.program import Program
 
 
 def run(config: SFTConfig, notices: list[str]) -> None:
-    from trainer.supervised.assemble import run
+    from trainer.supervised.supervised_builder import run
 
     run(config, notices)
 

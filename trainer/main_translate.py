@@ -3,10 +3,10 @@
 import sys
 from collections.abc import Sequence
 
-from configs.keys import ConfigError
-from trainer.entry import complain
-from trainer.translate.script import script
-from trainer.translate.table import openrlhf
+from configs.base.keys import ConfigError
+from configs.compat.openrlhf.script import script
+from configs.compat.openrlhf.table import openrlhf
+from trainer.cli.program import complain
 
 HELP = """\
 python -m trainer.main_translate openrlhf -- [launcher ...] [PROGRAM] --flag value ...

@@ -17,7 +17,7 @@ class AlarmConfig:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class AlarmsConfig:
-    """The alarms of a PPO run; trainer/alarms.py defines what each of them measures."""
+    """The alarms of a PPO run; trainer/resilience/alarms.py defines what each of them measures."""
 
     max_rollbacks: NonNegative
     nonfinite: AlarmConfig

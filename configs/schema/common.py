@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from configs.keys import Follows
+from configs.base.keys import Follows
 
 Positive = Annotated[int, Gt(0)]
 NonNegative = Annotated[int, Ge(0)]
@@ -88,7 +88,7 @@ class FSDPConfig:
     use_no_sync_for_gradient_accumulation: bool
     param_offload: bool
     optimizer_offload: bool
-    # 0 passes here and is refused in configs/checks_parallel.py, with an explanation of the allowed values.
+    # 0 passes here and is refused in configs/validation/parallel.py, with an explanation of the allowed values.
     fsdp_size: Annotated[int, Ge(-1)]
     ulysses_sequence_parallel_size: Positive
 
@@ -191,7 +191,7 @@ class RunConfig(WorkersConfig):
     resume_from_path: str | None
     deterministic: bool
     max_restarts: NonNegative
-    walltime: str | None  # parsed by configs/walltime.py
+    walltime: str | None  # parsed by configs/base/walltime.py
     watch: WatchConfig
 
 

@@ -33,7 +33,7 @@ class ParityModelsConfig:
     rollout: RolloutEngineConfig
 
     def rollout_of(self, engine: str) -> RolloutEngineConfig:
-        """The rollout options for one of the compared engines, whose name configs/checks_parity.py has validated."""
+        """The rollout options for one of the compared engines, whose name configs/validation/parity.py has validated."""
         return replace(self.rollout, name=engine)  # type: ignore[arg-type]
 
 

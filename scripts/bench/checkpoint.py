@@ -31,9 +31,9 @@ import torch.multiprocessing
 from configs.compose import compose
 from configs.schema.ppo import PPOConfig
 from scripts.bench.shapes import ADAMW, SHAPES, qwen2
-from trainer.export import check, export
+from trainer.checkpoint.export import check, export
 from workers.engine.base import EngineSpec, Saved
-from workers.engine.fsdp import engine as fsdp
+from workers.engine.fsdp import fsdp_engine as fsdp
 from workers.engine.fsdp.sharding import local
 from workers.engine.saving import hashes_of
 

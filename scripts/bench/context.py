@@ -1,4 +1,4 @@
-"""The longest row that fits: what the memory model says (workers/engine/memory_model.py), and what this device measures.
+"""The longest row that fits: what the memory model says (trainer/planner/memory_model.py), and what this device measures.
 
     python scripts/bench/context.py predict                                        # tables, in tokens
     python scripts/bench/context.py measure --shape 7b --tokens 16384 32768 65536  # one GPU; stops where memory does
@@ -22,9 +22,9 @@ from torch.nn.attention.varlen import varlen_attn
 
 from scripts.bench.lone_engine import LoneEngine
 from scripts.bench.shapes import SHAPES, Likelihood, random_rows
-from workers.engine.fsdp.engine import FSDPEngine
-from workers.engine.hf_model import DTYPES
-from workers.engine.memory_model import Setting, Shape, longest, scoring, training
+from trainer.planner.memory_model import Setting, Shape, longest, scoring, training
+from workers.engine.fsdp.fsdp_engine import FSDPEngine
+from workers.engine.hf.hf_model import DTYPES
 from workers.engine.out_of_memory import OutOfMemory, is_out_of_memory
 
 MODELS = ("0.5b", "1.5b", "7b", "32b", "72b")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from trainer.run_dir import EVENTS, read_lines, read_metrics
+from trainer.run.run_dir import EVENTS, read_lines, read_metrics
 
 BY_THE_CLOCK = ("timing", "perf/")
 BF16 = (

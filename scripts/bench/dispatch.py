@@ -37,11 +37,11 @@ from data_preprocess import tiny_model
 from data_preprocess.writer import rl_row, write
 from scripts.bench.dummies import CLOCK, Dummies
 from trainer import main_ppo
-from trainer.metrics import WITHIN
+from trainer.tracking.metrics import WITHIN
 from workers.batch import Batch
 from workers.controller.dispatch import Mesh, Sharded
 from workers.controller.group import WorkerInfo
-from workers.controller.ray_backend import RayBackend
+from workers.controller.ray.ray_backend import RayBackend
 from workers.controller.resource_pool import ResourcePool
 from workers.plan import Limits, make_plan
 
@@ -59,7 +59,7 @@ def steps(sequences: int, workers: int, count: int, folder: Path) -> dict[str, A
     ]
     data = write(rows, folder, f"{sequences}")
     CLOCK.marks.clear()
-    with mock.patch("trainer.ppo.assemble.open_backend", lambda *_: Dummies()):
+    with mock.patch("trainer.ppo.ppo_builder.open_backend", lambda *_: Dummies()):
         code = main_ppo.PROGRAM(
             [
                 "algorithm=grpo", f"data.train_files={data}", f"data.val_files={data}", f"trainer.total_epochs={count + 2}",

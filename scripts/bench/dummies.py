@@ -39,7 +39,7 @@ CLOCK = Clock()
 
 
 class Dummy:
-    """In the place of workers/host.py's Host."""
+    """In the place of workers/roles/worker.py's Host."""
 
     def __init__(self, info: WorkerInfo, *_: Any, **__: Any) -> None:
         self.info = info

@@ -27,10 +27,10 @@ from transformers import AutoModelForCausalLM
 from configs.compose import compose
 from configs.schema.ppo import PPOConfig
 from scripts.bench.shapes import ADAMW, SHAPES, Likelihood, qwen2, random_rows
-from trainer.metrics import peak_flops
-from workers.engine import make_engine
+from trainer.tracking.metrics import peak_flops
 from workers.engine.base import EngineSpec
 from workers.plan import Limits, make_plan
+from workers.roles.train_engines import make_engine
 
 SIZES = {
     "tp": "tensor_model_parallel_size",

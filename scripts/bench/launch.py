@@ -17,8 +17,8 @@ import torch
 from trainer.main_ppo import main
 from workers.controller.group import WorkerGroup
 from workers.controller.local_backend import LocalBackend
-from workers.controller.ray_backend import RayBackend
-from workers.host import Host
+from workers.controller.ray.ray_backend import RayBackend
+from workers.roles.worker import Host
 from workers.rollout.base import Request
 
 
@@ -42,7 +42,7 @@ def with_our_host(backend: type[LocalBackend] | type[RayBackend]) -> None:
     start_group = backend.start_group
 
     def start(self: Any, name: str, pool: Any, worker: str, /, *args: Any, **kwargs: Any) -> WorkerGroup:
-        assert worker == "workers.host:Host"
+        assert worker == "workers.roles.worker:Host"
         return start_group(self, name, pool, "scripts.bench.launch:BenchHost", *args, **kwargs)
 
     backend.start_group = start

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from configs.schema.common import Dtype, FSDPConfig, ModelConfig, TiledMLPConfig
 from scripts.bench.shapes import ADAMW, qwen2
 from workers.engine.base import EngineSpec
-from workers.engine.fsdp import engine as fsdp
-from workers.rollout.memory import keep_freed_memory
+from workers.engine.fsdp import fsdp_engine as fsdp
+from workers.rollout.malloc_trim import keep_freed_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

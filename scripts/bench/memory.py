@@ -26,9 +26,9 @@ from torch.utils._pytree import tree_leaves
 from scripts.bench.shapes import SHAPES, random_rows
 from scripts.bench.train import ragged
 from scripts.bench.worker import Bench, command_line, make_requests, peak, run, taken
-from workers.engine.hf_model import DTYPES
+from trainer.planner.memory_model import FLOAT32, Setting, Shape, layer_inputs, moments, parameters
+from workers.engine.hf.hf_model import DTYPES
 from workers.engine.logprob import chunk_size
-from workers.engine.memory_model import FLOAT32, Setting, Shape, layer_inputs, moments, parameters
 
 COLUMNS = ("phase", "peak MB", "after MB", "device, peak MB", "device, after MB", "largest tensor MB")
 

@@ -22,7 +22,7 @@ from scripts.bench.shapes import SHAPES
 from scripts.bench.weight_sync import bare_call
 from scripts.bench.worker import Bench, command_line, make_requests, peak, run, timed, used
 from workers.batch import Batch
-from workers.engine.hf_model import DTYPES
+from workers.engine.hf.hf_model import DTYPES
 from workers.plan import Limits, make_plan
 from workers.rollout.base import Completion, Request
 

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from scripts.bench.worker import Bench, command_line, make_requests, rollout_spec, run, timed
-from workers.rollout.vllm import ENVIRONMENT, engine_arguments, sampling_arguments
+from workers.rollout.vllm.vllm_engine import ENVIRONMENT, engine_arguments, sampling_arguments
 
 MARK = "tokens/s: "
 MODES: dict[str, dict[str, Any]] = {"as ours": {}, "no seeds": {"seed": None}, "neither": {"seed": None, "logprobs": None}}

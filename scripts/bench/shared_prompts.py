@@ -24,8 +24,8 @@ from scripts.bench.lone_engine import LoneEngine
 from scripts.bench.shapes import SHAPES, Likelihood, random_rows
 from scripts.bench.train import counted, timed
 from workers.batch import Batch
-from workers.engine.fsdp.engine import FSDPEngine
-from workers.engine.hf_model import DTYPES
+from workers.engine.fsdp.fsdp_engine import FSDPEngine
+from workers.engine.hf.hf_model import DTYPES
 
 
 def main() -> None:

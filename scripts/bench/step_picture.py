@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM
 
 from scripts.bench.step import Workload, arguments, make_task
 from trainer.main_ppo import PROGRAM
-from workers.host import Host
+from workers.roles.worker import Host
 
 WORK = Workload(
     prompts=8, n=4, prompt_length=64, response_length=96, hidden_size=768, num_hidden_layers=12, intermediate_size=2048,

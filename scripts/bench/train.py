@@ -37,11 +37,11 @@ from torch.profiler import ProfilerActivity, profile
 from scripts.bench.lone_engine import LoneEngine
 from scripts.bench.shapes import SHAPES, Likelihood, LikelihoodAndEntropy, random_rows
 from scripts.bench.worker import synchronize
-from trainer.algorithms.actor_loss import entropy_mask
-from trainer.metrics import peak_flops
+from trainer.algorithms.losses.actor_loss import entropy_mask
+from trainer.tracking.metrics import peak_flops
 from workers.engine import logprob
-from workers.engine.fsdp.engine import FSDPEngine
-from workers.engine.hf_model import DTYPES
+from workers.engine.fsdp.fsdp_engine import FSDPEngine
+from workers.engine.hf.hf_model import DTYPES
 
 PROMPT = 17  # tokens of each row before its answer
 COLUMNS = ("case", "part", "ms", "CPU ms", "tokens/s", "GFLOP/s", "of gemm", "of peak", "waste", "padded")

@@ -34,20 +34,20 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from configs.compose import compose
 from configs.schema.common import FSDPConfig
 from configs.schema.ppo import PPOConfig
+from workers.controller.actor import free_port
 from workers.controller.group import WorkerInfo
-from workers.controller.shell import free_port
 from workers.engine.base import EngineSpec, TrainEngine
-from workers.engine.hf_model import DTYPES
-from workers.host import Host
+from workers.engine.hf.hf_model import DTYPES
 from workers.metric import Metric
-from workers.roles.model import ModelRole
-from workers.roles.rollout import RolloutRole
+from workers.roles.model_role import ModelRole
+from workers.roles.rollout_role import RolloutRole
+from workers.roles.worker import Host
 from workers.rollout.base import Rollout, RolloutSpec
-from workers.rollout.channel import Meeting
-from workers.rollout.sglang import SGLangRollout
-from workers.rollout.sglang_client import SharedBucket
-from workers.rollout.vllm import VLLMRollout
-from workers.rollout.weight_sync import WeightSync
+from workers.rollout.sglang.sglang_client import SharedBucket
+from workers.rollout.sglang.sglang_engine import SGLangRollout
+from workers.rollout.sync.channel import Meeting
+from workers.rollout.sync.weight_sync import WeightSync
+from workers.rollout.vllm.vllm_engine import VLLMRollout
 
 SIZES: dict[str, Any] = {"hidden_size": 512, "num_hidden_layers": 12, "intermediate_size": 2048, "vocab_size": 32768,
                          "num_attention_heads": 8, "num_key_value_heads": 8}  # fmt: skip

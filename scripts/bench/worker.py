@@ -22,13 +22,13 @@ from configs.compose import compose
 from configs.schema.ppo import PPOConfig
 from data_preprocess.tiny_model import character_tokenizer
 from scripts.bench.shapes import ADAMW, SHAPES, likelihood, qwen2
+from workers.controller.actor import free_port
 from workers.controller.group import WorkerInfo
-from workers.controller.shell import free_port
 from workers.engine.base import EngineSpec, LossSpec
-from workers.engine.hf_model import DTYPES
-from workers.host import Host
-from workers.roles.model import ModelRole
-from workers.roles.rollout import RolloutRole
+from workers.engine.hf.hf_model import DTYPES
+from workers.roles.model_role import ModelRole
+from workers.roles.rollout_role import RolloutRole
+from workers.roles.worker import Host
 from workers.rollout.base import Completion, Request, RolloutSpec, Sampling
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from scripts.gpu.cluster import Cluster
 from scripts.gpu.driver import MARK, Gpu, MemoryWatch, end_all, ended, nvml, ray_workers
 from scripts.gpu.rows import ACTOR, BY_NAME, RESUMED_STEPS, ROLLOUT, STEPS, Row, Sizes, Stage
-from trainer.run_dir import EVENTS, LATEST, METRICS, TIMELINE, read_lines, read_metrics
+from trainer.run.run_dir import EVENTS, LATEST, METRICS, TIMELINE, read_lines, read_metrics
 
 ROOT = Path(__file__).parents[2]
 MODULES = {"megatron": "megatron.core"}
@@ -409,7 +409,7 @@ class Attempt:
             "-rs",
             "-p",
             "no:cacheprovider",
-            "tests/workers/test_residency_cuda.py",
+            "tests/workers/roles/test_memory_scheduler_cuda.py",
         ]
         with ended(self.mark):
             with self.log.open("ab") as said:

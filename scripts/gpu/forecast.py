@@ -13,14 +13,14 @@ from pathlib import Path
 
 import torch
 
-from configs.checks_placement import placement_of
+from configs.base.keys import ConfigError
 from configs.compose import compose_with_notes
-from configs.keys import ConfigError
 from configs.schema.ppo import PPOConfig
-from trainer.inputs import ppo_inputs
+from configs.validation.placement import placement_of
+from trainer.cli.preflight import ppo_inputs
 from trainer.main_ppo import check
-from trainer.ppo.dry_run import doubts, measured, uses_of
-from trainer.ppo.engines import wants_critic
+from trainer.planner.dry_run import doubts, measured, uses_of
+from trainer.ppo.engine_checks import wants_critic
 from workers.rollout.base import Sampling
 
 

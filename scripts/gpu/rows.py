@@ -134,7 +134,7 @@ ADAPTER_7B = "run_qwen2.5-7b_grpo_lora_vllm.sh"
 QUICK = (
     Row(
         name="quick-residency",
-        about="an engine wakes after an update that filled the GPU (tests/workers/test_residency_cuda.py)",
+        about="an engine wakes after an update that filled the GPU (tests/workers/roles/test_memory_scheduler_cuda.py)",
         gpus=1,
         most=1,
         packages=("pytest",),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.gpu.rows import ROWS
-from trainer.run_dir import write_atomic
+from trainer.run.run_dir import write_atomic
 
 SHOWN = (
     ("gen", "generation"), ("reward", "reward"), ("old_log_prob", "log-probs"), ("ref", "reference"), ("values", "values"),

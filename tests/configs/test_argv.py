@@ -8,8 +8,8 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from configs.argv import CommandLine, normalise, normalise_tree
+from configs.base.keys import ConfigError
 from configs.compose import compose
-from configs.keys import ConfigError
 from configs.schema.common import MegatronConfig
 from configs.schema.ppo import PPOConfig
 from configs.schema.sft import SFTConfig

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from configs.argv import normalise
+from configs.base.keys import CONFIG_DIR, ConfigError, described
 from configs.compose import compose, run_jobs
-from configs.keys import CONFIG_DIR, ConfigError, described
 from configs.load import load
-from configs.points import Point
 from configs.schema.ppo import PPOConfig
 from configs.schema.sft import SFTConfig
+from configs.sweeps.sweep_points import Point
 
 
 def ppo(*overrides: str) -> PPOConfig:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from configs.base.keys import ConfigError
 from configs.compose import compose
-from configs.keys import ConfigError
 from configs.load import load_ppo, load_sft
 from configs.schema.ppo import PPOConfig
 from configs.schema.sft import SFTConfig

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from configs.base.keys import ConfigError
 from configs.compose import compose
-from configs.keys import ConfigError
 from configs.pools import ROLES, Placement, place
 from configs.schema.placement import PlacedRolesConfig, PlacementConfig, PoolConfig
 from configs.schema.ppo import PPOConfig

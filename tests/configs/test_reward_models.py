@@ -2,8 +2,8 @@
 
 import pytest
 
+from configs.base.keys import ConfigError
 from configs.compose import compose
-from configs.keys import ConfigError
 from configs.reward_models import model_key, reward_models
 from configs.schema.ppo import PPOConfig, RewardConfig
 

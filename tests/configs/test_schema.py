@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from configs.argv import groups_of
-from configs.keys import CONFIG_DIR, described, keys_of
+from configs.base.keys import CONFIG_DIR, described, keys_of
 from configs.schema.evaluation import EvaluationConfig
 from configs.schema.export import ExportConfig
 from configs.schema.generation import GenerationConfig

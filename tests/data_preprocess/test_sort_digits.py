@@ -9,7 +9,7 @@ from data_preprocess.tiny_model import character_tokenizer
 from tests.trainer.data.tokenizers import data_config
 from tests.trainer.rewards.config import reward_config
 from trainer.data.dataset import PromptDataset
-from trainer.rewards.registry import compute_score
+from trainer.rewards.rules.reward_registry import compute_score
 
 SIZES = ["--train_size", "300", "--test_size", "50", "--sft_size", "100"]
 PAIRS = ["--preferences_size", "60", "--preferences_test_size", "20"]

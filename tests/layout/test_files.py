@@ -13,12 +13,12 @@ SCRIPTS = sorted([*(ROOT / "scripts").rglob("*.sh"), ROOT / ".ci/run"])
 
 # (file, function) -> why an attribute is looked up by a name that is not known when the code is written.
 PROBING: dict[tuple[str, str], str] = {
-    ("trainer/rewards/proxies.py", "_may"): "a program names the attribute that it sets",
-    ("trainer/rewards/proxies.py", "_encode"): "a named tuple is a tuple whose class has _fields",
+    ("trainer/rewards/sandbox/proxies.py", "_may"): "a program names the attribute that it sets",
+    ("trainer/rewards/sandbox/proxies.py", "_encode"): "a named tuple is a tuple whose class has _fields",
     ("workers/batch.py", "concat"): "tokens, rows and objects are checked in the same way",
     ("workers/engine/base.py", "resolve"): "a loss is named by its import path",
-    ("workers/host.py", "run"): "a remote call names its method",
-    ("workers/rollout/vllm_weights.py", "held_weights"): "vLLM's models without fused layers do not say so",
+    ("workers/roles/worker.py", "run"): "a remote call names its method",
+    ("workers/rollout/vllm/vllm_weights.py", "held_weights"): "vLLM's models without fused layers do not say so",
 }
 
 

@@ -36,7 +36,7 @@ def test_imports_go_one_way(tree: str, foreign: set[str]) -> None:
 
 
 def test_ray_is_known_to_its_backend_and_to_entry_points_only() -> None:
-    allowed = {"workers/controller/ray_backend.py", "workers/controller/ray_places.py", *map(str, ENTRY_POINTS)}
+    allowed = {"workers/controller/ray/ray_backend.py", "workers/controller/ray/ray_places.py", *map(str, ENTRY_POINTS)}
     assert importers({"ray"}).keys() <= allowed
 
 
@@ -71,5 +71,8 @@ def test_entry_points_load_nothing_heavy_before_the_configuration_is_checked() -
 
 
 def test_peft_is_loaded_where_there_is_an_adapter_alone() -> None:
-    programs = "import trainer.ppo.assemble, trainer.supervised.assemble, trainer.generation.assemble, trainer.export"
-    assert "peft" not in loaded_by(f"{programs}, workers.host, workers.engine.fsdp.engine, workers.rollout.embedded")
+    programs = "import trainer.ppo.ppo_builder, trainer.supervised.supervised_builder, trainer.generation.generate"
+    programs += ", trainer.checkpoint.export"
+    assert "peft" not in loaded_by(
+        f"{programs}, workers.roles.worker, workers.engine.fsdp.fsdp_engine, workers.rollout.embedded.embedded_engine"
+    )

@@ -52,7 +52,10 @@ NOT_RUN = {
 # Page -> where all its commands and its Python are run.
 RUN_ELSEWHERE = {"docs/how_to/engine.md": "tests/examples/test_plain_engine.py"}
 # Page -> why its Python is compiled, and not run.
-COMPILED = {"docs/coming_from_openrlhf.md": "it downloads", "docs/python_api.md": "it trains, as tests/trainer/test_api.py does"}
+COMPILED = {
+    "docs/coming_from_openrlhf.md": "it downloads",
+    "docs/python_api.md": "it trains, as tests/trainer/cli/test_api.py does",
+}
 # Module -> what stands for the hub.
 RAW = {
     "data_preprocess.gsm8k": {"question": "1 + 1?", "answer": "Two. #### 2"},

@@ -18,10 +18,10 @@ LOADERS = {
 ALLOWED = {
     ("trainer/data/processes.py", "pickle.load"): "rows and tokens, between a process and those that it started",
     ("workers/controller/wire.py", "pickle.loads"): "Ray, between processes of one run",
-    ("trainer/rewards/worker.py", "pickle.load"): "the socket that its parent made for it",
-    ("configs/compat.py", "yaml.load"): "our own YAML, by a safe loader",
-    ("trainer/rewards/sandbox.py", "exec"): "the answer to be scored, confined (trainer/rewards/confine.py)",
-    ("trainer/rewards/assertions.py", "exec"): "the data set's assertions, confined alike",
+    ("trainer/rewards/pool/worker.py", "pickle.load"): "the socket that its parent made for it",
+    ("configs/compat/translate.py", "yaml.load"): "our own YAML, by a safe loader",
+    ("trainer/rewards/sandbox/sandbox.py", "exec"): "the answer to be scored, confined (trainer/rewards/sandbox/seccomp.py)",
+    ("trainer/rewards/sandbox/assertions.py", "exec"): "the data set's assertions, confined alike",
 }
 WRITERS = {"dumps", "dump", "Pickler", "PickleBuffer", "register_pickle_by_value"}
 

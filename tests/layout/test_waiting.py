@@ -6,11 +6,11 @@ from pathlib import Path
 
 from tests.layout.source import parse, python_files
 
-WATCHDOG = Path("trainer/watchdog.py")
+WATCHDOG = Path("trainer/cluster/watchdog.py")
 # Files that wait for something else than a worker -> what limits it.
 OTHERS = {
     "trainer/rewards/scoring.py": "a scorer: timeouts.reward, around all scoring",
-    "trainer/saving.py": "a copy to remote_dir that has ended without an error",
+    "trainer/checkpoint/saver.py": "a copy to remote_dir that has ended without an error",
 }
 
 

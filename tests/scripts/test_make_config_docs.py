@@ -1,7 +1,7 @@
 """The pages that are written from the configuration are as it is now."""
 
-from configs.compat import compat
-from configs.keys import CONFIG_DIR, described, keys_of
+from configs.base.keys import CONFIG_DIR, described, keys_of
+from configs.compat.translate import compat
 from configs.schema.ppo import PPOConfig
 from scripts.make_config_docs import CONFIG_PAGE, PROGRAMS, VERL_PAGE, config_page, verl_page
 

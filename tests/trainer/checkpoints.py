@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from configs.schema.common import CheckpointConfig
-from trainer.events import Events
-from trainer.remote import RemoteModel, SaveFailed
-from trainer.saving import Saver
+from trainer.checkpoint.saver import Saver
+from trainer.cluster.remote import RemoteModel, SaveFailed
+from trainer.run.events import Events
 from workers.engine.base import Saved
 from workers.engine.saving import in_background, saved_files
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from tests.workers.engine.toy import ToyLoss
 from workers.batch import Batch
 from workers.controller.group import WorkerInfo
-from workers.host import Host
 from workers.metric import Metric
+from workers.roles.worker import Host
 
 NAP = 7.0
 COLLECTIVE = 4.0

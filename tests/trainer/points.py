@@ -8,9 +8,9 @@ from pathlib import Path
 import yaml
 
 from configs.schema.sft import SFTConfig
-from trainer.entry import Program, Stopped
-from trainer.outcome import write_outcome
-from trainer.run_dir import CONFIG, METRICS, json_line, redact, write_atomic
+from trainer.cli.program import Program, Stopped
+from trainer.run.run_dir import CONFIG, METRICS, json_line, redact, write_atomic
+from trainer.run.run_status import write_outcome
 
 STARTS = "starts"
 SIGNALLED = "signalled"

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from tests.trainer.watchdogs import watchdog
 from workers.controller.group import PhaseTimeout, WorkerGroup
-from workers.controller.ray_backend import RayBackend
+from workers.controller.ray.ray_backend import RayBackend
 from workers.controller.resource_pool import ResourcePool
-from workers.host import Host
+from workers.roles.worker import Host
 
 LIMIT = 3.0
 NUMBER = 3  # of the all_reduce that rank 1 skips

@@ -15,11 +15,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from configs.keys import CONFIG_DIR
+from configs.base.keys import CONFIG_DIR
 from tests.runs import make_task
 from trainer import main_generation
-from trainer.data.preferences import PreferenceDataset
-from trainer.data.sft import SFTDataset
+from trainer.data.preference_dataset import PreferenceDataset
+from trainer.data.sft_dataset import SFTDataset
 
 N, ROWS, SHARDS = 4, 32, 4
 THERE, ANOTHER = "data.output_path={whole}/answers", "{whole}/answers has answers of another run"
@@ -201,7 +201,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(task: Path, whole: Pa
 def test_a_finished_run_selects_anew_without_an_engine(
     task: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.generation.assemble.open_backend", None)
+    monkeypatch.setattr("trainer.generation.generate.open_backend", None)
     other = [f"data.output_path={whole}/answers", f"selection.sft={tmp_path}/sft.jsonl", "selection.min_score=0.5"]
     other += [f"timeouts.{phase}=77" for phase in ("start", "generate", "sync")]  # change no answer
     generate(task, tmp_path, *other)

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from configs.keys import CONFIG_DIR
+from configs.base.keys import CONFIG_DIR
 from tests.runs import make_task
 
 LIMIT = 15.0

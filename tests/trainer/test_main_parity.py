@@ -12,13 +12,14 @@ from torch import Tensor
 
 from data_preprocess import tiny_model
 from tests.runs import make_task
-from tests.trainer.test_report import Page
+from tests.trainer.report.test_run_report import Page
 from tests.workers.rollout.vllm_hosts import CPU_BUILD
 from trainer import main_parity
-from workers import rollout as rollouts
-from workers.rollout import embedded, sampling
+from workers.roles import rollout_engines as rollouts
+from workers.rollout import sampling
 from workers.rollout.base import Completion, Request
-from workers.rollout.embedded import EmbeddedRollout
+from workers.rollout.embedded import embedded_engine
+from workers.rollout.embedded.embedded_engine import EmbeddedRollout
 
 ROWS, N = 16, 16
 Corrupt = Callable[[pytest.MonkeyPatch], None]
@@ -80,7 +81,7 @@ def test_embedded_and_vllm_side_by_side(task: Path, tmp_path: Path, capsys: pyte
 
 def with_sampling(change: Callable[..., tuple[Tensor, Tensor]]) -> Corrupt:
     """The engine draws with ``change(logits, temperature, top_k, top_p, draws)`` instead."""
-    return lambda patch: patch.setattr(embedded, "sample", change)
+    return lambda patch: patch.setattr(embedded_engine, "sample", change)
 
 
 def ignoring_temperature(logits: Tensor, temperature: Any, *others: Any) -> tuple[Tensor, Tensor]:

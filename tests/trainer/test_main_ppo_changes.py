@@ -12,38 +12,39 @@ from typing import Any
 import pytest
 import torch
 
-from configs.checks_placement import placement_of
+from configs.base.keys import keys_of
 from configs.compose import compose
-from configs.keys import keys_of
 from configs.pools import ROLES
 from configs.schema.ppo import PPOConfig
+from configs.validation.placement import placement_of
 from data_preprocess import tiny_model
 from tests.runs import make_task, ppo_arguments
 from tests.trainer.rewards.server import Reply, Server
 from tests.workers.engine.toy import one_rank
 from tests.workers.rollout.engines import request
 from tests.workers.rollout.vllm_hosts import place
-from trainer.alarms import Alarm, react
-from trainer.algorithms.actor_loss import ActorLoss, entropy_mask
-from trainer.entry import Found
-from trainer.ppo.assemble import Assembly
-from trainer.ppo.engines import reader, wants_critic
+from trainer.algorithms.losses.actor_loss import ActorLoss, entropy_mask
+from trainer.cli.program import Found
+from trainer.ppo.engine_checks import reader, wants_critic
 from trainer.ppo.loop import Loop
-from trainer.ppo.rollback import roll_back
+from trainer.ppo.ppo_builder import Assembly
 from trainer.ppo.update import update
-from trainer.restart import Lifetime
-from trainer.rewards.remote import open_rewards
+from trainer.resilience.alarms import Alarm, react
+from trainer.resilience.restart import Lifetime
+from trainer.resilience.rollback import roll_back
+from trainer.rewards.models.served_model import ServedModel
+from trainer.rewards.remote.remote_rewards import open_rewards
 from trainer.rewards.scoring import Answer
-from trainer.rewards.served_model import ServedModel
-from trainer.start import Start
+from trainer.run.start_times import Start
 from workers.batch import Batch
 from workers.controller.dispatch import Sharded
-from workers.engine import make_engine
 from workers.engine.base import TrainEngine
 from workers.metric import Metric, plain_numbers
-from workers.rollout import make_rollout, vllm
+from workers.roles.rollout_engines import make_rollout
+from workers.roles.train_engines import make_engine
 from workers.rollout.base import Sampling
-from workers.rollout.weight_sync import WeightSync
+from workers.rollout.sync.weight_sync import WeightSync
+from workers.rollout.vllm import vllm_engine
 
 SEED, DRAWN = 10, 40
 ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
@@ -207,7 +208,7 @@ def rollout_arguments(trial: Trial) -> Any:
     """What vLLM is asked for."""
     trial.assembly.rollout()
     _, spec, _ = trial.hosts.asked("build_rollout")[0]
-    return vllm.engine_arguments(spec)
+    return vllm_engine.engine_arguments(spec)
 
 
 def calls_when_a_model_has_worked(trial: Trial) -> Any:
@@ -232,7 +233,7 @@ def validation_asks(trial: Trial) -> Any:
     found = []
 
     def answer(prompts: Any, n: int, sampling: Sampling, *rest: Any, **more: Any) -> Any:
-        found.append((len(prompts), n, vllm.sampling_arguments(request(0, (2,), **dataclasses.asdict(sampling)), 64)))
+        found.append((len(prompts), n, vllm_engine.sampling_arguments(request(0, (2,), **dataclasses.asdict(sampling)), 64)))
         raise Found("seen")
 
     trial.loop.source.answer = answer  # type: ignore[method-assign]

@@ -8,7 +8,7 @@ from tempfile import TemporaryFile
 
 import pytest
 
-from configs.keys import CONFIG_DIR
+from configs.base.keys import CONFIG_DIR
 from tests.trainer.verl_commands import LONG_ANSWERS, MADE_SMALL, SMALL_BATCH
 
 ROOT = CONFIG_DIR.parent

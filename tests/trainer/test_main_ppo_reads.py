@@ -13,33 +13,34 @@ from typing import Any
 import pytest
 import torch
 
-from configs.checks import check_ppo
+from configs.base.keys import CONFIG_DIR, described, keys_of
 from configs.compose import compose
-from configs.keys import CONFIG_DIR, described, keys_of
 from configs.schema.ppo import PPOConfig
+from configs.validation.programs import check_ppo
 from tests.reads import recorded
 from tests.reward_models import make_reward_model
 from tests.runs import make_task, ppo_arguments, run_ppo
-from tests.trainer.algorithms.test_actor_loss import micro_batch
+from tests.trainer.algorithms.losses.test_actor_loss import micro_batch
+from tests.trainer.algorithms.padded import advantages
 from tests.trainer.rewards.server import Reply, Server
-from tests.workers.rollout.test_sglang_arguments import Recorder
+from tests.workers.rollout.sglang.test_sglang_engine_arguments import Recorder
 from tests.workers.rollout.vllm_hosts import place
 from trainer import main_ppo
-from trainer.alarms import END_TOKENS, ppo_alarms
-from trainer.algorithms.actor_loss import ActorLoss, ActorLossConfig
-from trainer.algorithms.padded import advantages
-from trainer.backend import open_backend
-from trainer.generation.rollout import rollout_spec
-from trainer.ppo.filtering import Tally
-from trainer.restart import Lifetime
-from trainer.rewards import worker
-from trainer.rewards.forkserver import close_fork_servers
-from trainer.rewards.registry import compute_score
-from trainer.rewards.remote import open_rewards
+from trainer.algorithms.losses.actor_loss import ActorLoss, ActorLossConfig
+from trainer.cluster.launch import open_backend
+from trainer.resilience.alarms import END_TOKENS, ppo_alarms
+from trainer.resilience.restart import Lifetime
+from trainer.rewards.pool import worker
+from trainer.rewards.remote.remote_rewards import open_rewards
+from trainer.rewards.rules.reward_registry import compute_score
+from trainer.rewards.sandbox.forkserver import close_fork_servers
 from trainer.rewards.scoring import Answer
-from workers.controller import ray_backend
+from trainer.rollout.group_filtering import Tally
+from trainer.rollout.rollout_builder import rollout_spec
 from workers.controller.group import WorkerError
-from workers.rollout import sglang, vllm
+from workers.controller.ray import ray_backend
+from workers.rollout.sglang import sglang_engine
+from workers.rollout.vllm import vllm_engine
 
 ACTOR, MODEL, ROLLOUT, OVERLONG = (
     "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout", "reward.reward_kwargs.overlong_buffer_cfg",
@@ -97,15 +98,15 @@ def config_of(*overrides: str) -> PPOConfig:
 
 
 def engines_are_asked_for(model: Path, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sglang, "Client", Recorder)
+    patch.setattr(sglang_engine, "Client", Recorder)
     for name in ("vllm", "sglang"):
         config = config_of(f"{ROLLOUT}.name={name}", f"{MODEL}.path={model}", f"{ROLLOUT}.tensor_model_parallel_size=1")
         models = config.actor_rollout_ref
         spec = rollout_spec(models.model, models.rollout, config.data, "cpu")
         if name == "vllm":
-            assert vllm.engine_arguments(spec)["model"] == str(model)
+            assert vllm_engine.engine_arguments(spec)["model"] == str(model)
         else:
-            assert sglang.SGLangRollout(spec, place()).bucket_bytes > 0
+            assert sglang_engine.SGLangRollout(spec, place()).bucket_bytes > 0
 
 
 def losses_are_computed() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from configs.keys import CONFIG_DIR
+from configs.base.keys import CONFIG_DIR
 from data_preprocess import tiny_model
 from data_preprocess.writer import rl_row, write
 from tests.trainer.verl_commands import LONG_ANSWERS, MADE_SMALL, SMALL_BATCH

@@ -14,7 +14,7 @@ import pytest
 from tests.serving import address, program
 from tests.trainer.rewards.config import reward_config
 from trainer import main_serve_reward
-from trainer.rewards.remote import RemoteRewards
+from trainer.rewards.remote.remote_rewards import RemoteRewards
 from trainer.rewards.scoring import Answer, Score
 
 # Children of its own, as a careless function has them.
@@ -92,7 +92,7 @@ def test_what_is_wrong_is_one_line(
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("trainer.serving.assemble.find_spec", lambda name: None)
+    monkeypatch.setattr("trainer.serving.reward_server.find_spec", lambda name: None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main_serve_reward.PROGRAM(["reward.scorer=gsm8k", f"server.port={taken.getsockname()[1]}"]) == 2
     told = capsys.readouterr().err

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from configs.keys import CONFIG_DIR
-from tests.trainer.translate.commands import PPO, translated
+from configs.base.keys import CONFIG_DIR
+from tests.configs.compat.openrlhf.commands import PPO, translated
 from trainer.main_translate import translate
 
 

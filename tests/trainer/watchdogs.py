@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from trainer.watchdog import Watchdog
+from trainer.cluster.watchdog import Watchdog
 
 PHASES = ("start", "generate", "reward", "forward", "update", "sync", "save", "load", "ask", "collective")
 

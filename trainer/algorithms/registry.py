@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Callable, Iterator, Set
 from typing import Any, Generic, TypeVar, cast
 
-from trainer.user_code import load_function
+from trainer.run.user_code import load_function
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from configs.schema.common import ModelConfig, TokenizedModelConfig
-from workers.engine.hf_model import check_own_code
+from workers.engine.hf.hf_model import check_own_code
 from workers.model_path import hush_hub
 
 

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from workers.controller.logs import tell
-from workers.controller.session import import_path
+from workers.controller.ray.ray_session import import_path
 
 PART = 1024
 """Rows per task."""

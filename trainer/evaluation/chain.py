@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from trainer.charts import Chart, Curve, draw
 from trainer.evaluation.estimators import Interval, best_of_k, mean_with_interval
 from trainer.generation.shards import Row, shard_files
-from trainer.page import render
-from trainer.report import ACCURACY, Series, series_of
-from trainer.run_dir import REPORT, read_metrics, write_atomic
+from trainer.report.charts import Chart, Curve, draw
+from trainer.report.page import render
+from trainer.report.run_report import ACCURACY, Series, series_of
+from trainer.run.run_dir import REPORT, read_metrics, write_atomic
 from workers.seeding import seed_of
 
 STAGES = ("data", "base", "sft", "pairs", "reward", "ppo", "policy", "sft_answers", "policy_answers")

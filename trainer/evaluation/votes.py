@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from trainer.rewards.boxed import last_boxed
-from trainer.rewards.gsm8k import extract
-from trainer.user_code import load_function
+from trainer.rewards.rules.boxed import last_boxed
+from trainer.rewards.rules.gsm8k import extract
+from trainer.run.user_code import load_function
 
 Vote = Callable[[str], str | None]
 """The answer to what it says; None: nothing that could be counted."""

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from trainer.cluster.remote import RemoteRollout
+from trainer.cluster.watchdog import Watchdog
 from trainer.data.dataset import Prompt, PromptDataset
 from trainer.data.files import value_of
-from trainer.evaluation.scoring import check_some_scored
 from trainer.generation.shards import Row
-from trainer.ppo.source import ask, join, texts_of
-from trainer.remote import RemoteRollout
-from trainer.rewards.answers import to_score
-from trainer.rewards.models import RewardModels
-from trainer.rewards.remote import RemoteRewards
+from trainer.rewards.check_scored import check_some_scored
+from trainer.rewards.models.reward_models import RewardModels
+from trainer.rewards.remote.remote_rewards import RemoteRewards
+from trainer.rewards.requests import to_score
 from trainer.rewards.scoring import Rewards
-from trainer.watchdog import Watchdog
+from trainer.rollout.sampler import ask, join, texts_of
 from workers.batch import Batch
 from workers.rollout.base import Sampling
 from workers.seeding import seed_of

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from trainer.data.files import read_lines
-from trainer.run_dir import fsync_directory, write_atomic
+from trainer.run.run_dir import fsync_directory, write_atomic
 
 MANIFEST = "manifest.json"
 Format = Literal["parquet", "jsonl"]

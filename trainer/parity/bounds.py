@@ -9,8 +9,8 @@ import torch
 
 from configs.schema.common import Dtype
 from configs.schema.parity import BoundsConfig
-from trainer.parity.compare import Agreement, Choices, Differences, Ends, Heads, Lengths
-from workers.engine.hf_model import DTYPES
+from trainer.parity.agreement import Agreement, Choices, Differences, Ends, Heads, Lengths
+from workers.engine.hf.hf_model import DTYPES
 
 
 @dataclass(frozen=True, slots=True)

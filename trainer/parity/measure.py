@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from configs.schema.common import Sharding
+from trainer.cluster.remote import RemoteModel, RemoteRollout
+from trainer.cluster.watchdog import Watchdog
 from trainer.data.dataset import Prompt
-from trainer.generation.rollout import start_source
-from trainer.parity.compare import Answers
-from trainer.ppo.source import ask, join
-from trainer.remote import RemoteModel, RemoteRollout
-from trainer.watchdog import Watchdog
+from trainer.parity.agreement import Answers
+from trainer.rollout.rollout_builder import start_source
+from trainer.rollout.sampler import ask, join
 from workers.batch import Batch
 from workers.controller.group import WorkerGroup
 from workers.rollout.base import RolloutSpec, Sampling
@@ -88,7 +88,7 @@ def memory(hosts: WorkerGroup, watchdog: Watchdog) -> int:
 class Generated:
     """Prompts and answers as sequences, with what they cost. meta temperature: at which the trainer shall judge them.
 
-    limit: tokens of an answer at most; prompt and answer always fit max_model_len, which configs/checks.py sees to.
+    limit: tokens of an answer at most; prompt and answer always fit max_model_len, which configs/validation/programs.py sees to.
     """
 
     batch: Batch

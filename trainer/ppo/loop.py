@@ -8,46 +8,46 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
-from configs.checks import world_size
 from configs.pools import Placement
 from configs.schema.ppo import PPOConfig
-from trainer.alarms import END_TOKENS, Alarms, react
+from configs.validation.programs import world_size
 from trainer.algorithms import kl
-from trainer.algorithms.actor_loss import entropy_mask
 from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.correction import is_enabled, mismatch, rollout_correction
 from trainer.algorithms.kl import KLController, apply_kl_penalty
+from trainer.algorithms.losses.actor_loss import entropy_mask
 from trainer.algorithms.moments import RunningMoments
 from trainer.algorithms.whitening import whitened
-from trainer.answers import AnswerLog
-from trainer.checkpoint import Checkpoint, Stateful
-from trainer.data.ptx import PtxStream
+from trainer.checkpoint.resume import Checkpoint, Stateful
+from trainer.checkpoint.saver import Saver
+from trainer.cluster.concurrency import Together
+from trainer.cluster.determinism import KernelWatch
+from trainer.cluster.remote import BaseModel, RemoteModel, RemoteRollout
+from trainer.cluster.watchdog import LeftUndone, Watchdog
+from trainer.data.ptx_stream import PtxStream
 from trainer.data.stream import PromptStream
-from trainer.determinism import KernelWatch
-from trainer.events import Events
-from trainer.metrics import Phases, data_metrics, performance_metrics, reward_metrics
-from trainer.ppo.columns import advantage_inputs, as_drawn, renamed
-from trainer.ppo.rollback import Rollbacks, roll_back
-from trainer.ppo.source import Judged, Source
-from trainer.ppo.together import Together
+from trainer.ppo.batch_columns import advantage_inputs, as_drawn, renamed
 from trainer.ppo.update import UpdateSpec, update
-from trainer.ppo.validation import Validation
-from trainer.remote import BaseModel, RemoteModel, RemoteRollout
-from trainer.rewards.local_model import LocalModel
-from trainer.saving import Saver
-from trainer.skips import Skips
-from trainer.start import Start, sentence
-from trainer.stopping import Stopping
-from trainer.tracking import Tracker
-from trainer.watchdog import LeftUndone, Watchdog
+from trainer.resilience.alarms import END_TOKENS, Alarms, react
+from trainer.resilience.rollback import Rollbacks, roll_back
+from trainer.resilience.skipped_updates import Skips
+from trainer.resilience.stopping import Stopping
+from trainer.rewards.models.local_model import LocalModel
+from trainer.rollout.sampler import Judged, Source
+from trainer.rollout.validation import Validation
+from trainer.run.events import Events
+from trainer.run.start_times import Start, sentence
+from trainer.tracking.metrics import Phases, data_metrics, performance_metrics, reward_metrics
+from trainer.tracking.token_dump import AnswerLog
+from trainer.tracking.tracker import Tracker
 from workers.batch import Batch
 from workers.metric import plain_numbers
 
 
 @dataclass
 class Loop:
-    """Built by assemble.py; ``fit`` runs it. ref, critic and ptx are None where the algorithm has no use for them. end_tokens: of
-    those that end an answer, how many the policy can write."""
+    """Built by ppo_builder.py; ``fit`` runs it. ref, critic and ptx are None where the algorithm has no use for them. end_tokens:
+    of those that end an answer, how many the policy can write."""
 
     config: PPOConfig
     run_dir: Path

@@ -10,26 +10,26 @@ from typing import Any
 
 from rich.console import Console
 
-from configs.locks import locked
+from configs.base.locks import locked
 from configs.schema.alarms import AlarmConfig
 from configs.schema.ppo import PPOConfig
-from trainer.answers import AnswerLog
-from trainer.batch_file import load_batch
-from trainer.checkpoint import Checkpoint, check_config, resolve_resume
+from trainer.checkpoint.resume import Checkpoint, check_config, resolve_resume
+from trainer.cli.program import Found
+from trainer.cluster.remote import RemoteModel, RemoteRollout
 from trainer.data.stream import PromptStream
-from trainer.entry import Found
-from trainer.metrics import Phases
-from trainer.ppo.assemble import Assembly, opened
-from trainer.ppo.differences import MOST_LINES, WIDTH, Difference, compare_answers, compare_metrics, replayed, table
 from trainer.ppo.loop import Loop
-from trainer.ppo.source import Beside, Source
-from trainer.remote import RemoteModel, RemoteRollout
-from trainer.restart import Lifetime
+from trainer.ppo.ppo_builder import Assembly, opened
+from trainer.ppo.replay_diff import MOST_LINES, WIDTH, Difference, compare_answers, compare_metrics, replayed, table
+from trainer.resilience.restart import Lifetime
 from trainer.rewards.shaping import Shaping
-from trainer.run_dir import GLOBAL_STEP, METRICS, checkpoint_dir, checkpoint_steps, read_metrics
+from trainer.rollout.sampler import Beside, Source
+from trainer.run.run_dir import GLOBAL_STEP, METRICS, checkpoint_dir, checkpoint_steps, read_metrics
+from trainer.tracking.batch_file import load_batch
+from trainer.tracking.metrics import Phases
+from trainer.tracking.token_dump import AnswerLog
 from workers.batch import Batch
 from workers.metric import Metrics
-from workers.rollout import check_installed
+from workers.roles.rollout_engines import check_installed
 
 
 def replay(config: PPOConfig) -> None:
@@ -38,7 +38,7 @@ def replay(config: PPOConfig) -> None:
     Raises Found, a line for each difference beyond the bound; ValueError if the dump, its weights or its metrics are not there.
     """
     asked = config.trainer.replay
-    assert asked.mode is not None and asked.path is not None, "see configs.checks"
+    assert asked.mode is not None and asked.path is not None, "see configs.validation.programs"
     batch, facts = load_batch(dump_file(asked.path))
     step = int(facts["step"])
     directory = Path(config.trainer.default_local_dir) / f"replay_{asked.mode}_{step}"

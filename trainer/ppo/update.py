@@ -9,7 +9,7 @@ import torch
 
 from configs.schema.common import AggMode
 from trainer.algorithms.weights import token_weights
-from trainer.remote import RemoteModel
+from trainer.cluster.remote import RemoteModel
 from workers.batch import Batch
 from workers.metric import plain_numbers
 from workers.plan import mini_batches

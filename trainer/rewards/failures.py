@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainer.events import Events
 from trainer.rewards.scoring import Score
+from trainer.run.events import Events
 
 MOST_REPORTED = 10
 """Maximum number of kinds of failure reported per run: a function may raise a different message each time."""

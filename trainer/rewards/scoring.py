@@ -14,7 +14,7 @@ from threading import Thread
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from trainer.user_code import describe
+from trainer.run.user_code import describe
 
 ARGUMENTS = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
 BATCH_ARGUMENTS = frozenset(f"{name}s" for name in ARGUMENTS)

@@ -1,4 +1,4 @@
-"""What is spoken over HTTP: who may ask, how much, and what comes back. trainer/rewards/wire.py has the format."""
+"""What is spoken over HTTP: who may ask, how much, and what comes back. See rewards/remote/openrlhf_protocol.py."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from configs.secret_names import hidden
-from trainer.rewards import wire
+from configs.base.secrets import hidden
+from trainer.rewards.remote import openrlhf_protocol
 from trainer.rewards.scoring import Answer
-from trainer.serving.desk import Closed, Desk
+from trainer.serving.request_queue import Closed, Desk
 
 _SLOWEST_REQUEST = 60.0  # seconds until it must be here whole
 
@@ -40,9 +40,9 @@ def reward_app(
         """Scores, in OpenRLHF's format."""
         try:
             check_sender(request, token)
-            answers = wire.from_request(json.loads(await body_of(request, most_bytes)))
+            answers = openrlhf_protocol.from_request(json.loads(await body_of(request, most_bytes)))
             check(answers)
-            return JSONResponse(wire.to_reply(await desk.scores(answers)))
+            return JSONResponse(openrlhf_protocol.to_reply(await desk.scores(answers)))
         except ValueError as error:  # no JSON, not this format, no such data source
             return refusal(422, str(error))
         except Unfit as error:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from configs.schema.common import ModelConfig
-from trainer.remote import RemoteModel
+from trainer.cluster.remote import RemoteModel
 from workers.batch import Batch
 from workers.engine.base import Head, LossSpec
 

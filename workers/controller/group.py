@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from workers.controller.dispatch import Call, Mesh, Sharded, collect, split
-from workers.controller.examine import RankState
+from workers.controller.process_inspection import RankState
 from workers.controller.resource_pool import ResourcePool
 
 TOLD_RANKS = 4  # of those that are late, so many are told of

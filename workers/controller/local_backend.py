@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from workers.controller.actor import Failure, Shell, hold_port, pack_call
 from workers.controller.dispatch import Call
 from workers.controller.group import Backend, Replies, Transport, WorkerError, WorkerGroup, WorkerInfo
 from workers.controller.logs import USERS
+from workers.controller.ray.ray_session import set_environment
 from workers.controller.resource_pool import ResourcePool
-from workers.controller.session import set_environment
-from workers.controller.shell import Failure, Shell, hold_port, pack_call
 from workers.controller.wire import Parcel, pack, unpack
 
 

@@ -8,7 +8,7 @@ import torch
 from scripts.bench import memory
 from scripts.bench.memory import Alive, needed
 from scripts.bench.shapes import SHAPES
-from workers.engine.memory_model import Setting, Shape
+from trainer.planner.memory_model import Setting, Shape
 
 
 def quick(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:

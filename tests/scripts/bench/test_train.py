@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from scripts.bench import train
 from scripts.bench.shapes import SHAPES, qwen2
 from scripts.bench.train import PROMPT, Products, ragged
-from workers.engine.fsdp import engine as fsdp
+from workers.engine.fsdp import fsdp_engine as fsdp
 
 
 def quick(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[dict[str, Any], str]:

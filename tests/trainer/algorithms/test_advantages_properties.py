@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainer.algorithms import padded
+from tests.trainer.algorithms import padded
 
 STD, PLAIN = {"norm_adv_by_std_in_grpo": True}, {"norm_adv_by_std_in_grpo": False}
 GROUPWISE: list[tuple[str, dict[str, Any]]] = [

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainer.algorithms import padded
+from tests.trainer.algorithms import padded
 
 KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 seeds = st.integers(0, 10**6)

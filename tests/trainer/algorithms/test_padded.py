@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.trainer.algorithms import verl_cases
-from trainer.algorithms import padded
+from tests.trainer.algorithms import padded, verl_cases
 
 BATCHES, CASES = verl_cases.load()
 TOLERANCE = {"rtol": 1e-6, "atol": 1e-7}

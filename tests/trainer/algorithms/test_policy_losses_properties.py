@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainer.algorithms import padded
+from tests.trainer.algorithms import padded
 
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}

@@ -85,7 +85,7 @@ def digits(values: Tensor | float) -> Any:
 
 
 class Verl:
-    """verl's functions under the signatures of trainer/algorithms/padded.py."""
+    """verl's functions under the signatures of tests/trainer/algorithms/padded.py."""
 
     def __init__(self) -> None:
         self.core = importlib.import_module("verl.trainer.ppo.core_algos")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.test_report import HOSTILE, Page
+from tests.trainer.report.test_run_report import HOSTILE, Page
 from trainer.evaluation.chain import FIGURES, STAGES, main, write
 from trainer.generation.shards import write_rows
 

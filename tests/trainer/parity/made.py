@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trainer.parity.compare import Answers
+from trainer.parity.agreement import Answers
 
 EOS, BOS, VOCAB = 1, 2, 11
 

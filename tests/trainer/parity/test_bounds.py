@@ -7,8 +7,8 @@ import pytest
 from configs.compose import compose
 from configs.schema.parity import BoundsConfig, ParityConfig
 from tests.trainer.parity.made import EOS, drawn, made
+from trainer.parity.agreement import Answers, Heads, choices, differences, draw_z, ends, length_figures
 from trainer.parity.bounds import Engine, Pass, broken, coarser, margin
-from trainer.parity.compare import Answers, Heads, choices, differences, draw_z, ends, length_figures
 
 ROWS = [[5, 6, EOS], [7, EOS]]
 NO_BOS = Heads(bos=None, wanted=0, begun=0, doubled=0, lost=0)

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
 from trainer import main_ppo
-from trainer.checkpoint import find_latest
-from trainer.run_dir import EVENTS, read_lines
+from trainer.checkpoint.resume import find_latest
+from trainer.run.run_dir import EVENTS, read_lines
 
 PPO = (
     "algorithm=ppo", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.actor.ppo_epochs=2",

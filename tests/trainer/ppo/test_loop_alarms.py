@@ -8,7 +8,7 @@ import pytest
 
 from tests.runs import make_task, metrics_of, ppo_arguments, run_ppo, without_eos
 from trainer import main_ppo
-from trainer.run_dir import EVENTS, REPORT, read_lines
+from trainer.run.run_dir import EVENTS, REPORT, read_lines
 
 TEN = ("trainer.total_training_steps=10",)
 

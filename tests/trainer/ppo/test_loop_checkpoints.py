@@ -7,8 +7,8 @@ import pytest
 
 from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
 from trainer import main_ppo
-from trainer.manifest import read_checkpoint
-from trainer.run_dir import EVENTS, checkpoint_steps, read_lines
+from trainer.checkpoint.manifest import read_checkpoint
+from trainer.run.run_dir import EVENTS, checkpoint_steps, read_lines
 
 # Files of this process may be so small for the time of some steps: a limit of the kernel's, as real as a full disk.
 FULL_DISK = """

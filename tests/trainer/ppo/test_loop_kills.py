@@ -9,8 +9,8 @@ from safetensors import safe_open
 
 from tests.kills import BEGIN, Kill, Outcome, run_and_kill
 from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
-from trainer.checkpoint import find_latest
-from trainer.run_dir import ROLLOUTS, SAMPLES, checkpoint_steps
+from trainer.checkpoint.resume import find_latest
+from trainer.run.run_dir import ROLLOUTS, SAMPLES, checkpoint_steps
 
 # Few and short answers, often alike: groups without a difference are drawn again. Epochs end on the way.
 SMALL = (

@@ -8,7 +8,7 @@ import pytest
 
 from tests.long_haul import Sample, watch
 from tests.runs import make_task, metrics_of, ppo_arguments
-from trainer.checkpoint import checkpoint_steps
+from trainer.checkpoint.resume import checkpoint_steps
 
 STEPS, WARM, WINDOW = 500, 50, 50
 

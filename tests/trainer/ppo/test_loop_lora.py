@@ -8,17 +8,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from configs.checks_batches import roles_of
 from configs.compose import compose
 from configs.schema.ppo import PPOConfig
+from configs.validation.batches import roles_of
 from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
 from trainer import main_ppo
-from trainer.answers import AnswerLog
-from trainer.remote import RemoteModel
+from trainer.cluster.remote import RemoteModel
+from trainer.tracking.token_dump import AnswerLog
 from workers.batch import Batch
-from workers.host import Host
 from workers.plan import Limits
-from workers.residency import Residency, Tenant
+from workers.roles.memory_scheduler import Residency, Tenant
+from workers.roles.worker import Host
 
 LORA = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.optim.lr=1e-2")
 KL = ("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_type=k3")

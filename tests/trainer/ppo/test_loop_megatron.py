@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.runs import make_task, repeatable, run_ppo
 from trainer import main_export
-from trainer.run_dir import SAMPLES
+from trainer.run.run_dir import SAMPLES
 
 pytestmark = [  # pytest has filters of its own for each test, without those of workers.engine.megatron
     pytest.mark.filterwarnings(r"ignore:::megatron\."),

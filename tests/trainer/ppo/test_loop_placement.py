@@ -10,8 +10,8 @@ from tests.reward_models import make_reward_model
 from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
 from tests.trainer.test_main_ppo_runs import survivors
 from trainer import main_ppo
-from trainer.batch_file import load_batch
-from trainer.run_dir import read_lines
+from trainer.run.run_dir import read_lines
+from trainer.tracking.batch_file import load_batch
 
 Spans = dict[str, tuple[list[str], float, float]]
 # A critic, a reference, two updates a step of each.

@@ -14,7 +14,7 @@ from tests.faults import loss_that, reward_that
 from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
 from tests.trainer.ppo.test_loop_stops import events_of
 from trainer import main_ppo
-from trainer.restart import Lifetime, keep_going
+from trainer.resilience.restart import Lifetime, keep_going
 from workers.controller.group import PhaseTimeout, WorkerError
 from workers.plan import Limits
 

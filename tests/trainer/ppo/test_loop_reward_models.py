@@ -11,8 +11,8 @@ from torch import Tensor
 from tests.reward_models import make_reward_model, plain_scores, plain_token_scores, tokenizer_of
 from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
 from trainer import main_ppo
-from trainer.batch_file import load_batch
-from trainer.ppo.columns import named_rewards
+from trainer.ppo.batch_columns import named_rewards
+from trainer.tracking.batch_file import load_batch
 from workers.batch import Batch
 
 TOLERANCE = 1e-5

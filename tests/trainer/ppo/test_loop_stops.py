@@ -14,8 +14,8 @@ from tests.faults import TOO_MUCH, loss_that, reward_that
 from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
 from tests.trainer.ppo.test_loop import weights_of
 from trainer import main_ppo
-from trainer.checkpoint import find_latest
-from trainer.run_dir import EVENTS, TIMELINE, read_lines
+from trainer.checkpoint.resume import find_latest
+from trainer.run.run_dir import EVENTS, TIMELINE, read_lines
 
 PPO = ("algorithm=ppo", "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=100")
 SIX = ("trainer.total_training_steps=6",)
@@ -85,7 +85,7 @@ def test_a_step_whose_rewards_hang_is_left_and_done_again(
     task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: tuple[str, ...]
 ) -> None:
     """Nothing of it is in the checkpoint: the run goes on to the bit. With filter_groups a round of the step was scored."""
-    monkeypatch.setattr("trainer.watchdog.HURRIED", 0.2)
+    monkeypatch.setattr("trainer.cluster.watchdog.HURRIED", 0.2)
     run_ppo(task, tmp_path / "whole", *algorithm, "trainer.total_training_steps=3", reward_that(tmp_path / "plain", "pass"))
     n = 2 * A_STEP + 20
     reward = reward_that(tmp_path, f"n == {n} and (os.kill(os.getpid(), signal.SIGTERM), time.sleep(100))")
@@ -103,7 +103,7 @@ def test_a_step_whose_rewards_hang_is_left_and_done_again(
 
 
 def test_a_validation_whose_rewards_hang_is_left(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.watchdog.HURRIED", 0.2)
+    monkeypatch.setattr("trainer.cluster.watchdog.HURRIED", 0.2)
     reward = reward_that(tmp_path, f"n == {A_STEP + 5} and (os.kill(os.getpid(), signal.SIGTERM), time.sleep(100))")
     assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", *SIX, reward, "trainer.test_freq=1")) == 143
     latest = find_latest(tmp_path / "run")

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.runs import make_task, ppo_arguments, run_ppo
 from trainer import main_ppo
-from trainer.batch_file import load_batch, save_batch
-from trainer.ppo.assemble import Assembly
+from trainer.ppo.ppo_builder import Assembly
+from trainer.tracking.batch_file import load_batch, save_batch
 
 PPO = (
     "algorithm=ppo",

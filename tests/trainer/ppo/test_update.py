@@ -8,11 +8,11 @@ import torch
 
 from tests.workers.test_batch import numbered
 from trainer.algorithms.weights import token_weights
-from trainer.budget import Budget
-from trainer.metrics import Phases
+from trainer.cluster.oom_backoff import Budget
 from trainer.ppo.loop import Loop
-from trainer.ppo.rollback import Rollbacks
 from trainer.ppo.update import UpdateSpec, update
+from trainer.resilience.rollback import Rollbacks
+from trainer.tracking.metrics import Phases
 from workers.batch import Batch
 from workers.metric import Metric
 

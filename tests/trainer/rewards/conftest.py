@@ -2,7 +2,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from trainer.rewards.forkserver import close_fork_servers
+from trainer.rewards.sandbox.forkserver import close_fork_servers
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -4,11 +4,11 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
-from trainer.rewards import confine, sandbox
+from trainer.rewards.sandbox import sandbox, seccomp
 
 
 def main(fd: int) -> None:
-    confine.os = SimpleNamespace(**vars(os) | {"listdir": listdir})  # type: ignore[assignment]
+    seccomp.os = SimpleNamespace(**vars(os) | {"listdir": listdir})  # type: ignore[assignment]
     sandbox.main(fd)
 
 

@@ -1,6 +1,6 @@
 """Fork server on a kernel without Landlock (5.13) and without thread requests (5.5)."""
 
-from trainer.rewards import confine, forkserver, sandbox
+from trainer.rewards.sandbox import forkserver, sandbox, seccomp
 
 
 def main(fd: int) -> None:
@@ -9,6 +9,6 @@ def main(fd: int) -> None:
 
 
 def forget_new_calls() -> None:
-    for module in (confine, sandbox):
+    for module in (seccomp, sandbox):
         module.landlock_version = lambda: 0
     forkserver.thread_requests = lambda: None

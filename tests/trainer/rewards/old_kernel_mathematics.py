@@ -1,7 +1,7 @@
 """The equivalence server on such a kernel."""
 
 from tests.trainer.rewards.old_kernel import forget_new_calls
-from trainer.rewards import equivalence
+from trainer.rewards.rules import equivalence
 
 
 def main(fd: int) -> None:

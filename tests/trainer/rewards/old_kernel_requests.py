@@ -6,11 +6,11 @@ import struct
 from types import SimpleNamespace
 from typing import Any
 
-from trainer.rewards import confine, sandbox
+from trainer.rewards.sandbox import sandbox, seccomp
 
 
 def main(fd: int) -> None:
-    confine.fcntl = SimpleNamespace(**vars(fcntl) | {"ioctl": ioctl})  # type: ignore[assignment]
+    seccomp.fcntl = SimpleNamespace(**vars(fcntl) | {"ioctl": ioctl})  # type: ignore[assignment]
     sandbox.main(fd)
 
 

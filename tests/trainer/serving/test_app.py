@@ -13,8 +13,8 @@ import pytest
 
 from tests.serving import serving
 from tests.trainer.rewards.config import reward_config
-from trainer.rewards.remote import RemoteRewards
-from trainer.rewards.runner import RewardRunner
+from trainer.rewards.pool.runner import RewardRunner
+from trainer.rewards.remote.remote_rewards import RemoteRewards
 from trainer.rewards.scoring import Answer, Score
 
 JSON = {"Content-Type": "application/json"}

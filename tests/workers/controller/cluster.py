@@ -7,7 +7,7 @@ from dataclasses import asdict
 import ray
 
 from workers.controller.group import PhaseTimeout
-from workers.controller.ray_backend import RayBackend
+from workers.controller.ray.ray_backend import RayBackend
 from workers.controller.resource_pool import ResourcePool
 
 TOY = "tests.workers.controller.toy:Toy"

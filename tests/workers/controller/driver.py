@@ -2,7 +2,7 @@
 
 import sys
 
-from workers.controller.ray_backend import RayBackend
+from workers.controller.ray.ray_backend import RayBackend
 from workers.controller.resource_pool import ResourcePool
 from workers.controller.stop import graceful_stop
 

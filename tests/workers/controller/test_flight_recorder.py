@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.workers.controller.test_examine import process
-from workers.controller.examine import examine
+from tests.workers.controller.test_process_inspection import process
 from workers.controller.flight_recorder import (
     KEPT_ENTRIES,
     _latest,
@@ -19,6 +18,7 @@ from workers.controller.flight_recorder import (
     read_records,
     stragglers,
 )
+from workers.controller.process_inspection import examine
 
 MEMBERS = {"dp": [0, 1, 2, 3], "tp01": [0, 1], "tp12": [1, 2], "tp20": [2, 0]}
 GLOO = """

@@ -10,7 +10,7 @@ from tests.workers.controller.toy import Toy
 from workers.controller.dispatch import Mesh, Sharded
 from workers.controller.group import Backend, WorkerError, WorkerGroup
 from workers.controller.local_backend import LocalBackend
-from workers.controller.ray_backend import RayBackend
+from workers.controller.ray.ray_backend import RayBackend
 from workers.controller.resource_pool import ResourcePool
 
 TOY = "tests.workers.controller.toy:Toy"

@@ -12,12 +12,12 @@ from tests.tiny import fsdp_config
 from tests.workers.engine.megatron.cases import megatron_config
 from tests.workers.engine.toy import ToyLoss, ValueLoss, distance, gradients, toy_batch, toy_engine
 from workers.batch import Batch
-from workers.engine.attention import PackedRows, packed_attention
 from workers.engine.base import LossSpec
+from workers.engine.hf.packed_attention import PackedRows, packed_attention
 from workers.engine.shared_prompts import Prompts, SharedPrompts
 from workers.plan import MicroBatches
-from workers.residency import Residency, Tenant
-from workers.roles.model import ModelRole
+from workers.roles.memory_scheduler import Residency, Tenant
+from workers.roles.model_role import ModelRole
 
 LENGTHS = [9, 14, 9, 5, 12, 9, 6, 5, 7]
 PROMPTS = [5, 5, 5, 5, 6, 1, 6, 3, 0]

@@ -12,7 +12,7 @@ from transformers.core_model_loading import Chunk, WeightConverter
 from tests import tiny
 from tests.tiny import save_tiny_model
 from workers.engine import stored_weights
-from workers.engine.hf_model import empty_model, model_config
+from workers.engine.hf.hf_model import empty_model, model_config
 from workers.engine.stored_weights import StoredWeights, weight_files
 
 

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM
 from configs.schema.common import ModelConfig
 from tests.tiny import fsdp_config, model_config
 from workers.batch import Batch
-from workers.engine import make_engine
 from workers.engine.base import EngineSpec, OptimizerSpec
-from workers.engine.fsdp.engine import FSDPEngine
+from workers.engine.fsdp.fsdp_engine import FSDPEngine
 from workers.engine.fsdp.sharding import full
 from workers.metric import Metric
 from workers.plan import Limits, MicroBatches, make_plan
+from workers.roles.train_engines import make_engine
 
 VOCABULARY = 61
 ADAMW = OptimizerSpec(

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.workers.rollout.engines import request, spec_of
 from tests.workers.rollout.vllm_hosts import greedy_errors, place
-from workers.host import Host
-from workers.rollout import make_rollout
+from workers.roles.rollout_engines import make_rollout
+from workers.roles.worker import Host
 
 
 def serve(pipe: Connection, path: str, settings: dict[str, Any]) -> None:

@@ -15,8 +15,8 @@ from configs.schema.ppo import EngineKwargsConfig, RolloutConfig, SamplingConfig
 from tests.tiny import model_config, save_tiny_model
 from workers.engine.base import Weights
 from workers.rollout.base import Completion, Request, Rollout, RolloutSpec, Sampling
-from workers.rollout.embedded import EmbeddedRollout
-from workers.rollout.weight_sync import WeightSync
+from workers.rollout.embedded.embedded_engine import EmbeddedRollout
+from workers.rollout.sync.weight_sync import WeightSync
 
 VOCAB = 61
 

@@ -11,11 +11,11 @@ from tests.trainer.watchdogs import watchdog
 from tests.workers.engine.toy import toy_batch
 from tests.workers.rollout.engines import ragged_prompts, request, spec_of
 from tests.workers.rollout.vllm_hosts import ACTOR_LOSS, FSDP, LENGTH, actor_spec, greedy_error, make_small
-from trainer.budget import Budget
-from trainer.remote import RemoteModel, RemoteRollout
+from trainer.cluster.oom_backoff import Budget
+from trainer.cluster.remote import RemoteModel, RemoteRollout
 from workers.batch import Batch
 from workers.controller.group import WorkerGroup
-from workers.controller.ray_backend import RayBackend
+from workers.controller.ray.ray_backend import RayBackend
 from workers.controller.resource_pool import ResourcePool
 from workers.plan import Limits
 from workers.rollout.base import Completion, Sampling

@@ -27,17 +27,17 @@ from tests.workers.rollout.engines import (
     spoil_loading,
 )
 from workers.batch import Batch
+from workers.controller.actor import free_port
 from workers.controller.group import WorkerInfo
-from workers.controller.shell import free_port
 from workers.engine.base import EngineSpec, LossSpec, OptimizerSpec
-from workers.host import Host
-from workers.residency import Residency
-from workers.roles.rollout import RolloutRole
-from workers.rollout import make_rollout
+from workers.roles.memory_scheduler import Residency
+from workers.roles.rollout_engines import make_rollout
+from workers.roles.rollout_role import RolloutRole
+from workers.roles.worker import Host
 from workers.rollout.base import Completion, Request, Rollout
+from workers.rollout.sync.weight_sync import WeightSync
 from workers.rollout.verification import WeightMismatch
-from workers.rollout.vllm import VLLMRollout
-from workers.rollout.weight_sync import WeightSync
+from workers.rollout.vllm.vllm_engine import VLLMRollout
 
 # vLLM's attention on CPU wants heads of 32 at least.
 SIZES: dict[str, object] = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import save_on_cpu
 
-from workers.engine.hf_model import PackedModel
+from workers.engine.hf.hf_model import PackedModel
 
 PARTS_OF_AN_MLP = {"gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn", "activation_fn"}
 Run = Callable[[Tensor], Tensor]

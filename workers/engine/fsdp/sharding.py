@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from configs.schema.common import FSDPConfig
-from workers.engine.hf_model import DTYPES, PackedModel
+from workers.engine.hf.hf_model import DTYPES, PackedModel
 from workers.engine.stored_weights import StoredWeights
 
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from workers.engine.attention import varlen
 from workers.engine.collectives import gather, gather_alike
+from workers.engine.hf.packed_attention import varlen
 
 
 @dataclass(frozen=True, slots=True)

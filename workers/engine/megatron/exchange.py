@@ -12,9 +12,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from workers.engine.checkpoint import Files
-from workers.engine.hf_model import PackedModel
-from workers.engine.megatron.model import PackedGPT
+from workers.engine.hf.checkpoint import Files
+from workers.engine.hf.hf_model import PackedModel
+from workers.engine.megatron.packed_gpt import PackedGPT
 from workers.engine.megatron.weights import Line, table
 from workers.engine.saving import read_ahead
 

@@ -9,7 +9,7 @@ from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
 from workers.engine.logprob import VocabShard, head_entropy, head_log_probs, head_sum_pi_squared, head_top_log_probs
-from workers.engine.megatron.model import PackedGPT
+from workers.engine.megatron.packed_gpt import PackedGPT
 from workers.engine.megatron.packing import Pack
 from workers.engine.megatron.weights import Vocabulary
 

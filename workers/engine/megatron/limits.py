@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from configs.checks_megatron import LEFT_OUT
 from configs.schema.common import MegatronConfig
+from configs.validation.megatron import LEFT_OUT
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 OWN_STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")

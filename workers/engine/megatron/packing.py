@@ -11,9 +11,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from workers.batch import Batch
-from workers.engine.attention import PackedRows
+from workers.engine.hf.packed_attention import PackedRows
 from workers.engine.megatron.context import ContextCut
-from workers.engine.megatron.model import Packed
+from workers.engine.megatron.packed_gpt import Packed
 from workers.engine.micro_batch import flat_rows
 
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

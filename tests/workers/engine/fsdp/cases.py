@@ -6,7 +6,7 @@ from torch import Tensor
 from configs.schema.common import AggMode
 from tests.workers.engine.toy import ToyLoss, cut, toy_batch
 from workers.batch import Batch
-from workers.engine.fsdp.engine import FSDPEngine
+from workers.engine.fsdp.fsdp_engine import FSDPEngine
 from workers.engine.fsdp.sharding import local
 from workers.plan import MicroBatches
 

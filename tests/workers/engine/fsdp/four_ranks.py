@@ -15,8 +15,8 @@ from torch import Tensor
 from tests.workers.engine.fsdp.cases import all_cuts, exported, invariance_batch, lopsided, train, training_batch
 from tests.workers.engine.toy import Shifted, ToyLoss, ValueLoss, cut, gradients, toy_batch, toy_engine
 from workers.batch import Batch
-from workers.engine.attention import PackedRows, packed_attention
-from workers.engine.fsdp.engine import FSDPEngine
+from workers.engine.fsdp.fsdp_engine import FSDPEngine
+from workers.engine.hf.packed_attention import PackedRows, packed_attention
 from workers.engine.ulysses import TokenCut
 from workers.metric import plain_numbers
 

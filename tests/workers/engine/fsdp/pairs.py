@@ -8,7 +8,7 @@ from transformers import AutoModelForSequenceClassification
 
 from configs.schema.reward_model import PairLossConfig
 from tests.workers.engine.toy import toy_batch
-from trainer.algorithms.preferences import CHOSEN, REJECTED, BradleyTerryLoss
+from trainer.algorithms.losses.preference_losses import CHOSEN, REJECTED, BradleyTerryLoss
 from workers.batch import Batch
 from workers.plan import Limits, MicroBatches, make_plan
 

@@ -12,8 +12,8 @@ from tests.tiny import tiny_config
 from tests.workers.engine.fsdp.cases import shards, train
 from tests.workers.engine.toy import ToyLoss, ValueLoss, cut, distance, gradients, toy_batch, toy_engine
 from workers.engine.fsdp.activations import tile_mlps
-from workers.engine.fsdp.engine import FSDPEngine
-from workers.engine.hf_model import PackedModel
+from workers.engine.fsdp.fsdp_engine import FSDPEngine
+from workers.engine.hf.hf_model import PackedModel
 from workers.engine.micro_batch import micro_batch
 
 LENGTHS = [4, 30, 1, 17, 30, 2]

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 from tests.tiny import save_tiny_model
 from tests.workers.engine.toy import toy_engine
 from workers.engine import stored_weights
-from workers.engine.fsdp.engine import FSDPEngine
+from workers.engine.fsdp.fsdp_engine import FSDPEngine
 from workers.engine.fsdp.sharding import local, offsets
-from workers.engine.hf_model import PackedModel, auto_class
-from workers.engine.hf_model import model_config as hf_config
+from workers.engine.hf.hf_model import PackedModel, auto_class
+from workers.engine.hf.hf_model import model_config as hf_config
 
 
 class Case(NamedTuple):
@@ -70,7 +70,7 @@ def read_by_one(engine: FSDPEngine) -> dict[str, Tensor]:
         for param in packed.value_head.parameters():
             torch.nn.init.zeros_(param)
     if spec.model.has_adapter:
-        from workers.engine.lora import inject
+        from workers.engine.fsdp.lora import inject
 
         inject(packed, spec.model, trained=True, seed=spec.seed)
     return {**dict(hf.named_parameters()), **dict(hf.named_buffers())}

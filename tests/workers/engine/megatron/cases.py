@@ -17,12 +17,12 @@ from tests.tiny import model_config, save_tiny_model
 from tests.workers.engine.fsdp.cases import exported, train, training_batch
 from tests.workers.engine.toy import ADAMW, ToyLoss, ValueLoss, cut
 from workers.batch import Batch
-from workers.engine import make_engine
 from workers.engine.base import EngineSpec, OptimizerSpec
 from workers.plan import MicroBatches
+from workers.roles.train_engines import make_engine
 
 if TYPE_CHECKING:  # loading it changes torch: in processes of its own alone
-    from workers.engine.megatron.engine import MegatronEngine
+    from workers.engine.megatron.megatron_engine import MegatronEngine
 
 OUTPUTS = {"log_probs", "entropy", "sampled_entropy", "sum_pi_squared", "top_log_probs", "all_log_probs"}
 

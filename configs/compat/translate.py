@@ -1,0 +1,241 @@
+"""Translate configuration keys from verl and other frameworks; the tables are in configs/compat.yaml.
+
+A foreign key is renamed (alias), expressed by other keys (translated), left out with a warning because it cannot change a result
+(accepted), or refused with a remedy. Numerical differences from verl are reported as warnings (numbers).
+"""
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Sweep
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from configs.base.keys import CONFIG_DIR, ConfigError, Keys
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A key that is left out because it cannot change a result.
+
+    why: reason. values: the values for which this holds; None = all. same_as: alternatively, the key whose value it must equal.
+    otherwise: remedy for any other value.
+    """
+
+    why: str
+    values: tuple[Any, ...] | None = None
+    otherwise: str = ""
+    same_as: str | None = None
+
+    def takes(self, value: Any, typed: Callable[[str], Any]) -> bool:
+        if self.same_as is not None:
+            return value in (f"${{{self.same_as}}}", typed(self.same_as))
+        return self.values is None or _is_one_of(value, self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class Translated:
+    """A key that is expressed by other keys. why: text of the warning. otherwise: remedy for a value that no case matches."""
+
+    why: str
+    cases: tuple["Case", ...]
+    otherwise: str = ""
+
+    def case(self, value: Any) -> "Case | None":
+        return next((case for case in self.cases if case.takes(value)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Translation for some values of a key.
+
+    values: the matching values; None = all others. sets: keys to set unless they are on the command line. forces: keys to set in
+    any case. In both, $value is the value being translated and $typed the command line's value of the key that is set.
+    """
+
+    values: tuple[Any, ...] | None
+    sets: Mapping[str, Any]
+    forces: Mapping[str, Any]
+
+    def takes(self, value: Any) -> bool:
+        return _is_one_of(value, self.values) if self.values is not None else not isinstance(value, Sweep)
+
+
+@dataclass(frozen=True, slots=True)
+class Differs:
+    """A key whose results differ numerically from verl's. values: only for these values; unless: for all but these."""
+
+    why: str
+    values: tuple[Any, ...] | None
+    unless: tuple[Any, ...]
+
+    def holds(self, value: Any) -> bool:
+        return not _is_one_of(value, self.unless) and (self.values is None or _is_one_of(value, self.values))
+
+
+@dataclass(frozen=True, slots=True)
+class Instead:
+    """Replacement of a foreign key. note: the warning. sets, forces: the replacement keys and their values; see Case."""
+
+    note: str
+    sets: Mapping[str, Any]
+    forces: Mapping[str, Any]
+
+    def over(self, typed: Collection[str]) -> dict[str, Any]:
+        """The replacement keys that apply, given the keys on the command line."""
+        return {name: value for name, value in self.sets.items() if name not in typed} | dict(self.forces)
+
+
+@dataclass(frozen=True, slots=True)
+class Compat:
+    """Contents of configs/compat.yaml."""
+
+    configs: Mapping[str, str]
+    alias: Mapping[str, str]
+    spellings: Mapping[str, Mapping[str, str]]
+    engine_arguments: Mapping[str, Mapping[str, str]]
+    values: Mapping[str, Mapping[str, str]]
+    translated: Mapping[str, Translated]
+    accepted: Mapping[str, Accepted]
+    refused: Mapping[str, str]
+    numbers: Mapping[str, Differs]
+
+    def rename(self, key: str, keys: Keys) -> str:
+        """The schema's name of ``key``; ``key`` itself if this program has no alias for it."""
+        for pattern, renamed in self.alias.items():
+            stem, target = pattern.removesuffix(".*"), renamed.removesuffix(".*")
+            is_inside = pattern != stem and key.startswith(f"{stem}.")
+            if (key == stem or is_inside) and keys.knows(target):
+                return target + key.removeprefix(stem)
+        return key
+
+    def instead(self, key: str, value: Any, keys: Keys, typed: Callable[[str], Any]) -> Instead:
+        """Replacement of a ``key`` that the schema does not have.
+
+        typed: returns the value of another key on the same command line, None if absent. Raises ConfigError if the key is unknown
+        or cannot be ignored.
+        """
+        patterns = [name for name in (*self.translated, *self.accepted, *self.refused) if fnmatchcase(key, name)]
+        if not patterns:
+            raise ConfigError(f"{key}: there is no such key{keys.did_you_mean(key)}")
+        # The most specific entry is used: an exact key before any pattern, then the longest pattern.
+        pattern = max(patterns, key=lambda pattern: (pattern == key, len(pattern)))
+        if pattern in self.refused:
+            raise ConfigError(f"{key}: {self.refused[pattern]}")
+        if pattern in self.accepted:
+            accepted = self.accepted[pattern]
+            if (differs := self.differs(key, lambda: value)) is not None:
+                return Instead(differs, {}, {})
+            if not accepted.takes(value, typed):
+                raise ConfigError(f"{key}={as_typed(value)}: {accepted.otherwise}")
+            return Instead(f"{key} is left out: {accepted.why}", {}, {})
+        translated = self.translated[pattern]
+        case = translated.case(value)
+        if case is None:
+            raise ConfigError(f"{key}={as_typed(value)}: {translated.otherwise}")
+        # $typed extends the value of another key, which must therefore be on the command line too.
+        if any("$typed" in str(template) and not isinstance(typed(name), str) for name, template in case.forces.items()):
+            raise ConfigError(f"{key}={as_typed(value)}: {translated.otherwise}")
+        sets, forces = (
+            {name: _filled(template, value, typed(name)) for name, template in side.items() if keys.knows(name)}
+            for side in (case.sets, case.forces)
+        )
+        assigned = ", ".join(f"{name}={as_typed(new)}" for name, new in {**sets, **forces}.items())
+        effect = f"sets {assigned}" if assigned else "is left out"
+        return Instead(f"{key}={as_typed(value)} {effect}: {translated.why}", sets, forces)
+
+    def differs(self, key: str, value: Callable[[], Any]) -> str | None:
+        """Warning that results with this value of ``key`` differ numerically from verl's; None if they do not."""
+        entries = (entry for pattern, entry in self.numbers.items() if fnmatchcase(key, pattern) and entry.holds(value()))
+        return next((f"{key}={as_typed(value())}: results differ from verl's: {entry.why}" for entry in entries), None)
+
+    def is_translated(self, key: str, value: str | None, keys: Keys) -> bool:
+        """Whether ``key`` is in the schema, as leaf or block, but ``value`` is one that only other systems accept."""
+        entry = self.translated.get(key)
+        return entry is not None and (key not in keys.leaves or entry.case(parsed(key, value)) is not None)
+
+    def why_not(self, key: str, value: Any) -> str:
+        """Reason why a ``value`` of other systems is not supported here; empty for a value that no system knows."""
+        reasons = [why[value] for pattern, why in self.values.items() if fnmatchcase(key, pattern) and value in why]
+        return f"; {reasons[0]}" if reasons else ""
+
+
+@cache
+def compat() -> Compat:
+    """The parsed tables of configs/compat.yaml."""
+    # Read as plain YAML: interpolations in the tables are resolved later, in the configuration that they are set in.
+    tree = read(CONFIG_DIR / "compat.yaml")
+    accepted = {
+        key: Accepted(entry)
+        if isinstance(entry, str)
+        else Accepted(
+            entry["why"], tuple(entry["values"]) if "values" in entry else None, entry["otherwise"], entry.get("same_as")
+        )
+        for key, entry in tree["accepted"].items()
+    }
+    translated = {
+        key: Translated(
+            entry["why"],
+            tuple(
+                Case(tuple(case["values"]) if "values" in case else None, case.get("sets", {}), case.get("forces", {}))
+                for case in entry["cases"]
+            ),
+            entry.get("otherwise", ""),
+        )
+        for key, entry in tree["translated"].items()
+    }
+    numbers = {
+        key: Differs(entry["why"], tuple(entry["values"]) if "values" in entry else None, tuple(entry.get("unless", ())))
+        for key, entry in tree["numbers"].items()
+    }
+    rest = {name: tree[name] for name in ("configs", "alias", "spellings", "engine_arguments", "values", "refused")}
+    return Compat(accepted=accepted, translated=translated, numbers=numbers, **rest)
+
+
+def read(file: Path) -> Any:
+    """Load one of the YAML files in configs/."""
+    # libyaml, because parsing in pure Python takes a tenth of the time of a dry run.
+    return yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
+
+
+def parsed(key: str, text: str | None) -> Any:
+    """A value as parsed by Hydra. A sweep is returned as a Sweep object, which equals no value of the tables."""
+    try:
+        return None if text is None else OverridesParser.create().parse_override(f"{key}={text}").value()
+    except HydraException as error:
+        raise ConfigError(f"{key}={text}: cannot be parsed; put the value in quotes") from error
+
+
+def as_typed(value: Any) -> str:
+    """A value in command-line syntax."""
+    return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
+
+
+def _filled(template: Any, value: Any, typed: Any) -> Any:
+    """A value of Case.sets or Case.forces with $value and $typed substituted."""
+    if not isinstance(template, str) or template == "$value":
+        return value if template == "$value" else template
+    text = ".".join(map(str, value)) if isinstance(value, list) else as_typed(value)
+    return template.replace("$typed", str(typed)).replace("$value", text)
+
+
+def _share(part: Any, whole: Any) -> Any:
+    """part / whole; a value that is not a number is returned unchanged, so that the key's own validation reports it."""
+    if not isinstance(part, int | float) or not isinstance(whole, int | float):
+        return part
+    return part / whole if whole else math.inf
+
+
+OmegaConf.register_new_resolver("share", _share)
+
+
+def _is_one_of(value: Any, values: Collection[Any]) -> bool:
+    # True == 1 and False == 0 in Python, but not in a configuration.
+    return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in values)

@@ -1,0 +1,99 @@
+"""Files, columns, lengths and validation."""
+
+import pytest
+
+from configs.base.keys import ConfigError
+from configs.compat.openrlhf.rules_data import files_of
+from tests.configs.compat.openrlhf.commands import PPO, comment, settings, translated
+
+SAMPLING = "actor_rollout_ref.rollout.val_kwargs"
+
+
+@pytest.mark.parametrize(
+    ("text", "files"),
+    [
+        ("a.parquet,b.jsonl", ["a.parquet", "b.jsonl"]),
+        ("org/name", ["data/org/name/test.parquet"]),
+        ("/data/set/", ["/data/set/test.parquet"]),
+        ("./set,~/set", ["./set/test.parquet", "~/set/test.parquet"]),
+    ],
+)
+def test_where_a_data_set_is_written(text: str, files: list[str]) -> None:
+    assert files_of(text, "test") == files
+
+
+def test_nothing_is_validated_without_a_data_set() -> None:
+    found = settings(PPO)
+    assert found["data.val_files"] == "[prompts.parquet]" and found["data.val_max_samples"] == "1"
+    assert found["trainer.val_before_train"] == "false" and "trainer.test_freq" not in found  # -1 in both
+    assert "nothing is validated" in comment(PPO + "--eval_steps 5", "--eval_steps 5")
+
+
+@pytest.mark.parametrize(("temperature", "sampled"), [("0.7", "true"), ("0", "false")])
+def test_validation(temperature: str, sampled: str) -> None:
+    line = f"{PPO} --eval_dataset org/aime --eval_split test --eval_steps 5 --eval_temperature {temperature}"
+    found = settings(line)
+    assert found["data.val_files"] == "[data/org/aime/test.parquet]" and found["trainer.test_freq"] == "5"
+    assert (found[f"{SAMPLING}.do_sample"], found[f"{SAMPLING}.temperature"], found[f"{SAMPLING}.n"]) == (
+        sampled,
+        temperature,
+        "4",
+    )
+
+
+def test_lengths_of_the_older_command_line() -> None:
+    found = settings(PPO + "--prompt_max_len 300 --generate_max_len 700")
+    assert (found["data.max_prompt_length"], found["data.max_response_length"], found["data.truncation"]) == (
+        "300",
+        "700",
+        "right",
+    )
+    assert "it follows from" in comment(PPO + "--max_len 9", "--max_len 9")
+
+
+def test_lengths_of_the_newer_command_line() -> None:
+    newer = "--actor.model_name_or_path m --reward.model_name_or_path r --data.prompt_dataset p.jsonl "
+    found = settings(newer + "--data.max_len 1000 --rollout.max_new_tokens 700")
+    assert (found["data.max_prompt_length"], found["data.max_response_length"]) == ("300", "700")
+    halves = settings(newer)
+    assert (halves["data.max_prompt_length"], halves["data.max_response_length"]) == ("1024", "1024")
+    with pytest.raises(ConfigError, match=r"^--data.max_len 500: leaves -200 tokens to a prompt \(500 - 700\)$"):
+        translated(newer + "--data.max_len 500 --rollout.max_new_tokens 700")
+
+
+def test_samples() -> None:
+    assert settings(PPO + "--max_samples 1e5")["data.train_max_samples"] == "100000"
+    assert "data.train_max_samples" not in settings(PPO)
+    answers = "batch_inference --eval_task generate_vllm --pretrain m --dataset d.jsonl --max_samples 9"
+    assert settings(answers)["data.max_samples"] == "9"
+
+
+def test_texts_that_the_actor_goes_on_learning() -> None:
+    found = settings(PPO + "--pretrain_data texts.jsonl --ptx_coef 0.1")
+    assert found["data.ptx_files"] == "[texts.jsonl]" and found["actor_rollout_ref.actor.ptx_coef"] == "0.1"
+    assert "data.ptx_files" not in settings(PPO)
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        ("--input_key q --output_key a", {"prompt_key": "q", "response_key": "a"}),
+        ("--input_key q --output_key a --apply_chat_template", {"prompt_key": "q", "response_key": "a"}),
+        ("--input_key chat --apply_chat_template", {"messages_key": "chat"}),
+        ("--input_key chat --output_key a --multiturn", {"messages_key": "chat"}),
+        ("--input_key text --pretrain_mode", {}),
+    ],
+)
+def test_what_supervised_training_learns(flags: str, wanted: dict[str, str]) -> None:
+    found = settings(f"train_sft --pretrain m --dataset d.jsonl {flags}")
+    ours = ("prompt_key", "response_key", "messages_key")
+    # a key whose default is the same may be left out only where no flag was typed
+    assert {key: found[f"data.{key}"] for key in ours if f"data.{key}" in found} == wanted
+
+
+def test_held_out_rows_of_supervised_training() -> None:
+    base = "train_rm --pretrain m --dataset d.jsonl "
+    found = settings(base + "--eval_dataset e.jsonl --eval_steps 20")
+    assert found["data.val_files"] == "[e.jsonl]" and found["trainer.test_freq"] == "20"
+    assert "once an epoch there and never here" in comment(base + "--eval_dataset e.jsonl", "--eval_dataset e.jsonl")
+    assert "data.val_files" not in settings(base)

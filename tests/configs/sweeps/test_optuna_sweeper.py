@@ -1,0 +1,179 @@
+"""hydra/sweeper=optuna: real studies over a cheap objective; interrupted, started again, and told what they cannot do."""
+
+import math
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.samplers import RandomSampler
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.study import Study
+from optuna.trial import TrialState
+
+from configs.argv import normalise
+from configs.base.keys import ConfigError
+from configs.compose import run_jobs
+from configs.load import load
+from configs.schema.sft import SFTConfig
+from configs.sweeps.optuna_sweeper import JOURNAL, OptunaSweeper, distribution
+from configs.sweeps.sweep_points import INTERRUPTED, Point, Value
+
+ROOT_NAME = "sft_trainer"
+SEARCH = ("optim.lr=tag(log,interval(1e-6,1e-2))", "optim.lr_warmup_steps=range(0,50)")
+
+
+class Search:
+    """Every job is worth what a hill says of its two keys, with its top at lr=1e-4 and lr_warmup_steps=20."""
+
+    def __init__(self) -> None:
+        self.jobs: list[tuple[int, str, float, int]] = []
+        self.special: dict[int, Any] = {}
+
+    def __call__(self, *words: str) -> None:
+        command = normalise(
+            ["-m", "hydra/sweeper=optuna", "trainer.objective=x", "trainer.default_local_dir=s", *words], SFTConfig, ROOT_NAME
+        )
+        run_jobs(command, ROOT_NAME, self.job)
+
+    def job(self, tree: Any, point: Point | None) -> Value:
+        config = load(tree, SFTConfig).config
+        assert point is not None and all(word.split("=")[0] in ("optim.lr", "optim.lr_warmup_steps") for word in point.overrides)
+        self.jobs.append((point.number, config.trainer.default_local_dir, config.optim.lr, config.optim.lr_warmup_steps))
+        special = self.special.get(point.number)
+        if isinstance(special, BaseException):
+            raise special
+        if point.number in self.special:
+            return special
+        return -((math.log10(config.optim.lr) + 4) ** 2) - ((config.optim.lr_warmup_steps - 20) / 25) ** 2
+
+
+@pytest.fixture
+def search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Search:
+    monkeypatch.chdir(tmp_path)
+    return Search()
+
+
+def study() -> Study:
+    return Study(JOURNAL, JournalStorage(JournalFileBackend(f"s/{JOURNAL}")))
+
+
+def test_it_finds_the_top_of_a_hill_better_than_luck(search: Search, capsys: pytest.CaptureFixture[str]) -> None:
+    search(*SEARCH, "hydra.sweeper.n_trials=20")
+    assert [(number, run_dir) for number, run_dir, *_ in search.jobs] == [(i, f"s/{i}") for i in range(20)]
+    assert all(1e-6 <= lr <= 1e-2 and 0 <= warmup < 50 for *_, lr, warmup in search.jobs)
+    values = [trial.value for trial in study().trials if trial.value is not None]
+    assert median(values[12:]) > median(values[:10]) + 0.3, "later points are higher than the first, which are random"
+    best = max(study().trials, key=lambda trial: trial.value or -math.inf)
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.startswith(f"best: trial {best.number}, x with optim.lr=") and best.value is not None and best.value > -0.1
+
+
+def test_started_again_it_goes_on_with_the_point_that_was_killed(search: Search) -> None:
+    search.special = {2: KeyboardInterrupt(), 4: INTERRUPTED, 5: None, 6: float("inf")}
+    with pytest.raises(KeyboardInterrupt):
+        search(*SEARCH, "hydra.sweeper.n_trials=6")
+    killed = search.jobs[-1]
+    del search.special[2]
+    search.jobs = []
+    search(*SEARCH, "hydra.sweeper.n_trials=6")
+    assert search.jobs[0] == killed, "the same point, in the same directory"
+    assert [number for number, *_ in search.jobs] == [2, 3, 4], "one that was told to stop ends the sweep"
+    del search.special[4]
+    search.jobs = []
+    search(*SEARCH, "hydra.sweeper.n_trials=6")
+    assert [number for number, *_ in search.jobs] == [4, 5], "n_trials counts what there is"
+    states = [trial.state for trial in study().trials]
+    assert states == [TrialState.COMPLETE] * 5 + [TrialState.FAIL]
+    search(*SEARCH, "hydra.sweeper.n_trials=7")
+    assert [number for number, *_ in search.jobs] == [4, 5, 6, 7] and study().trials[6].state == TrialState.FAIL
+    assert len({job[2:] for job in search.jobs}) == 4, "no draw comes twice"
+
+
+def test_a_point_that_was_killed_while_it_was_made_is_given_up(search: Search, capsys: pytest.CaptureFixture[str]) -> None:
+    search.special = {0: None}
+    search(*SEARCH, "hydra.sweeper.n_trials=1")
+    assert "best" not in capsys.readouterr().out, "no point has a result"
+    study().ask()
+    search(*SEARCH, "hydra.sweeper.n_trials=1")
+    assert [number for number, *_ in search.jobs] == [0, 2]
+    assert [trial.state for trial in study().trials] == [TrialState.FAIL, TrialState.FAIL, TrialState.COMPLETE]
+
+
+def test_the_same_seed_draws_the_same_points(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+
+    class Random(RandomSampler):
+        def __init__(self, seed: int) -> None:
+            super().__init__(seed)
+            seeds.append(seed)
+
+    monkeypatch.setattr("optuna.samplers.RandomSampler", Random)
+    search(*SEARCH, "hydra.sweeper.n_trials=4", "hydra.sweeper.sampler=random")
+    assert len(seeds) == 1, "no other one"
+    first, search.jobs = [job[2:] for job in search.jobs], []
+    search(*SEARCH, "hydra.sweeper.n_trials=4", "hydra.sweeper.sampler=random", "trainer.default_local_dir=t")
+    assert [job[2:] for job in search.jobs] == first
+    search.jobs = []
+    search(*SEARCH, "hydra.sweeper.n_trials=4", "hydra.sweeper.seed=9", "trainer.default_local_dir=u")
+    assert [job[2:] for job in search.jobs] != first
+
+
+def test_two_points_at_a_time_have_numbers_of_their_own(search: Search) -> None:
+    search(*SEARCH, "hydra.sweeper.n_trials=5", "hydra.sweeper.n_jobs=2")
+    assert [number for number, *_ in search.jobs] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((*SEARCH, "trainer.objective=null"), "an objective is required; set for example trainer.objective="),
+        ((*SEARCH, "hydra.sweeper.n_trials=0"), "hydra.sweeper.n_trials=0: must be 1 or more"),
+        ((*SEARCH, "hydra.sweeper.sampler=grid"), "hydra.sweeper.sampler=grid: must be one of tpe, random"),
+        (("optim.lr=0.1",), "no key has a range"),
+    ],
+)
+def test_what_it_cannot_do_is_one_line(search: Search, words: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        search(*words)
+    assert said in str(caught.value) and "\n" not in str(caught.value) and search.jobs == []
+
+
+def test_another_search_in_the_same_directory_is_one_line(search: Search) -> None:
+    search(*SEARCH, "hydra.sweeper.n_trials=1")
+    for words, key in ((("optim.lr=interval(0.1,0.2)", SEARCH[1]), "optim.lr"), ((*SEARCH, "trainer.seed=7"), "settings")):
+        with pytest.raises(ConfigError) as caught:
+            search(*words, "hydra.sweeper.n_trials=2")
+        assert str(caught.value).startswith(f"s/{JOURNAL}: contains trials of a search with different {key}; ")
+    assert len(search.jobs) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1,2", CategoricalDistribution(["1", "2"])),
+        ("choice(a,true)", CategoricalDistribution(["a", "True"])),
+        ("range(1,8,step=3)", IntDistribution(1, 7, step=3)),
+        ("range(0.0,0.3,step=0.1)", CategoricalDistribution(["0.0", "0.1", "0.2"])),
+        ("interval(1,9)", FloatDistribution(1.0, 9.0)),
+        ("int(interval(1,9))", IntDistribution(1, 9)),
+        ("interval(0.1,0.9)", FloatDistribution(0.1, 0.9)),
+        ("tag(log,interval(1e-6,1e-2))", FloatDistribution(1e-6, 1e-2, log=True)),
+    ],
+)
+def test_ranges_as_hydra_writes_them(text: str, expected: Any) -> None:
+    assert distribution(OverridesParser.create().parse_override(f"key={text}")) == expected
+
+
+def test_the_yaml_names_every_argument() -> None:
+    from inspect import signature
+
+    from omegaconf import OmegaConf
+
+    from configs.base.keys import CONFIG_DIR
+
+    keys = {str(key) for key in OmegaConf.load(CONFIG_DIR / "hydra/sweeper/optuna.yaml")} - {"_target_"}
+    assert keys == set(signature(OptunaSweeper).parameters)

@@ -1,0 +1,25 @@
+"""Who gives the score beside reward models."""
+
+from typing import Any
+
+import pytest
+
+from configs.compose import compose
+from configs.reward_sources import asks_rules, has_score, wants_truth
+from configs.schema.ppo import PPOConfig
+
+
+@pytest.mark.parametrize(
+    ("words", "rules", "score"),
+    [
+        ((), True, True),
+        (("reward.scorer=none",), False, False),
+        (("reward.scorer=none", "reward.custom_reward_function.path=x.py"), True, True),
+        (("reward.scorer=none", "reward.remote_urls=[http://127.0.0.1:1]"), False, True),
+        (("reward.remote_urls=[http://127.0.0.1:1]",), True, True),
+    ],
+)
+def test_who_is_asked(words: Any, rules: bool, score: bool) -> None:
+    reward = compose("ppo_trainer", PPOConfig, words).reward
+    assert (asks_rules(reward), has_score(reward)) == (rules, score)
+    assert wants_truth(reward) is (rules and not reward.remote_urls)

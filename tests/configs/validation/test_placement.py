@@ -1,0 +1,91 @@
+"""What a pool means for the roles in it: every check counts the role's own workers."""
+
+import pytest
+
+from configs.compose import compose
+from configs.schema.ppo import PPOConfig
+from tests.configs.validation.test_programs import ACTOR, ROLLOUT, ppo_lines
+
+PAIRS = ("placement=colocate_pairs", "trainer.n_gpus_per_node=6")
+CUSTOM = (
+    "placement=custom", "trainer.n_gpus_per_node=4", "placement.pools.a={nodes: 1, gpus: 3, fraction: 1}",
+    "placement.pools.b={nodes: 1, gpus: 1, fraction: 1.0}", "placement.roles.actor=a", "placement.roles.critic=b",
+)  # fmt: skip
+HALF = "3 workers (pool actor: 1 node * 6 GPUs / 2 pools = 1 * 3)"
+
+
+def shared(fraction: float) -> list[str]:
+    """The engine shares GPUs with the critic."""
+    pool = f"{{nodes: 1, gpus: 2, fraction: {fraction}}}"
+    roles = ("placement.roles.actor=a", "placement.roles.critic=b")
+    return ["placement=custom", "trainer.n_gpus_per_node=2", f"placement.pools.a={pool}", f"placement.pools.b={pool}", *roles]
+
+
+def test_a_placement_that_works_is_told() -> None:
+    told = "placement.layout=colocate_pairs: actor (actor, rollout): node 0, GPUs 0-2; critic (critic): node 0, GPUs 3-5"
+    assert ppo_lines(*PAIRS) == [told]
+    assert ppo_lines("placement=colocate_all") == []
+
+
+def test_one_that_cannot_be_is_told_first() -> None:
+    (line,) = ppo_lines("placement=split", "trainer.n_gpus_per_node=4", "data.train_batch_size=3")
+    assert line.startswith("error: placement.layout=split: 3 pools (actor, critic, rollout) cannot share trainer.nnodes")
+
+
+def test_the_roles_own_workers_are_counted() -> None:
+    assert ppo_lines(*PAIRS, f"{ACTOR}.fsdp_config.fsdp_size=2")[0] == (
+        f"error: {ACTOR}.fsdp_config.fsdp_size=2: does not divide {HALF} (3 = 1 * 2 + 1); use a divisor"
+    )
+    assert ppo_lines(*PAIRS, "rollout=vllm")[0] == (
+        f"error: {ROLLOUT}.tensor_model_parallel_size=2: does not divide {HALF} (3 = 1 * 2 + 1); use a divisor"
+    )
+    assert ppo_lines(*PAIRS, f"{ACTOR}.ppo_micro_batch_size=8")[0].endswith(
+        "the number of sequences is not divisible by the data-parallel size (8 / 3 = 2.667); use ppo_micro_batch_size_per_gpu"
+    )
+    small = ("data.train_batch_size=2", f"{ACTOR}.ppo_mini_batch_size=2")
+    (line,) = ppo_lines(*CUSTOM, *small)
+    assert line.endswith(
+        "2 * 1 = 2 sequences per step are fewer than 3 workers (placement.pools.a: nodes * gpus = 1 * 3); increase it"
+    )
+    (line,) = ppo_lines(*CUSTOM[:-2], "placement.roles.actor=b", "placement.roles.critic=a", *small)
+    assert line.endswith("fewer than 3 workers (placement.pools.a: nodes * gpus = 1 * 3); increase it"), "the critic's"
+    assert ppo_lines(*CUSTOM, "critic.ppo_micro_batch_size=7") == ppo_lines(*CUSTOM), "one worker takes any number"
+
+
+def test_models_on_other_gpus_are_cut_as_they_like() -> None:
+    cut = ("algorithm.adv_estimator=gae", f"{ACTOR}.strategy=megatron", "critic.megatron.tensor_model_parallel_size=2")
+    assert compose("ppo_trainer", PPOConfig, cut).critic.megatron.tensor_model_parallel_size == 1
+    assert compose("ppo_trainer", PPOConfig, (*cut, "placement=colocate_pairs")).critic.megatron.tensor_model_parallel_size == 2
+    assert not any(line.startswith("error") for line in ppo_lines(*cut, "placement=colocate_pairs"))
+
+
+def test_an_engine_on_a_shared_gpu_does_not_sleep() -> None:
+    (line,) = ppo_lines(*shared(0.5))
+    assert line.startswith("error: placement.pools.a.fraction=0.5: memory of a shared GPU is reserved once")
+    awake = f"{ROLLOUT}.free_cache_engine=false"
+    assert [line.partition(":")[0] for line in ppo_lines(*shared(0.5), awake)] == ["placement.layout=custom"]
+    (line,) = ppo_lines(*shared(0.4), awake, "rollout=vllm", f"{ROLLOUT}.gpu_memory_utilization=0.5")
+    assert line.endswith("gpu_memory_utilization=0.5 is a fraction of the whole GPU and must not exceed the pool's")
+
+
+def test_in_this_process_there_is_one_pool() -> None:
+    half = [text.replace("gpus: 2", "gpus: 1") for text in shared(0.5)]
+    local = ("trainer.backend=local", "trainer.n_gpus_per_node=1", f"{ROLLOUT}.free_cache_engine=false")
+    (line,) = ppo_lines(*half, *local)
+    assert line.startswith(
+        "error: trainer.backend=local: runs a single worker in this process, but pools a, b need separate processes"
+    )
+
+
+@pytest.mark.parametrize("layout", ["colocate_all", "colocate_pairs", "split", "custom"])
+def test_a_group_and_its_leaf_give_the_same(layout: str) -> None:
+    group, leaf = (compose("ppo_trainer", PPOConfig, [word]) for word in (f"placement={layout}", f"placement.layout={layout}"))
+    assert group == leaf and group.placement.layout == layout
+
+
+def test_sizes_and_names_that_cannot_be_read() -> None:
+    pool = "placement.pools.a={nodes: 1, gpus: 2, fraction: 1.5}"
+    with pytest.raises(ValueError, match=r"placement\.pools\.a\.fraction=1\.5: .*less than or equal to 1"):
+        compose("ppo_trainer", PPOConfig, [pool])
+    with pytest.raises(ValueError, match=r"placement\.roles\.critc: .*did you mean placement\.roles\.critic\?"):
+        compose("ppo_trainer", PPOConfig, ["placement.roles.critc=a"])

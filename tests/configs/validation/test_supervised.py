@@ -1,0 +1,49 @@
+"""Fine-tuning and reward models: numbers that cannot work."""
+
+from configs.base.keys import ConfigError
+from configs.compose import compose
+from configs.schema.reward_model import RewardModelConfig
+from configs.validation.supervised import check_reward_model
+from tests.configs.validation.test_programs import TOO_SMALL, WORKERS, sft_lines
+
+
+def reward_model_lines(*overrides: str) -> list[str]:
+    try:
+        return check_reward_model(compose("reward_model_trainer", RewardModelConfig, overrides), ())
+    except ConfigError as error:
+        return [f"error: {line}" for line in str(error).splitlines()]
+
+
+def test_rows_and_batches() -> None:
+    assert sft_lines("data.train_batch_size=7") == [f"error: data.train_batch_size=7: fewer rows than {WORKERS}"]
+    (line,) = sft_lines("data.max_length=9000")
+    assert line == f"error: data.max_token_len_per_gpu=8192: {TOO_SMALL.format(8192)}, data.max_length = 9000; increase it"
+    assert sft_lines("data.max_length=9000", "data.use_dynamic_bsz=false", "data.micro_batch_size_per_gpu=2") == []
+
+
+def test_pairs_and_batches() -> None:
+    assert (
+        reward_model_lines()
+        == reward_model_lines("reward_recipe=sort_digits")
+        == reward_model_lines("data.max_length=4096")
+        == []
+    )
+    assert reward_model_lines("data.train_batch_size=7") == [f"error: data.train_batch_size=7: fewer pairs than {WORKERS}"]
+    (line,) = reward_model_lines("data.max_length=4097")
+    assert (
+        line
+        == f"error: data.max_token_len_per_gpu=8192: {TOO_SMALL.format(8192)}, a pair, 2 * data.max_length = 8194; increase it"
+    )
+    assert reward_model_lines("data.max_length=9000", "data.use_dynamic_bsz=false", "data.micro_batch_size_per_gpu=2") == []
+
+
+def test_validation_needs_pairs() -> None:
+    assert reward_model_lines("trainer.test_freq=5", "data.val_files=held_out.parquet") == []
+    assert reward_model_lines("trainer.test_freq=5") == ["error: trainer.test_freq=5: no validation data; set data.val_files"]
+
+
+def test_what_every_run_is_asked_is_asked_here_too() -> None:
+    (line,) = reward_model_lines("trainer.backend=local")
+    assert line.startswith("error: trainer.backend=local: runs a single worker")
+    (note,) = reward_model_lines("trainer.best_metric=val/accuracy")
+    assert note.startswith("trainer.best_metric has no effect")

@@ -1,0 +1,340 @@
+import json
+import re
+import shutil
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from configs.compose import compose
+from configs.schema.ppo import PPOConfig
+from configs.schema.reward_model import RewardModelConfig
+from configs.schema.sft import SFTConfig
+from tests.trainer.checkpoints import CONFIG, is_whole, names, save
+from trainer.checkpoint import manifest
+from trainer.checkpoint.manifest import Checkpoint, Damaged
+from trainer.checkpoint.remote_copies import RemoteCopies
+from trainer.checkpoint.resume import (
+    SAFE_TO_CHANGE,
+    _is_safe,
+    _remove_leftovers,
+    check_config,
+    find_latest,
+    find_up_to,
+    resolve_resume,
+)
+from trainer.run.run_dir import EVENTS, leaves_of, read_lines, start_run
+
+ROOT = Path(__file__).parents[3]
+LATEST = "latest_checkpointed_iteration.txt"
+
+
+def resume(run_dir: Path, mode: str = "auto", path: Path | str | None = None) -> int | None:
+    checkpoint = resolve_resume(mode, None if path is None else str(path), run_dir)
+    return None if checkpoint is None else checkpoint.step
+
+
+def test_the_newest_up_to_a_step_that_can_be_gone_on_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (5, 10, 15):
+        save(tmp_path, step)
+    find = partial(find_up_to, tmp_path, check=lambda checkpoint: None)
+    assert [found.step for found in map(find, (15, 14, 10, 9, 5)) if found] == [15, 10, 10, 5, 5]
+    assert find(4) is None
+    shutil.rmtree(tmp_path / "global_step_10" / "critic")
+    found = find(14)
+    assert (
+        found is not None and found.step == 5 and "global_step_10: of actor, critic it has lost critic" in capsys.readouterr().err
+    )
+
+
+def test_one_whose_weights_are_damaged_is_passed_over_in_a_rollback(tmp_path: Path) -> None:
+    save(tmp_path, 5, 10)
+
+    def check(checkpoint: Checkpoint) -> None:
+        if checkpoint.step == 10:
+            raise Damaged("bits fell over")
+
+    found = find_up_to(tmp_path, 12, check)
+    assert found is not None and found.step == 5
+
+
+def test_weights_that_workers_will_hash_are_not_read_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their names and sizes are compared, and all other files whole."""
+    save(tmp_path, 5)
+    read: list[str] = []
+    hashes_of = manifest.hashes_of
+    monkeypatch.setattr(manifest, "hashes_of", lambda path, names: read.extend(names) or hashes_of(path, names))
+    assert resolve_resume("auto", None, tmp_path, weights=False) is not None
+    assert read and not [name for name in read if name.endswith(".safetensors")]
+    shard = tmp_path / "global_step_5/actor/shard-0.safetensors"
+    shard.write_bytes(shard.read_bytes() + b"x")
+    with pytest.raises(ValueError, match=r"no checkpoint up to step 5 is whole: .*shard-0.safetensors has "):
+        resolve_resume("auto", None, tmp_path, weights=False)
+
+
+def test_how_a_run_starts(tmp_path: Path) -> None:
+    assert resume(tmp_path / "none_yet") is None
+    save(tmp_path, 3, 7)
+    assert resume(tmp_path) == 7
+    assert resume(tmp_path, "disable") is None
+    assert resume(tmp_path / "other", "resume_path", tmp_path / "global_step_3") == 3
+    (tmp_path / LATEST).write_text("3\n")
+    assert resume(tmp_path) == 3
+
+
+def test_what_cannot_be_resumed_says_what_to_do(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    with pytest.raises(ValueError, match=r"needs trainer\.resume_from_path"):
+        resolve_resume("resume_path", None, tmp_path)
+    with pytest.raises(ValueError, match="no such directory"):
+        resume(tmp_path, "resume_path", tmp_path / "global_step_4")
+    with pytest.raises(ValueError, match="name one of those in it: global_step_3"):
+        resume(tmp_path, "resume_path", tmp_path)
+    (tmp_path / "elsewhere/global_step_5.incomplete").mkdir(parents=True)
+    with pytest.raises(ValueError, match="never finished"):
+        resume(tmp_path, "resume_path", tmp_path / "elsewhere/global_step_5.incomplete")
+    (tmp_path / LATEST).write_text("4")
+    with pytest.raises(ValueError, match=r"names step '4', but the checkpoints there are of steps \[3\]"):
+        resume(tmp_path)
+
+
+def test_leftovers_of_an_interrupted_save_are_removed(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    (tmp_path / "global_step_6.incomplete/actor").mkdir(parents=True)
+    (tmp_path / "global_step_3/critic.incomplete").mkdir()
+    assert resume(tmp_path) == 3
+    assert names(tmp_path) == {"global_step_3", LATEST}
+    assert names(tmp_path / "global_step_3") == {"actor", "critic", "manifest.json"}
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def one_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[3] ^= 1
+    path.write_bytes(bytes(content))
+
+
+DAMAGE = {
+    "short": ("actor/shard-1.safetensors", cut_short, r"actor/shard-1.safetensors has 16 bytes, manifest.json says 17"),
+    "bit": ("critic/shard-0.safetensors", one_bit, "critic/shard-0.safetensors is not what was written: its sha256"),
+    "gone": ("actor/tokenizer.json", Path.unlink, "actor/tokenizer.json is not there"),
+    "half a manifest": ("manifest.json", cut_short, "manifest.json is not whole: Invalid JSON"),
+    "no manifest": ("manifest.json", Path.unlink, "no manifest.json in it"),
+    "another shard": ("actor/x.safetensors", lambda path: path.write_text(""), "actor/x.safetensors is not of this checkpoint"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(kind: str, tmp_path: Path) -> None:
+    file, spoil, told = DAMAGE[kind]
+    save(tmp_path, 2, 4, 6)
+    spoil(tmp_path / "global_step_6" / file)
+    with pytest.raises(ValueError, match=told.replace("no manifest.json in it", "no manifest.json")):
+        resume(tmp_path / "other", "resume_path", tmp_path / "global_step_6")
+    checkpoint = find_latest(tmp_path)
+    assert checkpoint is not None and checkpoint.step == 4 and is_whole(checkpoint.path, 4)
+    (event,) = read_lines(tmp_path / EVENTS)
+    assert (event["step"], event["kind"]) == (6, "damaged checkpoint")
+    assert (
+        re.search(told, event["text"])
+        and "global_step_6" in event["text"]
+        and event["text"].endswith("the one before it is taken")
+    )
+    start_run(tmp_path, checkpoint.step, None)
+    assert names(tmp_path / "earlier_1") == {"global_step_6"} and resume(tmp_path) == 4
+
+
+def test_when_no_checkpoint_is_whole_nothing_starts_anew_by_itself(tmp_path: Path) -> None:
+    save(tmp_path, 2, 4)
+    for step in (2, 4):
+        cut_short(tmp_path / f"global_step_{step}/actor/shard-0.safetensors")
+    with pytest.raises(
+        ValueError, match=r"no checkpoint up to step 4 is whole: .*global_step_4: actor.*; .*global_step_2: actor"
+    ):
+        resume(tmp_path)
+
+
+def test_who_asks_may_be_told_himself(tmp_path: Path) -> None:
+    save(tmp_path, 2, 4)
+    one_bit(tmp_path / "global_step_4/actor/shard-0.safetensors")
+    told: list[tuple[int, str]] = []
+    checkpoint = find_latest(tmp_path, lambda step, text: told.append((step, text)))
+    assert checkpoint is not None and checkpoint.step == 2 and told[0][0] == 4
+    assert not (tmp_path / EVENTS).exists()
+
+
+def test_a_checkpoint_that_lost_a_role_is_passed_over(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step, actor=3, critic=1)
+    with pytest.raises(ValueError, match=r"global_step_2: of actor, critic it has lost critic"):
+        resume(tmp_path, "resume_path", tmp_path / "global_step_2")
+    assert resume(tmp_path) == 3
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "actor/../../x"])
+def test_a_manifest_that_leads_out_of_its_directory_is_refused(name: str, tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    manifest = json.loads((tmp_path / "global_step_2/manifest.json").read_text())
+    manifest["files"][name] = {"size": 0, "sha256": ""}
+    (tmp_path / "global_step_2/manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=f"names {re.escape(repr(name))}, which is not inside the checkpoint"):
+        resume(tmp_path)
+
+
+def test_what_is_here_counts_before_what_is_elsewhere(tmp_path: Path) -> None:
+    save(tmp_path / "run", 2)
+    save(tmp_path / "elsewhere", 8)
+    checkpoint = resolve_resume("auto", None, tmp_path / "run", str(tmp_path / "elsewhere"))
+    assert checkpoint is not None and checkpoint.step == 2
+    checkpoint = resolve_resume("auto", None, tmp_path / "empty", str(tmp_path / "elsewhere"))
+    assert checkpoint is not None and checkpoint.path == tmp_path / "empty/global_step_8"
+    assert resolve_resume("disable", None, tmp_path / "third", str(tmp_path / "elsewhere")) is None
+
+
+def test_a_run_may_go_on_from_an_address(tmp_path: Path) -> None:
+    save(tmp_path / "run", 2, 4)
+    checkpoint = resolve_resume("resume_path", f"file://{tmp_path}/run/global_step_2", tmp_path / "new")
+    assert checkpoint is not None and checkpoint.path == tmp_path / "new/fetched/global_step_2" and is_whole(checkpoint.path, 2)
+    with pytest.raises(ValueError, match=r"run/global_step_3: no manifest.json in it"):
+        resolve_resume("resume_path", f"file://{tmp_path}/run/global_step_3", tmp_path / "new")
+
+
+def test_an_address_that_no_package_knows_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"trainer\.checkpoint: nosuch://x: Protocol not known"):
+        resolve_resume("disable", None, tmp_path, "nosuch://x")
+    assert RemoteCopies(f"file://user:s3cret@{tmp_path}").name == f"file://***@{tmp_path}"
+
+
+def changed(key: str, value: object) -> dict[str, Any]:
+    config = json.loads(json.dumps(CONFIG))
+    node = config
+    *path, last = key.split(".")
+    for part in path:
+        node = node.setdefault(part, {})
+    node[last] = value
+    return config
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("actor_rollout_ref.actor.optim.lr", 2e-6, "actor_rollout_ref.actor.optim.lr: 1e-06 -> 2e-06"),
+        ("data.train_files", ["b.parquet"], r'data.train_files: \["a.parquet"\] -> \["b.parquet"\]'),
+        ("data.new_key", True, r"data.new_key: \(not set\) -> true"),
+        ("data.train_batch_size", None, "data.train_batch_size: 32 -> null"),
+    ],
+)
+def test_a_change_that_reaches_the_training_is_refused(key: str, value: object, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        check_config(CONFIG, changed(key, value))
+
+
+def test_all_refused_changes_are_named_at_once() -> None:
+    current = changed("data.train_batch_size", 64)
+    current["actor_rollout_ref"]["actor"]["optim"]["lr"] = 0.5
+    with pytest.raises(ValueError, match=r"optim.lr.*train_batch_size"):
+        check_config(CONFIG, current)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("trainer.total_epochs", 3),
+        ("trainer.save_freq", -1),
+        ("actor_rollout_ref.rollout.val_kwargs.n", 4),
+        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", 2),
+        ("ray_kwargs.ray_init.num_cpus", 4),
+        ("reward.remote.batch_size", 8),
+        ("reward.remote_urls", []),
+        ("reward.models.helpful.urls", []),
+    ],
+)
+def test_a_change_that_does_not_is_told(key: str, value: object) -> None:
+    (told,) = check_config(CONFIG, changed(key, value))
+    assert told.startswith(f"{key}: ") and told.endswith(f" -> {value}")
+
+
+def test_a_tuple_equals_the_list_it_was_saved_as_and_a_secret_its_stars(tmp_path: Path) -> None:
+    current = changed("actor_rollout_ref.actor.optim.betas", (0.9, 0.999))
+    assert check_config(changed("trainer.hf_token", "***"), current) == []
+
+
+def leaves(tree: dict[str, Any], prefix: str = "") -> list[str]:
+    found = []
+    for key, value in tree.items():
+        found += leaves(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [prefix + key]
+    return found
+
+
+def test_safe_keys_exist_and_no_key_of_the_algorithm_is_among_them() -> None:
+    """A misspelt entry would refuse what it means to allow; a loose pattern would allow too much."""
+    trees = [yaml.safe_load((ROOT / "configs" / name).read_text()) for name in ("ppo_trainer.yaml", "sft_trainer.yaml")]
+    keys = [key for tree in trees for key in leaves(tree)]
+    for safe in SAFE_TO_CHANGE:
+        pattern = re.escape(safe).replace(r"\*", ".*") + (".*" if safe.endswith(".") else "")
+        assert [key for key in keys if re.fullmatch(pattern, key)], safe
+    of_the_algorithm = re.compile(r"algorithm|optim\.|clip|loss|seed|mini_batch|epochs$|temperature|train_(files|batch)|path")
+    allowed = {key for key in keys if _is_safe(key) and of_the_algorithm.search(key) and not key.startswith("alarms.")}
+    assert allowed == {
+        "trainer.total_epochs",
+        *("actor_rollout_ref.actor.optim.total_training_steps", "critic.optim.total_training_steps"),
+        "optim.total_training_steps",  # trainer.cluster.role_builder.rate_changes reports a rate that jumps
+        "trainer.resume_from_path",
+        "trainer.replay.path",
+        "actor_rollout_ref.rollout.val_kwargs.temperature",
+        "algorithm.rollout_correction.mismatch_bound",
+    }
+
+
+@pytest.mark.parametrize(
+    ("root", "schema"), [("ppo_trainer", PPOConfig), ("sft_trainer", SFTConfig), ("reward_model_trainer", RewardModelConfig)]
+)
+def test_a_checkpoint_of_an_earlier_version_is_resumed(root: str, schema: type) -> None:
+    """Of the keys that it has not, none changes what the earlier version did. keys_before_use_no_sync.txt: those of that one."""
+    lines = (Path(__file__).parent / "keys_before_use_no_sync.txt").read_text().splitlines()
+    known = {line.partition(" ")[2] for line in lines if line.startswith(f"{root} ")}
+    config = asdict(compose(root, schema))
+    saved = {key: value for key, value in leaves_of(config).items() if key in known}
+    assert 0 < len(saved) < len(leaves_of(config))
+    check_config(nested(saved), config)
+    if schema is PPOConfig:
+        with pytest.raises(ValueError, match=r"reward\.timeout_score: \(not set\) -> 0\.0"):
+            check_config(nested(saved), asdict(compose(root, schema, ["reward.timeout_score=0"])))
+
+
+def nested(leaves: dict[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, value in leaves.items():
+        *above, name = key.split(".")
+        place: Any = tree
+        for part in above:
+            place = place.setdefault(part, {})
+        place[name] = json.loads(value)
+    return tree
+
+
+def test_where_roles_are_may_change() -> None:
+    """Checkpoints reshard."""
+    assert all(_is_safe(key) for key in ("placement.layout", "placement.pools.train.fraction", "placement.roles.critic"))
+
+
+def test_how_models_are_cut_may_change_and_what_they_compute_in_may_not() -> None:
+    trees = [asdict(compose("ppo_trainer", PPOConfig)), asdict(compose("sft_trainer", SFTConfig))]
+    keys = {key for tree in trees for key in leaves(tree) if ".megatron." in key or key.endswith("strategy")}
+    assert {key.rpartition(".")[2] for key in keys if not _is_safe(key)} == {"dtype", "override_transformer_config"}
+    assert len(keys) == 5 * 12 and not _is_safe("critic.megatron.override_transformer_config.recompute_num_layers")
+    assert not _is_safe("actor_rollout_ref.rollout.tensor_model_parallel_size"), "that engine's log-probs would be others"
+
+
+def test_a_checkpoint_that_was_being_removed_is_gone_when_the_run_starts_again(tmp_path: Path) -> None:
+    for step, role in ((5, "actor.incomplete"), (10, "actor")):
+        (tmp_path / f"global_step_{step}" / role).mkdir(parents=True)
+        (tmp_path / f"global_step_{step}" / "manifest.json").write_text("{}")
+    _remove_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["global_step_10"]

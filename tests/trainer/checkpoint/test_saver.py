@@ -1,0 +1,436 @@
+import contextlib
+import errno
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainer
+from tests.layout.source import ROOT
+from tests.trainer.checkpoints import CONFIG, ROLES, content, is_whole, models, names, save, saver
+from trainer.checkpoint.resume import check_config, find_latest, resolve_resume
+from trainer.cli.program import Found, NotSaved
+from trainer.run.run_dir import EVENTS, read_lines, start_run
+
+LATEST = "latest_checkpointed_iteration.txt"
+BEST = "best_checkpointed_iteration.txt"
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+def resume(run_dir: Path) -> int | None:
+    checkpoint = resolve_resume("auto", None, run_dir)
+    return None if checkpoint is None else checkpoint.step
+
+
+def told(run_dir: Path) -> list[tuple[int, str, str]]:
+    return [(event["step"], event["kind"], event["text"]) for event in read_lines(run_dir / EVENTS)]
+
+
+def checkpoints(run_dir: Path) -> set[str]:
+    return {name for name in names(run_dir) if name.startswith("global_step_")}
+
+
+def test_what_was_saved_is_found(tmp_path: Path) -> None:
+    save(tmp_path, 5, 10)
+    checkpoint = find_latest(tmp_path)
+    assert checkpoint is not None and checkpoint.path == tmp_path / "global_step_10" and is_whole(checkpoint.path, 10)
+    manifest = checkpoint.manifest
+    assert (manifest.step, manifest.world_size, manifest.roles) == (10, 2, ["actor", "critic"])
+    assert manifest.state == {"kl": {"coefficient": 0.1}} and manifest.code["tandem"] == trainer.__version__
+    assert check_config(manifest.config, CONFIG) == []
+    assert checkpoint.role("critic") == checkpoint.path / "critic"
+    with pytest.raises(ValueError, match="saved without ref: it holds actor, critic"):
+        checkpoint.role("ref")
+    assert checkpoint.state("kl") == manifest.state["kl"]
+    with pytest.raises(ValueError, match="saved without the state of tides, by another version"):
+        checkpoint.state("tides")
+    files = {path.relative_to(checkpoint.path).as_posix() for path in checkpoint.path.rglob("*") if path.is_file()}
+    assert files == {*manifest.files, "manifest.json"} and "critic/templates/chat.jinja" in files
+    assert (tmp_path / LATEST).read_text() == "10"
+    assert "s3cret" not in (checkpoint.path / "manifest.json").read_text()
+
+
+class Killed(BaseException):
+    """The process is gone: nothing after this runs."""
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, count: int) -> Callable[[], int]:
+    """Raise Killed at the ``count``-th call that makes, syncs, renames or removes something. Returns a counter of calls."""
+    calls = 0
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == count:
+                raise Killed
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("fsync", "mkdir", "unlink", "rmdir"):
+        monkeypatch.setattr(os, name, counted(vars(os)[name]))
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(pathlib.Path, name, counted(vars(pathlib.Path)[name]))
+    return lambda: calls
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["waiting", "background"])
+def test_killed_at_any_point_a_checkpoint_is_whole_or_absent(background: bool, tmp_path: Path) -> None:
+    outcomes = []
+    for count in range(1, 200):
+        run_dir = tmp_path / str(count)
+        save(run_dir, 2)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            saving = saver(run_dir, actor=1, critic=1, async_save=background)
+            calls = kill_at(monkeypatch, count)
+            with contextlib.suppress(Killed):
+                saving.save(4, models(4), {}, {})
+                saving.finish()
+            if calls() < count:
+                break
+        checkpoint = resolve_resume("auto", None, run_dir)
+        assert checkpoint is not None and is_whole(checkpoint.path, checkpoint.step)
+        outcomes.append(checkpoint.step)
+        assert not [name for name in names(run_dir) if name.endswith(".incomplete")]
+        for path in run_dir.glob("global_step_*"):
+            assert (path / "manifest.json").exists()
+        start_run(run_dir, checkpoint.step, None)
+        save(run_dir, 6, actor=1, critic=1)
+        assert resume(run_dir) == 6
+    assert calls() > 20 and outcomes == sorted(outcomes) and set(outcomes) == {2, 4}
+
+
+def test_all_is_on_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut after the rename: every file, and every directory that names one, was synced before."""
+    synced: set[str] = set()
+    left: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def noted(descriptor: int) -> None:
+        synced.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def checked(self: Path, target: Path) -> Path:
+        written = {str(self), *map(str, self.rglob("*"))}
+        left.extend(written - synced - {f"{self}/manifest.json"})  # synced under the name it had first
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(Path, "rename", checked)
+    save(tmp_path, 2)
+    assert left == [] and f"{tmp_path}/global_step_2.incomplete/manifest.json.partial" in synced
+    assert str(tmp_path) in synced, "the rename itself"
+
+
+WRITER = """
+import os, sys, time
+from pathlib import Path
+import torch
+from tests.trainer.checkpoints import models, saver
+from workers.engine import checkpoint, saving
+from workers.engine.hf.checkpoint import Shard
+
+saving.PIECE = checkpoint.FILE = 1000
+parts = {f"tensor {i}": (torch.full((900,), float(i)), [0]) for i in range(9)}
+
+class Slow:
+    def update(self, data):
+        print("writing", len(data), flush=True)
+        time.sleep(60)
+
+def write(model, folder):
+    saving.hashlib.sha256 = lambda data: Slow()
+    return Shard(parts, 0, 1).write(folder)
+
+writer = saver(Path(sys.argv[1]), actor=1, critic=1, async_save=True)
+writer.save(2, models(2), {}, {})
+writer.settle()
+slow = models(4)
+for model in slow.values():
+    type(model)._write = write
+writer.save(4, slow, {}, {})
+print("on with training", flush=True)
+time.sleep(60)
+"""
+
+
+def test_killed_with_9_while_threads_write_the_checkpoint_before_is_there(tmp_path: Path) -> None:
+    """Several files are begun, none is whole."""
+    process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    said = [process.stdout.readline() for _ in range(5)]
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(60) == -signal.SIGKILL and "on with training\n" in said
+    half = [file.stat().st_size for file in (tmp_path / "global_step_4.incomplete").rglob("*-part-*.safetensors")]
+    assert len(half) > 1 and all(size < 3600 for size in half)
+    checkpoint = resolve_resume("auto", None, tmp_path)
+    assert checkpoint is not None and is_whole(checkpoint.path, 2) and checkpoints(tmp_path) == {"global_step_2"}
+    save(tmp_path, 4)
+    assert resume(tmp_path) == 4
+
+
+def test_what_a_save_took_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a metrics line after it is complete, or at the end of the run."""
+    saving = saver(tmp_path, async_save=True)
+    assert saving.seconds() == 0.0 and saving.figures() == {}
+    gate: Future[None] = Future()
+    saving.save(2, models(2, gate=gate, seconds=4.0), {}, {})
+    assert saving.figures() == {} and 0.0 < saving.seconds() < 4.0
+    gate.set_result(None)
+    saving.settle()
+    size = sum(len(content(role, rank, 2)) for role in ROLES for rank in range(2)) / 1e9
+    figures = saving.figures()
+    assert 0.0 < figures.pop("timing_s/save_checkpoint") < 4.0 < saving.seconds()
+    assert figures == {"perf/checkpoint_gb": size, "perf/checkpoint_write_s": 4.0, "perf/checkpoint_gb_per_s": size / 4.0}
+    assert saving.figures() == {}
+    saving.finish()
+    assert "checkpoint" not in capsys.readouterr().err
+    saving.save(4, models(4, seconds=2.0), {}, {})
+    saving.finish()
+    assert f"; {size:.3g} GB written in 2.0 s (0.00 GB/s)" in capsys.readouterr().err
+
+
+def test_where_training_waits_models_are_written_one_after_the_other(tmp_path: Path) -> None:
+    saving = saver(tmp_path)
+    saving.save(2, models(2, seconds=4.0), {}, {})
+    assert saving.figures()["perf/checkpoint_write_s"] == 8.0 and saving.seconds() < 4.0
+
+
+def test_a_save_that_did_not_fit_into_memory_is_told(tmp_path: Path) -> None:
+    saving = saver(tmp_path, async_save=True)
+    saving.save(2, models(2, waited_for="copies of 60 GB on one: no room"), {}, {})
+    saving.finish()
+    assert told(tmp_path) == [(2, "checkpoint", "written while training waited: copies of 60 GB on one: no room")]
+    assert resume(tmp_path) == 2
+
+
+def test_old_checkpoints_go_only_after_the_new_one_is_whole(tmp_path: Path) -> None:
+    gate: Future[None] = Future()
+    save(tmp_path, 2)
+    saving = saver(tmp_path, actor=1, async_save=True)
+    saving.save(4, models(4, gate=gate), {}, {})
+    saving.settle(patient=False)
+    assert is_whole(tmp_path / "global_step_2", 2) and (tmp_path / LATEST).read_text() == "2"
+    gate.set_result(None)
+    saving.finish()
+    assert names(tmp_path / "global_step_2") == {"critic", "manifest.json"} and is_whole(tmp_path / "global_step_4", 4)
+
+
+def test_each_role_keeps_its_own_number(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3, 9, 10, actor=3, critic=1)
+    assert names(tmp_path) - {LATEST} == {"global_step_3", "global_step_9", "global_step_10"}
+    assert names(tmp_path / "global_step_9") == {"actor", "manifest.json"}
+    assert resume(tmp_path) == 10
+
+
+def test_without_a_limit_all_are_kept(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3, 4, actor=None)
+    assert len(list(tmp_path.glob("global_step_*/critic"))) == 4
+
+
+@pytest.mark.parametrize(
+    ("best_metric", "values", "best"),
+    [("val/accuracy", [0.2, 0.7, 0.5, 0.7, 0.1, float("nan")], 4), ("-val/loss", [3.0, 1.5, 2.0, 4.0, 5.0, 6.0], 2)],
+)
+def test_the_best_is_never_deleted(best_metric: str, values: list[float], best: int, tmp_path: Path) -> None:
+    for step, value in enumerate(values, 1):  # a new Saver for each: the best is known from what is on disk
+        saving = saver(tmp_path, best_metric=best_metric, actor=1, critic=1)
+        saving.save(step, models(step), {}, {best_metric.removeprefix("-"): value, "other": 9.0})
+    assert checkpoints(tmp_path) == {f"global_step_{best}", "global_step_6"}
+    assert (tmp_path / BEST).read_text() == str(best) and is_whole(tmp_path / f"global_step_{best}", best)
+    named = [(step, text) for step, kind, text in told(tmp_path) if kind == "best checkpoint"]
+    assert named[-1] == (best, f"{best_metric.removeprefix('-')} = {values[best - 1]:g}: it is kept")
+    assert [step for step, _ in named] == ([1, 2, 4] if best == 4 else [1, 2])
+
+
+def test_a_step_without_the_metric_is_not_compared_and_that_is_told_once(tmp_path: Path) -> None:
+    saving = saver(tmp_path, best_metric="val/acuracy")
+    for step in (1, 2):
+        saving.save(step, models(step), {}, {"val/accuracy": 1.0})
+    assert not (tmp_path / BEST).exists()
+    assert [text for _, _, text in told(tmp_path)] == [
+        "cannot become the best: this step did not measure trainer.best_metric=val/acuracy"
+    ]
+
+
+def test_going_back_before_the_best_forgets_it(tmp_path: Path) -> None:
+    for step, value in ((2, 0.1), (4, 0.9), (6, 0.5)):
+        saver(tmp_path, best_metric="score").save(step, models(step), {}, {"score": value})
+    start_run(tmp_path, 6, None)
+    assert (tmp_path / BEST).read_text() == "4"
+    start_run(tmp_path, 2, None)
+    assert not (tmp_path / BEST).exists()
+    saver(tmp_path, best_metric="score").save(3, models(3), {}, {"score": 0.05})
+    assert (tmp_path / BEST).read_text() == "2"
+
+
+def test_in_the_background_it_is_written_while_the_run_goes_on(tmp_path: Path) -> None:
+    gate: Future[None] = Future()
+    saving, state = saver(tmp_path, async_save=True), {"kl": {"coefficient": 0.1}}
+    saving.save(2, models(2, gate=gate), state, {})
+    state["kl"]["coefficient"] = 0.2
+    for _ in range(3):
+        saving.settle(patient=False)
+    assert names(tmp_path) == {"global_step_2.incomplete"}, "the ranks are still at it"
+    gate.set_result(None)
+    saving.save(4, models(4), state, {})
+    assert resume_state(tmp_path, 2) == {"kl": {"coefficient": 0.1}}, "complete before the next one begins"
+    saving.finish()
+    assert (tmp_path / LATEST).read_text() == "4" and resume_state(tmp_path, 4) == {"kl": {"coefficient": 0.2}}
+
+
+def resume_state(run_dir: Path, step: int) -> dict[str, Any]:
+    checkpoint = resolve_resume("resume_path", str(run_dir / f"global_step_{step}"), run_dir / "other")
+    assert checkpoint is not None
+    return checkpoint.manifest.state
+
+
+def test_what_is_ready_is_completed_after_a_step(tmp_path: Path) -> None:
+    saving = saver(tmp_path, async_save=True)
+    written = models(2)
+    saving.save(2, written, {}, {})
+    for model in written.values():
+        model.saved()
+    saving.settle(patient=False)
+    assert resume(tmp_path) == 2
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["waiting", "background"])
+def test_a_full_disk_is_told_and_the_next_save_tried(
+    background: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saving = saver(tmp_path, actor=1, critic=1, async_save=background)
+    saving.save(2, models(2), {}, {})
+    saving.save(4, models(4, problem=FULL), {}, {})
+    saving.settle()
+    assert checkpoints(tmp_path) == {"global_step_2"} and is_whole(tmp_path / "global_step_2", 2)
+    no_space = "[Errno 28] No space left on device"
+    said = f"not saved: {no_space}; {no_space}; the run goes on, the next save is tried"
+    if not background:  # the second model was not even asked
+        said = f"not saved: {no_space}; the run goes on, the next save is tried"
+    assert told(tmp_path) == [(4, "checkpoint", said)] and said in capsys.readouterr().err
+    saving.save(6, models(6), {}, {})
+    saving.finish()
+    assert checkpoints(tmp_path) == {"global_step_6"} and resume(tmp_path) == 6
+
+
+@pytest.mark.parametrize("place", ["fsync", "replace"])
+def test_a_disk_that_is_full_when_the_controller_writes(place: str, tmp_path: Path) -> None:
+    saving = saver(tmp_path)
+    saving.save(2, models(2), {}, {})
+
+    def full(*_: object, **__: object) -> None:
+        raise FULL
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(os if place == "fsync" else pathlib.Path, place, full)
+        saving.save(4, models(4), {}, {})
+    assert checkpoints(tmp_path) == {"global_step_2"} and told(tmp_path)[0][0] == 4
+    with pytest.raises(
+        NotSaved, match=r"the last checkpoint is missing: step 4: \[Errno 28\] .*; the last whole one is .*global_step_2"
+    ):
+        saving.finish()
+    saving.save(6, models(6), {}, {})
+    saving.finish()
+    assert resume(tmp_path) == 6
+
+
+def test_a_run_that_an_alarm_ends_has_what_it_saved(tmp_path: Path) -> None:
+    gate: Future[None] = Future()
+    with pytest.raises(Found), saver(tmp_path, async_save=True) as saving:
+        saving.save(2, models(2, gate=gate), {}, {})
+        assert checkpoints(tmp_path) == {"global_step_2.incomplete"}
+        gate.set_result(None)
+        raise Found("an alarm")
+    assert checkpoints(tmp_path) == {"global_step_2"} and resume(tmp_path) == 2
+
+
+def test_the_end_of_a_run_that_saved_nothing(tmp_path: Path) -> None:
+    saving = saver(tmp_path, async_save=True)
+    saving.save(4, models(4, problem=FULL), {}, {})
+    with pytest.raises(NotSaved, match=r"No space left on device.*; there is none"):
+        saving.finish()
+
+
+def test_a_run_directory_that_is_gone_or_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = tmp_path / "run"
+    saving = saver(run_dir)
+    run_dir.rmdir()
+    run_dir.write_text("a file where the directory was: nobody may write into it")
+    saving.save(2, models(2), {}, {})
+    error = capsys.readouterr().err
+    assert "not saved: [Errno 20] Not a directory" in error and "events.jsonl: [Errno" in error
+    run_dir.unlink()
+    saving.save(4, models(4), {}, {})
+    assert "not saved: [Errno 2] No such file or directory" in capsys.readouterr().err
+    saving.save(6, models(6), {}, {})
+    saving.finish()
+    assert resume(run_dir) == 6
+
+
+def test_what_cannot_be_removed_does_not_undo_the_new_one(tmp_path: Path) -> None:
+    saving = saver(tmp_path, actor=1, critic=1)
+    saving.save(2, models(2), {}, {})
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(os, "rmdir", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.EBUSY, "busy")))
+        saving.save(4, models(4), {}, {})
+    saving.finish()
+    assert "old ones were not removed: [Errno 16] busy" in told(tmp_path)[0][2] and resume(tmp_path) == 4
+
+
+def test_as_many_copies_are_kept_as_asked_for_and_all_by_default(tmp_path: Path) -> None:
+    """The best too; a run that starts again knows which it wrote."""
+    for keep, left in ((None, {1, 2, 3, 4}), (1, {2, 4})):
+        run_dir, elsewhere = tmp_path / f"run_{keep}", tmp_path / f"copies_{keep}"
+        for step, score in ((1, 0.1), (2, 0.9), (3, 0.3), (4, 0.4)):
+            saving = saver(run_dir, best_metric="score", remote_dir=str(elsewhere), copies=keep, actor=2, critic=2)
+            saving.save(step, models(step), {}, {"score": score})
+            saving.finish()
+        assert checkpoints(elsewhere) == {f"global_step_{step}" for step in left}
+        assert {kind for _, kind, _ in told(run_dir)} == {"best checkpoint"}
+
+
+def test_a_copy_that_cannot_be_removed_is_told_and_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: object, *words: object, **how: object) -> None:
+        raise PermissionError("append only")
+
+    saving = saver(tmp_path / "run", remote_dir=str(tmp_path / "copies"), copies=1)
+    monkeypatch.setattr(type(saving.copies.fs) if saving.copies else None, "rm", refuse)
+    for step in (1, 2):
+        saving.save(step, models(step), {}, {})
+    saving.finish()
+    assert told(tmp_path / "run")[0][2] == f"old copies in {tmp_path}/copies were not removed: PermissionError: append only"
+    assert resume(tmp_path / "copies") is None and checkpoints(tmp_path / "copies") == {"global_step_1", "global_step_2"}
+
+
+def test_copies_are_made_and_one_that_fails_is_told(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    for background in (False, True):
+        run_dir = tmp_path / f"run_{background}"
+        saving = saver(run_dir, remote_dir=f"file://{elsewhere}/{background}", async_save=background, actor=1, critic=1)
+        saving.save(2, models(2), {}, {})
+        saving.save(4, models(4), {}, {})
+        saving.finish()
+        assert checkpoints(run_dir) == {"global_step_4"} and checkpoints(elsewhere / str(background)) == {
+            "global_step_2",
+            "global_step_4",
+        }
+        assert resume(elsewhere / str(background)) is None, "no file there names the latest: the manifests do"
+    saving = saver(tmp_path / "run", remote_dir=str(elsewhere / "no"))
+    (elsewhere / "no").write_text("")
+    saving.save(2, models(2), {}, {})
+    assert resume(tmp_path / "run") == 2 and told(tmp_path / "run")[0][2].startswith(f"not copied to {elsewhere}/no: ")
+    with pytest.raises(NotSaved, match=r"step 2 is not copied to .*the last whole one is .*global_step_2"):
+        saving.finish()
+    (elsewhere / "no").unlink()
+    saving.save(4, models(4), {}, {})
+    saving.finish()
+    assert checkpoints(elsewhere / "no") == {"global_step_4"}

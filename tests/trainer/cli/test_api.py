@@ -1,0 +1,141 @@
+"""run_ppo from a script: what callbacks see, what comes back, what is raised."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainer
+from configs.base.keys import ConfigError
+from configs.compose import compose
+from configs.schema.ppo import PPOConfig
+from tests.layout.source import ROOT
+from tests.runs import make_task, metrics_of, ppo_arguments, repeatable
+from trainer import Callback, RunResult, run_ppo
+from trainer.run.run_status import read_outcome
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_task(tmp_path_factory.mktemp("sort_digits"))
+
+
+class Seen(Callback):
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.steps: list[dict[str, float]] = []
+
+    def on_train_begin(self, config: PPOConfig) -> None:
+        self.calls.append(("begin", config))
+
+    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.calls.append(("step", step))
+        self.steps.append(dict(metrics))
+
+    def on_validation_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.calls.append(("validation", step))
+        assert metrics["val/problems"] == 32 and all(name.startswith("val") for name in metrics)
+
+    def on_train_end(self, result: RunResult) -> None:
+        self.calls.append(("end", result))
+
+
+def test_callbacks_see_every_step_and_the_end(task: Path, tmp_path: Path) -> None:
+    words = ppo_arguments(
+        task, tmp_path, "trainer.val_before_train=true", "trainer.test_freq=2", "trainer.objective=-response_length/mean"
+    )
+    seen = Seen()
+    result = run_ppo(words, callbacks=[seen, Callback()])
+    (begin, config), *between, (end, told) = seen.calls
+    assert begin == "begin" and isinstance(config, PPOConfig) and config.trainer.default_local_dir == str(tmp_path)
+    assert between == [("validation", 0), ("step", 1), ("validation", 2), ("step", 2)]
+    assert end == "end" and told is result and result.run_dir == tmp_path
+    written = metrics_of(tmp_path)
+    assert seen.steps == written[1:]
+    assert result.metrics == written[0] | written[1] | written[2]
+    assert result.objective == -written[2]["response_length/mean"]
+    outcome = read_outcome(tmp_path)
+    assert outcome is not None and outcome.status == "finished"
+
+
+def test_a_configuration_does_what_its_words_do(task: Path, tmp_path: Path) -> None:
+    plain = compose("ppo_trainer", PPOConfig, ppo_arguments(task, tmp_path / "words", "trainer.total_training_steps=1"))
+    config = replace(plain, trainer=replace(plain.trainer, default_local_dir=str(tmp_path / "config")))
+    assert run_ppo(config).objective is None
+    run_ppo(ppo_arguments(task, tmp_path / "words", "trainer.total_training_steps=1"))
+    assert repeatable(metrics_of(tmp_path / "words")) == repeatable(metrics_of(tmp_path / "config"))
+
+
+class Broken(Exception):
+    pass
+
+
+def test_what_a_callback_raises_ends_the_run_and_comes_out(task: Path, tmp_path: Path) -> None:
+    class Breaks(Seen):
+        def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
+            super().on_step_end(step, metrics)
+            raise Broken
+
+    seen = Breaks()
+    with pytest.raises(Broken):
+        run_ppo(ppo_arguments(task, tmp_path), callbacks=[seen])
+    assert [name for name, _ in seen.calls] == ["begin", "step"] and len(metrics_of(tmp_path)) == 1
+    outcome = read_outcome(tmp_path)
+    assert outcome is not None and outcome.status == "failed" and (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "said"),
+    [
+        (["trainer.sed=1"], ConfigError, "trainer.sed: there is no such key; did you mean"),
+        (["recipe=quickstart", "data.train_batch_size=-1"], ConfigError, "data.train_batch_size=-1"),
+        (["recipe=quickstart", "data.train_files=nowhere.parquet"], ConfigError, "data.train_files=nowhere.parquet"),
+        (["recipe=quickstart", "trainer.dry_run=config"], ValueError, "trainer.dry_run=config: not in run_ppo"),
+        (
+            ["recipe=quickstart", "trainer.replay.mode=train", "trainer.replay.path=x"],
+            ValueError,
+            "trainer.replay.mode=train: not in run_ppo",
+        ),
+    ],
+)
+def test_what_cannot_work_is_raised_before_anything_begins(words: list[str], error: type[Exception], said: str) -> None:
+    seen = Seen()
+    with pytest.raises(error, match=re.escape(said)):
+        run_ppo(words, callbacks=[seen])
+    assert seen.calls == []
+
+
+def test_notes_are_told(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ppo_arguments(task, tmp_path, "trainer.total_training_steps=1", "use_remove_padding=true")
+    run_ppo(words)
+    assert "note: use_remove_padding is left out: no batch is ever padded" in capsys.readouterr().err
+
+
+def test_the_package_has_these_names_and_no_others() -> None:
+    assert trainer.run_ppo is run_ppo and trainer.Callback is Callback
+    with pytest.raises(AttributeError, match="'trainer' has no attribute 'run_sft'"):
+        trainer.run_sft  # noqa: B018
+
+
+def test_the_page_has_every_method() -> None:
+    page = (ROOT / "docs/python_api.md").read_text()
+    assert re.findall(r"`(on_\w+)\(", page) == [
+        "on_train_begin", "on_validation_end", "on_step_end", "on_train_end",
+    ]  # fmt: skip
+    assert {name for name in vars(Callback) if name.startswith("on_")} == {*re.findall(r"`(on_\w+)\(", page)}
+
+
+def test_the_first_example_of_the_page_runs(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it stands, but for a smaller run in place of the quick start's."""
+    first, second = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs/python_api.md").read_text(), flags=re.DOTALL | re.MULTILINE
+    )
+    small = ppo_arguments(task, tmp_path, "trainer.test_freq=2")
+    assert '"recipe=quickstart", "trainer.total_training_steps=50"' in first
+    code = first.replace('"recipe=quickstart", "trainer.total_training_steps=50"', ", ".join(map(repr, small)))
+    exec(compile(code, "example", "exec"), {"__name__": "__main__"})
+    assert len(metrics_of(tmp_path)) == 2
+    compile(second, "second example", "exec")

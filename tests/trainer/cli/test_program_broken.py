@@ -1,0 +1,278 @@
+"""Broken command lines: each problem is one line that names the key, the value and what to do, and nothing is started.
+
+Here by what the configuration alone tells; tests/trainer/cli/test_preflight.py has those by what is not there.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import pytest
+
+from configs.argv import groups_of
+from configs.base.keys import CONFIG_DIR, bare_type, keys_of
+from configs.schema.ppo import PPOConfig
+from tests.broken import ACTOR, CORRECTION, MODEL, OVERLONG, PROGRAMS, ROLLOUT, TWO, check, elsewhere, told  # noqa: F401 - a fixture
+from tests.trainer.cli import test_preflight
+
+# Valid command lines, of which one word is broken at random.
+LINES = {
+    "quickstart": "recipe=quickstart trainer.seed=12 trainer.n_gpus_per_node=2 trainer.default_local_dir=runs/by-hand",
+    "ppo": "recipe=quickstart algorithm=ppo actor_rollout_ref.actor.kl_loss_coef=0.01 critic.optim.lr=1e-4 trainer.test_freq=5",
+    "grpo": (
+        "algorithm=grpo rollout=vllm data.max_prompt_length=1024 data.filter_overlong_prompts=true data.truncation=left "
+        "actor_rollout_ref.rollout.n=8 actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.use_kl_loss=true "
+        "actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.rollout.gpu_memory_utilization=0.6 "
+        "actor_rollout_ref.actor.fsdp_config.param_offload=true trainer.nnodes=2 trainer.save_freq=20"
+    ),
+    "loss": (
+        "recipe=quickstart placement=colocate_all actor_rollout_ref.actor.loss_agg_mode=token-mean algorithm.gamma=0.9 "
+        "actor_rollout_ref.actor.clip_ratio_high=0.28 algorithm.filter_groups.enable=true data.train_batch_size=16 "
+        "actor_rollout_ref.actor.ppo_mini_batch_size=16 actor_rollout_ref.rollout.temperature=0.8"
+    ),
+}
+LEAVES = keys_of(PPOConfig).leaves
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """kind: what was done to the word. said: what the one line must have, the value among it."""
+
+    words: tuple[str, ...]
+    kind: str
+    said: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {' '.join(self.said)}"
+
+
+def mutants(seed: int, each: int) -> Iterator[Mutant]:
+    """``each`` of every kind, over the words of LINES that can be broken so."""
+    draw = random.Random(seed)
+    broken_by = {
+        "misspelt key": misspelt_key, "wrong type": wrong_type, "negative": negative, "not a number": not_a_number,
+        "no value": no_value, "no equals sign": no_equals_sign, "wrong group option": wrong_option, "wrong choice": wrong_choice,
+    }  # fmt: skip
+    for kind, breaks in broken_by.items():
+        found = {}
+        for words in (tuple(line.split()) for line in LINES.values()):
+            for place, word in enumerate(words):
+                key, _, value = word.partition("=")
+                for new, *said in breaks(draw, key, value):
+                    found[new] = Mutant((*words[:place], new, *words[place + 1 :]), kind, tuple(said))
+        assert len(found) >= each, f"{kind}: {len(found)}"
+        yield from draw.sample([found[new] for new in sorted(found)], each)
+
+
+def transposed(draw: random.Random, word: str) -> str:
+    """Two neighbours in another order."""
+    at = draw.choice([at for at in range(len(word) - 1) if word[at] != word[at + 1]])
+    return word[:at] + word[at + 1] + word[at] + word[at + 2 :]
+
+
+Broken = Iterator[tuple[str, ...]]
+
+
+def misspelt_key(draw: random.Random, key: str, value: str) -> Broken:
+    if key in LEAVES and len(set(key.rpartition(".")[2])) > 1:
+        above, _, name = key.rpartition(".")
+        wrong = f"{above}.{transposed(draw, name)}"
+        yield f"{wrong}={value}", f"{wrong}: there is no such key; did you mean "
+
+
+def wrong_type(draw: random.Random, key: str, value: str) -> Broken:
+    if key in LEAVES and (kind := plain(key)) in (int, float, bool):
+        wrong = draw.choice(["many", "1x", "[1]", "{a: 1}"])
+        yield f"{key}={wrong}", f"{key}=", "must be a valid integer" if kind is int else "must be"
+
+
+def negative(draw: random.Random, key: str, value: str) -> Broken:
+    bounds = [bound for bound in get_args(bare_type(LEAVES.get(key, str)))[1:] if {"gt", "ge"} & set(dir(bound))]
+    if bounds:
+        wrong = str(-draw.randint(2, 9))
+        yield f"{key}={wrong}", f"{key}={wrong}", "must be greater than"
+
+
+def not_a_number(draw: random.Random, key: str, value: str) -> Broken:
+    if key in LEAVES and plain(key) is float:
+        for wrong in ("nan", "inf", "-inf"):
+            yield f"{key}={wrong}", f"{key}={wrong}: must be a finite number"
+
+
+def no_value(draw: random.Random, key: str, value: str) -> Broken:
+    if key in LEAVES and plain(key) in (int, float, bool):
+        yield f"{key}=", f'{key}=""', "must be"
+
+
+def no_equals_sign(draw: random.Random, key: str, value: str) -> Broken:
+    yield key, f"{key}: an override is key=value"
+
+
+def wrong_option(draw: random.Random, key: str, value: str) -> Broken:
+    if key in groups_of("ppo_trainer"):
+        options = {path.stem for path in (CONFIG_DIR / key).glob("*.yaml")}
+        for wrong in {transposed(draw, option) for option in sorted(options)} - options:
+            yield f"{key}={wrong}", f"{key}={wrong}: unknown option; known: "
+
+
+def wrong_choice(draw: random.Random, key: str, value: str) -> Broken:
+    choices = get_args(bare_type(LEAVES[key])) if key in LEAVES and isinstance(plain(key), str) else ()
+    for wrong in {transposed(draw, choice) for choice in choices} - {*choices}:
+        yield f"{key}={wrong}", f'{key}="{wrong}": must be one of {", ".join(choices)}'
+
+
+def plain(key: str) -> Any:
+    """int, float, bool or another type of the leaf; of a choice, its first."""
+    kind = bare_type(LEAVES[key])
+    if get_origin(kind) is not None and get_args(kind):
+        return get_args(kind)[0]
+    return kind
+
+
+MUTANTS = [*mutants(seed=150, each=7)]
+
+# Contradictions, told by the configuration alone. Words, and what the one line must have; others may follow it.
+CONTRADICTIONS = [
+    (f"data.train_batch_size=8 {ACTOR}.ppo_mini_batch_size=3", f"{ACTOR}.ppo_mini_batch_size=3: data.train_batch_size=8 is not"),
+    (f"{TWO} data.train_batch_size=1 {ACTOR}.ppo_mini_batch_size=1 {ROLLOUT}.n=1", "data.train_batch_size=1: "),
+    ("trainer.n_gpus_per_node=2", "trainer.backend=local: runs a single worker"),
+    (
+        f"{ACTOR}.ppo_max_token_len_per_gpu=4 {ROLLOUT}.log_prob_max_token_len_per_gpu=99",
+        f"{ACTOR}.ppo_max_token_len_per_gpu=4: ",
+    ),
+    (f"{TWO} {ACTOR}.ppo_micro_batch_size=3", f"{ACTOR}.ppo_micro_batch_size=3: "),
+    (f"{ROLLOUT}.max_model_len=1", f"{ROLLOUT}.max_model_len=1: no room "),
+    ("algorithm=ppo critic.enable=false", "critic.enable=false: algorithm.adv_estimator=gae needs the critic's values"),
+    ("algorithm=ppo critic.ppo_mini_batch_size=5", "critic.ppo_mini_batch_size=5: data.train_batch_size=8 is not a multiple"),
+    ("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=null: "),
+    (
+        "algorithm.adv_estimator=gdpo algorithm.gdpo_reward_keys=[a,b] algorithm.gdpo_reward_weights=[1.0]",
+        "algorithm.gdpo_reward_weights=[1.0]: 1 weights for 2 keys, a, b",
+    ),
+    ("algorithm.truncated_answers=bootstrap", "algorithm.truncated_answers=bootstrap: "),
+    (f"{CORRECTION}.bypass_mode=true algorithm.use_kl_in_reward=true", f"{CORRECTION}.bypass_mode=true: "),
+    (f"{CORRECTION}.rollout_is_threshold=high", f"{CORRECTION}.rollout_is_threshold=high: "),
+    (f"{CORRECTION}.rollout_rs=token_k9", f"{CORRECTION}.rollout_rs=token_k9: must be a comma-separated list of "),
+    (f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=None: must be "),
+    (f"{ACTOR}.policy_loss.clip_cov_lb=7.0", f"{ACTOR}.policy_loss.clip_cov_lb"),
+    ("data.gen_batch_size=16", "data.gen_batch_size=16: without algorithm.filter_groups.enable=true"),
+    (
+        "algorithm.filter_groups.enable=true data.gen_batch_size=2 algorithm.filter_groups.max_num_gen_batches=2",
+        "algorithm.filter_groups.max_num_gen_batches=2: 2 rounds of 2 prompts = 4, which cannot fill data.train_batch_size=8",
+    ),
+    (f"{OVERLONG}.enable=true", f"{OVERLONG}.len=0: "),
+    ("reward.shaping.clip=[1,0]", "reward.shaping.clip=[1, 0]: "),
+    ("reward.scorer=judge", "reward.scorer=judge: reward.judge.url is null"),
+    ("reward.judge.url=http://me:secret@host/v1", "reward.judge.url: a secret on the command line"),
+    ("reward.remote_urls=[here]", "reward.remote_urls"),
+    ("reward.models={a:{weight:1.0}}", "reward.models.a.path is null"),
+    ("reward.models={acc:{path:x}}", "reward.models.acc: "),
+    ("reward.models={a:{path:x,wieght:1.0}}", "reward.models.a.wieght: "),
+    ("reward.reward_model.enable=true", "reward.reward_model.path is null"),
+    ("reward.custom_reward_function.path=null reward.scorer=none", "reward.scorer=none: no reward models either"),
+    ("reward.weight=0", "reward.weight=0: "),
+    ("data.train_max_samples=2", "data.train_max_samples=2: less than one batch"),
+    ("data.val_max_samples=0", "data.val_max_samples=0: no prompt is left"),
+    ("trainer.project_name=/x", "trainer.project_name=/x: "),
+    ("trainer.experiment_name=../x", "trainer.experiment_name=../x: "),
+    ("trainer.resume_mode=resume_path", "trainer.resume_mode=resume_path: trainer.resume_from_path is null"),
+    ("trainer.walltime=soon", "trainer.walltime"),
+    ("trainer.replay.mode=train", "trainer.replay.mode=train: trainer.replay.path is null"),
+    ("trainer.replay.path=x", "trainer.replay.path=x: trainer.replay.mode is null"),
+    ("placement=custom", "placement.roles.actor=null: "),
+    ("placement=split", "placement.layout=split: "),
+    ("placement=colocate_pairs", "placement.layout=colocate_pairs: the run has neither a critic nor a reward model"),
+    (
+        f"{TWO} placement=custom placement.pools={{a:{{nodes:1,gpus:2,fraction:1.0}}}} placement.roles.actor=b",
+        "placement.roles.actor=b: no such pool",
+    ),
+    (f"{TWO} rollout=vllm {ROLLOUT}.tensor_model_parallel_size=3", f"{ROLLOUT}.tensor_model_parallel_size=3: does not divide"),
+    (f"rollout=vllm {ROLLOUT}.tensor_model_parallel_size=1 {ROLLOUT}.dtype=float64", f"{ROLLOUT}.dtype=float64: "),
+    (f"rollout=vllm {ROLLOUT}.tensor_model_parallel_size=1 {ROLLOUT}.temperature=0.001", f"{ROLLOUT}.temperature=0.001: "),
+    (
+        f"rollout=vllm {ROLLOUT}.tensor_model_parallel_size=1 {ROLLOUT}.engine_kwargs.vllm.model=a",
+        f"{ROLLOUT}.engine_kwargs.vllm.model: set by another key",
+    ),
+    (f"{ROLLOUT}.name=tensorrt", f'{ROLLOUT}.name="tensorrt": must be one of embedded, vllm, sglang'),
+    (f"{ACTOR}.strategy=deepspeed", f'{ACTOR}.strategy="deepspeed": must be one of fsdp, megatron'),
+    (f"{ACTOR}.policy_loss.loss_mode=vanila", f"{ACTOR}.policy_loss.loss_mode=vanila is not known (did you mean vanilla?)"),
+    ("algorithm.adv_estimator=grop", "algorithm.adv_estimator=grop is not known (did you mean grpo?)"),
+    ("reward.custom_reward_function.path=null reward.scorer=gms8k", "reward.scorer=gms8k is not known (did you mean gsm8k?)"),
+    (f"{TWO} {ACTOR}.fsdp_config.fsdp_size=3", f"{ACTOR}.fsdp_config.fsdp_size=3: does not divide 2 workers"),
+    (f"{ACTOR}.fsdp_config.fsdp_size=0", f"{ACTOR}.fsdp_config.fsdp_size=0: must be -1"),
+    (f"{TWO} {ACTOR}.fsdp_config.ulysses_sequence_parallel_size=3", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=3: "),
+    (f"{ACTOR}.strategy=megatron {MODEL}.lora_rank=8", f"{MODEL}.lora_rank=8: the Megatron engine does not support LoRA"),
+    (f"{MODEL}.lora_rank=8 {ROLLOUT}.lora_sync=adapter", f"{ROLLOUT}.lora_sync=adapter: the embedded engine"),
+    ("alarms.reward.action=rollback", "alarms.reward.action=rollback: without trainer.save_freq"),
+    ("data.ptx_files=x.parquet data.ptx_max_length=99999", "data.ptx_max_length=99999: "),
+    ("trainer.logger=[console", "trainer.logger=[console: cannot be read"),
+    ("trainer.dry_run=maybe", 'trainer.dry_run="maybe": must be one of config, full or null'),
+    ("trainer=7", "trainer=7: must have keys below it"),
+    ("--dry-run", "--dry-run: unknown flag"),
+    ("--trainer.seed=1", "--trainer.seed=1: overrides have no dashes; use trainer.seed=1"),
+    ("trainer.seed=${nowhere}", "trainer.seed: "),
+]
+
+OWN = {
+    "own": "defaults: [ppo_trainer, _self_]\ntrainer: {sed: 1}\n",
+    "alone": "trainer: {seed: 1}\n",
+    "torn": "trainer: {seed: [1\n",
+}
+OTHERS = [
+    ("ppo --config-name=nothing", "--config-name=nothing: unknown configuration"),
+    ("ppo --config-dir=. --config-name=own", "trainer.sed: there is no such key; did you mean trainer.seed?"),
+    ("ppo --config-dir=. --config-name=alone", "40 keys are missing, the first is data"),
+    ("ppo --config-dir=. --config-name=torn", "torn.yaml"),
+    ("sft trainer.dry_run=full", "trainer.dry_run=full: trainer.main_sft has no plan to show"),
+    ("export trainer.dry_run=full", "trainer.dry_run=full: trainer.main_export has no plan to show"),
+    ("eval reward.scorer=none", "reward.scorer=none: nothing would score the responses"),
+    ("parity engines=[none]", "none"),
+    ("serve_reward server.port=http", 'server.port="http": must be a valid integer'),
+]
+
+
+BASE = (
+    "recipe=quickstart trainer.backend=local trainer.n_gpus_per_node=1 trainer.logger=[] data.train_batch_size=8 "
+    f"{ACTOR}.ppo_mini_batch_size=8 {ROLLOUT}.n=4 trainer.default_local_dir=run reward.custom_reward_function.path=reward.py "
+    "data.train_files=train.parquet trainer.dry_run=config"
+)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+def test_one_word_of_a_valid_line_is_broken(mutant: Mutant, capsys: pytest.CaptureFixture[str]) -> None:
+    check("ppo", mutant.words, mutant.said, capsys)
+
+
+@pytest.mark.parametrize("line", [*LINES.values(), BASE])
+def test_the_lines_are_valid_before(line: str) -> None:
+    assert PROGRAMS["ppo"]([*line.split(), "trainer.dry_run=config"]) == 0
+
+
+def test_they_are_enough() -> None:
+    assert len({*map(str, MUTANTS)}) >= 50
+    assert len(MUTANTS) + len({*CONTRADICTIONS}) + len({*OTHERS}) + len({*test_preflight.FILES, *test_preflight.LATE}) >= 150
+
+
+@pytest.mark.parametrize(("words", "said"), CONTRADICTIONS)
+def test_what_does_not_go_together(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    check("ppo", [*BASE.split(), *words.split()], [said], capsys)
+
+
+@pytest.mark.parametrize(("words", "said"), OTHERS)
+def test_other_programs_and_configurations_of_ones_own(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, text in OWN.items():
+        Path(f"{name}.yaml").write_text(text)
+    program, *argv = words.split()
+    check(program, argv, [said], capsys)
+
+
+@pytest.mark.parametrize("words", ["trainer.sed=1", "trainer.seed=x", "recipe=quikstart", "trainer.walltime=soon"])
+def test_the_traceback_is_shown_on_request(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """At each place where a command line can fail; tests/trainer/cli/test_preflight.py has the others."""
+    argv = [*BASE.split(), *words.split()]
+    (line,) = told("ppo", argv, capsys)
+    assert PROGRAMS["ppo"]([*argv, "trainer.full_traceback=true"]) == 2
+    err = capsys.readouterr().err
+    assert "Traceback (most recent call last):" in err and err.splitlines()[-1] == f"error: {line}"

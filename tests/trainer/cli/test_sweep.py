@@ -1,0 +1,213 @@
+"""Grids that are started again: each point is judged by its directory's own record."""
+
+import json
+import math
+import os
+import signal
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from configs.argv import normalise
+from configs.schema.ppo import PPOConfig
+from configs.schema.sft import SFTConfig
+from configs.sweeps.sweep_points import INTERRUPTED, Point, Result, read_results, write_result
+from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
+from trainer import main_ppo
+from trainer.cli.program import Program
+from trainer.cli.sweep import table
+from trainer.resilience.restart import Lifetime, keep_going
+from trainer.run.run_dir import GLOBAL_STEP, OUTCOME
+from trainer.run.run_status import write_outcome
+from trainer.tracking.tracker import Tracker
+
+
+class Runs:
+    """A program whose runs keep their directories as all do, and are over at once. fail: the learning rates that raise so.
+    gone: what is not there any more."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.planned: list[str] = []
+        self.gone: list[str] = []
+        self.fail: dict[float, BaseException] = {}
+
+    def __call__(self, *words: str) -> int:
+        def check(config: SFTConfig, typed: Any) -> list[str]:
+            return []
+
+        program = Program(
+            name="trainer.main_sft", about="", root="sft_trainer", schema=SFTConfig, often_used=(), examples=(),
+            check=check, run=self.run, inputs=lambda config: self.gone, plan=self.plan,
+        )  # fmt: skip
+        return program(["-m", "trainer.default_local_dir=x", "trainer.logger=[]", "trainer.objective=-train/loss", *words])
+
+    def plan(self, config: SFTConfig) -> None:
+        self.planned.append(Path(config.trainer.default_local_dir).name)
+
+    def run(self, config: SFTConfig, told: list[str]) -> None:
+        run_dir = Path(config.trainer.default_local_dir)
+        self.begun.append(run_dir.name)
+        life = Lifetime(config.trainer, run_dir)
+
+        def attempt() -> None:
+            tracker = Tracker([], run_dir, "p", "e", asdict(config))
+            assert not (run_dir / OUTCOME).exists(), "it is not over"
+            life.started = True
+            tracker.log({"train/loss": math.log10(config.optim.lr) ** 2, GLOBAL_STEP: 1}, 1)
+            tracker.close()
+            if config.optim.lr in self.fail:
+                raise self.fail[config.optim.lr]
+
+        keep_going(life, attempt)
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    monkeypatch.chdir(tmp_path)
+    return Runs()
+
+
+GRID = "optim.lr=0.1,0.01"
+
+
+def rows(out: str) -> list[list[str]]:
+    """The words of what was printed, but for Hydra's own lines."""
+    return [line.split() for line in out.splitlines() if not line.startswith("[")]
+
+
+def test_a_finished_point_is_left_as_it_is(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    assert runs(GRID) == 0 and runs.begun == ["0", "1"]
+    lines = rows(capsys.readouterr().out)
+    assert [line[:3] for line in lines] == [["point", "status", "objective"], ["0", "finished", "-1"], ["1", "finished", "-4"]]
+    assert lines[2][4:] == ["optim.lr=0.01"]
+    write_outcome(Path("x/1"), "finished", 12.25)
+    written = {path: path.stat().st_mtime_ns for path in Path("x").glob("[01]/*")}
+    assert runs(GRID, "trainer.dry_run=full") == 0 and runs.planned == ["0", "1"], "a plan is asked for, not a result"
+    out, err = capsys.readouterr()
+    assert rows(out) == [] and err == ""
+    runs.gone = ["data.train_files=a: no such file"]
+    assert runs(GRID, "trainer.objective=train/loss", "trainer.max_restarts=2") == 0 and runs.begun == ["0", "1"]
+    out, err = capsys.readouterr()
+    assert [line[2] for line in rows(out)] == ["objective", "1", "4"], "it may be named when all is over"
+    assert rows(out)[2][3] == "12.2", "the seconds are those that it took"
+    assert [line for line in err.splitlines() if line.startswith("point")] == [
+        f"point {point} was finished by an earlier start: it is left as it is (x/{point})" for point in "01"
+    ]
+    assert written == {path: path.stat().st_mtime_ns for path in Path("x").glob("[01]/*")} and len(written) > 4
+    assert runs("optim.lr=0.1") == 0 and len(rows(capsys.readouterr().out)) == 2, "the points of this start alone"
+    assert runs("optim.lr=0.1,0.01,0.5") == 2 and runs.begun == ["0", "1"], "inputs count for those that are to begin"
+
+
+def test_killed_and_failed_points_are_tried_again(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    runs.fail = {0.01: RuntimeError("broken")}
+    assert runs("optim.lr=0.1,0.01,0.001") == 1
+    Path("x/2/outcome.json").unlink()  # as a process that is killed leaves it
+    assert [line[1:3] for line in rows(capsys.readouterr().out)[1:]] == [["finished", "-1"], ["failed", "-"], ["finished", "-9"]]
+    runs.begun, runs.fail = [], {}
+    assert runs("optim.lr=0.1,0.01,0.001") == 0 and runs.begun == ["1", "2"]
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("point")]
+    assert (
+        len(told) == 3
+        and told[1].startswith("point 1 failed: it is tried again")
+        and told[2].startswith("point 2 was interrupted: it goes on")
+    )
+    assert json.loads(Path("x/1/outcome.json").read_text())["status"] == "finished"
+
+
+def test_another_run_in_a_points_directory_is_an_error_of_one_line(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    assert runs(GRID) == 0
+    before = {path: path.read_bytes() for path in Path("x/1").iterdir()}
+    capsys.readouterr()
+    runs.begun = []
+    assert runs("optim.lr=0.1,0.02") == 2 and runs.begun == []
+    out, err = capsys.readouterr()
+    (error,) = [line for line in err.splitlines() if line.startswith("error")]
+    assert error.startswith("error: x/1 holds a run with optim.lr=0.01, not 0.02: take another trainer.default_local_dir")
+    assert [line[1] for line in rows(out)] == ["status", "finished", "failed"]
+    assert before == {path: path.read_bytes() for path in Path("x/1").iterdir()}
+
+
+def test_resume_mode_disable_starts_every_point_anew(runs: Runs) -> None:
+    assert runs(GRID) == runs(GRID, "trainer.dry_run=full") == 0 and runs.planned == ["0", "1"], "a plan is for any point"
+    assert runs(GRID, "trainer.resume_mode=disable") == 0
+    assert runs.begun == ["0", "1", "0", "1"] and Path("x/0/earlier_1").is_dir()
+
+
+def test_ctrl_c_leaves_the_point_interrupted(runs: Runs) -> None:
+    runs.fail = {0.1: KeyboardInterrupt()}
+    assert runs(GRID) == 130 and runs.begun == ["0"]
+    assert json.loads(Path("x/0/outcome.json").read_text())["status"] == "interrupted"
+    runs.fail = {}
+    assert runs(GRID) == 0 and runs.begun == ["0", "0", "1"]
+
+
+def test_an_objective_that_no_step_measured_is_told(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    assert runs(GRID, "trainer.objective=train/los") == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert errors == [
+        f"error: trainer.objective=train/los: the run in x/{point} has no such metric; did you mean train/loss?" for point in "01"
+    ]
+
+
+def test_what_does_not_begin_after_a_signal_was_not_tried(runs: Runs, tmp_path: Path) -> None:
+    """Beside others, by another launcher: to a sweeper it is as one that was interrupted."""
+    write_result(Point(0, (), tmp_path), Result(0, (), "interrupted", 143, None, 1.0))
+    left = main_ppo.PROGRAM.point(
+        OmegaConf.create(), normalise([], PPOConfig, "ppo_trainer"), Point(1, (), tmp_path), full_traceback=True
+    )
+    assert left == INTERRUPTED and [result.status for result in read_results(tmp_path)] == ["interrupted", "not started"]
+
+
+def test_a_dry_run_leaves_no_table_and_no_file(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert runs(GRID, "trainer.dry_run=config") == 0 and runs.begun == []
+    assert [line[:3] for line in rows(capsys.readouterr().out)] == [["configuration", "is", "fine:"]] * 2
+    assert list(tmp_path.iterdir()) == []
+    assert runs("trainer.total_epochs=1,0", "trainer.dry_run=config") == 2, "one of them cannot work"
+
+
+def test_the_table_has_its_columns_under_each_other() -> None:
+    results = [Result(9, ("a=1",), "finished", 0, 0.5, 1.0), Result(10, ("a=2", "b=3"), "not started", 0, None, 100.0)]
+    assert table(results) == [
+        "point  status       objective  seconds  overrides",
+        "9      finished     0.5        1.0      a=1",
+        "10     not started  -          100.0    a=2 b=3",
+    ]
+
+
+STOPPING_REWARD = """
+import os, signal
+from pathlib import Path
+calls = Path({flag!r})
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    n = int(calls.read_text()) + 1
+    calls.write_text(str(n))
+    if n == {when}:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return sum(a == b for a, b in zip(solution_str, ground_truth)) + solution_str.count("7") / 8
+"""
+
+
+def test_a_real_grid_is_stopped_by_a_signal_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """SIGTERM in the first of two steps of the second of three points; 8 prompts times 4 answers a step."""
+    task = make_task(tmp_path / "task")
+    whole = run_ppo(task, tmp_path / "whole", "trainer.seed=2")
+    handler = signal.getsignal(signal.SIGTERM)
+    flag = tmp_path / "calls"
+    flag.write_text("0")
+    (task / "stopping.py").write_text(STOPPING_REWARD.format(flag=str(flag), when=32 * 2 + 5))
+    words = ["-m", *ppo_arguments(task, tmp_path / "grid", "trainer.seed=1,2,3")]
+    words += ["trainer.objective=critic/score/mean", f"reward.custom_reward_function.path={task}/stopping.py"]
+    assert main_ppo.PROGRAM(words) == 143 and signal.getsignal(signal.SIGTERM) == handler
+    statuses = [line[1] for line in rows(capsys.readouterr().out)[-3:]]
+    assert statuses == ["finished", "interrupted", "not"] and not (tmp_path / "grid/2").exists()
+    first = (tmp_path / "grid/0/metrics.jsonl").stat().st_mtime_ns
+    assert main_ppo.PROGRAM(words) == 0
+    assert [line[1] for line in rows(capsys.readouterr().out)[-3:]] == ["finished"] * 3
+    assert (tmp_path / "grid/0/metrics.jsonl").stat().st_mtime_ns == first
+    assert repeatable(metrics_of(tmp_path / "grid/1")) == repeatable(whole), "it went on from its checkpoint, to the bit"
+    assert int(flag.read_text()) == 32 * (2 + 2 + 2), "no step of the second point came twice"
+    assert os.environ.get("HYDRA_FULL_ERROR") is None

@@ -1,0 +1,325 @@
+"""What the controller sends and how it joins the answers, on workers that only look at what they get."""
+
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from tests.trainer.watchdogs import PHASES, watchdog
+from tests.workers.rollout.engines import spec_of
+from tests.workers.test_batch import numbered
+from trainer.cluster.oom_backoff import Budget
+from trainer.cluster.remote import RemoteModel, RemoteRollout, SaveFailed, mesh_of, work_by_rank
+from trainer.cluster.watchdog import Watchdog
+from workers.batch import Batch
+from workers.controller.group import PhaseTimeout, WorkerError, WorkerInfo
+from workers.controller.local_backend import LocalBackend
+from workers.controller.resource_pool import ResourcePool
+from workers.engine.base import Saved, SavedFile
+from workers.metric import Metric
+from workers.plan import Limits, MicroBatches, make_plan
+
+
+class Mirror:
+    """A host whose model answers with what it was given."""
+
+    def __init__(self, info: WorkerInfo) -> None:
+        self.rank = info.rank
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+    def build_model(self, role: str, spec: object, loss: object) -> tuple[int, bool]:
+        return self.rank, True
+
+    def build_rollout(self, role: str, spec: object, source: str) -> tuple[int, bool]:
+        return self.rank, True
+
+    def offer_weights(self, role: str, receivers: int) -> str | None:
+        assert role == "actor"
+        return None if self.rank else f"here, for {receivers}"
+
+    def build_rollout_apart(self, role: str, spec: object, meeting: str) -> tuple[int, bool]:
+        assert meeting == "here, for 3"
+        return self.rank // 2, self.rank % 2 == 0
+
+    def send_weights(self) -> None:
+        self.sent = True
+
+    def sync_weights(self, version: int) -> dict[str, Metric]:
+        return {"version": Metric.max(version), "ranks": Metric.sum(1)}
+
+    def has_sent(self) -> bool:
+        return "sent" in vars(self)
+
+    def run(self, role: str, method: str, *args: Any) -> Any:
+        return getattr(self, method)(*args)
+
+    def forward(self, batch: Batch, plan: MicroBatches, outputs: list[str], adapter: bool) -> Batch:
+        assert sorted(row for part in plan for row in part) == list(range(len(batch)))
+        return Batch(batch.lengths, tokens={name: batch.tokens["input_ids"].double() / 2 for name in outputs})
+
+    def train_step(self, batch: Batch, plan: MicroBatches) -> dict[str, Metric]:
+        assert batch.tokens.keys() == {"input_ids", "response_mask", "loss_weight", "advantages"} and not batch.objects
+        return {"flops": Metric.sum(10.0), "rows": Metric.sum(len(batch)), "rank": Metric.max(self.rank)}
+
+    def save(self, path: str, background: bool) -> None:
+        self.path = path
+
+    def saved(self, patient: bool) -> Saved | str | None:
+        file = SavedFile(name=f"{self.path}_{self.rank}", size=self.rank, sha256="")
+        answer: Saved | str | None = Saved(files=[file], seconds=self.rank, waited_for="no room" if self.rank == 1 else None)
+        if self.rank and self.path == "full":
+            answer = "disk full"
+        return None if self.rank == 2 and not patient else answer
+
+    def stats(self) -> dict[str, float]:
+        return {"prompt_tokens": 10.0 + self.rank}
+
+    def generate(self, prompts: Batch, sampling: object) -> Batch:
+        return prompts.with_rows(engine=torch.full((len(prompts),), self.rank))
+
+
+PATIENT = watchdog(Path())  # nothing is late here
+
+
+@pytest.fixture
+def model() -> Any:
+    with LocalBackend() as backend:
+        group = backend.start_group("hosts", ResourcePool((3,), "cpu", "pool"), Mirror)
+        yield group
+
+
+def start(group: Any, watchdog: Watchdog = PATIENT, *, shares_prompts: bool = False) -> RemoteModel:
+    limits = Limits(max_tokens=12)
+    return RemoteModel(
+        group,
+        "actor",
+        cast(Any, SimpleNamespace(shares_prompts=shares_prompts)),
+        None,
+        forward_limits=limits,
+        train_limits=limits,
+        budget=Budget("actor"),
+        attention_cost=0.0,
+        watchdog=watchdog,
+    )
+
+
+SIZES = [3, 9, 2, 7, 5, 5, 1, 8, 4, 4, 6, 2]
+
+
+def test_forward_answers_for_every_row_in_order(model: Any) -> None:
+    batch = numbered(SIZES).with_tokens(response_mask=torch.ones(sum(SIZES)))
+    result = start(model).forward(batch, ["log_probs"])
+    assert torch.equal(result.lengths, batch.lengths)
+    assert torch.equal(result.tokens["log_probs"], batch.tokens["input_ids"].double() / 2)
+
+
+def test_a_save_ends_when_all_ranks_have_ended_and_one_that_could_not_speaks_for_all(model: Any) -> None:
+    actor = start(model)
+    actor.save("place", background=True)
+    assert actor.saved(patient=False) is None, "one is still at it"
+    written = actor.saved()
+    assert written is not None and (written.seconds, written.waited_for, written.bytes) == (2, "no room", 3)
+    assert [(file.name, file.size) for file in written.files] == [(f"place_{rank}", rank) for rank in range(3)]
+    actor.save("full")
+    assert actor.saved(patient=False) is None, "a rank that failed does not speak for one that is still at it"
+    with pytest.raises(SaveFailed, match=r"^disk full$"):
+        actor.saved()
+
+
+def test_train_step_joins_over_ranks_and_keeps_flops_apart(model: Any) -> None:
+    actor = start(model)
+    ones = torch.ones(sum(SIZES))
+    batch = numbered(SIZES).with_tokens(response_mask=ones, loss_weight=ones, advantages=ones, returns=ones)
+    metrics = actor.train_step(batch, ("advantages",))
+    assert metrics["rows"].value == len(SIZES) and metrics["rank"].value == 2.0 and "flops" not in metrics
+    assert actor.take_flops() == 30.0 and actor.take_flops() == 0.0
+
+
+class Paired(Mirror):
+    """Notes which rows its micro-batches have."""
+
+    def train_step(self, batch: Batch, plan: MicroBatches) -> dict[str, Metric]:
+        assert batch.rows.keys() == {"side"} and batch.tokens.keys() == {"input_ids", "response_mask", "loss_weight"}
+        torn = sum(int(batch.rows["side"][list(part)].sum() != 0) for part in plan)
+        most = max(int(batch.lengths[list(part)].sum()) for part in plan)
+        return {"flops": Metric.sum(0.0), "torn": Metric.sum(torn), "cuts": Metric.sum(len(plan)), "most": Metric.max(most)}
+
+
+def test_rows_that_belong_together_are_in_one_micro_batch() -> None:
+    sizes = [1, 9, 4, 4, 10, 1, 2, 3, 6, 6]
+    ones = torch.ones(sum(sizes))
+    batch = numbered(sizes).with_tokens(response_mask=ones, loss_weight=ones).with_rows(side=torch.tensor([1, -1] * 5))
+    with LocalBackend() as backend:
+        actor = start(backend.start_group("hosts", ResourcePool((2,), "cpu", "pool"), Paired))
+        together = actor.train_step(batch, (), rows=("side",), together=2)
+        alone = actor.train_step(batch, (), rows=("side",))
+    assert together["torn"].value == 0 < alone["torn"].value
+    assert together["cuts"].value >= 4 and together["most"].value == 12
+
+
+class Sharing(Mirror):
+    """Notes the most groups of two that a micro-batch has torn apart, and where it was told that prompts end."""
+
+    def forward(self, batch: Batch, plan: MicroBatches, outputs: list[str], adapter: bool) -> Batch:
+        return Batch(batch.lengths, tokens={"log_probs": self.told(batch, plan)})
+
+    def train_step(self, batch: Batch, plan: MicroBatches) -> dict[str, Metric]:
+        return {"flops": Metric.sum(0.0), "told": Metric.max(float(self.told(batch, plan)[0]))}
+
+    def told(self, batch: Batch, plan: MicroBatches) -> torch.Tensor:
+        assert batch.rows["prompt_length"].tolist() == [8] * len(batch)
+        torn = sum(int(batch.tokens["input_ids"][batch.offsets[list(part)]].unique().numel() != len(part) // 2) for part in plan)
+        return torch.full((batch.total_tokens,), float(torn))
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_answers_to_a_prompt_meet_where_the_engine_shares_it(shares: bool) -> None:
+    sizes = [9, 10, 9, 10, 9, 10]
+    ones = torch.ones(sum(sizes))
+    batch = numbered(sizes).with_rows(uid=torch.tensor([0, 1, 2, 0, 1, 2]), prompt_length=torch.full((6,), 8))
+    first = torch.repeat_interleave(batch.rows["uid"], batch.lengths)
+    batch = batch.with_tokens(input_ids=first, response_mask=ones, loss_weight=ones)
+    with LocalBackend() as backend:
+        actor = start(backend.start_group("hosts", ResourcePool((1,), "cpu", "pool"), Sharing), shares_prompts=shares)
+        torn = actor.forward(batch, ["log_probs"]).tokens["log_probs"][0], actor.train_step(batch, ())["told"].value
+    assert [float(count) == 0 for count in torn] == [shares, shares]
+
+
+class Halved(Mirror):
+    """Two ranks hold a copy of the model; the second, the last stage say, answers for both."""
+
+    def build_model(self, role: str, spec: object, loss: object) -> tuple[int, bool]:
+        return self.rank // 2, self.rank % 2 == 1
+
+
+def test_what_several_ranks_compute_together_counts_once() -> None:
+    ones = torch.ones(sum(SIZES))
+    batch = numbered(SIZES).with_tokens(response_mask=ones, loss_weight=ones, advantages=ones)
+    with LocalBackend() as backend:
+        actor = start(backend.start_group("hosts", ResourcePool((4,), "cpu", "pool"), Halved))
+        metrics = actor.train_step(batch, ("advantages",))
+        result = actor.forward(batch, ["log_probs"])
+    assert metrics["rows"].value == len(SIZES) and actor.take_flops() == 20.0
+    assert torch.equal(result.tokens["log_probs"], batch.tokens["input_ids"].double() / 2)
+
+
+def test_stats_are_added_up_over_the_engines(model: Any) -> None:
+    assert RemoteRollout(model, spec_of("somewhere"), "actor", PATIENT).stats() == {"prompt_tokens": 33.0}
+
+
+def test_engines_on_other_ranks_than_the_trainers_meet_these_and_sync_while_they_send(model: Any) -> None:
+    with LocalBackend() as backend:
+        trainers = backend.start_group("trainers", ResourcePool((2,), "cpu", "pool"), Mirror)
+        rollout = RemoteRollout(model, spec_of("somewhere"), "actor", PATIENT, trainers=trainers)
+        assert rollout.mesh.shard_of_rank == (0, 0, 1) and rollout.mesh.answers == (0, 2)
+        metrics = rollout.sync_weights(4)
+        assert (metrics["version"].value, metrics["ranks"].value) == (4, 3)
+        assert trainers.call("has_sent").result() == [True, True] and model.call("has_sent").result() == [False] * 3
+
+
+def test_the_trainers_own_group_is_no_other(model: Any) -> None:
+    rollout = RemoteRollout(model, spec_of("somewhere"), "actor", PATIENT, trainers=model)
+    assert rollout.sync_weights(4)["ranks"].value == 3 and model.call("has_sent").result() == [False] * 3
+
+
+def test_a_prompts_answers_come_from_one_engine_and_in_order(model: Any) -> None:
+    rollout = RemoteRollout(model, spec_of("somewhere"), "actor", PATIENT)
+    prompts = numbered(SIZES).only(tokens=["input_ids"], rows=["uid"])
+    answers = rollout.generate(prompts, cast(Any, None), group_size=4)
+    assert as_lists_of(answers) == as_lists_of(prompts)
+    assert answers.rows["engine"].tolist() == [0] * 4 + [1] * 4 + [2] * 4
+
+
+def as_lists_of(batch: Batch) -> list[tuple[list[int], int]]:
+    return [(ids.tolist(), uid) for ids, uid in zip(batch.split_rows("input_ids"), batch.rows["uid"].tolist(), strict=True)]
+
+
+def test_the_first_rank_that_answers_speaks_for_its_share() -> None:
+    mesh = mesh_of([(0, False), (0, True), (1, True), (1, False)])
+    assert mesh.shard_of_rank == (0, 0, 1, 1) and mesh.answers == (1, 2)
+    with pytest.raises(ValueError):
+        mesh_of([(0, False), (1, True)])
+
+
+class Unhappy:
+    """A group on which a call ends in ``error``; the others do what they should."""
+
+    name = "workers"
+
+    def __init__(self, method: str, error: Exception) -> None:
+        self.method, self.error = method, error
+        self.limits: dict[str, float] = {}
+
+    def register_mesh(self, name: str, mesh: object) -> None:
+        """It has one engine, and needs none."""
+
+    def call(self, *words: Any, mesh: str | None, timeout: float) -> Any:
+        method = words[2] if words[0] == "run" else words[0]
+        self.limits[method] = timeout
+        return SimpleNamespace(result=partial(self._result, method), begun=0.0, ended=[])
+
+    def _result(self, method: str) -> list[Any]:
+        if method == self.method:
+            raise self.error
+        return {"sync_weights": [{}], "stats": [{}], "generate": [ONE], "forward": [ONE]}.get(method, [(0, True)])
+
+
+ONE = Batch(torch.tensor([1]), tokens={"input_ids": torch.tensor([5]), "response_mask": torch.tensor([1])})
+PHASES_OF = {
+    "build_model": ("start of actor", "start"),
+    "forward": ("forward of actor", "forward"),
+    "train_step": ("update of actor", "update"),
+    "save": ("save of actor", "save"),
+    "load": ("load of actor", "load"),
+    "export_hf": ("export of actor", "save"),
+    "build_rollout": ("engine start (rollout engine vllm)", "start"),
+    "generate": ("generation (rollout engine vllm)", "generate"),
+    "sync_weights": ("weight sync (rollout engine vllm)", "sync"),
+    "stats": ("counters (rollout engine vllm)", "ask"),
+}
+
+
+def call_everything(group: Any, limits: Watchdog) -> None:
+    actor = start(group, limits)
+    actor.forward(ONE, ["log_probs"])
+    actor.save("path")
+    actor.load("path")
+    actor.export_hf("path")
+    rollout = RemoteRollout(group, spec_of("somewhere", name="vllm"), "actor", limits)
+    rollout.sync_weights(1)
+    rollout.generate(ONE, cast(Any, None), group_size=1)
+    rollout.stats()
+    actor.train_step(ONE.with_tokens(loss_weight=torch.ones(1)), ())
+
+
+@pytest.mark.parametrize("method", PHASES_OF)
+@pytest.mark.parametrize("kind", ["late", "dead"])
+def test_who_is_late_or_dead_is_named_with_the_phase_and_every_call_has_its_limit(kind: str, method: str, tmp_path: Path) -> None:
+    phase, key = PHASES_OF[method]
+    limits = {phase: 100.0 + number for number, phase in enumerate(PHASES)}
+    raised = PhaseTimeout("run", [1], 9.0, "") if kind == "late" else WorkerError(1, "run", "it died", "last words")
+    group = Unhappy(method, raised)
+    with pytest.raises((PhaseTimeout, WorkerError)) as told:
+        call_everything(group, watchdog(tmp_path, **limits))
+    assert group.limits[method] == limits[key]
+    said = (
+        f"{phase}, limited by timeouts.{key}={limits[key]:g}, took more than 9 s: no answer from ranks [1]\nstep 0, phase {key}"
+    )
+    assert str(told.value).startswith(said if kind == "late" else f"rank 1 failed in {phase}: it died\nlast words")
+
+
+def test_what_a_rank_works_on_is_told() -> None:
+    plan = make_plan(SIZES, 2, Limits(max_tokens=16), attention_cost=0.0)
+    mesh = mesh_of([(0, True), (0, False), (1, True)])
+    first, twin, other = work_by_rank(plan, SIZES, mesh)
+    assert first == twin != other
+    shares = [[SIZES[row] for row in rows] for rows in plan.shares]
+    assert [first, other] == [
+        f"{len(mine)} rows, {sum(mine)} tokens, {len(cuts)} micro-batches, longest row {max(mine)}"
+        for mine, cuts in zip(shares, plan.micro_batches, strict=True)
+    ]

@@ -1,0 +1,178 @@
+"""Limits, and work of the controller itself that does not come back."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from tests.trainer.rewards.config import reward_config
+from tests.trainer.watchdogs import watchdog
+from trainer.cluster import watchdog as module
+from trainer.cluster.watchdog import MEASURED, WIDENED, Watchdog
+from trainer.rewards.pool.runner import RewardRunner
+from trainer.rewards.scoring import Answer
+from workers.controller.group import PhaseTimeout
+
+ROOT = Path(__file__).parents[3]
+
+
+class Clocked:
+    """A group whose calls take as long as they say, by a clock of ours."""
+
+    name = "workers"
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.limits = 0.0, [0.0]
+        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+
+    def call(self, seconds: float, *, mesh: None, timeout: float) -> Any:
+        self.limits.append(timeout)
+
+        def result() -> list[None]:
+            self.now += seconds
+            if seconds > timeout:
+                raise PhaseTimeout("run", [0], timeout)
+            return []
+
+        return SimpleNamespace(begun=0.0, ended=[0.0], result=result)
+
+
+def test_a_limit_is_widened_by_what_was_measured_and_never_narrowed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    limits, group = watchdog(tmp_path, update=20.0), Clocked(monkeypatch)
+
+    def took(seconds: float) -> float:
+        limits.call(cast(Any, group), "update", "update", cast(Any, seconds))
+        return group.limits[-1]
+
+    assert [took(seconds) for seconds in (1.0, 9.0, 5.0)] == [20.0] * MEASURED
+    assert took(1.0) == WIDENED * 9.0
+    assert limits.limit("forward") == 300.0, "each phase by itself"
+    with pytest.raises(PhaseTimeout, match=r"timeouts\.update=20, widened by what was measured, took more than 90 s"):
+        took(91.0)
+    assert took(1.0) == 90.0, "who was late does not count"
+    quick = watchdog(tmp_path, update=20.0)
+    for _ in range(MEASURED):
+        quick.call(cast(Any, group), "update", "update", cast(Any, 0.1))
+    assert quick.limit("update") == 20.0
+
+
+def scorers(tmp_path: Path, body: str, **changes: Any) -> RewardRunner:
+    (tmp_path / "reward.py").write_text(
+        f"import time\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n {body}\n"
+    )
+    custom = {"path": str(tmp_path / "reward.py"), "name": "compute_score", "reward_kwargs": {}}
+    return RewardRunner(reward_config(custom_reward_function=custom, **changes))
+
+
+def scored_late(limits: Watchdog, rewards: RewardRunner) -> PhaseTimeout:
+    with rewards:
+        rewards.wait_ready()
+        begun = time.monotonic()
+        with pytest.raises(PhaseTimeout) as raised, limits.own("reward", "scoring", "2 answers"):
+            rewards.score([Answer("x", "1", "1", {}, finished=True)] * 2)
+    assert time.monotonic() - begun < 10
+    return raised.value
+
+
+def test_calls_of_two_pools_that_are_late_at_once_are_kept_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They look for a free directory, and count what they have seen."""
+    at_work, met = [0], [0]
+
+    def record(stall: Any, run_dir: Path) -> Path:
+        at_work[0] += 1
+        met[0] = max(met[0], at_work[0])
+        time.sleep(0.1)
+        at_work[0] -= 1
+        return run_dir
+
+    monkeypatch.setattr(module, "record", record)
+    limits = watchdog(tmp_path)
+    threads = [threading.Thread(target=limits._tell, args=("update", "update", (), list)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert met == [1]
+
+
+@pytest.mark.parametrize(("num_workers", "place"), [(0, "reward.py:3 in compute_score"), (1, "in _turn")])
+def test_a_reward_that_never_returns_ends_with_the_round(num_workers: int, place: str, tmp_path: Path) -> None:
+    """In the controller, where an answer has no limit; and in a pool whose limit an answer is too long."""
+    limits = watchdog(tmp_path, reward=0.3)
+    limits.step = 4
+    late = scored_late(limits, scorers(tmp_path, "time.sleep(600)", num_workers=num_workers, timeout=600.0))
+    assert str(late).startswith(
+        "scoring, limited by timeouts.reward=0.3, took more than 0.3 s\nstep 4, phase reward\ncontroller (process "
+    )
+    assert place in late.last_words and "worked on 2 answers" in late.last_words
+    told = (tmp_path / "logs/stall_4_reward/controller.txt").read_text()
+    assert "in scored_late" in told and ("in main" in told) == (num_workers == 1), "children say where they are too"
+    assert '"kind": "stall"' in (tmp_path / "events.jsonl").read_text()
+
+
+def test_a_judge_that_never_answers_holds_nobody_up(tmp_path: Path) -> None:
+    """Threads of the controller ask it; they are left where they are."""
+    rewards = scorers(tmp_path, "time.sleep(5)", num_workers=0)
+    rewards._threads = 2
+    late = scored_late(watchdog(tmp_path, reward=0.3), rewards)
+    assert "in in_threads" in late.last_words
+    assert all(thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
+
+
+def test_what_is_in_time_is_left_alone(tmp_path: Path) -> None:
+    limits = watchdog(tmp_path, reward=0.2)
+    for _ in range(3):
+        with limits.own("reward", "scoring", ""):
+            pass
+    time.sleep(0.3)
+    signal.raise_signal(module._EXPIRED)  # one that comes too late
+    with pytest.raises(KeyError), limits.own("reward", "scoring", ""):
+        raise KeyError
+    assert not (tmp_path / "logs").exists()
+
+
+def test_a_block_that_ends_while_its_stacks_are_taken_is_not_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = threading.Event()
+
+    def slow(*args: object) -> str:
+        told.set()
+        time.sleep(0.2)
+        return ""
+
+    limits = watchdog(tmp_path, reward=0.05)
+    monkeypatch.setattr(limits, "_tell", slow)
+    with limits.own("reward", "scoring", ""):
+        assert told.wait(5)
+    time.sleep(0.4)
+
+
+def test_a_disk_that_takes_nothing_hides_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(PhaseTimeout, match=r"not kept: .*Not a directory"),
+        watchdog(tmp_path / "file", reward=0.1).own("reward", "scoring", ""),
+    ):
+        time.sleep(5)
+
+
+def test_c_code_that_does_not_come_back_ends_the_process_with_its_stacks(tmp_path: Path) -> None:
+    code = f"""
+import ctypes
+from pathlib import Path
+from tests.trainer.watchdogs import watchdog
+from trainer import watchdog as module
+module.LAST_RESORT = 0.5
+with watchdog(Path({str(tmp_path)!r}), reward=0.2).own("reward", "scoring", ""):
+    while True:
+        ctypes.PyDLL(None).sleep(600)
+"""
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 1 and "line 9 in <module>" in run.stderr

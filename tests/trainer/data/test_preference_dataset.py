@@ -1,0 +1,104 @@
+"""Preference pairs as rows of tokens."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_preprocess.writer import preference_row, write
+from tests.trainer.data.tokenizers import byte_tokenizer
+from trainer.data.preference_dataset import PreferenceDataset
+
+SETTINGS: dict[str, Any] = {
+    "prompt_key": "prompt",
+    "chosen_key": "chosen",
+    "rejected_key": "rejected",
+    "margin_key": None,
+    "max_length": 64,
+    "truncation": "error",
+    "apply_chat_template_kwargs": {},
+}
+ENDED = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def dataset(folder: Path, *rows: dict[str, Any], template: str | None = None, **changes: Any) -> PreferenceDataset:
+    path = write(rows, str(folder), "pairs")
+    tokenizer = byte_tokenizer() if template is None else byte_tokenizer(chat_template=template)
+    return PreferenceDataset([str(path)], tokenizer, **(SETTINGS | changes))
+
+
+def texts(data: PreferenceDataset, *indices: int) -> list[str]:
+    return [byte_tokenizer().decode(row) for row in data.batch(indices).split_rows("input_ids")]
+
+
+def turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def test_pair_is_two_adjacent_rows(tmp_path: Path) -> None:
+    data = dataset(tmp_path, preference_row("1", "a", "bb"), preference_row("22", "cc", ""))
+    assert len(data) == 2 and texts(data, 1, 0) == [
+        "<user>22<a>cc<eos>",
+        "<user>22<a><eos>",
+        "<user>1<a>a<eos>",
+        "<user>1<a>bb<eos>",
+    ]
+    batch = data.batch([1, 0])
+    assert batch.rows["uid"].tolist() == [1, 1, 0, 0] and batch.rows["side"].tolist() == [1, -1, 1, -1]
+    assert batch.rows["margin"].tolist() == [0.0] * 4
+    assert [mask.nonzero()[:, 0].tolist() for mask in batch.split_rows("response_mask")] == [
+        [n - 1] for n in batch.lengths.tolist()
+    ]
+
+
+def test_margins_are_read(tmp_path: Path) -> None:
+    rows = [preference_row("1", "a", "b") | {"by": by} for by in (2.5, 1)]
+    assert dataset(tmp_path, *rows, margin_key="by").batch([1, 0]).rows["margin"].tolist() == [1.0, 1.0, 2.5, 2.5]
+    with pytest.raises(ValueError, match=r"pairs\.parquet, row 1: by is None; must be a finite number"):
+        dataset(tmp_path, rows[0], rows[1] | {"by": None}, margin_key="by")
+
+
+def test_answers_that_are_conversations(tmp_path: Path) -> None:
+    """Responses continue the prompt's conversation; the row ends with the response's last turn."""
+    chosen, rejected = [turn("assistant", "a"), turn("user", "b"), turn("assistant", "c")], [turn("assistant", "d")]
+    data = dataset(tmp_path, {"prompt": [turn("user", "p")], "chosen": chosen, "rejected": rejected}, template=ENDED)
+    whole = ["<user>p<eos>\n<assistant>a<eos>\n<user>b<eos>\n<assistant>c<eos>", "<user>p<eos>\n<assistant>d<eos>"]
+    assert texts(data, 0) == whole
+    alone = {"chosen": [turn("user", "p"), *chosen], "rejected": [turn("user", "p"), *rejected]}
+    assert texts(dataset(tmp_path, alone, template=ENDED, prompt_key=None), 0) == whole
+
+
+def test_whole_texts(tmp_path: Path) -> None:
+    data = dataset(tmp_path, {"chosen": "q: a", "rejected": "q: b"}, prompt_key=None)
+    assert texts(data, 0) == ["q: a<eos>", "q: b<eos>"]
+
+
+def test_invalid_pairs_raise(tmp_path: Path) -> None:
+    answers = {"chosen": [turn("assistant", "a")], "rejected": [turn("assistant", "b")]}
+    with pytest.raises(ValueError, match=r"row 0: chosen is a conversation, so the prompt must be one too, or null"):
+        dataset(tmp_path, {"prompt": "text"} | answers, template=ENDED)
+    with pytest.raises(ValueError, match=r"row 0: rejected does not end with an assistant turn"):
+        unanswered = answers | {"rejected": [turn("assistant", "b"), turn("user", "?")]}
+        dataset(tmp_path, {"prompt": [turn("user", "p")]} | unanswered, template=ENDED)
+    with pytest.raises(ValueError, match=r"row 1: the response is a NoneType; must be text"):
+        dataset(tmp_path, preference_row("1", "a", "b"), preference_row("1", "a", "b") | {"rejected": None})
+    with pytest.raises(ValueError, match=r"no column 'better'; it has prompt, chosen, rejected"):
+        dataset(tmp_path, preference_row("1", "a", "b"), chosen_key="better")
+
+
+def test_identical_responses_are_reported(tmp_path: Path) -> None:
+    data = dataset(tmp_path, preference_row("1", "a", "a"), preference_row("1", "a", "b"))
+    assert data.notices == ["1 of 2 pairs have identical chosen and rejected responses, which give no gradient"]
+
+
+def test_a_long_answer_is_an_error_or_cut(tmp_path: Path) -> None:
+    pair = preference_row("1", "aaa", "b")  # 6 + 1 + 3 + 3 + 1 = 14 tokens, and 12
+    assert dataset(tmp_path, pair, max_length=14).notices == []
+    with pytest.raises(ValueError, match=r"row 0: 14 tokens with the chosen response, data\.max_length is 13"):
+        dataset(tmp_path, pair, max_length=13)
+    data = dataset(tmp_path, pair, max_length=13, truncation="left")
+    assert texts(data, 0) == ["user>1<a>aaa<eos>", "<user>1<a>b<eos>"]
+    assert data.notices == ["1 of 2 responses are longer than data.max_length=13 tokens and are truncated (data.truncation=left)"]

@@ -1,0 +1,126 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data_preprocess.writer import sft_row, write
+from tests.trainer.data.tokenizers import byte_tokenizer
+from trainer.data.sft_dataset import SFTDataset
+
+TOKENIZER = byte_tokenizer()
+SETTINGS: dict[str, Any] = {
+    "messages_key": None,
+    "prompt_key": "prompt",
+    "response_key": "response",
+    "max_length": 64,
+    "truncation": "error",
+    "apply_chat_template_kwargs": {},
+}
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Any:
+    def dataset(*pairs: tuple[str, str], **changes: Any) -> SFTDataset:
+        path = write([sft_row(*pair) for pair in pairs], str(tmp_path), "sft")
+        return SFTDataset([str(path)], TOKENIZER, **(SETTINGS | changes))
+
+    return dataset
+
+
+def trained(data: SFTDataset, index: int) -> tuple[str, str]:
+    """The row as text, and its trained tokens as text."""
+    batch = data.batch([index])
+    ids = batch.tokens["input_ids"]
+    return TOKENIZER.decode(ids), TOKENIZER.decode(ids[batch.tokens["response_mask"].bool()])
+
+
+def test_the_answer_and_its_end_are_trained(make: Any) -> None:
+    data = make(("502913=", "012359"), ("1", ""))
+    assert trained(data, 0) == ("<user>502913=<a>012359<eos>", "012359<eos>")
+    assert trained(data, 1) == ("<user>1<a><eos>", "<eos>")
+    (notice,) = data.notices
+    assert notice.startswith("1 of 2 rows have an empty response: only its end token") and "sft.parquet, row 1)" in notice
+
+
+def test_a_batch_is_flat_and_in_the_order_asked(make: Any) -> None:
+    data = make(("a", "b"), ("cc", "dd"), ("eee", "fff"))
+    batch = data.batch([2, 0])
+    assert batch.lengths.tolist() == [9 + 3 + 3 + 1, 9 + 1 + 1 + 1] and batch.rows["uid"].tolist() == [2, 0]
+    assert batch.tokens["input_ids"].dtype == torch.int64 and batch.tokens["response_mask"].dtype == torch.float32
+    assert [TOKENIZER.decode(ids) for ids in batch.split_rows("input_ids")] == ["<user>eee<a>fff<eos>", "<user>a<a>b<eos>"]
+    assert [mask.sum().item() for mask in batch.split_rows("response_mask")] == [4, 2]
+    assert len(data.batch(range(3))) == len(data) == 3
+
+
+def test_the_prompt_is_read_as_in_rl(make: Any) -> None:
+    assert trained(make(("p", "r"), apply_chat_template_kwargs={"tail": "!"}), 0) == ("<user>p<a>!r<eos>", "r<eos>")
+
+
+def test_plain_prompts_and_other_columns(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"question": "2+2=", "answer": "4"}\n')
+    data = SFTDataset([str(file)], TOKENIZER, **(SETTINGS | {"prompt_key": "question", "response_key": "answer"}))
+    assert trained(data, 0) == ("2+2=4<eos>", "4<eos>")
+    with pytest.raises(ValueError, match=r"rows\.jsonl: no column 'prompt'; it has question, answer"):
+        SFTDataset([str(file)], TOKENIZER, **SETTINGS)
+
+
+def test_a_long_row_is_an_error_or_cut(make: Any) -> None:
+    pairs = [("12345", "abcdef"), ("1", "2")]  # 9 + 5 + 6 + 1 = 21 tokens; 9 + 1 + 1 + 1 = 12
+    assert make(*pairs, max_length=21).notices == ()
+    with pytest.raises(ValueError, match=r"sft\.parquet, row 0: 21 tokens with EOS, data\.max_length is 20"):
+        make(*pairs, max_length=20)
+    right = make(*pairs, max_length=18, truncation="right")
+    assert trained(right, 0) == ("<user>12345<a>abcd", "abcd") and trained(right, 1) == ("<user>1<a>2<eos>", "2<eos>")
+    assert "1 of 2 rows are longer than data.max_length=18 tokens and are truncated (data.truncation=right)" in right.notices[0]
+    assert "0 of them keep no token" in right.notices[0]
+    assert trained(make(*pairs, max_length=18, truncation="left"), 0) == ("er>12345<a>abcdef<eos>", "abcdef<eos>")
+    assert "1 of them keep no token" in make(*pairs, max_length=14, truncation="right").notices[0]
+
+
+def test_the_first_token_is_never_trained(make: Any) -> None:
+    data = make(("12345", "abcdef"), max_length=5, truncation="left")
+    assert trained(data, 0) == ("cdef<eos>", "def<eos>")
+
+
+def test_tokenizer_without_eos_raises(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = None
+    path = write([sft_row("a", "b")], str(tmp_path), "sft")
+    with pytest.raises(ValueError, match="no EOS token"):
+        SFTDataset([str(path)], tokenizer, **SETTINGS)
+
+
+CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]
+ENDED = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def conversations(folder: Path, *chats: list[dict[str, str]], template: str = ENDED, **changes: Any) -> SFTDataset:
+    path = write([{"messages": chat} for chat in chats], str(folder), "chats")
+    return SFTDataset([str(path)], byte_tokenizer(chat_template=template), **(SETTINGS | {"messages_key": "messages"} | changes))
+
+
+def test_of_conversations_the_assistants_turns_are_trained(tmp_path: Path) -> None:
+    data = conversations(tmp_path, CHAT[:1], [*CHAT, *CHAT], CHAT)
+    assert trained(data, 0) == ("<user>a<eos><assistant>bc<eos>" * 2, "bc<eos>bc<eos>")
+    assert data.batch([1, 0]).rows["uid"].tolist() == [2, 1] and len(data) == 2
+    (notice,) = data.notices
+    assert notice.startswith("1 of 3 rows have no assistant turn and are left out") and "row 0)" in notice
+
+
+def test_conversations_without_trained_tokens_or_end_tokens_are_reported(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"row 0: no assistant turn in this or any other row"):
+        conversations(tmp_path, CHAT[:1], CHAT[:1])
+    (notice,) = conversations(tmp_path, [*CHAT, *CHAT], template=ENDED.replace("<eos>", "")).notices
+    assert notice.startswith("1 assistant turns before the last are not ended by a special token")
+
+
+def test_a_long_conversation_is_an_error_or_cut(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"chats\.parquet, row 1: 44 tokens with EOS, data\.max_length is 30"):
+        conversations(tmp_path, CHAT, [*CHAT, *CHAT], max_length=30)
+    data = conversations(tmp_path, CHAT, [*CHAT, *CHAT], max_length=30, truncation="left")
+    assert trained(data, 1)[1] == "bc<eos>bc<eos>" and data.batch([1]).total_tokens == 30
+    assert "1 of 2 rows are longer" in data.notices[0]

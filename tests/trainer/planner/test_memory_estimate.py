@@ -1,0 +1,91 @@
+"""The estimate of a worker's memory: what each key does to it."""
+
+import pytest
+import transformers
+
+from configs.compose import compose
+from configs.schema.ppo import PPOConfig
+from configs.validation.placement import placement_of
+from scripts.bench.shapes import SHAPES
+from tests.tiny import tiny_config
+from trainer.planner.memory_estimate import ASLEEP, estimate, shape_of
+from trainer.planner.memory_model import Shape
+
+ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
+SHAPE = Shape.of(SHAPES["7b"])
+
+
+def gigabytes(*overrides: str, gpu: float | None = 80e9) -> dict[str, float]:
+    """By phase, of PPO with a reference and a critic of 7B."""
+    words = ("algorithm=ppo", f"{ACTOR}.use_kl_loss=true", "rollout=vllm", *overrides)
+    config = compose("ppo_trainer", PPOConfig, words)
+    shapes = {key: SHAPE for key in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")}
+    uses = estimate(config, placement_of(config, has_critic=True), shapes, gpu)
+    return {f"{use.pool} {use.phase}": -1.0 if use.bytes is None else use.bytes / 1e9 for use in uses}
+
+
+def test_every_phase_of_every_role_is_there() -> None:
+    assert [*gigabytes()] == [
+        "workers answers", "workers actor: log-probs", "workers actor: update", "workers ref: log-probs",
+        "workers critic: values", "workers critic: update",
+    ]  # fmt: skip
+    apart = gigabytes("placement=split", "trainer.nnodes=4")
+    assert {phase.split()[0] for phase in apart} == {"actor", "ref", "critic", "rollout"}
+
+
+def test_what_rests_is_counted_with_what_works() -> None:
+    """Moments of the actor and its weights, 12 bytes a parameter over 8 GPUs, are beside whatever others do."""
+    words = [f"{ACTOR}.fsdp_config.{part}_offload=true" for part in ("param", "optimizer")]
+    words += [f"{other}.fsdp_config.{part}_offload=false" for other in (REF, "critic") for part in ("param", "optimizer")]
+    with_all, offloaded = gigabytes(), gigabytes(*words)
+    resting = 12 * SHAPE.parameters / 8 / 1e9
+    for phase in ("answers", "critic: values", "critic: update"):
+        assert with_all[f"workers {phase}"] - offloaded[f"workers {phase}"] == pytest.approx(resting)
+    assert with_all["workers actor: update"] > offloaded["workers actor: update"]
+
+
+def test_an_engine_takes_its_share_and_leaves_something_when_it_sleeps() -> None:
+    base, more = gigabytes(), gigabytes(f"{ROLLOUT}.gpu_memory_utilization=0.7")
+    assert more["workers answers"] - base["workers answers"] == pytest.approx(0.2 * 80)
+    apart = gigabytes("rollout=embedded")
+    assert base["workers actor: update"] - apart["workers actor: update"] == pytest.approx(ASLEEP / 1e9)
+    assert gigabytes(gpu=None)["workers answers"] == -1.0
+    free = base["workers answers"] - 0.5 * 80
+    assert gigabytes("rollout=sglang")["workers answers"] == pytest.approx(free + 0.5 * (80 - free))
+
+
+@pytest.mark.parametrize(
+    ("word", "phase"),
+    [
+        ("trainer.nnodes=2", "workers actor: update"),
+        (f"{ACTOR}.ppo_max_token_len_per_gpu=2048", "workers actor: update"),
+        (f"{ROLLOUT}.log_prob_max_token_len_per_gpu=2048", "workers actor: log-probs"),
+        (f"{ACTOR}.fsdp_config.model_dtype=bfloat16", "workers actor: update"),
+        ("actor_rollout_ref.model.lora_rank=8", "workers actor: update"),
+        ("actor_rollout_ref.model.enable_activation_offload=true", "workers actor: update"),
+        ("data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=8", "workers actor: update"),
+    ],
+)
+def test_what_makes_it_less(word: str, phase: str) -> None:
+    assert gigabytes(*word.split())[phase] < gigabytes()[phase]
+
+
+def test_megatron_is_cut_by_its_sizes() -> None:
+    """18 bytes a parameter, of which 12 are the distributed optimizer's."""
+    words = (f"{ACTOR}.strategy=megatron", "placement=split", "trainer.nnodes=4", f"{ACTOR}.megatron.sequence_parallel=false")
+    whole = gigabytes(*words)["actor actor: update"]
+    cut = gigabytes(*words, f"{ACTOR}.megatron.pipeline_model_parallel_size=2")["actor actor: update"]
+    kept = SHAPE.parameters / 1e9
+    assert whole - cut == pytest.approx((6 + 12 / 8) * kept - (6 / 2 + 12 / 2 / 4) * kept)
+
+
+def test_shapes_are_known_by_their_parameters() -> None:
+    dense = tiny_config(hidden_size=64, vocab_size=97)
+    model = transformers.AutoModelForCausalLM.from_config(dense)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    shape = shape_of(dense, count)
+    assert shape is not None and shape.parameters == count and not shape.tied
+    assert shape_of(dense, 2 * count) is None
+    experts = tiny_config("qwen3_moe")
+    count = sum(parameter.numel() for parameter in transformers.AutoModelForCausalLM.from_config(experts).parameters())
+    assert shape_of(experts, count) is None

@@ -1,0 +1,147 @@
+"""The memory model, beside what the engine has at its fullest moment: bytes of tensors alive, on the CPU."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from configs.schema.common import TiledMLPConfig
+from scripts.bench.context import CARDS, rounded, tables, usable
+from scripts.bench.memory import Alive
+from scripts.bench.shapes import SHAPES, Likelihood
+from tests.tiny import save_tiny_model
+from tests.workers.engine.toy import one_rank, toy_engine
+from trainer.planner.memory_model import Setting, Shape, in_layer, layer_inputs, longest, parameters, scoring, training
+from workers.batch import Batch
+from workers.engine.fsdp.fsdp_engine import FSDPEngine
+from workers.engine.fsdp.sharding import local
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 640,
+    "vocab_size": 512,
+    "tie_word_embeddings": False,
+}
+
+
+def fullest(folder: Path, config: dict[str, Any], setting: Setting, tokens: int, *, forward: bool = False) -> int:
+    """Bytes, in a train step or a forward."""
+    with one_rank(folder):
+        engine = toy_engine(
+            save_tiny_model(folder / "model", **config),
+            dtype="bfloat16",
+            model_dtype={2: "bfloat16", 4: "float32"}[setting.kept],
+            enable_gradient_checkpointing=True,
+            tiled_mlp=TiledMLPConfig(enabled=setting.pieces > 1, num_shards=setting.pieces),
+        )
+        assert sum(param.numel() for param in engine._params.values()) == Shape.of(config).parameters
+        rows = 2 if setting.several else 1
+        run(engine, config, 8, 1, forward=forward)  # what is made once is made
+        alive = Alive([local(param) for param in engine._params.values()])
+        if engine._optimizer is not None:
+            alive = Alive([*(local(param) for param in engine._params.values()), *engine._optimizer.moments().values()])
+        with alive:
+            run(engine, config, tokens, rows, forward=forward)
+    return alive.most
+
+
+def run(engine: FSDPEngine, config: dict[str, Any], tokens: int, rows: int, *, forward: bool) -> None:
+    total = tokens * rows
+    batch = Batch(lengths=torch.tensor([tokens] * rows), meta={"temperature": 1.0}).with_tokens(
+        input_ids=torch.arange(total) % config["vocab_size"],
+        response_mask=torch.ones(total, dtype=torch.int64),
+        loss_weight=torch.full((total,), 1.0 / total),
+    )
+    plan = tuple((row,) for row in range(rows))
+    if forward:
+        engine.forward(batch, plan, {"log_probs"})
+    else:
+        engine.train_step(batch, plan, Likelihood())
+
+
+@pytest.mark.parametrize("tokens", [1024, 4096])
+@pytest.mark.parametrize(
+    ("changes", "setting"),
+    [
+        ({}, Setting()),
+        ({"num_hidden_layers": 12}, Setting()),
+        ({"hidden_size": 256}, Setting()),
+        ({"intermediate_size": 1280}, Setting(kept=2)),
+        ({"vocab_size": 4096, "tie_word_embeddings": True}, Setting()),
+        ({}, Setting(several=True)),
+        ({}, Setting(pieces=8)),
+        ({"intermediate_size": 2560}, Setting(pieces=4)),
+    ],
+)
+def test_a_train_step(tmp_path: Path, changes: dict[str, Any], setting: Setting, tokens: int) -> None:
+    config = SMALL | changes
+    said = sum(training(Shape.of(config), setting, tokens).values())
+    assert said == pytest.approx(fullest(tmp_path, config, setting, tokens), rel=0.06)
+
+
+@pytest.mark.parametrize(("changes", "pieces"), [({}, 1), ({"intermediate_size": 1280}, 1), ({}, 8), ({"vocab_size": 8192}, 1)])
+def test_log_probs_alone(tmp_path: Path, changes: dict[str, Any], pieces: int) -> None:
+    config, setting = SMALL | changes, Setting(pieces=pieces)
+    said = sum(scoring(Shape.of(config), setting, 4096).values())
+    found = fullest(tmp_path, config, setting, 4096, forward=True)
+    assert said == pytest.approx(found, rel=0.06)
+
+
+def test_ranks_share_what_is_sharded_and_what_ulysses_cuts() -> None:
+    shape, rows = Shape.of(SHAPES["7b"]), 32768
+    one, eight = Setting(), Setting(gpus=8)
+    assert parameters(shape, eight) == parameters(shape, one) / 8
+    cut = in_layer(shape, Setting(gpus=8, sp=8), rows, 28)
+    whole = in_layer(shape, eight, rows, 28)
+    for part in ("layer inputs", "MLP"):
+        assert cut[part] == whole[part] / 8
+    # Of 4 key heads each of 8 ranks has one: twice as many bytes as there are.
+    assert whole["norms, attention"] / 8 < cut["norms, attention"] < whole["norms, attention"] / 7
+    assert layer_inputs(shape, Setting(offload=True), 28) == layer_inputs(shape, one, 1)
+
+
+@pytest.mark.parametrize("phase", [training, scoring])
+def test_the_longest_row_is_the_longest_that_fits(phase: Any) -> None:
+    shape, room = Shape.of(SHAPES["0.5b"]), usable(24)
+    found = longest(phase, shape, Setting(), room)
+    assert sum(phase(shape, Setting(), found).values()) <= room < sum(phase(shape, Setting(), found + 1).values())
+    assert longest(phase, Shape.of(SHAPES["72b"]), Setting(), usable(max(CARDS))) == 0
+
+
+def test_the_tables() -> None:
+    assert [rounded(tokens) for tokens in (999, 1000, 138_241, 1_949_999)] == ["-", "1k", "138k", "1.9M"]
+    (row,) = (line for line in tables().splitlines() if line.startswith("| 72b | all weights |"))
+    assert row == "| 72b | all weights |" + " - / - / - |" * 4  # 16 bytes for each of 72.7G parameters, over 8
+
+
+# (shape, setting, tokens, GB of tensors at most): torch 2.11 on one H200; docs/performance.md.
+MEASURED = [
+    ("7b", Setting(), 8192, 131.11),
+    ("7b", Setting(), 32768, 132.66),
+    ("7b", Setting(), 75000, 146.53),
+    ("7b", Setting(pieces=8), 98304, 137.74),
+    ("7b", Setting(offload=True), 32768, 132.43),
+    ("7b", Setting(offload=True, pieces=8), 65536, 132.09),
+    ("7b", Setting(kept=2), 54000, 80.88),
+    ("1.5b", Setting(), 84000, 39.43),
+    ("0.5b", Setting(), 8192, 9.07),
+    ("0.5b", Setting(), 138000, 23.83),
+    ("0.5b", Setting(several=True), 65536, 16.76),
+    ("0.5b", Setting(pieces=8), 131072, 17.22),
+    ("0.5b", Setting(offload=True), 131072, 18.77),
+    ("0.5b", Setting(offload=True, pieces=8), 131072, 13.01),
+    ("7b", Setting(kept=2, trained=False), 41000, 23.77),
+]
+
+
+@pytest.mark.parametrize(("name", "setting", "tokens", "gigabytes"), MEASURED)
+def test_what_an_h200_measured(name: str, setting: Setting, tokens: int, gigabytes: float) -> None:
+    phase = training if setting.trained else scoring
+    said = sum(phase(Shape.of(SHAPES[name]), replace(setting, gqa=False), tokens).values())
+    assert said / 1e9 == pytest.approx(gigabytes, rel=0.021)

@@ -1,0 +1,43 @@
+"""Before any process starts."""
+
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from configs.compose import compose
+from configs.schema.ppo import PPOConfig
+from tests.tiny import save_tiny_model
+from trainer.ppo import ppo_builder
+
+KL = "actor_rollout_ref.actor.use_kl_loss=true"
+MEGATRON = "actor_rollout_ref.actor.strategy=megatron"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ([MEGATRON, "actor_rollout_ref.model.override_config.hidden_act=gelu"], "actor_rollout_ref.actor: "),
+        (
+            [KL, "actor_rollout_ref.ref.strategy=megatron", "actor_rollout_ref.model.override_config.hidden_act=gelu"],
+            "actor_rollout_ref.ref: ",
+        ),
+        ([MEGATRON, "critic.model.override_config.hidden_act=gelu"], "critic: "),
+    ],
+)
+def test_every_role_is_asked_whether_its_engine_can_hold_its_model(
+    overrides: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing_starts(*_: Any) -> NoReturn:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(ppo_builder, "open_rewards", nothing_starts)
+    monkeypatch.setattr(ppo_builder, "reader", lambda config: None)  # there is no data
+    path = save_tiny_model(tmp_path / "model")
+    models = [f"actor_rollout_ref.model.path={path}", f"critic.model.path={path}", f"trainer.default_local_dir={tmp_path}/run"]
+    with pytest.raises(ValueError, match=rf"^{told}strategy=megatron has the activation silu"):
+        ppo_builder.run(compose("ppo_trainer", PPOConfig, [*models, *overrides]), ())
+    unused = [*models, *overrides, "algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_kl_loss=false"]
+    if told != "actor_rollout_ref.actor: ":
+        with pytest.raises(AssertionError, match="a process was started"):
+            ppo_builder.run(compose("ppo_trainer", PPOConfig, unused), ())

@@ -1,0 +1,341 @@
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from trainer.cluster.watchdog import Call
+from trainer.report.run_report import (
+    MOST_ANSWERS,
+    MOST_WORKERS,
+    answers_of,
+    main,
+    phase_seconds,
+    timeline_of,
+    workers_of,
+    write_curve_png,
+    write_report,
+)
+from trainer.run.events import Events
+from trainer.run.run_dir import GLOBAL_STEP, json_line, read_lines
+from trainer.tracking.metrics import Span
+from trainer.tracking.sample_dump import Sample
+from trainer.tracking.tracker import Tracker
+
+CONFIG: dict[str, Any] = {
+    "trainer": {"project_name": "project", "experiment_name": "sort <b>digits</b>"},
+    "data": {"note": "</pre><script>"},
+}
+HOSTILE = "<script>alert(1)</script>\"'&<img src=x onerror=alert(2)>"
+
+
+def sample(uid: int, response: str, score: float) -> Sample:
+    return Sample(
+        uid=uid, data_source="sort", prompt=f"{uid}=", response=response, ground_truth="12", score=score, reward_error=None
+    )
+
+
+def make_run(run_dir: Path, steps: int = 40) -> Path:
+    """Made-up numbers, written as a run writes them."""
+    tracker = Tracker([], run_dir, "project", "experiment", CONFIG)
+    tracker.log({"val/accuracy": 0.25, "val/problems": 4, "val-core/a/reward/mean@1": 0.1, "val-core/<i>/reward/mean@1": 0.4}, 0)
+    tracker.log_samples([sample(1, HOSTILE, 0.0), sample(2, "21", 0.0), sample(3, "only before", 0.0)], 0)
+    for step in range(1, steps + 1):
+        metrics = {
+            "critic/score/mean": step / steps, "actor/entropy": 1 / step, "actor/grad_norm": float("nan") if step == 3 else 0.5,
+            "response_length/mean": 5, "response_length/min": 1, "response_length/max": 9, "perf/total_num_tokens": 1000,
+            "timing_s/gen": 1.0, "timing_s/update_actor": 2.0, "timing_s/step": 3.5, "perf/throughput": 300.0, "perf/mfu": 0.125,
+            "actor/pg_clipfrac": 0.0,
+            "actor/kl_loss": 1e-4, "training/rollout_probs_diff_mean": 1e-7, "actor/lr": 1e-6, "reward/failed": 0,
+        }  # fmt: skip
+        if step == steps:
+            metrics |= {"val/accuracy": 0.75, "val/problems": 4, "timing_s/testing": 0.5}
+            tracker.log_samples([sample(1, "12", 1.0), sample(2, "12", 1.0)], step)
+        tracker.log(metrics, step)
+    tracker.close()
+    return run_dir
+
+
+class Page(HTMLParser):
+    """Tags and attributes, as a browser would see them, and the visible text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.pieces: list[str] = []
+        self.feed(html)
+        self.text = " ".join(" ".join(self.pieces).split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        if self.tags and self.tags[-1][0] not in ("style", "script"):
+            self.pieces.append(data)
+
+
+@pytest.fixture(scope="module")
+def html(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_report(make_run(tmp_path_factory.mktemp("run"))).read_text(encoding="utf-8")
+
+
+def test_the_headline_says_what_came_of_it(html: str) -> None:
+    text = Page(html).text
+    for said in ("4 problems 0.250 → 0.750 +0.500", "steps 40", "tokens 40k", "time 2 min 20 s", "tokens/s/GPU 300", "MFU 12.5%"):
+        assert said in text, said
+
+
+def test_nothing_of_a_run_becomes_markup(html: str) -> None:
+    page = Page(html)
+    scripts = [attributes for tag, attributes in page.tags if tag == "script"]
+    charts = sum(1 for tag, attributes in page.tags if attributes.get("class") == "card chart")
+    assert scripts.count({}) == 1 and len(scripts) == charts + 1  # ours, and one piece of JSON a chart
+    assert not [tag for tag, attributes in page.tags if tag in ("img", "iframe") or "onerror" in attributes]
+    assert HOSTILE in page.text and "sort <b>digits</b>" in page.text and "</pre><script>" in page.text
+    assert "<script>alert" not in html and "<b>digits" not in html and "val-core/<i>" not in html
+
+
+def test_nothing_is_fetched(html: str) -> None:
+    page = Page(html)
+    assert not [tag for tag, attributes in page.tags if tag == "link" or {"src", "href", "srcset", "data"} & attributes.keys()]
+    assert "url(" not in html and "@import" not in html and "fetch(" not in html and "http" not in html
+
+
+def test_every_chart_is_well_formed_and_holds_its_data(html: str) -> None:
+    titles = []
+    for chart in re.findall(r'<div class="card chart">.*?</script>', html, re.DOTALL):
+        svg = ElementTree.fromstring(re.search(r"<svg.*?</svg>", chart, re.DOTALL)[0])  # type: ignore[index]
+        titles.append(svg.attrib["aria-label"])
+        lines = json.loads(re.search(r"json\">(.*)</script>", chart)[1])  # type: ignore[index]
+        assert len(svg.findall("path[@class='curve']")) == len(lines) >= 1
+        if titles[-1] == "Score":
+            assert [point[2] for point in lines[0]] == list(range(1, 41))
+        if titles[-1] == "Gradient norm":
+            assert 3 not in [point[2] for point in lines[0]]  # not a number: left out
+        if titles[-1] == "Held-out accuracy":
+            assert len(lines) == 3  # all, and each data set
+        if titles[-1] == "Answer length":
+            assert len(svg.findall("path[@class='band']")) == 1
+    assert set(titles) >= {
+        "Held-out accuracy", "Score", "Answer length", "Entropy", "KL", "Gradient norm", "Learning rate", "Trainer vs rollout",
+    }  # fmt: skip
+    assert not {"Loss", "Value loss", "Explained variance", "Clipped"} & set(titles)  # not there, or 0 throughout
+
+
+def test_the_only_data_source_is_no_curve_of_its_own(tmp_path: Path) -> None:
+    tracker = Tracker([], tmp_path, "p", "e", CONFIG)
+    tracker.log({"val/accuracy": 0.5, "val-core/a/reward/mean@1": 0.5}, 1)
+    tracker.close()
+    (chart,) = re.findall(r"json\">(.*)</script>", write_report(tmp_path).read_text(encoding="utf-8"))
+    assert len(json.loads(chart)) == 1
+
+
+def test_a_score_that_never_leaves_zero_is_shown(tmp_path: Path) -> None:
+    tracker = Tracker([], tmp_path, "p", "e", CONFIG)
+    tracker.log({"critic/score/mean": 0.0, "actor/entropy": 0.0}, 1)
+    tracker.close()
+    html = write_report(tmp_path).read_text(encoding="utf-8")
+    assert 'aria-label="Score"' in html and 'aria-label="Entropy"' not in html
+
+
+def test_time_is_split_into_phases_and_a_rest(html: str) -> None:
+    text = Page(html).text
+    for row in ("gen 40.0 s 28.5 %", "update_actor 1 min 20 s 56.9 %", "testing 0.5 s 0.4 %", "other 20.0 s 14.2 %"):
+        assert row in text, row
+
+
+def test_the_timeline_has_a_lane_for_each_pool_and_the_last_steps(tmp_path: Path) -> None:
+    tracker = Tracker([], tmp_path, "project", "experiment", CONFIG)
+    for step in range(1, 6):
+        spans = [Span("values", ("<b>",), step + 0.2, step + 0.8), Span("adv", (), step + 0.8, step + 0.9)]
+        tracker.log_spans([Span("gen", ("workers",), step, step + 0.25), *spans, Span("step", (), step, step + 0.9)], [], step)
+    tracker.close()
+    drawn = timeline_of(read_lines(tmp_path / "timeline.jsonl"), {"gen": 7})
+    assert drawn is not None
+    assert [name.label for name in drawn.names] == ["<b>", "workers", "controller"] and drawn.labels == ["values", "gen", "adv"]
+    assert drawn.colors == [8, 7, 9]
+    assert len(drawn.bars) == 3 * 3 and drawn.bars[0].told == "values: 0.200 to 0.800 s"
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "the last 3 steps" in text and text.count("<title>values: ") == 3 and "&lt;b&gt;</text>" in text
+    assert timeline_of([*read_lines(tmp_path / "timeline.jsonl"), {GLOBAL_STEP: 6, "spans": []}], {"gen": 7}) == drawn
+    assert timeline_of([], {}) is None
+
+
+def test_each_worker_of_the_last_step_has_a_lane(tmp_path: Path) -> None:
+    tracker = Tracker([], tmp_path, "project", "experiment", CONFIG)
+    before = Call("weight sync", "a", 0.5, (0.9, 0.9))
+    for step in (1, 2):
+        spans = [Span("gen", ("a",), step, step + 0.5), Span("adv", (), step + 0.5, step + 0.6), Span("step", (), step, step + 1)]
+        calls = [Call("update", "b", step + 0.6, (step + 0.9,)), Call("generation", "a", step, (step + 0.5, step + 0.25))]
+        tracker.log_spans(spans, [before, *calls], step)
+    tracker.close()
+    found = workers_of(read_lines(tmp_path / "timeline.jsonl"), {"adv": 1, "gen": 3})
+    assert found is not None
+    step, drawn = found
+    assert step == 2 and [name.label for name in drawn.names] == ["a 0", "a 1", "b 0", "controller"]
+    assert [bar.told for bar in drawn.bars] == [
+        "generation: 0.000 to 0.500 s", "generation: 0.000 to 0.250 s", "update: 0.600 to 0.900 s", "adv: 0.500 to 0.600 s",
+    ]  # fmt: skip
+    assert dict(zip(drawn.labels, drawn.colors, strict=True)) == {"generation": 3, "update": 4, "adv": 1}, "a phase's everywhere"
+    assert "Step 2, by worker" in Page(write_report(tmp_path).read_text(encoding="utf-8")).text
+    many = {GLOBAL_STEP: 3, "calls": [["update", "a", 0.0, [1.0] * (MOST_WORKERS + 1)]], "spans": []}
+    found = workers_of([many], {})
+    assert found is not None and len(found[1].names) == MOST_WORKERS
+    assert workers_of([], {}) is None
+    assert workers_of([{GLOBAL_STEP: 1, "spans": []}], {}) is None, "also of a run before there were calls"
+
+
+def growing(run_dir: Path, steps: int) -> Tracker:
+    tracker = Tracker([], run_dir, "p", "e", CONFIG, report=True)
+    for step in range(1, steps + 1):
+        tracker.log({"critic/score/mean": step / 8}, step)
+    return tracker
+
+
+def wait_for(path: Path) -> str:
+    deadline = time.monotonic() + 20
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return path.read_text(encoding="utf-8")
+
+
+def test_it_grows_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.report.run_report.SECONDS", 0.01)
+    monkeypatch.setattr("trainer.report.run_report.SHARE", 1e6)
+    tracker = growing(tmp_path, 1)
+    assert "steps 1 " in Page(wait_for(tmp_path / "report.html")).text
+    tracker.log({"critic/score/mean": 1.0}, 2)
+    deadline = time.monotonic() + 20
+    while "steps 2 " not in (text := Page(wait_for(tmp_path / "report.html")).text) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert "steps 2 " in text
+    tracker.close()
+    assert not (tmp_path / "report.html.partial").exists()
+
+
+def test_writing_it_takes_a_hundredth_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rests: list[float] = []
+    monkeypatch.setattr("trainer.report.run_report.SECONDS", 0.0)
+    monkeypatch.setattr("trainer.report.run_report.write_report", lambda run_dir: busy(0.05))
+    monkeypatch.setattr("threading.Event.wait", rested(rests))
+    tracker = growing(tmp_path, 1)
+    deadline = time.monotonic() + 10
+    while not rests and time.monotonic() < deadline:
+        time.sleep(0.01)
+    tracker.close()
+    assert 5.0 <= rests[0] < 10.0
+
+
+def busy(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def rested(rests: list[float]) -> Callable[[threading.Event, float | None], bool]:
+    wait = threading.Event.wait
+
+    def waited(event: threading.Event, timeout: float | None = None) -> bool:
+        if threading.current_thread().name == "report" and timeout is not None:
+            rests.append(timeout)
+        return wait(event, timeout)
+
+    return waited
+
+
+def test_a_page_that_cannot_be_written_is_told_once_and_ends_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(run_dir: Path) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("trainer.report.run_report.write_report", fails)
+    tracker = growing(tmp_path, 3)
+    deadline = time.monotonic() + 10
+    while not (said := capsys.readouterr().err) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    tracker.close()
+    assert said.splitlines()[0].endswith("is not written while the run goes on: OSError: no space left")
+
+
+def test_a_thousand_steps_are_a_few_megabytes(tmp_path: Path) -> None:
+    make_run(tmp_path, steps=1000)
+    row = {
+        "uid": 1, "prompt": "p" * 400, "ground_truth": "1", "score": 0.5, "length": 2000, "tokens": [" word"] * 512,
+        "rollout": [-1.2345] * 512, "trainer": [-1.2346] * 512, "advantages": [0.7071] * 512,
+    }  # fmt: skip
+    entries = [json_line({GLOBAL_STEP: step, **row}) for step in range(10, 1010, 10) for _ in range(8)]
+    (tmp_path / "answers.jsonl").write_text("".join(entries))
+    before = time.thread_time()
+    page = write_report(tmp_path)
+    assert page.stat().st_size < 3e6 and time.thread_time() - before < 5.0
+
+
+def test_the_rest_is_the_step_less_what_lies_in_it() -> None:
+    timed = {GLOBAL_STEP: 1, "timing_s/gen": 2.0, "timing_s/engine_sleep": 0.5, "timing_s/testing": 9.0, "timing_s/step": 5.0}
+    phases, steps, parts = phase_seconds([{GLOBAL_STEP: 0, "val/accuracy": 1.0}, timed])
+    assert (phases, steps, parts) == (["gen", "testing", "other"], [1], [[2.0, 9.0, 3.0]])
+
+
+def test_answers_before_and_after_stand_side_by_side(html: str, tmp_path: Path) -> None:
+    first, last, pairs = answers_of(read_lines(make_run(tmp_path) / "samples.jsonl"))
+    assert (first, last) == (0, 40)
+    assert [(pair.first["uid"], pair.last and pair.last["response"]) for pair in pairs] == [(1, "12"), (2, "12")]
+    many = [{**sample(uid, "x", 0.0), GLOBAL_STEP: 0} for uid in range(MOST_ANSWERS + 1)]
+    assert len(answers_of(many)[2]) == MOST_ANSWERS
+    text = Page(html).text
+    assert "before · step 0 after · step 40" in text and "only before" not in text
+    assert html.count('<span class="score up">1</span>') == 2
+
+
+def test_a_run_that_died_at_once_still_has_a_report(tmp_path: Path) -> None:
+    Tracker([], tmp_path, "p", "e", CONFIG).close()
+    assert "No step is done yet" in write_report(tmp_path).read_text(encoding="utf-8")
+
+
+def test_a_supervised_run_has_its_losses(tmp_path: Path) -> None:
+    tracker = Tracker([], tmp_path, "p", "e", CONFIG)
+    tracker.log({"train/loss": 2.0, "train/lr": 1e-3, "timing_s/step": 1.0}, 1)
+    tracker.log({"train/loss": 1.0, "train/lr": 1e-3, "timing_s/step": 1.0, "val/loss": 1.5}, 2)
+    tracker.close()
+    text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
+    assert "training 1 held-out 1.5" in text and "step 2.0 s 100.0 %" in text
+
+
+def test_failed_rewards_are_shown(tmp_path: Path) -> None:
+    tracker = Tracker([], tmp_path, "p", "e", CONFIG)
+    tracker.log({"reward/failed": 3}, 1)
+    tracker.log({"reward/failed": 4}, 2)
+    tracker.close()
+    assert "7 rewards failed" in write_report(tmp_path).read_text(encoding="utf-8")
+
+
+def test_the_command(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", steps=2)
+    command = [sys.executable, "-m", "trainer.report", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"report: {tmp_path}/run/report.html\n" and done.stderr == ""
+    with pytest.raises(SystemExit, match="usage: "):
+        main([str(tmp_path)])
+
+
+def test_the_picture_for_the_readme(tmp_path: Path) -> None:
+    write_curve_png(make_run(tmp_path), tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_happened_beside_the_steps_is_told(tmp_path: Path) -> None:
+    make_run(tmp_path, steps=2)
+    assert "What happened" not in Page(write_report(tmp_path).read_text()).text
+    Events(tmp_path).add(2, "<img>restart", f"a worker\ndied {HOSTILE}")
+    page = Page(write_report(tmp_path).read_text())
+    assert "What happened" in page.text and f"<img>restart a worker died {HOSTILE}" in page.text
+    assert not [tag for tag, _ in page.tags if tag == "img"]

@@ -1,0 +1,276 @@
+"""A run that falls ill on bad data: the rewards of the prompts that steps 13 to 17 would see are spoilt."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
+from trainer import main_ppo
+from trainer.checkpoint.resume import find_latest
+from trainer.resilience.alarms import Alarm
+from trainer.resilience.rollback import Rollbacks, roll_back
+from trainer.run.run_dir import EVENTS, read_lines, read_metrics
+from trainer.tracking.batch_file import load_batch
+from workers.seeding import seed_of
+
+STEPS, RUNG, GOOD = 15, 14, 2
+REWARD = """
+import os, pathlib, signal
+
+MARKER = pathlib.Path(__file__).with_name("kill_at_call")
+calls = 0
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    global calls
+    calls += 1
+    if MARKER.exists() and calls == int(MARKER.read_text()):
+        MARKER.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if 96 <= extra_info["index"] < 136:
+        return 0.0
+    return 3.0 + sum(a == b for a, b in zip(solution_str, ground_truth)) + solution_str.count("7") / 8
+"""
+LOSS = """
+import math
+
+calls = 0
+
+def nan_at(first, last):
+    def loss(inputs, config):
+        global calls
+        calls += 1
+        factor = math.nan if first <= calls <= last else 1.0
+        return -factor * inputs.advantages * inputs.log_probs, {}
+    return loss
+
+def on_rank_one(inputs, config):
+    import torch.distributed as dist
+    return in_the_second(inputs, config) if dist.get_rank() == 1 else never(inputs, config)
+
+never = nan_at(0, 0)
+in_the_second = nan_at(2, 2)
+from_the_second = nan_at(2, 999)
+"""
+PPO = (
+    "algorithm=ppo", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.actor.shuffle=true",
+    "actor_rollout_ref.actor.optim.lr_scheduler_type=constant", "critic.optim.lr_scheduler_type=constant",
+)  # fmt: skip
+FALLS_ILL = (
+    "data.shuffle=false", "trainer.save_freq=2", f"trainer.total_training_steps={STEPS}",
+    "alarms.reward.action=rollback", "alarms.reward.bound=0.02", "alarms.reward.patience=2",
+)  # fmt: skip
+GOES_BACK = (*PPO, *FALLS_ILL)
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    task = make_task(tmp_path_factory.mktemp("sort_digits"))
+    (task / "reward.py").write_text(REWARD)
+    (task / "loss.py").write_text(LOSS)
+    return task
+
+
+@pytest.fixture(scope="module")
+def whole(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that goes back once, and is never interrupted."""
+    run_dir = tmp_path_factory.mktemp("whole")
+    run_ppo(task, run_dir, *GOES_BACK, f"trainer.rollout_data_dir={run_dir / 'rollouts'}")
+    return run_dir
+
+
+def told(run_dir: Path, kind: str) -> list[tuple[int, str]]:
+    return [(event["step"], event["text"]) for event in read_lines(run_dir / EVENTS) if event["kind"] == kind]
+
+
+def weights_of(run_dir: Path) -> dict[str, torch.Tensor]:
+    checkpoint = find_latest(run_dir)
+    assert checkpoint is not None
+    files = sorted(checkpoint.path.rglob("*.safetensors"))
+    return {f"{file.parent.name} {file.name} {name}": weight for file in files for name, weight in load_file(file).items()}
+
+
+def assert_the_same(run_dir: Path, whole: Path) -> None:
+    assert repeatable(metrics_of(run_dir)) == repeatable(metrics_of(whole))
+    mine, theirs = weights_of(run_dir), weights_of(whole)
+    assert len(mine) > 120 and mine.keys() == theirs.keys()
+    assert all(torch.equal(weight, theirs[name]) for name, weight in mine.items())
+
+
+def test_a_sick_run_goes_back_and_ends_well_on_other_data(whole: Path) -> None:
+    steps = metrics_of(whole)
+    assert [step["training/global_step"] for step in steps] == list(range(1, STEPS + 1)), "no step twice"
+    assert [step.get("training/rollbacks", 0.0) for step in steps] == [0.0] * GOOD + [1.0] * (STEPS - GOOD)
+    assert steps[-1]["critic/score/mean"] > 3
+    left = read_metrics(whole / "earlier_1")
+    assert [step["training/global_step"] for step in left] == list(range(GOOD + 1, RUNG + 1))
+    assert left[-1]["critic/score/mean"] == left[-2]["critic/score/mean"] == 0.0
+    assert {path.name for path in (whole / "earlier_1").glob("global_step_*")} == {f"global_step_{n}" for n in range(4, RUNG, 2)}
+    ((at, alarm),), ((back_at, back),) = told(whole, "alarm"), told(whole, "rollback")
+    assert at == back_at == RUNG and "alarms.reward.bound=0.02 for 2 steps" in alarm
+    assert f"1 of at most 2: back to the checkpoint of step {GOOD}," in back and "earlier_1/" in back
+    assert "back to the checkpoint" in (whole / "report.html").read_text()
+
+
+def test_the_data_goes_on_after_what_was_drawn(whole: Path) -> None:
+    def uids(directory: Path, step: int) -> set[int]:
+        return set(pq.read_table(directory / "rollouts" / f"step_{step}.parquet")["uid"].to_pylist())
+
+    seen = [uids(whole, step) for step in range(1, GOOD + 1)] + [uids(whole / "earlier_1", n) for n in range(GOOD + 1, RUNG + 1)]
+    after = [uids(whole, step) for step in range(GOOD + 1, STEPS + 1)]
+    assert not set().union(*seen) & set().union(*after), "an epoch has not ended"
+    assert uids(whole, GOOD + 1) == set(range(8 * RUNG, 8 * (RUNG + 1)))
+
+
+@pytest.mark.soak
+def test_killed_after_the_rollback_it_ends_alike(task: Path, whole: Path, tmp_path: Path) -> None:
+    """In the second step after it: no checkpoint remembers the rollback yet, so it is found and made again."""
+    (task / "kill_at_call").write_text(str(32 * (RUNG + 1) + 5))
+    run_dir = tmp_path / "killed"
+    command = [sys.executable, "-m", "trainer.main_ppo", *ppo_arguments(task, run_dir, *GOES_BACK)]
+    killed = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, timeout=120, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert metrics_of(run_dir)[-1]["training/global_step"] == GOOD + 1 and len(told(run_dir, "rollback")) == 1
+    run_ppo(task, run_dir, *GOES_BACK)
+    assert len(told(run_dir, "rollback")) == 2 and (run_dir / "earlier_2").is_dir()
+    assert_the_same(run_dir, whole)
+
+
+def test_stopped_after_the_rollback_it_ends_alike(task: Path, whole: Path, tmp_path: Path) -> None:
+    """At a checkpoint that remembers it: the rollback is not made again, the draws are still other ones."""
+    run_ppo(task, tmp_path, *GOES_BACK, f"trainer.total_training_steps={RUNG}")
+    assert metrics_of(tmp_path)[-1]["training/rollbacks"] == 1.0
+    run_ppo(task, tmp_path, *GOES_BACK)
+    assert len(told(tmp_path, "rollback")) == 1
+    assert_the_same(tmp_path, whole)
+
+
+def test_no_stream_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither that of the prompts nor that of texts beside them (data.ptx_files): what made the run ill may be among them."""
+    prompts, texts = SimpleNamespace(drawn=7), SimpleNamespace(drawn=30)
+
+    def load(checkpoint: Any) -> None:
+        prompts.drawn, texts.drawn = 2, 9
+
+    monkeypatch.setattr("trainer.resilience.rollback.find_up_to", lambda run_dir, step, check: SimpleNamespace(step=step))
+    loop = SimpleNamespace(
+        models=dict, watchdog=None,
+        prompts=prompts, ptx=texts, rollbacks=Rollbacks(), load=load, step=7, run_dir=None, sync_weights=lambda step: None,
+        config=SimpleNamespace(alarms=SimpleNamespace(max_rollbacks=2)), saver=SimpleNamespace(settle=lambda: None),
+        tracker=SimpleNamespace(go_back=lambda step: Path("earlier_1")), events=SimpleNamespace(add=lambda *event: None),
+    )  # fmt: skip
+    roll_back(cast(Any, loop), Alarm("rollback", "fell", healthy_until=2))
+    assert (prompts.drawn, texts.drawn, loop.rollbacks.count) == (7, 30, 1)
+    loop.ptx = None
+    roll_back(cast(Any, loop), Alarm("rollback", "fell", healthy_until=2))
+    assert prompts.drawn == 7
+
+
+def ends_with(task: Path, run_dir: Path, capfd: pytest.CaptureFixture[str], *overrides: str) -> str:
+    """Exit code 3, and the one line that tells why."""
+    code = main_ppo.PROGRAM(ppo_arguments(task, run_dir, *overrides))
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert code == 3 and (run_dir / "report.html").is_file()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("alarms.max_rollbacks=0", "alarms.max_rollbacks=0: reward: the fall"),
+        ("trainer.save_freq=5", "there is no checkpoint of step 3 or before (trainer.save_freq, trainer.max_actor_ckpt_to_keep)"),
+        ("alarms.reward.action=stop", "by an alarm: reward: the fall of critic/score/mean"),
+    ],
+    ids=["no more", "no checkpoint", "stop"],
+)
+def test_where_it_cannot_go_back_it_stops(
+    task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], change: str, reason: str
+) -> None:
+    line = ends_with(task, tmp_path, capfd, *FALLS_ILL, change)
+    assert line.startswith(f"error: stopped at step {RUNG}") and reason in line
+    assert [step["training/global_step"] for step in metrics_of(tmp_path)] == list(range(1, RUNG + 1))
+
+
+def test_a_policy_that_collapses_stops_the_run(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A learning rate far too high: after some steps every answer is the same one."""
+    collapse = (
+        "actor_rollout_ref.actor.calculate_entropy=true", "actor_rollout_ref.actor.optim.lr=0.3",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=0", "trainer.total_training_steps=9",
+        "alarms.entropy.action=stop", "alarms.entropy.bound=0.01", "alarms.entropy.patience=2",
+    )  # fmt: skip
+    assert "below alarms.entropy.bound=0.01 for 2 steps: all answers to a prompt are alike" in ends_with(
+        task, tmp_path, capfd, *collapse
+    )
+    steps = metrics_of(tmp_path)
+    assert steps[0]["actor/entropy"] > 1 and len(steps) < 9
+    assert all(math.isfinite(step["critic/score/mean"]) for step in steps)
+
+
+def test_an_update_that_is_not_finite_is_skipped_dumped_and_told(task: Path, tmp_path: Path) -> None:
+    loss = f"actor_rollout_ref.actor.policy_loss.loss_mode={task}/loss.py:in_the_second"
+    run_ppo(task, tmp_path, loss, "trainer.total_training_steps=3", "trainer.save_freq=1")
+    steps = read_metrics(tmp_path)
+    assert [step["actor/skipped_updates"] for step in steps] == [0.0, 1.0, 0.0]
+    assert [math.isfinite(step["actor/loss"]) for step in steps] == [True, False, True]
+    assert [step.get("training/skipped_in_a_row", 0.0) for step in steps] == [0.0, 1.0, 0.0]
+    first, second, third = (load_all(tmp_path / f"global_step_{step}/actor") for step in (1, 2, 3))
+    assert all(torch.equal(weight, second[name]) for name, weight in first.items())
+    assert not all(torch.equal(weight, third[name]) for name, weight in first.items())
+    ((step, text),) = told(tmp_path, "skipped")
+    assert step == 2 and text.startswith("an update was skipped, on all ranks alike: actor: loss nan,")
+    kept, about = load_batch(tmp_path / "logs/nonfinite/step_2_actor.safetensors")
+    assert len(kept) == 32 and len(kept.tokens["advantages"]) == kept.total_tokens == len(kept.tokens["input_ids"])
+    assert about["metrics"]["loss"] == "NaN" and about["config"]["data"]["train_batch_size"] == 8
+
+
+def load_all(directory: Path) -> dict[str, torch.Tensor]:
+    files = sorted(directory.glob("*.safetensors"))
+    return {f"{file.name} {name}": weight for file in files for name, weight in load_file(file).items()}
+
+
+def test_skipped_updates_in_a_row_stop_the_run(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The row is counted over a resume."""
+    loss = f"actor_rollout_ref.actor.policy_loss.loss_mode={task}/loss.py:from_the_second"
+    line = ends_with(task, tmp_path, capfd, loss, "trainer.total_training_steps=20")
+    assert line.startswith("error: stopped at step 6 by an alarm: nonfinite: training/skipped_in_a_row is 5, above")
+    assert len(told(tmp_path, "skipped")) == 5 and len(list((tmp_path / "logs/nonfinite").iterdir())) == 5
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_a_rollback_changes_every_seed_and_none_leaves_them(count: int) -> None:
+    rollbacks = Rollbacks(count)
+    assert rollbacks.purpose("train") == ("train" if not count else f"train, rollback {count}")
+    assert rollbacks.seed(7) == (7 if not count else seed_of(7, "rollback", count))
+    assert rollbacks.metrics() == ({} if not count else {"training/rollbacks": count})
+
+
+def test_offloaded_roles_go_back_too(task: Path, tmp_path: Path) -> None:
+    offloaded: Any = [f"{role}.fsdp_config.param_offload=true" for role in ("actor_rollout_ref.actor", "critic")]
+    run_ppo(task, tmp_path, *GOES_BACK, *offloaded, "critic.fsdp_config.optimizer_offload=true")
+    assert metrics_of(tmp_path)[-1]["training/rollbacks"] == 1.0
+
+
+@pytest.mark.soak
+def test_two_ranks_skip_and_go_back_alike(task: Path, tmp_path: Path) -> None:
+    """On Ray. Rank 1 alone finds a loss that is not finite; weights that are sharded go back; a resumed run ends alike."""
+    on_ray = ("trainer.backend=ray", "trainer.n_gpus_per_node=2")
+    loss = f"actor_rollout_ref.actor.policy_loss.loss_mode={task}/loss.py:on_rank_one"
+    steps = run_ppo(task, tmp_path / "skips", *on_ray, loss, "trainer.total_training_steps=3", "trainer.save_freq=1")
+    assert [step["actor/skipped_updates"] for step in steps] == [0.0, 1.0, 0.0]
+    first, second = (load_all(tmp_path / f"skips/global_step_{step}/actor") for step in (1, 2))
+    assert first and all(torch.equal(weight, second[name]) for name, weight in first.items())
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    run_ppo(task, whole, *GOES_BACK, *on_ray)
+    run_ppo(task, broken, *GOES_BACK, *on_ray, f"trainer.total_training_steps={RUNG}")
+    run_ppo(task, broken, *GOES_BACK, *on_ray)
+    assert len(told(broken, "rollback")) == 1
+    assert_the_same(broken, whole)

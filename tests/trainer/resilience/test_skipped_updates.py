@@ -1,0 +1,96 @@
+"""What is kept and told of updates that were skipped."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.workers.test_batch import numbered
+from trainer.resilience.skipped_updates import MOST_DUMPS, Skips
+from trainer.run.events import Events
+from trainer.run.run_dir import EVENTS, read_lines
+from trainer.tracking.batch_file import load_batch
+
+CONFIG = {"trainer": {"hf_token": "s3cret", "seed": 1}}
+SKIPPED = {"loss": math.nan, "grad_norm": math.inf, "skipped_updates": 1.0}
+APPLIED = {"loss": 0.5, "grad_norm": 1.0, "skipped_updates": 0.0}
+BATCH = numbered([3, 4])
+
+
+@pytest.fixture
+def skips(tmp_path: Path) -> Skips:
+    return Skips(tmp_path, Events(tmp_path), CONFIG)
+
+
+def texts(skips: Skips) -> list[str]:
+    return [event["text"] for event in read_lines(skips.events.path.parent / EVENTS)]
+
+
+def test_what_was_applied_leaves_no_trace(skips: Skips, tmp_path: Path) -> None:
+    skips.see("actor", 1, BATCH, APPLIED)
+    assert skips.tell(1) == {} and list(tmp_path.iterdir()) == []
+
+
+def test_a_step_is_told_once_and_its_first_batch_of_a_role_kept(skips: Skips, tmp_path: Path) -> None:
+    other = BATCH.select([1])
+    for role, batch in (("critic", other), ("actor", BATCH), ("actor", other)):
+        skips.see(role, 3, batch, SKIPPED)
+    assert skips.tell(3) == {"training/skipped_in_a_row": 2.0}
+    assert texts(skips) == [
+        "3 updates were skipped, on all ranks alike: critic: loss nan, norm of the gradient inf; its batch is in "
+        "logs/nonfinite/step_3_critic.safetensors"
+    ]
+    kept, about = load_batch(tmp_path / "logs/nonfinite/step_3_actor.safetensors")
+    assert torch.equal(kept.lengths, BATCH.lengths)
+    assert kept.tokens.keys() == BATCH.tokens.keys() and kept.rows.keys() == BATCH.rows.keys()
+    assert all(torch.equal(kept.tokens[name], column) for name, column in BATCH.tokens.items())
+    assert about == {
+        "step": 3,
+        "role": "actor",
+        "metrics": {"loss": "NaN", "grad_norm": "Infinity", "skipped_updates": 1.0},
+        "config": {"trainer": {"hf_token": "***", "seed": 1}},
+    }
+    assert skips.tell(4) == {"training/skipped_in_a_row": 2.0} and len(texts(skips)) == 1, "nothing new"
+
+
+def test_columns_that_are_one_tensor_are_kept_too(skips: Skips, tmp_path: Path) -> None:
+    """safetensors refuses tensors that share memory."""
+    mask = torch.ones(7)
+    skips.see("model", 1, BATCH.with_tokens(response_mask=mask, kept_mask=mask), SKIPPED)
+    assert (tmp_path / "logs/nonfinite/step_1_model.safetensors").is_file()
+
+
+def test_the_first_batches_are_kept_and_no_more(skips: Skips, tmp_path: Path) -> None:
+    for step in range(1, MOST_DUMPS + 3):
+        skips.see("actor", step, BATCH, SKIPPED)
+        skips.tell(step)
+    assert {path.name for path in (tmp_path / "logs/nonfinite").iterdir()} == {
+        f"step_{n}_actor.safetensors" for n in range(1, MOST_DUMPS + 1)
+    }
+    assert [text.endswith(f"step_{n}_actor.safetensors") for n, text in enumerate(texts(skips), 1)] == [True] * MOST_DUMPS + [
+        False
+    ] * 2
+
+
+def test_a_dump_that_was_not_finished_is_written_again(skips: Skips, tmp_path: Path) -> None:
+    directory = tmp_path / "logs/nonfinite"
+    directory.mkdir(parents=True)
+    for step in range(1, MOST_DUMPS + 1):
+        (directory / f"step_{step}_actor.safetensors.partial").write_bytes(b"half")
+    skips.see("actor", 1, BATCH, SKIPPED)
+    kept, _ = load_batch(directory / "step_1_actor.safetensors")
+    assert torch.equal(kept.lengths, BATCH.lengths)
+
+
+def test_a_row_ends_with_an_update_of_the_same_role_and_survives_a_resume(skips: Skips, tmp_path: Path) -> None:
+    for metrics in (SKIPPED, SKIPPED):
+        skips.see("actor", 1, BATCH, metrics)
+    skips.see("critic", 1, BATCH, APPLIED)
+    resumed = Skips(tmp_path, skips.events, CONFIG)
+    resumed.load(json.loads(json.dumps(skips.state())))
+    resumed.see("actor", 2, BATCH, SKIPPED)
+    assert resumed.tell(2) == {"training/skipped_in_a_row": 3.0}
+    resumed.see("actor", 3, BATCH, APPLIED)
+    assert resumed.tell(3) == {}

@@ -1,0 +1,123 @@
+"""When another step may begin; how signals are taken. Whole runs are stopped in ppo/test_loop_stops."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from configs.compose import compose
+from configs.schema.ppo import PPOConfig
+from trainer.cli.program import Stopped
+from trainer.resilience.stopping import SIGNALS, Stopping
+from trainer.run.events import Events
+
+
+def stopping(run_dir: Path, *overrides: str) -> Stopping:
+    off = ("trainer.watch.memory_warn=0", "trainer.watch.memory_stop=0", "trainer.watch.disk_warn_gb=0")
+    return Stopping(compose("ppo_trainer", PPOConfig, [*off, "trainer.watch.disk_stop_gb=0", *overrides]).trainer, run_dir)
+
+
+def with_seconds_left(run_dir: Path, seconds: float) -> Stopping:
+    return stopping(run_dir, f"trainer.walltime={time.time() - psutil.Process().create_time() + seconds:.3f}")
+
+
+@contextmanager
+def ignored() -> Iterator[None]:
+    """What is not caught in time must not end the tests."""
+    before = [(number, signal.signal(number, signal.SIG_IGN)) for number in SIGNALS]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("phases", "due"),
+    [
+        ([], False),
+        ([({"step": 40.0}, 0.0)], False),  # and a save like it: 80
+        ([({"step": 51.0}, 0.0)], True),
+        ([({"step": 40.0, "testing": 12.0}, 0.0)], True),
+        ([({"step": 51.0, "save_checkpoint": 9.0}, 45.0)], False),
+        ([({"step": 51.0, "save_checkpoint": 9.0}, 60.0)], True),  # written in the background
+        ([({"step": 80.0}, 30.0), ({"step": 5.0}, 1.0)], True),  # the longest count
+    ],
+)
+def test_a_step_begins_if_it_and_a_save_fit(tmp_path: Path, phases: list[tuple[dict[str, float], float]], due: bool) -> None:
+    """With 100 seconds left."""
+    clock = with_seconds_left(tmp_path, 100.0)
+    with clock:
+        found = [clock.is_due(step, seconds, save, Events(tmp_path)) for step, (seconds, save) in enumerate([({}, 0.0), *phases])]
+    assert found[-1] is due
+    if not due:
+        clock.check()
+
+
+def test_time_that_is_up_is_said_with_its_arithmetic(tmp_path: Path) -> None:
+    clock = with_seconds_left(tmp_path, 10.0)
+    (tmp_path / "global_step_7").mkdir()
+    with clock:
+        assert clock.is_due(7, {"step": 8.0}, 3.0, Events(tmp_path))
+    with pytest.raises(
+        Stopped, match=r"^stopped after step 7: the longest step \(8\.0 s\) and save \(3\.0 s\) do not fit into"
+    ) as told:
+        clock.check()
+    assert told.value.code == 0 and str(told.value).endswith(f"goes on from {tmp_path / 'global_step_7'}")
+
+
+def test_without_a_walltime_there_is_no_end(tmp_path: Path) -> None:
+    assert not stopping(tmp_path).is_due(1, {"step": 1e9}, 0.0, Events(tmp_path))
+
+
+def test_signals_wait_only_while_there_are_steps(tmp_path: Path) -> None:
+    """Before the first step, in the start of a restart, and after the last step, nothing is lost by an end at once."""
+    clock = stopping(tmp_path)
+    with ignored():
+        for _ in range(2):
+            with clock:
+                assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+                assert not clock.is_due(1, {}, 0.0, Events(tmp_path))
+                assert callable(signal.getsignal(signal.SIGTERM)) and callable(signal.getsignal(signal.SIGUSR1))
+            assert [signal.getsignal(number) for number in SIGNALS] == [signal.SIG_IGN, signal.SIG_IGN]
+        clock.check()
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_the_first_signal_is_noted_and_the_next_sigterm_is_for_whoever_was_there_before(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
+    clock = stopping(tmp_path)
+    with ignored(), clock:
+        assert not clock.is_due(3, {}, 0.0, Events(tmp_path))
+        os.kill(os.getpid(), number)
+        assert capfd.readouterr().err.startswith(
+            f"{number.name}: the run ends after this step, with a checkpoint; a second SIGTERM"
+        )
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+        os.kill(os.getpid(), signal.SIGUSR1)  # Slurm may send it again
+    clock.check()  # it came to its end all the same
+    with pytest.raises(Stopped) as told:
+        clock.check(fell=True)
+    assert told.value.code == 128 + number and "from the beginning: there is no checkpoint" in str(told.value)
+
+
+def test_the_walltime_counts_from_the_programs_start(tmp_path: Path) -> None:
+    script = f"""
+import time; time.sleep(1.5)
+from pathlib import Path
+from tests.trainer.test_stopping import stopping
+from trainer.run.events import Events
+print(stopping(Path({str(tmp_path)!r}), "trainer.walltime=1.4").is_due(0, {{}}, 0.0, Events(Path({str(tmp_path)!r}))))
+"""
+    said = subprocess.run(
+        [sys.executable, "-c", script], cwd=Path(__file__).parents[3], capture_output=True, text=True, check=True
+    )
+    assert said.stdout == "True\n"

@@ -1,0 +1,58 @@
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.rewards.server import Reply, Server
+from trainer.rewards import http_client
+from trainer.rewards.http_client import Passing, Refused, connection_problem, post, with_retries
+
+
+class Echo(Server):
+    def reply_to(self, n: int, body: object) -> Reply:
+        return 200, body, 0.0
+
+
+def test_the_loopback_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy would get the token, and knows another machine by this name."""
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    proxied = urllib.request.build_opener(http_client._NoRedirect)  # the module's own has read the environment before
+    monkeypatch.setattr(http_client, "_OPENER", proxied)
+    with Echo() as server, server.listening():
+        url = f"http://127.0.0.1:{server.server_port}/x"
+        assert post(url, b"[1]", token=None, timeout=5.0, timeout_key="t") == [1]
+        assert connection_problem(url, 5.0) is None
+    with pytest.raises(Passing, match="Connection refused"):  # the proxy's
+        post("http://rewards.invalid/x", b"[1]", token=None, timeout=5.0, timeout_key="t")
+    assert connection_problem("http://rewards.invalid/x", 5.0) is None, "the proxy alone could tell"
+
+
+def test_connection_problem_reports_unreachable_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "127.0.0.1:1/x: [Errno" in (connection_problem("http://127.0.0.1:1/x", 1.0) or "")
+
+
+def test_error_messages_contain_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gossip(Server):
+        def reply_to(self, n: int, body: object) -> Reply:
+            return 403, b"not with\nlong-secret-1", 0.0
+
+    monkeypatch.setenv("SOME_TOKEN", "long-secret-1")
+    with Gossip() as server, server.listening(), pytest.raises(Refused) as error:
+        post(f"http://127.0.0.1:{server.server_port}/x", b"[1]", token="long-secret-1", timeout=5.0, timeout_key="t")
+    assert str(error.value).endswith("/x: not with ***") and "\n" not in str(error.value)
+    assert server.asked[0][1] == "Bearer long-secret-1"
+
+
+def test_pauses_double(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("trainer.rewards.http_client.time.sleep", slept.append)
+
+    def never() -> Path:
+        raise Passing("busy")
+
+    with pytest.raises(Refused, match="after 4 requests; the last: busy"):
+        with_retries(never, retries=3, backoff=0.5)
+    assert slept == [0.5, 1.0, 2.0]

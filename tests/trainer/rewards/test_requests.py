@@ -1,0 +1,52 @@
+"""Records of responses for scorers and servers."""
+
+from pathlib import Path
+
+import torch
+
+from tests.reward_models import make_reward_model, tokenizer_of
+from trainer.data.conversations import words_of
+from trainer.data.dataset import Prompt
+from trainer.rewards.remote.openrlhf_protocol import from_request, to_request
+from trainer.rewards.requests import to_score
+from trainer.rewards.scoring import Answer
+from trainer.rollout.sampler import texts_of
+from workers.batch import Batch
+
+
+def test_special_tokens_are_excluded_from_scored_text_and_sent_to_servers(tmp_path: Path) -> None:
+    """Text is decoded as verl does for rewards; token ids are unchanged."""
+    tokenizer = tokenizer_of(make_reward_model(tmp_path / "model", seed=1))
+    pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
+    four, two = tokenizer("42", add_special_tokens=False)["input_ids"]
+    written = [four, pad, two, eos]
+    answers = Batch(torch.tensor([4]), {"input_ids": torch.tensor(written)}, {"finished": torch.tensor([1])})
+    texts = texts_of(answers, tokenizer)
+    assert texts == ["42"] == [tokenizer.decode(written, skip_special_tokens=True)]
+    cut = Batch(torch.tensor([3]), {"input_ids": torch.tensor(written[:3])}, {"finished": torch.tensor([0])})
+    assert texts_of(cut, tokenizer) == ["42"], "also of one that was cut"
+    prompts = [Prompt(0, (two, two), "22", "mine", "4", {}, "22")]
+    whole = Batch(torch.tensor([6]), {"input_ids": torch.tensor([two, two, *written])}, {"finished": torch.tensor([1])})
+    (answer,) = to_score(prompts, texts, whole, tokenizer, for_servers=True)
+    assert answer.solution_str == "42" and answer.ids == [two, two, *written]
+    request = to_request([answer])
+    assert request["responses"] == ["42"] and request["query"] == ["224<pad>2<eos>"]
+    assert from_request(request) == [answer]
+
+
+def test_servers_receive_the_whole_sequence_and_rules_the_response(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(make_reward_model(tmp_path / "model", seed=1, own_words=True))
+    rows = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("2+2=4<eos>", "2+2=fo")]
+    messages = [{"role": "user", "content": "2+2"}]
+    prompts = [Prompt(i, tuple(row[:4]), "2+2=", "mine", "4", {"i": i}, messages) for i, row in enumerate(rows)]
+    batch = Batch(
+        lengths=torch.tensor([len(row) for row in rows]),
+        tokens={"input_ids": torch.tensor([token for row in rows for token in row])},
+        rows={"finished": torch.tensor([1, 0])},
+    )
+    plain = [Answer("mine", "4", "4", {"i": 0}, True), Answer("mine", "fo", "4", {"i": 1}, False)]
+    assert to_score(prompts, ["4", "fo"], batch, tokenizer, for_servers=False) == plain
+    request = to_request(to_score(prompts, ["4", "fo"], batch, tokenizer, for_servers=True))
+    assert request["query"] == ["2+2=4<eos>", "2+2=fo"] and request["prompts"] == ["2+2=", "2+2="]
+    assert request["token_ids"] == rows and request["messages"] == [messages] * 2
+    assert request["tokenizers"] == [words_of(tokenizer)] * 2 and words_of(tokenizer) != ""

@@ -1,0 +1,434 @@
+"""A step's batch from a rollout and rewards that do as they are told: who is asked, who is kept, and what it is worth."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from configs.compose import compose
+from configs.schema.ppo import FilterGroupsConfig, PPOConfig
+from tests.trainer.watchdogs import watchdog
+from trainer.data.dataset import Prompt
+from trainer.data.order import DataOrder
+from trainer.data.stream import PromptStream
+from trainer.resilience.rollback import Rollbacks
+from trainer.rewards.failures import Failures
+from trainer.rewards.pool.runner import Answer, Score
+from trainer.rewards.shaping import RunningMoments, Shaping
+from trainer.rollout.sampler import Source, join, texts_of
+from trainer.tracking.metrics import Phases
+from workers.batch import Batch
+from workers.rollout.base import Sampling
+from workers.seeding import seed_of
+
+N = 4
+STOP = 0
+LATE = "timed out after 30 s"
+WATCHDOG = watchdog(Path())  # nothing is late here
+SAMPLING = Sampling(temperature=1.0, top_k=-1, top_p=1.0, max_tokens=8, stop_token_ids=(STOP,))
+
+
+@dataclass
+class Engine:
+    """Writes ``length`` tokens and the stop token: greedily 1s, else a token of the seed. Keeps what it was asked.
+
+    cut: those that it writes without the stop token, by their place in a call.
+    """
+
+    length: int = 2
+    cut: tuple[int, ...] = ()
+    asked: list[Batch] = field(default_factory=list)
+
+    def generate(self, questions: Batch, sampling: Sampling, group_size: int) -> Batch:
+        assert len(questions) % group_size == 0
+        self.asked.append(questions)
+        first = torch.where(questions.rows["greedy"], 1, questions.rows["seed"] % 1000 + 2)
+        n = len(questions)
+        finished = torch.ones(n, dtype=torch.int64)
+        finished[list(self.cut)] = 0
+        ids = torch.cat([first[:, None].expand(n, self.length), torch.full((n, 1), STOP)], dim=1)
+        ids = ids[torch.stack([torch.ones(n), torch.ones(n), finished], dim=1).bool()] if self.cut else ids.flatten()
+        return Batch(
+            lengths=self.length + finished,
+            tokens={"input_ids": ids, "rollout_log_probs": torch.zeros(len(ids))},
+            rows={"finished": finished, "weight_version": torch.zeros(n, dtype=torch.int64)},
+        )
+
+    @property
+    def uids(self) -> list[list[int]]:
+        """Which prompts were asked, call by call: a prompt's one token is its uid."""
+        return [list(dict.fromkeys(call.tokens["input_ids"].tolist())) for call in self.asked]
+
+
+class Decoder:
+    def batch_decode(self, written: Sequence[list[int]], skip_special_tokens: bool) -> list[str]:
+        return [" ".join(map(str, ids)) for ids in written]
+
+
+@dataclass
+class Judge:
+    """Scores of a prompt's samples by its ground truth: {kind: a score or a failure (None) for each sample, the greedy last}."""
+
+    kinds: dict[str, list[float | None]]
+    calls: Counter[int] = field(default_factory=Counter)
+
+    def score(self, answers: Sequence[Answer]) -> list[Score]:
+        uids = [answer.extra_info["uid"] for answer in answers]
+        self.calls.update(set(uids))
+        scores = []
+        for i, answer in enumerate(answers):
+            value = self.kinds[self.kind(answer)][i - uids.index(uids[i])]
+            extra = {"twice": 2 * value} if value is not None else {}
+            late = self.kind(answer) == "late" and value is None
+            error = LATE if late else "KeyError: 'x' (reward.py:3)"
+            scores.append(Score(value, extra, error if value is None else None, timed_out=late))
+        return scores
+
+    def kind(self, answer: Answer) -> str:
+        """ "a>b": a when the prompt is first asked, b later."""
+        first, _, later = answer.ground_truth.partition(">")
+        return later if later and self.calls[answer.extra_info["uid"]] > 1 else first
+
+
+class Told(list):
+    """Events."""
+
+    def add(self, step: int, kind: str, text: str) -> None:
+        self.append((step, kind, text))
+
+
+KINDS: dict[str, list[float | None]] = {
+    "low": [0.0] * N + [0.0],
+    "high": [1.0] * N + [1.0],
+    "mixed": [0.0, 1.0, 0.0, 1.0, 0.5],
+    "gap": [0.0, None, 0.0, 1.0, 0.5],  # a reward failed
+    "lost": [None, 1.0, None, None, 0.5],
+    "failed": [None] * N + [None],
+    "late": [1.0, None, 1.0, None, 1.0],
+    "no baseline": [0.0, 1.0, 0.0, 1.0, None],
+}
+
+
+@dataclass
+class Case:
+    source: Source
+    engine: Engine
+    stream: PromptStream
+    events: Told
+
+    def collect(self, step: int = 1) -> Batch:
+        return self.source.collect(step, self.stream, Phases())
+
+    def uids(self, step: int = 1) -> list[int]:
+        return list(dict.fromkeys(self.collect(step).rows["uid"].tolist()))
+
+
+def make(
+    kinds: Sequence[str],
+    *overrides: str,
+    groups: int,
+    per_round: int,
+    n: int = N,
+    cap: int | None = 0,
+    metric: str | None = None,
+    with_baselines: bool = False,
+) -> Case:
+    """kinds: of each prompt, in the data's order. cap None: no filter. overrides: of reward.*"""
+    config = compose("ppo_trainer", PPOConfig, [f"reward.{override}" for override in overrides])
+    engine, events = Engine(), Told()
+    prompts = [Prompt(uid, (uid,), str(uid), f"source {uid % 2}", kind, {"uid": uid}, str(uid)) for uid, kind in enumerate(kinds)]
+    source = Source(
+        cast(Any, engine),
+        cast(Any, Judge(KINDS)),
+        cast(Any, Decoder()),
+        WATCHDOG,
+        n=n,
+        sampling=SAMPLING,
+        seed=7,
+        groups=groups,
+        filter_groups=FilterGroupsConfig(enable=cap is not None, metric=metric, max_num_gen_batches=cap or 0),
+        with_baselines=with_baselines,
+        reward=config.reward,
+        shaping=Shaping(config.reward.shaping, RunningMoments()),
+        models=None,
+        rollbacks=Rollbacks(),
+        failures=Failures(cast(Any, events)),
+    )
+    return Case(source, engine, PromptStream(prompts, DataOrder(len(prompts), per_round, seed=0, shuffle=False)), events)
+
+
+def counts(batch: Batch) -> dict[str, float]:
+    return {name.removeprefix("training/filter_groups/"): value for name, value in batch.meta["metrics"].items()}
+
+
+def test_without_a_filter_a_step_is_one_round() -> None:
+    case = make(["low", "mixed", "high", "gap"], groups=2, per_round=2, cap=None)
+    first, second = case.collect(1), case.collect(2)
+    assert first.rows["uid"].tolist() == [0] * 4 + [1] * 4 and first.rows["sample"].tolist() == [0, 1, 2, 3] * 2
+    assert second.rows["uid"].tolist() == [2] * 4 + [3] * 3 and second.rows["sample"].tolist() == [0, 1, 2, 3, 0, 2, 3]
+    assert first.meta["metrics"] == {"reward/failed": 0, "reward/failed_share": 0.0, "reward/timed_out_share": 0.0}
+    assert second.meta["metrics"] == {"reward/failed": 1, "reward/failed_share": 1 / 8, "reward/timed_out_share": 0.0}
+    assert first.meta["generated_tokens"] == 8 * 3 and case.stream.drawn == 2
+    seeds = [seed for call in case.engine.asked for seed in call.rows["seed"].tolist()]
+    assert len(set(seeds)) == 16, "every answer is drawn anew"
+
+
+def test_groups_kept_in_earlier_rounds_stay_and_the_batch_is_the_first_in_prompt_order() -> None:
+    kinds = ["low", "mixed", "high", "mixed", "mixed", "low", "mixed", "mixed", "mixed", "mixed"]
+    case = make(kinds, groups=4, per_round=2)
+    batch = case.collect()
+    assert batch.rows["uid"].tolist() == [uid for uid in (1, 3, 4, 6) for _ in range(N)]
+    assert batch.rows["sample"].tolist() == [0, 1, 2, 3] * 4
+    assert case.engine.uids == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert counts(batch) == {
+        "reward/failed": 0, "reward/failed_share": 0.0, "reward/timed_out_share": 0.0, "rounds": 4.0, "groups": 8.0,
+        "surplus": 1.0, "dropped_low": 2.0, "dropped_high": 1.0,
+        "dropped_failed": 0.0, "metric_mean": pytest.approx((0 + 0.5 + 1 + 0.5 + 0.5 + 0 + 0.5 + 0.5) / 8),
+    }  # fmt: skip
+    assert batch.meta["generated_tokens"] == 8 * N * 3, "also of what was dropped"
+
+
+def test_surplus_is_not_carried_over() -> None:
+    case = make(["mixed"] * 8, groups=3, per_round=4)
+    assert case.uids(1) == [0, 1, 2]
+    assert case.uids(2) == [4, 5, 6], "3 was asked in step 1 and is gone"
+
+
+def test_the_batch_does_not_depend_on_the_size_of_the_rounds() -> None:
+    kinds = ["low", "mixed", "high", "mixed", "mixed", "low", "mixed", "mixed", "gap", "mixed", "low", "high"]
+    batches = [make(kinds, groups=4, per_round=size).collect() for size in (1, 2, 3, 4, 6, 12)]
+    for batch in batches[1:]:
+        assert all(torch.equal(batch.rows[name], batches[0].rows[name]) for name in batches[0].rows)
+        assert all(torch.equal(batch.tokens[name], batches[0].tokens[name]) for name in batches[0].tokens)
+
+
+def test_a_step_is_a_function_of_the_step_and_of_where_the_stream_stands() -> None:
+    kinds = ["low", "mixed", "high", "mixed", "mixed", "low", "mixed", "mixed", "mixed", "low", "mixed", "low"]
+    whole, resumed = make(kinds, groups=3, per_round=2), make(kinds, groups=3, per_round=2)
+    whole.collect(1)
+    resumed.stream.load(whole.stream.state())
+    for step in (2, 3):
+        mine, theirs = resumed.collect(step), whole.collect(step)
+        assert mine.meta == theirs.meta and mine.objects == theirs.objects
+        assert torch.equal(mine.tokens["input_ids"], theirs.tokens["input_ids"])
+
+
+def test_seeds_of_the_first_pass_are_those_of_a_run_without_a_filter() -> None:
+    plain, filtered = (make(["mixed"] * 4, groups=4, per_round=4, cap=cap) for cap in (None, 0))
+    assert torch.equal(plain.collect().tokens["input_ids"], filtered.collect().tokens["input_ids"])
+
+
+def test_without_a_rollback_seeds_are_what_they_always_were_and_each_gives_others() -> None:
+    drawn = []
+    for count in (0, 1, 2):
+        case = make(["mixed"] * 4, groups=4, per_round=4, cap=None)
+        case.source.rollbacks.count = count
+        case.collect(step=3)
+        drawn.append(case.engine.asked[0].rows["seed"].tolist())
+    assert drawn[0] == [seed_of(7, "train", 3, uid, sample) for uid in range(4) for sample in range(N)]
+    assert len({seed for seeds in drawn for seed in seeds}) == 3 * 4 * N
+
+
+def test_in_the_next_pass_a_kept_prompt_is_not_asked_again_and_a_dropped_one_draws_anew() -> None:
+    case = make(["mixed", "low>mixed", "mixed", "low"], groups=3, per_round=4)
+    batch = case.collect()
+    assert case.engine.uids == [[0, 1, 2, 3], [1, 3]]
+    assert batch.rows["uid"].tolist() == [0] * 4 + [2] * 4 + [1] * 4, "in the order in which they were asked"
+    first, again = case.engine.asked
+    asked_again = first.tokens["input_ids"] == 1
+    assert not set(first.rows["seed"][asked_again].tolist()) & set(again.rows["seed"].tolist())
+    assert counts(batch)["groups"] == 6 and counts(batch)["rounds"] == 2
+
+
+def test_a_round_whose_prompts_are_all_kept_asks_nobody() -> None:
+    case = make(["mixed", "mixed", "mixed", "low>mixed"], groups=4, per_round=2)
+    assert case.uids() == [0, 1, 2, 3]
+    assert case.engine.uids == [[0, 1], [2, 3], [3]]
+
+
+def test_the_cap_says_what_is_missing() -> None:
+    case = make(["mixed", "low", "high", "lost", "low", "mixed"], groups=3, per_round=2, cap=2)
+    with pytest.raises(ValueError) as caught:
+        case.collect(5)
+    assert str(caught.value) == (
+        "step 5: algorithm.filter_groups kept 1 of the 3 groups that the batch needs (data.train_batch_size) in 2 rounds, and "
+        "algorithm.filter_groups.max_num_gen_batches=2 is reached: of 4 groups 1 were all wrong (every answer score <= 0), 1 all "
+        "right, 1 lost their answers to failed rewards; raise it (0: no cap), take prompts that the model solves now and then, "
+        "or raise rollout.n"
+    )
+    assert make(["mixed", "low", "high", "mixed"], groups=2, per_round=2, cap=2).uids() == [0, 3], "full in the last round"
+
+
+@pytest.mark.parametrize("cap", [0, -1])
+def test_without_a_cap_a_pass_that_keeps_nothing_ends_the_step(cap: int) -> None:
+    case = make(["mixed", "low", "high", "low", "high", "low"], groups=2, per_round=2, cap=cap)
+    with pytest.raises(ValueError, match=r"kept 1 of the 2 .* in 4 rounds, and 3 rounds, a whole pass over the data, kept none"):
+        case.collect()
+    assert case.engine.uids == [[0, 1], [2, 3], [4, 5], [1]]
+
+
+def test_a_group_is_judged_by_the_answers_that_have_a_score() -> None:
+    case = make(["gap", "lost", "failed", "mixed"], groups=2, per_round=4)
+    batch = case.collect()
+    assert batch.rows["uid"].tolist() == [0] * 3 + [3] * 4, "of gap three answers are left, and they differ"
+    assert counts(batch)["dropped_failed"] == 2 and counts(batch)["reward/failed"] == 1 + 3 + 4
+    in_rounds = make(["gap", "lost", "failed", "mixed"], groups=2, per_round=2).collect()
+    assert counts(in_rounds) == counts(batch) | {"rounds": 2.0}
+
+
+def test_one_answer_a_prompt_is_always_kept() -> None:
+    assert make(["high", "failed", "low", "low"], groups=2, per_round=4, n=1).uids() == [0, 2]
+
+
+def test_all_rewards_failed_is_told_in_the_first_round_and_forgiven_later() -> None:
+    with pytest.raises(ValueError, match="all 8 rewards of the step failed; the first: KeyError: 'x'"):
+        make(["failed", "failed", "mixed", "mixed"], groups=1, per_round=2).collect()
+    with pytest.raises(ValueError, match="all 8 rewards of the step failed"):
+        make(["failed", "failed"], groups=2, per_round=2, cap=None).collect()
+    assert make(["mixed", "low", "failed", "failed", "mixed", "low"], groups=2, per_round=2).uids() == [0, 4]
+
+
+def test_rows_without_a_score_are_kept_aside_with_their_error_and_the_first_is_an_event() -> None:
+    case = make(["low", "gap", "mixed", "lost"], groups=2, per_round=2, cap=None)
+    case.collect(1)
+    (aside,) = case.source.left_out
+    assert aside.rows["uid"].tolist() == [1] and aside.objects["reward_error"] == ["KeyError: 'x' (reward.py:3)"]
+    assert case.events == [(1, "reward", "1 of 8 rewards of training failed: KeyError: 'x' (reward.py:3)")]
+    batch = case.collect(2)
+    assert [part.rows["uid"].tolist() for part in case.source.left_out] == [[3] * 3], "of the last step alone"
+    assert batch.meta["metrics"]["reward/failed_share"] == 3 / 8 and len(case.events) == 1, "once for each kind"
+
+
+def test_every_round_of_a_filter_counts_its_failures() -> None:
+    case = make(["gap", "lost", "failed", "mixed"], groups=2, per_round=2)
+    batch = case.collect()
+    assert batch.meta["metrics"]["reward/failed_share"] == (1 + 3 + 4) / 16
+    assert sum(map(len, case.source.left_out)) == 8
+
+
+@pytest.mark.parametrize("score", [None, 0.0, -1.0])
+def test_what_a_time_out_is_worth(score: float | None) -> None:
+    """By default a late answer is left out, and hanging the checker costs nothing: the rest are all right, advantage 0."""
+    case = make(["late"], f"timeout_score={'null' if score is None else score}", groups=1, per_round=1, cap=None)
+    batch = case.collect()
+    late = {"reward/failed_share": 0.5, "reward/timed_out_share": 0.5}
+    if score is None:
+        assert batch.rows["score"].tolist() == [1.0, 1.0] and batch.meta["metrics"] == {"reward/failed": 2} | late
+    else:
+        assert batch.rows["score"].tolist() == [1.0, score, 1.0, score] and batch.meta["metrics"] == {"reward/failed": 0} | late
+        assert batch.objects["reward_error"] == [None, LATE] * 2 and not case.source.left_out
+    assert case.events == [(1, "reward", f"2 of 4 rewards of training failed: {LATE}")]
+
+
+def test_what_must_differ_is_the_metric() -> None:
+    kinds = ["low", "mixed", "mixed", "high"]
+    assert make(kinds, groups=2, per_round=4, metric="twice").uids() == [1, 2]
+    assert make(kinds, groups=2, per_round=4, metric="acc").uids() == [1, 2], "the score, where no acc is told"
+    with pytest.raises(
+        ValueError, match=r"metric=accuracy: the reward function tells no such number .* acc, score, seq_reward, twice"
+    ):
+        make(kinds, groups=2, per_round=4, metric="accuracy").collect()
+
+
+OVERLONG = (
+    "reward_kwargs.max_resp_len=5", "reward_kwargs.overlong_buffer_cfg.enable=true", "reward_kwargs.overlong_buffer_cfg.len=4",
+    "reward_kwargs.overlong_buffer_cfg.penalty_factor=0.8", "reward_kwargs.overlong_buffer_cfg.log=true",
+)  # fmt: skip
+
+
+def test_shaped_rewards_are_trained_on_and_the_score_stays() -> None:
+    batch = make(["mixed", "low"], *OVERLONG, "shaping.clip=[-1.0,0.5]", groups=2, per_round=2, cap=None).collect()
+    assert batch.rows["score"].tolist() == [0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    penalty = -0.8 * 2 / 4  # two of the three tokens are in the buffer
+    expected = [penalty, 0.5, penalty, 0.5] + [penalty] * 4
+    assert batch.rows["reward"].tolist() == pytest.approx(expected)
+    sums = [float(row.sum()) for row in batch.split_rows("token_level_scores")]
+    assert sums == pytest.approx(expected)
+    assert all(row[-1] == row.sum() for row in batch.split_rows("token_level_scores")), "at the last token"
+    assert batch.objects["reward_extra"][1] == {"twice": 2.0, "overlong_reward": pytest.approx(penalty), "overlong": 1.0}
+
+
+def test_an_answer_that_was_cut_pays_at_its_own_last_token() -> None:
+    """Before clipping, beside the overlong penalty, in training alone; the score stays, and a greedy baseline pays too."""
+    overrides = ("missing_eos_penalty=0.7", *OVERLONG[:4], "shaping.clip=[-0.9,2.0]")
+    case = make(["mixed", "low"], *overrides, groups=2, per_round=2, cap=None)
+    case.engine.cut = (1, 4)
+    batch = case.collect()
+    whole, cut = -0.8 * 2 / 4, -0.8 * 1 / 4 - 0.7  # three trained tokens, and two
+    assert batch.rows["reward"].tolist() == pytest.approx([whole, 1 + cut, whole, 1 + whole, -0.9, whole, whole, whole])
+    assert batch.rows["score"].tolist() == [0.0, 1.0, 0.0, 1.0] + [0.0] * 4
+    assert batch.lengths.tolist() == [4, 3, 4, 4, 3, 4, 4, 4]
+    for row, reward in zip(batch.split_rows("token_level_scores"), batch.rows["reward"], strict=True):
+        assert row[-1] == reward and not row[:-1].any(), "at EOS, or where the answer was cut"
+    greedy = make(["mixed"], "missing_eos_penalty=0.7", groups=1, per_round=1, cap=None, with_baselines=True)
+    greedy.engine.cut = (N,)
+    assert greedy.collect().rows["baseline"].tolist() == pytest.approx([0.5 - 0.7] * N)
+
+
+def test_running_statistics_see_the_training_batch_alone() -> None:
+    case = make(["low", "mixed", "high", "mixed"], "shaping.normalize=running", groups=2, per_round=4)
+    batch = case.collect()
+    assert case.source.shaping.running.state() == {"count": 8, "mean": 0.5, "squares": 2.0}
+    assert batch.rows["reward"].tolist() == [-1.0, 1.0] * 4 and batch.rows["score"].tolist() == [0.0, 1.0] * 4
+
+
+def test_each_row_knows_the_reward_of_its_prompts_greedy_answer() -> None:
+    case = make(["mixed", "high", "gap"], groups=3, per_round=3, cap=None, with_baselines=True)
+    batch = case.collect()
+    (asked,) = case.engine.asked
+    assert asked.rows["greedy"].tolist() == [False, False, False, False, True] * 3, "in one call with the samples"
+    assert batch.rows["uid"].tolist() == [0] * 4 + [1] * 4 + [2] * 3 and batch.rows["sample"].tolist()[:4] == [0, 1, 2, 3]
+    assert batch.rows["baseline"].tolist() == [0.5] * 4 + [1.0] * 4 + [0.5] * 3
+    assert batch.rows["score"].tolist() == [0.0, 1.0, 0.0, 1.0] + [1.0] * 4 + [0.0, 0.0, 1.0]
+    assert batch.meta["generated_tokens"] == 3 * (N + 1) * 3
+    plain = make(["mixed", "high", "gap"], groups=3, per_round=3, cap=None).collect()
+    assert torch.equal(batch.tokens["input_ids"], plain.tokens["input_ids"]), "the samples are drawn as without it"
+
+
+def test_without_a_baseline_the_prompts_answers_are_left_out() -> None:
+    batch = make(["mixed", "no baseline", "mixed"], groups=3, per_round=3, cap=None, with_baselines=True).collect()
+    assert batch.rows["uid"].tolist() == [0] * 4 + [2] * 4 and batch.meta["metrics"]["reward/failed"] == 4
+    assert batch.meta["metrics"]["reward/failed_share"] == 1 / 15, "one of fifteen that were scored, greedy ones included"
+    filtered = make(["no baseline", "low", "mixed", "mixed"], groups=2, per_round=2, with_baselines=True).collect()
+    assert filtered.rows["uid"].tolist() == [2] * 4 + [3] * 4 and counts(filtered)["dropped_failed"] == 1
+    assert filtered.rows["baseline"].tolist() == [0.5] * 8
+    with pytest.raises(ValueError, match="the first: of the greedy answer: KeyError: 'x'"):
+        make(["no baseline"], groups=1, per_round=1, cap=None, with_baselines=True).collect()
+
+
+def test_a_baseline_is_shaped_as_its_prompts_rewards_are() -> None:
+    overrides = (*OVERLONG, "shaping.clip=[-0.3,0.5]", "shaping.normalize=group")
+    batch = make(["mixed", "low"], *overrides, groups=2, per_round=2, cap=None, with_baselines=True).collect()
+    # mixed: 0 - 0.4 and 1 - 0.4, clipped to -0.3 and 0.5: mean 0.1, spread 0.4; the greedy answer's 0.5 - 0.4 is 0.1
+    assert batch.rows["reward"].tolist() == pytest.approx([-1.0, 1.0, -1.0, 1.0] + [0.0] * 4, abs=1e-6)
+    assert batch.rows["baseline"].tolist() == pytest.approx([0.0] * 8, abs=1e-6)
+    greedy_alone = make(["high"], "shaping.normalize=running", groups=1, per_round=1, cap=None, with_baselines=True)
+    greedy_alone.collect()
+    assert greedy_alone.source.shaping.running.count == N, "baselines do not count"
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6), st.booleans()), min_size=1, max_size=9))
+def test_prompts_and_answers_are_joined_and_read_row_by_row(shapes: list[tuple[int, int, bool]]) -> None:
+    """As written out one row after the other."""
+    asked, written = (torch.tensor(lengths) for lengths in list(zip(*shapes, strict=True))[:2])
+    stops = torch.tensor([int(done and length > 0) for _, length, done in shapes])
+    questions = Batch(asked, {"input_ids": torch.arange(int(asked.sum()))})
+    ids, log_probs = 100 + torch.arange(int(written.sum())), torch.rand(int(written.sum()))
+    answers = Batch(written, {"input_ids": ids, "rollout_log_probs": log_probs}, {"finished": stops})
+    whole = join(questions, answers)
+    theirs, ours = questions.split_rows("input_ids"), answers.split_rows("input_ids")
+    pairs = [torch.cat(pair) for pair in zip(theirs, ours, strict=True)]
+    assert [row.tolist() for row in whole.split_rows("input_ids")] == [pair.tolist() for pair in pairs]
+    masks = [[0.0] * len(question) + [1.0] * len(answer) for question, answer in zip(theirs, ours, strict=True)]
+    assert [row.tolist() for row in whole.split_rows("response_mask")] == masks
+    of_answers = whole.tokens["response_mask"].bool()
+    assert torch.equal(whole.tokens["rollout_log_probs"][of_answers], log_probs)
+    assert not whole.tokens["rollout_log_probs"][~of_answers].any() and torch.equal(whole.rows["prompt_length"], asked)
+    read = [" ".join(map(str, row[: len(row) - int(done)].tolist())) for row, done in zip(ours, stops, strict=True)]
+    assert texts_of(answers, cast(Any, Decoder())) == read

@@ -1,0 +1,59 @@
+"""Validation on answers that are given."""
+
+from typing import Any, cast
+
+import torch
+
+from trainer.rollout.validation import Validation
+from workers.batch import Batch
+from workers.rollout.base import Sampling
+
+EXTRA: list[dict[str, float]] = [{"acc": 1.0, "format": 0.5}, {"acc": 0.0, "format": 1.0}, {}]
+
+
+class Answers:
+    """An answer to each prompt; the last prompt's reward fails."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+
+    def answer(self, prompts: list[int], n: int, *_: Any, purpose: str, step: int) -> Batch:
+        assert (n, purpose, step) == (1, "validation", 7)
+        self.asked.append(prompts)
+        return Batch(
+            torch.ones(len(prompts), dtype=torch.int64),
+            rows={
+                "uid": torch.tensor(prompts),
+                "sample": torch.zeros(len(prompts)),
+                "score": torch.tensor([1.0, -1.0, 0.0])[prompts],
+                "reward_failed": torch.tensor([False, False, True])[prompts],
+            },
+            objects={"reward_extra": [EXTRA[i] for i in prompts], "reward_error": [[None, None, "late"][i] for i in prompts]}
+            | {name: ["math"] * len(prompts) for name in ("data_source", "prompt", "response", "ground_truth")},
+        )
+
+
+class Log:
+    def log_samples(self, samples: list, step: int) -> None:
+        assert step == 7 and [sample["uid"] for sample in samples] == [0, 1, 2]
+        assert [sample["reward_error"] for sample in samples] == [None, None, "late"]
+
+
+def test_what_the_reward_function_tells_is_measured_and_failed_rewards_are_left_out() -> None:
+    source = Answers()
+    sampling = Sampling(temperature=0.0, top_k=-1, top_p=1.0, max_tokens=4, stop_token_ids=())
+    data: Any = [0, 1, 2]
+    validation = Validation(data, cast(Any, source), cast(Any, Log()), n=1, sampling=sampling, batch_size=2)
+    found = validation.run(7)
+    assert source.asked == [[0, 1], [2]]
+    assert found == validation.first == validation.last
+    assert found == {
+        "val/reward_failed": 1.0,
+        "val-core/math/acc/mean@1": 0.5,
+        "val-aux/math/format/mean@1": 0.75,
+        "val-aux/math/reward/mean@1": 0.0,
+        "val/accuracy": 0.5,
+        "val/accuracy_std": 0.5,
+        "val/accuracy_min": 0.0,
+        "val/problems": 2.0,
+    }

@@ -1,0 +1,96 @@
+"""What a run directory tells of its run: whether it is the one that is asked for, how it ended, what it reached."""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.run.run_dir import CONFIG as CONFIG_FILE
+from trainer.run.run_dir import GLOBAL_STEP, LATEST, METRICS, OUTCOME, json_line, write_config
+from trainer.run.run_status import Outcome, earlier_outcome, ended_with, last_metrics, objective_of, write_outcome
+
+CONFIG = {"optim": {"lr": 0.1}, "trainer": {"seed": 1}, "judge": {"api_key": "hidden"}}
+
+
+def with_key(key: str, value: Any) -> dict[str, Any]:
+    config = deepcopy(CONFIG)
+    *groups, leaf = key.split(".")
+    node: dict[str, Any] = config
+    for group in groups:
+        node = node.setdefault(group, {})
+    node[leaf] = value
+    return config
+
+
+def test_how_it_ended(tmp_path: Path) -> None:
+    assert earlier_outcome(tmp_path, CONFIG) is None, "it has not begun"
+    write_config(tmp_path, CONFIG)
+    assert "hidden" not in (tmp_path / "config.yaml").read_text()
+    assert earlier_outcome(tmp_path, CONFIG) == Outcome("interrupted", 0.0), "it was killed"
+    write_outcome(tmp_path, "failed", 1.23456)
+    assert earlier_outcome(tmp_path, CONFIG) == Outcome("failed", 1.235)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "trainer.default_local_dir", "trainer.resume_mode", "trainer.max_restarts", "trainer.walltime", "trainer.watch.disk_gb",
+        "trainer.logger", "trainer.objective", "trainer.dry_run", "trainer.full_traceback", "timeouts.step", "ray_kwargs.a.b",
+    ],
+)  # fmt: skip
+def test_how_a_run_is_started_and_watched_may_change(key: str, tmp_path: Path) -> None:
+    write_config(tmp_path, with_key(key, "old"))
+    assert earlier_outcome(tmp_path, with_key(key, "new")) == earlier_outcome(tmp_path, CONFIG) == Outcome("interrupted", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        (CONFIG, with_key("optim.lr", 0.2), "holds a run with optim.lr=0.1, not 0.2: "),
+        (with_key("trainer.watchful", 1), CONFIG, "holds a run with trainer.watchful=1, not (not set): "),
+        (CONFIG, with_key("trainer.objectives", 1), "holds a run with trainer.objectives=(not set), not 1: "),
+    ],
+)
+def test_another_run_is_told_by_its_first_key(before: dict[str, Any], now: dict[str, Any], said: str, tmp_path: Path) -> None:
+    write_config(tmp_path, before)
+    write_outcome(tmp_path, "finished", 1.0)
+    with pytest.raises(ValueError) as caught:
+        earlier_outcome(tmp_path, now)
+    assert str(caught.value).startswith(f"{tmp_path} {said}")
+
+
+def ended(run_dir: Path) -> Path:
+    """The directory of a run with CONFIG that came to its end."""
+    write_config(run_dir, CONFIG)
+    (run_dir / METRICS).write_text("".join(json_line({GLOBAL_STEP: step}) for step in (1, 2, 3)))
+    for step in (2, 3):
+        (run_dir / f"global_step_{step}").mkdir(parents=True)
+    (run_dir / LATEST).write_text("3")
+    write_outcome(run_dir, "finished", 1.0)
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    "otherwise",
+    [
+        lambda run_dir: write_config(run_dir, with_key("optim.lr", 0.2)),
+        lambda run_dir: write_outcome(run_dir, "failed", 1.0),
+        lambda run_dir: (run_dir / OUTCOME).unlink(),
+        lambda run_dir: (run_dir / LATEST).unlink(),
+        lambda run_dir: (run_dir / LATEST).write_text("2"),
+        lambda run_dir: (run_dir / "global_step_3").rmdir(),
+        lambda run_dir: (run_dir / CONFIG_FILE).unlink(),
+    ],
+    ids=["another", "failed", "killed", "nothing saved", "gone back to", "removed", "not begun"],
+)
+def test_of_a_run_that_has_ended_nothing_is_left(otherwise: Any, tmp_path: Path) -> None:
+    assert ended_with(ended(tmp_path), CONFIG) == 3
+    otherwise(tmp_path)
+    assert ended_with(tmp_path, CONFIG) is None
+
+
+def test_the_last_value_of_each_metric_counts(tmp_path: Path) -> None:
+    (tmp_path / METRICS).write_text("".join(map(json_line, [{"a": 1.0, "b": 2.0}, {"a": 3.0}])))
+    assert last_metrics(tmp_path) == {"a": 3.0, "b": 2.0}
+    assert (objective_of(tmp_path, "a"), objective_of(tmp_path, "-b")) == (3.0, -2.0)

@@ -1,0 +1,73 @@
+from pathlib import Path
+
+import pytest
+
+from trainer.run.user_code import check_source, describe, load_function
+
+FILE = """
+def mine(x):
+    return x + 1
+
+def other(x):
+    return x
+"""
+
+
+def test_a_function_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "my.py").write_text(FILE)
+    mine = load_function(str(tmp_path / "my.py"), "mine", "some.key")
+    assert mine(1) == 2
+    assert load_function(str(tmp_path / "my.py"), "mine", "some.key") is mine, "a file is run once a process"
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "name", "told"),
+    [
+        (FILE, "not_there.py", "mine", r"some\.key: no such file; .* has my\.py"),
+        (FILE, "my.py", "mien", r"some\.key: my\.py has no function mien; it has mine, other"),
+        (
+            "import nothing_like_it",
+            "my.py",
+            "mine",
+            r"some\.key: my\.py does not load: ModuleNotFoundError: No module named .* \(my\.py:1\)",
+        ),
+        ("raise SystemExit(3)", "my.py", "mine", r"some\.key: my\.py does not load: SystemExit: 3"),
+        ("def mine(:", "my.py", "mine", r"some\.key: my\.py does not load: SyntaxError"),
+    ],
+)
+def test_what_is_wrong_is_one_line(tmp_path: Path, text: str, path: str, name: str, told: str) -> None:
+    (tmp_path / "my.py").write_text(text)
+    with pytest.raises(ValueError, match=told) as caught:
+        load_function(str(tmp_path / path), name, "some.key")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_error_is_told_with_the_users_own_line(tmp_path: Path) -> None:
+    """Not with that of the library which the user's line has called."""
+    (tmp_path / "deep.py").write_text(
+        "import json\n\ndef read(text):\n    return json.loads(text)\n\ndef mine(x):\n    return read(x)\n"
+    )
+    with pytest.raises(ValueError) as caught:
+        load_function(str(tmp_path / "deep.py"), "mine", "some.key")("{")
+    assert describe(caught.value).startswith("JSONDecodeError: Expecting ") and describe(caught.value).endswith(" (deep.py:4)")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (FILE, "my.py has no function compute_score; it has mine, other"),
+        ("limit = 3\n", "my.py has no function compute_score; it has none"),
+        ("def compute_score(:", "my.py does not load: SyntaxError: "),
+        ("\0", "my.py does not load: "),
+    ],
+)
+def test_what_can_be_told_without_running_the_file(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "my.py").write_text(text)
+    with pytest.raises(ValueError) as caught:
+        check_source(str(tmp_path / "my.py"), "compute_score", "some.key")
+    assert str(caught.value).startswith(f"some.key: {told}")
+
+
+def test_a_function_may_come_from_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "my.py").write_text("from mine import *\n")
+    check_source(str(tmp_path / "my.py"), "compute_score", "some.key")

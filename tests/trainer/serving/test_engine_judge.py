@@ -1,0 +1,122 @@
+"""A language model on the embedded engine judges answers."""
+
+from contextlib import ExitStack
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from configs.base.keys import ConfigError
+from configs.validation.programs import check_serve_reward
+from data_preprocess import tiny_model
+from tests.reward_models import CHAT
+from tests.serving import serve_config
+from trainer.cluster.watchdog import Watchdog
+from trainer.rewards.scoring import Answer, Score
+from trainer.serving.reward_server import ScoreAll, check_answers, judge, name_of
+
+REPLY = "Score:1"
+
+
+def make_judge(path: Path, *, reply: str | None = None) -> str:
+    """Random weights; with ``reply`` (letters that differ) such that the next token depends on the last alone, and says this."""
+    tiny_model.main([f"--save_dir={path}", "--bytes", "--no-tie_word_embeddings"])
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(path)
+    if reply is not None:
+        model = AutoModelForCausalLM.from_pretrained(path)
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.self_attn.o_proj.weight.zero_()
+                layer.mlp.down_proj.weight.zero_()
+            letters = [*tokenizer(">" + reply)["input_ids"], tokenizer.eos_token_id]
+            model.lm_head.weight.zero_()
+            for before, after in pairwise(letters):
+                model.lm_head.weight[after] = model.model.embed_tokens.weight[before] * 1e3
+        model.save_pretrained(path)
+    return str(path)
+
+
+def words(path: str, *overrides: str) -> list[str]:
+    return [
+        "judge_engine.enable=true", f"judge_engine.model.path={path}", "judge_engine.rollout.dtype=float32",
+        "judge_engine.max_prompt_length=64", "reward.judge.max_tokens=12", "reward.judge.prompt='Q: {question} A: {answer}'",
+        *overrides,
+    ]  # fmt: skip
+
+
+def opened(path: str, run_dir: Path, stack: ExitStack, *overrides: str) -> ScoreAll:
+    config = serve_config(*words(path, f"trainer.default_local_dir={run_dir}", *overrides))
+    assert check_serve_reward(config) == [] and name_of(config) == f"{path} as a judge"
+    check_answers(config, [Answer("no such source", "", None, {}, True)])
+    return judge(config, Watchdog(asdict(config.timeouts), run_dir), stack)
+
+
+def answer(text: str, prompt: str = "", **extra: str) -> Answer:
+    return Answer("", text, None, extra, True, prompt)
+
+
+def test_the_score_that_it_writes_is_the_answers(tmp_path: Path) -> None:
+    path = make_judge(tmp_path / "judge", reply=REPLY)
+    with ExitStack() as stack:
+        score = opened(path, tmp_path, stack, "reward.judge.max_score=4")
+        found = score([answer("x", question="1+1"), answer("long " * 20, question="1+1"), answer("y", "2+2")])
+    assert [one.value for one in found] == [0.25, None, 0.25]
+    assert found[1].error is not None and "tokens, judge_engine.max_prompt_length is 64" in found[1].error
+
+
+@torch.no_grad()
+def test_it_reads_the_prompt_with_the_question_and_the_answer_in_it(tmp_path: Path) -> None:
+    """What it says is what transformers makes of that prompt, token by token; and as it is no score, the reward has failed."""
+    path = make_judge(tmp_path / "judge")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
+    plain = []
+    for question, text in (("1+1", "2"), ("of the prompt", "3")):
+        ids = tokenizer(f"<user>Q: {question} A: {text}<eos>\n<assistant>")["input_ids"]
+        said: list[int] = []
+        while len(said) < 12 and tokenizer.eos_token_id not in said:
+            said.append(int(model(torch.tensor([ids + said])).logits[0, -1].argmax()))
+        plain.append(tokenizer.decode([token for token in said if token != tokenizer.eos_token_id]))
+    with ExitStack() as stack:
+        score = opened(path, tmp_path, stack)
+        asked = [answer("2", "not this", question="1+1"), answer("3", "of the prompt")]
+        found = score(asked)
+        assert score(asked[:1]) == found[:1], "asked again, alone: the same reply"
+    assert found == [Score(None, {}, f"JudgeError: the judge's reply has no `Score: X`: {reply!r}") for reply in plain]
+
+
+def test_drawn_replies_are_seeded_by_what_is_asked(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        score = opened(make_judge(tmp_path / "judge"), tmp_path, stack, "reward.judge.temperature=1")
+        one, two = score([answer("2", "1+1"), answer("3", "1+1")])
+        assert [one] == score([answer("2", "1+1")]) and one.error != two.error
+        greedy = tmp_path / "greedy"
+    with ExitStack() as stack:
+        assert opened(str(tmp_path / "judge"), greedy, stack)([answer("2", "1+1")]) != [one]
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        (
+            "reward.scorer=math",
+            "judge_engine.enable=true: a server returns a single score, but reward.scorer=math also computes one;",
+        ),
+        (
+            "judge_engine.rollout.max_model_len=70",
+            "judge_engine.rollout.max_model_len=70: less than judge_engine.max_prompt",
+        ),
+        (
+            "judge_engine.rollout={name: vllm, tensor_model_parallel_size: 2, dtype: float32}",
+            "judge_engine.rollout.tensor_model_parallel_size=2: does not divide 1 workers",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_told(override: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_serve_reward(serve_config(*words("x"), override))
+    assert str(caught.value).startswith(told)

@@ -1,0 +1,121 @@
+"""A reward model behind a server gives what transformers gives, a conversation at a time."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_preprocess import tiny_model
+from tests.reward_models import make_reward_model, plain_scores, tokenizer_of
+from tests.serving import serving
+from tests.trainer.rewards.config import reward_config
+from trainer import main_serve_reward
+from trainer.data.conversations import words_of
+from trainer.rewards.remote.remote_rewards import RemoteRewards
+from trainer.rewards.scoring import Answer
+
+USER = [{"role": "user", "content": "2 + 2?"}]
+ANSWERS = [
+    Answer("", "four", None, {}, True, "template of the policy: ", "four</s>", USER),
+    Answer("", "five, I gue", None, {}, False, "template of the policy: ", "", USER),
+    Answer("", "4", None, {}, True, "2 + 2 = ", "4</s>", "2 + 2 = "),  # a plain text
+    Answer("", "four", None, {}, True, "<user>2 + 2?<eos>\n<assistant>", "four<eos>"),  # as OpenRLHF sends it
+    Answer("", "x", None, {}, True, messages=[{"content": "nobody says this"}]),
+    Answer("", "", None, {}, True),
+]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_reward_model(tmp_path_factory.mktemp("reward") / "model", seed=3, own_words=True, moments=(0.25, 0.5))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A language model, which has no head for scores."""
+    folder = tmp_path_factory.mktemp("base") / "model"
+    tiny_model.main([f"--save_dir={folder}"])
+    return folder
+
+
+def scores(url: str, answers: list[Answer] = ANSWERS) -> list[float | str]:
+    """Or why there is none."""
+    found = RemoteRewards([url], reward_config(remote={"batch_size": 4}).remote).score(answers)
+    return [score.value if score.value is not None else str(score.error) for score in found]
+
+
+def by_hand(path: str) -> torch.Tensor:
+    """Of the first four."""
+    tokenizer = tokenizer_of(path)
+    texts = [
+        "<user>2 + 2?<eos>\n<assistant>four<eos>",
+        "<user>2 + 2?<eos>\n<assistant>five, I gue",
+        "2 + 2 = 4<eos>",
+        "<user>2 + 2?<eos>\n<assistant>four<eos>",
+    ]
+    return plain_scores(path, [torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts])
+
+
+def test_scores_are_transformers_own(path: str) -> None:
+    with serving(f"model.path={path}") as url:
+        found = scores(url)
+    assert found[:4] == pytest.approx(by_hand(path).tolist(), abs=1e-5)
+    assert len(set(found[:3])) == 3 and found[0] == pytest.approx(found[3], abs=1e-6)
+    assert isinstance(found[4], str) and "role" in found[4] and found[5] == "there is no token to score"
+
+
+def test_tokens_of_its_own_tokenizer_are_read_as_they_are(path: str) -> None:
+    """A sampled answer may be spelt in tokens that the tokenizer would not choose."""
+    words, row = words_of(tokenizer_of(path)), [40, 41, 42]
+    own, foreign = [ANSWERS[0]._replace(ids=row, words=words) for words in (words, "of another")]
+    broken = [own._replace(ids=ids) for ids in ([40, -1], [[40]], ["x"], [40, 9999])]
+    with serving(f"model.path={path}") as url:
+        found = scores(url, [own, foreign, *broken])
+    assert found[:2] == pytest.approx([float(plain_scores(path, [torch.tensor(row)])), float(by_hand(path)[0])], abs=1e-5)
+    assert found[2] == found[3] == "token_ids has something that is no list of numbers from 0"
+    assert all(isinstance(why, str) for why in found[4:]) and "9999" in str(found[5])
+
+
+def test_they_are_normalised_by_the_statistics_beside_the_model(path: str) -> None:
+    with serving(f"model.path={path}", "model.normalize=stored") as url:
+        assert scores(url, ANSWERS[:4]) == pytest.approx(((by_hand(path) - 0.25) / 0.5).tolist(), abs=1e-5)
+
+
+def test_a_conversation_that_is_too_long_fails_alone_or_is_cut(path: str) -> None:
+    longer = [Answer("", "four", None, {}, True, messages="x" * 300), ANSWERS[0]]
+    with serving(f"model.path={path}", "model.max_length=128") as url:
+        told, other = scores(url, longer)
+        assert isinstance(told, str) and "305 tokens, and the model reads 128 at most" in told and isinstance(other, float)
+    with serving(f"model.path={path}", "model.max_length=128", "model.truncation=left") as url:
+        found = RemoteRewards([url], reward_config().remote).score(longer)
+        assert [score.extra for score in found] == [{"model_cut": 1.0}, {"model_cut": 0.0}]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["model.path={base}/nowhere"], r"model: .*nowhere"),
+        (
+            ["model.path={path}", "reward.scorer=gsm8k"],
+            r"model\.path=\S+: a server returns a single score; remove reward\.scorer",
+        ),
+        (["model.path={path}", "model.tokenizer_path={base}/nowhere"], r"model: no tokenizer at \S+/nowhere"),
+        (["model.path={path}", "model.chat_template=nowhere.jinja"], r"model: chat_template=nowhere\.jinja: no such file"),
+        (["model.path={path}", "model.normalize=running"], r"model\.normalize=\"running\": must be"),
+        (
+            ["model.path={path}", "model.max_length=99999"],
+            r"model\.forward_max_token_len_per_gpu=32768: .*max_length = 99999",
+        ),
+        (["model.path={base}"], r"model: model\.path=\S+: .* has no score head"),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    overrides: list[str], line: str, path: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["server.port=0", "trainer.device=cpu", f"trainer.default_local_dir={tmp_path}/run"]
+    typed = [override.format(path=path, base=base) for override in overrides]
+    assert main_serve_reward.PROGRAM([*words, *typed]) == 2
+    told = capsys.readouterr().err.splitlines()
+    with pytest.raises(ValueError, match=f"error: {line}"):
+        raise ValueError(told[0])
+    assert len(told) == 1

@@ -1,0 +1,89 @@
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from trainer.tracking.sample_dump import first_samples, write_dump
+from workers.batch import Batch
+
+
+def make_batch() -> Batch:
+    """Two prompts, two answers each."""
+    return Batch(
+        lengths=torch.tensor([4, 5, 3, 6]),
+        tokens={"input_ids": torch.arange(18)},
+        rows={
+            "uid": torch.tensor([10, 10, 11, 11]),
+            "sample": torch.tensor([0, 1, 0, 1]),
+            "score": torch.tensor([1.0, 0.0, 0.25, 1.0]),
+            "prompt_length": torch.tensor([2, 2, 1, 1]),
+            "finished": torch.tensor([1, 0, 1, 1]),
+            "reward_failed": torch.tensor([False, False, False, True]),
+        },
+        objects={
+            "data_source": ["math"] * 4,
+            "prompt": ["1+1=", "1+1=", "2+2=", "2+2="],
+            "response": ["2", "«ä»\n", "<b>", ""],
+            "ground_truth": ["2", "2", 4, [4, "vier"]],
+            "reward_extra": [{"acc": np.float32(0.5)}, {"votes": np.array([1, 2])}, {}, {"of": Path}],
+            "reward_error": [None, None, None, "late"],
+        },
+    )
+
+
+def test_every_row_and_column_is_there(tmp_path: Path) -> None:
+    path = write_dump(tmp_path / "rollouts", 12, make_batch())
+    assert path == tmp_path / "rollouts/step_12.parquet"
+    table = pq.read_table(path).to_pydict()
+    assert table["step"] == [12] * 4
+    assert table["uid"] == [10, 10, 11, 11] and table["sample"] == [0, 1, 0, 1] and table["score"] == [1.0, 0.0, 0.25, None]
+    assert table["response_length"] == [2, 3, 2, 5]
+    assert table["finish_reason"] == ["stop", "length", "stop", "stop"]
+    assert table["response"] == ["2", "«ä»\n", "<b>", ""]
+    assert table["ground_truth"] == ["2", "2", "4", '[4, "vier"]']
+    assert table["reward_extra"] == ['{"acc": 0.5}', '{"votes": [1, 2]}', "{}", f'{{"of": "{Path!r}"}}']
+    assert table["reward_error"] == [None, None, None, "late"]
+    assert table["reward_failed"] == [False, False, False, True]
+
+
+def test_rows_that_were_left_out_follow_with_their_error(tmp_path: Path) -> None:
+    """They lack what was made of the others later."""
+    batch = make_batch()
+    kept, failed = batch.select([0, 1, 2]).with_rows(baseline=torch.tensor([0.5, 0.5, 1.0])), batch.select([3])
+    table = pq.read_table(write_dump(tmp_path, 1, kept, [failed])).to_pydict()
+    assert table["reward_error"] == [None, None, None, "late"] and table["reward_failed"] == [False, False, False, True]
+    assert table["score"] == [1.0, 0.0, 0.25, None] and table["baseline"] == [0.5, 0.5, 1.0, None]
+
+
+def test_the_file_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_half(table: object, path: Path) -> None:
+        path.write_bytes(b"PAR1")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(pq, "write_table", write_half)
+    with pytest.raises(OSError, match="disk full"):
+        write_dump(tmp_path, 1, make_batch())
+    assert not (tmp_path / "step_1.parquet").exists()
+
+
+def test_columns_have_the_same_types_whatever_a_step_holds(tmp_path: Path) -> None:
+    """So that a directory of steps reads as one table."""
+    first = make_batch()
+    second = make_batch()
+    second.objects["reward_error"] = ["late"] * 4
+    first.objects["reward_error"] = [None] * 4
+    write_dump(tmp_path, 1, first)
+    write_dump(tmp_path, 2, second)
+    assert pq.read_table(tmp_path).num_rows == 8
+
+
+def test_samples_are_the_first_answers_to_the_first_prompts() -> None:
+    samples = first_samples(make_batch(), 5)
+    assert [sample["uid"] for sample in samples] == [10, 11]
+    assert samples[1] == {
+        "uid": 11, "data_source": "math", "prompt": "2+2=", "response": "<b>", "ground_truth": "4", "score": 0.25,
+        "reward_error": None,
+    }  # fmt: skip
+    assert len(first_samples(make_batch(), 1)) == 1

@@ -1,0 +1,124 @@
+"""The few answers that the report shows token by token."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from trainer.run.run_dir import ANSWERS, GLOBAL_STEP, read_lines
+from trainer.tracking.token_dump import KEPT_ROWS, KEPT_STEPS, KEPT_TOKENS, AnswerLog, pieces, shown, spread
+from workers.batch import Batch
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    plain = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    plain.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=plain)
+
+
+def batch_of(tokenizer: PreTrainedTokenizerFast, *answers: str) -> Batch:
+    """Each after the prompt "2+2="; the score is the answer's place."""
+    prompt = tokenizer.encode("2+2=")
+    rows = [prompt + tokenizer.encode(answer) for answer in answers]
+    ids = torch.tensor([token for row in rows for token in row])
+    numbers = torch.arange(len(ids)).float()
+    return Batch(
+        lengths=torch.tensor([len(row) for row in rows]),
+        tokens={
+            "input_ids": ids, "rollout_log_probs": -numbers, "old_log_probs": -numbers - 0.5, "advantages": numbers / 2,
+            "response_mask": torch.ones(len(ids)),
+        },
+        rows={
+            "uid": torch.arange(len(rows)), "score": torch.arange(len(rows)).float(),
+            "prompt_length": torch.full((len(rows),), 4),
+        },
+        objects={"prompt": ["2+2="] * len(rows), "ground_truth": [{"sum": 4}] * len(rows)},
+    )  # fmt: skip
+
+
+class Actor:
+    def __init__(self, ranks: int = 1) -> None:
+        self.mesh = SimpleNamespace(answers=range(ranks))
+        self.asked: list[int] = []
+
+    def forward(self, batch: Batch, outputs: list[str]) -> Batch:
+        self.asked.append(len(batch))
+        return Batch(batch.lengths, tokens={"log_probs": batch.tokens["input_ids"] / 10})
+
+
+def keep(run_dir: Path, tokenizer: Any, batch: Batch, *steps: int, total: int, forwards: bool = False, ranks: int = 1) -> Actor:
+    actor = Actor(ranks)
+    log = AnswerLog(run_dir, tokenizer, total, forwards=forwards)
+    for step in steps:
+        log.keep(step, batch, cast(Any, actor))
+    return actor
+
+
+def test_an_answer_has_its_tokens_with_what_both_made_of_them(tokenizer: Any, tmp_path: Path) -> None:
+    actor = keep(tmp_path, tokenizer, batch_of(tokenizer, "4", "fünf"), 1, total=2)
+    first, second = read_lines(tmp_path / ANSWERS)
+    assert actor.asked == []
+    assert first == {
+        GLOBAL_STEP: 1, "uid": 0, "prompt": "2+2=", "ground_truth": '{"sum": 4}', "score": 0.0, "length": 1,
+        "tokens": ["4"], "rollout": [-4.0], "trainer": [-4.5], "advantages": [2.0],
+    }  # fmt: skip
+    assert second["tokens"] == ["f", "ü", "", "n", "f"] and second["rollout"] == [-9.0, -10.0, -11.0, -12.0, -13.0]
+
+
+def test_log_probs_that_only_the_update_would_make_are_asked_for(tokenizer: Any, tmp_path: Path) -> None:
+    actor = keep(tmp_path, tokenizer, batch_of(tokenizer, *"abcdefghijkl"), 1, total=1, forwards=True, ranks=10)
+    entries = read_lines(tmp_path / ANSWERS)
+    assert actor.asked == [10] and len(entries) == KEPT_ROWS, "a row for each rank, or more"
+    assert all(entry["trainer"] == [pytest.approx(tokenizer.encode(entry["tokens"][0])[0] / 10)] for entry in entries)
+    assert (entries[0]["score"], entries[-1]["score"]) == (0.0, 11.0)
+
+
+def test_they_are_asked_for_in_a_tenth_of_the_steps_at_most(tokenizer: Any, tmp_path: Path) -> None:
+    actor = keep(tmp_path, tokenizer, batch_of(tokenizer, "4"), *range(1, 46), total=45, forwards=True)
+    assert [entry[GLOBAL_STEP] for entry in read_lines(tmp_path / ANSWERS)] == [10, 20, 30, 40, 45] and len(actor.asked) == 5
+
+
+def test_steps_rows_and_tokens_are_bounded(tokenizer: Any, tmp_path: Path) -> None:
+    batch = batch_of(tokenizer, "x" * (KEPT_TOKENS + 9), *["y"] * 20)
+    keep(tmp_path, tokenizer, batch, *range(1, 1051), total=1050)
+    entries = read_lines(tmp_path / ANSWERS)
+    steps = sorted({entry[GLOBAL_STEP] for entry in entries})
+    assert len(steps) <= KEPT_STEPS and steps[-1] == 1050 and len(entries) == KEPT_ROWS * len(steps)
+    assert (len(entries[0]["tokens"]), entries[0]["length"]) == (KEPT_TOKENS, KEPT_TOKENS + 9)
+
+
+def test_what_is_not_finite_is_none(tokenizer: Any, tmp_path: Path) -> None:
+    batch = batch_of(tokenizer, "4")
+    batch.tokens["rollout_log_probs"][4] = float("-inf")
+    keep(tmp_path, tokenizer, batch, 1, total=1)
+    assert read_lines(tmp_path / ANSWERS)[0]["rollout"] == [None]
+
+
+def test_pieces_are_the_text(tokenizer: Any) -> None:
+    for text in ("", "a", " two words ", "naïve 🙂🙂 día\n", "日本"):
+        ids = tokenizer.encode(text)
+        found = pieces(tokenizer, ids)
+        assert len(found) == len(ids) and "".join(found) == text
+    assert pieces(tokenizer, tokenizer.encode("é")[:1]) == ["\ufffd"], "cut in the middle"
+
+
+def test_rows_from_the_worst_to_the_best() -> None:
+    scores = torch.tensor([5.0, 1.0, 4.0, 2.0, 3.0])
+    assert spread(scores, 3).tolist() == [0, 1, 4] and spread(scores, 9).tolist() == [0, 1, 2, 3, 4]
+    assert spread(torch.tensor([]), 3).tolist() == []
+
+
+def test_the_report_shows_the_last_steps_and_some_of_each_tenth() -> None:
+    entries = [{GLOBAL_STEP: step, "row": row} for step in range(10, 1010, 10) for row in range(8)]
+    found = [(entry[GLOBAL_STEP], entry["row"]) for entry in shown(entries)]
+    assert [pair for pair in found if pair[0] >= 980] == [(step, row) for step in (980, 990, 1000) for row in range(8)]
+    assert [pair for pair in found if pair[0] < 980] == [(10 + 100 * tenth, row) for tenth in range(10) for row in (0, 7)]
+    assert shown([]) == [] and len(shown(entries[:8])) == 8

@@ -1,0 +1,43 @@
+"""The guard ends what a killed run leaves, and goes with a run that ends in order."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from workers.controller.ray.guard import Guard
+from workers.controller.ray.ray_session import MARK
+
+KILLED = """
+import os, subprocess, sys
+from workers.controller.ray.guard import Guard
+from workers.controller.ray.ray_session import MARK
+Guard([sys.argv[1]])
+os.environ[MARK] = sys.argv[1]
+orphan = subprocess.Popen(["sleep", "600"], start_new_session=True, stdout=subprocess.DEVNULL)
+print(orphan.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_killed_run_leaves_nothing(tmp_path: Path) -> None:
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True, timeout=60)
+    try:
+        left = [psutil.Process(int(killed.stdout))]
+    except psutil.NoSuchProcess:  # that was quick
+        return
+    _, alive = psutil.wait_procs(left, timeout=20)
+    assert alive == []
+
+
+def test_a_guard_that_is_dismissed_ends_nobody(tmp_path: Path) -> None:
+    mine = subprocess.Popen(["sleep", "600"], env=os.environ | {MARK: str(tmp_path)})
+    before = set(psutil.Process().children())
+    guard = Guard([str(tmp_path)])
+    (process,) = set(psutil.Process().children()) - before
+    guard.dismiss()
+    assert not process.is_running() and mine.poll() is None
+    mine.kill()
+    mine.wait()

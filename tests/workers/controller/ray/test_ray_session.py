@@ -1,0 +1,152 @@
+"""Directories of a session: short enough for sockets, alone, and gone after it."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from workers.controller.ray import ray_session
+from workers.controller.ray.ray_session import MARK, SOCKET_BELOW, SessionDir, end_processes, family, import_path, set_environment
+
+KILLED = """
+import os, subprocess, sys
+from pathlib import Path
+from workers.controller.ray.ray_session import MARK, SessionDir
+session = SessionDir(Path(sys.argv[1]))
+os.environ[MARK] = session.mark
+orphan = subprocess.Popen(["sleep", "600"], start_new_session=True, stdout=subprocess.DEVNULL)
+print(orphan.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture
+def short_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A run directory by a short path, however deep pytest's is."""
+    monkeypatch.chdir(tmp_path)
+    return Path(".")
+
+
+def bind_below(session: SessionDir) -> None:
+    path = Path(f"{session.path}{SOCKET_BELOW.removeprefix('/t')}")
+    path.parent.mkdir(parents=True)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+
+
+def test_it_lies_in_a_short_run_directory(short_dir: Path) -> None:
+    session = SessionDir(short_dir)
+    bind_below(session)
+    assert session.path.parent.parent == short_dir
+    assert (short_dir / "ray").resolve() == session.path.resolve()
+    session.remove()
+    assert list(short_dir.iterdir()) == []
+
+
+def test_it_lies_elsewhere_if_the_run_directory_is_too_deep(tmp_path: Path) -> None:
+    run_dir = tmp_path / ("deep" * 20)
+    session = SessionDir(run_dir)
+    bind_below(session)
+    assert len(f"{session.path}{SOCKET_BELOW}") <= 107
+    assert session.spill.parent == run_dir, "large files do not go to the short directory"
+    assert session.path.parent.stat().st_mode & 0o077 == 0, "nobody else looks in"
+    assert (run_dir / "ray").readlink() == session.path
+    session.remove()
+    assert list(run_dir.iterdir()) == [] and not session.path.parent.exists()
+
+
+def test_two_sessions_do_not_meet(tmp_path: Path) -> None:
+    first, second = SessionDir(tmp_path), SessionDir(tmp_path)
+    assert first.path != second.path and first.spill.exists() and second.spill.exists()
+    first.remove()
+    assert second.spill.exists() and (tmp_path / "ray").readlink() == second.path
+    second.remove()
+
+
+def test_what_a_killed_run_left_goes_with_the_next(tmp_path: Path) -> None:
+    dead = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True, timeout=60)
+    assert dead.returncode == -signal.SIGKILL
+    orphan = int(dead.stdout)
+    (left,) = tmp_path.glob(".ray-*")
+    assert is_alive(orphan)
+    session = SessionDir(tmp_path)
+    assert not left.exists() and not is_alive(orphan)
+    session.remove()
+
+
+def test_only_marked_processes_are_ended() -> None:
+    with set_environment({MARK: "one of ours"}):
+        ours = subprocess.Popen(["sleep", "600"])
+    with set_environment({MARK: "another run's"}):
+        other = subprocess.Popen(["sleep", "600"])
+    end_processes(["one of ours"])
+    assert ours.poll() is not None
+    assert other.poll() is None
+    other.kill()
+    other.wait()
+
+
+def test_rays_processes_are_known_by_their_log_files_too(tmp_path: Path) -> None:
+    """Their title covers a part of their environment. The file may be gone, and another's process is left alone."""
+    own, other = tmp_path / "own", tmp_path / "other"
+    started = {}
+    for title, folder in (("ray::Agent", own), ("ray::Agent", other), ("tail", own)):
+        folder.mkdir(exist_ok=True)
+        with (folder / "agent.log").open("a") as file:
+            started[title, folder] = subprocess.Popen([title, "600"], executable="/usr/bin/sleep", stdout=file)
+    (own / "agent.log").unlink()
+    end_processes([str(own)])
+    assert {key: process.poll() is None for key, process in started.items()} == {
+        ("ray::Agent", own): False, ("ray::Agent", other): True, ("tail", own): True
+    }  # fmt: skip
+    for process in started.values():
+        process.kill()
+        process.wait()
+
+
+def test_children_are_found_whatever_the_clock_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """psutil takes a child for a stranger if it is older than its parent, and the clock that it asks may be set back."""
+    with set_environment({MARK: "of a parent"}):
+        parent = subprocess.Popen(
+            ["sh", "-c", "env -u TANDEM_SESSION sleep 600 & echo $!; wait"], stdout=subprocess.PIPE, text=True
+        )
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    boot = iter(range(10**9, 0, -1))
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: next(boot))
+    assert {parent.pid, child} <= {process.pid for process in family(["of a parent"])}
+    end_processes(["of a parent"])
+    parent.wait(timeout=10)
+    assert not is_alive(child)
+    parent.stdout.close()
+
+
+def test_the_environment_is_put_back() -> None:
+    before = dict(os.environ)
+    with set_environment({MARK: "x"}):
+        os.environ["ANOTHER"] = "y"
+    assert dict(os.environ) == before
+
+
+def test_workers_look_where_this_interpreter_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert import_path()[0] == str(tmp_path)
+    assert not [path for path in import_path() if "site-packages" in path]
+
+
+def test_runs_that_start_together_do_not_disturb_each_other() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder, ThreadPoolExecutor(8) as runs:
+        assert set(runs.map(ray_session._socket_problem, [Path(folder)] * 400)) == {None}

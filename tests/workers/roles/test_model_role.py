@@ -1,0 +1,45 @@
+"""How a role's save is started, asked after, and told."""
+
+from concurrent.futures import Future
+from typing import Any, cast
+
+import pytest
+
+from workers.engine.base import Saved, SavedFile
+from workers.roles.memory_scheduler import Residency, Tenant
+from workers.roles.model_role import ModelRole
+
+SAVED = Saved(files=[SavedFile(name="shard", size=1, sha256="0")], seconds=1.0)
+
+
+class Engine:
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, bool]] = []
+
+    def move(self, **places: str | None) -> None:
+        pass
+
+    def save(self, path: str, *, background: bool) -> Future[Saved]:
+        self.asked.append((path, background))
+        self.future: Future[Saved] = Future()
+        return self.future
+
+
+def test_a_save_under_way_is_told_as_often_as_one_asks() -> None:
+    engine = Engine()
+    residency = Residency()
+    residency.add_model("actor", Tenant(cast(Any, engine), param_offload=False, optimizer_offload=False))
+    role = ModelRole("actor", cast(Any, engine), None, residency)
+    role.save("somewhere", True)
+    assert engine.asked == [("somewhere", True)] and role.saved(False) is None
+    with pytest.raises(AssertionError, match="the last save is still under way"):
+        role.save("elsewhere", True)
+    engine.future.set_result(SAVED)
+    assert role.saved(False) == role.saved(True) == SAVED
+    role.save("elsewhere", False)
+    engine.future.set_exception(OSError(28, "No space left on device"))
+    assert role.saved(True) == "[Errno 28] No space left on device"
+    role.save("third", False)
+    engine.future.set_exception(KeyError("a mistake of ours"))
+    with pytest.raises(KeyError):
+        role.saved(True)

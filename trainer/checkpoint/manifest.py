@@ -1,0 +1,174 @@
+"""What a checkpoint says about itself, and whether that is true.
+
+global_step_N/  manifest.json
+  actor/  shard-00001-of-00008.safetensors ...  config.json  generation_config.json  tokenizer.json ...
+  critic/ ...
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter, ValidationError
+
+import trainer
+from workers.engine.saving import hashes_of
+
+if TYPE_CHECKING:
+    from trainer.cluster.watchdog import Watchdog
+    from workers.controller.group import WorkerGroup
+
+MANIFEST = "manifest.json"
+INCOMPLETE = ".incomplete"
+WEIGHTS = ".safetensors"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """size: bytes. sha256: in hexadecimal."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """step: global_step, the training steps that are done. roles: its sub-directories when it was written. world_size: ranks
+    that wrote it. code: version and commit of what wrote it. config: the run's, resolved, without secrets. state: the
+    controller's own, as JSON: KL coefficient, position in the data, ... metrics: what trainer.best_metric names, if it was
+    measured at this step. files: all but the manifest, by their path in the checkpoint.
+    """
+
+    step: int
+    roles: list[str]
+    world_size: int
+    code: dict[str, str | None]
+    config: dict[str, Any]
+    state: dict[str, Any]
+    metrics: dict[str, float]
+    files: dict[str, FileEntry]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    path: Path
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    def role(self, name: str) -> Path:
+        """The directory that the worker group ``name`` loads from. Raises ValueError if it was saved without."""
+        if name not in self.manifest.roles:
+            raise ValueError(f"{self.path} was saved without {name}: it holds {', '.join(self.manifest.roles)}")
+        return self.path / name
+
+    def state(self, name: str) -> dict[str, Any]:
+        """What the controller's part ``name`` remembered. Raises ValueError if it was saved without."""
+        if name not in self.manifest.state:
+            raise ValueError(f"{self.path} was saved without the state of {name}, by another version: see code in its {MANIFEST}")
+        return dict(self.manifest.state[name])
+
+
+class Damaged(ValueError):
+    """A checkpoint that is not what its manifest says: which file, and what is wrong with it."""
+
+
+def read_manifest(text: str, where: str) -> Manifest:
+    """Raises Damaged, with ``where`` it was read from."""
+    try:
+        manifest = TypeAdapter(Manifest).validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise Damaged(f"{where}: {MANIFEST} is not whole: {key + ': ' if key else ''}{first['msg']}") from error
+    outside = [name for name in (*manifest.roles, *manifest.files) if _leads_out(name)]
+    if outside:
+        raise Damaged(f"{where}: {MANIFEST} names {outside[0]!r}, which is not inside the checkpoint")
+    return manifest
+
+
+def read_checkpoint(path: Path, roles: Iterable[str] | None = None, *, weights: bool = True) -> Checkpoint:
+    """The checkpoint at ``path``, after a look at every file of ``roles`` (None: all that it was saved with). Raises Damaged.
+
+    weights: hash them here too; else only their names and sizes are compared, for ``check_weights`` hashes them on the workers.
+    """
+    if not (path / MANIFEST).is_file():
+        raise Damaged(f"{path}: no {MANIFEST} in it")
+    manifest = read_manifest((path / MANIFEST).read_text(encoding="utf-8"), str(path))
+    roles = manifest.roles if roles is None else list(roles)
+    if gone := [role for role in roles if not (path / role).exists()]:
+        raise Damaged(
+            f"{path}: of {', '.join(manifest.roles)} it has lost {', '.join(gone)} "
+            "(see trainer.max_actor_ckpt_to_keep and its like)"
+        )
+    wanted = {name: entry for name, entry in manifest.files.items() if "/" not in name or name.split("/")[0] in roles}
+    check_files(path, wanted, weights=weights)
+    return Checkpoint(path, manifest)
+
+
+def check_files(path: Path, files: Mapping[str, FileEntry], *, weights: bool = True) -> None:
+    """Sizes first, which cost nothing; then hashes, several files at a time. weights: see read_checkpoint. Raises Damaged."""
+    for name, entry in files.items():
+        if not (path / name).is_file():
+            raise Damaged(f"{path}: {name} is not there")
+        if (size := (path / name).stat().st_size) != entry.size:
+            raise Damaged(f"{path}: {name} has {size:,} bytes, {MANIFEST} says {entry.size:,}")
+    for folder in {(path / name).parent for name in files}:
+        for found in folder.glob("*.safetensors"):  # a loader would read it
+            if (name := found.relative_to(path).as_posix()) not in files:
+                raise Damaged(f"{path}: {name} is not of this checkpoint: {MANIFEST} does not name it")
+    compare_hashes(path, files, hashes_of(path, [name for name in files if weights or not name.endswith(WEIGHTS)]))
+
+
+def check_weights(checkpoint: Checkpoint, groups: Mapping[str, WorkerGroup], watchdog: Watchdog) -> None:
+    """Compare the hashes of the weights with the manifest, within the phase's time limit. Raises Damaged and PhaseTimeout.
+
+    groups: by role, the workers that will load it. Each rank reads a part of the files: with as many ranks as wrote them, the one
+    that it loads next, then from its machine's page cache.
+    """
+    for role in checkpoint.manifest.roles:
+        names = sorted(name for name in checkpoint.manifest.files if name.startswith(f"{role}/") and name.endswith(WEIGHTS))
+        for found in watchdog.call(groups[role], "load", f"check of {role}", "hash_files", checkpoint.path, names):
+            compare_hashes(checkpoint.path, checkpoint.manifest.files, found)
+
+
+def compare_hashes(path: Path, files: Mapping[str, FileEntry], hashes: Mapping[str, str]) -> None:
+    for name, sha256 in hashes.items():
+        if sha256 != files[name].sha256:
+            raise Damaged(f"{path}: {name} is not what was written: its sha256 is {sha256[:12]}…, not {files[name].sha256[:12]}…")
+
+
+@cache
+def code_version() -> dict[str, str | None]:
+    """Version of the package, and the commit where it runs from a checkout ("+" for uncommitted changes)."""
+    home = Path(trainer.__file__).resolve().parent.parent
+    commit = None
+    if (home / ".git").exists():
+        command = ["git", "-C", str(home), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+        try:
+            commit = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip() or None
+        except (FileNotFoundError, subprocess.TimeoutExpired):
+            commit = None
+    return {"tandem": trainer.__version__, "commit": commit}
+
+
+def best_step(manifests: Mapping[int, Manifest], best_metric: str) -> int | None:
+    """The step whose ``best_metric`` is the largest (with a minus before its name: the smallest), the latest of equals.
+
+    None if it was measured at none of them.
+    """
+    name, sign = best_metric.removeprefix("-"), -1.0 if best_metric.startswith("-") else 1.0
+    measured = [(sign * manifest.metrics[name], step) for step, manifest in manifests.items() if name in manifest.metrics]
+    return max(measured)[1] if measured else None
+
+
+def _leads_out(name: str) -> bool:
+    path = PurePosixPath(name)
+    return path.is_absolute() or ".." in path.parts or not path.parts

@@ -1,0 +1,146 @@
+"""Copies of checkpoints elsewhere: under any address that fsspec knows (s3://, gs://, hdfs://, file:// ...), or a path.
+
+The manifest of a copy is written last and read first: half a copy has none, and is never taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from pathlib import Path
+
+from fsspec.core import url_to_fs
+
+from trainer.checkpoint.manifest import INCOMPLETE, MANIFEST, Checkpoint, Damaged, check_files, read_manifest
+from trainer.run.events import Events
+from trainer.run.run_dir import LATEST, REMOTE, fsync_directory, fsync_tree, redact, write_atomic
+
+
+def is_url(place: str) -> bool:
+    return "://" in place
+
+
+class RemoteCopies:
+    """What lies at ``address``: a directory for each checkpoint, named as here. Credentials are the implementation's own matter.
+
+    Raises ValueError for an address that no installed package knows.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.name: str = redact({"address": address})["address"]
+        try:
+            self.fs, self.root = url_to_fs(address)
+        except (ImportError, ValueError) as error:
+            raise ValueError(f"trainer.checkpoint: {self.name}: {error}") from error
+
+    def put(self, checkpoint: Checkpoint) -> None:
+        """Copy all files. Raises what the implementation raises. The run directory records it first, as written by this run."""
+        run_dir = checkpoint.path.parent
+        _record(run_dir, self._written(run_dir) | {str(checkpoint.step): _hash((checkpoint.path / MANIFEST).read_bytes())}, self)
+        target = f"{self.root}/{checkpoint.path.name}"
+        if self.fs.exists(f"{target}/{MANIFEST}"):  # of another run, or of this one before it went back
+            self.fs.rm_file(f"{target}/{MANIFEST}")
+        for name in (*checkpoint.manifest.files, MANIFEST):
+            self.fs.makedirs(f"{target}/{name}".rpartition("/")[0], exist_ok=True)
+            self.fs.put_file(str(checkpoint.path / name), f"{target}/{name}")
+
+    def drop_old(self, run_dir: Path, keep: int, *, newest: int, spare: int | None) -> None:
+        """Remove copies that the run in ``run_dir`` wrote, but for the ``keep`` last up to step ``newest`` and that of step
+        ``spare``. Those after ``newest`` are of steps that the run has given up: it went back. What another run has put in their
+        place is left. Raises what the implementation raises."""
+        written = self._written(run_dir)
+        kept = {spare, *sorted(step for step in map(int, written) if step <= newest)[-keep:]}
+        for step in sorted(written, key=int):
+            if int(step) in kept:
+                continue
+            place = f"{self.root}/global_step_{step}"
+            manifest = f"{place}/{MANIFEST}"
+            whole = self.fs.exists(manifest)
+            if not whole or _hash(self.fs.cat_file(manifest)) == written[step]:
+                if whole:  # first: half a copy is never taken
+                    self.fs.rm_file(manifest)
+                if self.fs.exists(place):
+                    self.fs.rm(place, recursive=True)
+            written = {other: found for other, found in written.items() if other != step}
+            _record(run_dir, written, self)
+
+    def _written(self, run_dir: Path) -> dict[str, str]:
+        """{step: hash of the manifest} of the copies here that the run in ``run_dir`` wrote, or began to."""
+        return _records(run_dir).get(self.name, {})
+
+    def steps(self) -> list[int]:
+        """Steps of the copies that have a manifest, ascending."""
+        self.fs.invalidate_cache()
+        if not self.fs.exists(self.root):
+            return []
+        names = [str(path).rstrip("/") for path in self.fs.ls(self.root, detail=False)]
+        found = [int(match[1]) for name in names if (match := re.search(r"(?:^|/)global_step_(\d+)$", name))]
+        return sorted(step for step in found if self.fs.exists(f"{self.root}/global_step_{step}/{MANIFEST}"))
+
+    def fetch_newest(self, run_dir: Path) -> Checkpoint | None:
+        """The newest whole copy, as the latest checkpoint of ``run_dir``; None if there is none at all.
+
+        What is damaged is told, and the one before it taken. Raises ValueError if none is whole.
+        """
+        wrong = []
+        for step in reversed(self.steps()):
+            try:
+                checkpoint = self.fetch(f"global_step_{step}", run_dir)
+            except Damaged as damage:
+                wrong.append(str(damage))
+                Events(run_dir).add(step, "damaged checkpoint", f"{damage}; the one before it is taken")
+            else:
+                write_atomic(run_dir / LATEST, str(step))
+                Events(run_dir).add(step, "checkpoint", f"fetched from {self.name}")
+                return checkpoint
+        if wrong:
+            raise ValueError(f"no checkpoint in {self.name} is whole: {'; '.join(wrong)}")
+        return None
+
+    def fetch(self, name: str, into: Path) -> Checkpoint:
+        """The copy ``name`` as a directory in ``into``, compared with its manifest; what is there goes.
+
+        Raises Damaged, and ValueError for a name that is no checkpoint's.
+        """
+        source, where = f"{self.root}/{name}", f"{self.name}/{name}"
+        if not re.fullmatch(r"global_step_\d+", name):
+            raise ValueError(f"{where}: a checkpoint is called global_step_<N>")
+        if not self.fs.exists(f"{source}/{MANIFEST}"):
+            raise Damaged(f"{where}: no {MANIFEST} in it")
+        text = self.fs.cat_file(f"{source}/{MANIFEST}").decode()
+        manifest = read_manifest(text, where)
+        final = into / name
+        partial = final.with_name(name + INCOMPLETE)
+        for old in (partial, final):
+            if old.exists():
+                shutil.rmtree(old)
+        try:
+            for file in manifest.files:
+                (partial / file).parent.mkdir(parents=True, exist_ok=True)
+                if self.fs.exists(f"{source}/{file}"):
+                    self.fs.get_file(f"{source}/{file}", str(partial / file))
+            check_files(partial, manifest.files)
+        except Damaged as damage:
+            shutil.rmtree(partial)
+            raise Damaged(str(damage).replace(str(partial), where)) from damage
+        write_atomic(partial / MANIFEST, text)
+        fsync_tree(partial)
+        partial.rename(final)
+        fsync_directory(into)
+        return Checkpoint(final, manifest)
+
+
+def _records(run_dir: Path) -> dict[str, dict[str, str]]:
+    """By address."""
+    path = run_dir / REMOTE
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _record(run_dir: Path, written: dict[str, str], copies: RemoteCopies) -> None:
+    write_atomic(run_dir / REMOTE, json.dumps(_records(run_dir) | {copies.name: written}, indent=1))
+
+
+def _hash(manifest: bytes) -> str:
+    return hashlib.sha256(manifest).hexdigest()

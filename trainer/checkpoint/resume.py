@@ -1,0 +1,204 @@
+"""Which checkpoint a run goes on from, and whether its configuration allows it. trainer/checkpoint/saver.py writes them.
+
+<run_dir>/global_step_N/{actor,critic}/...  manifest.json        latest_checkpointed_iteration.txt
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from trainer.checkpoint.manifest import INCOMPLETE, MANIFEST, Checkpoint, Damaged, read_checkpoint
+from trainer.checkpoint.remote_copies import RemoteCopies, is_url
+from trainer.run.events import Events
+from trainer.run.run_dir import LATEST, checkpoint_dir, checkpoint_steps, leaves_of, redact
+
+__all__ = ["Checkpoint", "Stateful", "check_config", "find_latest", "resolve_resume"]
+
+FETCHED = "fetched"
+
+# Keys that a resumed run may change; a name that ends in a dot stands for all below it. The first block does not reach
+# the training, or only says how long it lasts; the second says how the same work is cut and held: equal up to rounding.
+SAFE_TO_CHANGE = (
+    "trainer.total_epochs", "trainer.total_training_steps", "*optim.total_training_steps", "trainer.logger",
+    "trainer.project_name", "trainer.experiment_name",
+    "trainer.default_local_dir", "trainer.log_val_generations", "trainer.rollout_data_dir", "trainer.test_freq",
+    "trainer.save_freq", "trainer.val_before_train", "trainer.val_only", "trainer.max_actor_ckpt_to_keep",
+    "trainer.max_critic_ckpt_to_keep", "trainer.max_ckpt_to_keep", "trainer.export_dir", "trainer.resume_mode",
+    "trainer.resume_from_path", "trainer.checkpoint.", "trainer.best_metric",
+    "trainer.objective", "trainer.max_restarts", "trainer.walltime", "trainer.watch.",
+    "trainer.dry_run", "trainer.full_traceback", "data.val_files", "data.val_max_samples",
+    "data.val_batch_size", "data.filter_overlong_prompts_workers", "reward.num_workers",
+    "reward.remote.", "reward.remote_urls", "*.urls",
+    "actor_rollout_ref.rollout.val_kwargs.", "timeouts.",
+    "algorithm.rollout_correction.mismatch_bound", "alarms.", "ray_kwargs.", "trainer.replay.",
+
+    "placement.", "trainer.backend", "trainer.nnodes", "trainer.n_gpus_per_node",
+    "*.use_dynamic_bsz", "*.log_prob_use_dynamic_bsz",
+    "*.ppo_micro_batch_size", "*.ppo_micro_batch_size_per_gpu", "*.ppo_max_token_len_per_gpu", "*.log_prob_micro_batch_size",
+    "*.log_prob_micro_batch_size_per_gpu", "*.log_prob_max_token_len_per_gpu", "*.forward_micro_batch_size",
+    "*.forward_micro_batch_size_per_gpu", "*.forward_max_token_len_per_gpu",
+    "data.micro_batch_size_per_gpu", "data.max_token_len_per_gpu", "*.enable_gradient_checkpointing",
+    "*.enable_activation_offload", "*.tiled_mlp.enabled", "*.tiled_mlp.num_shards",
+    "*.reshard_after_forward", "*.use_no_sync_for_gradient_accumulation",
+    "*.param_offload", "*.grad_offload", "*.optimizer_offload", "*.strategy",
+    "*.megatron.tensor_model_parallel_size", "*.megatron.pipeline_model_parallel_size",
+    "*.megatron.virtual_pipeline_model_parallel_size", "*.megatron.context_parallel_size", "*.megatron.sequence_parallel",
+    "*.megatron.use_distributed_optimizer", "*.fsdp_size", "*.ulysses_sequence_parallel_size",
+    "actor_rollout_ref.rollout.max_num_seqs",
+    "actor_rollout_ref.rollout.gpu_memory_utilization", "actor_rollout_ref.rollout.free_cache_engine",
+    "actor_rollout_ref.rollout.update_weights_bucket_megabytes", "actor_rollout_ref.rollout.verify_weights",
+    "trainer.deterministic",
+)  # fmt: skip
+ADDED = {"reward.timeout_score": "null"}
+"""Keys that checkpoints of earlier versions do not have, with the value, as JSON, that stands for what those versions did."""
+
+
+class Stateful(Protocol):
+    """What the controller remembers from step to step, as plain JSON."""
+
+    def state(self) -> dict[str, Any]: ...
+
+    def load(self, state: dict[str, Any]) -> None: ...
+
+
+def find_latest(run_dir: Path, tell: Callable[[int, str], None] | None = None, *, weights: bool = True) -> Checkpoint | None:
+    """The checkpoint that latest_checkpointed_iteration.txt names, or the last whole one before it; None without that file.
+
+    The file may be edited to go back to an earlier step. tell: gets the step of what is damaged, and what is wrong with it; None:
+    it becomes an event of the run. weights: see read_checkpoint.
+    Raises ValueError if the file names a step that is not there, or no checkpoint is whole.
+    """
+    if not (run_dir / LATEST).exists():
+        return None
+    text = (run_dir / LATEST).read_text().strip()
+    present = checkpoint_steps(run_dir)
+    if not text.isdigit() or int(text) not in present:
+        raise ValueError(
+            f"{run_dir / LATEST} names step {text!r}, but the checkpoints there are of steps {present}: "
+            "write one of these into the file, or start anew with trainer.resume_mode=disable"
+        )
+    wrong = []
+    for step in reversed([step for step in present if step <= int(text)]):
+        try:
+            return read_checkpoint(checkpoint_dir(run_dir, step), weights=weights)
+        except Damaged as damage:
+            wrong.append(str(damage))
+            if tell is None:
+                Events(run_dir).add(step, "damaged checkpoint", f"{damage}; the one before it is taken")
+            else:
+                tell(step, str(damage))
+    raise ValueError(f"no checkpoint up to step {text} is whole: {'; '.join(wrong)}. trainer.resume_mode=disable starts anew")
+
+
+def find_up_to(run_dir: Path, step: int, check: Callable[[Checkpoint], None]) -> Checkpoint | None:
+    """The newest checkpoint of ``step`` or an earlier one that can be gone on from, None if there is none. check: raises Damaged
+    for one whose weights are."""
+    for earlier in reversed(checkpoint_steps(run_dir)):
+        if earlier <= step:
+            try:
+                checkpoint = read_checkpoint(checkpoint_dir(run_dir, earlier), weights=False)
+                check(checkpoint)
+                return checkpoint
+            except Damaged as error:
+                Events(run_dir).add(earlier, "damaged checkpoint", f"{error}; an earlier one is taken")
+    return None
+
+
+def resolve_resume(
+    resume_mode: str, resume_from_path: str | None, run_dir: Path, remote_dir: str | None = None, *, weights: bool = True
+) -> Checkpoint | None:
+    """What a run in ``run_dir`` goes on from; None: it starts anew. Removes what an interrupted save left in ``run_dir``.
+
+    resume_mode: auto, disable or resume_path. remote_dir: where copies are; with auto, the newest whole one is fetched if
+    there is nothing here. weights: see read_checkpoint. Raises ValueError, with what to do, when the checkpoint cannot be used.
+    """
+    copies = RemoteCopies(remote_dir) if remote_dir is not None else None
+    if run_dir.exists():
+        _remove_leftovers(run_dir)
+    if resume_mode == "disable":
+        return None
+    if resume_mode == "auto":
+        found = find_latest(run_dir, weights=weights) if run_dir.exists() else None
+        return copies.fetch_newest(run_dir) if found is None and copies is not None else found
+    assert resume_mode == "resume_path", resume_mode
+    if resume_from_path is None:
+        raise ValueError("trainer.resume_mode=resume_path needs trainer.resume_from_path=<run directory>/global_step_<N>")
+    return _from_path(resume_from_path, run_dir, weights=weights)
+
+
+def whole_checkpoint(resume_mode: str, resume_from_path: str | None, run_dir: Path) -> Checkpoint | None:
+    """What resolve_resume would find of what is here. Nothing is removed, fetched or written; None for an address too.
+
+    Raises ValueError as that does.
+    """
+    if resume_mode == "auto" and run_dir.exists():
+        return find_latest(run_dir, tell=lambda step, damage: None)
+    if resume_mode == "resume_path" and resume_from_path is not None and not is_url(resume_from_path):
+        return _from_path(resume_from_path, run_dir, weights=True)
+    return None
+
+
+def _from_path(place: str, run_dir: Path, *, weights: bool) -> Checkpoint:
+    try:
+        return _named(place, run_dir, weights=weights)
+    except Damaged as damage:
+        raise ValueError(f"trainer.resume_from_path: {damage}; take another one") from damage
+
+
+def _named(place: str, run_dir: Path, *, weights: bool) -> Checkpoint:
+    """The checkpoint at a path or an address; from an address it is fetched first. Raises ValueError, Damaged among them."""
+    if is_url(place):
+        address, _, name = place.rstrip("/").rpartition("/")
+        return RemoteCopies(address).fetch(name, run_dir / FETCHED)
+    path = Path(place).expanduser()
+    if not path.is_dir():
+        raise ValueError(f"trainer.resume_from_path={path}: there is no such directory")
+    if path.name.endswith(INCOMPLETE):
+        raise ValueError(f"trainer.resume_from_path={path}: this checkpoint was never finished; take an earlier one")
+    if not (path / MANIFEST).exists():
+        inside = [checkpoint_dir(path, step).name for step in checkpoint_steps(path)]
+        advice = f"name one of those in it: {', '.join(inside)}" if inside else "give a checkpoint, a directory global_step_<N>"
+        raise ValueError(f"trainer.resume_from_path={path}: no {MANIFEST} in it; {advice}")
+    return read_checkpoint(path, weights=weights)
+
+
+def check_config(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """The keys that differ, each as "key: old -> new". Raises ValueError if one of them is not in SAFE_TO_CHANGE.
+
+    saved: ``Checkpoint.manifest.config``; current: the run's, resolved.
+    """
+    old, new = leaves_of(redact(saved)), leaves_of(redact(current))
+    changed = {
+        key: f"{key}: {old.get(key, '(not set)')} -> {new.get(key, '(not set)')}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and (key in old or key not in ADDED or new[key] != ADDED[key])
+    }
+    refused = [change for key, change in changed.items() if not _is_safe(key)]
+    if refused:
+        raise ValueError(
+            "cannot resume with another configuration: " + "; ".join(refused) + ". Put the old values back, or start anew with "
+            "trainer.resume_mode=disable. May change: how long to train, logging, validation, checkpoints, cut of the work."
+        )
+    return list(changed.values())
+
+
+def _is_safe(key: str) -> bool:
+    return any(
+        key == safe or (safe.endswith(".") and key.startswith(safe)) or (safe.startswith("*") and key.endswith(safe[1:]))
+        for safe in SAFE_TO_CHANGE
+    )
+
+
+def _remove_leftovers(run_dir: Path) -> None:
+    """What was half written or half removed. A checkpoint without roles had lost the last of them, and was about to go."""
+    for pattern in ("global_step_*", "global_step_*/*"):
+        for path in run_dir.glob(pattern):
+            if path.name.endswith(INCOMPLETE) and path.is_dir():
+                shutil.rmtree(path)
+    for step in checkpoint_steps(run_dir):
+        path = checkpoint_dir(run_dir, step)
+        if not any(child.is_dir() for child in path.iterdir()):
+            shutil.rmtree(path)

@@ -1,0 +1,111 @@
+"""A run from a script: ``from trainer import run_ppo``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from configs.base.keys import ConfigError
+from configs.compose import compose_with_notes
+from configs.schema.ppo import PPOConfig
+from trainer import main_ppo
+from trainer.cli.preflight import ppo_inputs
+from trainer.run.run_status import last_metrics, objective_of
+
+if TYPE_CHECKING:
+    from trainer.tracking.sample_dump import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """metrics: the last value of each, as in metrics.jsonl. objective: trainer.objective, larger is better; None: none is set."""
+
+    run_dir: Path
+    metrics: dict[str, float]
+    objective: float | None
+
+
+class Callback:
+    """What a script does while a run goes on; override what is wanted. The run waits; what is raised ends it, and leaves run_ppo.
+
+    step: training steps that are done. A run that starts again (trainer.max_restarts) or goes back (alarms) comes by some of its
+    steps again.
+    """
+
+    def on_train_begin(self, config: PPOConfig) -> None:
+        """Once, before anything is started. config: checked."""
+
+    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        """metrics: the step's line of metrics.jsonl, which is on disk; its checkpoint is not yet."""
+
+    def on_validation_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        """After a validation, before on_step_end of the same step; of step 0 with trainer.val_before_train. metrics: those that
+        begin with val."""
+
+    def on_train_end(self, result: RunResult) -> None:
+        """Once, if the run came to its end."""
+
+
+class _Calls:
+    """A logger that hands on to callbacks what every logger gets."""
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self.callbacks = callbacks
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        validation = {name: value for name, value in metrics.items() if name.startswith("val")}
+        for callback in self.callbacks:
+            if validation:
+                callback.on_validation_end(step, validation)
+            if step:
+                callback.on_step_end(step, metrics)
+
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        pass
+
+    def go_back(self, step: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def run_ppo(config: PPOConfig | Sequence[str], callbacks: Sequence[Callback] = ()) -> RunResult:
+    """Train as ``python -m trainer.main_ppo`` does. Of the main thread: Ray, and signals.
+
+    config: of configs.compose.compose, maybe with dataclasses.replace; or what stands on a command line,
+    ["recipe=quickstart", "trainer.total_training_steps=20"].
+    Raises ConfigError (a ValueError) for a configuration that cannot work and for files that are not there, ValueError or
+    FileNotFoundError for what else the user can mend, trainer.cli.program.Stopped if the run was told to stop and can be resumed,
+    Found if an alarm stopped it, WorkerError or PhaseTimeout for what failed in a worker.
+    """
+    if isinstance(config, PPOConfig):
+        return _run(config, frozenset(), [], callbacks)
+    return _run(*compose_with_notes("ppo_trainer", PPOConfig, config), callbacks)
+
+
+def _run(config: PPOConfig, typed: frozenset[str], notes: list[str], callbacks: Sequence[Callback]) -> RunResult:
+    trainer = config.trainer
+    for key, value in (("trainer.dry_run", trainer.dry_run), ("trainer.replay.mode", trainer.replay.mode)):
+        if value is not None:
+            raise ValueError(f"{key}={value}: not in run_ppo, which trains; python -m trainer.main_ppo does it")
+    notes += main_ppo.check(config, typed)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    if problems := list(ppo_inputs(config)):
+        raise ConfigError("\n".join(problems))
+    for callback in callbacks:
+        callback.on_train_begin(config)
+
+    from trainer.ppo.ppo_builder import run
+
+    run(config, notes, [_Calls(callbacks)])
+    run_dir = Path(trainer.default_local_dir)
+    objective = None if trainer.objective is None else objective_of(run_dir, trainer.objective)
+    result = RunResult(run_dir, last_metrics(run_dir), objective)
+    for callback in callbacks:
+        callback.on_train_end(result)
+    return result

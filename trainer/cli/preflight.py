@@ -1,0 +1,124 @@
+"""What a configuration names, and whether it is there: models, data, code. Looked at before anything heavy is loaded or started.
+
+What only reading all of it could tell, a prompt that is too long say, is left to those who read it.
+"""
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from pathlib import Path
+
+from configs.reward_models import model_key, reward_models
+from configs.reward_sources import wants_truth
+from configs.schema.common import RunConfig, TokenizedModelConfig, is_ever
+from configs.schema.generation import GenerationConfig
+from configs.schema.ppo import ModelScoringConfig, PPOConfig, PromptConfig, RemoteScoringConfig
+from configs.schema.reward_model import RewardModelConfig
+from configs.schema.sft import SFTConfig
+from trainer.algorithms.known import estimator_needs
+from trainer.rewards.rules.reward_registry import check_data_sources, scores_by_source, with_own_function
+from trainer.run.user_code import check_source
+from workers.model_path import check_files, check_tokenizer
+
+
+def ppo_inputs(config: PPOConfig) -> Iterator[str]:
+    """A line for each thing that is not there, or is not what it must be. So do the others here."""
+    data, reward = config.data, config.reward
+    yield from _model("actor_rollout_ref.model", config.actor_rollout_ref.model)
+    if config.critic.enable is True or "values" in estimator_needs(config.algorithm.adv_estimator):
+        yield from _problems(check_files, config.critic.model.path, "critic.model.path")
+    yield from _reward(reward)
+    rows = yield from _prompts("data.train_files", data.train_files, data, reward, whole=data.train_max_samples < 0)
+    yield from _prompts("data.val_files", data.val_files, data, reward, whole=data.val_max_samples < 0)
+    if rows is not None and rows < data.train_batch_size:
+        yield f"data.train_batch_size={data.train_batch_size}: data.train_files has {rows} rows; lower it, or add data"
+    if data.ptx_files is not None:
+        columns = [data.ptx_prompt_key, data.ptx_response_key]
+        yield from _files("data.ptx_files", data.ptx_files, columns, "data.ptx_prompt_key, data.ptx_response_key")
+    yield from _resume(config.trainer)
+
+
+def sft_inputs(config: SFTConfig) -> Iterator[str]:
+    data = config.data
+    columns = [data.prompt_key, data.response_key] if data.messages_key is None else [data.messages_key]
+    yield from _supervised(config, columns, "data.messages_key, data.prompt_key, data.response_key")
+
+
+def reward_model_inputs(config: RewardModelConfig) -> Iterator[str]:
+    data = config.data
+    optional = [key for key in (data.prompt_key, data.margin_key) if key is not None]
+    columns = [data.chosen_key, data.rejected_key, *optional]
+    yield from _supervised(config, columns, "data.prompt_key, data.chosen_key, data.rejected_key, data.margin_key")
+
+
+def generation_inputs(config: GenerationConfig) -> Iterator[str]:
+    """Rewards are of those who score alone."""
+    yield from _model("actor_rollout_ref.model", config.actor_rollout_ref.model)
+    yield from _files("data.path", config.data.path, [config.data.prompt_key], "data.prompt_key")
+
+
+def _supervised(config: SFTConfig | RewardModelConfig, columns: Sequence[str], said_by: str) -> Iterator[str]:
+    yield from _model("model", config.model)
+    yield from _files("data.train_files", config.data.train_files, columns, said_by)
+    if is_ever(config.trainer.test_freq) or isinstance(config, RewardModelConfig):
+        yield from _files("data.val_files", config.data.val_files, columns, said_by)
+    yield from _resume(config.trainer)
+
+
+def _model(key: str, model: TokenizedModelConfig) -> Iterator[str]:
+    told = list(_problems(check_files, model.path, f"{key}.path"))
+    yield from told or _problems(check_tokenizer, model, key)
+
+
+def _reward(reward: ModelScoringConfig) -> Iterator[str]:
+    own = with_own_function(reward).custom_reward_function
+    if own.path is not None and not reward.remote_urls:
+        yield from _problems(check_source, own.path, own.name, f"reward.custom_reward_function.path={own.path}")
+    for name, model in reward_models(reward).items():
+        key, template = model_key(name, reward), model.chat_template
+        if model.path is not None:
+            yield from _problems(check_files, model.path, f"{key}.path")
+        if template is not None and not Path(template).is_file():
+            yield f"{key}.chat_template={template}: no such file; it has the Jinja template of the model's conversations"
+
+
+def _prompts(
+    key: str, files: Sequence[str], data: PromptConfig, reward: RemoteScoringConfig, *, whole: bool
+) -> Generator[str, None, int | None]:
+    """whole: all rows are used, but for those that are too long. Returns how many the files have, None if that is not known."""
+    from trainer.data.files import values_of
+
+    truth = [data.reward_fn_key, "reward_model.ground_truth"] if wants_truth(reward) else []
+    if not files:
+        yield f"{key}=[]: no data file is given; name one, or a list"
+    rows = yield from _files(key, files, [data.prompt_key, *truth], "data.prompt_key, data.reward_fn_key")
+    if rows is not None and truth and whole and not data.filter_overlong_prompts and scores_by_source(reward):
+        sources = {source or "" for file in files for source in values_of(file, data.reward_fn_key)}
+        yield from (f"{key}: {problem}" for problem in _problems(check_data_sources, sources))
+    return rows
+
+
+def _files(key: str, files: Sequence[str], columns: Sequence[str], said_by: str) -> Generator[str, None, int | None]:
+    """said_by: the keys that name the columns. Returns the rows of all of them, None if one is wrong or does not say."""
+    from trainer.data.files import check_file  # pyarrow takes its time
+
+    total: int | None = 0
+    for file in files:
+        try:
+            rows = check_file(file, columns, said_by)
+        except ValueError as error:
+            yield f"{key}={error}"
+            rows = None
+        total = total + rows if total is not None and rows is not None else None
+    return total
+
+
+def _resume(trainer: RunConfig) -> Iterator[str]:
+    place = trainer.resume_from_path
+    if trainer.resume_mode == "resume_path" and place is not None and "://" not in place and not Path(place).is_dir():
+        yield f"trainer.resume_from_path={place}: no such directory; it is a global_step_N of a run directory"
+
+
+def _problems(check: Callable[..., object], *about: object) -> Iterator[str]:
+    try:
+        check(*about)
+    except (ValueError, FileNotFoundError) as error:
+        yield str(error)

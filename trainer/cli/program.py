@@ -1,0 +1,295 @@
+"""From a command line to a checked configuration and a run: what every main_*.py shares.
+
+Exit codes: 0, also of a run that ends for its walltime; 2 for what the user can mend, one line a problem; 3 for what a run found
+to be wrong, one line each; 4 for a run that stopped because memory or disk ran short; 1 for anything else, with the traceback (of
+a worker that failed, or was late, its own; none if the last checkpoint could not be written); 128 + n for signal n, such as 130
+for Ctrl-C and 143 for SIGTERM.
+"""
+
+import os
+import re
+import signal
+import sys
+import textwrap
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from configs.argv import CommandLine, groups_of, normalise
+from configs.base.keys import CONFIG_DIR, ConfigError, described, keys_of
+from configs.base.secrets import hidden
+from configs.compose import Tree, run_jobs
+from configs.load import load
+from configs.schema.common import ProgramConfig, RunConfig, WorkersConfig
+from configs.sweeps.sweep_points import INTERRUPTED, Point, Result, Status, Value, read_results, write_result
+from configs.validation.programs import world_size
+from trainer.cli.sweep import earlier, table
+from trainer.run.run_status import ended_with, objective_of
+from trainer.run.start_times import program_began
+from workers.controller.group import PhaseTimeout, WorkerError
+
+
+class RunnableConfig(Protocol):
+    @property
+    def trainer(self) -> ProgramConfig: ...
+
+
+class Found(Exception):
+    """The run did what it was asked to do, and found something wrong: a line for each."""
+
+
+class NotSaved(Exception):
+    """The run did what it was asked to do, but its end is not on disk: one line."""
+
+
+class Stopped(Exception):
+    """The run ended before its last step, as it was told to, and can be resumed: a line that says where."""
+
+    def __init__(self, code: int, said: str) -> None:
+        super().__init__(said)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a job ended. status: None of one that was only checked. objective: trainer.objective, larger is better."""
+
+    code: int
+    status: Status | None
+    objective: float | None = None
+    seconds: float = 0.0
+
+
+Config = TypeVar("Config", bound=RunnableConfig)
+
+HELP = """\
+python -m {name} [key=value ...] [group=option ...]
+
+{about}
+
+Examples
+{examples}
+
+Groups: leaves that belong together; what is typed by hand wins over them
+{groups}
+
+Keys that are set most; all {count} are in configs/{root}.yaml
+{keys}
+
+Flags
+  --cfg job               print the composed configuration
+  --info                  print where it comes from
+  --config-dir DIR        more groups and recipes; with --config-name NAME
+                          a whole configuration of your own
+  -m, --multirun          a job for each of key=1,2, in its own directory;
+                          again: those that are left
+{dry_runs}"""
+DRY_RUNS = {
+    "config": "  trainer.dry_run=config  check the configuration, start nothing",
+    "full": "  trainer.dry_run=full    and models, data and rewards; print the plan",
+}
+NOTHING_LEFT = "nothing is left to do; more steps go on from there, and trainer.resume_mode=disable starts anew"
+WIDTH = 80
+"""Columns of the help page."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program(Generic[Config]):
+    """A main_*.py.
+
+    name: its module. about: a paragraph for --help. root: its YAML in configs/. often_used: keys for --help. examples: command
+    lines, less the program. check: config and typed keys to lines for the user. run: the work, given these lines; it imports
+    what is heavy. Both raise ValueError or FileNotFoundError for what the user can mend; run raises Found and Stopped.
+    inputs: what is wrong with the files that a configuration names, a line each, looked at before run. plan: what
+    trainer.dry_run=full does; None: the program has none.
+    """
+
+    name: str
+    about: str
+    root: str
+    schema: type[Config]
+    often_used: Sequence[str]
+    examples: Sequence[str]
+    check: Callable[[Config, Collection[str]], list[str]]
+    run: Callable[[Config, list[str]], None]
+    inputs: Callable[[Config], Iterable[str]] = lambda config: ()
+    plan: Callable[[Config], None] | None = None
+
+    def main(self) -> None:
+        program_began()
+        code = self(sys.argv[1:])
+        if code == 2 and not sys.argv[1:]:
+            print(f"note: nothing was asked for; python -m {self.name} --help has examples", file=sys.stderr)
+        sys.exit(code)
+
+    def __call__(self, argv: Sequence[str]) -> int:
+        """Do what ``argv``, the words after the program's name, asks for; the exit code. Of several jobs: the highest."""
+        if {"--help", "-h"} & set(argv):
+            print(self.help())
+            return 0
+        codes: list[int] = []
+        full = any(re.fullmatch(r"\+*trainer\.full_traceback=true", word, re.IGNORECASE) for word in argv)
+
+        def job(tree: Tree, point: Point | None) -> Value:
+            if point is not None:
+                return self.point(tree, command, point, full_traceback=full)
+            codes.append(self.job(tree, command, full_traceback=full).code)
+            return None
+
+        try:
+            command = normalise(argv, self.schema, self.root)
+            results = run_jobs(command, self.root, job)
+        except ConfigError as error:
+            return complain(*str(error).splitlines(), full_traceback=full)
+        except KeyboardInterrupt as interrupt:
+            print("; ".join(["interrupted", *interrupt.args]), file=sys.stderr)
+            return 130
+        if results:
+            print(*table(results), sep="\n")
+        return max([*codes, *(result.code for result in results)], default=0)
+
+    def point(self, tree: Tree, command: CommandLine, point: Point, *, full_traceback: bool) -> Value:
+        """A point of a sweep: what it tells the sweeper. After a signal to one, those that are left do not begin, unless they are
+        jobs of Slurm's.
+
+        One that ran out of time in a job that may begin again has this done by submitit's own signal, which ends the process.
+        """
+        if not point.alone and any(result.code > 128 for result in read_results(point.sweep_dir)):
+            ended = Ended(0, "not started")
+        else:
+            ended = self.job(tree, command, point, full_traceback=full_traceback)
+        if ended.status is not None:
+            write_result(point, Result(point.number, point.overrides, ended.status, ended.code, ended.objective, ended.seconds))
+        if ended.status == "interrupted" and ended.code == 0 and point.requeued:
+            with suppress(RuntimeError):  # submitit's way to say, also in its log, that it was requeued often enough
+                signal.raise_signal(signal.Signals[f"SIG{os.environ.get('SUBMITIT_PREEMPT_SIGNAL', 'USR2')}"])
+        return INTERRUPTED if ended.status in ("interrupted", "not started") else ended.objective
+
+    def job(self, tree: Tree, command: CommandLine, point: Point | None = None, *, full_traceback: bool) -> Ended:
+        """One run; of a sweep, unless it is finished. full_traceback: as typed, for errors before there is a configuration."""
+        before = None
+        try:
+            loaded = load(tree, self.schema, command.typed)
+            trainer = loaded.config.trainer
+            full_traceback = trainer.full_traceback
+            if trainer.dry_run == "full" and self.plan is None:
+                raise ConfigError(f"trainer.dry_run=full: {self.name} has no plan to show; take trainer.dry_run=config")
+            told = [*command.notes, *loaded.notes, *self.check(loaded.config, command.typed)]
+            for note in told:
+                print(f"note: {note}", file=sys.stderr)
+            if trainer.dry_run == "config":
+                print(f"configuration is fine: {in_words(trainer)}run directory {trainer.default_local_dir}")
+                return Ended(0, None)
+            if trainer.dry_run is None and isinstance(trainer, RunConfig):
+                config = asdict(loaded.config)  # type: ignore[call-overload]
+                if point is not None:
+                    before = earlier(config, trainer, point)
+                elif (step := nothing_left(config)) is not None:
+                    print(f"the run in {trainer.default_local_dir} ended with step {step}: {NOTHING_LEFT}")
+                    return Ended(0, "finished")
+            finished = before is not None and before.status == "finished"
+            if not finished and (problems := list(self.inputs(loaded.config))):
+                raise ConfigError("\n".join(problems))
+        except ValueError as error:
+            return Ended(complain(*str(error).splitlines(), full_traceback=full_traceback), "failed")
+        began, code = time.perf_counter(), 0
+        status: Status = "finished"
+        if not finished:
+            code, status = self.attempt(loaded.config, told)
+        if trainer.dry_run == "full":
+            return Ended(code, None)
+        seconds = before.seconds if before is not None and finished else time.perf_counter() - began
+        objective = None
+        if status == "finished" and isinstance(trainer, RunConfig) and trainer.objective is not None:
+            try:
+                objective = objective_of(Path(trainer.default_local_dir), trainer.objective)
+            except ValueError as error:
+                code = complain(str(error))
+        return Ended(code, status, objective, seconds)
+
+    def attempt(self, config: Config, told: list[str]) -> tuple[int, Status]:
+        """The work, and its exit code."""
+        trainer = config.trainer
+        if trainer.dry_run is None and sys.stdout.isatty():  # what is imported next takes seconds
+            print(f"starting, in {trainer.default_local_dir}", flush=True)
+        try:
+            if trainer.dry_run == "full" and self.plan is not None:
+                self.plan(config)
+            else:
+                self.run(config, told)
+        except (ValueError, FileNotFoundError) as error:
+            where = "" if trainer.full_traceback else " (trainer.full_traceback=true shows where)"
+            return complain(f"{' '.join(str(error).split())}{where}", full_traceback=trainer.full_traceback), "failed"
+        except Found as error:
+            complain(*str(error).splitlines())
+            return 3, "failed"
+        except Stopped as error:
+            print(error, file=sys.stderr)
+            return error.code, "interrupted"
+        except (WorkerError, PhaseTimeout, NotSaved) as error:  # they say where
+            if trainer.full_traceback:
+                traceback.print_exc()
+            print(f"error: {error}", file=sys.stderr)
+            return 1, "failed"
+        except Exception:
+            traceback.print_exc()
+            return 1, "failed"
+        return 0, "finished"
+
+    def help(self) -> str:
+        said = described(CONFIG_DIR / f"{self.root}.yaml")
+        return HELP.format(
+            name=self.name,
+            about=wrapped(" ".join(self.about.split()), "", ""),
+            root=self.root,
+            examples="\n".join(wrapped(f"python -m {self.name} {example}", "  ", "      ", " \\") for example in self.examples),
+            groups="\n".join(line for group in groups_of(self.root) for line in group_lines(group)) or "  none",
+            count=len(keys_of(self.schema).leaves),
+            keys="\n".join(
+                f"  {key}={said[key].value}\n{wrapped(said[key].comment, '      ', '      ')}" for key in self.often_used
+            ),
+            dry_runs="\n".join(DRY_RUNS[kind] for kind in ("config", "full") if kind == "config" or self.plan is not None),
+        )
+
+
+def group_lines(group: str) -> Iterator[str]:
+    """The options of a group, each with the line that its file begins with."""
+    for path in sorted((CONFIG_DIR / group).glob("*.yaml")):
+        _, comment, *_ = path.read_text(encoding="utf-8").splitlines()
+        yield f"  {f'{group}={path.stem}':<27}{comment.removeprefix('# ')}"
+
+
+def wrapped(text: str, first: str, other: str, broken: str = "") -> str:
+    """``text`` in lines of WIDTH at most. first, other: before the first and before others; broken: behind all but the last."""
+    lines = textwrap.wrap(text, WIDTH - len(broken), initial_indent=first, subsequent_indent=other, break_on_hyphens=False)
+    return f"{broken}\n".join(lines)
+
+
+def nothing_left(config: Mapping[str, Any]) -> int | None:
+    """The last step of a run that has ended, where the same command would only find that out."""
+    trainer = config["trainer"]
+    export_dir = trainer.get("export_dir")
+    exported = export_dir is None or Path(export_dir).expanduser().is_dir()
+    if trainer["resume_mode"] != "auto" or trainer.get("val_only") or not exported:
+        return None
+    return ended_with(Path(trainer["default_local_dir"]), config)
+
+
+def in_words(trainer: ProgramConfig) -> str:
+    """The workers of a program that has some."""
+    if not isinstance(trainer, WorkersConfig):
+        return ""
+    return f"{world_size(trainer)} worker{'s' if world_size(trainer) > 1 else ''} on {trainer.device}, "
+
+
+def complain(*problems: str, full_traceback: bool = False) -> int:
+    """A line for each on stderr; the exit code of an error that the user can mend. full_traceback: of what is handled, first."""
+    if full_traceback:
+        print(hidden(traceback.format_exc()), end="", file=sys.stderr)
+    for problem in problems:
+        print(f"error: {hidden(problem)}", file=sys.stderr)
+    return 2

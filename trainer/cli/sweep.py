@@ -1,0 +1,38 @@
+"""What is said of the points of a sweep: how each ended before, and a table at the end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from configs.schema.common import RunConfig
+from configs.sweeps.sweep_points import Point, Result
+from trainer.run.run_status import Outcome, earlier_outcome
+
+SAID = {
+    "finished": "was finished by an earlier start: it is left as it is",
+    "interrupted": "was interrupted: it goes on from its last checkpoint, if it has one",
+    "failed": "failed: it is tried again, from its last checkpoint, if it has one",
+}
+
+
+def earlier(config: Mapping[str, Any], trainer: RunConfig, point: Point) -> Outcome | None:
+    """How this point ended before, which is said; None: it begins. Raises ValueError if another run is in its directory."""
+    if trainer.resume_mode == "disable":
+        return None
+    before = earlier_outcome(Path(trainer.default_local_dir), config)
+    if before is not None:
+        print(f"point {point.number} {SAID[before.status]} ({trainer.default_local_dir})", file=sys.stderr)
+    return before
+
+
+def table(results: Sequence[Result]) -> list[str]:
+    """A line for each point of a sweep."""
+    rows = [("point", "status", "objective", "seconds", "overrides")]
+    for result in results:
+        objective = "-" if result.objective is None else f"{result.objective:.6g}"
+        rows.append((str(result.number), result.status, objective, f"{result.seconds:.1f}", " ".join(result.overrides)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{word:<{width}}" for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]

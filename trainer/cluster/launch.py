@@ -1,0 +1,96 @@
+"""Where the workers run: on Ray, or in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from configs.pools import ROLES, Placement
+from configs.schema.common import RayConfig, RunConfig, WorkersConfig, WorkersTimeoutsConfig
+from configs.validation.rollout import world_size
+from trainer.cluster.determinism import worker_environment
+from workers.controller.group import Backend, WorkerGroup
+from workers.controller.resource_pool import ResourcePool
+
+
+def open_backend(trainer: WorkersConfig, ray_kwargs: RayConfig, timeouts: WorkersTimeoutsConfig, run_dir: Path) -> Backend:
+    """The backend that trainer.backend names; a context manager that leaves no process behind.
+
+    Raises ValueError if the device is not there.
+    """
+    if trainer.backend == "local":
+        from workers.controller.local_backend import LocalBackend
+
+        check_device(trainer)
+        return LocalBackend()
+    from workers.controller.ray.ray_backend import RayBackend
+
+    if trainer.nnodes == 1:
+        check_device(trainer)
+    return RayBackend(
+        run_dir=run_dir,
+        nnodes=trainer.nnodes,
+        n_gpus_per_node=trainer.n_gpus_per_node,
+        device=trainer.device,
+        ray_init=ray_kwargs.ray_init,
+        join_seconds=timeouts.join,
+    )
+
+
+def check_device(trainer: WorkersConfig) -> None:
+    if trainer.device == "cuda" and torch.cuda.device_count() < trainer.n_gpus_per_node:
+        raise ValueError(
+            f"trainer.device=cuda trainer.n_gpus_per_node={trainer.n_gpus_per_node}: this machine has "
+            f"{torch.cuda.device_count()} CUDA devices; lower trainer.n_gpus_per_node, or set trainer.device=cpu"
+        )
+
+
+def start_hosts(
+    backend: Backend,
+    trainer: WorkersConfig,
+    timeouts: WorkersTimeoutsConfig,
+    *,
+    deterministic: bool = False,
+    env: Mapping[str, str] | None = None,
+    engine: str | None = None,
+) -> WorkerGroup:
+    """One host a GPU slot. Returns before they are ready, so that the controller can read its data meanwhile. engine: the rollout
+    engine that they are to have."""
+    pool = ResourcePool(n_per_node=(trainer.n_gpus_per_node,) * trainer.nnodes, device=trainer.device, name="workers")
+    what = ("workers.roles.worker:Host", trainer.device, timeouts.collective)
+    return backend.start_group("workers", pool, *what, env=env or {}, deterministic=deterministic, engine=engine)
+
+
+def start_pools(
+    backend: Backend, trainer: RunConfig, place: Placement, timeouts: WorkersTimeoutsConfig, *, engine: str
+) -> dict[str, WorkerGroup]:
+    """By role, its hosts: processes of a pool, which its roles share. Returns before they are ready. engine: of the rollout."""
+    deterministic, env = trainer.deterministic, worker_environment(trainer.deterministic, engine)
+    first = place.pools[0]
+    if world_size(first) == world_size(trainer) and first.fraction == 1:
+        hosts = start_hosts(backend, trainer, timeouts, deterministic=deterministic, env=env, engine=engine)
+        return dict.fromkeys(ROLES, hosts)
+    room = ResourcePool(n_per_node=(trainer.n_gpus_per_node,) * trainer.nnodes, device=trainer.device, name="workers")
+    groups = {}
+    for pool in place.pools:
+        slots = ResourcePool(
+            n_per_node=(pool.n_gpus_per_node,) * pool.nnodes,
+            device=trainer.device,
+            name=pool.name,
+            room=room,
+            first_node=pool.first_node,
+            first_slot=pool.first_gpu,
+        )
+        what = ("workers.roles.worker:Host", trainer.device, timeouts.collective)
+        groups[pool.name] = backend.start_group(
+            pool.name,
+            slots,
+            *what,
+            env=env,
+            deterministic=deterministic,
+            memory_fraction=pool.fraction,
+            engine=engine if place.pool("rollout") is pool else None,
+        )
+    return {role: groups[place.pool(role).name] for role in ROLES}

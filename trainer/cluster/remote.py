@@ -1,0 +1,237 @@
+"""What the controller holds of a role: calls that cut a batch by plan, send the shares, and join the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from trainer.cluster.oom_backoff import Budget
+from trainer.cluster.watchdog import Watchdog
+from workers.batch import Batch
+from workers.controller.dispatch import Mesh, Sharded
+from workers.controller.group import WorkerError, WorkerGroup
+from workers.engine.base import EngineSpec, LossSpec, Saved
+from workers.metric import Metric, Metrics, join_metrics
+from workers.plan import Limits, Plan, SharedRows
+from workers.rollout.base import RolloutSpec, Sampling
+
+PROMPT = {"prompt_length"}
+"""Of a batch's rows: engines go by it, see EngineSpec.shares_prompts."""
+PHASES = {"start": "engine start", "generate": "generation", "sync": "weight sync", "ask": "counters"}
+
+
+class SaveFailed(OSError):
+    """Ranks could not write; the words of each."""
+
+
+class RemoteModel:
+    """A model role on every worker of a group."""
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        role: str,
+        spec: EngineSpec,
+        loss: LossSpec | None,
+        *,
+        forward_limits: Limits,
+        train_limits: Limits,
+        budget: Budget,
+        attention_cost: float,
+        watchdog: Watchdog,
+    ) -> None:
+        """forward_limits, train_limits: how large a micro-batch may be; budget: of train steps, since memory ran out.
+        attention_cost: see plan.row_costs."""
+        self.group = group
+        self.watchdog = watchdog
+        self.role = role
+        self.forward_limits = forward_limits
+        self.train_limits = train_limits
+        self.budget = budget
+        self.attention_cost = attention_cost
+        self._shares_prompts = spec.shares_prompts
+        self._flops = 0.0
+        self.mesh = mesh_of(watchdog.call(group, "start", f"start of {role}", "build_model", role, spec, loss))
+        group.register_mesh(role, self.mesh)
+
+    def forward(self, batch: Batch, outputs: Sequence[str], *, limits: Limits | None = None, adapter: bool = True) -> Batch:
+        """Columns ``outputs`` for every row of ``batch``, without gradient; see TrainEngine.forward. limits: not its own."""
+        plan = self._plan(self._rows(batch), limits or self.forward_limits)
+        needed = batch.only(tokens=["input_ids", "response_mask"], rows=sorted(PROMPT & batch.rows.keys()))
+        return plan.collect(self._call("forward", "forward", plan, needed, list(outputs), adapter))
+
+    def train_step(self, mini_batch: Batch, columns: Sequence[str], *, rows: Sequence[str] = (), together: int = 1) -> Metrics:
+        """One optimizer step on a global mini-batch that carries loss_weight; ``columns``, ``rows``: what the loss reads. Of each
+        ``together`` rows all are in one micro-batch: limits and budget are then those of such a group.
+
+        If memory runs out, the budget is halved. A rank that is alone repeats the step, and the metric out_of_memory says how
+        often; among several, which may hang in a collective by then, it leaves as WorkerError, its kind OutOfMemory.
+        """
+        needed = mini_batch.only(
+            tokens=["input_ids", "response_mask", "loss_weight", *columns], rows=[*rows, *sorted(PROMPT & mini_batch.rows.keys())]
+        )
+        units = [range(start, start + together) for start in range(0, len(mini_batch), together)]
+        shared = self._rows(mini_batch if together == 1 else Batch(mini_batch.lengths.view(-1, together).sum(1)))
+        repeats = 0
+        while True:
+            plan = self._plan(shared, self.budget.limits(self.train_limits, shared.lengths))
+            try:
+                metrics = join_metrics(self._call("update", "train_step", plan.of_rows(units), needed))
+                break
+            except WorkerError as error:
+                if error.kind not in ("OutOfMemory", "RepeatableOutOfMemory"):
+                    raise
+                said = error.message.partition(": ")[2]
+                self.budget.halve(self.train_limits, shared.sizes(plan), max(shared.lengths), said)
+                if error.kind == "OutOfMemory":
+                    raise
+                repeats += 1
+        if repeats:
+            metrics["out_of_memory"] = Metric.sum(repeats)
+        flops = metrics.pop("flops")
+        assert isinstance(flops, Metric), "a number"
+        self._flops += flops.value
+        return metrics
+
+    def take_flops(self) -> float:
+        """Model FLOPs of the train steps since the last call, over all ranks."""
+        flops, self._flops = self._flops, 0.0
+        return flops
+
+    def save(self, path: str, *, background: bool = False) -> None:
+        """Into the directory ``path``; ``saved`` tells how it ended. background: returns when the state is copied to the host."""
+        self._save("save", path, background)
+
+    def saved(self, *, patient: bool = True) -> Saved | None:
+        """What the ranks wrote in the last ``save``; None if a rank is still at it and we are not ``patient``.
+
+        Raises SaveFailed when all have ended and one could not write.
+        """
+        answers: list[Saved | str | None] = self._save("saved", patient)
+        if any(answer is None for answer in answers):
+            return None
+        if problems := dict.fromkeys(answer for answer in answers if isinstance(answer, str)):
+            raise SaveFailed("; ".join(problems))
+        return Saved.join([answer for answer in answers if isinstance(answer, Saved)])
+
+    def _save(self, method: str, *args: Any) -> list[Any]:
+        return self.watchdog.call(self.group, "save", f"save of {self.role}", "run", self.role, method, *args)
+
+    def load(self, path: str) -> None:
+        self.watchdog.call(self.group, "load", f"load of {self.role}", "run", self.role, "load", path)
+
+    def export_hf(self, path: str) -> None:
+        self.watchdog.call(self.group, "save", f"export of {self.role}", "run", self.role, "export_hf", path)
+
+    def _rows(self, batch: Batch) -> SharedRows:
+        """What is to be planned: rows of a group share their prompt, where the engine can do with one copy of it."""
+        lengths = batch.lengths.tolist()
+        if not self._shares_prompts or not {"uid", "prompt_length"} <= batch.rows.keys():
+            return SharedRows(lengths, [0] * len(lengths), range(len(lengths)))
+        return SharedRows(lengths, batch.rows["prompt_length"].tolist(), batch.rows["uid"].tolist())
+
+    def _plan(self, rows: SharedRows, limits: Limits) -> Plan:
+        return rows.plan(len(self.mesh.answers), limits, attention_cost=self.attention_cost)
+
+    def _call(self, phase: str, method: str, plan: Plan, batch: Batch, *args: Any) -> list[Any]:
+        shares, cuts = Sharded(plan.split(batch)), Sharded(plan.micro_batches)
+        what = f"{phase} of {self.role}"
+        work = partial(work_by_rank, plan, batch.lengths.tolist(), self.mesh)
+        words = ("run", self.role, method, shares, cuts, *args)
+        return self.watchdog.call(self.group, phase, what, *words, mesh=self.role, work=work)
+
+
+class BaseModel:
+    """A model role with its LoRA adapter off, as another model: the reference of a policy that is an adapter."""
+
+    def __init__(self, model: RemoteModel, limits: Limits) -> None:
+        """limits: how large a micro-batch may be."""
+        self._model = model
+        self._limits = limits
+
+    def forward(self, batch: Batch, outputs: Sequence[str]) -> Batch:
+        """See RemoteModel.forward."""
+        return self._model.forward(batch, outputs, limits=self._limits, adapter=False)
+
+
+class RemoteRollout:
+    """The rollout role on every worker of a group."""
+
+    def __init__(
+        self, group: WorkerGroup, spec: RolloutSpec, source: str, watchdog: Watchdog, *, trainers: WorkerGroup | None = None
+    ) -> None:
+        """source: the model role whose weights the engines generate with. trainers: the group that has it, if not this one."""
+        self.group = group
+        self.engine = spec.rollout.name
+        self.watchdog = watchdog
+        self.source = source
+        self.trainers = trainers if trainers is not group else None
+        self._gives_way = spec.rollout.free_cache_engine and self.trainers is None
+        self._version, self._slept = 0, False
+        if self.trainers is None:
+            places = self._call("start", "build_rollout", "rollout", spec, source)
+        else:
+            offering = ("offer_weights", source, group.world_size)
+            meeting, *_ = watchdog.call(self.trainers, "start", f"start of {source}", *offering)
+            places = self._call("start", "build_rollout_apart", "rollout", spec, meeting)
+        self.mesh = mesh_of(places)
+        group.register_mesh("rollout", self.mesh)
+
+    def sync_weights(self, version: int) -> Metrics:
+        """Every engine has the source's weights when this returns; completions bear ``version`` from now on."""
+        self._version, self._slept = version, False
+        words = ("run", "rollout", "sync_weights", version)
+        if self.trainers is None:
+            return join_metrics(self._call("sync", *words))
+        sending = (self.trainers, f"weight sync ({self.source} sends)", ("run", self.source, "send_weights"))
+        metrics, _ = self.watchdog.together("sync", (self.group, self._what("sync"), words), sending)
+        return join_metrics(metrics)
+
+    def rest(self, group: WorkerGroup | None) -> None:
+        """A model on the workers of ``group`` was at work: engines that slept meanwhile get their weights before they answer."""
+        self._slept = self._slept or (self._gives_way and group is self.group)
+
+    def generate(self, prompts: Batch, sampling: Sampling, group_size: int) -> Batch:
+        """An answer to each row of ``prompts``, in order; see RolloutRole.generate.
+
+        group_size: so many consecutive rows bear the same prompt; they go to one engine, which reads the prompt once.
+        """
+        if self._slept:
+            self.sync_weights(self._version)
+        n_engines = len(self.mesh.answers)
+        groups = [range(start, start + group_size) for start in range(0, len(prompts), group_size)]
+        shares = tuple(tuple(row for group in groups[engine::n_engines] for row in group) for engine in range(n_engines))
+        plan = Plan(shares=shares, micro_batches=tuple(() for _ in shares))
+        what = ("run", "rollout", "generate", Sharded(plan.split(prompts)), sampling)
+        work = partial(work_by_rank, plan, prompts.lengths.tolist(), self.mesh)
+        return plan.collect(self._call("generate", *what, mesh="rollout", work=work))
+
+    def _call(self, phase: str, *words: Any, mesh: str | None = None, work: Callable[[], Sequence[str]] = list) -> list[Any]:
+        """The result of a call; see Watchdog.call. The group has no other call under way: the phase's time is its own."""
+        return self.watchdog.call(self.group, phase, self._what(phase), *words, mesh=mesh, work=work)
+
+    def _what(self, phase: str) -> str:
+        return f"{PHASES[phase]} (rollout engine {self.engine})"
+
+    def stats(self) -> dict[str, float]:
+        """The engines' counters since the last call, added up; see Rollout.stats."""
+        parts = self._call("ask", "run", "rollout", "stats", mesh="rollout")
+        return {name: sum(part[name] for part in parts) for name in parts[0]}
+
+
+def work_by_rank(plan: Plan, lengths: Sequence[int], mesh: Mesh) -> list[str]:
+    """For people: what each rank was given of a batch with rows of these lengths."""
+    by_shard = []
+    for rows, cuts in zip(plan.shares, plan.micro_batches, strict=True):
+        mine = [lengths[row] for row in rows]
+        cut = f", {len(cuts)} micro-batches" if cuts else ""
+        by_shard.append(f"{len(mine)} rows, {sum(mine)} tokens{cut}, longest row {max(mine, default=0)}")
+    return [by_shard[shard] for shard in mesh.shard_of_rank]
+
+
+def mesh_of(places: Sequence[tuple[int, bool]]) -> Mesh:
+    """places: for every rank, which share of the data it works on, and whether it answers for that share."""
+    n_shards = max(shard for shard, _ in places) + 1
+    answers = tuple(places.index((shard, True)) for shard in range(n_shards))
+    return Mesh(shard_of_rank=tuple(shard for shard, _ in places), answers=answers)

@@ -1,0 +1,159 @@
+"""A role's configuration as what its engine is built from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import getitem
+from typing import Literal
+
+from transformers import AutoConfig
+
+from configs.schema.common import ModelConfig, OptimConfig, ShardedConfig, Sharding
+from configs.validation.batches import micro_batch_limits
+from configs.validation.rollout import Workers
+from trainer.checkpoint.manifest import Checkpoint
+from trainer.cluster.oom_backoff import Budget
+from trainer.cluster.remote import RemoteModel
+from trainer.cluster.watchdog import Watchdog
+from workers.controller.group import WorkerGroup
+from workers.engine.base import EngineSpec, Head, LossSpec, OptimizerSpec
+from workers.engine.lr_schedule import learning_rate
+from workers.plan import Limits
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How a role learns. limits, budget: of micro-batches, as configured, and since memory ran out. steps: training steps of the
+    run; updates: optimizer steps in each. ema_decay: see OptimizerSpec.
+    """
+
+    optim: OptimConfig
+    grad_clip: float
+    loss: LossSpec
+    limits: Limits
+    budget: Budget
+    steps: int
+    updates: int
+    ema_decay: float | None = None
+
+    @property
+    def optimizer(self) -> OptimizerSpec:
+        return optimizer_spec(self.optim, self.steps, self.updates, clip_grad=self.grad_clip, ema_decay=self.ema_decay)
+
+
+def optimizer_spec(
+    optim: OptimConfig, steps: int, updates: int = 1, *, clip_grad: float = 0.0, ema_decay: float | None = None
+) -> OptimizerSpec:
+    """The schedule's keys count training steps, the engine optimizer steps, ``updates`` in each. steps: of the run."""
+    steps = schedule_length(optim, steps)
+    warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else int(optim.lr_warmup_steps_ratio * steps)
+    return OptimizerSpec(
+        lr=optim.lr,
+        betas=optim.betas,
+        weight_decay=optim.weight_decay,
+        schedule=optim.lr_scheduler_type,
+        warmup_steps=warmup * updates,
+        total_steps=steps * updates,
+        min_lr_ratio=optim.min_lr_ratio,
+        num_cycles=optim.num_cycles,
+        clip_grad=clip_grad,
+        ema_decay=ema_decay,
+    )
+
+
+def schedule_length(optim: OptimConfig, steps: int) -> int:
+    """In training steps. steps: of the run."""
+    return optim.total_training_steps if optim.total_training_steps > 0 else steps
+
+
+def rate_changes(
+    resume: Checkpoint, optims: Mapping[str, tuple[OptimConfig, int]], steps: int, steps_per_epoch: int
+) -> Iterator[str]:
+    """A line for each role whose learning rate jumps because a run is resumed with another length.
+
+    optims: by their key, with the number of first steps in which the role waits. steps: of the run, as it is now.
+    """
+    trainer = resume.manifest.config["trainer"]
+    steps_before = trainer["total_training_steps"] or trainer["total_epochs"] * steps_per_epoch
+    for key, (now, waits) in optims.items():
+        saved = reduce(getitem, key.split("."), resume.manifest.config)
+        before = replace(now, total_training_steps=saved["total_training_steps"])
+        old, new = (_rate(optim, run, resume.step - waits) for optim, run in ((before, steps_before), (now, steps)))
+        if old != new:
+            length = schedule_length(before, steps_before)
+            jump = f"the learning rate of step {resume.step + 1} goes from {old:.3g} to {new:.3g}"
+            yield (
+                f"{key}: the schedule had {length} training steps and has {schedule_length(now, steps)}: {jump}; "
+                f"{key}.total_training_steps={length} keeps the old schedule"
+            )
+
+
+def _rate(optim: OptimConfig, steps: int, done: int) -> float:
+    """The learning rate of the next training step after ``done``, in a run of ``steps``."""
+    return learning_rate(optimizer_spec(optim, steps), max(0, done))
+
+
+def start_model(
+    hosts: WorkerGroup,
+    role: str,
+    *,
+    model: ModelConfig,
+    head: Head,
+    sharding: Sharding,
+    device: Literal["cpu", "cuda"],
+    seed: int,
+    forward_limits: Limits,
+    training: Training | None,
+    watchdog: Watchdog,
+) -> RemoteModel:
+    """Build a role on every host. training None: it never learns (a reference)."""
+    spec = EngineSpec(
+        model=model,
+        head=head,
+        sharding=sharding,
+        optimizer=training.optimizer if training is not None else None,
+        device=device,
+        seed=seed,
+    )
+    return RemoteModel(
+        hosts,
+        role,
+        spec,
+        training.loss if training is not None else None,
+        forward_limits=forward_limits,
+        train_limits=training.limits if training is not None else forward_limits,
+        budget=training.budget if training is not None else Budget(role),
+        attention_cost=1.0 / (12.0 * hidden_size(model)),
+        watchdog=watchdog,
+    )
+
+
+def hidden_size(model: ModelConfig) -> int:
+    """H of the language model."""
+    config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    return int(config.get_text_config().hidden_size)
+
+
+def value_head(model: ModelConfig) -> str:
+    """For people: what the critic's values begin as. A classifier's head has the same name, whatever it was trained for."""
+    config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    architecture = (config.architectures or [config.model_type])[0]
+    anew = "with a new head: its values are 0 (verl draws one at random)"
+    begins = "with that model's own head" if "Classification" in architecture else anew
+    return f"critic.model.path={model.path}: {architecture}; the critic begins {begins}"
+
+
+def limits(
+    role: ShardedConfig,
+    workers: Workers,
+    *,
+    per_gpu: int | None,
+    over_all: int | None,
+    dynamic: bool,
+    max_tokens: int,
+) -> Limits:
+    """workers: of the role. See configs.validation.batches.micro_batch_limits."""
+    tokens, rows = micro_batch_limits(per_gpu, over_all, dynamic, max_tokens, role, workers)
+    return Limits(max_tokens=tokens, max_rows=rows)

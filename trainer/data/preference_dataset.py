@@ -1,0 +1,118 @@
+"""Preference dataset: a chosen and a rejected response to each prompt."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from trainer.algorithms.losses.preference_losses import CHOSEN, REJECTED
+from trainer.data.encoding import Truncation, truncate
+from trainer.data.files import Rows
+from trainer.data.turns import TurnEncoder
+from workers.batch import Batch
+
+
+class PreferenceDataset:
+    """Pairs as two rows: prompt with chosen response and prompt with rejected response, each up to the response's end token."""
+
+    def __init__(
+        self,
+        files: Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        prompt_key: str | None,
+        chosen_key: str,
+        rejected_key: str,
+        margin_key: str | None,
+        max_length: int,
+        truncation: Truncation,
+        apply_chat_template_kwargs: dict[str, Any],
+    ) -> None:
+        """prompt_key: column of prompts; None: the response columns hold complete conversations or texts. margin_key: column of
+        required score differences; None: 0. max_length: maximum tokens of a row, prompt included.
+
+        Raises ValueError, one line, for missing files or columns, for values that are neither text nor conversation, and for rows
+        that are too long with truncation=error.
+        """
+        keys = [chosen_key, rejected_key, *(key for key in (prompt_key, margin_key) if key is not None)]
+        self._rows = rows = Rows(files, keys)
+        self._encoder = TurnEncoder(tokenizer, apply_chat_template_kwargs)
+        prompts = rows.column(prompt_key) if prompt_key is not None else [None] * len(rows)
+        self._sides = {CHOSEN: self._side(prompts, chosen_key), REJECTED: self._side(prompts, rejected_key)}
+        margins = rows.column(margin_key) if margin_key is not None else [0.0] * len(rows)
+        for row, margin in enumerate(margins):
+            if not isinstance(margin, int | float) or not math.isfinite(margin):
+                raise ValueError(f"{rows.where(row)}: {margin_key} is {margin!r}; must be a finite number")
+        self.margins = torch.tensor(margins, dtype=torch.float32)
+        # Counted before the truncation: two long responses that share a prefix are no duplicates in the data.
+        same = sum(np.array_equal(*pair) for pair in zip(*self._sides.values(), strict=True))
+        notice = f"{same} of {len(rows)} pairs have identical chosen and rejected responses, which give no gradient"
+        self.notices = [notice] if same else []
+        self._truncate(max_length, truncation)
+
+    def _side(self, prompts: Sequence[Any], key: str) -> list[np.ndarray]:
+        """Token ids of prompt and response, int64 (n,), for every row of the column ``key``."""
+        rows, answers = self._rows, self._rows.column(key)
+        if isinstance(answers[0], str):
+            texts = [prompt if prompt is not None else "" for prompt in prompts]
+            return [turns.ids for turns in self._encoder.pairs(rows, texts, answers)]
+        chats = []
+        for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            if not isinstance(answer, list) or not isinstance(prompt, list | None):
+                raise ValueError(f"{rows.where(row)}: {key} is a conversation, so the prompt must be one too, or null")
+            chats.append([*(prompt or []), *answer])
+        found = self._encoder.chats(rows, chats)
+        for row, (chat, turns) in enumerate(zip(chats, found, strict=True)):
+            if chat[-1]["role"] != "assistant" or not turns.trained.any():
+                raise ValueError(f"{rows.where(row)}: {key} does not end with an assistant turn: there is no response to score")
+        # The score is read at the last token. Whitespace that a template writes after the end token would shift it to a token
+        # that no response of the policy ever ends with.
+        return [turns.up_to_the_end() for turns in found]
+
+    def _truncate(self, max_length: int, truncation: Truncation) -> None:
+        """Truncate rows over max_length tokens and add a notice. Raises ValueError with truncation=error."""
+        n_truncated = 0
+        for side, all_ids in self._sides.items():
+            for row, ids in enumerate(all_ids):
+                if len(ids) <= max_length:
+                    continue
+                if truncation == "error":
+                    name = {CHOSEN: "chosen", REJECTED: "rejected"}[side]
+                    raise ValueError(
+                        f"{self._rows.where(row)}: {len(ids)} tokens with the {name} response, data.max_length is {max_length}: "
+                        "raise it, or set data.truncation=left or right"
+                    )
+                all_ids[row] = truncate(ids, max_length, truncation)
+                n_truncated += 1
+        if n_truncated:
+            self.notices.append(
+                f"{n_truncated} of {2 * len(self)} responses are longer than data.max_length={max_length} tokens and are "
+                f"truncated (data.truncation={truncation})"
+            )
+
+    def __len__(self) -> int:
+        return len(self.margins)
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """Batch of P = len(indices) pairs, B = 2 P rows: each chosen response followed by its rejected one.
+
+        tokens (T,): input_ids int64; response_mask float32, 1 at the last token of a row. rows (B,): uid, the index of the pair
+        in the files; side; margin.
+        """
+        ids = [self._sides[side][i] for i in indices for side in (CHOSEN, REJECTED)]
+        lengths = torch.tensor([len(row) for row in ids], dtype=torch.int64)
+        mask = torch.zeros(int(lengths.sum()))
+        mask[lengths.cumsum(0) - 1] = 1.0
+        pairs = torch.tensor(list(indices), dtype=torch.int64)
+        return Batch(
+            lengths=lengths,
+            tokens={"input_ids": torch.from_numpy(np.concatenate(ids)), "response_mask": mask},
+            rows={
+                "uid": pairs.repeat_interleave(2),
+                "side": torch.tensor([CHOSEN, REJECTED]).repeat(len(pairs)),
+                "margin": self.margins[pairs].repeat_interleave(2),
+            },
+        )

@@ -1,0 +1,184 @@
+"""From files of answers to a table of what they are worth."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from configs.schema.evaluation import EvaluationConfig, MetricsConfig
+from trainer.cluster.watchdog import Watchdog
+from trainer.data.files import Rows
+from trainer.evaluation.estimators import Interval, maj_at_k, mean_with_interval, pass_at_k
+from trainer.evaluation.votes import Vote, vote_function
+from trainer.generation.shards import shard_files
+from trainer.rewards.check_scored import check_some_scored
+from trainer.rewards.remote.remote_rewards import needs_data_sources, open_rewards
+from trainer.rewards.rules.reward_registry import check_data_sources
+from trainer.rewards.scoring import Answer, Score
+from trainer.run.run_dir import write_atomic
+from workers.seeding import seed_of
+
+ALL = "all"
+WIDTH = 160  # characters of the table where there is no terminal, so that no figure is cut
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A prompt's answers that have a score, and what they say. failed: those whose reward failed."""
+
+    data_source: str
+    scores: list[float]
+    votes: list[str | None]
+    failed: int
+
+
+def run(config: EvaluationConfig, notices: Sequence[str]) -> None:
+    """Score, print a table, write JSON. notices: what the user was told about the configuration."""
+    prompts = read(config, vote_function(config.metrics.vote))
+    failed = sum(prompt.failed for prompt in prompts)
+    if failed:
+        print(f"note: {failed} answers have no score, their rewards failed; they are left out", file=sys.stderr)
+    found = evaluate(prompts, config.metrics, config.trainer.seed)
+    path = Path(config.data.output_path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    console = Console()
+    (console if console.is_terminal else Console(width=WIDTH)).print(table(found))
+    print(f"evaluation: {path}")
+
+
+def read(config: EvaluationConfig, vote: Vote) -> list[Scored]:
+    """Every row with its scores. Raises ValueError, one line, for files, columns and rows that cannot be evaluated."""
+    data = config.data
+    by_source = data.score_key is None and needs_data_sources(config.reward)
+    needed = [f"{data.reward_model_key}.ground_truth"] if data.score_key is None else [data.score_key]
+    needed += [data.data_source_key] if by_source else []
+    rows = Rows(files(data.path), [data.response_key, *needed], [data.data_source_key, "extra_info", "finish_reasons"])
+    answers = [as_list(value, str, data.response_key, rows.where(i)) for i, value in enumerate(rows.column(data.response_key))]
+    sources = [source or "" for source in rows.column(data.data_source_key)]
+    if data.score_key is not None:
+        given = rows.column(data.score_key)
+        scores = [as_list(value, (float, int, type(None)), data.score_key, rows.where(i)) for i, value in enumerate(given)]
+        for i, (own, of_row) in enumerate(zip(answers, scores, strict=True)):
+            if len(own) != len(of_row):
+                raise ValueError(f"{rows.where(i)}: {len(own)} answers and {len(of_row)} scores")
+    else:
+        if by_source:
+            check_data_sources(sources)
+        scores = score(config, rows, answers, sources)
+    return [
+        Scored(
+            data_source=source,
+            scores=[float(value) for value in of_row if value is not None],
+            votes=[vote(text) for text, value in zip(own, of_row, strict=True) if value is not None],
+            failed=of_row.count(None),
+        )
+        for source, own, of_row in zip(sources, answers, scores, strict=True)
+    ]
+
+
+def score(config: EvaluationConfig, rows: Rows, answers: Sequence[list[str]], sources: Sequence[str]) -> list[list[float | None]]:
+    """The scores of each row's answers, by reward.*. Without a column finish_reasons, all count as ended by themselves."""
+    truths = [value["ground_truth"] for value in rows.column(config.data.reward_model_key)]
+    extras, reasons = rows.column("extra_info"), rows.column("finish_reasons")
+    asked = [
+        Answer(source, text, truth, extra or {}, finished=why == "stop")
+        for own, source, truth, extra, ends in zip(answers, sources, truths, extras, reasons, strict=True)
+        for text, why in zip(own, ends or ["stop"] * len(own), strict=True)
+    ]
+    with open_rewards(config.reward) as rewards:
+        rewards.wait_ready()
+        watchdog = Watchdog(asdict(config.timeouts), Path(config.trainer.default_local_dir))
+        with watchdog.own("reward", "scoring", f"{len(asked)} answers"):
+            scores: list[Score] = rewards.score(asked)
+    check_some_scored(scores, "the answers")
+    waiting = iter(scores)
+    return [[next(waiting).value for _ in own] for own in answers]
+
+
+def files(paths: Sequence[str]) -> list[str]:
+    """A directory stands for its shards. Raises ValueError for one that has none."""
+    found: list[str] = []
+    for name in paths:
+        path = Path(name)
+        if path.is_dir() and not shard_files(path):
+            raise ValueError(f"data.path={name}: the directory has no shard_*.parquet or shard_*.jsonl")
+        found += [str(shard) for shard in shard_files(path)] if path.is_dir() else [name]
+    return found
+
+
+def as_list(value: Any, kind: type | tuple[type, ...], key: str, where: str) -> list:
+    """A list of answers or scores; a single one is a list of one."""
+    items = value if isinstance(value, list) else [value]
+    if not items or not all(isinstance(item, kind) for item in items):
+        what = "texts" if kind is str else "numbers"
+        raise ValueError(f"{where}: column {key!r} is {value!r:.60}, not a list of {what}")
+    return items
+
+
+def evaluate(prompts: Sequence[Scored], metrics: MetricsConfig, seed: int) -> dict[str, Any]:
+    """For each data source, and for all where there are several: counts, and mean@k, pass@k and maj@k as Interval fields.
+
+    A prompt with fewer than k scored answers takes no part in the metrics of k; prompts@k counts those that do. mean@k is the
+    mean of all their answers, whatever k: the mean of a subset is worth as much on average.
+    """
+    groups = {source: [prompt for prompt in prompts if prompt.data_source == source] for source in by_name(prompts)}
+    if len(groups) > 1:
+        groups[ALL] = list(prompts)
+    return {source or "unnamed": of_group(group, metrics, seed) for source, group in groups.items()}
+
+
+def by_name(prompts: Sequence[Scored]) -> list[str]:
+    return sorted({prompt.data_source for prompt in prompts})
+
+
+def of_group(group: Sequence[Scored], metrics: MetricsConfig, seed: int) -> dict[str, Any]:
+    most = max(len(prompt.scores) for prompt in group)
+    found: dict[str, Any] = {
+        "prompts": len(group),
+        "answers": sum(len(prompt.scores) for prompt in group),
+        "failed": sum(prompt.failed for prompt in group),
+    }
+    for k in metrics.k or ladder(most):
+        having = [prompt for prompt in group if len(prompt.scores) >= k]
+        if not having:
+            raise ValueError(f"metrics.k={k}: no prompt has so many scored answers, the most are {most}")
+        passed = [sum(value >= metrics.pass_score for value in prompt.scores) for prompt in having]
+        values = {
+            "mean": [sum(prompt.scores) / len(prompt.scores) for prompt in having],
+            "pass": [pass_at_k(len(prompt.scores), c, k) for prompt, c in zip(having, passed, strict=True)],
+            "maj": [maj_at_k(prompt.votes, prompt.scores, k) for prompt in having],
+        }
+        found[f"prompts@{k}"] = len(having)
+        for name, of_prompts in values.items():
+            drawn = seed_of(seed, "bootstrap")  # the same prompts for every metric and k: equal values, equal intervals
+            found[f"{name}@{k}"] = mean_with_interval(of_prompts, metrics.bootstrap_samples, drawn)._asdict()
+    return found
+
+
+def ladder(most: int) -> list[int]:
+    """1, 2, 4 ... and ``most``."""
+    return sorted({2**power for power in range(most.bit_length())} | {most})
+
+
+def table(found: Mapping[str, Mapping[str, Any]]) -> Table:
+    """A row for each data source and k: value and 95 % interval of each metric."""
+    drawn = Table(title="mean over prompts, 95 % interval", title_justify="left", expand=False)
+    for header in ("data source", "prompts", "k", "mean@k", "pass@k", "maj@k"):
+        drawn.add_column(header, justify="left" if header == "data source" else "right", no_wrap=True)
+    for source, metrics in found.items():
+        for k in [int(name.partition("@")[2]) for name in metrics if name.startswith("prompts@")]:
+            cells = [cell(Interval(**metrics[f"{name}@{k}"])) for name in ("mean", "pass", "maj")]
+            drawn.add_row(source, f"{metrics[f'prompts@{k}']:,}", str(k), *cells)
+    return drawn
+
+
+def cell(interval: Interval) -> str:
+    return f"{interval.value:.4f} [{interval.low:.4f}, {interval.high:.4f}]"

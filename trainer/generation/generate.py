@@ -1,0 +1,180 @@
+"""From a configuration to shards of answers, and what is selected from them."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import PreTrainedTokenizerBase
+
+from configs.base.locks import locked
+from configs.reward_sources import wants_truth
+from configs.schema.generation import GenerationConfig
+from trainer.cluster.launch import open_backend, start_hosts
+from trainer.cluster.watchdog import Watchdog
+from trainer.data.chat import load_tokenizer
+from trainer.data.dataset import PromptDataset
+from trainer.generation.generator import Generator
+from trainer.generation.selection import accepted, best_of_n, pairs
+from trainer.generation.shards import Row, Shards, write_rows
+from trainer.rewards.models.reward_builder import check_reward_models, start_reward_models
+from trainer.rewards.remote.remote_rewards import needs_data_sources, open_rewards
+from trainer.rewards.rules.reward_registry import check_data_sources
+from trainer.rollout.rollout_builder import rollout_spec, sampling, start_engine
+from workers.engine.hf.hf_model import vocab_size
+from workers.roles.rollout_engines import check_installed
+from workers.roles.train_engines import check_adapter
+
+# Keys that cannot change an answer. All others must be as they were for a run to go on.
+MAY_CHANGE = (
+    "data.path",  # what the files say counts
+    "data.output_path",
+    "data.filter_overlong_prompts_workers",
+    "actor_rollout_ref.rollout.gpu_memory_utilization",
+    "actor_rollout_ref.rollout.update_weights_bucket_megabytes",
+    "actor_rollout_ref.rollout.verify_weights",
+    "reward.num_workers",
+    *(f"reward.remote.{name}" for name in ("batch_size", "concurrency", "timeout", "retries", "backoff", "token_env")),
+)
+
+
+def run(config: GenerationConfig, notices: Sequence[str]) -> None:
+    """Make the shards that are missing, then select. notices: what the user was told about the configuration."""
+    check_installed(config.actor_rollout_ref.rollout.name)
+    check_adapter("actor_rollout_ref", config.actor_rollout_ref.model, "lm")
+    data, selection = config.data, config.selection
+    scored = selection.score or any(file is not None for file in (selection.best_of_n, selection.sft, selection.preferences))
+    if scored:
+        check_reward_models(config.reward, config.trainer)
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+    by_rules = scored and wants_truth(config.reward)
+    prompts = PromptDataset(data.path, tokenizer, data, max_samples=data.max_samples, seed=config.trainer.seed, scored=by_rules)
+    prompts.check_tokens(vocab_size(config.actor_rollout_ref.model))
+    if scored and needs_data_sources(config.reward):
+        check_data_sources(prompts.data_sources)
+    for notice in prompts.notices:
+        print(f"note: {notice}", file=sys.stderr)
+    with locked(Path(data.output_path), "data.output_path"):
+        complete(config, prompts, tokenizer, scored=scored)
+
+
+def complete(config: GenerationConfig, prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase, *, scored: bool) -> None:
+    """Make the shards that are missing, then select."""
+    data = config.data
+    total = -(-len(prompts) // data.batch_size)
+    shards = Shards(Path(data.output_path), data.output_format, total, manifest(config, prompts, scored=scored))
+    if missing := shards.missing():
+        if len(missing) < total:
+            print(f"resumed: {total - len(missing)} of {total} shards are there")
+        with ExitStack() as stack:
+            rewards = stack.enter_context(open_rewards(config.reward)) if scored else None
+            if rewards is not None:
+                rewards.start()
+            run_dir = Path(config.trainer.default_local_dir)
+            watchdog = Watchdog(asdict(config.timeouts), run_dir)
+            backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, config.timeouts, run_dir))
+            hosts = start_hosts(backend, config.trainer, config.timeouts)
+            kwargs = data.apply_chat_template_kwargs
+            on = (hosts, config.trainer, config.trainer)
+            models = start_reward_models(config.reward, *on, watchdog, tokenizer, kwargs) if scored else None
+            spec = rollout_spec(config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, data, config.trainer.device)
+            rollout = start_engine(hosts, spec, watchdog, seed=config.trainer.seed)
+            generator = Generator(
+                prompts,
+                rollout,
+                tokenizer,
+                rewards,
+                models,
+                watchdog,
+                prompt_key=data.prompt_key,
+                n=config.actor_rollout_ref.rollout.n,
+                sampling=sampling(config.actor_rollout_ref.rollout, tokenizer, config.actor_rollout_ref.model, data),
+                seed=config.trainer.seed,
+            )
+            if rewards is not None:
+                rewards.wait_ready()
+            generate(generator, shards, missing, data.batch_size)
+    print(f"answers: {shards.directory} ({len(prompts)} prompts, {config.actor_rollout_ref.rollout.n} answers each)")
+    select(config, shards)
+
+
+def generate(generator: Generator, shards: Shards, missing: Sequence[int], batch_size: int) -> None:
+    """Each missing shard, with a line about it, under a progress bar where there is a terminal."""
+    console = Console()
+    columns = (TextColumn("shards"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(
+        *columns, TextColumn("left"), TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        bar = progress.add_task("", total=shards.total, completed=shards.total - len(missing))
+        for index in missing:
+            started = time.perf_counter()
+            first = index * batch_size
+            rows = generator.rows(range(first, min(first + batch_size, len(generator.data))))
+            write_rows(shards.path(index), rows)
+            seconds = time.perf_counter() - started
+            console.print(shard_line(rows, index, shards.total, seconds), highlight=False, soft_wrap=True)
+            progress.advance(bar)
+
+
+def shard_line(rows: Sequence[Row], index: int, total: int, seconds: float) -> str:
+    """``shard  3/10  answers 1,024  length 7.0  cut 0.02  score 0.531  tok/s 812``"""
+    lengths = [length for row in rows for length in row["lengths"]]
+    cut = sum(reason != "stop" for row in rows for reason in row["finish_reasons"]) / len(lengths)
+    scores = [score for row in rows for score in row.get("scores", ()) if score is not None]
+    score = f"  score {sum(scores) / len(scores):.3f}" if scores else ""
+    return (
+        f"shard {index + 1:>{len(str(total))}}/{total}  answers {len(lengths):,}  length {sum(lengths) / len(lengths):.1f}  "
+        f"cut {cut:.2f}{score}  tok/s {sum(lengths) / seconds:,.0f}"
+    )
+
+
+def select(config: GenerationConfig, shards: Shards) -> None:
+    """The files of selection.*, from all shards. Raises ValueError where nothing is left to write."""
+    selection = config.selection
+    if selection.best_of_n is not None:
+        best = [row for row in map(best_of_n, shards.rows()) if row is not None]
+        write_rows(Path(selection.best_of_n), best)
+        mean = sum(row["scores"][0] for row in best) / len(best)
+        print(f"best of {config.actor_rollout_ref.rollout.n}: {selection.best_of_n} ({len(best)} prompts, mean score {mean:.3f})")
+    if selection.sft is not None:
+        kept = [accepted(row, selection.min_score, selection.max_per_prompt) for row in shards.rows()]
+        learned = [row for rows in kept for row in rows]
+        if not learned:
+            bound = f"selection.min_score={selection.min_score}"
+            raise ValueError(f"selection.sft={selection.sft}: no answer that ended by itself has a score of {bound}")
+        write_rows(Path(selection.sft), learned)
+        print(f"accepted: {selection.sft} ({len(learned)} answers to {sum(map(bool, kept))} of {len(kept)} prompts)")
+    if selection.preferences is not None:
+        compared = [pair for row in shards.rows() for pair in pairs(row, selection.max_per_prompt)]
+        if not compared:
+            raise ValueError(f"selection.preferences={selection.preferences}: no prompt has two answers with different scores")
+        write_rows(Path(selection.preferences), compared)
+        print(f"preferences: {selection.preferences} ({len(compared)} pairs)")
+
+
+def manifest(config: GenerationConfig, prompts: PromptDataset, *, scored: bool) -> dict[str, Any]:
+    """{dotted key: value} of what decides the answers, and a hash of the prompts that are read."""
+    parts: dict[str, Any] = {"data": asdict(config.data), "actor_rollout_ref": asdict(config.actor_rollout_ref)}
+    parts |= {"reward": asdict(config.reward)} if scored else {}
+    digest = hashlib.blake2b(digest_size=16)
+    for index in range(len(prompts)):
+        prompt = prompts[index]
+        judged = (prompt.ground_truth, prompt.extra_info) if scored else ()
+        digest.update(repr((prompt.uid, prompt.prompt_ids, *judged)).encode())
+    decided = {key: value for key, value in leaves(parts).items() if key not in MAY_CHANGE}
+    return decided | {"trainer.seed": config.trainer.seed, "scored": scored, "prompts": digest.hexdigest()}
+
+
+def leaves(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in node.items():
+        found |= leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return found

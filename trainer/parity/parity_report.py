@@ -1,0 +1,198 @@
+"""What was compared, for people: a table on the console and a page with plots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import yaml
+from rich.table import Table
+
+from configs.schema.common import Dtype
+from trainer.parity.agreement import Agreement, Answers, Divergence, Heads, common_prefix
+from trainer.parity.bounds import Engine, Pass
+from trainer.parity.measure import Measured
+from trainer.report.charts import Chart, Curve, draw, duration, number
+from trainer.report.page import render
+
+WIDTH = 160  # characters of the table where there is no terminal, so that no figure is cut
+MOST_DIVERGENCES = 20  # of an engine, on the page
+SMALLEST = 1e-9  # difference that a logarithmic chart shows
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """All that was found. dtype: the coarser of the engine's and the trainer's. temperature: of sampling; None: greedy answers
+    alone. margin: nats within which a token counts as the trainer's choice. broken: a line for each bound that is passed.
+    """
+
+    model: str
+    dtype: Dtype
+    prompts: int
+    temperature: float | None
+    margin: float
+    heads: Heads
+    engines: dict[str, Engine]
+    broken: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of the table; title: it begins a part. cells: one an engine."""
+
+    label: str
+    cells: list[str]
+    title: bool = False
+
+
+def lines(parity: Parity) -> list[Line]:
+    """What the table on the console and the one on the page say."""
+    engines = list(parity.engines.values())
+    first = next(iter(parity.engines))
+    found = [Line("greedy", [f"{e.greedy.answers:,} answers, {e.greedy.tokens:,} tokens" for e in engines], title=True)]
+    found.append(Line("the trainer's choice", [f"{e.choices.first:.6g} of tokens" for e in engines]))
+    found.append(Line(f"  or {parity.margin:g} nats below it", [f"{e.choices.within:.6g}" for e in engines]))
+    found.append(Line("  the furthest below", [f"{number(e.choices.largest_gap)} nats" for e in engines]))
+    if len(engines) > 1:
+        found.append(Line(f"plainest difference from {first}", [_or_dash(e.greedy.agreement, plainest) for e in engines]))
+    found += _of_passes([e.greedy for e in engines], first)
+    sampled = [e.sampled for e in engines if e.sampled is not None]
+    if sampled:
+        title = f"sampled at {parity.temperature:g}"
+        found.append(Line(title, [f"{p.answers:,} answers, {p.tokens:,} tokens" for p in sampled], title=True))
+        found.append(Line("draws, standard errors off", ["-" if e.draw_z is None else f"{e.draw_z:+.2f}" for e in engines]))
+        found += _of_passes(sampled, first)
+    found.append(Line("cost", ["" for _ in engines], title=True))
+    found.append(Line("start", [duration(e.start_seconds) for e in engines]))
+    found.append(Line("first weight sync", [duration(e.sync_seconds) for e in engines]))
+    found.append(Line("memory, trainer alone", [size(e.memory_without_bytes) for e in engines]))
+    found.append(Line("memory, engine awake", [size(e.memory_with_bytes) for e in engines]))
+    return found
+
+
+def _of_passes(passes: list[Pass], first: str) -> Iterator[Line]:
+    if len(passes) > 1:
+        agreements = [answers.agreement for answers in passes]
+        yield Line(f"answers as {first}", [_or_dash(a, lambda a: f"{a.answers:.4g}") for a in agreements])
+        yield Line(f"tokens as {first}", [_or_dash(a, lambda a: f"{a.tokens:.4g}") for a in agreements])
+    yield Line("log-probs - trainer: mean", [number(p.differences.mean) for p in passes])
+    yield Line("  |difference|: mean", [number(p.differences.mean_abs) for p in passes])
+    yield Line("  median, 99 %", [", ".join(number(p.differences.quantiles[q]) for q in ("0.5", "0.99")) for p in passes])
+    worst = [f"{number(p.differences.max_abs)} (row {p.differences.uid}, token {p.differences.position})" for p in passes]
+    yield Line("  largest", worst)
+    yield Line("ended by a stop token", [f"{p.ends.stopped:.4g} of answers" for p in passes])
+    yield Line("  ended wrongly", [f"{sum(p.ends.wrong.values())}" for p in passes])
+    yield Line("  special tokens inside", [f"{p.ends.special}" for p in passes])
+    yield Line("length: mean (10, 50, 90 %)", [_length(p) for p in passes])
+    yield Line("tokens a second", [f"{p.tokens_per_second:,.0f}" for p in passes])
+    yield Line("prompt tokens from a cache", ["not told" if p.cached is None else f"{p.cached:.1%}" for p in passes])
+
+
+def _or_dash(agreement: Agreement | None, said: Any) -> str:
+    return "-" if agreement is None else said(agreement)
+
+
+def _length(answers: Pass) -> str:
+    at = answers.lengths.quantiles
+    return f"{answers.lengths.mean:.1f} ({at['0.1']:.0f}, {at['0.5']:.0f}, {at['0.9']:.0f})"
+
+
+def plainest(agreement: Agreement) -> str:
+    """The first difference of two answers that rounding explains least."""
+    if not agreement.divergences:
+        return "none"
+    worst = max(agreement.divergences, key=lambda found: found.margin)
+    return f"margin {number(worst.margin)} (row {worst.uid}, token {worst.position})"
+
+
+def size(n_bytes: int) -> str:
+    return f"{n_bytes / 2**20:,.0f} MiB"
+
+
+def table(parity: Parity) -> Table:
+    drawn = Table(title=f"{parity.model}: {parity.prompts} prompts, {parity.dtype}", title_justify="left", expand=False)
+    drawn.add_column("", no_wrap=True)
+    for name in parity.engines:
+        drawn.add_column(name, justify="right")
+    for line in lines(parity):
+        drawn.add_row(line.label, *line.cells, style="bold" if line.title else None)
+    return drawn
+
+
+def page(parity: Parity, measured: Mapping[str, Measured], config: Mapping[str, Any], environment: Mapping[str, str]) -> str:
+    """One file without outside parts."""
+    return render(
+        "parity/parity.html.j2",
+        parity=parity,
+        engines=", ".join(parity.engines),
+        lines=lines(parity),
+        charts=charts(measured),
+        divergences=[
+            (name, divergence)
+            for name, engine in parity.engines.items()
+            if engine.greedy.agreement is not None
+            for divergence in plainest_first(engine.greedy.agreement)
+        ],
+        config=yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True),
+        environment=environment,
+    )
+
+
+def plainest_first(agreement: Agreement) -> list[Divergence]:
+    return sorted(agreement.divergences, key=lambda found: -found.margin)[:MOST_DIVERGENCES]
+
+
+def charts(measured: Mapping[str, Measured]) -> list[Chart]:
+    greedy = {name: own.greedy.answers for name, own in measured.items()}
+    sampled = {name: own.sampled.answers for name, own in measured.items() if own.sampled is not None}
+    found = []
+    for kind, answers in (("greedy", greedy), ("sampled", sampled)):
+        if answers:
+            shares = [Curve(name, *by_share(own), exact=True) for name, own in answers.items()]
+            found.append(draw(f"|engine - trainer|, {kind}", "log10, by % of tokens", shares))
+            along = [Curve(name, *by_position(own), exact=True) for name, own in answers.items()]
+            found.append(draw(f"Along the answer, {kind}", "log10 of the mean", along))
+    reference, *others = greedy
+    if others:
+        equal = [Curve(name, *survival(greedy[reference], greedy[name]), exact=True) for name in others]
+        note = f"greedy answers as {reference}"
+        found.append(draw("Still the same", note, equal, at_least=(0.0, 1.0)))
+    lengths = [Curve(name, *cumulative(own.lengths), exact=True) for name, own in (sampled or greedy).items()]
+    note = f"{'sampled' if sampled else 'greedy'} answers, up to so long"
+    found.append(draw("Lengths", note, lengths, at_least=(0.0, 1.0)))
+    return found
+
+
+Points = tuple[list[float], list[float]]
+"""Of a curve: where, and how high."""
+
+
+def by_share(answers: Answers) -> Points:
+    """At each percent of the tokens, the difference that so many are below."""
+    at = np.arange(101.0)
+    values = np.quantile(np.abs(answers.log_probs - answers.trainer_log_probs), at / 100)
+    return at.tolist(), np.log10(np.maximum(values, SMALLEST)).tolist()
+
+
+def by_position(answers: Answers) -> Points:
+    positions = answers.positions
+    totals = np.bincount(positions, weights=np.abs(answers.log_probs - answers.trainer_log_probs))
+    means = totals / np.bincount(positions)
+    return np.arange(float(len(means))).tolist(), np.log10(np.maximum(means, SMALLEST)).tolist()
+
+
+def survival(reference: Answers, own: Answers) -> Points:
+    """Share of the pairs of answers that are equal so far: those that are equal to their end stay."""
+    pairs = list(zip(reference.split(reference.token_ids), own.split(own.token_ids), strict=True))
+    same = np.array([common_prefix(first, second) for first, second in pairs])
+    whole = np.array([n == len(first) == len(second) for n, (first, second) in zip(same, pairs, strict=True)])
+    at = np.arange(float(np.maximum(reference.lengths, own.lengths).max() + 1))
+    return at.tolist(), [float((whole | (same >= position)).mean()) for position in at]
+
+
+def cumulative(lengths: np.ndarray) -> Points:
+    """Share of the answers that are at most so long."""
+    shares = np.bincount(lengths).cumsum() / len(lengths)
+    return np.arange(float(len(shares))).tolist(), shares.tolist()

@@ -1,0 +1,145 @@
+"""From a configuration to engines side by side: figures, a table, a page, and what is beyond a bound."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from configs.base.locks import locked
+from configs.schema.parity import ParityConfig
+from trainer.cli.program import Found
+from trainer.cluster.launch import open_backend, start_hosts
+from trainer.cluster.watchdog import Watchdog
+from trainer.data.chat import load_tokenizer
+from trainer.data.dataset import PromptDataset
+from trainer.data.files import value_of
+from trainer.parity.agreement import Heads, agreement, choices, differences, draw_z, ends, heads, length_figures
+from trainer.parity.bounds import Engine, Pass, broken, coarser, margin
+from trainer.parity.measure import Measured, Task, Timed, measure
+from trainer.parity.parity_report import WIDTH, Parity, page, table
+from trainer.rollout.rollout_builder import rollout_spec, sampling
+from trainer.run.run_dir import redact, write_atomic
+from trainer.tracking.tracker import environment
+from workers.roles.rollout_engines import check_installed
+from workers.roles.train_engines import check_engine
+
+JSON, PAGE = "parity.json", "parity.html"
+
+
+def run(config: ParityConfig, notices: Sequence[str]) -> None:
+    """Measure each engine in workers of its own, one after the other, and report. notices: what the user was told about the
+    configuration. Raises Found with a line for each bound that is passed.
+    """
+    for engine in config.engines:
+        check_installed(engine)
+    models, data = config.actor_rollout_ref, config.data
+    check_engine("actor_rollout_ref.actor", models.actor, models.model, "lm", config.trainer.device)
+    tokenizer = load_tokenizer(models.model)
+    prompts = PromptDataset(data.files, tokenizer, data, max_samples=data.max_samples, seed=config.trainer.seed, scored=False)
+    for notice in prompts.notices:
+        print(f"note: {notice}", file=sys.stderr)
+    task = Task(
+        prompts=[prompts[index] for index in range(len(prompts))],
+        sampling=sampling(models.rollout, tokenizer, models.model, data),
+        n=models.rollout.n if models.rollout.do_sample else 0,
+        sharding=models.actor.sharding,
+        seed=config.trainer.seed,
+    )
+    directory = Path(config.trainer.default_local_dir)
+    measured: dict[str, Measured] = {}
+    with (
+        locked(directory, "trainer.default_local_dir", private=True),
+        open_backend(config.trainer, config.ray_kwargs, config.timeouts, directory) as backend,
+    ):
+        for engine in config.engines:
+            print(f"{engine}: {len(prompts)} prompts")
+            hosts = start_hosts(backend, config.trainer, config.timeouts)
+            spec = rollout_spec(models.model, models.rollout_of(engine), data, config.trainer.device)
+            measured[engine] = measure(hosts, spec, task, Watchdog(asdict(config.timeouts), directory))
+            hosts.shutdown()
+    report(config, compared(config, tokenizer, prompts, task, measured), measured, directory)
+
+
+def compared(
+    config: ParityConfig, tokenizer: PreTrainedTokenizerBase, prompts: PromptDataset, task: Task, measured: Mapping[str, Measured]
+) -> Parity:
+    dtype = coarser([config.actor_rollout_ref.rollout.dtype, config.actor_rollout_ref.actor.sharding.dtype])
+    engines = {name: figures(config, tokenizer, task, of_engine, measured) for name, of_engine in measured.items()}
+    begun = heads_of(tokenizer, prompts, config.data.prompt_key)
+    return Parity(
+        model=config.actor_rollout_ref.model.path,
+        dtype=dtype,
+        prompts=len(prompts),
+        temperature=task.sampling.temperature if task.n else None,
+        margin=margin(config.bounds, dtype),
+        heads=begun,
+        engines=engines,
+        broken=broken(engines, begun, config.bounds, dtype),
+    )
+
+
+def figures(
+    config: ParityConfig, tokenizer: PreTrainedTokenizerBase, task: Task, own: Measured, measured: Mapping[str, Measured]
+) -> Engine:
+    first = measured[config.engines[0]]
+    rollout = config.actor_rollout_ref.rollout
+    dtype = coarser([rollout.dtype, config.actor_rollout_ref.actor.sharding.dtype])
+    stops = () if rollout.ignore_eos else task.sampling.stop_token_ids
+
+    def of_pass(timed: Timed, reference: Timed | None) -> Pass:
+        answers = timed.answers
+        return Pass(
+            answers=len(answers.lengths),
+            tokens=len(answers.token_ids),
+            tokens_per_second=len(answers.token_ids) / timed.seconds,
+            cached=timed.cached,
+            lengths=length_figures(answers.lengths),
+            differences=differences(answers),
+            ends=ends(answers, stops, tokenizer.all_special_ids),
+            agreement=agreement(reference.answers, answers) if reference is not None and own is not first else None,
+        )
+
+    uncut = rollout.top_k == -1 and rollout.top_p == 1.0
+    return Engine(
+        greedy=of_pass(own.greedy, first.greedy),
+        choices=choices(own.greedy.answers, margin(config.bounds, dtype)),
+        sampled=of_pass(own.sampled, first.sampled) if own.sampled is not None else None,
+        draw_z=draw_z(own.sampled.answers) if own.sampled is not None and uncut else None,
+        start_seconds=own.start_seconds,
+        sync_seconds=own.sync_seconds,
+        memory_without_bytes=own.memory_without_bytes,
+        memory_with_bytes=own.memory_with_bytes,
+    )
+
+
+def heads_of(tokenizer: PreTrainedTokenizerBase, prompts: PromptDataset, prompt_key: str) -> Heads:
+    """A chat shall begin with BOS if its template writes one, a plain text if the tokenizer puts one before it."""
+    bos, bos_id = tokenizer.bos_token, tokenizer.bos_token_id
+    if bos is None:
+        return heads(None, None, [], [])
+    puts_one = tokenizer("")["input_ids"][:1] == [bos_id]
+    asked = [prompts[index] for index in range(len(prompts))]
+    plain = [isinstance(value_of(prompts.row(index), prompt_key), str) for index in range(len(prompts))]
+    wanted = [puts_one if is_plain else prompt.text.startswith(bos) for prompt, is_plain in zip(asked, plain, strict=True)]
+    return heads(bos, bos_id, [prompt.prompt_ids for prompt in asked], wanted)
+
+
+def report(config: ParityConfig, parity: Parity, measured: Mapping[str, Measured], directory: Path) -> None:
+    """Table, JSON and page. Raises Found."""
+    told = redact(asdict(config))
+    versions = environment()
+    found = asdict(parity) | {"config": told, "environment": versions}
+    write_atomic(directory / JSON, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    write_atomic(directory / PAGE, page(parity, measured, told, versions))
+    console = Console()
+    (console if console.is_terminal else Console(width=WIDTH)).print(table(parity))
+    print(f"report: {directory / PAGE}")
+    print(f"figures: {directory / JSON}")
+    if parity.broken:
+        raise Found("\n".join(parity.broken))

@@ -1,0 +1,262 @@
+"""trainer.dry_run=full: what a run would check before it starts anything, and what it would do. Starts nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import psutil
+import torch
+
+from configs.pools import Placement
+from configs.reward_models import model_key, reward_models
+from configs.reward_sources import asks_rules
+from configs.schema.common import ModelConfig
+from configs.schema.ppo import PPOConfig
+from configs.schema.scoring_model import ScoringModelConfig
+from configs.validation.batches import cuts, name_of, roles_of
+from configs.validation.parallel import data_parallel_size
+from configs.validation.placement import placement_of
+from configs.validation.rollout import world_size
+from trainer.checkpoint.resume import Checkpoint, check_config, whole_checkpoint
+from trainer.planner.memory_estimate import Use, estimate, memory_roles, shape_of
+from trainer.planner.memory_model import Shape
+from trainer.ppo.engine_checks import check_engines, reader, wants_critic
+from trainer.ppo.ppo_builder import Assembly
+from trainer.resilience.alarms import NO_END_TOKEN
+from trainer.resilience.restart import Lifetime
+from trainer.rewards.models.reward_builder import engine_model, head_of, own_conversations
+from trainer.rewards.pool.worker import resolve
+from trainer.rewards.rules.reward_registry import with_own_function
+from trainer.rollout.rollout_builder import end_tokens
+from trainer.run.run_dir import CONFIG, METRICS, write_config
+from workers.engine.base import Head
+from workers.engine.hf.hf_model import DTYPES, empty_model, model_config
+from workers.engine.staging import usable_memory
+from workers.host_memory import GB, host_memory
+from workers.roles.rollout_engines import check_installed
+from workers.rollout.base import Sampling
+
+BESIDE = "config_dry_run.yaml"
+"""The configuration's file where a run has its own."""
+
+
+def dry_run(config: PPOConfig) -> None:
+    """Check, print the plan, and write the configuration into the run directory. Raises ValueError and FileNotFoundError."""
+    config = replace(config, trainer=replace(config.trainer, dry_run=None))  # the run's
+    check_installed(config.actor_rollout_ref.rollout.name)
+    check_engines(config)
+    place = placement_of(config, has_critic=wants_critic(config))
+    life = Lifetime(config.trainer, Path(config.trainer.default_local_dir))
+    resume = would_resume(config, life.run_dir)
+    parts = Assembly(config, place, {}, life, reader(config))
+    for change in parts.rate_changes(resume):
+        print(f"note: {change}", file=sys.stderr)
+    check_rewards(config, parts)
+    models = measured(config)
+    lines = [*model_lines(models), *work_lines(parts), *place_lines(config, place)]
+    lines += [*written_lines(config, life.run_dir, resume, staged_bytes(config, place, models))]
+    lines += [*memory_lines(config, place, models)]
+    wrong = list(doubts(config, place, models, parts.sampling()))
+    print("\n".join([*lines, *wrong]))
+    print(f"{'' if wrong else 'fine, '}nothing was started; the configuration: {write(config, life.run_dir)}")
+
+
+def would_resume(config: PPOConfig, run_dir: Path) -> Checkpoint | None:
+    """The checkpoint that the run would go on from, of those that are here. Raises ValueError if it cannot."""
+    trainer = config.trainer
+    found = whole_checkpoint(trainer.resume_mode, trainer.resume_from_path, run_dir)
+    if found is not None:
+        for change in check_config(found.manifest.config, asdict(config)):
+            print(f"note: would be resumed with another {change}", file=sys.stderr)
+    return found
+
+
+def check_rewards(config: PPOConfig, parts: Assembly) -> None:
+    """The user's function loads, and reward models can read the conversations."""
+    if asks_rules(config.reward) and not config.reward.remote_urls:
+        resolve(with_own_function(config.reward))
+    for name, model in reward_models(config.reward).items():
+        if model.path is not None:
+            try:
+                own_conversations(model, parts.tokenizer, config.data.apply_chat_template_kwargs)
+            except ValueError as error:
+                raise ValueError(f"{model_key(name, config.reward)}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A role's model. positions: max_position_embeddings of its config; None: it has none, or stretches them. shape: None if the
+    memory model does not know such a one."""
+
+    kind: str
+    parameters: int
+    positions: int | None
+    shape: Shape | None
+
+
+def measured(config: PPOConfig) -> dict[str, Measured]:
+    """By key of the role."""
+    found = {}
+    for key, role in roles_of(config, has_critic=wants_critic(config)).items():
+        model: ModelConfig
+        head: Head
+        if isinstance(role, ScoringModelConfig):
+            model, head = engine_model(role), head_of(role)
+        else:
+            model, head = config.actor_rollout_ref.model, "lm"
+            if role is config.critic:
+                model, head = config.critic.model, "value"
+        about = model_config(model, head)
+        body = empty_model(model, about, head, DTYPES["bfloat16"])
+        parameters = sum(parameter.numel() for parameter in body.parameters())
+        kind = f"{about.model_type}, {model.path}{'; a LoRA adapter alone is trained' if model.has_adapter else ''}"
+        told = about.get_text_config().to_dict()
+        stretched = "factor" in (told.get("rope_parameters") or {})
+        positions = None if stretched else told.get("max_position_embeddings")
+        found[key] = Measured(kind, parameters, positions, shape_of(about, parameters))
+    return found
+
+
+def model_lines(models: dict[str, Measured]) -> Iterator[str]:
+    yield "models"
+    for key, model in models.items():
+        yield f"  {key}: {in_millions(model.parameters)} parameters ({model.kind})"
+
+
+def work_lines(parts: Assembly) -> Iterator[str]:
+    config, data = parts.config, parts.config.data
+    n, batch = config.actor_rollout_ref.rollout.n, data.train_batch_size
+    yield "data"
+    for name, prompts in (("train_files", parts.data), ("val_files", parts.held_out)):
+        yield f"  data.{name}: {len(prompts)} prompts of {prompts.n_rows} rows"
+    yield "work"
+    an_epoch, trainer = parts.order.steps_per_epoch, config.trainer
+    why = "trainer.total_training_steps" if trainer.total_training_steps else counted(trainer.total_epochs, "epoch")
+    yield f"  {counted(parts.total_steps, 'step')} ({why}); {an_epoch} an epoch"
+    longest = data.max_prompt_length + data.max_response_length
+    asked = f"{counted(batch, 'prompt')} x {counted(n, 'answer')} = {counted(batch * n, 'sequence')}"
+    yield f"  a step: {asked} of {longest} tokens at most"
+    learners = {"actor": (config.actor_rollout_ref.actor.ppo_mini_batch_size, parts.actor_update())}
+    if parts.wants_critic:
+        learners["critic"] = (config.critic.ppo_mini_batch_size, parts.critic_update())
+    for name, (size, spec) in learners.items():
+        updates = counted(spec.updates_a_step(batch), "update")
+        yield f"  {name}: {updates} a step, of {counted(size, 'prompt')} = {counted(size * n, 'sequence')} each"
+    for cut in cuts(config, parts.place, has_critic=parts.wants_critic):
+        yield f"  {cut.key}.{cut.kind}*: micro-batches of {cut.tokens(longest)} tokens at most on a GPU"
+
+
+def place_lines(config: PPOConfig, place: Placement) -> Iterator[str]:
+    device, rollout = config.trainer.device, config.actor_rollout_ref.rollout
+    yield "who sits where" + (" (trainer.device=cpu: a GPU is a process)" if device == "cpu" else "")
+    for pool in place.pools:
+        yield f"  {pool.in_words()}"
+    for key, role in roles_of(config, has_critic=wants_critic(config)).items():
+        pool = place.pool(name_of(key))
+        ranks = counted(world_size(pool), "rank")
+        yield f"  {key}: {role.strategy}, {ranks}, data parallel {data_parallel_size(role, pool)}"
+    engines, size = world_size(place.pool("rollout")), 1
+    if rollout.name != "embedded":
+        size = rollout.tensor_model_parallel_size
+    yield f"  rollout: {counted(engines // size, 'engine')} ({rollout.name}), each on {counted(size, 'GPU')}"
+
+
+def staged_bytes(config: PPOConfig, place: Placement, models: dict[str, Measured]) -> float:
+    """Of the host's memory, on each node, while a checkpoint is written in the background; 0: none, or a model is not known."""
+    shapes = {key: model.shape for key, model in models.items() if model.shape is not None}
+    if not (config.trainer.save_freq > 0 and config.trainer.checkpoint.async_save and shapes.keys() == models.keys()):
+        return 0.0
+    return sum(role.checkpoint() for role in memory_roles(config, place, shapes).values()) / config.trainer.nnodes
+
+
+def written_lines(config: PPOConfig, run_dir: Path, resume: Checkpoint | None, staged: float) -> Iterator[str]:
+    trainer = config.trainer
+    yield f"what is written, into {run_dir}"
+    if resume is not None:
+        yield f"  goes on from step {resume.step}: {resume.path}"
+    elif trainer.resume_mode == "auto" and trainer.checkpoint.remote_dir is not None:
+        yield f"  goes on from the newest whole checkpoint of {trainer.checkpoint.remote_dir}, or starts anew"
+    elif trainer.resume_mode == "resume_path":
+        yield f"  goes on from {trainer.resume_from_path}, which is fetched first"
+    else:
+        yield "  starts anew"
+    yield f"  each step: metrics.jsonl{''.join(f', {name}' for name in trainer.logger)}, report.html"
+    if trainer.rollout_data_dir is not None:
+        yield f"  each step's answers: {trainer.rollout_data_dir}"
+    when = (["before the first step"] if trainer.val_before_train else []) + every(trainer.test_freq)
+    yield f"  validation: {', '.join(when) or 'never (trainer.test_freq)'}"
+    kept = trainer.max_actor_ckpt_to_keep
+    saved = f"{', '.join(every(trainer.save_freq))}; {'all' if kept is None else f'the newest {kept}'} kept"
+    yield f"  checkpoints: {saved if trainer.save_freq > 0 else 'never (trainer.save_freq)'}"
+    if staged:
+        yield f"  while one is written, its copy is in the host's memory: {staged / GB:.3g} GB on each node"
+    if trainer.checkpoint.remote_dir is not None and trainer.save_freq > 0:
+        yield f"  copies of them: {trainer.checkpoint.remote_dir}"
+
+
+def every(frequency: int) -> list[str]:
+    return [f"every {frequency} steps" if frequency > 1 else "each step", "after the last"] if frequency > 0 else []
+
+
+def memory_lines(config: PPOConfig, place: Placement, models: dict[str, Measured]) -> Iterator[str]:
+    yield "memory of a worker (an estimate; layers recomputed, rows as long as they may be; 1 GB is 10^9 bytes)"
+    if unknown := sorted(key for key, model in models.items() if model.shape is None):
+        yield f"  none: it is for dense decoders, and {', '.join(unknown)} is none"
+    yield from (f"  {use.pool:<12}{use.phase:<26}{of_gpu(use)}" for use in uses_of(config, place, models))
+    if config.trainer.device == "cuda" and torch.cuda.device_count() < config.trainer.n_gpus_per_node:
+        wanted = f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}"
+        yield f"  {wanted}: this machine has {torch.cuda.device_count()} CUDA devices, so the run must start on another"
+
+
+def uses_of(config: PPOConfig, place: Placement, models: dict[str, Measured]) -> list[Use]:
+    """Of the phases of a step; none if a model is not known."""
+    shapes = {key: model.shape for key, model in models.items() if model.shape is not None}
+    return list(estimate(config, place, shapes, room_of(config, place))) if shapes.keys() == models.keys() else []
+
+
+def doubts(config: PPOConfig, place: Placement, models: dict[str, Measured], asked: Sampling) -> Iterator[str]:
+    """What is not refused, and yet would not go well."""
+    if not (asked.ignore_eos or end_tokens(asked, config.actor_rollout_ref.model)):
+        yield f"no answer can end by itself (alarms.end_token): {NO_END_TOKEN}"
+    data, positions, room = config.data, models["actor_rollout_ref.actor"].positions, room_of(config, place)
+    longest = data.max_prompt_length + data.max_response_length
+    if positions is not None and positions < longest:
+        row = f"data.max_prompt_length + data.max_response_length = {longest} tokens"
+        yield f"rows longer than the model knows: {row}, and its config.json has {positions} positions (max_position_embeddings)"
+    fullest = max(uses_of(config, place, models), key=lambda use: use.bytes or 0.0, default=None)
+    if room is not None and fullest is not None and (fullest.bytes or 0.0) > room:
+        yield f"more than there is: {fullest.phase} in pool {fullest.pool}, and a worker here has {room / GB:.4g} GB"
+    staged = staged_bytes(config, place, models)
+    if staged and staged > (usable := usable_memory(host_memory())):
+        copies = f"copies of {staged / GB:.3g} GB, and this host's memory has room for {max(usable, 0.0) / GB:.3g} GB"
+        yield f"training would wait for each checkpoint to be written: {copies}"
+
+
+def room_of(config: PPOConfig, place: Placement) -> float | None:
+    """Bytes that a worker may have on this machine; None: there is no GPU here."""
+    if config.trainer.device == "cpu":
+        return psutil.virtual_memory().total / (place.n_gpus // config.trainer.nnodes)
+    return float(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else None
+
+
+def of_gpu(use: Use) -> str:
+    return f"{use.share:g} of the GPU, and what rests beside it" if use.bytes is None else f"{use.bytes / GB:>8.3g} GB"
+
+
+def counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def in_millions(count: int) -> str:
+    return f"{count / 1e9:.3g} billion" if count >= 1e9 else f"{count / 1e6:.3g} million"
+
+
+def write(config: PPOConfig, run_dir: Path) -> Path:
+    """The configuration as the run would write it."""
+    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    name = BESIDE if (run_dir / METRICS).exists() else CONFIG
+    write_config(run_dir, asdict(config), name)
+    return run_dir / name

@@ -1,0 +1,201 @@
+"""How much memory a worker takes in each phase of a step: an estimate, by arithmetic. Bytes on one GPU; 1 GB is 10^9 bytes.
+
+A role on FSDP is trainer/planner/memory_model.py's; one on Megatron is cut evenly, its layers recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig
+
+from configs.pools import Placement, Pool
+from configs.schema.common import Dtype, FSDPConfig, MegatronConfig, ModelConfig, ShardedConfig
+from configs.schema.ppo import PPOConfig
+from configs.schema.scoring_model import ScoringModelConfig
+from configs.validation.batches import cuts, name_of, roles_of
+from configs.validation.parallel import data_parallel_size
+from configs.validation.reward import scoring_cut
+from configs.validation.rollout import ROLLOUT, world_size
+from trainer.planner.memory_model import Setting, Shape, head_chunk, resident, scoring, training
+
+BYTES: dict[Dtype, int] = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+WORK = {"actor": "log-probs", "ref": "log-probs", "critic": "values"}
+ASLEEP = 1.8e9  # what stays of an engine of vLLM or SGLang that sleeps, at most (docs/performance.md)
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """A model on its workers. learns, forwards: tokens of a micro-batch in a train step and in a forward; None: it has none.
+    several: a train step has more than one micro-batch. model: None for a reward model, which has no adapter.
+    """
+
+    config: ShardedConfig
+    model: ModelConfig | None
+    shape: Shape
+    pool: Pool
+    learns: int | None
+    forwards: int | None
+    several: bool = True
+
+    @property
+    def adapter(self) -> float:
+        """Of a LoRA adapter on all linear layers, its gradients and its moments, in float32."""
+        if self.model is None or not self.model.has_adapter:
+            return 0.0
+        shape = self.shape
+        widths = 2 * (shape.hidden + shape.queries) + 2 * (shape.hidden + shape.keys) + 3 * (shape.hidden + shape.intermediate)
+        return 16.0 * shape.layers * self.model.lora_rank * widths
+
+    @property
+    def setting(self) -> Setting:
+        """On FSDP."""
+        fsdp, model = self.config.fsdp_config, self.model
+        return Setting(
+            gpus=fsdp.fsdp_size if fsdp.fsdp_size > 0 else world_size(self.pool),
+            sp=fsdp.ulysses_sequence_parallel_size,
+            kept=BYTES[fsdp.model_dtype],
+            compute=BYTES[fsdp.dtype],
+            trained=self.learns is not None and not self.adapter,
+            optimizer_offload=fsdp.optimizer_offload,
+            several=self.several,
+            no_sync=fsdp.use_no_sync_for_gradient_accumulation,
+            offload=model is not None and model.enable_activation_offload,
+            pieces=model.tiled_mlp.num_shards if model is not None and model.tiled_mlp.enabled else 1,
+        )
+
+    def checkpoint(self) -> float:
+        """What a save writes of it, over all GPUs: parameters and moments, of an adapter alone where there is one."""
+        if self.learns is None:
+            return 0.0
+        sharding = self.config.sharding
+        kept = BYTES[sharding.model_dtype] if isinstance(sharding, FSDPConfig) else 4  # Megatron's optimizer has them in float32
+        return 0.75 * self.adapter if self.adapter else 3.0 * kept * self.shape.parameters
+
+    def at_rest(self) -> float:
+        """While others work."""
+        sharding = self.config.sharding
+        if isinstance(sharding, FSDPConfig):
+            lying = resident(self.shape, self.setting)
+            return lying["moments"] + (0.0 if sharding.param_offload else lying["parameters"]) + self.adapter
+        weights, gradients, optimizer = self._megatron(sharding)
+        kept = ((weights, sharding.param_offload), (gradients, sharding.grad_offload), (optimizer, sharding.optimizer_offload))
+        return sum(part for part, offloaded in (kept if self.learns is not None else kept[:1]) if not offloaded)
+
+    def in_update(self) -> float:
+        """At the fullest moment of a train step."""
+        assert self.learns is not None, "a role that learns"
+        sharding, shape = self.config.sharding, self.shape
+        if isinstance(sharding, FSDPConfig):
+            return sum(training(shape, self.setting, self.learns).values()) + self.adapter
+        inputs = self.learns * 2 * shape.hidden * shape.layers  # of pp micro-batches, a pp-th of the layers each
+        at_work = self.learns * (12 * shape.intermediate + 26 * shape.hidden + 8 * shape.queries)
+        tp = sharding.tensor_model_parallel_size
+        return sum(self._megatron(sharding)) + (inputs + at_work + head_chunk(shape, Setting())) / tp
+
+    def in_forward(self) -> float:
+        """While it makes log-probs, values or scores."""
+        assert self.forwards is not None, "a role that is asked"
+        sharding, shape = self.config.sharding, self.shape
+        if isinstance(sharding, FSDPConfig):
+            return sum(scoring(shape, self.setting, self.forwards).values()) + self.adapter
+        tp = sharding.tensor_model_parallel_size
+        states = self.forwards * (6 * shape.intermediate + 8 * shape.hidden)
+        return self.at_rest() + (states + head_chunk(shape, Setting())) / tp
+
+    def _megatron(self, cut: MegatronConfig) -> tuple[float, float, float]:
+        """(weights in ``dtype``, gradients, the optimizer's copy and its two moments in float32)."""
+        parameters = self.shape.parameters / (cut.tensor_model_parallel_size * cut.pipeline_model_parallel_size)
+        copies = world_size(self.pool) // cut.model_parallel_size if cut.use_distributed_optimizer else 1
+        return BYTES[cut.dtype] * parameters, 4 * parameters, 12 * parameters / copies
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Bytes that a GPU of a pool has in a phase, those that rest in it among them. None: what the engine takes of a GPU of a size
+    that is not known here, as ``share`` of it.
+    """
+
+    pool: str
+    phase: str
+    bytes: float | None
+    share: float = 0.0
+
+
+def memory_roles(config: PPOConfig, place: Placement, shapes: Mapping[str, Shape]) -> dict[str, Role]:
+    """By key, the models that the run has. shapes: of them, by the same keys, the critic's if there is one."""
+    models, data = config.actor_rollout_ref, config.data
+    has_critic = "critic" in shapes
+    longest, n = data.max_prompt_length + data.max_response_length, models.rollout.n
+    held = {(cut.key, cut.kind): cut.tokens(longest) for cut in cuts(config, place, has_critic=has_critic)}
+    asked = {"actor_rollout_ref.actor": (ROLLOUT, "log_prob_"), "actor_rollout_ref.ref": ("actor_rollout_ref.ref", "log_prob_")}
+    mini_batches = {"actor_rollout_ref.actor": models.actor.ppo_mini_batch_size, "critic": config.critic.ppo_mini_batch_size}
+    found = {}
+    for key, role in roles_of(config, has_critic=has_critic).items():
+        pool = place.pool(name_of(key))
+        shares = data_parallel_size(role, pool)
+        most = -(-data.train_batch_size * n // shares) * longest
+        learns: int | None = None
+        several = False
+        model: ModelConfig | None = None
+        if key in mini_batches:
+            mine = -(-mini_batches[key] * n // shares) * longest
+            learns, several = min(held[key, "ppo_"], mine), held[key, "ppo_"] < mine
+        if isinstance(role, ScoringModelConfig):
+            forwards = scoring_cut(key, role, pool).tokens(longest)
+        else:
+            forwards = held[asked.get(key, (key, "forward_"))]
+            model = config.critic.model if role is config.critic else models.model
+        found[key] = Role(role, model, shapes[key], pool, learns, min(forwards, most), several)
+    return found
+
+
+def estimate(config: PPOConfig, place: Placement, shapes: Mapping[str, Shape], gpu_bytes: float | None) -> Iterator[Use]:
+    """A line for each pool and phase of a step. gpu_bytes: of one GPU; None: not known here."""
+    roles, models = memory_roles(config, place, shapes), config.actor_rollout_ref
+    engine = models.rollout
+    for pool in place.pools:
+        here = {key: role for key, role in roles.items() if role.pool is pool}
+        resting = {key: role.at_rest() for key, role in here.items()}
+        rests = sum(resting.values())
+        asleep = 0.0
+        if "rollout" in pool.roles:
+            if engine.name == "embedded":
+                yield Use(pool.name, "answers", rests + embedded_bytes(config, pool, roles["actor_rollout_ref.actor"].shape))
+            else:
+                free = gpu_bytes if engine.name == "vllm" or gpu_bytes is None else gpu_bytes - rests  # SGLang's share is of this
+                taken = None if free is None else rests + engine.gpu_memory_utilization * free
+                yield Use(pool.name, "answers", taken, engine.gpu_memory_utilization)
+                asleep = ASLEEP if config.trainer.device == "cuda" else 0.0
+        for key, role in here.items():
+            others = rests - resting[key] + asleep
+            name = "critic" if key == "critic" else key.rpartition(".")[2]
+            yield Use(pool.name, f"{name}: {WORK.get(name, 'scores')}", others + role.in_forward())
+            if role.learns is not None:
+                yield Use(pool.name, f"{name}: update", others + role.in_update())
+
+
+def shape_of(config: PretrainedConfig, parameters: int) -> Shape | None:
+    """Of the model with this configuration and so many parameters; None if it is no decoder of the kind that the model is about,
+    which its parameters tell."""
+    told = config.get_text_config().to_dict()
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    if not all(isinstance(told.get(name), int) for name in names):
+        return None
+    told |= {"num_key_value_heads": told.get("num_key_value_heads") or told["num_attention_heads"]}
+    told |= {"head_dim": told.get("head_dim") or told["hidden_size"] // told["num_attention_heads"]}
+    shapes = [Shape.of(told | {"tie_word_embeddings": tied}) for tied in (False, True)]
+    nearest = min(shapes, key=lambda shape: abs(shape.parameters - parameters))
+    return nearest if abs(nearest.parameters - parameters) < 0.02 * parameters else None
+
+
+def embedded_bytes(config: PPOConfig, pool: Pool, shape: Shape) -> float:
+    """Weights, unless they are the trainer's own, and the cache of as many answers as are written at once."""
+    models, data = config.actor_rollout_ref, config.data
+    rollout, fsdp = models.rollout, models.actor.fsdp_config
+    size, longest = BYTES[rollout.dtype], data.max_prompt_length + data.max_response_length
+    alone = world_size(pool) == 1 and "actor" in pool.roles and models.actor.strategy == "fsdp" and not models.model.has_adapter
+    weights = 0 if alone and fsdp.model_dtype == rollout.dtype else size * shape.parameters
+    rows = min(rollout.max_num_seqs, -(-data.train_batch_size * rollout.n // world_size(pool)))
+    return float(weights + rows * longest * shape.layers * 2 * shape.keys * size)

@@ -1,0 +1,448 @@
+"""From a configuration to a running loop: workers, models, data, rewards, loggers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from configs.base.locks import locked
+from configs.pools import Placement
+from configs.reward_sources import wants_truth
+from configs.schema.ppo import ActorConfig, CriticConfig, PPOConfig
+from configs.validation.batches import wants_ref
+from configs.validation.placement import placement_of
+from trainer.algorithms.advantages import ADVANTAGES
+from trainer.algorithms.kl import KLController
+from trainer.algorithms.losses.actor_loss import ActorLoss, ActorLossConfig
+from trainer.algorithms.moments import RunningMoments
+from trainer.checkpoint.manifest import check_weights
+from trainer.checkpoint.resume import Checkpoint, check_config
+from trainer.checkpoint.saver import Saver
+from trainer.cluster.concurrency import Together, phases_of
+from trainer.cluster.determinism import KernelWatch
+from trainer.cluster.launch import open_backend, start_pools
+from trainer.cluster.remote import BaseModel, RemoteModel, RemoteRollout
+from trainer.cluster.role_builder import Training, limits, rate_changes, start_model, value_head
+from trainer.cluster.watchdog import Watchdog
+from trainer.data.dataset import PromptDataset
+from trainer.data.order import DataOrder
+from trainer.data.ptx_stream import ptx_stream
+from trainer.data.stream import PromptStream
+from trainer.ppo.engine_checks import check_engines, reader, wants_critic
+from trainer.ppo.loop import Loop, has_old_log_probs, old_log_probs_come_from_update
+from trainer.ppo.update import UpdateSpec
+from trainer.report.run_report import finish
+from trainer.resilience.alarms import ppo_alarms
+from trainer.resilience.restart import Lifetime, keep_going
+from trainer.resilience.rollback import Rollbacks
+from trainer.resilience.skipped_updates import Skips
+from trainer.rewards.failures import Failures
+from trainer.rewards.models.reward_builder import start_reward_models
+from trainer.rewards.models.reward_models import RewardModels
+from trainer.rewards.remote.remote_rewards import needs_data_sources, open_rewards
+from trainer.rewards.rules.reward_registry import check_data_sources
+from trainer.rewards.scoring import Rewards
+from trainer.rewards.shaping import Shaping
+from trainer.rollout.rollout_builder import end_tokens, rollout_spec, sampling, validation_sampling
+from trainer.rollout.sampler import Source
+from trainer.rollout.validation import Validation
+from trainer.run.events import Events
+from trainer.run.start_times import Start
+from trainer.tracking.metrics import peak_flops
+from trainer.tracking.token_dump import AnswerLog
+from trainer.tracking.tracker import Logger, Tracker
+from workers.controller.group import WorkerGroup
+from workers.controller.logs import tell
+from workers.engine.base import LossSpec
+from workers.engine.hf.hf_model import vocab_size
+from workers.model_path import read_ahead
+from workers.plan import Limits
+from workers.roles.rollout_engines import check_installed
+from workers.rollout.base import Sampling
+from workers.seeding import seed_of
+
+ACTOR_LOSS, ACTOR_AND_PTX_LOSS = (
+    "trainer.algorithms.losses.actor_loss:ActorLoss",
+    "trainer.algorithms.losses.ptx_loss:ActorAndPtxLoss",
+)
+
+
+def run(config: PPOConfig, notices: Sequence[str], loggers: Sequence[Logger] = ()) -> None:
+    """Train as ``config`` says, and leave a report. notices: what the user was told about the configuration. loggers: beside
+    those of trainer.logger."""
+    check_installed(config.actor_rollout_ref.rollout.name)
+    run_dir = Path(config.trainer.default_local_dir)
+    with locked(run_dir, "trainer.default_local_dir", private=True):
+        life = Lifetime(config.trainer, run_dir, loggers)
+        try:
+            keep_going(life, lambda: attempt(config, life), hushed=not config.ray_kwargs.ray_init.get("log_to_driver"))
+        finally:
+            if life.started:
+                finish(run_dir)
+
+
+def attempt(config: PPOConfig, life: Lifetime) -> None:
+    """From the last checkpoint on, in processes of its own, none of which is left."""
+    resume = life.resume()
+    if resume is not None:
+        for change in check_config(resume.manifest.config, asdict(config)):
+            tell(f"note: resumed with another {change}")
+    with opened(Assembly, config, life, resume) as loop, life.stopping, loop.saver:
+        loop.fit()
+    life.stopping.check()
+
+
+@contextmanager
+def opened(assembly: type[Assembly], config: PPOConfig, life: Lifetime, resume: Checkpoint | None) -> Iterator[Loop]:
+    """The loop with all that it works with, which ends when the block does."""
+    start = Start()
+    for path in dict.fromkeys((config.actor_rollout_ref.model.path, config.critic.model.path)):
+        read_ahead(path)
+    check_engines(config)
+    tokenizer = reader(config)
+    start.ended("checks")
+    with ExitStack() as stack:
+        rewards = stack.enter_context(open_rewards(config.reward))
+        rewards.start()
+        backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, config.timeouts, life.run_dir))
+        start.ended("backend")
+        place = placement_of(config, has_critic=wants_critic(config))
+        hosts = start_pools(backend, config.trainer, place, config.timeouts, engine=config.actor_rollout_ref.rollout.name)
+        parts = assembly(config, place, hosts, life, tokenizer)
+        if resume is not None:
+            check_weights(resume, hosts, parts.watchdog)
+        rewards.wait_ready()
+        tracker = parts.tracker(life.run_dir, resume)
+        stack.callback(tracker.close)
+        start.ended("data")
+        loop = parts.loop(rewards, resume, tracker, start)
+        life.started = True
+        yield loop
+
+
+class Assembly:
+    """The parts of a loop, each from its part of the configuration, and on the hosts where ``place`` has its role."""
+
+    def __init__(
+        self, config: PPOConfig, place: Placement, hosts: Mapping[str, WorkerGroup], life: Lifetime, tokenizer: Tokenizer
+    ) -> None:
+        self.config = config
+        self.place = place
+        self.hosts = hosts
+        self.life = life
+        self.watchdog = Watchdog(asdict(config.timeouts), life.run_dir)
+        self.tokenizer = tokenizer
+        self.phases = phases_of(place)
+        self.data, self.held_out = self.prompts()
+        seed = config.trainer.seed if config.data.seed is None else config.data.seed
+        self.order = DataOrder(len(self.data), config.data.train_batch_size, seed, config.data.shuffle)
+        actor = config.actor_rollout_ref.actor
+        self.ptx = ptx_stream(config.data, actor.ptx_coef, actor.ptx_ratio, self.tokenizer, seed)
+        for prompts in (self.data, self.held_out):
+            prompts.check_tokens(vocab_size(config.actor_rollout_ref.model))
+        if needs_data_sources(config.reward):
+            check_data_sources(self.data.data_sources | self.held_out.data_sources)
+        texts = () if self.ptx is None else self.ptx.data.notices
+        for notice in (*self.data.notices, *self.held_out.notices, *texts, self.stream().order.notice):
+            if notice is not None:
+                tell(f"note: {notice}")
+        self.total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * self.order.steps_per_epoch
+
+    def loop(self, rewards: Rewards, resume: Checkpoint | None, tracker: Tracker, start: Start) -> Loop:
+        config, run_dir, rollout_config = self.config, self.life.run_dir, self.config.actor_rollout_ref.rollout
+        together = Together(self.hosts)
+        actor, ref, critic = self.trained_and_reference(together)
+        start.ended("models")
+        if critic is not None and resume is None:
+            tell(f"note: {value_head(config.critic.model)}")
+        for change in self.rate_changes(resume):
+            tell(f"note: {change}")
+        rollout = self.rollout()
+        start.ended("engine")
+        events = Events(run_dir)
+        source = self.source(rollout, rewards, events)
+        start.ended("rewards")
+        self.phases.progress["reward"] = lambda: rewards.progress
+        self.life.stopping.hurry = self.watchdog.hurry
+        return Loop(
+            config=config,
+            run_dir=run_dir,
+            place=self.place,
+            together=together,
+            start=start,
+            prompts=self.stream(),
+            ptx=self.ptx,
+            data_sources=self.data.data_sources,
+            source=source,
+            actor=actor,
+            ref=ref,
+            critic=critic,
+            rollout=rollout,
+            actor_update=self.actor_update(),
+            critic_update=self.critic_update(),
+            kl=KLController.start(config.algorithm.kl_ctrl),
+            returns=RunningMoments(),
+            validation=Validation(
+                self.held_out,
+                source,
+                tracker,
+                n=rollout_config.val_kwargs.n,
+                sampling=validation_sampling(self.sampling(), rollout_config.val_kwargs),
+                batch_size=config.data.val_batch_size,
+            ),
+            tracker=tracker,
+            answers=AnswerLog(run_dir, self.tokenizer, self.total_steps, forwards=not has_old_log_probs(config)),
+            events=events,
+            saver=self.saver(run_dir, events),
+            watchdog=self.watchdog,
+            stopping=self.life.stopping,
+            alarms=ppo_alarms(config),
+            skips=Skips(run_dir, events, asdict(config)),
+            rollbacks=source.rollbacks,
+            kernels=KernelWatch(self.hosts.values(), events, self.watchdog) if config.trainer.deterministic else None,
+            phases=self.phases,
+            peak_flops=peak_flops(config.trainer.device),
+            resume=resume,
+            total_steps=self.total_steps,
+            end_tokens=end_tokens(self.sampling(), config.actor_rollout_ref.model),
+        )
+
+    def trained_and_reference(self, together: Together) -> tuple[RemoteModel, RemoteModel | BaseModel | None, RemoteModel | None]:
+        """Actor, reference, critic; those in different pools are built at the same time."""
+        parts: dict[str, Callable[[], RemoteModel]] = {"actor": self.actor}
+        if self.wants_ref and not self.config.actor_rollout_ref.model.has_adapter:
+            parts["ref"] = self.ref
+        if self.wants_critic:
+            parts["critic"] = self.critic
+        built = together(parts)
+        base = BaseModel(built["actor"], self.ref_limits()) if self.wants_ref and "ref" not in built else None
+        return built["actor"], built.get("ref", base), built.get("critic")
+
+    def rate_changes(self, resume: Checkpoint | None) -> Iterator[str]:
+        """What another number of steps does to the learning rates of a run that is resumed."""
+        if resume is not None:
+            actor, critic = self.config.actor_rollout_ref.actor, self.config.critic
+            optims = {"actor_rollout_ref.actor.optim": (actor.optim, self.config.trainer.critic_warmup)}
+            optims |= {"critic.optim": (critic.optim, 0)} if self.wants_critic else {}
+            yield from rate_changes(resume, optims, self.total_steps, self.order.steps_per_epoch)
+
+    @property
+    def wants_ref(self) -> bool:
+        return wants_ref(self.config)
+
+    @property
+    def wants_critic(self) -> bool:
+        return wants_critic(self.config)
+
+    def stream(self) -> PromptStream:
+        """With filter_groups a round may have another size than a step's batch."""
+        gen_batch_size = self.config.data.gen_batch_size or self.order.batch_size
+        return PromptStream(self.data, replace(self.order, batch_size=gen_batch_size))
+
+    def source(self, rollout: RemoteRollout, rewards: Rewards, events: Events) -> Source:
+        config = self.config
+        return Source(
+            rollout,
+            rewards,
+            self.tokenizer,
+            self.watchdog,
+            n=config.actor_rollout_ref.rollout.n,
+            sampling=self.sampling(),
+            seed=config.trainer.seed,
+            groups=config.data.train_batch_size,
+            filter_groups=config.algorithm.filter_groups,
+            with_baselines="baselines" in ADVANTAGES.needs(config.algorithm.adv_estimator),
+            reward=config.reward,
+            shaping=Shaping(config.reward.shaping, RunningMoments()),
+            models=self.reward_models(),
+            rollbacks=Rollbacks(),
+            failures=Failures(events),
+        )
+
+    def reward_models(self) -> RewardModels | None:
+        config = self.config
+        kwargs = config.data.apply_chat_template_kwargs
+        hosts, workers = self.hosts["reward"], self.place.pool("reward")
+        return start_reward_models(config.reward, hosts, workers, config.trainer, self.watchdog, self.tokenizer, kwargs)
+
+    def prompts(self) -> tuple[PromptDataset, PromptDataset]:
+        data, seed, scored = self.config.data, self.config.trainer.seed, wants_truth(self.config.reward)
+        return (
+            PromptDataset(data.train_files, self.tokenizer, data, max_samples=data.train_max_samples, seed=seed, scored=scored),
+            PromptDataset(data.val_files, self.tokenizer, data, max_samples=data.val_max_samples, seed=seed, scored=scored),
+        )
+
+    def tracker(self, run_dir: Path, resume: Checkpoint | None) -> Tracker:
+        trainer = self.config.trainer
+        return Tracker(
+            trainer.logger,
+            run_dir,
+            trainer.project_name,
+            trainer.experiment_name,
+            asdict(self.config),
+            resume_step=resume.step if resume is not None else None,
+            total_steps=self.total_steps,
+            shown_samples=trainer.log_val_generations,
+            rollout_dir=Path(trainer.rollout_data_dir) if trainer.rollout_data_dir is not None else None,
+            restarted=self.life.restarted,
+            more=self.life.loggers,
+            phases=self.phases,
+            report=True,
+        )
+
+    def saver(self, run_dir: Path, events: Events) -> Saver:
+        trainer = self.config.trainer
+        return Saver(
+            run_dir,
+            events,
+            config=asdict(self.config),
+            world_size=self.place.n_gpus,
+            keep={"actor": trainer.max_actor_ckpt_to_keep, "critic": trainer.max_critic_ckpt_to_keep},
+            options=trainer.checkpoint,
+            best_metric=trainer.best_metric,
+            tokenizer=self.tokenizer,
+        )
+
+    def actor(self) -> RemoteModel:
+        models = self.config.actor_rollout_ref
+        actor, rollout = models.actor, models.rollout
+        return start_model(
+            self.hosts["actor"],
+            "actor",
+            model=models.model,
+            head="lm",
+            sharding=actor.sharding,
+            device=self.config.trainer.device,
+            seed=seed_of(self.config.trainer.seed, "actor"),
+            forward_limits=limits(
+                actor,
+                self.place.pool("actor"),
+                per_gpu=rollout.log_prob_micro_batch_size_per_gpu,
+                over_all=rollout.log_prob_micro_batch_size,
+                dynamic=rollout.log_prob_use_dynamic_bsz,
+                max_tokens=rollout.log_prob_max_token_len_per_gpu,
+            ),
+            training=Training(
+                optim=actor.optim,
+                grad_clip=actor.grad_clip,
+                loss=LossSpec(ACTOR_LOSS if self.ptx is None else ACTOR_AND_PTX_LOSS, self.actor_loss()),
+                ema_decay=actor.ema_decay,
+                limits=limits(
+                    actor,
+                    self.place.pool("actor"),
+                    per_gpu=actor.ppo_micro_batch_size_per_gpu,
+                    over_all=actor.ppo_micro_batch_size,
+                    dynamic=actor.use_dynamic_bsz,
+                    max_tokens=actor.ppo_max_token_len_per_gpu,
+                ),
+                budget=self.life.budget("actor"),
+                steps=self.total_steps,
+                updates=self.actor_update().updates_a_step(self.config.data.train_batch_size),
+            ),
+            watchdog=self.watchdog,
+        )
+
+    def ref_limits(self) -> Limits:
+        models, ref = self.config.actor_rollout_ref, self.config.actor_rollout_ref.ref
+        return limits(
+            models.actor if models.model.has_adapter else ref,
+            self.place.pool("ref"),
+            per_gpu=ref.log_prob_micro_batch_size_per_gpu,
+            over_all=ref.log_prob_micro_batch_size,
+            dynamic=ref.log_prob_use_dynamic_bsz,
+            max_tokens=ref.log_prob_max_token_len_per_gpu,
+        )
+
+    def ref(self) -> RemoteModel:
+        """The reference: the actor's model as it came, never trained. Beside an adapter the actor has it: there is no other."""
+        models, ref = self.config.actor_rollout_ref, self.config.actor_rollout_ref.ref
+        return start_model(
+            self.hosts["ref"],
+            "ref",
+            model=models.model,
+            head="lm",
+            sharding=ref.sharding,
+            device=self.config.trainer.device,
+            seed=seed_of(self.config.trainer.seed, "ref"),
+            forward_limits=self.ref_limits(),
+            training=None,
+            watchdog=self.watchdog,
+        )
+
+    def critic(self) -> RemoteModel:
+        critic = self.config.critic
+        return start_model(
+            self.hosts["critic"],
+            "critic",
+            model=critic.model,
+            head="value",
+            sharding=critic.sharding,
+            device=self.config.trainer.device,
+            seed=seed_of(self.config.trainer.seed, "critic"),
+            forward_limits=limits(
+                critic,
+                self.place.pool("critic"),
+                per_gpu=critic.forward_micro_batch_size_per_gpu,
+                over_all=critic.forward_micro_batch_size,
+                dynamic=critic.use_dynamic_bsz,
+                max_tokens=critic.forward_max_token_len_per_gpu,
+            ),
+            training=Training(
+                optim=critic.optim,
+                grad_clip=critic.grad_clip,
+                loss=LossSpec("trainer.algorithms.losses.value_losses:CriticLoss", critic),
+                limits=limits(
+                    critic,
+                    self.place.pool("critic"),
+                    per_gpu=critic.ppo_micro_batch_size_per_gpu,
+                    over_all=critic.ppo_micro_batch_size,
+                    dynamic=critic.use_dynamic_bsz,
+                    max_tokens=critic.ppo_max_token_len_per_gpu,
+                ),
+                budget=self.life.budget("critic"),
+                steps=self.total_steps,
+                updates=self.critic_update().updates_a_step(self.config.data.train_batch_size),
+            ),
+            watchdog=self.watchdog,
+        )
+
+    def actor_loss(self) -> ActorLossConfig:
+        return ActorLossConfig.of(self.config, own_old_log_probs=old_log_probs_come_from_update(self.config))
+
+    def actor_update(self) -> UpdateSpec:
+        loss = ActorLoss(self.actor_loss())
+        return self._update(
+            "actor",
+            self.config.actor_rollout_ref.actor,
+            columns=loss.columns if self.ptx is None else (*loss.columns, "ptx"),
+            prepare=loss.prepare if loss.wants_preparation else None,
+            beside=self.ptx.beside if self.ptx is not None else None,
+        )
+
+    def critic_update(self) -> UpdateSpec:
+        return self._update("critic", self.config.critic, columns=("values", "returns"))
+
+    def _update(self, name: str, role: ActorConfig | CriticConfig, **own: Any) -> UpdateSpec:
+        return UpdateSpec(
+            epochs=role.ppo_epochs,
+            groups=role.ppo_mini_batch_size,
+            shuffle=role.shuffle,
+            agg_mode=role.loss_agg_mode,
+            norm_length=role.loss_scale_factor or self.config.data.max_response_length,
+            seed=seed_of(self.config.trainer.seed, f"{name}_update"),
+            **own,
+        )
+
+    def rollout(self) -> RemoteRollout:
+        models = self.config.actor_rollout_ref
+        spec = rollout_spec(models.model, models.rollout, self.config.data, self.config.trainer.device, self.life.run_dir)
+        return RemoteRollout(self.hosts["rollout"], spec, "actor", self.watchdog, trainers=self.hosts["actor"])
+
+    def sampling(self) -> Sampling:
+        models = self.config.actor_rollout_ref
+        return sampling(models.rollout, self.tokenizer, models.model, self.config.data)

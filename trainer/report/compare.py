@@ -1,0 +1,257 @@
+"""Several runs beside each other: where their configurations differ, their curves, what they reached. Runs whose configurations
+differ in seeds alone are one group: its curve is their mean, within a band from the least to the largest."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainer.report.charts import Chart, Curve, draw, number
+from trainer.report.page import render
+from trainer.report.run_report import CURVES, PNG_COLORS, CurveSpec, Series, series_of, smooth
+from trainer.run.run_dir import CONFIG, GLOBAL_STEP, METRICS, leaves_of, read_metrics, write_atomic
+from trainer.run.run_status import NOT_THE_RUN, Outcome, read_outcome
+
+NAMES = (
+    *NOT_THE_RUN,
+    "trainer.project_name",
+    "trainer.experiment_name",
+    "trainer.rollout_data_dir",
+    "trainer.log_val_generations",
+)
+"""Keys in which two runs may differ and are yet the same."""
+MOST_IN_LABEL = 3
+NOT_SET = "(not set)"
+PNG_CHARTS, PNG_COLUMNS = 6, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """config: dotted key to value as JSON, without NAMES."""
+
+    run_dir: Path
+    config: dict[str, str]
+    series: Series
+    steps: int
+    outcome: Outcome | None
+
+    def settings(self) -> dict[str, str]:
+        """All but the seeds."""
+        return {key: value for key, value in self.config.items() if not is_seed(key)}
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Runs that differ in seeds alone."""
+
+    label: str
+    runs: list[Run]
+
+
+@dataclass(frozen=True, slots=True)
+class Final:
+    """The last value of a metric over a group's runs."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def is_seed(key: str) -> bool:
+    return key.rpartition(".")[2] == "seed"
+
+
+def find_runs(directories: Sequence[Path]) -> list[Run]:
+    """Each directory is a run's, or holds those of a sweep. Raises ValueError for one that is neither."""
+    found: dict[Path, None] = {}
+    for directory in directories:
+        inside = [directory] if (directory / METRICS).exists() else sorted(path.parent for path in directory.glob(f"*/{METRICS}"))
+        if not inside:
+            what = f"neither it nor a directory in it has a {METRICS}" if directory.is_dir() else "there is no such directory"
+            raise ValueError(f"{directory}: {what}; name run directories, or a sweep's")
+        found |= dict.fromkeys(sorted(inside, key=lambda path: (len(path.name), path.name)))
+    runs = [read_run(path) for path in found]
+    if not any(run.series for run in runs):
+        raise ValueError(f"{', '.join(map(str, directories))}: no step is in any {METRICS} yet")
+    return runs
+
+
+def read_run(run_dir: Path) -> Run:
+    """Raises ValueError if the directory lacks its configuration."""
+    if not (run_dir / CONFIG).exists():
+        raise ValueError(f"{run_dir}: it has {METRICS}, but no {CONFIG}: was it copied in part?")
+    leaves = leaves_of(yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8")))
+    config = {key: value for key, value in leaves.items() if not _is_name(key)}
+    steps = read_metrics(run_dir)
+    return Run(run_dir, config, series_of(steps), int(steps[-1][GLOBAL_STEP]) if steps else 0, read_outcome(run_dir))
+
+
+def groups_of(runs: Sequence[Run]) -> list[Group]:
+    """In the order in which their first runs come; labelled by the settings that differ, or by a directory if these are many."""
+    together: dict[tuple[tuple[str, str], ...], list[Run]] = {}
+    for run in runs:
+        together.setdefault(tuple(sorted(run.settings().items())), []).append(run)
+    members = list(together.values())
+    keys = differing([group[0].settings() for group in members])
+    labels = [_label(group[0], keys) for group in members]
+    if len({*labels}) < len(labels):
+        labels = [str(group[0].run_dir) for group in members]
+    return [Group(label, group) for label, group in zip(labels, members, strict=True)]
+
+
+def differing(configs: Sequence[dict[str, str]]) -> list[str]:
+    """The keys that do not have the same value in all."""
+    keys = sorted({key for config in configs for key in config})
+    return [key for key in keys if len({config.get(key) for config in configs}) > 1]
+
+
+def mean_curve(group: Group, metric: str) -> Curve:
+    """Over the steps at which each of its runs has a finite value."""
+    values: list[dict[float, float]] = [
+        {step: value for step, value in zip(*run.series.get(metric, ([], [])), strict=True) if math.isfinite(value)}
+        for run in group.runs
+    ]
+    steps = sorted(set(values[0]).intersection(*values[1:]))
+    columns = [[mine[step] for mine in values] for step in steps]
+    several = len(group.runs) > 1
+    return Curve(
+        label_with_seeds(group),
+        steps,
+        [sum(column) / len(column) for column in columns],
+        low=[min(column) for column in columns] if several else None,
+        high=[max(column) for column in columns] if several else None,
+    )
+
+
+def label_with_seeds(group: Group) -> str:
+    return group.label if len(group.runs) == 1 else f"{group.label} · {len(group.runs)} seeds"
+
+
+def final_of(group: Group, metric: str) -> Final | None:
+    """None if none of its runs measured it."""
+    last = [run.series[metric][1][-1] for run in group.runs if metric in run.series]
+    return Final(sum(last) / len(last), min(last), max(last)) if last else None
+
+
+def metrics_shown(runs: Sequence[Run]) -> Iterator[tuple[str, str, CurveSpec]]:
+    """(title, metric, how it is drawn) of what the report draws; of several data sources each."""
+    names = sorted({name for run in runs for name in run.series})
+    by_source = [name for name in names if name.startswith("val-core/")]
+    for spec in CURVES:
+        for metric, label in spec.metrics:
+            if metric in names:
+                yield (spec.title if len(spec.metrics) == 1 else f"{spec.title}, {label}"), metric, spec
+        if spec is CURVES[0] and len(by_source) > 1:
+            yield from ((name.split("/", 1)[1], name, spec) for name in by_source)
+
+
+def curves_of(groups: Sequence[Group], metric: str, spec: CurveSpec) -> list[Curve]:
+    """Those that have a point, each in its group's color; none if there is nothing to see."""
+    curves = []
+    for place, group in enumerate(groups):
+        curve = mean_curve(group, metric)
+        if curve.steps:
+            curves.append(
+                Curve(curve.label, curve.steps, curve.values, curve.low, curve.high, spec.exact, spec.dots, color=place)
+            )
+    return curves if any(spec.zero or value for curve in curves for value in curve.values) else []
+
+
+def charts_of(groups: Sequence[Group]) -> list[Chart]:
+    charts = []
+    for title, metric, spec in metrics_shown([run for group in groups for run in group.runs]):
+        if curves := curves_of(groups, metric, spec):
+            charts.append(draw(title, metric, curves, at_least=spec.at_least))
+    return charts
+
+
+def write_comparison(directories: Sequence[Path], out: Path) -> list[Path]:
+    """``out``.html, one file without outside parts, and ``out``.png. Returns both. Raises ValueError, see find_runs."""
+    runs = find_runs(directories)
+    groups = groups_of(runs)
+    settings = [group.runs[0].settings() for group in groups]
+    names = list(dict.fromkeys(name for run in runs for name in run.series))
+    shown = [(title, metric) for title, metric, _ in metrics_shown(runs)]
+    page = render(
+        "report/compare.html.j2",
+        groups=groups,
+        labels=[label_with_seeds(group) for group in groups],
+        runs=runs,
+        differences=[(key, [_shown(config.get(key)) for config in settings]) for key in differing(settings)],
+        seeds=[[_seeds(run, group) for run in group.runs] for group in groups],
+        charts=charts_of(groups),
+        finals=[(title, metric, [final_of(group, metric) for group in groups]) for title, metric in shown],
+        all_finals=[(name, [final_of(group, name) for group in groups]) for name in sorted(names)],
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    paths = [out.with_name(f"{out.name}.{ending}") for ending in ("html", "png")]
+    write_atomic(paths[0], page)
+    write_png(groups, paths[1])
+    return paths
+
+
+def write_png(groups: Sequence[Group], path: Path) -> None:
+    """The first charts of the page."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    runs = [run for group in groups for run in group.runs]
+    drawn = [(title, spec, curves) for title, metric, spec in metrics_shown(runs) if (curves := curves_of(groups, metric, spec))][
+        :PNG_CHARTS
+    ]
+    style: dict[Any, Any] = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}
+    columns = min(PNG_COLUMNS, len(drawn)) or 1
+    rows = -(-len(drawn) // columns) or 1
+    with plt.rc_context(style | {"font.size": 9}):
+        figure, grid = plt.subplots(rows, columns, figsize=(3.9 * columns, 2.7 * rows + 0.5), layout="constrained", squeeze=False)
+        lines: dict[str, Any] = {}
+        for axes, (title, spec, curves) in zip(grid.flat, drawn, strict=False):
+            axes.set_title(title, loc="left", fontweight="bold")
+            axes.set_xlabel("step")
+            for curve in curves:
+                assert curve.color is not None
+                color = PNG_COLORS[curve.color % len(PNG_COLORS)]
+                values = list(curve.values) if spec.exact else smooth(curve.values)
+                (line,) = axes.plot(
+                    curve.steps, values, color=color, linewidth=1.5, marker="o" if spec.dots else None, markersize=3
+                )
+                if curve.low is not None and curve.high is not None:
+                    axes.fill_between(curve.steps, curve.low, curve.high, color=color, alpha=0.15, linewidth=0)
+                lines.setdefault(curve.label, line)
+        for axes in grid.flat[len(drawn) :]:
+            axes.set_visible(False)
+        figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=min(len(lines), 3) or 1, frameon=False)
+        figure.savefig(path, dpi=160)
+        plt.close(figure)
+
+
+def _is_name(key: str) -> bool:
+    return any(key == name or (name.endswith(".") and key.startswith(name)) for name in NAMES)
+
+
+def _label(run: Run, keys: Sequence[str]) -> str:
+    if not 0 < len(keys) <= MOST_IN_LABEL:
+        return str(run.run_dir)
+    return ", ".join(f"{key.rpartition('.')[2]}={_shown(run.config.get(key))}" for key in keys)
+
+
+def _seeds(run: Run, group: Group) -> str:
+    """Those that differ within the group; of a single run the run's own."""
+    keys = differing([other.config for other in group.runs]) or ["trainer.seed"]
+    return ", ".join(f"{key}={_shown(run.config.get(key))}" for key in keys)
+
+
+def _shown(value: str | None) -> str:
+    """A JSON value as it would be typed."""
+    if value is None:
+        return NOT_SET
+    plain = json.loads(value)
+    return plain if isinstance(plain, str) else number(plain) if isinstance(plain, float) else value

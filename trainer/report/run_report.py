@@ -1,0 +1,397 @@
+"""One page that shows a run: report.html, from what the tracker kept. It grows with the run; ``python -m trainer.report <run
+directory>`` writes it of any run, at any time."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainer.report.charts import Chart, Curve, Lanes, Stack, draw, duration, lanes, number, smooth, stack
+from trainer.report.page import render
+from trainer.run.run_dir import (
+    ANSWERS,
+    CONFIG,
+    ENVIRONMENT,
+    EVENTS,
+    GLOBAL_STEP,
+    METRICS,
+    REPORT,
+    SAMPLES,
+    TIMELINE,
+    read_lines,
+    read_metrics,
+    write_atomic,
+)
+from trainer.tracking.metrics import AFTER_STEP, WHOLE_STEP, WITHIN
+from trainer.tracking.sample_dump import Sample
+from trainer.tracking.token_dump import shown
+from workers.controller.logs import tell
+
+ACCURACY = "val/accuracy"
+PROBLEMS = "val/problems"
+MOST_ANSWERS = 16
+DRAWN_STEPS = 3
+MOST_WORKERS = 32
+SHARE = 0.01
+"""Of the time, writing the page takes so much at most while the run goes on."""
+SECONDS = 5.0  # between two pages, at least
+CONTROLLER = "controller"
+PHASE_OF = {
+    "generation": "gen", "forward of actor": "old_log_prob", "forward of ref": "ref", "forward of critic": "values",
+    "update of actor": "update_actor", "update of critic": "update_critic", "weight sync": "sync",
+}  # fmt: skip
+"""What a worker is asked for, and the phase whose colour it has."""
+PNG_COLORS = ("#3b6fd8", "#e0792f", "#2a9d74", "#a45bd0", "#d1495b", "#c9a227", "#3aa6b9", "#7a8699", "#b86b8f", "#9aa5b1")
+
+Series = dict[str, tuple[list[float], list[float]]]
+"""Steps and values of each metric."""
+
+
+@dataclass(frozen=True, slots=True)
+class CurveSpec:
+    """A chart of the metrics that the run has, under the labels given.
+
+    band: a metric whose min and max are drawn too. zero: drawn also when it is 0 throughout, which else says nothing.
+    """
+
+    title: str
+    note: str
+    metrics: tuple[tuple[str, str], ...]
+    band: str | None = None
+    exact: bool = False
+    dots: bool = False
+    at_least: tuple[float, float] | None = None
+    zero: bool = False
+
+
+CURVES = (
+    CurveSpec("Held-out accuracy", "", ((ACCURACY, "all"),), exact=True, dots=True, at_least=(0.0, 1.0), zero=True),
+    CurveSpec("Score", "mean over training answers", (("critic/score/mean", "score"),), zero=True),
+    CurveSpec("Loss", "of the supervised run", (("train/loss", "training"), ("val/loss", "held-out"))),
+    CurveSpec("Answer length", "tokens; shortest to longest", (("response_length/mean", "mean"),), band="response_length"),
+    CurveSpec("Entropy", "of the policy, a token", (("actor/entropy", "entropy"),)),
+    CurveSpec(
+        "KL",
+        "nats a token",
+        (
+            ("actor/kl_loss", "to reference, in the loss"),
+            ("actor/reward_kl_penalty", "to reference, in the reward"),
+            ("actor/ppo_kl", "to old policy"),
+        ),
+    ),
+    CurveSpec(
+        "Gradient norm",
+        "before clipping",
+        (("actor/grad_norm", "actor"), ("critic/grad_norm", "critic"), ("train/grad_norm", "model")),
+    ),
+    CurveSpec("Policy loss", "", (("actor/pg_loss", "pg_loss"),)),
+    CurveSpec("Value loss", "", (("critic/vf_loss", "vf_loss"),)),
+    CurveSpec("Explained variance", "of the returns, by the critic", (("critic/vf_explained_var", "critic"),)),
+    CurveSpec("Clipped", "share of tokens", (("actor/pg_clipfrac", "above"), ("actor/pg_clipfrac_lower", "dual clip"))),
+    CurveSpec(
+        "Trainer vs rollout",
+        "|difference of probability|",
+        (("training/rollout_probs_diff_mean", "mean"), ("training/rollout_probs_diff_max", "max")),
+    ),
+    CurveSpec(
+        "Skipped updates",
+        "loss or gradient not finite",
+        (("actor/skipped_updates", "actor"), ("critic/skipped_updates", "critic"), ("train/skipped_updates", "model")),
+    ),
+    CurveSpec("Learning rate", "", (("actor/lr", "actor"), ("critic/lr", "critic"), ("train/lr", "model")), exact=True),
+    CurveSpec("Throughput", "tokens a second and GPU", (("perf/throughput", "tokens/s"),)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A phase's part of the run's time."""
+
+    label: str
+    seconds: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A held-out prompt and its answers: the first that were kept, and the last if there are several."""
+
+    first: Sample
+    last: Sample | None
+
+
+def finish(run_dir: Path) -> None:
+    """However the run ended: write the report, and say where it is."""
+    path, series = write_report(run_dir), series_of(read_metrics(run_dir))
+    if ACCURACY in series:
+        accuracies = series[ACCURACY][1]
+        of = f" ({series[PROBLEMS][1][-1]:g} problems)" if PROBLEMS in series else ""  # a reward model's is of pairs
+        print(f"held-out accuracy: {accuracies[0]:.2f} -> {accuracies[-1]:.2f}{of}")
+    print(f"report: {path}")
+
+
+def write_report(run_dir: Path) -> Path:
+    """``run_dir``/report.html: one file without outside parts, readable also while the run goes on. Returns its path."""
+    steps = read_metrics(run_dir)
+    series = series_of(steps)
+    first_step, last_step, answers = answers_of(read_lines(run_dir / SAMPLES))
+    scores = [sample["score"] for answer in answers for sample in (answer.first, answer.last) if sample is not None]
+    timeline = read_lines(run_dir / TIMELINE)
+    config = yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))
+    shares, columns = timing_of(steps)
+    colors = {share.label: place for place, share in enumerate(shares)}
+    page = render(
+        "report/report.html.j2",
+        project=config["trainer"]["project_name"],
+        experiment=config["trainer"]["experiment_name"],
+        accuracy=[series[ACCURACY][1][0], series[ACCURACY][1][-1]] if ACCURACY in series else None,
+        problems=series[PROBLEMS][1][-1] if PROBLEMS in series else None,
+        facts=facts_of(steps, series),
+        failed=sum(series["reward/failed"][1]) if "reward/failed" in series else 0,
+        charts=charts_of(series, reward_curves(config, series)),
+        shares=shares,
+        columns=columns,
+        timeline=timeline_of(timeline, colors),
+        workers=workers_of(timeline, colors),
+        drawn_steps=DRAWN_STEPS,
+        answers=answers,
+        tokens=shown(read_lines(run_dir / ANSWERS)),
+        first_step=first_step,
+        last_step=last_step,
+        good=(min(scores) + max(scores)) / 2 if scores and min(scores) < max(scores) else 0.0,
+        events=read_lines(run_dir / EVENTS),
+        table=[(name, values[0], values[-1], min(values), max(values)) for name, (_, values) in sorted(series.items())],
+        config=(run_dir / CONFIG).read_text(encoding="utf-8"),
+        environment=json.loads((run_dir / ENVIRONMENT).read_text(encoding="utf-8")),
+    )
+    write_atomic(run_dir / REPORT, page)
+    return run_dir / REPORT
+
+
+class GrowingReport:
+    """A logger: report.html while the run goes on. A thread writes it after a step, and rests so long that it takes SHARE of the
+    time."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._stepped, self._over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._work, name="report", daemon=True)
+        self._thread.start()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._stepped.set()
+
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        """They are in the file, for the next page."""
+
+    def go_back(self, step: int) -> None:
+        """The next page shows it."""
+
+    def close(self) -> None:
+        self._over.set()
+        self._stepped.set()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while True:
+            self._stepped.wait()
+            self._stepped.clear()
+            if self._over.is_set():
+                return
+            before = time.thread_time()
+            try:
+                write_report(self._run_dir)
+            except Exception as error:  # the run is worth more than a page about it
+                tell(f"note: {self._run_dir / REPORT} is not written while the run goes on: {type(error).__name__}: {error}")
+                return
+            if self._over.wait(max(SECONDS, (time.thread_time() - before) / SHARE)):
+                return
+
+
+def write_curve_png(run_dir: Path, path: Path) -> None:
+    """Accuracy with score, entropy (else the gradient's norm), and the time of a step, as a picture for a README."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    steps = read_metrics(run_dir)
+    series = series_of(steps)
+    style: dict[Any, Any] = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}
+    with plt.rc_context(style | {"font.size": 9}):
+        figure, (learning, second, time) = plt.subplots(1, 3, figsize=(11, 3.1), layout="constrained")
+        learning.set_title("Learning", loc="left", fontweight="bold")
+        if "critic/score/mean" in series:
+            xs, ys = series["critic/score/mean"]
+            learning.plot(xs, ys, color="#8fb0f0", linewidth=0.8, alpha=0.7)
+            learning.plot(xs, smooth(ys), color="#3b6fd8", linewidth=1.4, label="score, training answers")
+        if ACCURACY in series:
+            learning.plot(*series[ACCURACY], color="#e0792f", marker="o", markersize=4, linewidth=1.8, label="held-out accuracy")
+        learning.set_ylim(0, 1.02)
+        learning.legend(frameon=False, loc="lower right")
+        name = "actor/entropy" if "actor/entropy" in series else "actor/grad_norm"
+        second.set_title("Entropy of the policy" if name == "actor/entropy" else "Gradient norm", loc="left", fontweight="bold")
+        if name in series:
+            second.plot(*series[name], color="#2a9d74", linewidth=1.4)
+            second.set_ylim(bottom=0)
+        time.set_title("Seconds a step, by phase", loc="left", fontweight="bold")
+        phases, xs, parts = phase_seconds(steps)
+        shown = {phase: [part[i] for part in parts] for i, phase in enumerate(phases) if phase not in AFTER_STEP}
+        if xs:
+            time.stackplot(xs, *shown.values(), labels=list(shown), colors=PNG_COLORS, linewidth=0)
+            time.legend(frameon=False, fontsize=7.5, loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True)
+        for axes in (learning, second, time):
+            axes.set_xlabel("step")
+        figure.savefig(path, dpi=160)
+        plt.close(figure)
+
+
+def series_of(steps: Sequence[Mapping[str, float]]) -> Series:
+    series: Series = {}
+    for entry in steps:
+        for name, value in entry.items():
+            if name != GLOBAL_STEP:
+                xs, ys = series.setdefault(name, ([], []))
+                xs.append(entry[GLOBAL_STEP])
+                ys.append(value)
+    return series
+
+
+def reward_curves(config: Mapping[str, Any], series: Series) -> list[CurveSpec]:
+    """What the scorer says beside what the reward models say: that theirs rises while its falls is over-optimisation."""
+    reward = config.get("reward", {})
+    names = [*(["reward_model"] if reward.get("reward_model", {}).get("enable") else []), *reward.get("models", {})]
+    if not names:
+        return []
+    held_out = {metric: parts for metric in series if (parts := metric.split("/"))[0] == "val-aux" and parts[-2] in names}
+    sources = len({parts[1] for parts in held_out.values()})
+    labels = {metric: " ".join(parts[1:-1] if sources > 1 else parts[-2:-1]) for metric, parts in held_out.items()}
+    training = [(f"reward/{name}/mean", name) for name in names]
+    return [
+        CurveSpec("Scorer alone", "mean over training answers", (("reward/acc/mean", "scorer"),), zero=True),
+        CurveSpec("Reward models", "raw scores, mean over training answers", tuple(training), zero=True),
+        CurveSpec("Reward models, held-out", "raw scores", tuple(labels.items()), dots=True, zero=True),
+    ]
+
+
+def charts_of(series: Series, more: Sequence[CurveSpec] = ()) -> list[Chart]:
+    """more: charts that come after the score's."""
+    charts = []
+    for spec in (*CURVES[:2], *more, *CURVES[2:]):
+        curves = []
+        for name, label in spec.metrics + _by_data_source(spec, series):
+            if any(math.isfinite(value) and (spec.zero or value) for value in series.get(name, ((), ()))[1]):
+                low, high = (series[f"{spec.band}/{end}"][1] if spec.band else None for end in ("min", "max"))
+                curves.append(Curve(label, *series[name], low=low, high=high, exact=spec.exact, dots=spec.dots))
+        if curves:
+            charts.append(draw(spec.title, spec.note, curves, at_least=spec.at_least))
+    return charts
+
+
+def _by_data_source(spec: CurveSpec, series: Series) -> tuple[tuple[str, str], ...]:
+    """Accuracy of each data set, where there are several."""
+    is_accuracy = bool(spec.metrics) and spec.metrics[0][0] == ACCURACY
+    names = [name for name in series if name.startswith("val-core/")] if is_accuracy else []
+    return tuple((name, name.split("/", 1)[1]) for name in names) if len(names) > 1 else ()
+
+
+def facts_of(steps: Sequence[Mapping[str, float]], series: Series) -> list[tuple[str, str]]:
+    """The small figures of the headline."""
+    facts = [("steps", number(steps[-1][GLOBAL_STEP]) if steps else "0")]
+    if "perf/total_num_tokens" in series:
+        facts.append(("tokens", number(sum(series["perf/total_num_tokens"][1]))))
+    shares, _ = timing_of(steps)
+    facts.append(("time", duration(sum(share.seconds for share in shares))))
+    if "perf/throughput" in series:
+        middle = sorted(series["perf/throughput"][1])[len(series["perf/throughput"][1]) // 2]
+        facts.append(("tokens/s/GPU", number(middle)))
+    if "perf/mfu" in series:
+        facts.append(("MFU", f"{sum(series['perf/mfu'][1]) / len(series['perf/mfu'][1]):.1%}"))
+    return facts
+
+
+def phase_seconds(steps: Sequence[Mapping[str, float]]) -> tuple[list[str], list[float], list[list[float]]]:
+    """Phases in the order in which they first came, the step's rest last; steps; seconds of each step by phase."""
+    timed = [entry for entry in steps if f"timing_s/{WHOLE_STEP}" in entry]
+    names = dict.fromkeys(name.removeprefix("timing_s/") for entry in timed for name in entry if name.startswith("timing_s/"))
+    phases = [name for name in names if name not in (WHOLE_STEP, *WITHIN)]
+    parts = []
+    for entry in timed:
+        spent = [entry.get(f"timing_s/{phase}", 0.0) for phase in phases]
+        inside = sum(value for phase, value in zip(phases, spent, strict=True) if phase not in AFTER_STEP)
+        parts.append([*spent, max(0.0, entry[f"timing_s/{WHOLE_STEP}"] - inside)])
+    rest = "other" if set(phases) - set(AFTER_STEP) else WHOLE_STEP
+    return [*phases, rest], [entry[GLOBAL_STEP] for entry in timed], parts
+
+
+def timing_of(steps: Sequence[Mapping[str, float]]) -> tuple[list[Share], Stack | None]:
+    phases, xs, parts = phase_seconds(steps)
+    if not xs:
+        return [], None
+    totals = [sum(column) for column in zip(*parts, strict=True)]
+    whole = sum(totals)
+    return [Share(name, total, total / whole) for name, total in zip(phases, totals, strict=True)], stack(phases, xs, parts)
+
+
+def timeline_of(entries: Sequence[Mapping[str, Any]], colors: Mapping[str, int]) -> Lanes | None:
+    """The phases of the last steps, a lane for each pool and one for what the controller does itself; None: there are none.
+    colors: of phases."""
+    entries = [entry for entry in entries if entry["spans"]][-DRAWN_STEPS:]
+    spans = [
+        (pool, phase, start, end)
+        for entry in entries
+        for phase, pools, start, end in entry["spans"]
+        for pool in (pools or [CONTROLLER])
+        if phase != WHOLE_STEP
+    ]
+    order = {pool: (pool == CONTROLLER, pool) for pool, *_ in spans}
+    return lanes(sorted(spans, key=lambda span: (order[span[0]], span[2])), colors) if spans else None
+
+
+def workers_of(entries: Sequence[Mapping[str, Any]], colors: Mapping[str, int]) -> tuple[int, Lanes] | None:
+    """The last step, what each of its workers was asked for, and when; the controller's own phases below. None: no step yet.
+    colors: of phases."""
+    entry = next((entry for entry in reversed(entries) if entry.get("calls")), None)
+    if entry is None:
+        return None
+    calls = sorted(
+        (pool, rank, start, what, start + seconds)
+        for what, pool, start, by_rank in entry["calls"]
+        for rank, seconds in enumerate(by_rank[:MOST_WORKERS])
+    )
+    spans = [(f"{pool} {rank}", what, start, end) for pool, rank, start, what, end in calls]
+    spans += [(CONTROLLER, phase, start, end) for phase, pools, start, end in entry["spans"] if not pools and phase != WHOLE_STEP]
+    calls_too = {what: colors[phase] for what, phase in PHASE_OF.items() if phase in colors}
+    return entry[GLOBAL_STEP], lanes(spans, {**colors, **calls_too})
+
+
+def answers_of(entries: Sequence[Mapping[str, Any]]) -> tuple[int, int, list[Answered]]:
+    """The first and the last step with samples, and the prompts that both have, at most MOST_ANSWERS."""
+    if not entries:
+        return 0, 0, []
+    first_step, last_step = entries[0][GLOBAL_STEP], entries[-1][GLOBAL_STEP]
+    by_step: dict[int, dict[int, Any]] = {}
+    for entry in entries:
+        by_step.setdefault(entry[GLOBAL_STEP], {})[entry["uid"]] = {**entry, "score": float(entry["score"])}
+    last = by_step[last_step] if last_step != first_step else {}
+    pairs = [Answered(sample, last.get(uid)) for uid, sample in by_step[first_step].items()]
+    return first_step, last_step, [pair for pair in pairs if pair.last is not None or not last][:MOST_ANSWERS]
+
+
+def main(arguments: Sequence[str]) -> None:
+    if len(arguments) != 1 or not (Path(arguments[0]) / METRICS).exists():
+        raise SystemExit(f"usage: python -m trainer.report <run directory that holds {METRICS}>")
+    print(f"report: {write_report(Path(arguments[0]))}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

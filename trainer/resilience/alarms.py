@@ -1,0 +1,338 @@
+"""Is the run sick? Each alarm measures something of a step's metrics and of those before, and rings when it stays beyond a bound.
+
+All that is remembered is numbers of the metrics; they are in every checkpoint, so that a resumed run rings where the whole one
+does. A number that is NaN or infinite is no measure: what is made of it is skipped (skipped_updates.py); nonfinite counts that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import fmean, median
+from typing import Any, Literal
+
+from configs.schema.alarms import AlarmConfig, SFTAlarmsConfig
+from configs.schema.ppo import PPOConfig
+from trainer.cli.program import Found
+from trainer.run.events import Events
+
+WINDOW = 20
+"""Steps whose median is what is usual."""
+MEAN = 10
+"""Steps of a running mean; before there are so many, nothing is measured."""
+SCORE = "critic/score"
+CUT = "response_length/clip_ratio"
+HELD_OUT = "val/accuracy"
+END_TOKENS = "rollout/end_tokens"
+SKIPPED_IN_A_ROW = "training/skipped_in_a_row"
+NO_END_TOKEN = (
+    "tokenizer, config.json and generation_config.json name no end token that the model can write, so every answer runs to "
+    "data.max_response_length: set eos_token in the tokenizer_config.json and eos_token_id in the generation_config.json"
+)
+NOISE = 3.0
+"""Standard errors of the held-out score: what falls by less has not fallen."""
+
+Metrics = Mapping[str, float]
+
+
+@dataclass(slots=True)
+class Memory:
+    """recent: the last WINDOW values of a metric, the newest last. extremes: of a metric, or of its running mean, so far."""
+
+    recent: dict[str, list[float]] = field(default_factory=dict)
+    extremes: dict[str, float] = field(default_factory=dict)
+
+    def running_mean(self, name: str, value: float) -> float | None:
+        """With ``value``, the newest."""
+        self._append(name, value)
+        values = self.recent[name][-MEAN:]
+        return fmean(values) if len(values) == MEAN else None
+
+    def over_median(self, name: str, value: float) -> float | None:
+        """``value`` over the median of those before it that are not 0: of a gradient, 0 says that there was nothing to learn."""
+        before = [other for other in self.recent.get(name, []) if other > 0]
+        self._append(name, value)
+        return value / median(before) if len(before) >= MEAN else None
+
+    def highest(self, name: str, value: float) -> float:
+        self.extremes[f"{name} max"] = max(value, self.extremes.get(f"{name} max", value))
+        return self.extremes[f"{name} max"]
+
+    def lowest(self, name: str, value: float) -> float:
+        self.extremes[f"{name} min"] = min(value, self.extremes.get(f"{name} min", value))
+        return self.extremes[f"{name} min"]
+
+    def _append(self, name: str, value: float) -> None:
+        self.recent[name] = [*self.recent.get(name, []), value][-WINDOW:]
+
+
+Measure = Callable[[Memory, Metrics], float | None]
+"""From what is remembered and a step's finite metrics to a number, None where there is nothing to measure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """name: of the alarm, its key below ``alarms``. measured: in words, for people. advice: what to look at. below: the bound is
+    a least. steps: so many of them the number is made of.
+    """
+
+    name: str
+    measure: Measure
+    measured: str
+    advice: str
+    below: bool = False
+    steps: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """One that rings. healthy_until: the last step before the first of those that made it ring."""
+
+    action: Literal["warn", "stop", "rollback"]
+    text: str
+    healthy_until: int
+
+
+class Alarms:
+    def __init__(self, rules: Sequence[tuple[Rule, AlarmConfig]]) -> None:
+        self.rules = rules
+        self.memory = Memory()
+        self.beyond: dict[str, int] = {}
+        self.since: dict[str, int] = {}
+
+    def see(self, step: int, metrics: Metrics) -> list[Alarm]:
+        """Which ring at this step: a warning once, when the bound is passed for the ``patience``-th step in a row.
+
+        A step in which an alarm finds nothing to measure leaves its count as it is.
+        """
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        rung = []
+        for rule, config in self.rules:
+            value = rule.measure(self.memory, finite)
+            if value is None:
+                continue
+            if not is_beyond(value, config.bound, rule.below):
+                self.beyond[rule.name] = 0
+                continue
+            self.beyond[rule.name] = count = self.beyond.get(rule.name, 0) + 1
+            if count == 1:
+                self.since[rule.name] = step
+            if count == config.patience or (count > config.patience and config.action != "warn"):
+                rung += self._alarm(rule, config, value, count)
+        return rung
+
+    def _alarm(self, rule: Rule, config: AlarmConfig, value: float, count: int) -> list[Alarm]:
+        if config.action == "off":
+            return []
+        side = "below" if rule.below else "above"
+        steps = f" for {count} steps" if count > 1 else ""
+        text = (
+            f"{rule.name}: {rule.measured} is {value:.3g}, {side} alarms.{rule.name}.bound={config.bound:g}{steps}: {rule.advice}"
+        )
+        return [Alarm(config.action, text, self.since[rule.name] - rule.steps)]
+
+    def state(self) -> dict[str, Any]:
+        return {"memory": asdict(self.memory), "beyond": dict(self.beyond), "since": dict(self.since)}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.memory = Memory(**state["memory"])
+        self.beyond, self.since = state["beyond"], state["since"]
+
+
+def is_beyond(value: float, bound: float | None, below: bool) -> bool:
+    return bound is not None and (value < bound if below else value > bound)
+
+
+def react(alarms: Sequence[Alarm], events: Events, step: int) -> Alarm | None:
+    """Tell of all, and return the first that asks for a rollback. Raises Found if one asks for a stop."""
+    for alarm in alarms:
+        events.add(step, "alarm", alarm.text)
+    for alarm in alarms:
+        if alarm.action == "stop":
+            raise Found(f"stopped at step {step} by an alarm: {alarm.text}")
+    return next((alarm for alarm in alarms if alarm.action == "rollback"), None)
+
+
+def level(*names: str) -> Measure:
+    """The size of the first of these metrics that the step has."""
+
+    def measure(memory: Memory, metrics: Metrics) -> float | None:
+        return next((abs(metrics[name]) for name in names if name in metrics), None)
+
+    return measure
+
+
+def lost_score(memory: Memory, metrics: Metrics) -> float | None:
+    """How far the running mean of the score is under its best, in parts of the range of all scores so far."""
+    if not {f"{SCORE}/mean", f"{SCORE}/max", f"{SCORE}/min"} <= metrics.keys():
+        return None
+    best_answer = memory.highest(SCORE, metrics[f"{SCORE}/max"])
+    span = best_answer - memory.lowest(SCORE, metrics[f"{SCORE}/min"])
+    mean = memory.running_mean(f"{SCORE}/mean", metrics[f"{SCORE}/mean"])
+    if mean is None or not span:
+        return None
+    return (memory.highest(f"{SCORE}/mean", mean) - mean) / span
+
+
+def more_cut(memory: Memory, metrics: Metrics) -> float | None:
+    """How far the running mean of the share of cut answers is above its least."""
+    if CUT not in metrics:
+        return None
+    mean = memory.running_mean(CUT, metrics[CUT])
+    return None if mean is None else mean - memory.lowest(CUT, mean)
+
+
+def gradient_spike(memory: Memory, metrics: Metrics) -> float | None:
+    """The larger of actor's and critic's."""
+    found = [memory.over_median(name, metrics[name]) for name in ("actor/grad_norm", "critic/grad_norm") if name in metrics]
+    return max((ratio for ratio in found if ratio is not None), default=None)
+
+
+def length_spike(memory: Memory, metrics: Metrics) -> float | None:
+    name = "response_length/mean"
+    return memory.over_median(name, metrics[name]) if name in metrics else None
+
+
+def fallen_held_out(memory: Memory, metrics: Metrics) -> float | None:
+    """How far the held-out score is under its best, in parts of the best's height above the least score of any problem."""
+    names = (HELD_OUT, f"{HELD_OUT}_std", f"{HELD_OUT}_min", "val/problems")
+    if not metrics.keys() >= set(names):
+        return None
+    score, std, least, problems = (metrics[name] for name in names)
+    best, floor = memory.highest(HELD_OUT, score), memory.lowest(HELD_OUT, least)
+    noise = NOISE * memory.highest(f"{HELD_OUT}_std", std) / max(problems, 1.0) ** 0.5
+    return (best - score) / (best - floor) if best - score > noise and best > floor else 0.0
+
+
+def motion(memory: Memory, metrics: Metrics) -> float | None:
+    """The larger of the score's size and the actor's gradient norm."""
+    names = (f"{SCORE}/mean", "actor/grad_norm")
+    return max(abs(metrics[name]) for name in names) if metrics.keys() >= set(names) else None
+
+
+NONFINITE = Rule(
+    "nonfinite",
+    lambda memory, metrics: metrics.get(SKIPPED_IN_A_ROW, 0.0),
+    SKIPPED_IN_A_ROW,
+    "loss or gradient is not finite: see the batches in logs/nonfinite/; a smaller optim.lr, or float32 for what overflows",
+)
+REWARD = Rule(
+    "reward",
+    lost_score,
+    f"the fall of {SCORE}/mean over {MEAN} steps from its best, in parts of the range of all scores,",
+    "see the answers (trainer.rollout_data_dir) and the reward function; a smaller actor.optim.lr, or a KL, holds the policy",
+    steps=MEAN,
+)
+ENTROPY = Rule(
+    "entropy",
+    level("actor/entropy"),
+    "actor/entropy",
+    "all answers to a prompt are alike: raise actor.entropy_coeff or actor.clip_ratio_high, or lower actor.optim.lr",
+    below=True,
+)
+POLICY_KL = Rule(
+    "policy_kl",
+    level("actor/ppo_kl"),
+    "|actor/ppo_kl|",
+    "a step moves the policy too far: lower actor.optim.lr, actor.ppo_epochs or actor.clip_ratio",
+)
+MISMATCH = Rule(
+    "mismatch",
+    level("training/rollout_log_probs_diff_mean"),
+    "training/rollout_log_probs_diff_mean",
+    "trainer and rollout differ (algorithm.rollout_correction.mismatch_bound): unlike precision or kernels, or other weights",
+)
+GRAD_NORM = Rule(
+    "grad_norm",
+    gradient_spike,
+    f"grad_norm over its median of {WINDOW} steps",
+    "see the step's answers and advantages; lower grad_clip or optim.lr",
+)
+LENGTH = Rule(
+    "length",
+    length_spike,
+    f"response_length/mean over its median of {WINDOW} steps",
+    "see the answers: does the reward pay for length? reward.reward_kwargs.overlong_buffer_cfg takes it off",
+)
+CLIP_RATIO = Rule(
+    "clip_ratio",
+    more_cut,
+    f"the rise of {CUT} over {MEAN} steps from its least",
+    "answers are cut at data.max_response_length: see whether they still end; algorithm.truncated_answers=mask",
+    steps=MEAN,
+)
+FAILED_REWARDS = Rule(
+    "failed_rewards",
+    level("reward/failed_share"),
+    "reward/failed_share",
+    "the first causes are events of kind reward; these answers are left out, so that the score does not show them: fix the "
+    "reward function, raise reward.timeout, or give late ones a score (reward.timeout_score)",
+)
+ZERO_SIGNAL = Rule(
+    "zero_signal",
+    level("training/zero_signal_groups"),
+    "training/zero_signal_groups",
+    "in nearly all groups every answer gets the same reward, so that nothing is learnt: other data, partial credit, a larger "
+    "rollout.n, or algorithm.filter_groups.enable=true",
+)
+NO_LEARNING = Rule(
+    "no_learning",
+    motion,
+    f"the larger of |{SCORE}/mean| and actor/grad_norm",
+    "no answer is right and no gradient is left: see the answers (report.html); an easier task, a warm start (trainer.main_sft), "
+    "or, if they were right before, a smaller actor.optim.lr and an earlier checkpoint",
+    below=True,
+)
+VALIDATION = Rule(
+    "validation",
+    fallen_held_out,
+    f"the fall of {HELD_OUT} from its best, in parts of the best,",
+    "the policy has lost what it could do, or learns to please the reward alone: see the held-out answers; trainer.best_metric "
+    f"keeps the best checkpoint ({HELD_OUT}); a smaller actor.optim.lr, or a KL, holds the policy",
+)
+TRUNCATED = Rule(
+    "truncated",
+    level(CUT),
+    CUT,
+    "nearly no answer ends before data.max_response_length: see whether they are whole, whether the end token is the right one; "
+    "raise data.max_response_length",
+)
+END_TOKEN = Rule("end_token", level(END_TOKENS), "the number of end tokens that the model can write", NO_END_TOKEN, below=True)
+
+
+def ref_kl(config: PPOConfig) -> Rule:
+    """The KL to the reference where it is logged in nats a token: in the loss only if that is a mean over tokens."""
+    in_the_loss = config.actor_rollout_ref.actor.loss_agg_mode in ("token-mean", "seq-mean-token-mean")
+    return Rule(
+        "ref_kl",
+        level("actor/reward_kl_penalty", *(["actor/kl_loss"] if in_the_loss else [])),
+        "the KL to the reference",
+        "see whether the answers still make sense; raise actor.kl_loss_coef or algorithm.kl_ctrl.kl_coef",
+    )
+
+
+def ppo_alarms(config: PPOConfig) -> Alarms:
+    alarms, ends = config.alarms, not config.actor_rollout_ref.rollout.ignore_eos
+    return Alarms(
+        [
+            (NONFINITE, alarms.nonfinite),
+            (REWARD, alarms.reward),
+            (ENTROPY, alarms.entropy),
+            (POLICY_KL, alarms.policy_kl),
+            (ref_kl(config), alarms.ref_kl),
+            (MISMATCH, alarms.mismatch),
+            (GRAD_NORM, alarms.grad_norm),
+            (LENGTH, alarms.length),
+            (CLIP_RATIO, alarms.clip_ratio),
+            (FAILED_REWARDS, alarms.failed_rewards),
+            (ZERO_SIGNAL, alarms.zero_signal),
+            (NO_LEARNING, alarms.no_learning),
+            (VALIDATION, alarms.validation),
+            *([(TRUNCATED, alarms.truncated), (END_TOKEN, alarms.end_token)] if ends else []),
+        ]
+    )
+
+
+def sft_alarms(config: SFTAlarmsConfig) -> Alarms:
+    return Alarms([(NONFINITE, config.nonfinite)])

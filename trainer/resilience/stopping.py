@@ -1,0 +1,111 @@
+"""How a run ends before its last step and loses nothing: told by a signal, short of time, or short of memory or disk."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from math import inf
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import psutil
+
+from configs.base.walltime import seconds_of
+from configs.schema.common import RunConfig
+from trainer.cli.program import Stopped
+from trainer.resilience.host_monitor import Watch
+from trainer.run.events import Events
+from trainer.run.run_dir import goes_on
+from trainer.tracking.metrics import WHOLE_STEP
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+OUT_OF_TIME, RUNNING_SHORT = 0, 4
+"""Exit codes, beside 128 + n of a signal."""
+
+
+class Stopping:
+    """Whether another step may begin. One for a program's run, restarts included::
+
+        with stopping:
+            for step in ...:
+                if stopping.is_due(...): save, and leave
+        stopping.check()
+
+    Once a step has begun, the first SIGTERM or SIGUSR1 in the block waits for the step's end; another SIGTERM, and Ctrl-C at any
+    time, do what they did before the block.
+    """
+
+    def __init__(self, trainer: RunConfig, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.furthest = -1  # the last whole step that there ever was
+        self.hurry: Callable[[], None] = lambda: None  # is called with the first signal
+        self._watch = Watch(trainer.watch, run_dir)
+        self._ends = inf if trainer.walltime is None else psutil.Process().create_time() + seconds_of(trainer.walltime)
+        self._walltime = trainer.walltime
+        self._longest_step = self._longest_save = 0.0
+        self._before: dict[signal.Signals, Any] = {}
+        self._signal: signal.Signals | None = None
+        self._reason: tuple[int, str] | None = None
+
+    def __enter__(self) -> None:
+        self._before = {}
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def is_due(self, step: int, seconds: Mapping[str, float], save: float, events: Events) -> bool:
+        """Before a step. step: the last that is whole. seconds: its phases; None of the first. save: seconds of the longest save
+        until all was on disk; 0: none was.
+
+        Another step begins if the longest so far, and the longest save, fit into what is left of the walltime. Before the
+        first save one is taken to last as long as a step.
+        """
+        self._listen()
+        self.furthest = max(self.furthest, step)
+        self._longest_save = max(self._longest_save, save)
+        self._longest_step = max(self._longest_step, seconds.get(WHOLE_STEP, 0.0) + seconds.get("testing", 0.0))
+        for kind, text in self._watch.warnings():
+            events.add(step, kind, text)
+        self._reason = self._asked() or self._out_of_time() or self._running_short()
+        if self._reason is not None:
+            events.add(step, "stop", self._reason[1])
+        return self._reason is not None
+
+    def check(self, *, fell: bool = False) -> None:
+        """Raises Stopped if the run was stopped; if it ``fell`` in a step, also if that step was to be its last."""
+        reason = self._reason or (self._asked() if fell else None)
+        if reason is None:
+            return
+        raise Stopped(reason[0], f"stopped after step {self.furthest}: {reason[1]}; {goes_on(self.run_dir)}")
+
+    def _listen(self) -> None:
+        if not self._before:
+            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._signal is not None:  # a batch system may send its warning again
+            return
+        signal.signal(signal.SIGTERM, self._before[signal.SIGTERM])
+        self._signal = signal.Signals(number)
+        os.write(
+            2, f"{self._signal.name}: the run ends after this step, with a checkpoint; a second SIGTERM ends it now\n".encode()
+        )
+        self.hurry()
+
+    def _asked(self) -> tuple[int, str] | None:
+        return None if self._signal is None else (128 + self._signal, self._signal.name)
+
+    def _out_of_time(self) -> tuple[int, str] | None:
+        step, save, left = self._longest_step, self._longest_save or self._longest_step, self._ends - time.time()
+        if step + save <= left:
+            return None
+        needed = f"the longest step ({step:.1f} s) and save ({save:.1f} s)"
+        return OUT_OF_TIME, f"{needed} do not fit into the {max(left, 0.0):.1f} s left of trainer.walltime={self._walltime}"
+
+    def _running_short(self) -> tuple[int, str] | None:
+        shortage = self._watch.shortage()
+        return None if shortage is None else (RUNNING_SHORT, shortage)

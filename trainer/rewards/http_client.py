@@ -1,0 +1,115 @@
+"""JSON over HTTP for rewards computed by other processes: LLM judges and reward servers."""
+
+import http.client
+import json
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from email.message import Message
+from typing import IO, Any, TypeVar
+from urllib.parse import urlsplit
+
+from configs.base.addresses import is_loopback
+from configs.base.secrets import hidden
+
+Answer = TypeVar("Answer")
+
+_TRANSIENT = {408, 409, 425, 429, 500, 502, 503, 504}  # HTTP status codes for which a retry may succeed
+_MAX_REPLY = 1 << 22  # bytes
+
+
+class Passing(Exception):
+    """Transient failure: a retry may succeed. late: a server accepted the request and did not reply in time."""
+
+    def __init__(self, message: str, *, late: bool = False) -> None:
+        super().__init__(message)
+        self.late = late
+
+
+class Refused(Exception):
+    """Permanent failure, or too many transient ones. late: see Passing."""
+
+    def __init__(self, message: str, *, late: bool = False) -> None:
+        super().__init__(message)
+        self.late = late
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Handler that follows no redirect: it would send the token to another host."""
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Message, newurl: str
+    ) -> urllib.request.Request | None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NoRedirect)
+# For loopback addresses, which mean another machine to a proxy.
+_DIRECT = urllib.request.build_opener(_NoRedirect, urllib.request.ProxyHandler({}))
+
+
+def post(url: str, body: bytes, *, token: str | None, timeout: float, timeout_key: str) -> Any:
+    """POST the JSON ``body`` and return the decoded reply, which must be complete within ``timeout`` seconds.
+
+    token: sent as «Authorization: Bearer», to this host only. timeout_key: configuration key of the timeout, for messages.
+    Raises Passing and Refused, one line without secrets.
+    """
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+    deadline = time.monotonic() + timeout
+    opener = _DIRECT if is_loopback(urlsplit(url).hostname or "") else _OPENER
+    try:
+        with opener.open(urllib.request.Request(url, body, headers), timeout=timeout) as response:
+            return json.loads(_read(response, deadline, timeout_key))
+    except urllib.error.HTTPError as error:
+        reason = " ".join(error.read(200).decode(errors="replace").split())
+        kind = Passing if error.code in _TRANSIENT else Refused
+        raise kind(hidden(f"HTTP {error.code} from {url}: {reason}")) from error
+    except (OSError, http.client.HTTPException, ValueError) as error:  # no connection, a timeout, an invalid reply
+        # Only a timeout of the reply counts as late; one of the connection is a URLError and says nothing about the response.
+        late = isinstance(error, TimeoutError)
+        raise Passing(hidden(f"{url}: {type(error).__name__}: {error}"), late=late) from error
+
+
+def connection_problem(url: str, timeout: float) -> str | None:
+    """Why no connection to ``url`` can be opened; None if one can, or if requests go through a proxy, which hides the server."""
+    parts = urlsplit(url)
+    host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+    by_proxy = parts.scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(host)
+    if by_proxy and not is_loopback(host):
+        return None
+    try:
+        socket.create_connection((host, port), timeout).close()
+    except OSError as error:
+        return f"{url}: {error}"
+    return None
+
+
+def with_retries(request: Callable[[], Answer], *, retries: int, backoff: float) -> Answer:
+    """Call ``request`` and retry after Passing, up to ``retries`` times with exponential backoff.
+
+    backoff: seconds before the first retry, doubled for each later one. Raises Refused.
+    """
+    for attempt in range(retries + 1):
+        try:
+            return request()
+        except Passing as error:
+            if attempt == retries:
+                raise Refused(f"after {attempt + 1} requests; the last: {error}", late=error.late) from error
+            time.sleep(backoff * 2**attempt)
+    raise AssertionError("unreachable")
+
+
+def _read(response: http.client.HTTPResponse, deadline: float, timeout_key: str) -> bytes:
+    """Read the whole body."""
+    # The socket's timeout is per read: a server that sends a byte now and then would never exceed it.
+    parts, size = [], 0
+    while part := response.read1(1 << 16):
+        parts.append(part)
+        size += len(part)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the reply was not complete within {timeout_key}")
+        if size > _MAX_REPLY:
+            raise Refused(f"the reply is longer than {_MAX_REPLY} bytes")
+    return b"".join(parts)

@@ -1,0 +1,263 @@
+"""Score responses in a pool of processes with a time limit per response; a failure affects only its own response.
+
+Problem: reward functions are user code that runs on hostile text. They hang, exhaust memory or crash the interpreter, and a hang
+inside C code cannot be interrupted from Python. Idea: plain subprocesses that report every score as soon as it is known, so that
+the pool knows which response is in progress when a deadline passes; it kills the process with everything it started, fails that
+response, returns the rest of the chunk to the queue and starts a new process. Executors of the standard library know neither
+deadlines per item nor replacement of a dead worker.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence, Sized
+from contextlib import suppress
+from dataclasses import replace
+from math import inf
+from types import TracebackType
+
+from configs.reward_sources import asks_rules
+from configs.schema.ppo import ScoringConfig
+from trainer.rewards.pool.custom import check_file
+from trainer.rewards.pool.worker import resolve
+from trainer.rewards.rules.reward_registry import check_data_sources, may_ask_judge, scores_by_source, with_own_function
+from trainer.rewards.sandbox.forkserver import close_fork_servers
+from trainer.rewards.scoring import Answer, Progress, Score, ScoreFunction, score_all
+
+_START_LIMIT = 120.0
+"""Seconds until a process must be ready: the user's module may import a lot."""
+_CHUNKS_PER_PROCESS = 4
+"""Chunks per process and call: enough for slow responses to balance out between processes."""
+_MAX_CHUNK = 64
+_CHILD = "import sys; sys.path[:] = {path!r}; from trainer.rewards.pool.worker import main; main({fd}, {parent})"
+
+
+class RewardRunner:
+    """Pool of ``reward.num_workers`` processes, at most one per core; 0: score in this process, without a time limit.
+
+    A user's function over whole batches gets one process, and its time limit is that of a response times their number.
+    Processes are plain interpreters without torch that die with the thread that started them. Not thread-safe.
+    """
+
+    def __init__(self, config: ScoringConfig) -> None:
+        """Start nothing yet. Raises ValueError if the user's file does not exist or the scorer is unknown."""
+        config = with_own_function(config)
+        custom = config.custom_reward_function
+        if custom.path is not None:
+            config = replace(config, custom_reward_function=replace(custom, path=check_file(custom.path)))
+        self._config = config
+        self._size = min(config.num_workers, len(os.sched_getaffinity(0))) if asks_rules(config) else 0
+        self._threads = -(-config.judge.concurrency // max(1, self._size)) if may_ask_judge(config) else 1
+        self._timeout = config.timeout
+        self._function: ScoreFunction | None = None
+        # Whether the function takes whole batches; None until the first process reports it, as only processes load the file.
+        self._whole: bool | None = None
+        self._processes: list[_Process] = []
+        self._selector = selectors.DefaultSelector()
+        self._chunks: deque[list[int]] = deque()
+        self.progress = Progress()
+
+    def start(self) -> None:
+        """Start the processes without waiting for them to become ready."""
+        if self._size == 0 and self._function is None:
+            self._function = resolve(self._config)
+        while len(self._processes) < self._size:
+            self._add()
+
+    def wait_ready(self) -> None:
+        """Wait for all processes. Raises ValueError if the user's function fails to load, RuntimeError if one dies."""
+        self.start()
+        try:
+            while not all(process.ready for process in self._processes):
+                self._turn()
+        except BaseException:
+            self.close()
+            raise
+
+    def score(self, answers: Sequence[Answer]) -> list[Score]:
+        """One score per response, in order. Raises ValueError for a data source without a scorer, and as wait_ready does."""
+        if scores_by_source(self._config):
+            check_data_sources(answer.data_source for answer in answers)
+        self.start()
+        self.progress = Progress(len(answers))
+        if self._function is not None:
+            found = []
+            for score in score_all(self._function, answers, self._threads):
+                found.append(score)
+                self.progress.add([score])
+            return found
+        scores: dict[int, Score] = {}
+        try:
+            while self._whole is None:
+                self._turn()
+            if self._whole:
+                self._chunks = deque(_ranges(len(answers), 1, len(answers)))
+            elif self._threads == 1:
+                self._chunks = deque(_ranges(len(answers), self._size * _CHUNKS_PER_PROCESS, _MAX_CHUNK))
+            else:  # requests to a judge overlap within a chunk, so chunks must be larger than the number of threads
+                self._chunks = deque(_ranges(len(answers), self._size, _CHUNKS_PER_PROCESS * self._threads))
+            while len(scores) < len(answers):
+                for process in self._processes:
+                    if self._chunks and process.idle and process.give(self._chunks[0], answers, self._limit(self._chunks[0])):
+                        self._chunks.popleft()
+                arrived = self._turn()
+                self.progress.add(arrived.values())
+                scores |= arrived
+        except BaseException:
+            self.close()  # scores in flight would be taken for those of the next call
+            raise
+        return [scores[i] for i in range(len(answers))]
+
+    def close(self) -> None:
+        """Kill the processes and everything they started. The runner restarts them when it is used again."""
+        for process in self._processes:
+            self._selector.unregister(process.connection)
+            process.kill()
+        self._processes.clear()
+        if self._function is not None:
+            close_fork_servers()
+
+    def __enter__(self) -> RewardRunner:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _add(self) -> None:
+        process = _Process(self._config, self._threads)
+        self._processes.append(process)
+        self._selector.register(process.connection, selectors.EVENT_READ, process)
+
+    def _turn(self) -> dict[int, Score]:
+        """Wait until a process sends a message, dies or exceeds its deadline; return the resulting scores."""
+        scores: dict[int, Score] = {}
+        first = min(process.deadline for process in self._processes)
+        for key, _ in self._selector.select(None if first == inf else max(0.0, first - time.monotonic())):
+            process: _Process = key.data
+            if process not in self._processes:
+                continue  # replaced or dropped earlier in this loop
+            for message in process.read():
+                if process.ready:
+                    scores[process.given.popleft()] = Score(*message)
+                elif isinstance(message, str):
+                    raise ValueError(message)
+                else:
+                    process.ready, self._whole = True, message
+                    if self._whole:
+                        self._keep(process)
+                process.wait_for_next(self._timeout)
+            if process.ended:
+                scores |= self._replace(process)
+        for process in list(self._processes):
+            if time.monotonic() >= process.deadline:
+                scores |= self._replace(process, f"timed out after {self._limit(process.given):g} s")
+        return scores
+
+    def _limit(self, given: Sized) -> float:
+        """Seconds until the next message of a process with these responses is due."""
+        return self._timeout * len(given) if self._whole else self._timeout
+
+    def _keep(self, process: _Process) -> None:
+        """Keep only this process: a function over whole batches needs one, and the user's module may use much memory."""
+        self._size = 1
+        for other in self._processes:
+            if other is not process:
+                self._selector.unregister(other.connection)
+                other.kill()
+        self._processes = [process]
+
+    def _replace(self, process: _Process, reason: str | None = None) -> dict[int, Score]:
+        """Replace a dead or late process; return failed scores for what it was working on, requeue the rest of its chunk."""
+        self._selector.unregister(process.connection)
+        self._processes.remove(process)
+        if process.ended:
+            process.wait_for_exit()
+        ending = process.kill()
+        if not process.ready:
+            how = ending if process.ended else f"was not ready in {_START_LIMIT:g} s"
+            raise RuntimeError(f"a scoring process did not start: it {how}")
+        self._add()
+        given = list(process.given)
+        # Scores come in order, so without batches the first outstanding response is the one that failed.
+        failed = len(given) if self._whole else 1
+        if given[failed:]:
+            self._chunks.appendleft(given[failed:])
+        score = Score(None, {}, reason or f"the scoring process {ending}", timed_out=reason is not None)
+        return dict.fromkeys(given[:failed], score)
+
+
+class _Process:
+    """One scoring process. given: indices of responses without a score yet. deadline: time by which its next message is due."""
+
+    def __init__(self, config: ScoringConfig, threads: int) -> None:
+        self.connection, child_end = socket.socketpair()
+        command = _CHILD.format(path=sys.path, fd=child_end.fileno(), parent=os.getpid())
+        # A session of its own: kill() then reaches everything that a reward function started.
+        self._popen = subprocess.Popen(
+            [sys.executable, "-c", command], stdin=subprocess.DEVNULL, pass_fds=[child_end.fileno()], start_new_session=True
+        )
+        child_end.close()
+        self.connection.settimeout(_START_LIMIT)  # sendall must not block forever on a process that was stopped (SIGSTOP)
+        self._rest = b""
+        self.ready = False
+        self.ended = False
+        self.given: deque[int] = deque()
+        self.deadline = time.monotonic() + _START_LIMIT
+        self.connection.sendall(pickle.dumps((config, threads)))
+
+    @property
+    def idle(self) -> bool:
+        return self.ready and not self.given
+
+    def give(self, chunk: list[int], answers: Sequence[Answer], timeout: float) -> bool:
+        """Send a chunk; False if the process has died since its last message, which the next ``read`` reports."""
+        try:
+            self.connection.sendall(pickle.dumps([answers[i] for i in chunk]))
+        except (BrokenPipeError, ConnectionResetError):
+            return False
+        self.given.extend(chunk)
+        self.wait_for_next(timeout)
+        return True
+
+    def wait_for_next(self, timeout: float) -> None:
+        self.deadline = time.monotonic() + timeout if self.given else inf
+
+    def read(self) -> list:
+        """Messages that have arrived completely; sets ``ended`` at the end of the stream."""
+        try:
+            data = self.connection.recv(1 << 16)
+        except ConnectionResetError:  # it died with unread responses in its buffer
+            data = b""
+        self.ended = not data
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return json.loads(b"[" + b",".join(lines) + b"]")
+
+    def wait_for_exit(self) -> None:
+        """Wait up to a second for the exit code of a process whose socket has closed."""
+        # WNOWAIT does not reap the process: its id must stay valid until kill() has signalled its process group.
+        deadline = time.monotonic() + 1.0
+        while os.waitid(os.P_PID, self._popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    def kill(self) -> str:
+        """Kill the process and everything it started; return how it ended."""
+        self.connection.close()
+        with suppress(ProcessLookupError):  # all processes of the group have exited
+            os.killpg(self._popen.pid, signal.SIGKILL)
+        code = self._popen.wait()
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _ranges(n: int, parts: int, longest: int) -> list[list[int]]:
+    """Split 0 .. n - 1 into about ``parts`` contiguous ranges of at most ``longest`` numbers."""
+    size = min(longest, -(-n // parts))
+    return [list(range(start, min(start + size, n))) for start in range(0, n, size)] if n else []

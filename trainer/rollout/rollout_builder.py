@@ -1,0 +1,96 @@
+"""An engine that generates and nothing else: what it is built from, where its weights come from, what it is asked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from configs.schema.common import FSDPConfig, ModelConfig, Sharding
+from configs.schema.ppo import PromptConfig, RolloutEngineConfig, SamplingConfig
+from trainer.cluster.remote import RemoteModel, RemoteRollout
+from trainer.cluster.role_builder import start_model
+from trainer.cluster.watchdog import Watchdog
+from trainer.data.chat import stop_token_ids
+from workers.controller.group import WorkerGroup
+from workers.engine.hf.hf_model import vocab_size
+from workers.plan import Limits
+from workers.rollout.base import RolloutSpec, Sampling
+from workers.seeding import seed_of
+
+FORWARD_TOKENS = 8192  # of a micro-batch; bounds the memory of activations
+
+
+def rollout_spec(
+    model: ModelConfig,
+    rollout: RolloutEngineConfig,
+    data: PromptConfig,
+    device: Literal["cpu", "cuda"],
+    run_dir: Path | None = None,
+) -> RolloutSpec:
+    max_model_len = rollout.max_model_len or data.max_prompt_length + data.max_response_length
+    told = None if run_dir is None else run_dir.absolute()
+    return RolloutSpec(model=model, rollout=rollout, max_model_len=max_model_len, device=device, run_dir=told)
+
+
+def start_source(hosts: WorkerGroup, spec: RolloutSpec, watchdog: Watchdog, *, sharding: Sharding, seed: int) -> RemoteModel:
+    """The role «actor», which is never trained: the engine of ``spec`` gets its weights."""
+    return start_model(
+        hosts,
+        "actor",
+        model=spec.model,
+        head="lm",
+        sharding=sharding,
+        device=spec.device,
+        seed=seed_of(seed, "actor"),
+        forward_limits=Limits(max_tokens=max(spec.max_model_len, FORWARD_TOKENS)),
+        training=None,
+        watchdog=watchdog,
+    )
+
+
+def start_engine(hosts: WorkerGroup, spec: RolloutSpec, watchdog: Watchdog, *, seed: int) -> RemoteRollout:
+    """The engine of ``spec`` on every worker, with the model's weights: they come from a role beside it that is never trained."""
+    dtype = spec.rollout.dtype
+    # As the engine wants them, and off the device once it has them.
+    fsdp = FSDPConfig(
+        model_dtype=dtype,
+        dtype=dtype,
+        reshard_after_forward=True,
+        use_no_sync_for_gradient_accumulation=False,
+        param_offload=True,
+        optimizer_offload=False,
+        fsdp_size=-1,
+        ulysses_sequence_parallel_size=1,
+    )
+    start_source(hosts, spec, watchdog, sharding=fsdp, seed=seed)
+    rollout = RemoteRollout(hosts, spec, "actor", watchdog)
+    rollout.sync_weights(0)
+    return rollout
+
+
+def sampling(
+    rollout: RolloutEngineConfig, tokenizer: PreTrainedTokenizerBase, model: ModelConfig, data: PromptConfig
+) -> Sampling:
+    return Sampling(
+        temperature=rollout.temperature if rollout.do_sample else 0.0,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        max_tokens=data.max_response_length,
+        stop_token_ids=stop_token_ids(tokenizer, model),
+        ignore_eos=rollout.ignore_eos,
+    )
+
+
+def end_tokens(asked: Sampling, model: ModelConfig) -> int:
+    """How many tokens that end an answer the model can write. A class of tokenizers may bring an EOS of its own, beyond the
+    vocabulary of a model whose files name none."""
+    return sum(token < vocab_size(model) for token in asked.stop_token_ids)
+
+
+def validation_sampling(training: Sampling, chosen: SamplingConfig) -> Sampling:
+    """As in training, but for what validation chooses."""
+    temperature = chosen.temperature if chosen.do_sample else 0.0
+    return replace(training, temperature=temperature, top_k=chosen.top_k, top_p=chosen.top_p)

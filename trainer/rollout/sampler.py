@@ -1,0 +1,332 @@
+"""Where a step's answers come from: generate, score, and keep what can be learned from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from configs.schema.ppo import FilterGroupsConfig, RewardConfig
+from trainer.algorithms.segments import sum_by
+from trainer.cluster.remote import RemoteRollout
+from trainer.cluster.watchdog import Watchdog
+from trainer.data.dataset import Prompt
+from trainer.data.stream import PromptStream
+from trainer.resilience.rollback import Rollbacks
+from trainer.rewards.failures import Failures
+from trainer.rewards.models.reward_models import RewardModels
+from trainer.rewards.remote.remote_rewards import RemoteRewards
+from trainer.rewards.requests import to_score
+from trainer.rewards.scoring import Rewards, Score
+from trainer.rewards.shaping import Shaping, missing_eos_penalty, overlong_penalty
+from trainer.rollout.group_filtering import Tally, judge_groups, metric_values
+from trainer.tracking.metrics import Phases
+from workers.batch import Batch
+from workers.rollout.base import Sampling
+from workers.seeding import seed_of
+
+Judged = tuple[list[Score], Tensor | None]
+"""What RewardModels.add returns."""
+Beside = Callable[[Batch, Callable[[], Judged]], tuple[Judged, Batch]]
+"""Answers and what scores them to the scores, and columns for the same rows that others made of the answers meanwhile."""
+
+
+class Source:
+    """Answers of the present policy, made when they are asked for."""
+
+    def __init__(
+        self,
+        rollout: RemoteRollout,
+        rewards: Rewards,
+        tokenizer: PreTrainedTokenizerBase,
+        watchdog: Watchdog,
+        *,
+        n: int,
+        sampling: Sampling,
+        seed: int,
+        groups: int,
+        filter_groups: FilterGroupsConfig,
+        with_baselines: bool,
+        reward: RewardConfig,
+        shaping: Shaping,
+        models: RewardModels | None,
+        rollbacks: Rollbacks,
+        failures: Failures,
+    ) -> None:
+        """n: answers a prompt; sampling: how they are drawn, from ``seed``. groups: prompts that a step's batch has.
+
+        with_baselines: a greedy answer to each training prompt is scored too. reward: penalties of training answers.
+        shaping: of their rewards. models: reward models that score too. rollbacks: of the run; each gives training other draws.
+        """
+        self.rollout = rollout
+        self.rewards = rewards
+        self.tokenizer = tokenizer
+        self.watchdog = watchdog
+        self.n = n
+        self.sampling = sampling
+        self.seed = seed
+        self.groups = groups
+        self.filter_groups = filter_groups
+        self.with_baselines = with_baselines
+        self.reward = reward
+        self.shaping = shaping
+        self.models = models
+        self.rollbacks = rollbacks
+        self.failures = failures
+        self.left_out: list[Batch] = []
+        """Rows of the last ``collect`` whose rewards failed."""
+
+    def collect(self, step: int, prompts: PromptStream, phases: Phases, beside: Beside | None = None) -> Batch:
+        """The step's training batch: scored answers, ``n`` a prompt, in the order of the prompts.
+
+        Rows whose reward failed are left out; with filter_groups, groups whose answers are all worth the same too, and rounds
+        are drawn until ``groups`` are kept. Beside what ``answer`` gives:
+        tokens: token_level_scores (the shaped reward: at the last token, but for what models give to others).
+        rows: reward (shaped), baseline (with_baselines).
+        meta: metrics (reward/failed*, reward/timed_out_share, training/filter_groups/*), generated_tokens (of all rounds).
+        beside: works while reward models score; where answers are chosen by their scores it is not asked (see ``chooses``).
+        Raises ValueError, one line, if every reward failed, and if the batch cannot be filled.
+        """
+        self.failures.start_step()
+        self.left_out = []
+        fill = self.filter_groups.enable
+        batch = self._fill(step, prompts, phases) if fill else self._one_round(step, prompts, phases, beside)
+        reward, baseline = self.shaping(batch.rows["reward"], batch.rows["uid"], batch.rows.get("baseline"))
+        batch = batch.with_rows(reward=reward, **({} if baseline is None else {"baseline": baseline}))
+        return batch.with_tokens(token_level_scores=token_rewards(batch, reward))
+
+    @property
+    def chooses(self) -> bool:
+        """Not every answer is trained on: what is dropped is nobody else's work."""
+        return self.filter_groups.enable or self.with_baselines
+
+    def _one_round(self, step: int, prompts: PromptStream, phases: Phases, beside: Beside | None) -> Batch:
+        answered = self._answer_to_train(prompts.draw(), "train", step, phases, beside)
+        scored = self._drop_failed(answered)
+        check_some_scored(answered, len(scored))
+        return scored.with_meta({"metrics": {"reward/failed": len(answered) - len(scored)} | self.failures.metrics()})
+
+    def _fill(self, step: int, prompts: PromptStream, phases: Phases) -> Batch:
+        """Rounds until the batch is full: the first ``groups`` kept groups. What is over is dropped; nothing is carried over.
+
+        A prompt that is kept is not asked again in the step; one that was dropped is, with other draws, when its turn comes in
+        the next pass over the data.
+        """
+        tally = Tally(self.filter_groups, self.groups, prompts.rounds_per_epoch)
+        parts: list[Batch] = []
+        taken: list[int] = []
+        failed = generated = 0
+        first_epoch = prompts.epoch
+        while not tally.is_full:
+            tally.check_another(step)
+            again, before = prompts.epoch - first_epoch, set(taken)
+            asked = [prompt for prompt in prompts.draw() if prompt.uid not in before]
+            if not asked:
+                tally.add((), ())
+                continue
+            answered = self._answer_to_train(asked, "train" if not again else f"train_again_{again}", step, phases)
+            scored = self._drop_failed(answered)
+            values, uids = metric_values(scored, self.filter_groups.metric), scored.rows["uid"].tolist()
+            verdicts = judge_groups([prompt.uid for prompt in asked], uids, values, self.n)
+            tally.add(verdicts.values(), values)
+            check_some_scored(answered, tally.n_values)
+            kept = [uid for uid, verdict in verdicts.items() if verdict == "kept"]
+            parts.append(of_groups(scored, kept))
+            taken += kept
+            failed += len(answered) - len(scored)
+            generated += answered.meta["generated_tokens"]
+        batch = of_groups(Batch.concat(parts), taken[: self.groups])
+        metrics = {"reward/failed": failed} | self.failures.metrics() | tally.metrics()
+        return batch.with_meta({"metrics": metrics, "generated_tokens": generated})
+
+    def _drop_failed(self, batch: Batch) -> Batch:
+        """Without the rows whose reward failed, which are kept in ``left_out``; there may be none left."""
+        failed = batch.rows["reward_failed"]
+        if not failed.any():
+            return batch
+        self.left_out.append(batch.select(failed.nonzero().flatten()))
+        return batch.select((~failed).nonzero().flatten())
+
+    def _answer_to_train(
+        self, prompts: Sequence[Prompt], purpose: str, step: int, phases: Phases, beside: Beside | None = None
+    ) -> Batch:
+        """Answers with rows reward (the score and its penalties) and, with_baselines, baseline (the greedy answer's).
+
+        meta["generated_tokens"]: response tokens of all of them, greedy ones included.
+        """
+        purpose = self.rollbacks.purpose(purpose)
+        batch = self.answer(prompts, self.n, self.sampling, phases, purpose=purpose, step=step, trains=True, beside=beside)
+        generated = int((batch.lengths - batch.rows["prompt_length"]).sum())
+        trained = sum_by(batch.tokens["response_mask"], batch.segment_ids(), len(batch))
+        penalty = overlong_penalty(trained, self.reward.reward_kwargs)
+        if self.reward.reward_kwargs.overlong_buffer_cfg.log:
+            batch.objects["reward_extra"] = [
+                extra | {"overlong_reward": value, "overlong": float(value < 0)}
+                for extra, value in zip(batch.objects["reward_extra"], penalty.tolist(), strict=True)
+            ]
+        penalty = penalty + missing_eos_penalty(batch.rows["finished"], self.reward.missing_eos_penalty)
+        batch = batch.with_rows(reward=batch.rows["score"] + penalty)
+        if self.with_baselines:
+            batch = take_baselines(batch, self.n)
+        return batch.with_meta({"generated_tokens": generated})
+
+    def answer(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        phases: Phases,
+        *,
+        purpose: str,
+        step: int,
+        trains: bool = False,
+        beside: Beside | None = None,
+    ) -> Batch:
+        """``n`` answers to each prompt, scored. B = n * len(prompts) rows, a prompt's answers side by side.
+
+        trains: running moments of reward models see the scores; with_baselines, a greedy answer follows them, as sample n.
+        purpose: tells draws of the same step, prompt and sample apart.
+        beside: see collect; its columns are here too.
+        tokens: input_ids, response_mask, rollout_log_probs; model_rewards, of models that score tokens.
+        rows: uid, sample, prompt_length, score, finished, weight_version, reward_failed.
+        objects: prompt, response, ground_truth, data_source, reward_extra, reward_error.
+        """
+        each = n + (trains and self.with_baselines)
+        asked = [prompt for prompt in prompts for _ in range(each)]
+        samples = list(range(each)) * len(prompts)
+        seeds = [seed_of(self.seed, purpose, step, prompt.uid, sample) for prompt, sample in zip(asked, samples, strict=True)]
+        with phases("gen"):
+            questions = ask(asked, seeds, greedy=torch.tensor(samples) == n)
+            answers = self.rollout.generate(questions, sampling, each)
+        with phases("reward"), self.watchdog.own("reward", "scoring", f"{len(asked)} answers"):
+            texts = texts_of(answers, self.tokenizer)
+            batch = join(questions, answers).with_meta({"temperature": sampling.temperature})
+            by_servers = isinstance(self.rewards, RemoteRewards)
+            scores = self.rewards.score(to_score(asked, texts, batch, self.tokenizer, for_servers=by_servers))
+        scores = self._with_late(scores)
+        if self.models is not None:
+            learn_from = (torch.tensor(samples) < n) & trains
+            judge = partial(self._judge, self.models, scores, batch, asked, texts, learn_from, phases)
+            (scores, at_tokens), columns = (judge(), Batch(batch.lengths)) if beside is None else beside(batch, judge)
+            self.rollout.rest(self.models.group)
+            batch |= columns
+            batch = batch if at_tokens is None else batch.with_tokens(model_rewards=at_tokens)
+            scores = self._with_late(scores)
+        self.failures.add(step, "training" if trains else "validation", scores)
+        score = torch.tensor([0.0 if item.value is None else item.value for item in scores])
+        batch.rows |= {
+            "uid": torch.tensor([prompt.uid for prompt in asked]),
+            "sample": torch.tensor(samples),
+            "score": score,
+            "reward_failed": torch.tensor([item.value is None for item in scores]),
+        }
+        batch.objects = describe(asked, texts, scores)
+        return batch
+
+    def _with_late(self, scores: Sequence[Score]) -> list[Score]:
+        """With ``reward.timeout_score`` for those that came too late."""
+        late = self.reward.timeout_score
+        return [replace(score, value=late) if score.timed_out and score.value is None else score for score in scores]
+
+    @staticmethod
+    def _judge(
+        models: RewardModels,
+        rules: list[Score],
+        answers: Batch,
+        asked: Sequence[Prompt],
+        texts: list[str],
+        learn_from: Tensor,
+        phases: Phases,
+    ) -> Judged:
+        with phases("reward_model"):
+            return models.add(rules, answers, asked, texts, learn_from=learn_from)
+
+
+def ask(prompts: Sequence[Prompt], seeds: Sequence[int], greedy: torch.Tensor) -> Batch:
+    """What a rollout is asked: one row a prompt, with its seed and whether the answer is greedy (bool (B,))."""
+    return Batch(
+        lengths=torch.tensor([len(prompt.prompt_ids) for prompt in prompts], dtype=torch.int64),
+        tokens={"input_ids": torch.from_numpy(np.fromiter(chain.from_iterable(p.prompt_ids for p in prompts), np.int64))},
+        rows={"seed": torch.tensor(seeds), "greedy": greedy},
+    )
+
+
+def texts_of(answers: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The responses (B) as text, without the token that ended one and without special tokens: as verl decodes what is scored."""
+    ids, ends = answers.tokens["input_ids"].numpy(), (answers.offsets[1:] - answers.rows["finished"]).tolist()
+    written: list[Any] = [ids[start:end] for start, end in zip(answers.offsets.tolist(), ends, strict=False)]
+    return tokenizer.batch_decode(written, skip_special_tokens=True)  # of lists it would look at every token's type
+
+
+def join(questions: Batch, answers: Batch) -> Batch:
+    """Each prompt and its answer as one sequence, with the mask of what the policy wrote."""
+    whole = Batch(questions.lengths + answers.lengths)
+    is_answer = whole.positions() >= torch.repeat_interleave(questions.lengths, whole.lengths)
+    ids = torch.empty(len(is_answer), dtype=torch.int64).masked_scatter_(~is_answer, questions.tokens["input_ids"])
+    log_probs = torch.zeros(len(is_answer))
+    return Batch(
+        lengths=whole.lengths,
+        tokens={
+            "input_ids": ids.masked_scatter_(is_answer, answers.tokens["input_ids"]),
+            "response_mask": is_answer.float(),
+            "rollout_log_probs": log_probs.masked_scatter_(is_answer, answers.tokens["rollout_log_probs"]),
+        },
+        rows={"prompt_length": questions.lengths} | answers.rows,
+    )
+
+
+def token_rewards(batch: Batch, reward: Tensor) -> Tensor:
+    """(T,): what models give to single tokens (tokens model_rewards), and the rest of each row's ``reward`` (B,) at its last."""
+    found = batch.tokens.get("model_rewards", torch.zeros(batch.total_tokens)).clone()
+    found[batch.offsets[1:] - 1] += reward - sum_by(found, batch.segment_ids(), len(batch)).float()
+    return found
+
+
+def describe(asked: Sequence[Prompt], texts: Sequence[str], scores: Sequence[Score]) -> dict[str, list]:
+    """What people and loggers read of each row."""
+    return {
+        "prompt": [prompt.text for prompt in asked],
+        "response": list(texts),
+        "ground_truth": [prompt.ground_truth for prompt in asked],
+        "data_source": [prompt.data_source for prompt in asked],
+        "reward_extra": [score.extra for score in scores],
+        "reward_error": [score.error for score in scores],
+    }
+
+
+def take_baselines(batch: Batch, n: int) -> Batch:
+    """Without the greedy answers (sample n of each prompt), whose rewards become rows["baseline"] (B,) of the prompt's others.
+
+    Where the greedy answer's reward failed, so have those of the prompt's others: they have nothing to be compared with.
+    """
+    is_greedy = batch.rows["sample"] == n
+    greedy = batch.select(is_greedy.nonzero().flatten())
+    samples = batch.select((~is_greedy).nonzero().flatten())
+    failed = greedy.rows["reward_failed"].repeat_interleave(n)
+    errors = [error for error in greedy.objects["reward_error"] for _ in range(n)]
+    samples.objects["reward_error"] = [
+        own if own is not None or theirs is None else f"of the greedy answer: {theirs}"
+        for own, theirs in zip(samples.objects["reward_error"], errors, strict=True)
+    ]
+    return samples.with_rows(
+        baseline=greedy.rows["reward"].repeat_interleave(n), reward_failed=samples.rows["reward_failed"] | failed
+    )
+
+
+def of_groups(batch: Batch, uids: Sequence[int]) -> Batch:
+    """The rows of these groups, in the batch's order."""
+    return batch.select(torch.isin(batch.rows["uid"], torch.tensor(uids, dtype=torch.int64)).nonzero().flatten())
+
+
+def check_some_scored(answered: Batch, n_scored: int) -> None:
+    """Raises ValueError if no answer of the step has a score so far, with the first error in ``answered``."""
+    if not n_scored:
+        first = next(error for error in answered.objects["reward_error"] if error is not None)
+        raise ValueError(f"all {len(answered)} rewards of the step failed; the first: {first}")

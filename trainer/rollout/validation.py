@@ -1,0 +1,47 @@
+"""The present policy on held-out prompts."""
+
+from __future__ import annotations
+
+from trainer.data.dataset import PromptDataset
+from trainer.rollout.sampler import Source
+from trainer.tracking.metrics import Phases, validation_metrics
+from trainer.tracking.sample_dump import first_samples
+from trainer.tracking.tracker import KEPT_SAMPLES, Tracker
+from workers.batch import Batch
+from workers.rollout.base import Sampling
+
+
+class Validation:
+    def __init__(
+        self, data: PromptDataset, source: Source, tracker: Tracker, *, n: int, sampling: Sampling, batch_size: int | None
+    ) -> None:
+        """n answers a prompt by ``sampling``; batch_size: prompts a generation call, None all."""
+        self.data = data
+        self.source = source
+        self.tracker = tracker
+        self.n = n
+        self.sampling = sampling
+        self.batch_size = batch_size or len(data)
+        self.first: dict[str, float] = {}
+        self.last: dict[str, float] = {}
+
+    def run(self, step: int) -> dict[str, float]:
+        """Metrics over all held-out prompts; the same answers whatever was trained in between. Failed rewards are counted,
+        and left out of the means; what reward models with running moments give counts raw (RewardModels.add)."""
+        parts = []
+        for start in range(0, len(self.data), self.batch_size):
+            prompts = [self.data[row] for row in range(start, min(start + self.batch_size, len(self.data)))]
+            parts.append(self.source.answer(prompts, self.n, self.sampling, Phases(), purpose="validation", step=step))
+        batch = Batch.concat(parts)
+        scored = batch.select((~batch.rows["reward_failed"]).nonzero().flatten())
+        metrics = {"val/reward_failed": float(len(batch) - len(scored))}
+        if len(scored):
+            extras = scored.objects["reward_extra"]
+            told = {name: [extra.get(name) for extra in extras] for name in sorted({name for extra in extras for name in extra})}
+            metrics |= validation_metrics(
+                scored.objects["data_source"], scored.rows["uid"].tolist(), {"reward": scored.rows["score"].tolist()} | told
+            )
+        self.tracker.log_samples(first_samples(batch, KEPT_SAMPLES), step)
+        self.first = self.first or metrics
+        self.last = metrics
+        return metrics

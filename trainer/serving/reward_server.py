@@ -1,0 +1,192 @@
+"""From a configuration to a server: the scorer in the main thread, whose children end with it, and HTTP in another."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from configs.schema.serve_reward import ServerConfig, ServeRewardConfig
+from trainer.cluster.watchdog import Watchdog
+from trainer.rewards.pool.runner import RewardRunner
+from trainer.rewards.rules.reward_registry import check_data_sources, scores_by_source
+from trainer.rewards.scoring import Answer, Score
+from trainer.serving.request_queue import Desk
+from workers.controller.stop import graceful_stop, shielded
+
+ScoreAll = Callable[[Sequence[Answer]], list[Score]]
+
+_LOOK = 0.2  # seconds between looks at whether the listener is still there
+_LAST_REPLIES = 5.0  # seconds for what is on its way when the server ends
+
+
+def run(config: ServeRewardConfig) -> None:
+    """Serve until a signal ends it. Raises ValueError for what the user can mend, before anything listens."""
+    check_installed()
+    desk, count = Desk(config.server.batch_size), Count(config.server.log_every)
+    watchdog = Watchdog(asdict(config.timeouts), Path(config.trainer.default_local_dir))
+    with graceful_stop(), ExitStack() as stack:
+        place = stack.enter_context(bound(config.server))
+        serve = judge if config.judge_engine.enable else rules if config.model.path is None else model
+        score = serve(config, watchdog, stack)
+        listener = stack.enter_context(Listener(place, desk, config, count))
+        print(f"serving {name_of(config)} at {listener.url} (process {os.getpid()})", flush=True)
+        work(desk, score, count, goes_on=listener.is_alive)
+        raise RuntimeError("the listener has ended")
+
+
+def rules(config: ServeRewardConfig, watchdog: Watchdog, stack: ExitStack) -> ScoreAll:
+    """Scoring processes, which end with the stack."""
+    runner = stack.enter_context(RewardRunner(config.reward))
+    runner.wait_ready()
+
+    def score(answers: Sequence[Answer]) -> list[Score]:
+        with watchdog.own("reward", "scoring", f"{len(answers)} answers"):
+            return runner.score(answers)
+
+    return score
+
+
+def model(config: ServeRewardConfig, watchdog: Watchdog, stack: ExitStack) -> ScoreAll:
+    """A model on workers, which end with the stack."""
+    from trainer.cluster.launch import open_backend, start_hosts  # load torch, which rules do without
+    from trainer.serving.served_scorer import check_model, start_scorer
+
+    check_model(config)
+    backend = stack.enter_context(
+        open_backend(config.trainer, config.ray_kwargs, config.timeouts, Path(config.trainer.default_local_dir))
+    )
+    return start_scorer(config, start_hosts(backend, config.trainer, config.timeouts), watchdog).score
+
+
+def judge(config: ServeRewardConfig, watchdog: Watchdog, stack: ExitStack) -> ScoreAll:
+    """A language model that writes what it thinks of answers, on workers, which end with the stack."""
+    from trainer.cluster.launch import open_backend, start_hosts  # load torch, which rules do without
+    from trainer.serving.engine_judge import start_judge
+    from workers.roles.rollout_engines import check_installed as check_engine_installed
+
+    check_engine_installed(config.judge_engine.rollout.name)
+    backend = stack.enter_context(
+        open_backend(config.trainer, config.ray_kwargs, config.timeouts, Path(config.trainer.default_local_dir))
+    )
+    return start_judge(config, start_hosts(backend, config.trainer, config.timeouts), watchdog).score
+
+
+def work(desk: Desk, score: ScoreAll, count: Count, *, goes_on: Callable[[], bool]) -> None:
+    """Score what waits at the desk, together; whatever ends this is told to those that still wait."""
+    taken = []
+    try:
+        while goes_on():
+            taken = desk.take(_LOOK)
+            scores = score([answer for waiting in taken for answer in waiting.answers]) if taken else []
+            for waiting in taken:
+                own, scores = scores[: len(waiting.answers)], scores[len(waiting.answers) :]
+                waiting.scores.set_result(own)
+                count.add(own)
+    finally:
+        desk.close(taken)
+
+
+class Count:
+    """Requests and answers so far; a line on stderr after each ``log_every`` requests."""
+
+    def __init__(self, log_every: int) -> None:
+        self._log_every = log_every
+        self._since = time.monotonic()
+        self._before = 0
+        self.told = {"requests": 0, "answers": 0, "failed": 0}
+
+    def add(self, scores: Sequence[Score]) -> None:
+        self.told["requests"] += 1
+        self.told["answers"] += len(scores)
+        self.told["failed"] += sum(score.value is None for score in scores)
+        if self.told["requests"] % self._log_every == 0:
+            speed = (self.told["answers"] - self._before) / (time.monotonic() - self._since)
+            words = f"{self.told['requests']:,} requests, {self.told['answers']:,} answers, {self.told['failed']:,} failed"
+            print(f"reward server: {words}, {speed:,.1f} answers/s", file=sys.stderr, flush=True)
+            self._since, self._before = time.monotonic(), self.told["answers"]
+
+
+class Listener:
+    """uvicorn in a thread of its own, where it leaves signals alone."""
+
+    def __init__(self, place: socket.socket, desk: Desk, config: ServeRewardConfig, count: Count) -> None:
+        import uvicorn
+
+        from trainer.serving.app import reward_app
+
+        server = config.server
+        app = reward_app(
+            desk,
+            token=os.environ.get(server.token_env, "").strip() or None,
+            most_bytes=int(server.max_request_mb * (1 << 20)),
+            check=lambda answers: check_answers(config, answers),
+            health=lambda: {"serves": name_of(config)} | count.told,
+        )
+        options = uvicorn.Config(
+            app, log_level="warning", access_log=False, limit_concurrency=server.max_connections, lifespan="off", ws="none"
+        )
+        host, port = place.getsockname()[:2]
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}/get_reward"
+        self._place = place
+        self._server = uvicorn.Server(options)
+        self._thread = Thread(target=self._server.run, args=([place],), daemon=True)
+
+    def __enter__(self) -> Listener:
+        self._thread.start()
+        while self.is_alive() and not self._server.started:
+            time.sleep(0.01)
+        return self
+
+    def __exit__(self, *ended: Any) -> None:
+        with shielded():
+            self._server.should_exit = True
+            self._thread.join(_LAST_REPLIES)
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+
+@contextmanager
+def bound(server: ServerConfig) -> Iterator[socket.socket]:
+    """A socket at server.host and port that does not listen yet. Raises ValueError if they cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM)[0]
+        place = socket.socket(family, kind, protocol)
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        place.bind(address)
+    except OSError as error:
+        raise ValueError(f"server.host={server.host} server.port={server.port}: {error}") from error
+    with place:
+        yield place
+
+
+def check_answers(config: ServeRewardConfig, answers: Sequence[Answer]) -> None:
+    """Raises ValueError for a data source that has no scorer, before its request waits among others."""
+    if config.model.path is None and not config.judge_engine.enable and scores_by_source(config.reward):
+        check_data_sources(answer.data_source for answer in answers)
+
+
+def name_of(config: ServeRewardConfig) -> str:
+    """What is served, for people."""
+    reward, custom = config.reward, config.reward.custom_reward_function
+    return (
+        (f"{config.judge_engine.model.path} as a judge" if config.judge_engine.enable else config.model.path)
+        or reward.scorer
+        or (f"{custom.path}:{custom.name}" if custom.path is not None else "the data sources' scorers")
+    )
+
+
+def check_installed() -> None:
+    """Raises ValueError, which says what to run, if the extra is not there."""
+    missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
+    if missing:
+        raise ValueError(f"{' and '.join(missing)}: not installed here; run pip install 'tandem[serve]'")

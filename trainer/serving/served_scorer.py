@@ -1,0 +1,90 @@
+"""A reward model of ours behind the server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from configs.reward_models import served_model
+from configs.schema.serve_reward import ServeRewardConfig
+from trainer.cluster.watchdog import Watchdog
+from trainer.data.chat import load_tokenizer
+from trainer.data.conversations import Conversations, with_template, words_of
+from trainer.data.encoding import token_ids
+from trainer.rewards.models.reward_builder import check_one, engine_model, start_one
+from trainer.rewards.models.reward_models import RewardModel
+from trainer.rewards.scoring import Answer, Score
+from workers.batch import Batch
+from workers.controller.group import WorkerGroup
+
+NAME = "model"
+
+
+class ServedScorer:
+    """Scores of ``model``, which reads conversations by its own tokenizer and template."""
+
+    def __init__(self, model: RewardModel, conversations: Conversations, words: str) -> None:
+        """words: of the tokenizer and template whose tokens are read as they come; "": of none."""
+        self._model = model
+        self._conversations = conversations
+        self._words = words
+
+    def score(self, answers: Sequence[Answer]) -> list[Score]:
+        """One score an answer, in order, normalised; that of a conversation which the template refuses says why."""
+        read = [self._read(answer) for answer in answers]
+        rows = [ids for ids in read if isinstance(ids, Tensor)]
+        raw = iter(self._of_rows(rows) if rows else ())
+        return [next(raw) if isinstance(ids, Tensor) else Score(None, {}, ids) for ids in read]
+
+    def _read(self, answer: Answer) -> Tensor | str:
+        """Token ids, int64 (n,), or why there are none. Those that our own tokenizer has made are taken as they are: of its text
+        it might make others. Messages go through the template. A text that came without them, as OpenRLHF sends it, has been
+        through one: its special tokens are written out, and none is added.
+        """
+        conversations = self._conversations
+        try:
+            if answer.ids and answer.words == self._words != "":
+                return checked(torch.tensor(answer.ids, dtype=torch.int64))
+            if answer.messages is not None:
+                return torch.from_numpy(conversations.ids(answer.messages, answer.solution_str, finished=answer.finished))
+            (ids,) = token_ids(conversations.tokenizer, [answer.query], special=False)
+        except (ValueError, TypeError, RuntimeError) as error:  # of a template; of ids that are none
+            return " ".join(str(error).split())
+        return torch.from_numpy(ids).long() if len(ids) else "there is no token to score"
+
+    def _of_rows(self, rows: Sequence[Tensor]) -> list[Score]:
+        ids = torch.cat(list(rows))
+        tokens = {"input_ids": ids, "response_mask": torch.ones(len(ids))}
+        raw, _ = self._model.scorer.score(Batch(torch.tensor([len(row) for row in rows]), tokens=tokens), (), ())
+        return [self._normalised(score) for score in raw]
+
+    def _normalised(self, raw: Score) -> Score:
+        if raw.value is None:
+            return raw
+        return Score(float(self._model.normalised(torch.tensor(raw.value, dtype=torch.float64))), raw.extra, None)
+
+
+def checked(ids: Tensor) -> Tensor:
+    """Raises ValueError for what is no row of tokens."""
+    if ids.dim() != 1 or int(ids.min()) < 0:
+        raise ValueError("token_ids has something that is no list of numbers from 0")
+    return ids
+
+
+def check_model(config: ServeRewardConfig) -> None:
+    """Before any process starts. Raises ValueError, one line."""
+    check_one(NAME, served_model(config.model), config.trainer)
+
+
+def start_scorer(config: ServeRewardConfig, hosts: WorkerGroup, watchdog: Watchdog) -> ServedScorer:
+    """Raises ValueError, one line, for a tokenizer or template that is not there."""
+    model = served_model(config.model)
+    try:
+        tokenizer = with_template(load_tokenizer(engine_model(model)), model.chat_template)
+        conversations = Conversations(tokenizer, model.apply_chat_template_kwargs)
+    except ValueError as error:
+        raise ValueError(f"{NAME}: {error}") from error
+    words = "" if model.apply_chat_template_kwargs else words_of(tokenizer)
+    return ServedScorer(start_one(NAME, model, None, hosts, config.trainer, config.trainer, watchdog), conversations, words)

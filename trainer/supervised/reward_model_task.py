@@ -1,0 +1,105 @@
+"""A reward model: the preferred answer of each pair is to have the higher score."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from configs.schema.common import ModelConfig
+from configs.schema.reward_model import RewardModelConfig
+from trainer.algorithms.losses.preference_losses import accuracy, calibration_error, pair_losses
+from trainer.cluster.remote import RemoteModel
+from trainer.data.preference_dataset import PreferenceDataset
+from workers.batch import Batch
+from workers.engine.base import Head, LossSpec
+from workers.engine.hf.hf_model import vocab_size
+
+STATISTICS = "reward_statistics.json"
+PAIRS_AT_ONCE = 1024  # that are sent to the workers in a forward
+
+
+class RewardModel:
+    """See Task. A unit of the data is a pair, two rows."""
+
+    head: Head = "reward"
+    together = 2
+    rows: tuple[str, ...] = ("uid", "side", "margin")
+
+    def __init__(self, config: RewardModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.config = config
+        self.model = with_padding(config.model, tokenizer)
+        self.loss = LossSpec("trainer.algorithms.losses.preference_losses:BradleyTerryLoss", config.loss)
+        self._data = self._read(config.data.train_files, tokenizer)
+        self._held_out = self._read(config.data.val_files, tokenizer) if config.data.val_files else None
+        self.notices = [*self._data.notices, *(self._held_out.notices if self._held_out is not None else ())]
+        self._scored: tuple[int, Tensor] | None = None  # after which step, and the scores of the held-out answers
+
+    def _read(self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> PreferenceDataset:
+        data = self.config.data
+        return PreferenceDataset(
+            files,
+            tokenizer,
+            prompt_key=data.prompt_key,
+            chosen_key=data.chosen_key,
+            rejected_key=data.rejected_key,
+            margin_key=data.margin_key,
+            max_length=data.max_length,
+            truncation=data.truncation,
+            apply_chat_template_kwargs=data.apply_chat_template_kwargs,
+        )
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """The loss is the mean over the pairs: a chosen answer's last token weighs 1 / P."""
+        batch = self._data.batch(indices)
+        chosen = (batch.rows["side"] > 0)[batch.segment_ids()]
+        return batch.with_tokens(loss_weight=batch.tokens["response_mask"] * chosen / len(indices))
+
+    def validate(self, model: RemoteModel, step: int) -> dict[str, float]:
+        """Loss, accuracy, calibration error and mean difference over the held-out pairs; mean and deviation of their scores."""
+        assert self._held_out is not None
+        scores = self._scores(model, step, self._held_out)
+        chosen, rejected = scores.unbind(1)
+        return {
+            "val/loss": float(pair_losses(chosen, rejected, self._held_out.margins.double(), self.config.loss).mean()),
+            "val/accuracy": float(accuracy(chosen - rejected).mean()),
+            "val/calibration_error": calibration_error(chosen - rejected),
+            "val/score_difference": float((chosen - rejected).mean()),
+            "val/score_mean": float(scores.mean()),
+            "val/score_std": float(scores.std(correction=0)),
+        }
+
+    def beside(self, model: RemoteModel, step: int) -> dict[str, bytes]:
+        """Mean and standard deviation of the scores of all held-out answers, of the training data's where none are held out."""
+        data = self._data if self._held_out is None else self._held_out
+        scores = self._scores(model, step, data)
+        of = "train" if self._held_out is None else "validation"
+        told = {"mean": float(scores.mean()), "std": float(scores.std(correction=0)), "answers": scores.numel(), "data": of}
+        return {STATISTICS: json.dumps(told, indent=2).encode()}
+
+    def _scores(self, model: RemoteModel, step: int, data: PreferenceDataset) -> Tensor:
+        """Of the chosen and the rejected answers: float64 (P, 2). Those of the last step asked for are kept."""
+        if self._scored is None or self._scored[0] != step:
+            found = []
+            for start in range(0, len(data), PAIRS_AT_ONCE):
+                batch = data.batch(range(start, min(start + PAIRS_AT_ONCE, len(data))))
+                found.append(model.forward(batch, ["scores"]).rows["scores"].double().view(-1, 2))
+            self._scored = step, torch.cat(found)
+        return self._scored[1]
+
+
+def with_padding(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> ModelConfig:
+    """Names the tokenizer's padding in the model's configuration, where it ends no answer: whoever loads the reward model with
+    transformers can score several rows at once.
+    """
+    pad = tokenizer.pad_token_id
+    if pad is None or pad == tokenizer.eos_token_id or pad >= vocab_size(model):
+        return model
+    return replace(model, override_config={"pad_token_id": pad} | model.override_config)

@@ -1,0 +1,244 @@
+"""The loggers that ``trainer.logger`` may name, each a class: where a run's numbers are shown beside metrics.jsonl."""
+
+from __future__ import annotations
+
+import netrc
+import os
+import re
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlparse
+
+import yaml
+from rich.console import Console
+
+from trainer.run.run_dir import CONFIG, MLFLOW_ID, SWANLAB_ID, TENSORBOARD, WANDB_ID
+from trainer.tracking.console import ConsoleLogger
+from trainer.tracking.display import Display
+from trainer.tracking.metrics import Phases
+from trainer.tracking.sample_dump import Sample
+
+WANDB_INIT_SECONDS = 30
+
+
+class Logger(Protocol):
+    """go_back: what was logged past ``step`` is of a branch that is left; the next step is the one after it."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None: ...
+    def go_back(self, step: int) -> None: ...
+    def close(self) -> None: ...
+
+
+class LoggerUnavailable(Exception):
+    """A logger lacks its package, its key or its network."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a logger may want to know. first_step: steps done before this process; 0 when the run starts anew. phases: of the
+    loop, which are under way."""
+
+    run_dir: Path
+    project: str
+    experiment: str
+    config: dict[str, Any]
+    first_step: int
+    total_steps: int | None
+    phases: Phases
+
+
+class TensorBoardLogger:
+    def __init__(self, run: Run) -> None:
+        try:
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+            from tensorboard.compat.proto.summary_pb2 import Summary
+            from torch.utils.tensorboard import FileWriter
+            from torch.utils.tensorboard.summary import text
+        except ImportError as error:
+            raise LoggerUnavailable(f"{error}; pip install tensorboard") from error
+        self.summary, self.text = Summary, text
+        self.writer = FileWriter(str(run.run_dir / TENSORBOARD))
+        self.start = lambda: Event(session_log=SessionLog(status=SessionLog.START))
+        if run.first_step:
+            self.go_back(run.first_step)
+        else:
+            self.writer.add_summary(text("config", f"```yaml\n{yaml.safe_dump(run.config, sort_keys=False)}```"), 0)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        values = [self.summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self.writer.add_summary(self.summary(value=values), step)  # one event: a tenth of SummaryWriter's time
+        self.writer.flush()
+
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        for i, sample in enumerate(samples):
+            truth, score = f"ground truth: {sample['ground_truth']}", f"score: {sample['score']:g}"
+            lines = "\n---\n".join((sample["prompt"], sample["response"], truth, score)).splitlines()
+            self.writer.add_summary(self.text(f"validation/{i}", "\n".join("    " + line for line in lines)), step)
+
+    def go_back(self, step: int) -> None:
+        """Hides what was written past ``step`` by an interrupted run, or on a branch that is left."""
+        self.writer.add_event(self.start(), step=step + 1)
+        self.writer.flush()
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WandbLogger:
+    """Weights & Biases. A resumed run goes on under its id; W&B ignores steps that it has already, also after a rollback."""
+
+    def __init__(self, run: Run) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise LoggerUnavailable("package wandb is not installed; pip install wandb") from error
+        if not wandb_can_start(os.environ):
+            raise LoggerUnavailable("no key: set WANDB_API_KEY, run `wandb login`, or set WANDB_MODE=offline")
+        id_file = run.run_dir / WANDB_ID
+        try:
+            self.run = wandb.init(
+                project=run.project,
+                name=run.experiment,
+                dir=str(run.run_dir),
+                config=run.config,
+                id=id_file.read_text() if id_file.exists() else None,
+                resume="allow",
+                settings=wandb.Settings(init_timeout=WANDB_INIT_SECONDS, silent=True),
+            )
+        except wandb.Error as error:
+            raise LoggerUnavailable(" ".join(str(error).split())) from error
+        id_file.write_text(self.run.id)
+        self.table = wandb.Table
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self.run.log(dict(metrics), step=step)
+
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        rows = [list(sample.values()) for sample in samples]
+        self.run.log({"val/generations": self.table(columns=list(samples[0]), data=rows)}, step=step)
+
+    def go_back(self, step: int) -> None:
+        pass
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class MlflowLogger:
+    """MLflow, at MLFLOW_TRACKING_URI. A resumed run goes on under its id. Numbers are sent by a thread of MLflow's."""
+
+    def __init__(self, run: Run) -> None:
+        try:
+            import mlflow
+        except ImportError as error:
+            raise LoggerUnavailable("package mlflow is not installed; pip install mlflow-skinny") from error
+        id_file = run.run_dir / MLFLOW_ID
+        try:
+            mlflow.set_experiment(run.project)
+            if id_file.exists():
+                mlflow.start_run(run_id=id_file.read_text())
+            else:
+                id_file.write_text(mlflow.start_run(run_name=run.experiment).info.run_id)
+                mlflow.log_dict(run.config, CONFIG)
+        except mlflow.exceptions.MlflowException as error:
+            raise LoggerUnavailable(" ".join(str(error).split())) from error
+        self.mlflow = mlflow
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        named = {re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_")): value for name, value in metrics.items()}
+        self.mlflow.log_metrics(named, step=step, synchronous=False)
+
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        self.mlflow.log_dict([dict(sample) for sample in samples], f"validation/step_{step}.json")
+
+    def go_back(self, step: int) -> None:
+        """MLflow keeps each step's values side by side: those of the branch that is left stay."""
+
+    def close(self) -> None:
+        self.mlflow.flush_async_logging()
+        self.mlflow.end_run()
+
+
+class SwanlabLogger:
+    """SwanLab, in its cloud unless SWANLAB_MODE says otherwise. There a resumed run goes on under its id."""
+
+    def __init__(self, run: Run) -> None:
+        try:
+            import swanlab
+        except ImportError as error:
+            raise LoggerUnavailable("package swanlab is not installed; pip install swanlab") from error
+        if not swanlab_can_start(os.environ):
+            raise LoggerUnavailable("no key: set SWANLAB_API_KEY, run `swanlab login`, or set SWANLAB_MODE=local")
+        id_file = run.run_dir / SWANLAB_ID
+        if not id_file.exists():
+            id_file.write_text(uuid.uuid4().hex[:21])  # as long as SwanLab wants one
+        goes_on = {} if in_no_cloud(os.environ) else {"id": id_file.read_text(), "resume": "allow"}
+        try:
+            swanlab.init(
+                project=run.project,
+                experiment_name=run.experiment,
+                config=run.config,
+                logdir=str(run.run_dir / "swanlab"),
+                **goes_on,
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise LoggerUnavailable(" ".join(str(error).split())) from error
+        self.swanlab = swanlab
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self.swanlab.log(dict(metrics), step=step)
+
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        told = [self.swanlab.Text(sample["response"], caption=f"{sample['prompt']} ({sample['score']:g})") for sample in samples]
+        self.swanlab.log({"val/generations": told}, step=step)
+
+    def go_back(self, step: int) -> None:
+        """As with W&B: steps that it has already stay as they were."""
+
+    def close(self) -> None:
+        self.swanlab.finish()
+
+
+def in_no_cloud(env: Mapping[str, str]) -> bool:
+    return env.get("SWANLAB_MODE") in ("local", "offline", "disabled")
+
+
+def swanlab_can_start(env: Mapping[str, str]) -> bool:
+    """Whether ``swanlab.init`` would start without asking for a key."""
+    home = Path(env.get("SWANLAB_SAVE_DIR", "~/.swanlab")).expanduser()
+    return in_no_cloud(env) or bool(env.get("SWANLAB_API_KEY")) or (home / ".netrc").exists()
+
+
+def wandb_can_start(env: Mapping[str, str]) -> bool:
+    """Whether ``wandb.init`` would start without asking for a key."""
+    if env.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
+        return True
+    if env.get("WANDB_API_KEY") or env.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlparse(env.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    for path in (Path(env["NETRC"]),) if "NETRC" in env else (Path("~/.netrc").expanduser(), Path("~/_netrc").expanduser()):
+        if path.exists() and host is not None and host in netrc.netrc(str(path)).hosts:
+            return True
+    return False
+
+
+def _console(run: Run) -> Logger:
+    console = Console()
+    display: Display | None = None
+    if console.is_terminal and run.total_steps is not None:
+        title = f"{run.project} · {run.experiment}"
+        display = Display(console, run.run_dir, title, run.phases, run.first_step, run.total_steps)
+    return ConsoleLogger(console, run.total_steps, display)
+
+
+LOGGERS: dict[str, Callable[[Run], Logger]] = {
+    "console": _console,
+    "tensorboard": TensorBoardLogger,
+    "wandb": WandbLogger,
+    "mlflow": MlflowLogger,
+    "swanlab": SwanlabLogger,
+}

@@ -1,0 +1,90 @@
+"""A step's answers, kept for people: every row to parquet, a few to the trackers and the report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from torch import Tensor
+
+from trainer.run.run_dir import rollouts_file
+from workers.batch import Batch
+
+
+class Sample(TypedDict):
+    """One answer and its score; reward_error: why it has none (the score is then 0), None if it has one."""
+
+    uid: int
+    data_source: str
+    prompt: str
+    response: str
+    ground_truth: str
+    score: float
+    reward_error: str | None
+
+
+def first_samples(batch: Batch, n: int) -> list[Sample]:
+    """The first answer to each of the first ``n`` prompts.
+
+    rows: uid, sample, score. objects: data_source, prompt, response, ground_truth, reward_error.
+    """
+    rows = (batch.rows["sample"] == 0).nonzero().flatten()[:n].tolist()
+    return [
+        Sample(
+            uid=int(batch.rows["uid"][i]),
+            data_source=batch.objects["data_source"][i],
+            prompt=batch.objects["prompt"][i],
+            response=batch.objects["response"][i],
+            ground_truth=text_of(batch.objects["ground_truth"][i]),
+            score=float(batch.rows["score"][i]),
+            reward_error=batch.objects["reward_error"][i] if batch.rows["reward_failed"][i] else None,
+        )
+        for i in rows
+    ]
+
+
+def write_dump(directory: Path, step: int, batch: Batch, left_out: Sequence[Batch] = ()) -> Path:
+    """All B rows as ``step_<N>.parquet``, and behind them those that were left out of the step; the file is whole or absent.
+
+    Columns: step, response_length and finish_reason (from rows prompt_length and finished), then every entry of ``rows``
+    (numbers) and ``objects`` (text; what is no text, as JSON; None stays null) under its own name. Where reward_failed is set,
+    score and reward are null.
+    """
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = rollouts_file(directory, step)
+    partial = path.with_name(path.name + ".partial")
+    tables = [_table(step, part) for part in (batch, *left_out)]
+    pq.write_table(pa.concat_tables(tables, promote_options="default"), partial)
+    return partial.replace(path)
+
+
+def _table(step: int, batch: Batch) -> pa.Table:
+    failed = batch.rows["reward_failed"].numpy()
+    columns: dict[str, pa.Array] = {
+        "step": pa.array([step] * len(batch), pa.int64()),
+        "response_length": pa.array((batch.lengths - batch.rows["prompt_length"]).tolist(), pa.int64()),
+        "finish_reason": pa.array(["stop" if done else "length" for done in batch.rows["finished"].tolist()], pa.string()),
+    }
+    nulls = dict.fromkeys(("score", "reward"), failed)
+    columns |= {name: pa.array(values.numpy(), mask=nulls.get(name)) for name, values in batch.rows.items()}
+    columns |= {name: _text_column(values) for name, values in batch.objects.items()}
+    return pa.table(columns)
+
+
+def _text_column(values: Sequence[Any]) -> pa.Array:
+    return pa.array([None if value is None else text_of(value) for value in values], pa.string())
+
+
+def text_of(value: Any) -> str:
+    """Itself, or as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, default=_jsonable, ensure_ascii=False)
+
+
+def _jsonable(value: Any) -> Any:
+    """Numpy and torch values, which reward functions like to return; anything else by its repr."""
+    return value.tolist() if isinstance(value, np.generic | np.ndarray | Tensor) else repr(value)

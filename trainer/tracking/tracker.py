@@ -1,0 +1,171 @@
+"""Where a run's numbers go: metrics.jsonl always, and the loggers that ``trainer.logger`` names."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from configs.base.keys import did_you_mean
+from trainer.cluster.watchdog import Call
+from trainer.report.run_report import GrowingReport
+from trainer.run.run_dir import (
+    ENVIRONMENT,
+    GLOBAL_STEP,
+    METRICS,
+    SAMPLES,
+    TIMELINE,
+    Lines,
+    batch_file,
+    go_back,
+    json_line,
+    start_run,
+    write_atomic,
+    write_config,
+)
+from trainer.tracking.batch_file import save_batch
+from trainer.tracking.loggers import LOGGERS, Logger, LoggerUnavailable, Run
+from trainer.tracking.metrics import Phases, Span, gpu_names
+from trainer.tracking.sample_dump import Sample, write_dump
+from workers.batch import Batch
+from workers.controller.logs import tell
+
+KEPT_SAMPLES = 32
+"""Validation answers a step that samples.jsonl keeps for the report."""
+PACKAGES = ("tandem", "torch", "transformers", "ray", "vllm", "sglang", "megatron-core", "numpy", "pyarrow", "hydra-core")
+
+
+class Tracker:
+    """Writes a run's metrics, samples and rollouts, and tells the loggers.
+
+    Brings ``run_dir`` to ``resume_step`` first (see run_dir.start_run), so it comes before the first save. Writes
+    config.yaml and environment.json. A logger that cannot start says so in one line and is left out.
+
+    resume_step: the checkpoint's, None for a run that starts. shown_samples: validation answers that loggers get.
+    rollout_dir: where log_rollouts writes; None: nowhere. restarted: see start_run. more: loggers beside those that are named.
+    phases: of the loop, for the display. report: report.html is rewritten while the run goes on.
+    Raises ValueError for a logger that does not exist.
+    """
+
+    def __init__(
+        self,
+        loggers: Sequence[str],
+        run_dir: Path,
+        project: str,
+        experiment: str,
+        config: Mapping[str, Any],
+        *,
+        resume_step: int | None = None,
+        total_steps: int | None = None,
+        shown_samples: int = 0,
+        rollout_dir: Path | None = None,
+        restarted: bool = False,
+        more: Sequence[Logger] = (),
+        phases: Phases | None = None,
+        report: bool = False,
+    ) -> None:
+        check_loggers(loggers)
+        start_run(run_dir, resume_step, rollout_dir, restarted=restarted)
+        plain = write_config(run_dir, config)
+        write_atomic(run_dir / ENVIRONMENT, json.dumps(environment(), indent=1))
+        self._config = plain
+        self.shown_samples = shown_samples
+        self.rollout_dir = rollout_dir
+        self.run_dir = run_dir
+        self._open()
+        self._loggers: list[Logger] = []
+        run = Run(run_dir, project, experiment, plain, resume_step or 0, total_steps, phases or Phases())
+        if report:
+            self._loggers.append(GrowingReport(run_dir))
+        for name in dict.fromkeys(loggers):
+            try:
+                self._loggers.append(LOGGERS[name](run))
+            except LoggerUnavailable as reason:
+                tell(f"logger {name} left out: {reason}")
+        self._loggers += more
+
+    def _open(self) -> None:
+        self._metrics = Lines(self.run_dir / METRICS)
+        self._samples = Lines(self.run_dir / SAMPLES)
+        self._timeline = Lines(self.run_dir / TIMELINE)
+
+    def go_back(self, step: int) -> Path:
+        """The run goes on after ``step`` with other data. What it wrote past it is moved to the directory that is returned."""
+        self._metrics.close()
+        self._samples.close()
+        self._timeline.close()
+        aside = go_back(self.run_dir, step, self.rollout_dir)
+        self._open()
+        for logger in self._loggers:
+            logger.go_back(step)
+        return aside
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """One line of metrics.jsonl, on disk (in the kernel's hands) on return, and the loggers. Once a step."""
+        numbers = {name: float(value) for name, value in metrics.items()}
+        self._metrics.write(json_line({GLOBAL_STEP: step} | numbers | {GLOBAL_STEP: step}))
+        for logger in self._loggers:
+            logger.log(numbers, step)
+
+    def log_spans(self, spans: Sequence[Span], calls: Sequence[Call], step: int) -> None:
+        """One line of timeline.jsonl: when the step's phases were under way, and where; the calls of workers within it, with
+        the seconds that each rank took. To the millisecond."""
+        told = [[span.phase, list(span.pools), round(span.start, 3), round(span.end, 3)] for span in spans]
+        begun = min((span.start for span in spans), default=0.0)
+        work = [
+            [call.what, call.pool, round(call.start, 3), [round(end - call.start, 3) for end in call.ends]]
+            for call in calls
+            if call.start >= begun
+        ]
+        self._timeline.write(json_line({GLOBAL_STEP: step, "spans": told, "calls": work}))
+
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        """Validation answers: the first KEPT_SAMPLES to samples.jsonl, the first ``shown_samples`` to the loggers."""
+        for sample in samples[:KEPT_SAMPLES]:
+            self._samples.write(json_line({GLOBAL_STEP: step, **sample}))
+        if shown := samples[: self.shown_samples]:
+            for logger in self._loggers:
+                logger.log_samples(shown, step)
+
+    def log_rollouts(self, batch: Batch, step: int, begun_with: str, left_out: Sequence[Batch] = ()) -> None:
+        """Where a rollout_dir is set: the step's answers as parquet for people (dumps.write_dump), those that were left out of
+        the step included, and the batch to the bit for a replay. begun_with: the model or the checkpoint that this process
+        started from.
+        """
+        if self.rollout_dir is not None:
+            write_dump(self.rollout_dir, step, batch, left_out)
+            facts = {"step": step, "weights_of_step": step - 1, "begun_with": begun_with, "config": self._config}
+            save_batch(batch_file(self.rollout_dir, step), batch, facts)
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._samples.close()
+        self._timeline.close()
+        for logger in self._loggers:
+            logger.close()
+
+
+def environment() -> dict[str, str]:
+    """Versions and machine, for the report. Loads no package and touches no device."""
+    facts = {"python": platform.python_version(), "platform": platform.platform(), "cpu cores": str(os.cpu_count())}
+    if gpus := gpu_names():
+        facts["gpus"] = f"{len(gpus)} x {gpus[0]}"
+    for package in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            facts[package] = metadata.version(package)
+    return facts
+
+
+def check_loggers(names: Sequence[str]) -> None:
+    """Raises ValueError for a logger that does not exist."""
+    unknown = [name for name in names if name not in LOGGERS]
+    if unknown:
+        near = did_you_mean(unknown[0], LOGGERS)
+        raise ValueError(
+            f"trainer.logger={','.join(names)}: no logger {', '.join(unknown)}; there are {', '.join(LOGGERS)}{near}"
+        )

@@ -1,0 +1,344 @@
+"""The FSDP2 engine: parameters, gradients and optimizer state are sharded over ranks, and tokens too if that is asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from configs.schema.common import FSDPConfig
+from workers.batch import Batch
+from workers.engine.base import EngineMesh, EngineSpec, Loss, Saved, TrainEngine, Weights
+from workers.engine.fsdp.activations import keep_inputs_on_host, tile_mlps
+from workers.engine.fsdp.sharded_adamw import ShardedAdamW, global_norm
+from workers.engine.fsdp.sharding import copies, device_mesh, fill, full, like, local, parts, recompute_layers, shard
+from workers.engine.hf.checkpoint import ADAPTER, Shard, load_sharded, save_shard
+from workers.engine.hf.hf_model import (
+    DTYPES,
+    PackedModel,
+    active_parameters,
+    check_packing,
+    description,
+    empty_model,
+    make_buffers,
+    model_config,
+    model_flops,
+    small_twin,
+    stored_weights,
+)
+from workers.engine.hf.moe_aux_loss import ROUTED, LoadBalance
+from workers.engine.hf.packed_attention import PackedRows
+from workers.engine.micro_batch import Answers, flat_rows, longest_first, micro_batch, weighted
+from workers.engine.offload import Offloadable, Place
+from workers.engine.out_of_memory import told_without_memory
+from workers.engine.shared_prompts import Prompts, SharedPrompts
+from workers.engine.ulysses import TokenCut
+from workers.metric import Metric, Metrics, join_metrics
+from workers.plan import MicroBatches
+from workers.start_times import START
+
+if TYPE_CHECKING:
+    from workers.engine.fsdp.lora import Adapter
+
+CAN_RESET = "reset_iter_state" in vars(FSDPModule)  # torch 2.13 and later
+
+
+class FSDPEngine(TrainEngine):
+    """One model over all ranks of the default process group. How parameters are sharded (sharding.device_mesh) and which ranks
+    work on the same rows (ulysses.TokenCut) have nothing to do with each other: a gradient is a sum over all ranks.
+    """
+
+    def __init__(self, spec: EngineSpec, fsdp: FSDPConfig) -> None:
+        assert dist.is_initialized(), "FSDPEngine: torch.distributed is not initialised"
+        self.spec = spec
+        self.fsdp = fsdp
+        self.device = torch.device("cuda", torch.cuda.current_device()) if spec.device == "cuda" else torch.device("cpu")
+        rank, world, sp = dist.get_rank(), dist.get_world_size(), fsdp.ulysses_sequence_parallel_size
+        self.mesh = EngineMesh(
+            rank=rank, world_size=world, dp_rank=rank // sp, dp_size=world // sp, is_output_rank=rank % sp == 0
+        )
+        self._device_mesh = device_mesh(spec.device, fsdp.fsdp_size)
+        # Whether gradients are reduced in the last micro-batch only.
+        self._waits = fsdp.use_no_sync_for_gradient_accumulation or self._device_mesh["shard"].size() == 1
+        self._token_cut = TokenCut.over(sp, spec.device)
+        self._model, self._shell = self._build()
+        # While parameters are gathered, others take their place in the modules: from here on, these are the parameters.
+        self._params = dict(self._model.hf.named_parameters())
+        self._weights: dict[str, Tensor] = self._model.hf.state_dict(keep_vars=True)  # tied names and buffers too
+        self._adapter: Adapter | None = None
+        if self.adapter_config is not None:
+            from workers.engine.fsdp.lora import Adapter
+
+            self._adapter = Adapter(self._model, self.adapter_config)
+            self._weights = self._adapter.base
+        self._optimizer: ShardedAdamW | None = None
+        if spec.optimizer is not None:
+            trained = {name: local(param) for name, param in self._params.items() if param.requires_grad}
+            self._optimizer = ShardedAdamW(trained, spec.optimizer)
+        self._places = {
+            "params": Offloadable(local(param) for param in self._params.values()),
+            "optimizer": Offloadable(self._optimizer.moments().values() if self._optimizer else ()),
+        }
+        if fsdp.optimizer_offload:
+            self._places["optimizer"].move("cpu")
+
+    def _build(self) -> tuple[PackedModel, PreTrainedModel | None]:
+        """The sharded model; and on rank 0 its twin without memory, which knows how transformers would write it."""
+        model, fsdp, head = self.spec.model, self.fsdp, self.spec.head
+        dtype = DTYPES[fsdp.model_dtype]
+        config = model_config(model, head)
+        saved_dtype = config.dtype or dtype
+        sharded = empty_model(model, config, head, dtype).requires_grad_(self.spec.optimizer is not None)
+        weights, shell = stored_weights(sharded, model), None
+        if self.mesh.rank == 0:
+            with START("check"):
+                check_packing(small_twin(model, config, head), model.path)
+            shell = description(model, config, head, weights).to(dtype=saved_dtype)  # type: ignore[call-arg] # a wrapped method
+        given = make_buffers(sharded.hf, torch.device("cpu"))
+        if model.has_adapter:
+            from workers.engine.fsdp.lora import add_adapter
+
+            trained = self.spec.optimizer is not None
+            beginning = empty_model(model, config, head, dtype)
+            self.adapter_config, drawn = add_adapter(sharded, beginning, weights, model, trained=trained, seed=self.spec.seed)
+            given |= drawn
+        if model.enable_gradient_checkpointing:
+            recompute_layers(sharded)
+        if model.enable_activation_offload:
+            keep_inputs_on_host(sharded)
+        if model.tiled_mlp.enabled:
+            tile_mlps(sharded, model.tiled_mlp.num_shards)
+        shard(sharded, self._device_mesh, fsdp)
+        sharded.to_empty(device=self.device)
+        sharded.hf.tie_weights()
+        with START("read"):
+            fill(sharded, weights, given)
+        return sharded, shell
+
+    def forward(self, batch: Batch, plan: MicroBatches, outputs: set[str], *, adapter: bool = True) -> Batch | None:
+        self._assert_here("params")
+        answers = Answers(batch, outputs, self.spec.head, self._model.hf.config.get_text_config().vocab_size)
+        alone = self._adapter.off() if self._adapter is not None and not adapter else nullcontext()
+        prompts = self.prompts(batch)
+        with torch.no_grad(), alone:
+            for chosen in plan:
+                rows = micro_batch(answers.batch, chosen, self.device)
+                results = self._run(rows, outputs, shared=self._shared(batch, prompts, chosen))
+                if chosen and self.mesh.is_output_rank:
+                    answers.put(rows, results)
+        self._free_gathered()
+        return answers.whole() if self.mesh.is_output_rank else None
+
+    def train_step(self, batch: Batch, plan: MicroBatches, loss: Loss) -> Metrics:
+        assert self._optimizer is not None, "this engine was built without an optimizer"
+        alone = self.mesh.world_size == 1 and (CAN_RESET or not isinstance(self._model, FSDPModule))
+        with told_without_memory(self._drop_step if alone else None):
+            metrics = self.accumulate(batch, plan, loss)
+            grads = {name: local(param.grad) for name, param in self._params.items() if param.grad is not None}
+            loss_here = metrics["loss"]
+            assert isinstance(loss_here, Metric)
+            # A loss may be infinite where its gradient is not: as 0 * loss it is part of the one number that all ranks decide by.
+            doubt = torch.tensor([0.0 * loss_here.value], device=self.device)
+            norm = float(global_norm([*grads.values(), doubt], self.device, copies(self._device_mesh)[1]))
+        metrics |= {"grad_norm": Metric.max(norm), "skipped_updates": Metric.max(not math.isfinite(norm))}
+        if math.isfinite(norm):
+            with self._optimizer_here():
+                metrics["lr"] = Metric.max(self._optimizer.step(grads, norm))
+        self.move(grads="cpu")
+        return metrics
+
+    def accumulate(self, batch: Batch, plan: MicroBatches, loss: Loss) -> Metrics:
+        """The first half of a train step: leaves the gradient, summed over micro-batches and ranks, in the parameters.
+
+        Metrics: the loss's own, and ``loss``: this rank's part of sum(loss_weight * token_loss); of a mixture of experts
+        LoadBalance's too, whose loss is not part of that one.
+        """
+        self._assert_here("params")
+        told: list[Metrics] = [{"loss": Metric.sum(0.0)}]
+        coefficient, balance = self.spec.model.router_aux_loss_coef, None
+        if self._model.top_k is not None:
+            tokens = batch.total_tokens if self.mesh.is_output_rank else 0
+            balance = LoadBalance(coefficient, self._model.top_k, tokens, self.device)
+        prompts = self.prompts(batch)
+        sums: dict[str, Tensor] = {}
+        for i, chosen in enumerate(plan):
+            self._reduce_gradients(i == len(plan) - 1)
+            rows, shared = micro_batch(batch, chosen, self.device), self._shared(batch, prompts, chosen)
+            outputs = self._run(rows, loss.needs, routing=None if balance is None else coefficient > 0, shared=shared)
+            total, metrics = weighted(loss, outputs, rows)
+            if chosen:
+                told.append({**metrics, "loss": Metric.sum(total.detach())})
+            if balance is not None:
+                added, metrics = balance.take(outputs["expert_load"], outputs["router_probs"], real=bool(chosen))
+                told.append(metrics)
+                total = total + added
+            total.backward()
+            if len(plan) > 1 and not self._waits:
+                self._sum_in_float32(sums)
+        for name in list(sums):
+            self._params[name].grad = like(self._params[name], sums.pop(name).to(self._params[name].dtype))
+        return join_metrics([*told, balance.metrics()] if balance is not None else told)
+
+    def _sum_in_float32(self, sums: dict[str, Tensor]) -> None:
+        """Move the gradients of parameters that are narrower than float32 into ``sums``: FSDP would add up those of the
+        micro-batches in the parameters' dtype, and bfloat16 loses what is 256 times smaller than the sum."""
+        for name, param in self._params.items():
+            if param.grad is not None and param.dtype.itemsize < torch.float32.itemsize and isinstance(param, DTensor):
+                shard, param.grad = local(param.grad), None
+                sums[name] = sums[name].add_(shard) if name in sums else shard.float()
+
+    def _drop_step(self) -> None:
+        """After an exception anywhere in ``accumulate``: no gradient, nothing gathered, and the memory back."""
+        if isinstance(self._model, FSDPModule):
+            self._model.reset_iter_state()
+            # Gradients of earlier micro-batches outlive that, in private places (torch 2.13): a dummy row carries them to where
+            # they can be dropped.
+            self._reduce_gradients(True)
+            empty = torch.zeros(0, dtype=torch.int64)
+            nobody = Batch(lengths=empty, tokens={"input_ids": empty, "response_mask": empty}, meta={"temperature": 1.0})
+            outputs = self._run(micro_batch(nobody, (), self.device), {"log_probs"})
+            next(iter(outputs.values())).sum().backward()
+        self.move(grads="cpu")
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _reduce_gradients(self, last: bool) -> None:
+        """Which gradients the next backward reduces over ranks.
+
+        Each micro-batch is reduced over the ranks that share one copy of the model, so that gradients accumulate sharded: kept
+        unsharded, they take 4 bytes a parameter on every GPU, however many there are. Copies (HSDP) are summed in the last
+        micro-batch. With use_no_sync_for_gradient_accumulation all of it waits for the last one, and so it does where one rank
+        holds the whole model: there sharded gradients are no smaller.
+        """
+        if isinstance(self._model, FSDPModule):
+            self._model.set_requires_gradient_sync(last or not self._waits)
+            self._model.set_requires_all_reduce(last)
+            self._model.set_is_last_backward(last or not self._waits)
+            # Parameters that may stay gathered from forward to backward may stay until the last backward.
+            self._model.set_reshard_after_backward(last or self.fsdp.reshard_after_forward)
+
+    def _free_gathered(self) -> None:
+        """No backward will do it; and a load would leave what is still gathered stale."""
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def _shared(self, batch: Batch, prompts: Prompts | None, chosen: Sequence[int]) -> SharedPrompts | None:
+        """Of the micro-batch of these rows of ``batch``."""
+        if prompts is None or not chosen:
+            return None
+        order = longest_first(batch, chosen)
+        return prompts.shared(order, batch.lengths[order].tolist(), self.device)
+
+    def _run(
+        self, rows: Batch, outputs: Collection[str], *, routing: bool | None = None, shared: SharedPrompts | None = None
+    ) -> dict[str, Tensor]:
+        input_ids, positions, lengths = flat_rows(rows, self.fsdp.ulysses_sequence_parallel_size)
+        packed, total = PackedRows.of(lengths, self.device, cut=self._token_cut, shared=shared), rows.total_tokens
+        told = {} if routing is None else {"routed": total, "routed_gradient": routing}
+        if self.spec.head != "lm":
+            results = self._model(input_ids, positions, packed, **told)
+            kept = {"values": total, "last_value": len(rows), "scores": len(rows)}
+            return {name: out[: kept[name]] if name in kept else out for name, out in results.items()}
+        predicted = (rows.tokens["response_mask"].bool() & (positions[:total] > 0)).nonzero()[:, 0]
+        asked = {"temperature": rows.meta["temperature"], "outputs": outputs, "entropy_mask": rows.tokens.get("entropy_mask")}
+        results = self._model(input_ids, positions, packed, predicted, **asked, **told)
+        return {name: out if name in ROUTED else out[:total] for name, out in results.items()}
+
+    def export_weights(self, *, dtype: torch.dtype | None = None, kind: Weights = "merged") -> Iterator[tuple[str, Tensor]]:
+        self._assert_here("params")
+        adapter = self._adapter
+        if kind == "adapter":
+            assert adapter is not None, "the model has no adapter"
+            for name, weight in adapter.own.items():
+                yield name, full(weight, dtype)
+            return
+        for name, weight in self._own_weights().items():
+            yield name, adapter.merged(name, dtype) if adapter is not None and kind == "merged" else full(weight, dtype)
+
+    def _own_weights(self) -> dict[str, Tensor]:
+        """Each weight once, under the first of its names."""
+        names: dict[int, str] = {}
+        for name, weight in self._weights.items():
+            names.setdefault(id(weight), name)
+        return {name: self._weights[name] for name in names.values()}
+
+    def live_weights(self) -> dict[str, Tensor] | None:
+        self._assert_here("params")
+        if self.mesh.world_size > 1 or self._adapter is not None:
+            return None
+        return {name: local(weight) for name, weight in self._weights.items()}
+
+    def move(self, *, params: Place | None = None, grads: Place | None = None, optimizer: Place | None = None) -> None:
+        if grads == "cpu":
+            for param in self._params.values():
+                param.grad = None
+        if params is not None:
+            self._places["params"].move(params)
+        if optimizer is not None and not self.fsdp.optimizer_offload:
+            self._places["optimizer"].move(optimizer)
+
+    def _assert_here(self, part: str) -> None:
+        assert self._places[part].place == "device", f"{part} are on the host: move({part}='device') comes first"
+
+    @contextmanager
+    def _optimizer_here(self) -> Iterator[None]:
+        """With optimizer_offload the state is on the device in here alone."""
+        if self.fsdp.optimizer_offload:
+            self._places["optimizer"].move("device")
+        self._assert_here("optimizer")
+        yield
+        if self.fsdp.optimizer_offload:
+            self._places["optimizer"].move("cpu")
+
+    def save(self, path: str, *, background: bool = False) -> Future[Saved]:
+        self._assert_here("params")
+        with self._optimizer_here():
+            state = parts(self._checkpoint_state(), self.mesh.rank, copies(self._device_mesh))
+            shard = Shard(state, self.mesh.rank, self.mesh.world_size)
+            return save_shard(shard, Path(path), self._shell, adapter=self.adapter_config, background=background)
+
+    def load(self, path: str) -> None:
+        self._assert_here("params")
+        with self._optimizer_here():
+            state = self._checkpoint_state()
+            load_sharded(state, path)
+        if self._optimizer is not None:
+            self._optimizer.set_steps(int(state["optimizer.steps"]))
+
+    def _checkpoint_state(self) -> dict[str, Tensor]:
+        """Views of what is live, and the count of steps, which is all of the schedule's state. Without what is frozen."""
+        if self._adapter is None:
+            state: dict[str, Tensor] = {f"model.{name}": weight.detach() for name, weight in self._own_weights().items()}
+        else:
+            state = {f"{ADAPTER}{name}": weight.detach() for name, weight in self._adapter.own.items()}
+        if self._optimizer is not None:
+            state["optimizer.steps"] = torch.tensor(self._optimizer.steps)
+            for (kind, name), moment in self._optimizer.moments().items():
+                state[f"optimizer.{kind}.{name}"] = like(self._params[name], moment)
+        return state
+
+    def export_hf(self, path: str) -> None:
+        state = {}
+        for name, weight in self.export_weights():
+            if self._shell is not None:
+                state[name] = weight.to("cpu", self._shell.dtype) if weight.is_floating_point() else weight.cpu()
+        if self._shell is not None:  # whole: transformers may give weights other names in files than in the model
+            self._shell.save_pretrained(path, state_dict=state)
+        dist.barrier()
+
+    def flops(self, lengths: list[int], *, backward: bool) -> float:
+        n_params = active_parameters(self._params, self._model.top_k)
+        n_trained = sum(weight.numel() for weight in self._adapter.own.values()) if self._adapter is not None else None
+        config, head = self._model.hf.config, self.spec.head
+        return model_flops(config, head, n_params, lengths, backward=backward, n_trained=n_trained)

@@ -1,0 +1,303 @@
+"""LoRA (Hu et al. 2021): a product of two thin matrices beside a frozen one, by peft.
+
+peft's layers take the place of the model's own linear ones; the base's weights keep their Hugging Face names in all that leaves
+the engine. Of an adapter on disk its two files are read, JSON and safetensors: neither can hold a pickle.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from configs.schema.common import ModelConfig
+from workers.engine.base import Head
+from workers.engine.fsdp.sharding import full
+from workers.engine.hf.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from workers.engine.hf.hf_model import PackedModel, empty_model, model_config
+from workers.engine.stored_weights import StoredWeights
+
+PREFIX = "base_model.model."  # of a module's name in peft's files
+NAME = "default"  # of the adapter in the model
+TASKS: dict[Head, str] = {"lm": "CAUSAL_LM", "value": "TOKEN_CLS", "reward": "SEQ_CLS"}
+# What an adapter_config.json may say: the first is heeded, the second does not matter here: weights say which modules have some.
+HEEDED = {"r", "lora_alpha", "target_modules", "use_rslora", "modules_to_save"}
+IDLE = {
+    "auto_mapping", "base_model_name_or_path", "exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern",
+    "layers_to_transform", "lora_dropout", "peft_type", "peft_version", "revision", "task_type",
+}  # fmt: skip
+PLAIN_BEGINNINGS = (True, False, "gaussian")  # of init_lora_weights: PiSSA and others take something off the base
+
+
+def adapter_config(model: ModelConfig) -> LoraConfig | None:
+    """What the model's adapter is; None: it has none. Of ``lora_adapter_path``, what is written there.
+
+    Raises FileNotFoundError if there is no adapter at that path, ValueError for one that is more than LoRA, or of another rank.
+    """
+    if model.lora_adapter_path is not None:
+        return _written(adapter_path(model), model.lora_rank)
+    if not model.lora_rank:
+        return None
+    alpha = int(model.lora_alpha) if model.lora_alpha == int(model.lora_alpha) else model.lora_alpha
+    return LoraConfig(r=model.lora_rank, lora_alpha=alpha, target_modules=model.target_modules)  # type: ignore[arg-type] # peft says int
+
+
+def adapter_path(model: ModelConfig) -> Path:
+    """Where the files of ``lora_adapter_path`` are. Raises FileNotFoundError."""
+    assert model.lora_adapter_path is not None
+    path = Path(model.lora_adapter_path).expanduser()
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        if not (path / name).is_file():
+            raise FileNotFoundError(f"model.lora_adapter_path {path}: no {name} there (expected a directory of peft's)")
+    return path
+
+
+def _written(path: Path, rank: int) -> LoraConfig:
+    written: dict[str, Any] = json.loads((path / ADAPTER_CONFIG).read_text())
+    if written.get("peft_type") != "LORA":
+        raise ValueError(f"model.lora_adapter_path {path}: peft_type is {written.get('peft_type')}, not LORA")
+    usual = LoraConfig().to_dict()
+    more = sorted(key for key, value in written.items() if key not in HEEDED | IDLE and value and value != usual.get(key))
+    if more:
+        raise ValueError(f"model.lora_adapter_path {path}: {', '.join(more)} in {ADAPTER_CONFIG}: that is more than LoRA")
+    if written.get("init_lora_weights", True) not in PLAIN_BEGINNINGS:
+        raise ValueError(
+            f"model.lora_adapter_path {path}: init_lora_weights={written['init_lora_weights']} in {ADAPTER_CONFIG}: the adapter "
+            "may belong to a base that was changed with it; have peft convert it to plain LoRA"
+        )
+    config = LoraConfig(**{key: written[key] for key in HEEDED & written.keys()})
+    if rank not in (0, config.r):
+        raise ValueError(f"model.lora_rank={rank}: the adapter in model.lora_adapter_path {path} has r={config.r}; leave it out")
+    return config
+
+
+def check_fit(model: ModelConfig, head: Head) -> None:
+    """Whether the model takes its adapter: names and shapes, no weights. Raises ValueError, FileNotFoundError."""
+    packed = empty_model(model, model_config(model, head), head, torch.float32)
+    inject(packed, model, trained=False, seed=0)
+    if model.lora_adapter_path is not None:
+        _compare(Adapter(packed), adapter_path(model))
+
+
+def add_adapter(
+    sharded: PackedModel, beginning: PackedModel, weights: StoredWeights, model: ModelConfig, *, trained: bool, seed: int
+) -> tuple[LoraConfig, dict[str, Tensor]]:
+    """To the model without memory. Returns what it is, and what it begins with, by the model's names: full tensors, the same on
+    every rank.
+
+    beginning: another such model, where that is made. Its base has no numbers, only their shapes: nothing depends on them. See
+    ``inject``.
+    """
+    config = inject(sharded, model, trained=trained, seed=seed)
+    head = set(beginning.value_head.parameters()) if beginning.head != "lm" else set()
+    for module in beginning.modules():
+        for leaf, param in module._parameters.items():
+            if param is not None:
+                value = torch.empty if param in head else _without_numbers
+                module._parameters[leaf] = nn.Parameter(value(param.shape, dtype=param.dtype))
+    if beginning.head != "lm":
+        name = _head_name(beginning)
+        weights.fill({f"{name}.{leaf}": (param.detach(), 0) for leaf, param in beginning.value_head.named_parameters()})
+    inject(beginning, model, trained=trained, seed=seed)
+    if model.lora_adapter_path is not None:
+        Adapter(beginning).read(adapter_path(model))
+    own = {id(param) for param in _own(beginning)}
+    return config, {name: param.detach() for name, param in beginning.hf.named_parameters() if id(param) in own}
+
+
+def _without_numbers(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """On the CPU, of one number's memory: what peft makes beside it is on the CPU too."""
+    return torch.zeros((), dtype=dtype).expand(shape)
+
+
+def inject(packed: PackedModel, model: ModelConfig, *, trained: bool, seed: int) -> LoraConfig:
+    """Give the model its adapter, in place; returns what it is, by the names of its modules. All else is frozen.
+
+    A is drawn by peft from ``seed``, B is zero. A value or reward head is trained as a whole beside the adapter. What is trained
+    is kept in float32 at least. Raises ValueError for names of modules that are none.
+    """
+    config = adapter_config(model)
+    assert config is not None, "the model has no adapter"
+    on_disk = model.lora_adapter_path is not None
+    targets = _modules_on_disk(packed, adapter_path(model)) if on_disk else _matched(packed, model)
+    config.target_modules = _in_short(packed.hf, targets)
+    config.base_model_name_or_path = model.path
+    config.task_type = TASKS[packed.head]
+    config.modules_to_save = [_head_name(packed)] if packed.head != "lm" else None
+    _put_in(packed, config, targets, seed)
+    packed.hf.requires_grad_(False)
+    for param in _own(packed):
+        param.requires_grad_(trained)
+        param.data = param.data.to(torch.promote_types(param.dtype, torch.float32))
+    return config
+
+
+def _put_in(packed: PackedModel, config: LoraConfig, targets: list[str], seed: int) -> None:
+    """peft's own, to these modules and no other, in float32 at least: to peft they are as the base is."""
+    exact = copy.deepcopy(config)
+    exact.target_modules, exact.modules_to_save = targets, None
+    on_meta = next(packed.hf.parameters()).is_meta
+    with torch.random.fork_rng(devices=[]), torch.device("meta" if on_meta else "cpu"):
+        torch.default_generator.manual_seed(seed)
+        inject_adapter_in_model(exact, packed.hf, adapter_name=NAME)
+    for param in _thin(packed):
+        param.data = param.data.to(torch.promote_types(param.dtype, torch.float32))
+
+
+@torch.no_grad()
+def merge_from(path: Path, packed: PackedModel) -> dict[str, Tensor]:
+    """{Hugging Face name: weight} of the model with the adapter of peft's directory ``path``, in the place of the model's own."""
+    _put_in(packed, _written(path, 0), _modules_on_disk(packed, path), seed=0)
+    adapter = Adapter(packed)
+    adapter.read(path)
+    for name, weight in adapter.base.items():
+        if name in adapter.scaling:
+            weight.copy_(adapter.merged(name, None))
+    return adapter.base
+
+
+def _head_name(packed: PackedModel) -> str:
+    return next(name for name, module in packed.hf.named_children() if module is packed.value_head)
+
+
+def _own(packed: PackedModel) -> list[nn.Parameter]:
+    return _thin(packed) + (list(packed.value_head.parameters()) if packed.head != "lm" else [])
+
+
+def _thin(packed: PackedModel) -> list[nn.Parameter]:
+    return [param for name, param in packed.hf.named_parameters() if ".lora_" in name]
+
+
+def _linear(packed: PackedModel) -> list[str]:
+    """Names of the linear layers of the body: neither the embedding nor a head is adapted."""
+    body = packed.hf.base_model
+    inside = {id(module) for module in body.modules()}
+    return [name for name, module in packed.hf.named_modules() if isinstance(module, nn.Linear) and id(module) in inside]
+
+
+def _matched(packed: PackedModel, model: ModelConfig) -> list[str]:
+    """The layers that ``target_modules`` names, as peft reads it: the end of a name, or a pattern of the whole."""
+    layers, wanted = _linear(packed), model.target_modules
+    if wanted == "all-linear":
+        return layers
+    known = f"linear layers there are {', '.join(sorted({name.rpartition('.')[2] for name in layers}))}"
+    if isinstance(wanted, str):
+        try:
+            found = [name for name in layers if re.fullmatch(wanted, name)]
+        except re.error as error:
+            raise ValueError(f"model.target_modules={wanted}: no pattern: {error}") from error
+        if not found:
+            raise ValueError(
+                f"model.target_modules={wanted}: a pattern that fits no whole name, such as {layers[0]}; names alone are a list, "
+                f"[q_proj,v_proj]; {known}"
+            )
+        return found
+    for end in wanted:
+        if not any(name == end or name.endswith(f".{end}") for name in layers):
+            raise ValueError(f"model.target_modules: {end} is no layer in the body of {model.path}; {known}")
+    return [name for name in layers if any(name == end or name.endswith(f".{end}") for end in wanted)]
+
+
+def _modules_on_disk(packed: PackedModel, path: Path) -> list[str]:
+    with safe_open(path / ADAPTER_WEIGHTS, "pt") as file:
+        names = sorted(file.keys())
+    ending, layers = ".lora_A.weight", set(_linear(packed))
+    found = [name.removeprefix(PREFIX).removesuffix(ending) for name in names if name.endswith(ending)]
+    if strange := [name for name in found if name not in layers]:
+        raise ValueError(f"model.lora_adapter_path {path}: {strange[0]} is no linear layer in the body of this model")
+    if not found:
+        raise ValueError(f"model.lora_adapter_path {path}: no weight of LoRA in {ADAPTER_WEIGHTS}")
+    return found
+
+
+def _in_short(hf: PreTrainedModel, targets: Sequence[str]) -> list[str]:
+    """The last parts of the names, where they mean no other module: as engines and people know them."""
+    ends = sorted({name.rpartition(".")[2] for name in targets})
+    meant = {name for name, _ in hf.named_modules() if name.rpartition(".")[2] in ends}
+    return ends if meant == set(targets) else sorted(targets)
+
+
+class Adapter:
+    """The adapter in a model whose parameters have come to their places. Names are peft's for files, without the adapter's own.
+
+    base: {Hugging Face name: weight} of the model without it. own: {peft's name: weight} of all that is trained.
+    scaling: {Hugging Face name of a weight that is adapted: what B A is multiplied by}.
+    """
+
+    def __init__(self, packed: PackedModel, config: LoraConfig | None = None) -> None:
+        hf = packed.hf
+        self.config = config
+        self._params = list(hf.parameters())
+        self._layers = {name: module for name, module in hf.named_modules() if isinstance(module, LoraLayer)}
+        state: dict[str, Tensor] = hf.state_dict(keep_vars=True)
+        self.base = {name.replace(".base_layer.", "."): weight for name, weight in state.items() if ".lora_" not in name}
+        self.own = {f"{PREFIX}{name.replace(f'.{NAME}.', '.')}": weight for name, weight in state.items() if ".lora_" in name}
+        if packed.head != "lm":
+            head = _head_name(packed)
+            self.own |= {f"{PREFIX}{name}": weight for name, weight in state.items() if name.startswith(f"{head}.")}
+        self.scaling = {f"{name}.weight": layer.scaling[NAME] for name, layer in self._layers.items()}
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """The base model alone answers in here.
+
+        peft freezes an adapter that is off, and thaws it afterwards, also where nothing is trained; FSDP looks at these flags as
+        it gathers. They are put back at once.
+        """
+        flags = [param.requires_grad for param in self._params]
+
+        def switch(on: bool) -> None:
+            for layer in self._layers.values():
+                layer.enable_adapters(on)
+            for param, flag in zip(self._params, flags, strict=True):
+                param.requires_grad_(flag)
+
+        switch(False)
+        try:
+            yield
+        finally:  # a forward may run out of memory: an update without the adapter would change nothing, and say nothing
+            switch(True)
+
+    @torch.no_grad()
+    def merged(self, name: str, dtype: torch.dtype | None) -> Tensor:
+        """The base's weight with the adapter's part, if it has one, in float32 at least before it is cast. Collective."""
+        if name not in self.scaling:
+            return full(self.base[name], dtype)
+        weight = full(self.base[name])
+        a, b = (full(self.own[f"{PREFIX}{name.removesuffix('.weight')}.lora_{part}.weight"]) for part in "AB")
+        whole = weight.to(torch.promote_types(weight.dtype, torch.float32)) + (b @ a) * self.scaling[name]
+        return whole if dtype is None else whole.to(dtype)
+
+    @torch.no_grad()
+    def read(self, path: Path) -> None:
+        """The weights of peft's directory. Raises ValueError for those that are missing, too many, or do not fit."""
+        _compare(self, path)
+        with safe_open(path / ADAPTER_WEIGHTS, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 # it is no dict
+                self.own[name].copy_(file.get_tensor(name))
+
+
+def _compare(adapter: Adapter, path: Path) -> None:
+    """Raises ValueError. A value head need not be there: then it is as it is in the model."""
+    with safe_open(path / ADAPTER_WEIGHTS, "pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 # it is no dict
+    wanted = {name: tuple(weight.shape) for name, weight in adapter.own.items()}
+    place = f"model.lora_adapter_path {path}"
+    if unknown := sorted(shapes.keys() - wanted.keys()):
+        raise ValueError(f"{place}: {len(unknown)} weights fit nowhere in this model, such as {unknown[0]}")
+    if missing := sorted(name for name in wanted.keys() - shapes.keys() if ".lora_" in name):
+        raise ValueError(f"{place}: {len(missing)} weights are not there, such as {missing[0]}")
+    for name, shape in shapes.items():
+        if shape != wanted[name]:
+            raise ValueError(f"{place}: {name} is {shape} there and {wanted[name]} in this model")

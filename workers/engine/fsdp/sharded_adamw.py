@@ -1,0 +1,87 @@
+"""AdamW over the local shards: elementwise, so it need not know how parameters are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from workers.engine.base import OptimizerSpec
+from workers.engine.lr_schedule import learning_rate
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+AVERAGE = "ema"
+
+
+def global_norm(grads: Iterable[Tensor], device: torch.device, n_copies: int) -> Tensor:
+    """L2 norm over all shards of all ranks, at least in float32: a scalar, equal on every rank. Collective.
+
+    n_copies: how often each shard is there. All of them are in the sum, so that no rank decides otherwise than the rest.
+    """
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    for grad in grads:
+        squares += torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)).double().square()
+    dist.all_reduce(squares)
+    return (squares / n_copies).sqrt()
+
+
+def wide(param: Tensor) -> Tensor:
+    """At least float32."""
+    return param.detach().to(torch.promote_types(param.dtype, torch.float32))
+
+
+class ShardedAdamW:
+    """Decoupled weight decay (Loshchilov & Hutter 2019), none on one-dimensional parameters: norms and biases.
+
+    params: {name: local shard}, updated in place; 1-D shards are known by the full parameter's dimension, which
+    sharding along rows keeps. State exists from the start, so that it can be loaded into and counted.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor], spec: OptimizerSpec) -> None:
+        self.spec = spec
+        self.params = dict(params)
+        self.steps = 0
+        groups = [
+            {"params": [p for p in self.params.values() if p.dim() > 1], "weight_decay": spec.weight_decay},
+            {"params": [p for p in self.params.values() if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        self._adamw = torch.optim.AdamW([group for group in groups if group["params"]], lr=spec.lr, betas=spec.betas, fused=True)
+        for param in self.params.values():
+            self._adamw.state[param] = {kind: torch.zeros_like(param) for kind in MOMENTS}
+            self._adamw.state[param]["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+        self._averages = {name: wide(param).clone() for name, param in self.params.items()} if spec.ema_decay is not None else {}
+
+    def moments(self) -> dict[tuple[str, str], Tensor]:
+        """{("exp_avg" or "exp_avg_sq", name): local shard}: the live state, sharded as the parameters are. And ("ema", name): the
+        moving average of each parameter, if it is kept."""
+        moments = {(kind, name): self._adamw.state[param][kind] for name, param in self.params.items() for kind in MOMENTS}
+        return moments | {(AVERAGE, name): average for name, average in self._averages.items()}
+
+    def set_steps(self, steps: int) -> None:
+        self.steps = steps
+        for state in self._adamw.state.values():
+            state["step"].fill_(steps)
+
+    def step(self, grads: Mapping[str, Tensor], norm: float) -> float:
+        """Clip to ``clip_grad`` given the gradient's global norm, update, and return the learning rate used."""
+        scale = self.spec.clip_grad / (norm + 1e-6)
+        lr = learning_rate(self.spec, self.steps)
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        for name, grad in grads.items():
+            self.params[name].grad = grad if scale >= 1.0 else grad.mul_(scale)
+        self._adamw.step()
+        self._adamw.zero_grad(set_to_none=True)
+        self.steps += 1
+        if self.spec.ema_decay is not None:
+            self._follow(self.spec.ema_decay)
+        return lr
+
+    @torch.no_grad()
+    def _follow(self, decay: float) -> None:
+        """average += (1 - decay) * (parameter - average), at least in float32 (Polyak & Juditsky 1992,
+        doi:10.1137/0330046, with weights that fall off): it begins as the parameters do."""
+        for name, average in self._averages.items():
+            average.lerp_(wide(self.params[name]), 1.0 - decay)

@@ -1,0 +1,434 @@
+"""A transformers model that runs on packed rows and answers with log-probs, values or scores instead of logits."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+)
+from transformers.utils import GENERATION_CONFIG_NAME
+
+from configs.schema.common import Dtype, ModelConfig
+from workers.engine.base import Head
+from workers.engine.hf.moe_aux_loss import ROUTED, measure
+from workers.engine.hf.packed_attention import PACKED_ATTENTION, PackedRows
+from workers.engine.logprob import head_all_log_probs, head_entropy, head_log_probs, head_sum_pi_squared, head_top_log_probs
+from workers.engine.stored_weights import StoredWeights, weight_files
+from workers.model_path import hush_hub, model_path, no_directory
+
+DTYPES: dict[Dtype, torch.dtype] = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+PLAIN_RMS_NORMS = {f"{family}RMSNorm" for family in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe")}
+PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+TWIN_WORDS, TWIN_NUMBERS = 64, 2**20 + 7  # of a small twin: vocabulary; numbers drawn, which are repeated
+LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}  # the longest row of a pack would change the others' rotation
+
+
+class PackedModel(nn.Module):
+    """``hf`` is the whole transformers model, so names, tied weights and files are its own; only its body is called.
+
+    The head runs in this module's forward, where a sharding engine has gathered its weight.
+    """
+
+    def __init__(self, hf: PreTrainedModel, head: Head) -> None:
+        super().__init__()
+        self.hf = hf
+        self.head = head
+        body: PreTrainedModel = hf.base_model  # type: ignore[assignment] # a property without a type
+        routed = "router_logits" in (body._can_record_outputs or {})
+        self.top_k: int | None = hf.config.get_text_config().to_dict().get("num_experts_per_tok") if routed else None
+        """Experts of each token; None: there are no routers."""
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers: what is gathered, checkpointed and freed as one."""
+        kinds = self.hf._no_split_modules or ()
+        return [module for module in self.hf.modules() if type(module).__name__ in kinds]
+
+    @property
+    def value_head(self) -> nn.Linear:
+        """H -> 1. transformers calls it ``score`` or ``classifier``."""
+        return next(child for child in self.hf.children() if isinstance(child, nn.Linear))
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        rows: PackedRows,
+        predicted: Tensor | None = None,
+        temperature: float = 1.0,
+        outputs: Collection[str] = ("log_probs",),
+        entropy_mask: Tensor | None = None,
+        routed: int | None = None,
+        routed_gradient: bool = False,
+    ) -> dict[str, Tensor]:
+        """input_ids, positions: int64 (T,), positions starting from 0 in each row. predicted: int64 (N,), the tokens
+        whose log-probs are wanted, none of them the first of its row; a value head answers for every token, a reward head
+        for each row's last. Where ``rows`` are cut over ranks, all of them get the same, all T of it, and return the same; where
+        they share prompts, too, T is all tokens of all rows.
+
+        entropy_mask: bool, of all tokens, for the output sampled_entropy.
+
+        Returns, at least in float32: log_probs and what else ``outputs`` names, 0 where not predicted; or values (T,), of the
+        state before each token, 0 for a row's first, and last_value (B,), of the state after each row; or scores (B,), of that.
+        And what the routers did with the first ``routed`` tokens, if that is said: ROUTED, see balance.measure.
+        """
+        told = {"output_router_logits": True} if routed is not None else {}
+        body = self.hf.base_model(
+            input_ids=rows.own(input_ids)[None],
+            position_ids=rows.own(positions)[None],
+            use_cache=False,
+            packed_rows=rows,
+            **told,
+        )
+        hidden, routing = body.last_hidden_state[0], {}
+        if routed is not None:
+            assert self.top_k is not None, "routers alone do that"
+            logits = (rows.whole(layer if routed_gradient else layer.detach())[:routed] for layer in body.router_logits)
+            routing = dict(zip(ROUTED, measure(logits, self.top_k), strict=True))
+        if self.head != "lm":
+            after = rows.whole(self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0])
+            last = after.index_select(0, rows.last)
+            if self.head == "reward":
+                return routing | {"scores": last}
+            return routing | {"values": torch.where(positions == 0, 0.0, after.roll(1)), "last_value": last}
+        assert predicted is not None, "a language head wants to know which tokens"
+        total = len(input_ids)
+        asked = targets, before = rows.before(predicted, total)
+        at = None if entropy_mask is None else entropy_mask[targets]
+        found = self._language_head(hidden.index_select(0, before), input_ids[targets], temperature, outputs, at)
+        return routing | {name: rows.answers(out, asked, total) for name, out in found.items()}
+
+    def _language_head(
+        self, before: Tensor, targets: Tensor, temperature: float, outputs: Collection[str], entropy_at: Tensor | None
+    ) -> dict[str, Tensor]:
+        """before (N, H), targets int64 (N,), entropy_at bool (N,) -> log_probs (N,), and what else ``outputs`` names."""
+        lm_head = self.hf.get_output_embeddings()
+        weight, bias = lm_head.weight, lm_head.bias
+        want_entropy = "entropy" in outputs
+        log_probs, entropy = head_log_probs(before, weight, bias, targets, temperature=temperature, want_entropy=want_entropy)
+        found = {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
+        if "sampled_entropy" in outputs:
+            assert entropy_at is not None, "see TrainEngine.train_step"
+            found["sampled_entropy"] = head_entropy(before, weight, bias, entropy_at, temperature=temperature)
+        if "sum_pi_squared" in outputs:
+            found["sum_pi_squared"] = head_sum_pi_squared(before, weight, bias, temperature=temperature)
+        if "top_log_probs" in outputs:
+            found["top_log_probs"] = head_top_log_probs(before, weight, bias, temperature=temperature)
+        if "all_log_probs" in outputs:
+            found["all_log_probs"] = head_all_log_probs(before, weight, bias, temperature=temperature)
+        return found
+
+
+def model_files(model: ModelConfig) -> str:
+    """The directory where the weights are; those of a hub name are fetched."""
+    path = model_path(model)
+    return path if Path(path).is_dir() else snapshot_download(path, allow_patterns=["*.safetensors", "*.json"])
+
+
+def model_config(model: ModelConfig, head: Head) -> PretrainedConfig:
+    """The model's config.json with ``override_config``. Raises ValueError for a key or an architecture that cannot be."""
+    path = model_path(model)
+    hush_hub()
+    try:
+        config, unknown = AutoConfig.from_pretrained(
+            path, trust_remote_code=model.trust_remote_code, return_unused_kwargs=True, **model.override_config
+        )
+    except OSError as error:  # transformers' own runs over many lines
+        told = f"{str(error).splitlines()[0].rstrip('.')}; give a directory, or a hub name that is in reach or in its cache"
+        raise ValueError(f"model.path={model.path}: {no_directory(path)}, and as a hub name: {told}") from error
+    except ValueError as error:
+        check_own_code(model.path, error)
+        raise ValueError(f"model.path={model.path}: {str(error).splitlines()[0]}; take another model or transformers") from error
+    unknown.pop("trust_remote_code", None)
+    if unknown:
+        raise ValueError(
+            f"model.override_config: {', '.join(unknown)} not in the config of {model.path} ({config.model_type}); take its names"
+        )
+    if head == "reward":
+        prepare_scoring(model.path, config)
+    if head != "lm":
+        config.num_labels = 1
+    as_dict = config.to_dict()
+    layers = set(as_dict.get("layer_types") or ()) - PACKABLE_LAYERS
+    rope = (as_dict.get("rope_parameters") or {}).get("rope_type")
+    refused = [*sorted(layers), *([f"{rope} rope"] if rope in LENGTH_DEPENDENT_ROPE else [])]
+    if refused:
+        raise ValueError(f"model.path={model.path}: {config.model_type} cannot be packed: it has {', '.join(refused)}")
+    return config
+
+
+def prepare_scoring(path: str, config: PretrainedConfig) -> None:
+    """Raises ValueError for a classifier with several labels. No token pads if it is one that ends rows: transformers scores the
+    last token that is no padding, and would pass over the end.
+    """
+    made = (config.architectures or [""])[0]
+    if made.endswith("Classification") and config.num_labels != 1:
+        raise ValueError(f"model.path={path}: a {made} with {config.num_labels} labels; a reward model has one, take such a one")
+    text = config.get_text_config()
+    if text.pad_token_id in (text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]):
+        text.pad_token_id = None
+
+
+def check_own_code(path: str, error: ValueError) -> None:
+    """Raises ValueError, with the key, if transformers stopped because what is at ``path`` comes with code of its own."""
+    if "trust_remote_code=True" in str(error):
+        raise ValueError(
+            f"{path} comes with code of its own, which is not run unless model.trust_remote_code=true is set beside its "
+            "model.path; read the code first"
+        ) from error
+
+
+def vocab_size(model: ModelConfig) -> int:
+    """V of the language model: rows of its embedding."""
+    return int(model_config(model, "lm").get_text_config().vocab_size)
+
+
+def empty_model(model: ModelConfig, config: PretrainedConfig, head: Head, dtype: torch.dtype) -> PackedModel:
+    """The model on the meta device: names and shapes, no memory."""
+    with torch.device("meta"):
+        hf = auto_class(config, head).from_config(
+            config, dtype=dtype, attn_implementation=PACKED_ATTENTION, trust_remote_code=model.trust_remote_code
+        )
+    if not hf._supports_attention_backend or hf._is_stateful:
+        raise ValueError(f"model.path={model.path}: {config.model_type} cannot be packed: its attention or state is its own")
+    packed = PackedModel(fuse_norms(choose_experts(hf.eval())), head)
+    if model.router_aux_loss_coef and packed.top_k is None:
+        coefficient = f"model.router_aux_loss_coef={model.router_aux_loss_coef:g}"
+        raise ValueError(f"{coefficient}: {model.path} ({config.model_type}) has no routers to balance; leave it at 0")
+    return packed
+
+
+def choose_experts(hf: PreTrainedModel) -> PreTrainedModel:
+    """How experts are multiplied. transformers' own choice is torch's grouped_mm, which has no float64; the plain loop has."""
+    if hf.dtype == torch.float64:
+        hf.set_experts_implementation("eager")
+    return hf
+
+
+def fuse_norms(hf: PreTrainedModel) -> PreTrainedModel:
+    """On CUDA, RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467) in one kernel, where transformers takes five and keeps their
+    float32 results: 6.5 % of a step at 7B on an H200, and 7 GB. It rounds once, where they round twice.
+    """
+    for module in hf.modules():
+        if type(module).__name__ in PLAIN_RMS_NORMS:
+            module.forward = partial(_rms_norm, module)
+    return hf
+
+
+def _rms_norm(norm: Any, hidden: Tensor) -> Tensor:
+    if not hidden.is_cuda:
+        return type(norm).forward(norm, hidden)
+    return nn.functional.rms_norm(hidden, hidden.shape[-1:], norm.weight, norm.variance_epsilon)
+
+
+def stored_weights(packed: PackedModel, model: ModelConfig) -> StoredWeights:
+    """Where the weights of the empty model are in its files. A value or reward head that the checkpoint does not have starts at
+    zero: so does what it answers, and no draw is needed.
+
+    Raises ValueError for weights that are missing or do not fit.
+    """
+    weights = StoredWeights(packed.hf, weight_files(model), f"model.path={model.path}")
+    own = [] if packed.head == "lm" else [name for name in weights.missing if not _in_body(packed.hf, name)]
+    if missing := sorted(set(weights.missing) - set(own)):
+        raise ValueError(f"model.path={model.path}: {len(missing)} weights are not there, such as {missing[0]}")
+    return weights
+
+
+def _in_body(hf: PreTrainedModel, name: str) -> bool:
+    return name.startswith(f"{hf.base_model_prefix}.")
+
+
+def description(model: ModelConfig, config: PretrainedConfig, head: Head, weights: StoredWeights) -> PreTrainedModel:
+    """The model without memory, which knows how transformers would write it: names in files, and how to generate."""
+    hf = empty_model(model, config, head, torch.float32).hf
+    hf._weight_conversions = weights.conversions  # type: ignore[assignment] # a plain attribute
+    if hf.can_generate() and (weights.folder / GENERATION_CONFIG_NAME).is_file():
+        hf.generation_config = GenerationConfig.from_pretrained(weights.folder)
+    return hf
+
+
+def make_buffers(hf: PreTrainedModel, device: torch.device) -> dict[str, Tensor]:
+    """Put buffers that no file has, such as rotary frequencies, on ``device``: made on meta, so computed anew, by transformers'
+    own rule. Returns them by name.
+
+    Raises ValueError where there is no rule. NaN marks those that the rule leaves out.
+    """
+    owners = {}
+    for name, buffer in hf.named_non_persistent_buffers():
+        path, _, leaf = name.rpartition(".")
+        owners[path] = hf.get_submodule(path)
+        value = torch.empty_like(buffer, device=device)
+        owners[path]._buffers[leaf] = value.fill_(torch.nan) if value.is_floating_point() else value.zero_()
+    for owner in owners.values():
+        hf._init_weights(owner)
+    made: dict[str, Tensor] = dict(hf.named_non_persistent_buffers())
+    for name, buffer in made.items():
+        if buffer.is_floating_point() and bool(buffer.isnan().any()):
+            raise ValueError(f"transformers does not say how to compute the buffer {name} of {type(hf).__name__}")
+    return made
+
+
+def small_twin(model: ModelConfig, config: PretrainedConfig, head: Head) -> PackedModel:
+    """The same architecture on the CPU, in float32: the first layers, as many as have each kind of layer; few words; weights
+    drawn. A layer's experts share theirs, so that they take the memory of one.
+
+    Weights are large enough for attention and logits to be far from flat: caps and scales show.
+    """
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    kinds = text.to_dict().get("layer_types") or ["all alike"]
+    text.num_hidden_layers = 1 + max(kinds.index(kind) for kind in kinds)
+    if "layer_types" in text.to_dict():
+        text.layer_types = kinds[: text.num_hidden_layers]
+    text.vocab_size = min(text.vocab_size, TWIN_WORDS)
+    if (text.pad_token_id or 0) >= text.vocab_size:
+        text.pad_token_id = None
+    packed = empty_model(model, config, head, torch.float32)
+    packed.hf.set_experts_implementation("eager")
+    numbers = torch.rand(TWIN_NUMBERS, generator=torch.Generator().manual_seed(0))
+    for module in packed.modules():
+        for leaf, param in module._parameters.items():
+            if param is not None:
+                module._parameters[leaf] = nn.Parameter(_drawn(param.shape, numbers), requires_grad=False)
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None and leaf not in module._non_persistent_buffers_set:
+                module._buffers[leaf] = torch.zeros_like(buffer, device="cpu")
+    packed.hf.tie_weights()
+    make_buffers(packed.hf, torch.device("cpu"))
+    return packed
+
+
+def _drawn(shape: torch.Size, numbers: Tensor) -> Tensor:
+    """Of vectors 0.5 to 1.5; of matrices with a standard deviation of 2 / sqrt(columns)."""
+    if len(shape) > 2:
+        return _drawn(shape[1:], numbers).expand(shape)
+    count = shape.numel()
+    drawn = numbers.repeat(-(-count // len(numbers)))[:count].view(shape)
+    return drawn + 0.5 if len(shape) < 2 else (drawn - 0.5) * (2 * 12**0.5 / shape[-1] ** 0.5)
+
+
+@torch.no_grad()
+def check_packing(model: PackedModel, path: str) -> None:
+    """Two short rows, packed, must get what transformers itself gives each alone. model: see small_twin.
+
+    Finds out what no list of architectures could: scaled or capped logits, own attention, state across rows.
+    """
+    hf, text = model.hf, model.hf.config.get_text_config()
+    rows = [(torch.arange(n) * 7 + n + (text.pad_token_id or 0)) % text.vocab_size for n in (5, 3)]  # no row ends with padding
+    lengths = [len(row) for row in rows]
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    packed = model(torch.cat(rows), positions, PackedRows.of(lengths, positions.device), positions.nonzero()[:, 0])
+    hf.set_attn_implementation("eager")
+    (name, answers), *_ = packed.items()
+    for row, ours in zip(rows, answers.split(1 if name == "scores" else lengths), strict=True):
+        logits = hf(input_ids=row[None], use_cache=False).logits
+        match name:
+            case "scores":
+                difference = float((ours - logits.flatten()[-1]).abs())
+            case "values":
+                difference = float((ours[1:] - logits[0, :-1, 0]).abs().max())
+            case _:
+                theirs = logits[0, :-1].log_softmax(-1).gather(1, row[1:, None])[:, 0]
+                difference = float((ours[1:] - theirs).abs().max())
+        if not difference < 1e-3:
+            raise ValueError(
+                f"model.path={path}: {hf.config.model_type} is not supported: its head or attention does something more, "
+                f"packed rows differ from transformers' own by {difference:.2g}"
+            )
+
+
+def write_description(model: PreTrainedModel, directory: Path) -> list[str]:
+    """config.json, and generation_config.json of a language model: with weights and a tokenizer it is a model directory.
+
+    Returns the names of the files.
+    """
+    model.config.dtype = model.dtype
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(directory)
+    if not model.can_generate():
+        return ["config.json"]
+    model.generation_config.save_pretrained(directory)
+    return ["config.json", "generation_config.json"]
+
+
+def active_parameters(parameters: Mapping[str, Tensor], top_k: int | None) -> int:
+    """How many a token passes: of a layer's E experts, (E, ..., ...), ``top_k``."""
+    return sum(
+        param.numel() * top_k // len(param) if top_k is not None and ".experts." in name else param.numel()
+        for name, param in parameters.items()
+    )
+
+
+def model_flops(
+    config: PretrainedConfig, head: Head, n_params: int, lengths: Sequence[int], *, backward: bool, n_trained: int | None = None
+) -> float:
+    """See TrainEngine.flops. The embedding is a lookup and costs nothing, unless it is the head too. The head counts for every
+    token, as the field counts it, though only response tokens pass it here. Attention is causal: half of each square.
+    n_trained: of the parameters; the others have no gradient of their own, which leaves 4 of 6. None: all.
+    """
+    text = config.get_text_config()
+    if not (head == "lm" and text.tie_word_embeddings):
+        n_params -= text.vocab_size * text.hidden_size
+    head_dim = text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads
+    pair = 2 * text.num_hidden_layers * text.num_attention_heads * head_dim
+    forward = sum(2.0 * n_params * length + pair * length * length for length in lengths)
+    if not backward:
+        return forward
+    n_frozen = 0 if n_trained is None else n_params - n_trained
+    return 3 * forward - 2.0 * n_frozen * sum(lengths)
+
+
+def scores_tokens(config: PretrainedConfig, head: Head) -> bool:
+    """The model is a token classifier, whose head has a bias: a critic, or a reward model that came as one."""
+    return head == "value" or (head == "reward" and (config.architectures or [""])[0].endswith("ForTokenClassification"))
+
+
+AutoClass = type[AutoModelForCausalLM | AutoModelForTokenClassification | AutoModelForSequenceClassification]
+
+
+def auto_class(config: PretrainedConfig, head: Head) -> AutoClass:
+    """A critic is transformers' token classifier with one label, a reward model its sequence classifier, unless it came as the
+    other. Where there is none for this body, one is made its way.
+    """
+    if head == "lm":
+        return AutoModelForCausalLM
+    auto: Any = AutoModelForSequenceClassification
+    known: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    generic: type = GenericForSequenceClassification
+    if scores_tokens(config, head):
+        auto, known = AutoModelForTokenClassification, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+        generic = GenericForTokenClassification
+    kind = type(config)
+    if kind not in known and kind in MODEL_FOR_CAUSAL_LM_MAPPING:
+        causal: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[kind]  # type: ignore[assignment] # never a pair for text
+        name = causal.__name__.replace("ForCausalLM", generic.__name__.removeprefix("Generic"))
+        own = {"base_model_prefix": causal.base_model_prefix}
+        made = type(name, (generic, causal.__bases__[0]), own)
+        auto.register(kind, made, exist_ok=True)  # transformers ignores it without
+    chosen: AutoClass = auto
+    return chosen

@@ -1,0 +1,119 @@
+"""Megatron's AdamW, distributed or not, under our schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from workers.engine.base import OptimizerSpec
+from workers.engine.lr_schedule import learning_rate
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+Kind = Literal["param", "exp_avg", "exp_avg_sq"]
+
+
+class MegatronAdamW:
+    """What it keeps of a parameter, the parameter itself in float32 among it, is all of it or, distributed, a part: a run of its
+    elements, others being with the other ranks of the data-parallel group (that of contexts included).
+    """
+
+    def __init__(self, model: Sequence[Any], spec: OptimizerSpec, config: TransformerConfig, *, distributed: bool) -> None:
+        self.spec = spec
+        self.steps = 0
+        settings = OptimizerConfig(
+            optimizer="adam",
+            lr=spec.lr,
+            min_lr=0.0,
+            weight_decay=spec.weight_decay,
+            adam_beta1=spec.betas[0],
+            adam_beta2=spec.betas[1],
+            adam_eps=1e-8,
+            clip_grad=spec.clip_grad,
+            params_dtype=config.params_dtype,
+            bf16=config.bf16,
+            use_distributed_optimizer=distributed,
+        )
+        self._megatron = get_megatron_optimizer(settings, list(model))
+        (self._inner,) = self._megatron.chained_optimizers
+        self._adamw: torch.optim.Optimizer = self._inner.optimizer
+        self.group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        for kept in (kept for group in self._adamw.param_groups for kept in group["params"]):
+            # From the start, so that it can be loaded into; and each its own count, which a loaded state would share.
+            self._adamw.state[kept] = {kind: torch.zeros_like(kept) for kind in MOMENTS} | {"step": torch.zeros(())}
+
+    @property
+    def is_distributed(self) -> bool:
+        return isinstance(self._inner, DistributedOptimizer)
+
+    def zero_grad(self) -> None:
+        self._megatron.zero_grad()
+
+    def norm(self) -> float:
+        """Of the whole gradient, before clipping; equal on the ranks of a model. Collective."""
+        self._megatron.prepare_grads()
+        return float(self._megatron.get_grad_norm())
+
+    def step(self, norm: float) -> float:
+        """After ``norm``: clip and update; the learning rate used."""
+        lr = learning_rate(self.spec, self.steps)
+        for group in self._megatron.param_groups:
+            group["lr"] = lr
+            group["weight_decay"] = self.spec.weight_decay * group["wd_mult"]  # 0 for norms and biases
+        clip_grad_by_total_norm_fp32(self._inner.get_parameters(), self.spec.clip_grad, norm)
+        self._megatron.step_with_ready_grads()
+        self.steps += 1
+        return lr
+
+    def kept(self, param: Any, kind: Kind) -> tuple[Tensor, int] | None:
+        """What this rank has of it, and with which element of the parameter that begins; None: nothing."""
+        start = 0
+        if self.is_distributed:
+            if param not in self._inner.model_param_group_index_map:
+                return None
+            group, place = self._inner.model_param_group_index_map[param]
+            main = self._adamw.param_groups[group]["params"][place]
+            start = self._inner._get_model_param_range_map(param)["param"].start
+        else:
+            main = param if param.dtype == torch.float32 else param.main_param
+        return (main if kind == "param" else self._adamw.state[main][kind]), start
+
+    def put(self, kind: Kind, param: Tensor, whole: Tensor) -> None:
+        """Keep of ``whole``, shaped as the parameter, what is this rank's."""
+        if (kept := self.kept(param, kind)) is not None:
+            part, start = kept
+            part.flatten().copy_(whole.flatten()[start : start + part.numel()])
+
+    def whole(self, param: Tensor, kind: Kind, rank: int) -> Tensor | None:
+        """All of it, shaped as the parameter, on this rank of the group; None on the others. Collective over the group."""
+        kept = self.kept(param, kind)
+        if not self.is_distributed:
+            assert kept is not None
+            return kept[0].detach() if self.group.rank() == rank else None
+        together = torch.zeros(param.numel(), dtype=torch.float32, device=param.device)
+        if kept is not None:
+            together[kept[1] : kept[1] + kept[0].numel()] = kept[0].detach()
+        if self.group.size() > 1:  # as integers: nothing is rounded, and no -0.0 becomes 0.0
+            dist.reduce(together.view(torch.int32), dist.get_global_rank(self.group, rank), group=self.group)
+        return together.view(param.shape) if self.group.rank() == rank else None
+
+    def tensors(self) -> list[Tensor]:
+        """All that this rank keeps beside the parameters."""
+        mains = [kept for group in self._adamw.param_groups for kept in group["params"]]
+        return [*mains, *(self._adamw.state[main][kind] for main in mains for kind in MOMENTS)]
+
+    def set_steps(self, steps: int) -> None:
+        """torch counts with each parameter, Transformer Engine with each group."""
+        self.steps = steps
+        for state in self._adamw.state.values():
+            state["step"].fill_(steps)
+        for group in self._adamw.param_groups:
+            group["step"] = steps

@@ -1,0 +1,68 @@
+"""Actor, critic, reference, reward model: a training engine with a head. Which engine it is, nobody here knows."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, wait
+
+from workers.batch import Batch
+from workers.engine.base import LossSpec, Saved, TrainEngine
+from workers.metric import Metric, Metrics
+from workers.plan import MicroBatches
+from workers.roles.memory_scheduler import Residency
+from workers.rollout.sync.channel import Sender
+
+
+class ModelRole:
+    def __init__(self, name: str, engine: TrainEngine, loss: LossSpec | None, residency: Residency) -> None:
+        """loss: what train_step minimises; None for a role that is never trained."""
+        self.name = name
+        self.engine = engine
+        self.loss = loss.resolve() if loss is not None else None
+        self.residency = residency
+        self.saving: Future[Saved] | None = None
+        self.sender: Sender | None = None
+
+    def forward(self, batch: Batch, plan: MicroBatches, outputs: list[str], adapter: bool) -> Batch | None:
+        """Columns ``outputs`` of this rank's rows, without gradient; see TrainEngine.forward."""
+        self.residency.enter("forward", self.name)
+        return self.engine.forward(batch, plan, set(outputs), adapter=adapter)
+
+    def train_step(self, batch: Batch, plan: MicroBatches) -> Metrics:
+        """One optimizer step on this rank's rows of a mini-batch; see TrainEngine.train_step. Adds the metric flops."""
+        assert self.loss is not None, f"role {self.name} has no loss: it is not trained"
+        self.residency.enter("train", self.name)
+        metrics, prompts = self.engine.train_step(batch, plan, self.loss), self.engine.prompts(batch)
+        spared = self.engine.flops([] if prompts is None else prompts.repeated(plan), backward=True)
+        return metrics | {"flops": Metric.sum(self.engine.flops(batch.lengths.tolist(), backward=True) - spared)}
+
+    def send_weights(self) -> None:
+        """To rollout engines in other processes, which sync meanwhile. Collective."""
+        assert self.sender is not None, f"role {self.name}: no engine gets its weights"
+        self.residency.enter("sync", self.name)
+        self.sender.serve()
+
+    def save(self, path: str, background: bool) -> None:
+        """See TrainEngine.save; ``saved`` tells how it ended."""
+        assert self.saving is None or self.saving.done(), f"{self.name}: the last save is still under way"
+        with self.residency.visit(self.name):
+            self.saving = self.engine.save(path, background=background)
+
+    def saved(self, patient: bool) -> Saved | str | None:
+        """What this rank wrote in the last save, or why it could not; None while it is at it. patient: wait."""
+        assert self.saving is not None, f"{self.name}: nothing was saved"
+        if patient:
+            wait([self.saving])
+        if not self.saving.done():
+            return None
+        try:
+            return self.saving.result()
+        except OSError as error:
+            return str(error)
+
+    def load(self, path: str) -> None:
+        """The rollout engine's weights are old ones then: it sleeps until the next sync."""
+        self.residency.enter("train", self.name)
+        self.engine.load(path)
+
+    def export_hf(self, path: str) -> None:
+        self.engine.export_hf(path)

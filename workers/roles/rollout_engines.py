@@ -1,0 +1,47 @@
+"""Rollout engines, by name."""
+
+from importlib.util import find_spec
+from typing import Literal
+
+from workers.controller.group import WorkerInfo
+from workers.rollout.base import Rollout, RolloutSpec
+
+ENGINES = ("embedded", "vllm", "sglang")
+
+
+def check_installed(engine: str) -> None:
+    """Raises ValueError, which says what to run, if the engine's package is not there."""
+    title = {"vllm": "vLLM", "sglang": "SGLang"}.get(engine)
+    if title is not None and find_spec(engine) is None:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.name={engine}: {title} is not installed here; "
+            f"run scripts/install_engine.sh {engine} cpu, or on a machine with a GPU scripts/install_engine.sh {engine} cuda"
+        )
+
+
+def import_engine(engine: str, device: Literal["cpu", "cuda"]) -> None:
+    """Import what make_rollout will, which takes vLLM ten seconds. SGLang is imported by its own processes."""
+    check_installed(engine)
+    if engine == "vllm":
+        from workers.rollout.vllm.vllm_engine import import_vllm
+
+        import_vllm(device)
+
+
+def make_rollout(spec: RolloutSpec, place: WorkerInfo) -> Rollout:
+    """The engine ``spec.rollout.name``, on this rank. Raises ValueError for a name that is none, or one that is not installed."""
+    check_installed(spec.rollout.name)
+    match spec.rollout.name:
+        case "embedded":
+            from workers.rollout.embedded.embedded_engine import EmbeddedRollout
+
+            return EmbeddedRollout(spec)
+        case "vllm":
+            from workers.rollout.vllm.vllm_engine import VLLMRollout
+
+            return VLLMRollout(spec, place)
+        case "sglang":
+            from workers.rollout.sglang.sglang_engine import SGLangRollout
+
+            return SGLangRollout(spec, place)
+    raise ValueError(f"actor_rollout_ref.rollout.name={spec.rollout.name}: no such engine; known: {', '.join(ENGINES)}")

@@ -1,0 +1,103 @@
+"""Training engines."""
+
+from importlib.util import find_spec
+from typing import Literal
+
+from configs.schema.common import FSDPConfig, MegatronConfig, ModelConfig, ShardedConfig
+from workers.engine.base import EngineSpec, Head, TrainEngine
+
+
+def check_engine(key: str, role: ShardedConfig, model: ModelConfig, head: Head, device: Literal["cpu", "cuda"]) -> None:
+    """Whether the engine of the role is there, and can hold the model. key: the role's, for words to the user.
+
+    Raises ValueError, which says what to do, and FileNotFoundError where the model is not.
+    """
+    check_routers(key, model, head)
+    if isinstance(role.sharding, FSDPConfig):
+        check_shared_heads(key, role.sharding, model, head)
+        check_tiling(key, model, head)
+        return check_adapter(key, model, head)
+    if find_spec("megatron") is None or find_spec("megatron.core") is None:
+        raise ValueError(
+            f"{key}.strategy=megatron: megatron-core is not installed here; "
+            "run scripts/install_engine.sh megatron cpu, or on a machine with a GPU scripts/install_engine.sh megatron cuda"
+        )
+    import torch
+
+    from workers.engine.hf.hf_model import model_config
+    from workers.engine.megatron.limits import check_model
+
+    if device == "cpu" and torch.cuda.is_available():
+        raise ValueError(
+            f"{key}.strategy=megatron takes the GPUs of a machine that has some; for trainer.device=cpu hide them: "
+            "CUDA_VISIBLE_DEVICES= before the command"
+        )
+    try:
+        check_model(model_config(model, head), role.sharding)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+
+
+def check_shared_heads(key: str, fsdp: FSDPConfig, model: ModelConfig, head: Head) -> None:
+    """Whether the model's heads can be shared by the GPUs of Ulysses. See check_engine."""
+    if fsdp.ulysses_sequence_parallel_size == 1:
+        return
+    from workers.engine.hf.hf_model import model_config
+    from workers.engine.ulysses import check_heads
+
+    try:
+        check_heads(model_config(model, head), fsdp.ulysses_sequence_parallel_size)
+    except ValueError as error:
+        raise ValueError(f"{key}.{error}") from error
+
+
+def check_tiling(key: str, model: ModelConfig, head: Head) -> None:
+    """Whether the model's MLPs can take their tokens in pieces, if they are to. See check_engine."""
+    if not model.tiled_mlp.enabled:
+        return
+    import torch
+
+    from workers.engine.fsdp.activations import tile_mlps
+    from workers.engine.hf.hf_model import empty_model, model_config
+
+    try:
+        tile_mlps(empty_model(model, model_config(model, head), head, torch.float32), model.tiled_mlp.num_shards)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+
+
+def check_routers(key: str, model: ModelConfig, head: Head) -> None:
+    """Whether the model has what model.router_aux_loss_coef is about. See check_engine."""
+    if not model.router_aux_loss_coef:
+        return
+    from workers.engine.hf.hf_model import DTYPES, empty_model, model_config
+
+    try:
+        empty_model(model, model_config(model, head), head, DTYPES["bfloat16"])
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+
+
+def check_adapter(key: str, model: ModelConfig, head: Head) -> None:
+    """Whether the model takes the LoRA adapter that it is to have. See check_engine."""
+    if not model.has_adapter:
+        return
+    from workers.engine.fsdp.lora import check_fit  # peft takes its time
+
+    try:
+        check_fit(model, head)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+
+
+def make_engine(spec: EngineSpec) -> TrainEngine:
+    """The engine that ``spec.sharding`` is of. Collective: torch.distributed is up and every rank calls."""
+    match spec.sharding:
+        case FSDPConfig():
+            from workers.engine.fsdp.fsdp_engine import FSDPEngine
+
+            return FSDPEngine(spec, spec.sharding)
+        case MegatronConfig():
+            from workers.engine.megatron.megatron_engine import MegatronEngine
+
+            return MegatronEngine(spec, spec.sharding)

@@ -1,0 +1,203 @@
+"""The only remotely called worker, one per GPU slot: a device, a process group, and a dict of roles that share them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from workers.controller.flight_recorder import answer_for_collectives
+from workers.controller.group import WorkerInfo
+from workers.determinism import repeating_kernels
+from workers.engine.base import EngineSpec, LossSpec
+from workers.engine.saving import hashes_of
+from workers.roles.memory_scheduler import GCTime, Residency, Tenant
+from workers.roles.model_role import ModelRole
+from workers.roles.rollout_engines import import_engine, make_rollout
+from workers.roles.rollout_role import RolloutRole
+from workers.roles.train_engines import make_engine
+from workers.rollout.base import RolloutSpec
+from workers.rollout.malloc_trim import keep_freed_memory
+from workers.rollout.progress import Progress, progress_file
+from workers.rollout.sync.channel import Channel, Meeting, Receiver, Sender
+from workers.rollout.sync.weight_sync import WeightSource, WeightSync
+from workers.start_times import START
+
+
+class Host:
+    def __init__(
+        self,
+        info: WorkerInfo,
+        device: Literal["cpu", "cuda"],
+        collective_seconds: float,
+        *,
+        deterministic: bool = False,
+        memory_fraction: float = 1.0,
+        engine: str | None = None,
+    ) -> None:
+        """Joins the process group of the pool's workers: gloo on CPU, and nccl beside it on CUDA.
+
+        collective_seconds: so long a rank waits in a collective for the others. deterministic: see repeating_kernels.
+        memory_fraction: of the device's memory, torch's allocator takes so much at most; the rest is other processes'.
+        engine: the rollout engine that is to come, whose package is imported now: the controller reads its data meanwhile.
+        """
+        self.info = info
+        self.device = device
+        self._opened = ExitStack()
+        self._doubtful = self._opened.enter_context(repeating_kernels()) if deterministic else set()
+        self.residency = Residency(device)
+        self.roles: dict[str, ModelRole | RolloutRole] = {}
+        self._gc_time = GCTime()
+        self._opened.callback(self._gc_time.close)
+        if device == "cuda":
+            torch.cuda.set_device(info.local_rank)
+            if memory_fraction < 1.0:
+                torch.cuda.set_per_process_memory_fraction(memory_fraction)
+        else:
+            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+            keep_freed_memory()
+        if (interface := interface_to(info.master_addr)) is not None:  # gloo: that of the host's name, 127.0.1.1 on Debian
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        self._limit = limit = timedelta(seconds=collective_seconds)
+        answer_for_collectives()
+        with START("process group"):
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+                store=meeting_point(info, limit),
+                rank=info.rank,
+                world_size=info.world_size,
+                timeout=limit,
+            )
+        if engine is not None:
+            with START("engine imports"):
+                import_engine(engine, device)
+        START.ready = time.time()
+
+    def build_model(self, role: str, spec: EngineSpec, loss: LossSpec | None) -> tuple[int, bool]:
+        """A model role. Returns (which data-parallel share this rank works on, whether it answers for it)."""
+        with START(role):
+            engine = make_engine(spec)
+        self.roles[role] = ModelRole(role, engine, loss, self.residency)
+        self.residency.add_model(role, Tenant(engine, spec.sharding.param_offload, spec.sharding.optimizer_offload))
+        return engine.mesh.dp_rank, engine.mesh.is_output_rank
+
+    def build_rollout(self, role: str, spec: RolloutSpec, source: str) -> tuple[int, bool]:
+        """The rollout role; ``source`` is the model role that gives it weights. Returns as build_model does: consecutive ranks
+        are one engine, however the model is sharded, and the first of them answers.
+        """
+        return self._add_rollout(role, spec, self._model(source).engine, source)
+
+    def build_rollout_apart(self, role: str, spec: RolloutSpec, meeting: Meeting) -> tuple[int, bool]:
+        """The same, with weights from other processes. No model is beside it: it does not sleep."""
+        spec = replace(spec, rollout=replace(spec.rollout, free_cache_engine=False))
+        channel = Channel.joined(meeting, self.info.rank, self.device, self._limit)
+        half = spec.rollout.update_weights_bucket_megabytes * 2**20 // 2  # the engine has another one in hand
+        receiver = Receiver(channel, meeting.adapter, half)
+        return self._add_rollout(role, spec, receiver, None, receiver.sync)
+
+    def _add_rollout(
+        self,
+        role: str,
+        spec: RolloutSpec,
+        weights: WeightSource,
+        source: str | None,
+        during: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> tuple[int, bool]:
+        self.residency.release_cached_memory()  # an engine sizes itself by what is free
+        with START(role):
+            rollout = make_rollout(spec, self.info)
+        self.residency.add_rollout(rollout, free_cache_engine=spec.rollout.free_cache_engine)
+        sync = WeightSync(rollout, weights, spec.rollout, self.info.rank)
+        self.roles[role] = RolloutRole(rollout, source, self.residency, sync, during, self._gc_time)
+        replica, rank_in_it = divmod(self.info.rank, rollout.tensor_parallel_size)
+        if spec.run_dir is not None and rank_in_it == 0:
+            rollout.progress = Progress(progress_file(spec.run_dir, replica))
+            self._opened.callback(rollout.progress.close)
+        return replica, rank_in_it == 0
+
+    def offer_weights(self, role: str, receivers: int) -> Meeting | None:
+        """From now on send_weights of this model role brings its weights to rollout engines in other processes, of so many ranks.
+        Returns where, from the first rank."""
+        model, channel, meeting = self._model(role), None, None
+        if self.info.rank == 0:
+            channel, port = Channel.offered(self.info.master_addr, receivers, self.device, self._limit)
+            meeting = Meeting(self.info.master_addr, port, receivers, model.engine.adapter_config)
+        model.sender = Sender(model.engine, channel)
+        return meeting
+
+    def _model(self, role: str) -> ModelRole:
+        model = self.roles[role]
+        assert isinstance(model, ModelRole)
+        return model
+
+    def run(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of a role."""
+        return getattr(self.roles[role], method)(*args, **kwargs)
+
+    def hash_files(self, directory: Path, names: Sequence[str]) -> dict[str, str]:
+        """{name: sha256} of this rank's part of the files: as many neighbours as any other rank's, or one less."""
+        start, end = (len(names) * rank // self.info.world_size for rank in (self.info.rank, self.info.rank + 1))
+        return hashes_of(directory, names[start:end])
+
+    def start_times(self) -> tuple[float, dict[str, float]]:
+        """See StartTimes.take."""
+        return START.take()
+
+    def doubtful_kernels(self) -> list[str]:
+        """With deterministic: those that have run so far and may not give the same bits again."""
+        return sorted(self._doubtful)
+
+    def memory(self) -> int:
+        """Bytes. CPU: resident, of this process and those that it started. CUDA: taken of this rank's device, by whomever."""
+        if self.device == "cuda":
+            free, total = torch.cuda.mem_get_info()
+            return total - free
+        process = psutil.Process()
+        return sum(one.memory_info().rss for one in (process, *process.children(recursive=True)))
+
+    def close(self) -> None:
+        """Leave the process group, so that the next group in this process can have one."""
+        for role in self.roles.values():
+            if isinstance(role, RolloutRole):
+                role.rollout.close()
+        self.roles.clear()
+        self.residency = Residency(self.device)
+        gc.collect()
+        dist.destroy_process_group()
+        self._opened.close()
+
+
+def interface_to(address: str) -> str | None:
+    """The network interface through which this machine reaches ``address``; None if no interface has the source address."""
+    family, kind, protocol, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]  # any port: nothing is sent
+    with socket.socket(family, kind, protocol) as trial:
+        trial.connect(target)
+        source = trial.getsockname()[0]
+    names = [name for name, found in psutil.net_if_addrs().items() if source in {one.address.split("%")[0] for one in found}]
+    return names[0] if names else None
+
+
+def meeting_point(info: WorkerInfo, limit: timedelta) -> dist.Store:
+    """Where the ranks find each other. torch alone would listen on every interface; rank 0 listens on its address only."""
+    listener = None
+    if info.rank == 0:
+        listener = socket.create_server((info.master_addr, info.master_port)).detach()
+    return dist.TCPStore(
+        info.master_addr,
+        info.master_port,
+        info.world_size,
+        is_master=info.rank == 0,
+        timeout=limit,
+        master_listen_fd=listener,
+    )

@@ -1,0 +1,167 @@
+"""Attention of the embedded engine: one token of each running row over the KV cache, and whole prompts beside them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from workers.engine.hf.packed_attention import PackedRows, packed_attention
+from workers.rollout.kv_cache import LANES, CacheShape, KVCache, round_up
+
+CACHED_ATTENTION = "tandem_cached"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """rows: how many read this chunk; start, stop: the positions they read in it."""
+
+    chunk: int
+    rows: int
+    start: int
+    stop: int
+
+
+class Attends(Protocol):
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> Tensor: ...
+
+
+class StepAttention:
+    """Attention in one forward over flat tokens: one token of each decoding row, then whole prompts, end to end.
+
+    Both go into the cache. Decoding rows attend to their row of the cache, prompts to themselves.
+    """
+
+    def __init__(self, cache: KVCache, lengths: np.ndarray, prompt_lengths: Sequence[int]) -> None:
+        """lengths: tokens the n decoding rows have in the cache so far; theirs are rows [0, n). prompt_lengths: of the
+        prompts, the longest first, which fill rows [n, n + prompts)."""
+        self.cache, self.lengths = cache, lengths
+        self.decoding = len(lengths)
+        self.prompts = PackedRows.of(prompt_lengths, cache.device) if prompt_lengths else None
+        prompt_rows = np.repeat(np.arange(len(prompt_lengths)) + self.decoding, prompt_lengths)
+        prompt_positions = [np.arange(length) for length in prompt_lengths]
+        self.positions = np.concatenate([lengths, *prompt_positions])
+        self.places = cache.places(np.concatenate([np.arange(self.decoding), prompt_rows]), self.positions)
+        chunks = cache.chunks_of(lengths + 1)
+        last_reader = np.maximum.accumulate(chunks[::-1])[::-1]
+        self.excess = int((last_reader - chunks).sum())
+        """Chunks that are read for rows which do not reach so far."""
+        longest = int(lengths.max(initial=-1)) + 1
+        self.spans = [
+            Span(chunk, int((last_reader > chunk).sum()), start, min(start + cache.chunk, round_up(longest, LANES)))
+            for chunk, start in enumerate(range(0, longest, cache.chunk))
+        ]
+        self._masks: dict[object, Tensor] = {}
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """query (1, heads, T, D), key and value (1, kv heads, T, D) -> (1, T, heads, D)."""
+        n, layer = self.decoding, module.layer_idx
+        assert isinstance(layer, int)
+        self.cache.write(layer, self.places, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        parts = []
+        if n:
+            parts.append(self._decode(layer, query[0, :, :n].transpose(0, 1), scaling, sliding_window)[None])
+        if self.prompts is not None:
+            query, key, value = query[:, :, n:], key[:, :, n:], value[:, :, n:]
+            kwargs |= {"packed_rows": self.prompts, "scaling": scaling, "sliding_window": sliding_window}
+            parts.append(packed_attention(module, query, key, value, attention_mask, **kwargs)[0])
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _decode(self, layer: int, query: Tensor, scaling: float | None, window: int | None) -> Tensor:
+        """query (n, heads, D) -> (n, heads, D). The heads that share a kv head are the rows of one matrix product."""
+        n, heads, head_dim = query.shape
+        kv_heads = self.cache.shape.kv_heads
+        keys, values = (pool[layer].flatten(1, 2) for pool in self.cache.pools)
+        query = (query * (head_dim**-0.5 if scaling is None else scaling)).reshape(n * kv_heads, heads // kv_heads, head_dim)
+        mask = self._mask(window)
+        scores = query.new_full((n, heads, mask.shape[-1]), -math.inf)
+        for span in self.spans:
+            rows, width = span.rows, span.stop - span.start
+            strips = keys[span.chunk, : rows * kv_heads, :width]
+            products = torch.bmm(query[: rows * kv_heads], strips.transpose(1, 2)).view(rows, heads, width)
+            columns = slice(span.start, span.stop)
+            torch.add(products, mask[:rows, :, columns], out=scores[:rows, :, columns])
+        probs = scores.softmax(-1, dtype=torch.float32).to(query.dtype).view(n * kv_heads, heads // kv_heads, -1)
+        first, *others = self.spans
+        out = torch.bmm(probs[:, :, : first.stop], values[0, : n * kv_heads, : first.stop])
+        for span in others:
+            strips = values[span.chunk, : span.rows * kv_heads, : span.stop - span.start]
+            part = probs[: span.rows * kv_heads, :, span.start : span.stop]
+            out[: span.rows * kv_heads].baddbmm_(part, strips)
+        return out.view(n, heads, -1)
+
+    def _mask(self, window: int | None) -> Tensor:
+        """0 where a decoding row may look, -inf elsewhere: (n, 1, columns)."""
+        if window not in self._masks:
+            column, last = np.arange(self.spans[-1].stop), self.lengths[:, None]
+            seen = (column <= last) if window is None else (column <= last) & (column > last - window)
+            mask = np.where(seen, np.float32(0), np.float32(-np.inf))[:, None]
+            self._masks[window] = torch.from_numpy(mask).to(self.cache.device, self.cache.dtype)
+        return self._masks[window]
+
+
+def cached_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    step: Attends,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers calls this in every attention layer, with the ``step`` that the forward was given."""
+    return step.attend(module, query, key, value, attention_mask, **kwargs), None
+
+
+class ShapeProbe:
+    """Finds the shapes of keys and values by a forward on the meta device, instead of from a config's many dialects."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[int, int, int]] = {}
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> Tensor:
+        assert isinstance(module.layer_idx, int)
+        self.layers[module.layer_idx] = (key.shape[1], key.shape[-1], value.shape[-1])
+        rows = PackedRows.of([query.shape[2]], query.device)
+        return packed_attention(module, query, key, value, attention_mask, packed_rows=rows, **kwargs)[0]
+
+
+def probe_cache_shape(model: PreTrainedModel) -> CacheShape:
+    """model: a causal LM on the meta device. Raises ValueError for attention that the cache cannot hold."""
+    probe = ShapeProbe()
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    experts = model.get_experts_implementation()
+    model.set_experts_implementation("batched_mm")  # the others have no meta device
+    model(input_ids=tokens, position_ids=tokens, use_cache=False, step=probe)
+    model.set_experts_implementation(experts)
+    shapes = set(probe.layers.values())
+    if len(shapes) != 1 or sorted(probe.layers) != list(range(len(probe.layers))):
+        raise ValueError(
+            f"the embedded engine needs like attention in every layer; here (heads, key, value) by layer: {probe.layers}"
+        )
+    return CacheShape(len(probe.layers), *shapes.pop())
+
+
+AttentionInterface.register(CACHED_ATTENTION, cached_attention)

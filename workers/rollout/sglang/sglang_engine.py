@@ -1,0 +1,408 @@
+"""SGLang beside the trainer: the first rank of a replica drives one engine for all its ranks; the same code on CUDA and on CPU.
+
+The engine lives in processes of its own (sglang_server.py), children of that rank's worker. It generates on its
+own time, not step by step. What CPU alone needs is in sglang_cpu.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
+from multiprocessing.reduction import ForkingPickler
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from workers.controller.actor import hold_port
+from workers.controller.group import WorkerInfo
+from workers.engine.hf.hf_model import DTYPES, empty_model, model_config, vocab_size
+from workers.rollout.base import Completion, EngineAsleep, Request, Rollout, RolloutSpec, check_requests
+from workers.rollout.cached_attention import CACHED_ATTENTION, probe_cache_shape
+from workers.rollout.sglang.sglang_client import Client, SharedBucket
+from workers.rollout.sync.buckets import buckets
+from workers.rollout.sync.expected_weights import ExpectedWeights
+from workers.rollout.sync.hf_names import FileNames
+from workers.rollout.verification import HeldWeight, Lines, cost_of_reading
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+    from workers.rollout.sglang.sglang_lora import AdapterInSGLang
+
+AHEAD = 2**25  # bytes that are filled on CPU while SGLang takes as many: of a larger bucket less would be
+NO_WEIGHTS = bytes(ForkingPickler.dumps([]))
+RESERVED = 8  # tokens of its context that SGLang keeps from prompts and answers (6 of them at 0.5.23)
+ENVIRONMENT = {
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by RESERVED; what requests may have is checked here
+    "SYNC_TOKEN_IDS_ACROSS_TP": "1",  # ranks of an engine go on with the same token, whatever they drew
+}
+
+
+@dataclass(slots=True)
+class Asked:
+    """A request that has not ended, and what has come of its answer. begun: SGLang is at it."""
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    begun: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.request.id}/"
+
+    def ended(self, reason: str, max_length: int) -> Literal["stop", "length", "abort"]:
+        """Why, when SGLang said ``reason``: one that is aborted at its last token has ended by itself."""
+        sampling = self.request.sampling
+        if reason == "stop" or (
+            self.token_ids[-1:] and self.token_ids[-1] in sampling.stop_token_ids and not sampling.ignore_eos
+        ):
+            return "stop"
+        return "length" if len(self.token_ids) == new_tokens(self.request, max_length) else "abort"
+
+
+class SGLangRollout(Rollout):
+    """On the other ranks of a replica there is no engine: they are told the same, answer nothing, and give their weights."""
+
+    takes_driver_memory = True
+
+    def __init__(self, spec: RolloutSpec, place: WorkerInfo) -> None:
+        self.tensor_parallel_size = spec.rollout.tensor_model_parallel_size
+        self.max_length = spec.max_model_len
+        self.dtype = DTYPES[spec.rollout.dtype]
+        allowed = spec.rollout.update_weights_bucket_megabytes * 2**20 // 2  # as many are gathered meanwhile
+        self.bucket_bytes = min(allowed, AHEAD) if spec.device == "cpu" else allowed
+        self.device = torch.device("cpu") if spec.device == "cpu" else torch.device("cuda", place.local_rank)
+        model = empty_model(spec.model, model_config(spec.model, "lm"), "lm", self.dtype).hf
+        self._file_names = FileNames(model)
+        self.expected = ExpectedWeights(dict(self.in_its_names(model.state_dict(keep_vars=True).items())))
+        self.vocab_size = vocab_size(spec.model)
+        self._shared = [SharedBucket(number, self.device, self.dtype) for number in range(2)]
+        self.adapter: AdapterInSGLang | None = None
+        if spec.rollout.lora_sync == "adapter" and spec.model.has_adapter:
+            from workers.rollout.sglang.sglang_lora import AdapterInSGLang  # loads peft
+
+            self.adapter = AdapterInSGLang(spec.model)
+            if spec.device == "cpu":
+                self.adapter.check_even(self.tensor_parallel_size)
+        self.keeps_weights = self.adapter is not None
+        self._base_there = False
+        self.engine: Client | None = None
+        self._cache_bytes = 0.0
+        self._wait_for_replica()
+        if place.rank % self.tensor_parallel_size == 0:
+            arguments, environment = engine_arguments(spec, place.local_rank), ENVIRONMENT
+            if self.adapter is not None:
+                arguments |= self.adapter.arguments(spec.device)
+            if spec.device == "cpu":
+                from workers.rollout.sglang import sglang_cpu
+
+                engines = place.world_size // self.tensor_parallel_size
+                arguments = sglang_cpu.completed(arguments, spec, token_bytes(spec, model), engines)
+                environment = ENVIRONMENT | sglang_cpu.environment(self.tensor_parallel_size)
+            with hold_port() as held:  # until the engine listens on it
+                self.engine = Client({"nccl_port": held.getsockname()[1], **arguments}, environment)
+            self._cache_bytes = float(self.engine.facts["max_total_num_tokens"] * token_bytes(spec, model))
+        self._asked: dict[int, Asked] = {}
+        self._ended: list[Completion] = []
+        self._counters = self._zeros()
+
+    # Requests
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Also raises ValueError for an id that is unfinished. On any error none of the requests is queued."""
+        unfinished = {*self._asked, *(completion.id for completion in self._ended)}
+        check_requests(requests, unfinished, max_length=self.max_length, vocab_size=self.vocab_size)
+        if self.engine is not None:
+            for request in requests:
+                self._asked[request.id] = Asked(request)
+                self._counters["prompt_tokens"] += len(request.prompt_ids)
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._asked) + len(self._ended)
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """All completions, in the order of the requests; none on ranks that have no engine."""
+        if self.engine is None:
+            self._check_awake()
+            self.submit(requests)
+            return []
+        return super().generate(requests)
+
+    def step(self) -> list[Completion]:
+        """What has ended since the last step; waits until something has. Raises FloatingPointError, naming a request, where
+        the model's logits are not finite."""
+        self._check_awake()
+        waiting = [asked for asked in self._asked.values() if not asked.begun]
+        if self.engine is not None and not self._ended and self._asked:
+            for asked in waiting:
+                asked.begun = True
+            begun = [(asked.name, prompt_of(asked), sampling_arguments(asked, self.max_length)) for asked in waiting]
+            self._take(self.engine.call("step", begun))
+            self._counters["decode_steps"] += 1
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _take(self, answers: list[tuple[str, list[int], list[float], str]]) -> None:
+        """Answers, or parts of them, that have come."""
+        for name, token_ids, log_probs, reason in answers:
+            asked = self._asked[int(name.removesuffix("/"))]
+            if not all(map(math.isfinite, log_probs)):
+                raise FloatingPointError(
+                    f"request {asked.request.id}: the model's logits are not finite (weights of version {self._version})"
+                )
+            asked.token_ids += token_ids
+            asked.log_probs += log_probs
+            asked.begun = False
+            if (why := asked.ended(reason, self.max_length)) != "abort":
+                self._ended.append(self._completion(asked, why))
+
+    def _completion(self, asked: Asked, why: Literal["stop", "length", "abort"]) -> Completion:
+        del self._asked[asked.request.id]
+        self._counters["response_tokens"] += len(asked.token_ids)
+        return Completion(asked.request.id, tuple(asked.token_ids), tuple(asked.log_probs), why, self._version)
+
+    def abort(self, ids: Sequence[int] | None = None) -> list[Completion]:
+        """In order of submission. An id that is not unfinished is passed over; an answer that had ended says how."""
+        self._recall(ids)
+        had_ended = {completion.id: completion for completion in self._ended if ids is None or completion.id in ids}
+        self._ended = [completion for completion in self._ended if completion.id not in had_ended]
+        parts = [
+            self._completion(asked, "abort") for asked in list(self._asked.values()) if ids is None or asked.request.id in ids
+        ]
+        return [*had_ended.values(), *parts]
+
+    def _recall(self, ids: Sequence[int] | None = None) -> None:
+        """SGLang is no longer at these (all, if None). What came of their answers is kept: they go on from there."""
+        begun = [asked.name for asked in self._asked.values() if asked.begun and (ids is None or asked.request.id in ids)]
+        if self.engine is not None and begun:
+            self._take(self.engine.call("abort", begun))
+
+    # Weights and memory
+
+    def in_its_names(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        return self._file_names.split(weights)
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """Raises ValueError, naming weights that are missing, unexpected or of another shape; the engine then has none. Raises
+        RuntimeError with SGLang's words where it does not take them.
+
+        They go over a bucket at a time, cast to the engine's dtype, the next one being filled while SGLang takes one and cuts
+        out each rank's part. Running answers wait for the new weights: what they have is kept, and computed anew.
+        """
+        self._check_takes_weights("load_weights")
+        self._recall()
+        self._weights_there = self._base_there = False
+        came: dict[str, torch.Size] = {}
+        if self.engine is None:
+            for _ in self.expected.fitting(weights, came):
+                pass
+        else:
+            self.engine.begin("begin_update")
+            self.engine.begin("update", [NO_WEIGHTS] * self.tensor_parallel_size)  # or SGLang says why it takes none
+            fitting, shared = self.expected.fitting(weights, came), cycle(self._shared)
+            for named in buckets(fitting, lambda item: item[1].numel() * self.dtype.itemsize, self.bucket_bytes):
+                self.engine.wait_for_ranks(left=1)  # the bucket before the last one has been taken: it is filled now
+                bucket = next(shared)
+                filled = [(name, tuple(view.shape), view.storage_offset()) for name, view in bucket.views(named)]
+                named.clear()
+                self.engine.wait()
+                self.engine.begin_on_ranks("load", *bucket.handle(), filled)
+            self.engine.wait_for_ranks()
+            self.engine.begin("end_update")
+            self.engine.call("flush")
+            self._let_go()
+        self.expected.check(came)
+        self._base_there, self._weights_there, self._version = True, self.adapter is None, version
+
+    def load_adapter(self, config: LoraConfig, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """Raises ValueError, naming weights that are missing, unexpected or of another shape, RuntimeError with SGLang's words
+        where it does not take them, and EngineAsleep if it has no weights that the adapter could be beside. The engine then has
+        none.
+
+        It goes over at once; SGLang keeps its memory until the next comes.
+        """
+        self._check_takes_weights("load_adapter")
+        assert self.adapter is not None, "lora_sync=adapter alone"
+        self._recall()
+        self._weights_there = False
+        came: dict[str, torch.Size] = {}
+        named = list(self.adapter.expected.fitting(weights, came))
+        self.adapter.expected.check(came)
+        if not self._base_there:
+            raise EngineAsleep("load_adapter: the engine has no weights that it could be beside; call load_weights")
+        if self.engine is not None:
+            memory = SharedBucket(len(self._shared), torch.device("cpu"), self.dtype)
+            views = memory.views(self.adapter.complete(named))
+            filled = [(name, tuple(view.shape), view.storage_offset()) for name, view in views]
+            name = self.engine.call("load_adapter", self.adapter.in_words(config), memory.handle()[1], filled)
+            self.engine.begin_on_ranks("take_adapter", name, self.adapter.places)
+            self.engine.wait_for_ranks()
+            self.engine.call("flush")
+        self._weights_there, self._version = True, version
+
+    def held_weights(self, *, exact: bool) -> Sequence[HeldWeight]:
+        """On ranks that have no engine nothing can be read."""
+        return self._held(self.expected)
+
+    def held_adapter(self) -> Sequence[HeldWeight]:
+        assert self.adapter is not None, "lora_sync=adapter alone"
+        return self._held(self.adapter.expected)
+
+    def _held(self, expected: ExpectedWeights) -> list[HeldWeight]:
+        shapes = expected.shapes
+        return [WeightInSGLang(name, () if self.engine is None else shape, self.dtype) for name, shape in shapes.items()]
+
+    def read_held(self, lines: Sequence[Lines]) -> list[list[Tensor]]:
+        wanted = [(chosen.held, chosen.start, chosen.stop) for chosen in lines]
+        return [[values] for values in self.read_weights(wanted)]
+
+    def read_weights(self, wanted: Sequence[tuple[Any, int, int]]) -> list[Tensor]:
+        """wanted: (WeightInSGLang, start, stop). Numbers [start, stop) of the trainer's flattened tensor, as SGLang computes with
+        them, in the engine's dtype.
+
+        Every rank of the engine says what it has. NaN: none has it, or ranks have not the same. Raises RuntimeError with
+        the traceback from SGLang's process.
+        """
+        if self.engine is None or not wanted:
+            return []
+        sizes, ranks = [stop - start for _, start, stop in wanted], self.engine.ranks
+        copies = self._shared[0].room(len(ranks) * sum(sizes)).view(len(ranks), -1)
+        handle, which = self._shared[0].handle(), [(held.names[0], held.shape, start, stop) for held, start, stop in wanted]
+        for rank, copy in zip(ranks, copies, strict=True):
+            rank.begin("read", *handle, which, copy.storage_offset())
+        self.engine.wait_for_ranks()
+        self._let_go()
+        return list(agreed(copies).split(sizes))
+
+    def _let_go(self) -> None:
+        for bucket in self._shared:
+            bucket.let_go()
+
+    def sleep(self) -> None:
+        """Unfinished requests stay, and go on where they are once the engine works again. On CPU SGLang gives nothing back."""
+        self._recall()
+        awake = {"weights": self._weights_awake, "kv_cache": self._cache_awake}
+        if self.engine is not None and any(awake.values()):
+            self.engine.call("release", [tag for tag, is_awake in awake.items() if is_awake])
+        self._weights_awake = self._weights_there = self._cache_awake = False
+
+    def wake(self, *, weights: bool, kv_cache: bool) -> None:
+        wanted = {"weights": weights and not self._weights_awake, "kv_cache": kv_cache and not self._cache_awake}
+        if any(wanted.values()):
+            self._wait_for_replica()
+        if self.engine is not None and any(wanted.values()):
+            self.engine.call("resume", [tag for tag, is_wanted in wanted.items() if is_wanted])
+        self._weights_awake |= weights
+        self._cache_awake |= kv_cache
+
+    def _wait_for_replica(self) -> None:
+        """The engine's processes take memory of every rank's device: all ranks have released theirs when this returns."""
+        if self.tensor_parallel_size > 1 and self.device.type == "cuda":
+            dist.all_reduce(torch.zeros(1))  # on CPU: a barrier of nccl's would itself take memory
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+
+    def stats(self) -> dict[str, float]:
+        """decode_steps: how often answers were waited for; SGLang's own steps it does not tell. cache_bytes: what the KV cache
+        takes while it is awake; a prompt counts for each request that has it."""
+        counters, self._counters = self._counters, self._zeros()
+        return counters
+
+    def _zeros(self) -> dict[str, float]:
+        return {"prompt_tokens": 0.0, "response_tokens": 0.0, "decode_steps": 0.0, "cache_bytes": self._cache_bytes}
+
+
+class WeightInSGLang(HeldWeight):
+    """A tensor under the trainer's name, wherever SGLang has its numbers. A line is a number. Read by read_weights."""
+
+    def __init__(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self.names, self.lines, self.line_bytes = (name,), math.prod(shape) if shape else 0, dtype.itemsize
+        self.cost = cost_of_reading(self.line_bytes, self.lines)
+        self.shape, self._dtype = tuple(shape), dtype
+
+    def expected(self, part: int, tensor: Tensor, start: int, stop: int) -> tuple[Tensor, float]:
+        return tensor.detach().flatten()[start:stop].to(self._dtype, copy=True), 0.0
+
+    def read(self, start: int, stop: int) -> list[Tensor]:
+        raise AssertionError("SGLang is asked for all weights at once: read_held")
+
+
+def agreed(copies: Tensor) -> Tensor:
+    """copies (ranks, n), NaN where a rank has none. What those say that have one, (n,); NaN where none has, or they differ.
+
+    Of one rank, a view.
+    """
+    if len(copies) == 1:
+        return copies[0]
+    low = copies.nan_to_num(torch.inf, torch.inf, -torch.inf).amin(0)
+    return torch.where(low == copies.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(0), low, torch.nan)
+
+
+def engine_arguments(spec: RolloutSpec, first_gpu: int) -> dict[str, Any]:
+    """Our keys as arguments of SGLang's ServerArgs."""
+    rollout = spec.rollout
+    return {
+        "model_path": spec.model.path,
+        "trust_remote_code": spec.model.trust_remote_code,
+        "json_model_override_args": json.dumps(spec.model.override_config),
+        "context_length": spec.max_model_len + RESERVED,
+        "tp_size": rollout.tensor_model_parallel_size,
+        "mem_fraction_static": rollout.gpu_memory_utilization,
+        "max_running_requests": rollout.max_num_seqs,
+        "max_prefill_tokens": rollout.max_num_batched_tokens,
+        "chunked_prefill_size": rollout.max_num_batched_tokens if rollout.enable_chunked_prefill else -1,
+        "disable_cuda_graph": rollout.enforce_eager,
+        "cuda_graph_bs_decode": rollout.cudagraph_capture_sizes,
+        "disable_radix_cache": not rollout.enable_prefix_caching,
+        "dtype": rollout.dtype,
+        "load_format": rollout.load_format,
+        "random_seed": rollout.seed,
+        "enable_memory_saver": spec.device == "cuda",
+        "skip_tokenizer_init": True,
+        "sleep_on_idle": True,
+        "base_gpu_id": first_gpu,
+        "log_level": "error",
+        **rollout.engine_kwargs.sglang,
+    }
+
+
+def token_bytes(spec: RolloutSpec, model: PreTrainedModel) -> int:
+    """Of a token's keys and values, over all ranks of an engine. model: on the meta device."""
+    model.set_attn_implementation(CACHED_ATTENTION)
+    shape = probe_cache_shape(model)
+    heads = max(shape.kv_heads, spec.rollout.tensor_model_parallel_size)  # fewer heads than ranks: each rank has one
+    return shape.layers * heads * (shape.key_dim + shape.value_dim) * DTYPES[spec.rollout.dtype].itemsize
+
+
+def sampling_arguments(asked: Asked, max_length: int) -> dict[str, Any]:
+    """The sampling of what is left of an answer, as SGLang's SamplingParams. max_length: prompt and response together, tokens."""
+    sampling = asked.request.sampling
+    return {
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k or -1,
+        "top_p": sampling.top_p,
+        "max_new_tokens": new_tokens(asked.request, max_length) - len(asked.token_ids),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": sampling.ignore_eos,
+        "sampling_seed": asked.request.seed,
+    }
+
+
+def new_tokens(request: Request, max_length: int) -> int:
+    """How many an answer may have."""
+    return min(request.sampling.max_tokens, max_length - len(request.prompt_ids))
+
+
+def prompt_of(asked: Asked) -> list[int]:
+    """What an answer goes on from."""
+    return [*asked.request.prompt_ids, *asked.token_ids]

@@ -1,0 +1,112 @@
+"""A LoRA adapter as SGLang takes it: of linear layers that it has as one, all or none, and of those it has known ones alone."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from configs.schema.common import ModelConfig
+from workers.engine.fsdp import lora
+from workers.engine.hf.hf_model import empty_model, model_config
+from workers.rollout.sglang.sglang_scheduler import AdapterPlace
+from workers.rollout.sync.expected_weights import ExpectedWeights
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "o_proj": ("o_proj",),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "down_proj": ("down_proj",),
+}
+"""SGLang's linear layers, and which of transformers' they are, in this order."""
+PADDED_TO = 32
+"""A rank's part of the MLP, on CPU."""
+LAYER_OF = {leaf: layer for layer, leaves in FUSED.items() for leaf in leaves}
+TAKEN = re.compile(rf"{re.escape(lora.PREFIX)}(.+\.layers\.\d+\.(?:self_attn|mlp))\.({'|'.join(LAYER_OF)})\.lora_[AB]\.weight")
+
+
+class AdapterInSGLang:
+    """expected: what comes from the trainer, under peft's names for files; places: where SGLang has it.
+
+    zeros: what SGLang wants besides. To it, an adapter of q_proj alone is one of k_proj and v_proj too, that changes nothing.
+    """
+
+    def __init__(self, model: ModelConfig) -> None:
+        """Raises ValueError for modules on which SGLang takes none."""
+        packed = empty_model(model, model_config(model, "lm"), "lm", torch.float32)
+        self.rank = lora.inject(packed, model, trained=False, seed=0).r
+        self.expected = ExpectedWeights(lora.Adapter(packed).own)
+        self.zeros: dict[str, tuple[int, int]] = {}
+        self.places: dict[str, AdapterPlace] = {}
+        self.sizes = packed.hf.config.get_text_config()
+        places = dict.fromkeys(map(block_and_layer, self.expected.shapes))
+        self.layers = {layer for _, layer in places}
+        self.modules = sorted(leaf for layer in self.layers for leaf in FUSED[layer])
+        for path, layer in places:
+            self._place(packed.hf.get_submodule(path), path, layer)
+
+    def _place(self, block: nn.Module, path: str, layer: str) -> None:
+        linear = [cast(nn.Linear, block.get_submodule(leaf)) for leaf in FUSED[layer]]
+        stacks = {
+            "A": [(self.rank, one.in_features) for one in linear],
+            "B": [(one.out_features, self.rank) for one in linear],
+        }
+        for side, shapes in stacks.items():
+            for part, leaf in enumerate(FUSED[layer]):
+                name = f"{lora.PREFIX}{path}.{leaf}.lora_{side}.weight"
+                if name in self.expected.shapes:
+                    self.places[name] = AdapterPlace(f"{path}.{layer}", side, tuple(shapes), part)
+                else:
+                    self.zeros[name] = shapes[part]
+
+    def check_even(self, ranks: int) -> None:
+        """On CPU SGLang makes layers larger that its ranks could not share, but not an adapter of them. Raises ValueError."""
+        attention, mlp, config = {"qkv_proj", "o_proj"}, {"gate_up_proj", "down_proj"}, self.sizes
+        for layers, key, size, step in (
+            (attention, "num_attention_heads", config.num_attention_heads, ranks),
+            (attention, "num_key_value_heads", config.num_key_value_heads, ranks),
+            (mlp, "intermediate_size", config.intermediate_size, PADDED_TO * ranks),
+        ):
+            if size % step and not layers.isdisjoint(self.layers):
+                raise ValueError(
+                    f"actor_rollout_ref.rollout.lora_sync=adapter: on CPU, with tensor_model_parallel_size={ranks}, SGLang takes "
+                    f"an adapter of {' and '.join(sorted(layers))} if {key} is a multiple of {step}, and it is {size}; set "
+                    "lora_sync=merged"
+                )
+
+    def arguments(self, device: str) -> dict[str, Any]:
+        """Of SGLang's ServerArgs. There is room for two: one is none, which SGLang starts with. While it sleeps, the host has the
+        base."""
+        return {
+            "enable_weights_cpu_backup": device == "cuda",
+            "enable_lora": True,
+            "max_lora_rank": self.rank,
+            "lora_target_modules": self.modules,
+            "max_loras_per_batch": 2,
+            "lora_strict_loading": True,
+        }
+
+    def complete(self, named: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        return [*named, *((name, torch.zeros(shape)) for name, shape in self.zeros.items())]
+
+    def in_words(self, config: LoraConfig) -> dict[str, Any]:
+        """peft's configuration as SGLang reads it, which takes lora_alpha / r for the scaling, whatever ``use_rslora`` says."""
+        scaling = config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
+        return {"peft_type": "LORA", "r": config.r, "lora_alpha": scaling * config.r, "target_modules": self.modules}
+
+
+def block_and_layer(name: str) -> tuple[str, str]:
+    """What a weight of the adapter is in: a block of the model, and there a linear layer of SGLang's. Raises ValueError."""
+    match = TAKEN.fullmatch(name)
+    if match is None:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.lora_sync=adapter: SGLang takes {', '.join(LAYER_OF)} of an adapter, and not "
+            f"{name.removeprefix(lora.PREFIX)}; set lora_sync=merged, which brings any, or choose other model.target_modules"
+        )
+    return match[1], LAYER_OF[match[2]]
