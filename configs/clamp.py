@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 from configs.schema.common import MegatronConfig, ShardedConfig
 from configs.schema.generation import GenerationConfig
 from configs.schema.ppo import PPOConfig
-from configs.schema.reward_model import RewardModelConfig
-from configs.schema.sft import SFTConfig
+from configs.schema.supervised import RewardModelConfig, SFTConfig
 from configs.validation.megatron import CUT
 
 Config = TypeVar("Config")

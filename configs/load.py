@@ -21,7 +21,7 @@ from configs.base.keys import ConfigError, Keys, bare_type, did_you_mean, filled
 from configs.clamp import within_bounds
 from configs.compat.translate import compat
 from configs.schema.ppo import PPOConfig
-from configs.schema.sft import SFTConfig
+from configs.schema.supervised import SFTConfig
 
 Config = TypeVar("Config")
 TOO_MANY_MISSING = 10

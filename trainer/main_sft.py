@@ -1,6 +1,6 @@
 """python -m trainer.main_sft: supervised fine-tuning on answers and on conversations."""
 
-from configs.schema.sft import SFTConfig
+from configs.schema.supervised import SFTConfig
 from configs.validation.supervised import check_sft
 from trainer.cli.preflight import sft_inputs
 from trainer.cli.program import Program

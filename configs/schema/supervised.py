@@ -1,4 +1,6 @@
-"""Schema shared by the supervised programs, `trainer.main_sft` and `trainer.main_reward_model`."""
+"""Schema of `trainer.main_sft` and `trainer.main_reward_model`. Defaults are in configs/{sft,reward_model}_trainer.yaml; a test
+compares the keys.
+"""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -6,6 +8,7 @@ from typing import Any, Literal
 from configs.schema.alarms import SFTAlarmsConfig
 from configs.schema.common import (
     Frequency,
+    NonNegativeFloat,
     OptimConfig,
     Positive,
     PositiveFloat,
@@ -55,3 +58,35 @@ class SupervisedConfig:
     trainer: SupervisedTrainerConfig
     timeouts: TrainingTimeoutsConfig
     ray_kwargs: RayConfig
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class SFTDataConfig(SupervisedDataConfig):
+    # If set, prompt_key and response_key are not used.
+    messages_key: str | None
+    prompt_key: str
+    response_key: str
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class SFTConfig(SupervisedConfig):
+    data: SFTDataConfig
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class PreferenceDataConfig(SupervisedDataConfig):
+    prompt_key: str | None
+    chosen_key: str
+    rejected_key: str
+    margin_key: str | None
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class PairLossConfig:
+    center_rewards_coefficient: NonNegativeFloat
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class RewardModelConfig(SupervisedConfig):
+    data: PreferenceDataConfig
+    loss: PairLossConfig

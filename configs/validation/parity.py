@@ -7,8 +7,8 @@ from configs.base.keys import ConfigError, did_you_mean
 from configs.schema.parity import ParityConfig
 from configs.schema.ppo import RolloutEngineConfig
 from configs.validation.batches import longest_in_words
-from configs.validation.lora import lora_problems, lora_sync_problems
 from configs.validation.megatron import megatron_notes, megatron_problems
+from configs.validation.model import lora_problems, lora_sync_problems
 from configs.validation.parallel import parallel_notes, parallel_problems
 from configs.validation.programs import ROLLOUT, engine_notes, engine_problems, worker_problems
 

@@ -17,14 +17,19 @@ from configs.schema.generation import GenerationConfig
 from configs.schema.ppo import PPOConfig, RemoteScoringConfig, ReplayConfig, RewardConfig, ScoringConfig, TrainerConfig
 from configs.schema.serve_reward import ServeRewardConfig
 from configs.schema.supervised import SupervisedTrainerConfig
-from configs.validation.activations import activation_problems
-from configs.validation.alarms import alarm_problems
 from configs.validation.batches import batch_problems, length_problems, roles_of, room_problems, wants_ref
-from configs.validation.lora import lora_notes, lora_problems, lora_sync_notes, lora_sync_problems, reference_notes
 from configs.validation.megatron import megatron_notes, repeat_problems
+from configs.validation.model import (
+    activation_problems,
+    lora_notes,
+    lora_problems,
+    lora_sync_notes,
+    lora_sync_problems,
+    precision_problems,
+    reference_notes,
+)
 from configs.validation.parallel import parallel_notes
 from configs.validation.placement import placement_notes, placement_of, placement_problems, pool_problems
-from configs.validation.precision import precision_problems
 from configs.validation.reward import (
     filter_notes,
     generation_problems,
@@ -35,7 +40,7 @@ from configs.validation.reward import (
 )
 from configs.validation.rollout import ROLLOUT, determinism_problems, engine_notes, engine_problems, workers_in_words, world_size
 from configs.validation.servers import judge_engine_problems, remote_notes, remote_problems, server_problems
-from configs.validation.stability import stability_notes, stability_problems
+from configs.validation.stability import alarm_problems, stability_notes, stability_problems
 
 GROUP_ESTIMATORS = (
     "grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "gdpo", "optimal_token_baseline"

@@ -4,17 +4,13 @@ from collections.abc import Collection, Iterator
 
 from configs.base.keys import ConfigError
 from configs.schema.common import is_ever
-from configs.schema.reward_model import RewardModelConfig
-from configs.schema.sft import SFTConfig
-from configs.schema.supervised import SupervisedConfig
-from configs.validation.activations import activation_problems
-from configs.validation.alarms import sft_alarm_problems
+from configs.schema.supervised import RewardModelConfig, SFTConfig, SupervisedConfig
 from configs.validation.batches import Cut, shares_in_words
-from configs.validation.lora import lora_notes, lora_problems
 from configs.validation.megatron import megatron_notes, megatron_problems, repeat_problems
+from configs.validation.model import activation_problems, lora_notes, lora_problems, precision_problems
 from configs.validation.parallel import data_parallel_size, parallel_notes, parallel_problems
-from configs.validation.precision import precision_problems
 from configs.validation.programs import run_notes, run_problems
+from configs.validation.stability import sft_alarm_problems
 
 
 def check_sft(config: SFTConfig, typed: Collection[str]) -> list[str]:

@@ -12,7 +12,7 @@ from configs.base.keys import ConfigError
 from configs.compose import compose
 from configs.schema.common import MegatronConfig
 from configs.schema.ppo import PPOConfig
-from configs.schema.sft import SFTConfig
+from configs.schema.supervised import SFTConfig
 
 VERL_MEGATRON = Path(__file__).with_name("verl_megatron.tsv")
 

@@ -13,7 +13,7 @@ from configs.base.keys import CONFIG_DIR, ConfigError, described
 from configs.compose import compose, run_jobs
 from configs.load import load
 from configs.schema.ppo import PPOConfig
-from configs.schema.sft import SFTConfig
+from configs.schema.supervised import SFTConfig
 from configs.sweeps.sweep_points import Point
 
 

@@ -10,7 +10,7 @@ from configs.base.keys import ConfigError
 from configs.compose import compose
 from configs.load import load_ppo, load_sft
 from configs.schema.ppo import PPOConfig
-from configs.schema.sft import SFTConfig
+from configs.schema.supervised import SFTConfig
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,8 @@ from configs.schema.export import ExportConfig
 from configs.schema.generation import GenerationConfig
 from configs.schema.parity import ParityConfig
 from configs.schema.ppo import PPOConfig
-from configs.schema.reward_model import RewardModelConfig
 from configs.schema.serve_reward import ServeRewardConfig
-from configs.schema.sft import SFTConfig
+from configs.schema.supervised import RewardModelConfig, SFTConfig
 
 PROGRAMS = [
     ("ppo_trainer", PPOConfig),

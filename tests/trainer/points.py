@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from configs.schema.sft import SFTConfig
+from configs.schema.supervised import SFTConfig
 from trainer.cli.program import Program, Stopped
 from trainer.run.run_dir import CONFIG, METRICS, json_line, redact, write_atomic
 from trainer.run.run_status import write_outcome

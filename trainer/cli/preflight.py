@@ -11,8 +11,7 @@ from configs.reward_sources import wants_truth
 from configs.schema.common import RunConfig, TokenizedModelConfig, is_ever
 from configs.schema.generation import GenerationConfig
 from configs.schema.ppo import ModelScoringConfig, PPOConfig, PromptConfig, RemoteScoringConfig
-from configs.schema.reward_model import RewardModelConfig
-from configs.schema.sft import SFTConfig
+from configs.schema.supervised import RewardModelConfig, SFTConfig
 from trainer.algorithms.known import estimator_needs
 from trainer.rewards.rules.reward_registry import check_data_sources, scores_by_source, with_own_function
 from trainer.run.user_code import check_source

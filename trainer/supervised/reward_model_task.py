@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema.common import ModelConfig
-from configs.schema.reward_model import RewardModelConfig
+from configs.schema.supervised import RewardModelConfig
 from trainer.algorithms.losses.preference_losses import accuracy, calibration_error, pair_losses
 from trainer.cluster.remote import RemoteModel
 from trainer.data.preference_dataset import PreferenceDataset

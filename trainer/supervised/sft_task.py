@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from configs.schema.common import ModelConfig, is_ever
-from configs.schema.sft import SFTConfig
+from configs.schema.supervised import SFTConfig
 from trainer.algorithms.weights import token_weights
 from trainer.cluster.remote import RemoteModel
 from trainer.data.sft_dataset import SFTDataset

@@ -8,8 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from configs.base.locks import locked
-from configs.schema.reward_model import RewardModelConfig
-from configs.schema.sft import SFTConfig
+from configs.schema.supervised import RewardModelConfig, SFTConfig
 from configs.validation.programs import world_size
 from trainer.checkpoint.manifest import check_weights
 from trainer.checkpoint.resume import check_config

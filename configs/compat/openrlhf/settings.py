@@ -10,8 +10,7 @@ import yaml
 from configs.base.keys import CONFIG_DIR, ConfigError, bare_type, keys_of
 from configs.schema.generation import GenerationConfig
 from configs.schema.ppo import PPOConfig
-from configs.schema.reward_model import RewardModelConfig
-from configs.schema.sft import SFTConfig
+from configs.schema.supervised import RewardModelConfig, SFTConfig
 
 SCHEMAS: Mapping[str, type] = {
     "ppo_trainer": PPOConfig,

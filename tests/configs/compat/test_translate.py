@@ -22,8 +22,7 @@ from configs.schema.export import ExportConfig
 from configs.schema.generation import GenerationConfig
 from configs.schema.parity import ParityConfig
 from configs.schema.ppo import PPOConfig
-from configs.schema.reward_model import RewardModelConfig
-from configs.schema.sft import SFTConfig
+from configs.schema.supervised import RewardModelConfig, SFTConfig
 from configs.validation.rollout import TAKEN_SGLANG_ARGUMENTS, TAKEN_VLLM_ARGUMENTS
 from trainer import main_sft
 

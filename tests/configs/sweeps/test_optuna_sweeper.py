@@ -18,7 +18,7 @@ from configs.argv import normalise
 from configs.base.keys import ConfigError
 from configs.compose import run_jobs
 from configs.load import load
-from configs.schema.sft import SFTConfig
+from configs.schema.supervised import SFTConfig
 from configs.sweeps.optuna_sweeper import JOURNAL, OptunaSweeper, distribution
 from configs.sweeps.sweep_points import INTERRUPTED, Point, Value
 

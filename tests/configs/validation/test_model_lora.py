@@ -7,7 +7,7 @@ from configs.compose import compose
 from configs.schema.generation import GenerationConfig
 from configs.schema.parity import ParityConfig
 from configs.schema.ppo import PPOConfig
-from configs.schema.sft import SFTConfig
+from configs.schema.supervised import SFTConfig
 from configs.validation.parity import check_parity
 from configs.validation.programs import check_generation, check_ppo
 from configs.validation.supervised import check_sft

@@ -3,8 +3,7 @@ import pytest
 from configs.base.keys import ConfigError
 from configs.compose import compose
 from configs.schema.ppo import PPOConfig
-from configs.schema.reward_model import RewardModelConfig
-from configs.schema.sft import SFTConfig
+from configs.schema.supervised import RewardModelConfig, SFTConfig
 from trainer import main_ppo, main_reward_model, main_sft
 
 ACTOR, REF, CRITIC, JUDGE = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward.reward_model"

@@ -6,7 +6,7 @@ from configs.base.keys import ConfigError
 from configs.compose import compose
 from configs.schema.generation import GenerationConfig
 from configs.schema.ppo import PPOConfig
-from configs.schema.sft import SFTConfig
+from configs.schema.supervised import SFTConfig
 from configs.validation.programs import check_generation, check_ppo
 from configs.validation.supervised import check_sft
 

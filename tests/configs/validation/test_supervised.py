@@ -2,7 +2,7 @@
 
 from configs.base.keys import ConfigError
 from configs.compose import compose
-from configs.schema.reward_model import RewardModelConfig
+from configs.schema.supervised import RewardModelConfig
 from configs.validation.supervised import check_reward_model
 from tests.configs.validation.test_programs import TOO_SMALL, WORKERS, sft_lines
 

@@ -11,8 +11,7 @@ import yaml
 
 from configs.compose import compose
 from configs.schema.ppo import PPOConfig
-from configs.schema.reward_model import RewardModelConfig
-from configs.schema.sft import SFTConfig
+from configs.schema.supervised import RewardModelConfig, SFTConfig
 from tests.trainer.checkpoints import CONFIG, is_whole, names, save
 from trainer.checkpoint import manifest
 from trainer.checkpoint.manifest import Checkpoint, Damaged

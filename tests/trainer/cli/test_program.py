@@ -11,7 +11,7 @@ import pytest
 import trainer
 from configs.argv import groups_of
 from configs.base.keys import CONFIG_DIR, described
-from configs.schema.sft import SFTConfig
+from configs.schema.supervised import SFTConfig
 from tests.broken import PROGRAMS
 from trainer.cli.program import Found, NotSaved, Program, Stopped, wrapped
 from trainer.run.run_dir import GLOBAL_STEP, LATEST, METRICS, json_line, write_config

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from configs.argv import normalise
 from configs.schema.ppo import PPOConfig
-from configs.schema.sft import SFTConfig
+from configs.schema.supervised import SFTConfig
 from configs.sweeps.sweep_points import INTERRUPTED, Point, Result, read_results, write_result
 from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
 from trainer import main_ppo

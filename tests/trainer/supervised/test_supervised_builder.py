@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from configs.compose import compose
-from configs.schema.sft import SFTConfig
+from configs.schema.supervised import SFTConfig
 from tests.tiny import save_tiny_model
 from trainer.supervised import supervised_builder
 

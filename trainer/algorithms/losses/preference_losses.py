@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from configs.schema.reward_model import PairLossConfig
+from configs.schema.supervised import PairLossConfig
 from workers.batch import Batch
 from workers.metric import Metric, Metrics
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from configs.schema.reward_model import PairLossConfig
+from configs.schema.supervised import PairLossConfig
 from trainer.algorithms.losses.preference_losses import (
     CHOSEN,
     REJECTED,

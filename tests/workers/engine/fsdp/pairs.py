@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from configs.schema.reward_model import PairLossConfig
+from configs.schema.supervised import PairLossConfig
 from tests.workers.engine.toy import toy_batch
 from trainer.algorithms.losses.preference_losses import CHOSEN, REJECTED, BradleyTerryLoss
 from workers.batch import Batch
