@@ -8,11 +8,10 @@ import os
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
-from configs.schema.common import MegatronConfig, ShardedConfig
+from configs.schema.common import CUT, MegatronConfig, ShardedConfig
 from configs.schema.generation import GenerationConfig
 from configs.schema.ppo import PPOConfig
 from configs.schema.supervised import RewardModelConfig, SFTConfig
-from configs.validation.megatron import CUT
 
 Config = TypeVar("Config")
 Run = TypeVar("Run", bound=PPOConfig | GenerationConfig)

@@ -250,7 +250,7 @@ def shared_memory(process: psutil.Process) -> list[str]:
 def main(kill: str, notes: str, *arguments: str) -> int:
     from trainer import main_ppo
     from trainer.ppo.loop import Loop
-    from trainer.tracking.metrics import Phases
+    from trainer.run.timing import Phases
     from workers.engine.hf import checkpoint
 
     wish = json.loads(kill)

@@ -1,24 +1,8 @@
 """python -m trainer.main_ppo: reinforcement learning with PPO, GRPO and their kin."""
 
-from collections.abc import Collection
-
 from configs.schema.ppo import PPOConfig
-from configs.validation.programs import check_ppo
-from trainer.algorithms.correction_rules import rejection_rules, weight_bounds
-from trainer.algorithms.known import check_policy_loss, estimator_needs
-from trainer.cli.preflight import ppo_inputs
+from trainer.cli.preflight import check_ppo_config, ppo_inputs
 from trainer.cli.program import Program
-
-
-def check(config: PPOConfig, typed: Collection[str]) -> list[str]:
-    from trainer.rewards.rules.reward_registry import with_own_function
-
-    algorithm = config.algorithm
-    check_policy_loss(config.actor_rollout_ref.actor.policy_loss.loss_mode)
-    weight_bounds(algorithm.rollout_correction.rollout_is_threshold)
-    rejection_rules(algorithm.rollout_correction)
-    with_own_function(config.reward)
-    return check_ppo(config, typed, needs_values="values" in estimator_needs(algorithm.adv_estimator))
 
 
 def run(config: PPOConfig, notices: list[str]) -> None:
@@ -63,7 +47,7 @@ PROGRAM = Program(
         "algorithm=grpo actor_rollout_ref.rollout.n=8 actor_rollout_ref.model.path=Qwen/Qwen3-0.6B trainer.n_gpus_per_node=4",
         "--multirun recipe=quickstart actor_rollout_ref.actor.optim.lr=1e-4,3e-4",
     ),
-    check=check,
+    check=check_ppo_config,
     run=run,
     inputs=ppo_inputs,
     plan=plan,

@@ -93,6 +93,15 @@ class FSDPConfig:
     ulysses_sequence_parallel_size: Positive
 
 
+CUT = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+)
+"""Parallel sizes of Megatron that roles on the same GPUs share."""
+
+
 @dataclass(slots=True, kw_only=True, frozen=True)
 class MegatronConfig:
     tensor_model_parallel_size: Positive

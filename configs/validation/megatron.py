@@ -6,15 +6,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from configs.base.keys import did_you_mean
-from configs.schema.common import MegatronConfig, RunConfig, ShardedConfig
+from configs.schema.common import CUT, MegatronConfig, RunConfig, ShardedConfig
 from configs.validation.rollout import Workers, workers_in_words, world_size
 
-CUT = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-)
 # Fields of megatron-core's TransformerConfig that the engine's layers use and that no other key sets.
 SUPPORTED = (
     "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules",

@@ -37,7 +37,7 @@ from data_preprocess import tiny_model
 from data_preprocess.writer import rl_row, write
 from scripts.bench.dummies import CLOCK, Dummies
 from trainer import main_ppo
-from trainer.tracking.metrics import WITHIN
+from trainer.run.timing import WITHIN
 from workers.batch import Batch
 from workers.controller.dispatch import Mesh, Sharded
 from workers.controller.group import WorkerInfo

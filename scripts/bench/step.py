@@ -37,7 +37,7 @@ from transformers.utils import logging
 from data_preprocess import tiny_model
 from data_preprocess.writer import rl_row, write
 from trainer import __version__
-from trainer.tracking.metrics import WITHIN
+from trainer.run.timing import WITHIN
 
 ROOT = Path(__file__).parents[2]
 REWARD = """

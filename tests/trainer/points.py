@@ -8,7 +8,8 @@ from pathlib import Path
 import yaml
 
 from configs.schema.supervised import SFTConfig
-from trainer.cli.program import Program, Stopped
+from trainer.cli.program import Program
+from trainer.run.errors import Stopped
 from trainer.run.run_dir import CONFIG, METRICS, json_line, redact, write_atomic
 from trainer.run.run_status import write_outcome
 

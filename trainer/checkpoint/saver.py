@@ -36,8 +36,8 @@ from trainer.checkpoint.manifest import (
     read_manifest,
 )
 from trainer.checkpoint.remote_copies import RemoteCopies
-from trainer.cli.program import Found, NotSaved
 from trainer.cluster.remote import RemoteModel, SaveFailed
+from trainer.run.errors import Found, NotSaved
 from trainer.run.events import Events
 from trainer.run.run_dir import BEST, LATEST, checkpoint_dir, checkpoint_steps, fsync_directory, fsync_tree, redact, write_atomic
 from workers.controller.group import PhaseTimeout

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 from configs.base.keys import ConfigError
 from configs.compose import compose_with_notes
 from configs.schema.ppo import PPOConfig
-from trainer import main_ppo
-from trainer.cli.preflight import ppo_inputs
+from trainer.cli.preflight import check_ppo_config, ppo_inputs
 from trainer.run.run_status import last_metrics, objective_of
 
 if TYPE_CHECKING:
-    from trainer.tracking.sample_dump import Sample
+    from trainer.run.logger import Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ def run_ppo(config: PPOConfig | Sequence[str], callbacks: Sequence[Callback] = (
     config: of configs.compose.compose, maybe with dataclasses.replace; or what stands on a command line,
     ["recipe=quickstart", "trainer.total_training_steps=20"].
     Raises ConfigError (a ValueError) for a configuration that cannot work and for files that are not there, ValueError or
-    FileNotFoundError for what else the user can mend, trainer.cli.program.Stopped if the run was told to stop and can be resumed,
+    FileNotFoundError for what else the user can mend, trainer.run.errors.Stopped if the run was told to stop and can be resumed,
     Found if an alarm stopped it, WorkerError or PhaseTimeout for what failed in a worker.
     """
     if isinstance(config, PPOConfig):
@@ -92,7 +91,7 @@ def _run(config: PPOConfig, typed: frozenset[str], notes: list[str], callbacks: 
     for key, value in (("trainer.dry_run", trainer.dry_run), ("trainer.replay.mode", trainer.replay.mode)):
         if value is not None:
             raise ValueError(f"{key}={value}: not in run_ppo, which trains; python -m trainer.main_ppo does it")
-    notes += main_ppo.check(config, typed)
+    notes += check_ppo_config(config, typed)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     if problems := list(ppo_inputs(config)):

@@ -3,7 +3,7 @@
 What only reading all of it could tell, a prompt that is too long say, is left to those who read it.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from pathlib import Path
 
 from configs.reward_models import model_key, reward_models
@@ -12,10 +12,22 @@ from configs.schema.common import RunConfig, TokenizedModelConfig, is_ever
 from configs.schema.generation import GenerationConfig
 from configs.schema.ppo import ModelScoringConfig, PPOConfig, PromptConfig, RemoteScoringConfig
 from configs.schema.supervised import RewardModelConfig, SFTConfig
-from trainer.algorithms.known import estimator_needs
+from configs.validation.programs import check_ppo
+from trainer.algorithms.correction_rules import rejection_rules, weight_bounds
+from trainer.algorithms.known import check_policy_loss, estimator_needs
 from trainer.rewards.rules.reward_registry import check_data_sources, scores_by_source, with_own_function
 from trainer.run.user_code import check_source
 from workers.model_path import check_files, check_tokenizer
+
+
+def check_ppo_config(config: PPOConfig, typed: Collection[str]) -> list[str]:
+    """Notes for the user. Raises ValueError for values that cannot work, those that only an algorithm knows included."""
+    algorithm = config.algorithm
+    check_policy_loss(config.actor_rollout_ref.actor.policy_loss.loss_mode)
+    weight_bounds(algorithm.rollout_correction.rollout_is_threshold)
+    rejection_rules(algorithm.rollout_correction)
+    with_own_function(config.reward)
+    return check_ppo(config, typed, needs_values="values" in estimator_needs(algorithm.adv_estimator))
 
 
 def ppo_inputs(config: PPOConfig) -> Iterator[str]:

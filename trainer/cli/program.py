@@ -28,6 +28,7 @@ from configs.schema.common import ProgramConfig, RunConfig, WorkersConfig
 from configs.sweeps.sweep_points import INTERRUPTED, Point, Result, Status, Value, read_results, write_result
 from configs.validation.programs import world_size
 from trainer.cli.sweep import earlier, table
+from trainer.run.errors import Found, NotSaved, Stopped
 from trainer.run.run_status import ended_with, objective_of
 from trainer.run.start_times import program_began
 from workers.controller.group import PhaseTimeout, WorkerError
@@ -36,22 +37,6 @@ from workers.controller.group import PhaseTimeout, WorkerError
 class RunnableConfig(Protocol):
     @property
     def trainer(self) -> ProgramConfig: ...
-
-
-class Found(Exception):
-    """The run did what it was asked to do, and found something wrong: a line for each."""
-
-
-class NotSaved(Exception):
-    """The run did what it was asked to do, but its end is not on disk: one line."""
-
-
-class Stopped(Exception):
-    """The run ended before its last step, as it was told to, and can be resumed: a line that says where."""
-
-    def __init__(self, code: int, said: str) -> None:
-        super().__init__(said)
-        self.code = code
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from configs.pools import Placement
-from trainer.tracking.metrics import Phases
+from trainer.run.timing import Phases
 from workers.controller.group import WorkerGroup
 
 AT_WORK = {

@@ -19,8 +19,8 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, TypeVar
 
+from workers.controller.environment import import_path
 from workers.controller.logs import tell
-from workers.controller.ray.ray_session import import_path
 
 PART = 1024
 """Rows per task."""

@@ -18,10 +18,9 @@ from trainer.data.files import Rows
 from trainer.evaluation.estimators import Interval, maj_at_k, mean_with_interval, pass_at_k
 from trainer.evaluation.votes import Vote, vote_function
 from trainer.generation.shards import shard_files
-from trainer.rewards.check_scored import check_some_scored
 from trainer.rewards.remote.remote_rewards import needs_data_sources, open_rewards
 from trainer.rewards.rules.reward_registry import check_data_sources
-from trainer.rewards.scoring import Answer, Score
+from trainer.rewards.scoring import Answer, Score, check_some_scored
 from trainer.run.run_dir import write_atomic
 from workers.seeding import seed_of
 

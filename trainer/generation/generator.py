@@ -12,12 +12,11 @@ from trainer.cluster.watchdog import Watchdog
 from trainer.data.dataset import Prompt, PromptDataset
 from trainer.data.files import value_of
 from trainer.generation.shards import Row
-from trainer.rewards.check_scored import check_some_scored
 from trainer.rewards.models.reward_models import RewardModels
 from trainer.rewards.remote.remote_rewards import RemoteRewards
 from trainer.rewards.requests import to_score
-from trainer.rewards.scoring import Rewards
-from trainer.rollout.sampler import ask, join, texts_of
+from trainer.rewards.scoring import Rewards, check_some_scored
+from trainer.rollout.responses import ask, join, texts_of
 from workers.batch import Batch
 from workers.rollout.base import Sampling
 from workers.seeding import seed_of

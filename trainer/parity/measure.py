@@ -14,8 +14,8 @@ from trainer.cluster.remote import RemoteModel, RemoteRollout
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.dataset import Prompt
 from trainer.parity.agreement import Answers
+from trainer.rollout.responses import ask, join
 from trainer.rollout.rollout_builder import start_source
-from trainer.rollout.sampler import ask, join
 from workers.batch import Batch
 from workers.controller.group import WorkerGroup
 from workers.rollout.base import RolloutSpec, Sampling

@@ -14,8 +14,9 @@ from configs.schema.common import Dtype
 from trainer.parity.agreement import Agreement, Answers, Divergence, Heads, common_prefix
 from trainer.parity.bounds import Engine, Pass
 from trainer.parity.measure import Measured
-from trainer.report.charts import Chart, Curve, draw, duration, number
+from trainer.report.charts import Chart, Curve, draw
 from trainer.report.page import render
+from trainer.tracking.formatting import duration, number
 
 WIDTH = 160  # characters of the table where there is no terminal, so that no figure is cut
 MOST_DIVERGENCES = 20  # of an engine, on the page

@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.base.locks import locked
 from configs.schema.parity import ParityConfig
-from trainer.cli.program import Found
 from trainer.cluster.launch import open_backend, start_hosts
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.chat import load_tokenizer
@@ -24,6 +23,7 @@ from trainer.parity.bounds import Engine, Pass, broken, coarser, margin
 from trainer.parity.measure import Measured, Task, Timed, measure
 from trainer.parity.parity_report import WIDTH, Parity, page, table
 from trainer.rollout.rollout_builder import rollout_spec, sampling
+from trainer.run.errors import Found
 from trainer.run.run_dir import redact, write_atomic
 from trainer.tracking.tracker import environment
 from workers.roles.rollout_engines import check_installed

@@ -18,7 +18,8 @@ from trainer.algorithms.kl import KLController, apply_kl_penalty
 from trainer.algorithms.losses.actor_loss import entropy_mask
 from trainer.algorithms.moments import RunningMoments
 from trainer.algorithms.whitening import whitened
-from trainer.checkpoint.resume import Checkpoint, Stateful
+from trainer.checkpoint.manifest import check_weights
+from trainer.checkpoint.resume import Checkpoint, Stateful, find_up_to
 from trainer.checkpoint.saver import Saver
 from trainer.cluster.concurrency import Together
 from trainer.cluster.determinism import KernelWatch
@@ -28,16 +29,18 @@ from trainer.data.ptx_stream import PtxStream
 from trainer.data.stream import PromptStream
 from trainer.ppo.batch_columns import advantage_inputs, as_drawn, renamed
 from trainer.ppo.update import UpdateSpec, update
-from trainer.resilience.alarms import END_TOKENS, Alarms, react
-from trainer.resilience.rollback import Rollbacks, roll_back
+from trainer.resilience.alarms import END_TOKENS, Alarm, Alarms, react
+from trainer.resilience.rollback import Rollbacks
 from trainer.resilience.skipped_updates import Skips
 from trainer.resilience.stopping import Stopping
 from trainer.rewards.models.local_model import LocalModel
 from trainer.rollout.sampler import Judged, Source
 from trainer.rollout.validation import Validation
+from trainer.run.errors import Found
 from trainer.run.events import Events
 from trainer.run.start_times import Start, sentence
-from trainer.tracking.metrics import Phases, data_metrics, performance_metrics, reward_metrics
+from trainer.run.timing import Phases
+from trainer.tracking.metrics import data_metrics, performance_metrics, reward_metrics
 from trainer.tracking.token_dump import AnswerLog
 from trainer.tracking.tracker import Tracker
 from workers.batch import Batch
@@ -319,11 +322,46 @@ class Loop:
         self.tracker.log(self.metrics, step)
         alarm = react(self.alarms.see(step, self.metrics), self.events, step)
         if alarm is not None:
-            return roll_back(self, alarm)
+            return self.roll_back(alarm)
         if config.save_freq > 0 and (is_last or step % config.save_freq == 0):
             self.save(step)
         self.saver.settle(patient=False)
         self.tracker.log_spans(self.phases.spans, self.watchdog.take_calls(), step)
+
+    def roll_back(self, alarm: Alarm) -> None:
+        """Load the last checkpoint from before the alarm's steps, with the workers that are there, and continue on other data.
+
+        What the streams of prompts and texts have drawn stays drawn.
+
+        A run that is killed before its next checkpoint resumes from the one gone back to, without a memory of this: it takes
+        the same steps to the same alarm, and goes back again, to the same bits. Raises Found where it cannot go back.
+        """
+        most = self.config.alarms.max_rollbacks
+        if self.rollbacks.count >= most:
+            raise Found(f"stopped at step {self.step}: an alarm asks for a rollback, alarms.max_rollbacks={most}: {alarm.text}")
+        self.saver.settle()
+        groups = {role: model.group for role, model in self.models().items()}
+        check = partial(check_weights, groups=groups, watchdog=self.watchdog)
+        checkpoint = find_up_to(self.run_dir, alarm.healthy_until, check)
+        if checkpoint is None:
+            raise Found(
+                f"stopped at step {self.step}: an alarm asks for a rollback, and there is no checkpoint of step "
+                f"{max(alarm.healthy_until, 0)} or before (trainer.save_freq, trainer.max_actor_ckpt_to_keep): {alarm.text}"
+            )
+        left, count = self.step, self.rollbacks.count + 1
+        drawn = [(stream, stream.drawn) for stream in (self.prompts, self.ptx) if stream is not None]
+        self.load(checkpoint)
+        self.rollbacks.count = count
+        for stream, rounds in drawn:
+            stream.drawn = rounds
+        aside = self.tracker.go_back(checkpoint.step)
+        self.events.add(
+            left,
+            "rollback",
+            f"{count} of at most {most}: back to the checkpoint of step {checkpoint.step}, the last from before the alarm's "
+            f"steps ({alarm.healthy_until + 1} to {left}); on with other data and draws. What came after it is in {aside.name}/",
+        )
+        self.sync_weights(checkpoint.step)
 
     def save(self, step: int) -> None:
         state = {name: part.state() for name, part in self.stateful().items()}

@@ -23,11 +23,12 @@ from trainer.algorithms.moments import RunningMoments
 from trainer.checkpoint.manifest import check_weights
 from trainer.checkpoint.resume import Checkpoint, check_config
 from trainer.checkpoint.saver import Saver
+from trainer.checkpoint.schedule_changes import rate_changes
 from trainer.cluster.concurrency import Together, phases_of
 from trainer.cluster.determinism import KernelWatch
 from trainer.cluster.launch import open_backend, start_pools
 from trainer.cluster.remote import BaseModel, RemoteModel, RemoteRollout
-from trainer.cluster.role_builder import Training, limits, rate_changes, start_model, value_head
+from trainer.cluster.role_builder import Training, limits, start_model, value_head
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.dataset import PromptDataset
 from trainer.data.order import DataOrder
@@ -36,7 +37,7 @@ from trainer.data.stream import PromptStream
 from trainer.ppo.engine_checks import check_engines, reader, wants_critic
 from trainer.ppo.loop import Loop, has_old_log_probs, old_log_probs_come_from_update
 from trainer.ppo.update import UpdateSpec
-from trainer.report.run_report import finish
+from trainer.report.run_report import GrowingReport, finish
 from trainer.resilience.alarms import ppo_alarms
 from trainer.resilience.restart import Lifetime, keep_going
 from trainer.resilience.rollback import Rollbacks
@@ -52,10 +53,11 @@ from trainer.rollout.rollout_builder import end_tokens, rollout_spec, sampling, 
 from trainer.rollout.sampler import Source
 from trainer.rollout.validation import Validation
 from trainer.run.events import Events
+from trainer.run.logger import Logger
 from trainer.run.start_times import Start
 from trainer.tracking.metrics import peak_flops
 from trainer.tracking.token_dump import AnswerLog
-from trainer.tracking.tracker import Logger, Tracker
+from trainer.tracking.tracker import Tracker
 from workers.controller.group import WorkerGroup
 from workers.controller.logs import tell
 from workers.engine.base import LossSpec
@@ -290,9 +292,8 @@ class Assembly:
             shown_samples=trainer.log_val_generations,
             rollout_dir=Path(trainer.rollout_data_dir) if trainer.rollout_data_dir is not None else None,
             restarted=self.life.restarted,
-            more=self.life.loggers,
+            more=[GrowingReport(run_dir), *self.life.loggers],
             phases=self.phases,
-            report=True,
         )
 
     def saver(self, run_dir: Path, events: Events) -> Saver:

@@ -14,7 +14,6 @@ from configs.base.locks import locked
 from configs.schema.alarms import AlarmConfig
 from configs.schema.ppo import PPOConfig
 from trainer.checkpoint.resume import Checkpoint, check_config, resolve_resume
-from trainer.cli.program import Found
 from trainer.cluster.remote import RemoteModel, RemoteRollout
 from trainer.data.stream import PromptStream
 from trainer.ppo.loop import Loop
@@ -23,9 +22,10 @@ from trainer.ppo.replay_diff import MOST_LINES, WIDTH, Difference, compare_answe
 from trainer.resilience.restart import Lifetime
 from trainer.rewards.shaping import Shaping
 from trainer.rollout.sampler import Beside, Source
+from trainer.run.errors import Found
 from trainer.run.run_dir import GLOBAL_STEP, METRICS, checkpoint_dir, checkpoint_steps, read_metrics
+from trainer.run.timing import Phases
 from trainer.tracking.batch_file import load_batch
-from trainer.tracking.metrics import Phases
 from trainer.tracking.token_dump import AnswerLog
 from workers.batch import Batch
 from workers.metric import Metrics

@@ -12,11 +12,12 @@ from typing import Any
 
 import yaml
 
-from trainer.report.charts import Chart, Curve, draw, number
+from trainer.report.charts import Chart, Curve, draw
 from trainer.report.page import render
 from trainer.report.run_report import CURVES, PNG_COLORS, CurveSpec, Series, series_of, smooth
 from trainer.run.run_dir import CONFIG, GLOBAL_STEP, METRICS, leaves_of, read_metrics, write_atomic
 from trainer.run.run_status import NOT_THE_RUN, Outcome, read_outcome
+from trainer.tracking.formatting import number
 
 NAMES = (
     *NOT_THE_RUN,

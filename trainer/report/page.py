@@ -7,7 +7,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from trainer.report.charts import duration, number
+from trainer.tracking.formatting import duration, number
 
 
 def render(template: str, **values: Any) -> str:

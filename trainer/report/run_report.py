@@ -15,8 +15,9 @@ from typing import Any
 
 import yaml
 
-from trainer.report.charts import Chart, Curve, Lanes, Stack, draw, duration, lanes, number, smooth, stack
+from trainer.report.charts import Chart, Curve, Lanes, Stack, draw, lanes, smooth, stack
 from trainer.report.page import render
+from trainer.run.logger import Sample
 from trainer.run.run_dir import (
     ANSWERS,
     CONFIG,
@@ -31,8 +32,8 @@ from trainer.run.run_dir import (
     read_metrics,
     write_atomic,
 )
-from trainer.tracking.metrics import AFTER_STEP, WHOLE_STEP, WITHIN
-from trainer.tracking.sample_dump import Sample
+from trainer.run.timing import AFTER_STEP, WHOLE_STEP, WITHIN
+from trainer.tracking.formatting import duration, number
 from trainer.tracking.token_dump import shown
 from workers.controller.logs import tell
 

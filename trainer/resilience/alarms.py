@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from configs.schema.alarms import AlarmConfig, SFTAlarmsConfig
 from configs.schema.ppo import PPOConfig
-from trainer.cli.program import Found
+from trainer.run.errors import Found
 from trainer.run.events import Events
 
 WINDOW = 20

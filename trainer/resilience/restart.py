@@ -11,13 +11,13 @@ from configs.schema.common import RunConfig, is_ever
 from configs.sweeps.sweep_points import Status
 from trainer.checkpoint.manifest import Damaged
 from trainer.checkpoint.resume import Checkpoint, resolve_resume
-from trainer.cli.program import Stopped
 from trainer.cluster.oom_backoff import Budget
 from trainer.resilience.stopping import Stopping
+from trainer.run.errors import Stopped
 from trainer.run.events import Events
+from trainer.run.logger import Logger
 from trainer.run.run_dir import CONTROLLER_LOG, LATEST, checkpoint_steps, goes_on, write_atomic
 from trainer.run.run_status import write_outcome
-from trainer.tracking.tracker import Logger
 from workers.controller.group import PhaseTimeout, WorkerError
 from workers.controller.logs import chatter_to, tell
 from workers.controller.stop import graceful_stop

@@ -15,11 +15,11 @@ import psutil
 
 from configs.base.walltime import seconds_of
 from configs.schema.common import RunConfig
-from trainer.cli.program import Stopped
 from trainer.resilience.host_monitor import Watch
+from trainer.run.errors import Stopped
 from trainer.run.events import Events
 from trainer.run.run_dir import goes_on
-from trainer.tracking.metrics import WHOLE_STEP
+from trainer.run.timing import WHOLE_STEP
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 OUT_OF_TIME, RUNNING_SHORT = 0, 4

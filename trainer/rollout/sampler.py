@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -27,7 +24,8 @@ from trainer.rewards.requests import to_score
 from trainer.rewards.scoring import Rewards, Score
 from trainer.rewards.shaping import Shaping, missing_eos_penalty, overlong_penalty
 from trainer.rollout.group_filtering import Tally, judge_groups, metric_values
-from trainer.tracking.metrics import Phases
+from trainer.rollout.responses import ask, join, texts_of
+from trainer.run.timing import Phases
 from workers.batch import Batch
 from workers.rollout.base import Sampling
 from workers.seeding import seed_of
@@ -247,39 +245,6 @@ class Source:
     ) -> Judged:
         with phases("reward_model"):
             return models.add(rules, answers, asked, texts, learn_from=learn_from)
-
-
-def ask(prompts: Sequence[Prompt], seeds: Sequence[int], greedy: torch.Tensor) -> Batch:
-    """What a rollout is asked: one row a prompt, with its seed and whether the answer is greedy (bool (B,))."""
-    return Batch(
-        lengths=torch.tensor([len(prompt.prompt_ids) for prompt in prompts], dtype=torch.int64),
-        tokens={"input_ids": torch.from_numpy(np.fromiter(chain.from_iterable(p.prompt_ids for p in prompts), np.int64))},
-        rows={"seed": torch.tensor(seeds), "greedy": greedy},
-    )
-
-
-def texts_of(answers: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The responses (B) as text, without the token that ended one and without special tokens: as verl decodes what is scored."""
-    ids, ends = answers.tokens["input_ids"].numpy(), (answers.offsets[1:] - answers.rows["finished"]).tolist()
-    written: list[Any] = [ids[start:end] for start, end in zip(answers.offsets.tolist(), ends, strict=False)]
-    return tokenizer.batch_decode(written, skip_special_tokens=True)  # of lists it would look at every token's type
-
-
-def join(questions: Batch, answers: Batch) -> Batch:
-    """Each prompt and its answer as one sequence, with the mask of what the policy wrote."""
-    whole = Batch(questions.lengths + answers.lengths)
-    is_answer = whole.positions() >= torch.repeat_interleave(questions.lengths, whole.lengths)
-    ids = torch.empty(len(is_answer), dtype=torch.int64).masked_scatter_(~is_answer, questions.tokens["input_ids"])
-    log_probs = torch.zeros(len(is_answer))
-    return Batch(
-        lengths=whole.lengths,
-        tokens={
-            "input_ids": ids.masked_scatter_(is_answer, answers.tokens["input_ids"]),
-            "response_mask": is_answer.float(),
-            "rollout_log_probs": log_probs.masked_scatter_(is_answer, answers.tokens["rollout_log_probs"]),
-        },
-        rows={"prompt_length": questions.lengths} | answers.rows,
-    )
 
 
 def token_rewards(batch: Batch, reward: Tensor) -> Tensor:

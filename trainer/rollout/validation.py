@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from trainer.data.dataset import PromptDataset
 from trainer.rollout.sampler import Source
-from trainer.tracking.metrics import Phases, validation_metrics
+from trainer.run.timing import Phases
+from trainer.tracking.metrics import validation_metrics
 from trainer.tracking.sample_dump import first_samples
 from trainer.tracking.tracker import KEPT_SAMPLES, Tracker
 from workers.batch import Batch

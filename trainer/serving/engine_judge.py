@@ -16,8 +16,8 @@ from trainer.data.chat import load_tokenizer, stop_token_ids
 from trainer.data.encoding import encode
 from trainer.rewards.rules.judge import JudgeError, parse, prompt
 from trainer.rewards.scoring import Answer, Score
+from trainer.rollout.responses import texts_of
 from trainer.rollout.rollout_builder import start_engine
-from trainer.rollout.sampler import texts_of
 from workers.batch import Batch
 from workers.controller.group import WorkerGroup
 from workers.rollout.base import RolloutSpec, Sampling

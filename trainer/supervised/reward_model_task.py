@@ -15,11 +15,11 @@ from configs.schema.supervised import RewardModelConfig
 from trainer.algorithms.losses.preference_losses import accuracy, calibration_error, pair_losses
 from trainer.cluster.remote import RemoteModel
 from trainer.data.preference_dataset import PreferenceDataset
+from trainer.rewards.models.reward_models import STATISTICS
 from workers.batch import Batch
 from workers.engine.base import Head, LossSpec
 from workers.engine.hf.hf_model import vocab_size
 
-STATISTICS = "reward_statistics.json"
 PAIRS_AT_ONCE = 1024  # that are sent to the workers in a forward
 
 

@@ -13,22 +13,23 @@ from configs.validation.programs import world_size
 from trainer.checkpoint.manifest import check_weights
 from trainer.checkpoint.resume import check_config
 from trainer.checkpoint.saver import Saver
+from trainer.checkpoint.schedule_changes import rate_changes
 from trainer.cluster.determinism import KernelWatch, worker_environment
 from trainer.cluster.launch import open_backend, start_hosts
-from trainer.cluster.role_builder import Training, limits, rate_changes, start_model
+from trainer.cluster.role_builder import Training, limits, start_model
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.chat import load_tokenizer
 from trainer.data.order import DataOrder
-from trainer.report.run_report import finish
+from trainer.report.run_report import GrowingReport, finish
 from trainer.resilience.alarms import sft_alarms
 from trainer.resilience.restart import Lifetime, keep_going
 from trainer.resilience.skipped_updates import Skips
 from trainer.run.events import Events
+from trainer.run.timing import Phases
 from trainer.supervised.reward_model_task import RewardModel
 from trainer.supervised.sft_task import SFT
 from trainer.supervised.supervised_loop import SupervisedLoop
 from trainer.supervised.task import Task
-from trainer.tracking.metrics import Phases
 from trainer.tracking.tracker import Tracker
 from workers.controller.logs import tell
 from workers.roles.train_engines import check_engine
@@ -88,8 +89,8 @@ def attempt(config: Config, life: Lifetime) -> None:
                     resume_step=resume.step if resume is not None else None,
                     total_steps=total_steps,
                     restarted=life.restarted,
+                    more=[GrowingReport(run_dir)],
                     phases=phases,
-                    report=True,
                 )
             )
         )

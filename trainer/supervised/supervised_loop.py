@@ -19,8 +19,8 @@ from trainer.resilience.alarms import Alarms, react
 from trainer.resilience.skipped_updates import Skips
 from trainer.resilience.stopping import Stopping
 from trainer.run.events import Events
+from trainer.run.timing import Phases
 from trainer.supervised.task import Task
-from trainer.tracking.metrics import Phases
 from trainer.tracking.tracker import Tracker
 from workers.batch import Batch
 from workers.metric import plain_numbers

@@ -8,8 +8,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from trainer.run.logger import Sample
 from trainer.tracking.display import Display
-from trainer.tracking.sample_dump import Sample
 
 # Metric, what the line calls it, how it is written. Those that a step does not have are left out; the first matter most.
 COLUMNS = (

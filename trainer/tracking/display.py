@@ -17,9 +17,9 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from trainer.report.charts import number
 from trainer.run.run_dir import EVENTS, LOGS, REPORT, read_lines
-from trainer.tracking.metrics import WHOLE_STEP, Phases
+from trainer.run.timing import WHOLE_STEP, Phases
+from trainer.tracking.formatting import number
 from workers.controller.logs import heard_through, heard_where
 from workers.host_memory import GB, host_memory
 from workers.rollout.progress import read_progress

@@ -9,28 +9,19 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlparse
 
 import yaml
 from rich.console import Console
 
+from trainer.run.logger import Logger, Sample
 from trainer.run.run_dir import CONFIG, MLFLOW_ID, SWANLAB_ID, TENSORBOARD, WANDB_ID
+from trainer.run.timing import Phases
 from trainer.tracking.console import ConsoleLogger
 from trainer.tracking.display import Display
-from trainer.tracking.metrics import Phases
-from trainer.tracking.sample_dump import Sample
 
 WANDB_INIT_SECONDS = 30
-
-
-class Logger(Protocol):
-    """go_back: what was logged past ``step`` is of a branch that is left; the next step is the one after it."""
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
-    def log_samples(self, samples: Sequence[Sample], step: int) -> None: ...
-    def go_back(self, step: int) -> None: ...
-    def close(self) -> None: ...
 
 
 class LoggerUnavailable(Exception):

@@ -7,11 +7,8 @@ on how the work was cut.
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -21,66 +18,13 @@ import torch
 from torch import Tensor
 
 from trainer.algorithms.segments import group_ids, sum_by
+from trainer.run.timing import WHOLE_STEP, Phases
 from workers.batch import Batch
 
-WHOLE_STEP = "step"
-"""The phase that all others lie in, save those of AFTER_STEP."""
-AFTER_STEP = ("testing", "save_checkpoint")
-WITHIN = ("verify_weights", "engine_sleep", "engine_wake", "release_memory", "gc")
-"""Times of workers, which are parts of other phases."""
 ROUNDING = 1e-8
 """An advantage of this size is none: a mean of equal rewards, weighted by length, may be off by so much."""
 UNNAMED = "prompts"
 """The data source of data that name none."""
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """When a phase was under way: start and end in seconds since 1970. pools: whose processes worked; none: the controller's."""
-
-    phase: str
-    pools: tuple[str, ...]
-    start: float
-    end: float
-
-
-class Phases:
-    """Seconds of each named phase. A phase that runs twice adds up; one that raises is counted too. Phases of pools that work at
-    the same time may come from several threads, each its own.
-
-    >>> phases = Phases()
-    >>> with phases("gen"):
-    ...     pass
-    >>> list(phases.seconds), len(phases.spans)
-    (['gen'], 1)
-    """
-
-    def __init__(self, pools: Mapping[str, tuple[str, ...]] | None = None) -> None:
-        """pools: that work in a phase."""
-        self.pools = pools or {}
-        self.seconds: dict[str, float] = {}
-        self.spans: list[Span] = []
-        self.under_way: dict[str, float] = {}
-        """Phases that have begun, the innermost last: time.perf_counter() then."""
-        self.progress: dict[str, Callable[[], object]] = {}
-        """By phase: how far its work is, for the display."""
-        self._began = time.time() - time.perf_counter()
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        start = self.under_way[name] = time.perf_counter()
-        try:
-            yield
-        finally:
-            end = time.perf_counter()
-            self.under_way.pop(name, None)
-            self.seconds[name] = self.seconds.get(name, 0.0) + end - start
-            self.spans.append(Span(name, self.pools.get(name, ()), self._began + start, self._began + end))
-
-    def clear(self) -> None:
-        """Before a step."""
-        self.seconds.clear()
-        self.spans.clear()
 
 
 def data_metrics(batch: Batch, max_prompt_length: int) -> dict[str, float]:

@@ -5,27 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from torch import Tensor
 
+from trainer.run.logger import Sample
 from trainer.run.run_dir import rollouts_file
 from workers.batch import Batch
-
-
-class Sample(TypedDict):
-    """One answer and its score; reward_error: why it has none (the score is then 0), None if it has one."""
-
-    uid: int
-    data_source: str
-    prompt: str
-    response: str
-    ground_truth: str
-    score: float
-    reward_error: str | None
 
 
 def first_samples(batch: Batch, n: int) -> list[Sample]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from configs.base.keys import did_you_mean
 from trainer.cluster.watchdog import Call
-from trainer.report.run_report import GrowingReport
+from trainer.run.logger import Logger, Sample
 from trainer.run.run_dir import (
     ENVIRONMENT,
     GLOBAL_STEP,
@@ -28,10 +28,11 @@ from trainer.run.run_dir import (
     write_atomic,
     write_config,
 )
+from trainer.run.timing import Phases, Span
 from trainer.tracking.batch_file import save_batch
-from trainer.tracking.loggers import LOGGERS, Logger, LoggerUnavailable, Run
-from trainer.tracking.metrics import Phases, Span, gpu_names
-from trainer.tracking.sample_dump import Sample, write_dump
+from trainer.tracking.loggers import LOGGERS, LoggerUnavailable, Run
+from trainer.tracking.metrics import gpu_names
+from trainer.tracking.sample_dump import write_dump
 from workers.batch import Batch
 from workers.controller.logs import tell
 
@@ -48,7 +49,7 @@ class Tracker:
 
     resume_step: the checkpoint's, None for a run that starts. shown_samples: validation answers that loggers get.
     rollout_dir: where log_rollouts writes; None: nowhere. restarted: see start_run. more: loggers beside those that are named.
-    phases: of the loop, for the display. report: report.html is rewritten while the run goes on.
+    phases: of the loop, for the display.
     Raises ValueError for a logger that does not exist.
     """
 
@@ -67,7 +68,6 @@ class Tracker:
         restarted: bool = False,
         more: Sequence[Logger] = (),
         phases: Phases | None = None,
-        report: bool = False,
     ) -> None:
         check_loggers(loggers)
         start_run(run_dir, resume_step, rollout_dir, restarted=restarted)
@@ -80,8 +80,6 @@ class Tracker:
         self._open()
         self._loggers: list[Logger] = []
         run = Run(run_dir, project, experiment, plain, resume_step or 0, total_steps, phases or Phases())
-        if report:
-            self._loggers.append(GrowingReport(run_dir))
         for name in dict.fromkeys(loggers):
             try:
                 self._loggers.append(LOGGERS[name](run))

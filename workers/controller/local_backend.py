@@ -10,9 +10,9 @@ from typing import Any
 
 from workers.controller.actor import Failure, Shell, hold_port, pack_call
 from workers.controller.dispatch import Call
+from workers.controller.environment import set_environment
 from workers.controller.group import Backend, Replies, Transport, WorkerError, WorkerGroup, WorkerInfo
 from workers.controller.logs import USERS
-from workers.controller.ray.ray_session import set_environment
 from workers.controller.resource_pool import ResourcePool
 from workers.controller.wire import Parcel, pack, unpack
 

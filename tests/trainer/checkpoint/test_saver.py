@@ -16,7 +16,7 @@ import trainer
 from tests.layout.source import ROOT
 from tests.trainer.checkpoints import CONFIG, ROLES, content, is_whole, models, names, save, saver
 from trainer.checkpoint.resume import check_config, find_latest, resolve_resume
-from trainer.cli.program import Found, NotSaved
+from trainer.run.errors import Found, NotSaved
 from trainer.run.run_dir import EVENTS, read_lines, start_run
 
 LATEST = "latest_checkpointed_iteration.txt"

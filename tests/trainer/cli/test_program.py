@@ -13,7 +13,8 @@ from configs.argv import groups_of
 from configs.base.keys import CONFIG_DIR, described
 from configs.schema.supervised import SFTConfig
 from tests.broken import PROGRAMS
-from trainer.cli.program import Found, NotSaved, Program, Stopped, wrapped
+from trainer.cli.program import Program, wrapped
+from trainer.run.errors import Found, NotSaved, Stopped
 from trainer.run.run_dir import GLOBAL_STEP, LATEST, METRICS, json_line, write_config
 from trainer.run.run_status import write_outcome
 from workers.controller.group import PhaseTimeout, WorkerError

@@ -12,7 +12,7 @@ from trainer.cluster.oom_backoff import Budget
 from trainer.ppo.loop import Loop
 from trainer.ppo.update import UpdateSpec, update
 from trainer.resilience.rollback import Rollbacks
-from trainer.tracking.metrics import Phases
+from trainer.run.timing import Phases
 from workers.batch import Batch
 from workers.metric import Metric
 

@@ -13,14 +13,13 @@ from trainer.report.charts import (
     TOP,
     Curve,
     draw,
-    duration,
     lanes,
     nice_ticks,
-    number,
     smooth,
     stack,
     thin,
 )
+from trainer.tracking.formatting import duration, number
 
 
 @given(st.lists(st.floats(-1e12, 1e12), min_size=1, max_size=50))

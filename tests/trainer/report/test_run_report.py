@@ -16,6 +16,7 @@ from trainer.cluster.watchdog import Call
 from trainer.report.run_report import (
     MOST_ANSWERS,
     MOST_WORKERS,
+    GrowingReport,
     answers_of,
     main,
     phase_seconds,
@@ -25,9 +26,9 @@ from trainer.report.run_report import (
     write_report,
 )
 from trainer.run.events import Events
+from trainer.run.logger import Sample
 from trainer.run.run_dir import GLOBAL_STEP, json_line, read_lines
-from trainer.tracking.metrics import Span
-from trainer.tracking.sample_dump import Sample
+from trainer.run.timing import Span
 from trainer.tracking.tracker import Tracker
 
 CONFIG: dict[str, Any] = {
@@ -194,7 +195,7 @@ def test_each_worker_of_the_last_step_has_a_lane(tmp_path: Path) -> None:
 
 
 def growing(run_dir: Path, steps: int) -> Tracker:
-    tracker = Tracker([], run_dir, "p", "e", CONFIG, report=True)
+    tracker = Tracker([], run_dir, "p", "e", CONFIG, more=[GrowingReport(run_dir)])
     for step in range(1, steps + 1):
         tracker.log({"critic/score/mean": step / 8}, step)
     return tracker

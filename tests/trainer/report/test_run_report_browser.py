@@ -18,7 +18,7 @@ from trainer.cluster.watchdog import Call
 from trainer.report.run_report import write_report
 from trainer.run.events import Events
 from trainer.run.run_dir import GLOBAL_STEP, json_line
-from trainer.tracking.metrics import Span
+from trainer.run.timing import Span
 from trainer.tracking.tracker import Tracker
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from configs.compose import compose
 from configs.schema.alarms import AlarmConfig
 from configs.schema.ppo import PPOConfig
-from trainer.cli.program import Found
 from trainer.resilience.alarms import END_TOKENS, MEAN, SKIPPED_IN_A_ROW, WINDOW, Alarm, Alarms, ppo_alarms, react
+from trainer.run.errors import Found
 from trainer.run.events import Events
 from trainer.run.run_dir import EVENTS, read_lines
 

@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
 from trainer import main_ppo
 from trainer.checkpoint.resume import find_latest
+from trainer.ppo.loop import Loop
 from trainer.resilience.alarms import Alarm
-from trainer.resilience.rollback import Rollbacks, roll_back
+from trainer.resilience.rollback import Rollbacks
 from trainer.run.run_dir import EVENTS, read_lines, read_metrics
 from trainer.tracking.batch_file import load_batch
 from workers.seeding import seed_of
@@ -161,17 +162,17 @@ def test_no_stream_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(checkpoint: Any) -> None:
         prompts.drawn, texts.drawn = 2, 9
 
-    monkeypatch.setattr("trainer.resilience.rollback.find_up_to", lambda run_dir, step, check: SimpleNamespace(step=step))
+    monkeypatch.setattr("trainer.ppo.loop.find_up_to", lambda run_dir, step, check: SimpleNamespace(step=step))
     loop = SimpleNamespace(
         models=dict, watchdog=None,
         prompts=prompts, ptx=texts, rollbacks=Rollbacks(), load=load, step=7, run_dir=None, sync_weights=lambda step: None,
         config=SimpleNamespace(alarms=SimpleNamespace(max_rollbacks=2)), saver=SimpleNamespace(settle=lambda: None),
         tracker=SimpleNamespace(go_back=lambda step: Path("earlier_1")), events=SimpleNamespace(add=lambda *event: None),
     )  # fmt: skip
-    roll_back(cast(Any, loop), Alarm("rollback", "fell", healthy_until=2))
+    Loop.roll_back(cast(Any, loop), Alarm("rollback", "fell", healthy_until=2))
     assert (prompts.drawn, texts.drawn, loop.rollbacks.count) == (7, 30, 1)
     loop.ptx = None
-    roll_back(cast(Any, loop), Alarm("rollback", "fell", healthy_until=2))
+    Loop.roll_back(cast(Any, loop), Alarm("rollback", "fell", healthy_until=2))
     assert prompts.drawn == 7
 
 

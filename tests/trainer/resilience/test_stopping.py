@@ -14,8 +14,8 @@ import pytest
 
 from configs.compose import compose
 from configs.schema.ppo import PPOConfig
-from trainer.cli.program import Stopped
 from trainer.resilience.stopping import SIGNALS, Stopping
+from trainer.run.errors import Stopped
 from trainer.run.events import Events
 
 

@@ -10,7 +10,7 @@ from trainer.data.dataset import Prompt
 from trainer.rewards.remote.openrlhf_protocol import from_request, to_request
 from trainer.rewards.requests import to_score
 from trainer.rewards.scoring import Answer
-from trainer.rollout.sampler import texts_of
+from trainer.rollout.responses import texts_of
 from workers.batch import Batch
 
 

@@ -21,8 +21,9 @@ from trainer.resilience.rollback import Rollbacks
 from trainer.rewards.failures import Failures
 from trainer.rewards.pool.runner import Answer, Score
 from trainer.rewards.shaping import RunningMoments, Shaping
-from trainer.rollout.sampler import Source, join, texts_of
-from trainer.tracking.metrics import Phases
+from trainer.rollout.responses import join, texts_of
+from trainer.rollout.sampler import Source
+from trainer.run.timing import Phases
 from workers.batch import Batch
 from workers.rollout.base import Sampling
 from workers.seeding import seed_of

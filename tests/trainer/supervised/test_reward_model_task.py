@@ -13,7 +13,8 @@ from data_preprocess import sort_digits
 from tests.runs import make_task, metrics_of, repeatable
 from tests.tiny import model_config
 from trainer import main_export, main_reward_model
-from trainer.supervised.reward_model_task import STATISTICS, with_padding
+from trainer.rewards.models.reward_models import STATISTICS
+from trainer.supervised.reward_model_task import with_padding
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,8 @@ import io
 
 from rich.console import Console
 
+from trainer.run.logger import Sample
 from trainer.tracking.console import ConsoleLogger, step_line
-from trainer.tracking.sample_dump import Sample
 
 METRICS = {"critic/score/mean": 0.5312, "actor/lr": 3e-4, "perf/throughput": 12345.6, "timing_s/step": 0.417, "made/up": 1.0}
 

@@ -12,9 +12,9 @@ from tests.terminal import CONTROL
 from trainer.rewards.scoring import Progress as Scored
 from trainer.rewards.scoring import Score
 from trainer.run.events import Events
+from trainer.run.timing import Phases
 from trainer.tracking.console import ConsoleLogger, step_line
 from trainer.tracking.display import BARS, PERIOD, Display, clock, spark
-from trainer.tracking.metrics import Phases
 from workers.controller.logs import tell
 from workers.rollout.progress import Progress, progress_file
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from trainer.run.timing import Phases
 from trainer.tracking import metrics
 from trainer.tracking.metrics import (
-    Phases,
     data_metrics,
     gpu_names,
     peak_flops,

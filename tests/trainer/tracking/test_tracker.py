@@ -9,9 +9,9 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from trainer.run.logger import Sample
 from trainer.run.run_dir import GLOBAL_STEP, read_lines, read_metrics
 from trainer.tracking.loggers import wandb_can_start
-from trainer.tracking.sample_dump import Sample
 from trainer.tracking.tracker import KEPT_SAMPLES, Tracker, environment
 from workers.batch import Batch
 

@@ -16,6 +16,9 @@ from trainer.rewards.scoring import Score
 from workers.batch import Batch
 from workers.controller.group import WorkerGroup
 
+STATISTICS = "reward_statistics.json"
+"""File beside an exported reward model: mean and deviation of its scores."""
+
 
 class Scorer(Protocol):
     """Interface of one reward model: raw scores of responses."""

@@ -11,7 +11,8 @@ import subprocess
 import sys
 from collections.abc import Collection
 
-from workers.controller.ray.ray_session import end_processes, import_path
+from workers.controller.environment import import_path
+from workers.controller.ray.ray_session import end_processes
 
 
 class Guard:

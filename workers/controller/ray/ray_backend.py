@@ -22,12 +22,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from workers.controller.actor import Failure, Shell, hold_port, pack_call
 from workers.controller.dispatch import Call
+from workers.controller.environment import import_path, set_environment
 from workers.controller.group import Backend, PhaseTimeout, Replies, Transport, WorkerError, WorkerGroup, WorkerInfo
 from workers.controller.logs import last_lines, tail, write_to
 from workers.controller.process_inspection import ProcessState, RankState, examine
 from workers.controller.ray.guard import Guard
 from workers.controller.ray.ray_places import SLOT, Places
-from workers.controller.ray.ray_session import MARK, SessionDir, end_processes, family, import_path, set_environment
+from workers.controller.ray.ray_session import MARK, SessionDir, end_processes, family
 from workers.controller.resource_pool import ResourcePool
 from workers.controller.stacks import answer_for_stacks
 from workers.controller.stop import die_with_parent, handlers_kept, shielded

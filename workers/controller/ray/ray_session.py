@@ -7,11 +7,9 @@ import logging
 import os
 import shutil
 import socket
-import sys
-import sysconfig
 import tempfile
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -117,25 +115,6 @@ def _locked(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def import_path() -> list[str]:
-    """Where this interpreter looks for modules beyond its own libraries: workers look there too, wherever they start."""
-    own = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-    paths = [os.path.abspath(path) for path in sys.path]
-    return [path for path in paths if os.path.exists(path) and not path.startswith(own)]
-
-
-@contextmanager
-def set_environment(environment: Mapping[str, str]) -> Iterator[None]:
-    """For this process, and for those that are started within. As before after it, whatever was set."""
-    before = dict(os.environ)
-    os.environ.update(environment)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def family(places: Collection[str]) -> set[psutil.Process]:

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, cast
 
-from workers.controller.ray.ray_session import set_environment
+from workers.controller.environment import set_environment
 
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like")
 

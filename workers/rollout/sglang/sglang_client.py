@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.controller.ray.ray_session import import_path
+from workers.controller.environment import import_path
 from workers.rollout.sglang.sglang_calls import RANKS, Calls
 from workers.rollout.sync.buckets import ALIGNMENT, starts
 

@@ -28,7 +28,7 @@ from workers.rollout.cached_attention import CACHED_ATTENTION, probe_cache_shape
 from workers.rollout.kv_cache import round_up
 from workers.rollout.malloc_trim import give_back_free_memory
 from workers.rollout.verification import HeldWeight, cost_of_reading
-from workers.rollout.vllm.vllm_engine import fenced
+from workers.rollout.vllm.rng import fenced
 from workers.rollout.vllm.vllm_weights import Part
 from workers.rollout.vllm_times import TimedStart
 

@@ -10,25 +10,24 @@ from __future__ import annotations
 import gc
 import math
 import os
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from workers.controller.environment import set_environment
 from workers.controller.group import WorkerInfo
-from workers.controller.ray.ray_session import set_environment
 from workers.engine.hf.hf_model import DTYPES, empty_model, model_config, vocab_size
 from workers.rollout.base import Completion, EngineAsleep, Request, Rollout, RolloutSpec, check_requests
 from workers.rollout.sampling import stream_keys
 from workers.rollout.sync.expected_weights import ExpectedWeights
 from workers.rollout.sync.hf_names import FileNames
 from workers.rollout.verification import HeldWeight
+from workers.rollout.vllm.rng import KEY, fenced
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -40,7 +39,6 @@ ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other runner has another sampler than SeededSampler fits
     "VLLM_NO_USAGE_STATS": "1",
 }
-KEY = "tandem_key"  # among a request's extra_args: where its draws start
 
 
 @dataclass(slots=True)
@@ -375,20 +373,3 @@ def leave_groups() -> None:
         parallel_state._WORLD.destroy()
         parallel_state._WORLD = None
     gc.collect()
-
-
-@contextmanager
-def fenced() -> Iterator[None]:
-    """vLLM seeds and draws from the global generators, and on CPU replaces torch.set_num_threads: the trainer sees none of it."""
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    python, numpy = random.getstate(), np.random.get_state()
-    threads, set_threads = torch.get_num_threads(), torch.set_num_threads
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_num_threads = set_threads
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)

@@ -12,7 +12,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
 from workers.rollout.sampling import draw_from_logits, uniforms
-from workers.rollout.vllm.vllm_engine import KEY
+from workers.rollout.vllm.rng import KEY
 
 GREEDY_BELOW = 1e-5  # temperature, in vLLM
 

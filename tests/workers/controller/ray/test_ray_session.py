@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from workers.controller.environment import import_path, set_environment
 from workers.controller.ray import ray_session
-from workers.controller.ray.ray_session import MARK, SOCKET_BELOW, SessionDir, end_processes, family, import_path, set_environment
+from workers.controller.ray.ray_session import MARK, SOCKET_BELOW, SessionDir, end_processes, family
 
 KILLED = """
 import os, subprocess, sys
