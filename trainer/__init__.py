@@ -4,11 +4,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.run.version import __version__
+
 if TYPE_CHECKING:
     from trainer.cli.api import Callback, RunResult, run_ppo
 
-__all__ = ["Callback", "RunResult", "run_ppo"]
-__version__ = "0.1.0"
+__all__ = ["Callback", "RunResult", "__version__", "run_ppo"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Rules for the files themselves: size, names, and what may not stand in them."""
+"""Rules for the files themselves: names, and what may not stand in them. test_tree.py has those for folders and imports."""
 
 import ast
 import re
@@ -31,11 +31,6 @@ def lines_matching(pattern: str, paths: tuple[Path, ...]) -> list[str]:
     ]
 
 
-def test_no_file_is_asking_to_be_two() -> None:
-    lengths = {str(path): len((ROOT / path).read_text().splitlines()) for path in python_files(*PACKAGES, "scripts")}
-    assert {path: length for path, length in lengths.items() if length > 600} == {}
-
-
 def test_entry_points_parse_and_call() -> None:
     lengths = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "trainer").glob("main_*.py")}
     assert {name: length for name, length in lengths.items() if length >= 80} == {}
@@ -51,7 +46,8 @@ def test_every_package_is_marked_as_typed() -> None:
 
 
 def test_tests_mirror_the_tree() -> None:
-    """tests/a/b/test_c.py tests a/b; c starts with the name of a file or folder there. tests/layout has the rules."""
+    """tests/a/b/test_c.py tests a/b; c starts with the name of a file or folder there, or of a helper beside it. tests/layout
+    has the rules."""
     strangers = []
     for path in python_files("tests"):
         inside = path.relative_to("tests")
@@ -60,6 +56,7 @@ def test_tests_mirror_the_tree() -> None:
         source = ROOT / inside.parent
         subject = path.stem.removeprefix("test_")
         known = [entry.stem for entry in source.iterdir() if entry.name != "__init__.py"] if source.is_dir() else []
+        known += [entry.stem for entry in (ROOT / path).parent.glob("*.py") if not entry.name.startswith(("test_", "__"))]
         if not any(subject == name or subject.startswith(f"{name}_") for name in known):
             strangers.append(str(path))
     assert strangers == []

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
-import trainer
+from trainer.run.version import __version__
 from workers.engine.saving import hashes_of
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def compare_hashes(path: Path, files: Mapping[str, FileEntry], hashes: Mapping[s
 @cache
 def code_version() -> dict[str, str | None]:
     """Version of the package, and the commit where it runs from a checkout ("+" for uncommitted changes)."""
-    home = Path(trainer.__file__).resolve().parent.parent
+    home = Path(__file__).resolve().parents[2]
     commit = None
     if (home / ".git").exists():
         command = ["git", "-C", str(home), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
@@ -156,7 +156,7 @@ def code_version() -> dict[str, str | None]:
             commit = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip() or None
         except (FileNotFoundError, subprocess.TimeoutExpired):
             commit = None
-    return {"tandem": trainer.__version__, "commit": commit}
+    return {"tandem": __version__, "commit": commit}
 
 
 def best_step(manifests: Mapping[int, Manifest], best_metric: str) -> int | None:

@@ -1,0 +1,3 @@
+"""The version of all packages; pyproject.toml reads it without importing."""
+
+__version__ = "0.1.0"
