@@ -13,7 +13,7 @@ LENGTH_QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class EngineAnswers:
     """A answers, T tokens in all, and what the trainer makes of the same tokens at the same temperature.
 
     limit: tokens at most. uids, lengths int64 (A,): row in the data, tokens. finished bool (A,): it stopped, says the engine.
@@ -58,7 +58,7 @@ class Differences:
     position: int
 
 
-def differences(answers: Answers) -> Differences:
+def differences(answers: EngineAnswers) -> Differences:
     """A difference that is no number counts as the largest, as numpy has it."""
     signed = answers.log_probs - answers.trainer_log_probs
     absolute = np.abs(signed)
@@ -86,7 +86,7 @@ class Choices:
     position: int
 
 
-def choices(greedy: Answers, margin: float) -> Choices:
+def choices(greedy: EngineAnswers, margin: float) -> Choices:
     """Every token is judged after the engine's own prefix: one early difference is one difference."""
     gaps = greedy.gaps
     worst = int(np.argmax(gaps))
@@ -123,7 +123,7 @@ class Agreement:
     divergences: list[Divergence]
 
 
-def agreement(reference: Answers, own: Answers) -> Agreement:
+def agreement(reference: EngineAnswers, own: EngineAnswers) -> Agreement:
     """Answers to the same prompts in the same order."""
     found: list[Divergence] = []
     equal = 0
@@ -142,7 +142,7 @@ def agreement(reference: Answers, own: Answers) -> Agreement:
     return Agreement(answers=1 - len(found) / len(reference.uids), tokens=equal / longest, divergences=found)
 
 
-def rows_of(answers: Answers) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+def rows_of(answers: EngineAnswers) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Of each answer: token_ids, trainer_log_probs, top_log_probs."""
     return zip(*map(answers.split, (answers.token_ids, answers.trainer_log_probs, answers.top_log_probs)), strict=True)
 
@@ -154,7 +154,7 @@ def common_prefix(first: np.ndarray, second: np.ndarray) -> int:
     return int(different[0]) if len(different) else n
 
 
-def draw_z(sampled: Answers) -> float:
+def draw_z(sampled: EngineAnswers) -> float:
     """How far the draws are from the trainer's distribution, in standard errors: about normal if they come from it.
 
     Each token's log-prob plus the entropy, both the trainer's, has mean 0 given what precedes it; the sum over all tokens, a
@@ -178,7 +178,7 @@ class Ends:
     wrong: dict[str, int]
 
 
-def ends(answers: Answers, stop_token_ids: Collection[int], special_token_ids: Collection[int]) -> Ends:
+def ends(answers: EngineAnswers, stop_token_ids: Collection[int], special_token_ids: Collection[int]) -> Ends:
     """stop_token_ids: none with ignore_eos. A stop token ends an answer, and is its last token."""
     wrong: Counter[str] = Counter()
     ended_by: Counter[int] = Counter()

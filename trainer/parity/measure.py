@@ -13,7 +13,7 @@ from configs.schema.common import Sharding
 from trainer.cluster.remote import RemoteModel, RemoteRollout
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.dataset import Prompt
-from trainer.parity.agreement import Answers
+from trainer.parity.agreement import EngineAnswers
 from trainer.rollout.responses import ask, join
 from trainer.rollout.rollout_builder import start_source
 from workers.batch import Batch
@@ -25,7 +25,7 @@ OUTPUTS = ("log_probs", "entropy", "top_log_probs")
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class ParityTask:
     """The same for every engine. n: sampled answers a prompt; 0: greedy ones alone."""
 
     prompts: Sequence[Prompt]
@@ -39,7 +39,7 @@ class Task:
 class Timed:
     """Answers, the seconds that they took, and the share of the prompts' tokens that a cache had (None: not told)."""
 
-    answers: Answers
+    answers: EngineAnswers
     seconds: float
     cached: float | None
 
@@ -56,7 +56,7 @@ class Measured:
     memory_with_bytes: int
 
 
-def measure(hosts: WorkerGroup, spec: RolloutSpec, task: Task, watchdog: Watchdog) -> Measured:
+def measure(hosts: WorkerGroup, spec: RolloutSpec, task: ParityTask, watchdog: Watchdog) -> Measured:
     """Start the engine of ``spec`` beside the trainer's model, and ask it everything."""
     actor = start_source(hosts, spec, watchdog, sharding=task.sharding, seed=task.seed)
     without = memory(hosts, watchdog)
@@ -97,7 +97,7 @@ class Generated:
     cached: float | None
 
 
-def generate(rollout: RemoteRollout, task: Task, sampling: Sampling, n: int) -> Generated:
+def generate(rollout: RemoteRollout, task: ParityTask, sampling: Sampling, n: int) -> Generated:
     """``n`` answers to each prompt. A draw depends on (seed, row, sample) alone."""
     prompts = [prompt for prompt in task.prompts for _ in range(n)]
     seeds = [seed_of(task.seed, "parity", prompt.uid, sample) for prompt in task.prompts for sample in range(n)]
@@ -127,7 +127,7 @@ def judged(actor: RemoteModel, generated: Generated) -> Timed:
         return values[written].numpy()
 
     found = {name: column(own.tokens[name].double()) for name in OUTPUTS}
-    answers = Answers(
+    answers = EngineAnswers(
         uids=batch.rows["uid"].numpy(),
         lengths=(batch.lengths - batch.rows["prompt_length"]).numpy(),
         limit=generated.limit,

@@ -11,7 +11,7 @@ import yaml
 from rich.table import Table
 
 from configs.schema.common import Dtype
-from trainer.parity.agreement import Agreement, Answers, Divergence, Heads, common_prefix
+from trainer.parity.agreement import Agreement, Divergence, EngineAnswers, Heads, common_prefix
 from trainer.parity.bounds import Engine, Pass
 from trainer.parity.measure import Measured
 from trainer.report.charts import Chart, Curve, draw
@@ -40,7 +40,7 @@ class Parity:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ReportLine:
     """A line of the table; title: it begins a part. cells: one an engine."""
 
     label: str
@@ -48,47 +48,47 @@ class Line:
     title: bool = False
 
 
-def lines(parity: Parity) -> list[Line]:
+def lines(parity: Parity) -> list[ReportLine]:
     """What the table on the console and the one on the page say."""
     engines = list(parity.engines.values())
     first = next(iter(parity.engines))
-    found = [Line("greedy", [f"{e.greedy.answers:,} answers, {e.greedy.tokens:,} tokens" for e in engines], title=True)]
-    found.append(Line("the trainer's choice", [f"{e.choices.first:.6g} of tokens" for e in engines]))
-    found.append(Line(f"  or {parity.margin:g} nats below it", [f"{e.choices.within:.6g}" for e in engines]))
-    found.append(Line("  the furthest below", [f"{number(e.choices.largest_gap)} nats" for e in engines]))
+    found = [ReportLine("greedy", [f"{e.greedy.answers:,} answers, {e.greedy.tokens:,} tokens" for e in engines], title=True)]
+    found.append(ReportLine("the trainer's choice", [f"{e.choices.first:.6g} of tokens" for e in engines]))
+    found.append(ReportLine(f"  or {parity.margin:g} nats below it", [f"{e.choices.within:.6g}" for e in engines]))
+    found.append(ReportLine("  the furthest below", [f"{number(e.choices.largest_gap)} nats" for e in engines]))
     if len(engines) > 1:
-        found.append(Line(f"plainest difference from {first}", [_or_dash(e.greedy.agreement, plainest) for e in engines]))
+        found.append(ReportLine(f"plainest difference from {first}", [_or_dash(e.greedy.agreement, plainest) for e in engines]))
     found += _of_passes([e.greedy for e in engines], first)
     sampled = [e.sampled for e in engines if e.sampled is not None]
     if sampled:
         title = f"sampled at {parity.temperature:g}"
-        found.append(Line(title, [f"{p.answers:,} answers, {p.tokens:,} tokens" for p in sampled], title=True))
-        found.append(Line("draws, standard errors off", ["-" if e.draw_z is None else f"{e.draw_z:+.2f}" for e in engines]))
+        found.append(ReportLine(title, [f"{p.answers:,} answers, {p.tokens:,} tokens" for p in sampled], title=True))
+        found.append(ReportLine("draws, standard errors off", ["-" if e.draw_z is None else f"{e.draw_z:+.2f}" for e in engines]))
         found += _of_passes(sampled, first)
-    found.append(Line("cost", ["" for _ in engines], title=True))
-    found.append(Line("start", [duration(e.start_seconds) for e in engines]))
-    found.append(Line("first weight sync", [duration(e.sync_seconds) for e in engines]))
-    found.append(Line("memory, trainer alone", [size(e.memory_without_bytes) for e in engines]))
-    found.append(Line("memory, engine awake", [size(e.memory_with_bytes) for e in engines]))
+    found.append(ReportLine("cost", ["" for _ in engines], title=True))
+    found.append(ReportLine("start", [duration(e.start_seconds) for e in engines]))
+    found.append(ReportLine("first weight sync", [duration(e.sync_seconds) for e in engines]))
+    found.append(ReportLine("memory, trainer alone", [size(e.memory_without_bytes) for e in engines]))
+    found.append(ReportLine("memory, engine awake", [size(e.memory_with_bytes) for e in engines]))
     return found
 
 
-def _of_passes(passes: list[Pass], first: str) -> Iterator[Line]:
+def _of_passes(passes: list[Pass], first: str) -> Iterator[ReportLine]:
     if len(passes) > 1:
         agreements = [answers.agreement for answers in passes]
-        yield Line(f"answers as {first}", [_or_dash(a, lambda a: f"{a.answers:.4g}") for a in agreements])
-        yield Line(f"tokens as {first}", [_or_dash(a, lambda a: f"{a.tokens:.4g}") for a in agreements])
-    yield Line("log-probs - trainer: mean", [number(p.differences.mean) for p in passes])
-    yield Line("  |difference|: mean", [number(p.differences.mean_abs) for p in passes])
-    yield Line("  median, 99 %", [", ".join(number(p.differences.quantiles[q]) for q in ("0.5", "0.99")) for p in passes])
+        yield ReportLine(f"answers as {first}", [_or_dash(a, lambda a: f"{a.answers:.4g}") for a in agreements])
+        yield ReportLine(f"tokens as {first}", [_or_dash(a, lambda a: f"{a.tokens:.4g}") for a in agreements])
+    yield ReportLine("log-probs - trainer: mean", [number(p.differences.mean) for p in passes])
+    yield ReportLine("  |difference|: mean", [number(p.differences.mean_abs) for p in passes])
+    yield ReportLine("  median, 99 %", [", ".join(number(p.differences.quantiles[q]) for q in ("0.5", "0.99")) for p in passes])
     worst = [f"{number(p.differences.max_abs)} (row {p.differences.uid}, token {p.differences.position})" for p in passes]
-    yield Line("  largest", worst)
-    yield Line("ended by a stop token", [f"{p.ends.stopped:.4g} of answers" for p in passes])
-    yield Line("  ended wrongly", [f"{sum(p.ends.wrong.values())}" for p in passes])
-    yield Line("  special tokens inside", [f"{p.ends.special}" for p in passes])
-    yield Line("length: mean (10, 50, 90 %)", [_length(p) for p in passes])
-    yield Line("tokens a second", [f"{p.tokens_per_second:,.0f}" for p in passes])
-    yield Line("prompt tokens from a cache", ["not told" if p.cached is None else f"{p.cached:.1%}" for p in passes])
+    yield ReportLine("  largest", worst)
+    yield ReportLine("ended by a stop token", [f"{p.ends.stopped:.4g} of answers" for p in passes])
+    yield ReportLine("  ended wrongly", [f"{sum(p.ends.wrong.values())}" for p in passes])
+    yield ReportLine("  special tokens inside", [f"{p.ends.special}" for p in passes])
+    yield ReportLine("length: mean (10, 50, 90 %)", [_length(p) for p in passes])
+    yield ReportLine("tokens a second", [f"{p.tokens_per_second:,.0f}" for p in passes])
+    yield ReportLine("prompt tokens from a cache", ["not told" if p.cached is None else f"{p.cached:.1%}" for p in passes])
 
 
 def _or_dash(agreement: Agreement | None, said: Any) -> str:
@@ -170,21 +170,21 @@ Points = tuple[list[float], list[float]]
 """Of a curve: where, and how high."""
 
 
-def by_share(answers: Answers) -> Points:
+def by_share(answers: EngineAnswers) -> Points:
     """At each percent of the tokens, the difference that so many are below."""
     at = np.arange(101.0)
     values = np.quantile(np.abs(answers.log_probs - answers.trainer_log_probs), at / 100)
     return at.tolist(), np.log10(np.maximum(values, SMALLEST)).tolist()
 
 
-def by_position(answers: Answers) -> Points:
+def by_position(answers: EngineAnswers) -> Points:
     positions = answers.positions
     totals = np.bincount(positions, weights=np.abs(answers.log_probs - answers.trainer_log_probs))
     means = totals / np.bincount(positions)
     return np.arange(float(len(means))).tolist(), np.log10(np.maximum(means, SMALLEST)).tolist()
 
 
-def survival(reference: Answers, own: Answers) -> Points:
+def survival(reference: EngineAnswers, own: EngineAnswers) -> Points:
     """Share of the pairs of answers that are equal so far: those that are equal to their end stay."""
     pairs = list(zip(reference.split(reference.token_ids), own.split(own.token_ids), strict=True))
     same = np.array([common_prefix(first, second) for first, second in pairs])

@@ -20,7 +20,7 @@ from trainer.data.dataset import PromptDataset
 from trainer.data.files import value_of
 from trainer.parity.agreement import Heads, agreement, choices, differences, draw_z, ends, heads, length_figures
 from trainer.parity.bounds import Engine, Pass, broken, coarser, margin
-from trainer.parity.measure import Measured, Task, Timed, measure
+from trainer.parity.measure import Measured, ParityTask, Timed, measure
 from trainer.parity.parity_report import WIDTH, Parity, page, table
 from trainer.rollout.rollout_builder import rollout_spec, sampling
 from trainer.run.errors import Found
@@ -44,7 +44,7 @@ def run(config: ParityConfig, notices: Sequence[str]) -> None:
     prompts = PromptDataset(data.files, tokenizer, data, max_samples=data.max_samples, seed=config.trainer.seed, scored=False)
     for notice in prompts.notices:
         print(f"note: {notice}", file=sys.stderr)
-    task = Task(
+    task = ParityTask(
         prompts=[prompts[index] for index in range(len(prompts))],
         sampling=sampling(models.rollout, tokenizer, models.model, data),
         n=models.rollout.n if models.rollout.do_sample else 0,
@@ -67,7 +67,11 @@ def run(config: ParityConfig, notices: Sequence[str]) -> None:
 
 
 def compared(
-    config: ParityConfig, tokenizer: PreTrainedTokenizerBase, prompts: PromptDataset, task: Task, measured: Mapping[str, Measured]
+    config: ParityConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: PromptDataset,
+    task: ParityTask,
+    measured: Mapping[str, Measured],
 ) -> Parity:
     dtype = coarser([config.actor_rollout_ref.rollout.dtype, config.actor_rollout_ref.actor.sharding.dtype])
     engines = {name: figures(config, tokenizer, task, of_engine, measured) for name, of_engine in measured.items()}
@@ -85,7 +89,7 @@ def compared(
 
 
 def figures(
-    config: ParityConfig, tokenizer: PreTrainedTokenizerBase, task: Task, own: Measured, measured: Mapping[str, Measured]
+    config: ParityConfig, tokenizer: PreTrainedTokenizerBase, task: ParityTask, own: Measured, measured: Mapping[str, Measured]
 ) -> Engine:
     first = measured[config.engines[0]]
     rollout = config.actor_rollout_ref.rollout

@@ -87,7 +87,7 @@ def check_rewards(config: PPOConfig, parts: Assembly) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredModel:
     """A role's model. positions: max_position_embeddings of its config; None: it has none, or stretches them. shape: None if the
     memory model does not know such a one."""
 
@@ -97,7 +97,7 @@ class Measured:
     shape: Shape | None
 
 
-def measured(config: PPOConfig) -> dict[str, Measured]:
+def measured(config: PPOConfig) -> dict[str, MeasuredModel]:
     """By key of the role."""
     found = {}
     for key, role in roles_of(config, has_critic=wants_critic(config)).items():
@@ -116,11 +116,11 @@ def measured(config: PPOConfig) -> dict[str, Measured]:
         told = about.get_text_config().to_dict()
         stretched = "factor" in (told.get("rope_parameters") or {})
         positions = None if stretched else told.get("max_position_embeddings")
-        found[key] = Measured(kind, parameters, positions, shape_of(about, parameters))
+        found[key] = MeasuredModel(kind, parameters, positions, shape_of(about, parameters))
     return found
 
 
-def model_lines(models: dict[str, Measured]) -> Iterator[str]:
+def model_lines(models: dict[str, MeasuredModel]) -> Iterator[str]:
     yield "models"
     for key, model in models.items():
         yield f"  {key}: {in_millions(model.parameters)} parameters ({model.kind})"
@@ -164,7 +164,7 @@ def place_lines(config: PPOConfig, place: Placement) -> Iterator[str]:
     yield f"  rollout: {counted(engines // size, 'engine')} ({rollout.name}), each on {counted(size, 'GPU')}"
 
 
-def staged_bytes(config: PPOConfig, place: Placement, models: dict[str, Measured]) -> float:
+def staged_bytes(config: PPOConfig, place: Placement, models: dict[str, MeasuredModel]) -> float:
     """Of the host's memory, on each node, while a checkpoint is written in the background; 0: none, or a model is not known."""
     shapes = {key: model.shape for key, model in models.items() if model.shape is not None}
     if not (config.trainer.save_freq > 0 and config.trainer.checkpoint.async_save and shapes.keys() == models.keys()):
@@ -201,7 +201,7 @@ def every(frequency: int) -> list[str]:
     return [f"every {frequency} steps" if frequency > 1 else "each step", "after the last"] if frequency > 0 else []
 
 
-def memory_lines(config: PPOConfig, place: Placement, models: dict[str, Measured]) -> Iterator[str]:
+def memory_lines(config: PPOConfig, place: Placement, models: dict[str, MeasuredModel]) -> Iterator[str]:
     yield "memory of a worker (an estimate; layers recomputed, rows as long as they may be; 1 GB is 10^9 bytes)"
     if unknown := sorted(key for key, model in models.items() if model.shape is None):
         yield f"  none: it is for dense decoders, and {', '.join(unknown)} is none"
@@ -211,13 +211,13 @@ def memory_lines(config: PPOConfig, place: Placement, models: dict[str, Measured
         yield f"  {wanted}: this machine has {torch.cuda.device_count()} CUDA devices, so the run must start on another"
 
 
-def uses_of(config: PPOConfig, place: Placement, models: dict[str, Measured]) -> list[Use]:
+def uses_of(config: PPOConfig, place: Placement, models: dict[str, MeasuredModel]) -> list[Use]:
     """Of the phases of a step; none if a model is not known."""
     shapes = {key: model.shape for key, model in models.items() if model.shape is not None}
     return list(estimate(config, place, shapes, room_of(config, place))) if shapes.keys() == models.keys() else []
 
 
-def doubts(config: PPOConfig, place: Placement, models: dict[str, Measured], asked: Sampling) -> Iterator[str]:
+def doubts(config: PPOConfig, place: Placement, models: dict[str, MeasuredModel], asked: Sampling) -> Iterator[str]:
     """What is not refused, and yet would not go well."""
     if not (asked.ignore_eos or end_tokens(asked, config.actor_rollout_ref.model)):
         yield f"no answer can end by itself (alarms.end_token): {NO_END_TOKEN}"

@@ -33,7 +33,7 @@ PNG_CHARTS, PNG_COLUMNS = 6, 3
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ComparedRun:
     """config: dotted key to value as JSON, without NAMES."""
 
     run_dir: Path
@@ -52,7 +52,7 @@ class Group:
     """Runs that differ in seeds alone."""
 
     label: str
-    runs: list[Run]
+    runs: list[ComparedRun]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def is_seed(key: str) -> bool:
     return key.rpartition(".")[2] == "seed"
 
 
-def find_runs(directories: Sequence[Path]) -> list[Run]:
+def find_runs(directories: Sequence[Path]) -> list[ComparedRun]:
     """Each directory is a run's, or holds those of a sweep. Raises ValueError for one that is neither."""
     found: dict[Path, None] = {}
     for directory in directories:
@@ -83,19 +83,19 @@ def find_runs(directories: Sequence[Path]) -> list[Run]:
     return runs
 
 
-def read_run(run_dir: Path) -> Run:
+def read_run(run_dir: Path) -> ComparedRun:
     """Raises ValueError if the directory lacks its configuration."""
     if not (run_dir / CONFIG).exists():
         raise ValueError(f"{run_dir}: it has {METRICS}, but no {CONFIG}: was it copied in part?")
     leaves = leaves_of(yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8")))
     config = {key: value for key, value in leaves.items() if not _is_name(key)}
     steps = read_metrics(run_dir)
-    return Run(run_dir, config, series_of(steps), int(steps[-1][GLOBAL_STEP]) if steps else 0, read_outcome(run_dir))
+    return ComparedRun(run_dir, config, series_of(steps), int(steps[-1][GLOBAL_STEP]) if steps else 0, read_outcome(run_dir))
 
 
-def groups_of(runs: Sequence[Run]) -> list[Group]:
+def groups_of(runs: Sequence[ComparedRun]) -> list[Group]:
     """In the order in which their first runs come; labelled by the settings that differ, or by a directory if these are many."""
-    together: dict[tuple[tuple[str, str], ...], list[Run]] = {}
+    together: dict[tuple[tuple[str, str], ...], list[ComparedRun]] = {}
     for run in runs:
         together.setdefault(tuple(sorted(run.settings().items())), []).append(run)
     members = list(together.values())
@@ -140,7 +140,7 @@ def final_of(group: Group, metric: str) -> Final | None:
     return Final(sum(last) / len(last), min(last), max(last)) if last else None
 
 
-def metrics_shown(runs: Sequence[Run]) -> Iterator[tuple[str, str, CurveSpec]]:
+def metrics_shown(runs: Sequence[ComparedRun]) -> Iterator[tuple[str, str, CurveSpec]]:
     """(title, metric, how it is drawn) of what the report draws; of several data sources each."""
     names = sorted({name for run in runs for name in run.series})
     by_source = [name for name in names if name.startswith("val-core/")]
@@ -238,13 +238,13 @@ def _is_name(key: str) -> bool:
     return any(key == name or (name.endswith(".") and key.startswith(name)) for name in NAMES)
 
 
-def _label(run: Run, keys: Sequence[str]) -> str:
+def _label(run: ComparedRun, keys: Sequence[str]) -> str:
     if not 0 < len(keys) <= MOST_IN_LABEL:
         return str(run.run_dir)
     return ", ".join(f"{key.rpartition('.')[2]}={_shown(run.config.get(key))}" for key in keys)
 
 
-def _seeds(run: Run, group: Group) -> str:
+def _seeds(run: ComparedRun, group: Group) -> str:
     """Those that differ within the group; of a single run the run's own."""
     keys = differing([other.config for other in group.runs]) or ["trainer.seed"]
     return ", ".join(f"{key}={_shown(run.config.get(key))}" for key in keys)

@@ -37,7 +37,7 @@ Metrics = Mapping[str, float]
 
 
 @dataclass(slots=True)
-class Memory:
+class AlarmMemory:
     """recent: the last WINDOW values of a metric, the newest last. extremes: of a metric, or of its running mean, so far."""
 
     recent: dict[str, list[float]] = field(default_factory=dict)
@@ -67,12 +67,12 @@ class Memory:
         self.recent[name] = [*self.recent.get(name, []), value][-WINDOW:]
 
 
-Measure = Callable[[Memory, Metrics], float | None]
+Measure = Callable[[AlarmMemory, Metrics], float | None]
 """From what is remembered and a step's finite metrics to a number, None where there is nothing to measure."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class AlarmRule:
     """name: of the alarm, its key below ``alarms``. measured: in words, for people. advice: what to look at. below: the bound is
     a least. steps: so many of them the number is made of.
     """
@@ -95,9 +95,9 @@ class Alarm:
 
 
 class Alarms:
-    def __init__(self, rules: Sequence[tuple[Rule, AlarmConfig]]) -> None:
+    def __init__(self, rules: Sequence[tuple[AlarmRule, AlarmConfig]]) -> None:
         self.rules = rules
-        self.memory = Memory()
+        self.memory = AlarmMemory()
         self.beyond: dict[str, int] = {}
         self.since: dict[str, int] = {}
 
@@ -122,7 +122,7 @@ class Alarms:
                 rung += self._alarm(rule, config, value, count)
         return rung
 
-    def _alarm(self, rule: Rule, config: AlarmConfig, value: float, count: int) -> list[Alarm]:
+    def _alarm(self, rule: AlarmRule, config: AlarmConfig, value: float, count: int) -> list[Alarm]:
         if config.action == "off":
             return []
         side = "below" if rule.below else "above"
@@ -136,7 +136,7 @@ class Alarms:
         return {"memory": asdict(self.memory), "beyond": dict(self.beyond), "since": dict(self.since)}
 
     def load(self, state: dict[str, Any]) -> None:
-        self.memory = Memory(**state["memory"])
+        self.memory = AlarmMemory(**state["memory"])
         self.beyond, self.since = state["beyond"], state["since"]
 
 
@@ -157,13 +157,13 @@ def react(alarms: Sequence[Alarm], events: Events, step: int) -> Alarm | None:
 def level(*names: str) -> Measure:
     """The size of the first of these metrics that the step has."""
 
-    def measure(memory: Memory, metrics: Metrics) -> float | None:
+    def measure(memory: AlarmMemory, metrics: Metrics) -> float | None:
         return next((abs(metrics[name]) for name in names if name in metrics), None)
 
     return measure
 
 
-def lost_score(memory: Memory, metrics: Metrics) -> float | None:
+def lost_score(memory: AlarmMemory, metrics: Metrics) -> float | None:
     """How far the running mean of the score is under its best, in parts of the range of all scores so far."""
     if not {f"{SCORE}/mean", f"{SCORE}/max", f"{SCORE}/min"} <= metrics.keys():
         return None
@@ -175,7 +175,7 @@ def lost_score(memory: Memory, metrics: Metrics) -> float | None:
     return (memory.highest(f"{SCORE}/mean", mean) - mean) / span
 
 
-def more_cut(memory: Memory, metrics: Metrics) -> float | None:
+def more_cut(memory: AlarmMemory, metrics: Metrics) -> float | None:
     """How far the running mean of the share of cut answers is above its least."""
     if CUT not in metrics:
         return None
@@ -183,18 +183,18 @@ def more_cut(memory: Memory, metrics: Metrics) -> float | None:
     return None if mean is None else mean - memory.lowest(CUT, mean)
 
 
-def gradient_spike(memory: Memory, metrics: Metrics) -> float | None:
+def gradient_spike(memory: AlarmMemory, metrics: Metrics) -> float | None:
     """The larger of actor's and critic's."""
     found = [memory.over_median(name, metrics[name]) for name in ("actor/grad_norm", "critic/grad_norm") if name in metrics]
     return max((ratio for ratio in found if ratio is not None), default=None)
 
 
-def length_spike(memory: Memory, metrics: Metrics) -> float | None:
+def length_spike(memory: AlarmMemory, metrics: Metrics) -> float | None:
     name = "response_length/mean"
     return memory.over_median(name, metrics[name]) if name in metrics else None
 
 
-def fallen_held_out(memory: Memory, metrics: Metrics) -> float | None:
+def fallen_held_out(memory: AlarmMemory, metrics: Metrics) -> float | None:
     """How far the held-out score is under its best, in parts of the best's height above the least score of any problem."""
     names = (HELD_OUT, f"{HELD_OUT}_std", f"{HELD_OUT}_min", "val/problems")
     if not metrics.keys() >= set(names):
@@ -205,78 +205,78 @@ def fallen_held_out(memory: Memory, metrics: Metrics) -> float | None:
     return (best - score) / (best - floor) if best - score > noise and best > floor else 0.0
 
 
-def motion(memory: Memory, metrics: Metrics) -> float | None:
+def motion(memory: AlarmMemory, metrics: Metrics) -> float | None:
     """The larger of the score's size and the actor's gradient norm."""
     names = (f"{SCORE}/mean", "actor/grad_norm")
     return max(abs(metrics[name]) for name in names) if metrics.keys() >= set(names) else None
 
 
-NONFINITE = Rule(
+NONFINITE = AlarmRule(
     "nonfinite",
     lambda memory, metrics: metrics.get(SKIPPED_IN_A_ROW, 0.0),
     SKIPPED_IN_A_ROW,
     "loss or gradient is not finite: see the batches in logs/nonfinite/; a smaller optim.lr, or float32 for what overflows",
 )
-REWARD = Rule(
+REWARD = AlarmRule(
     "reward",
     lost_score,
     f"the fall of {SCORE}/mean over {MEAN} steps from its best, in parts of the range of all scores,",
     "see the answers (trainer.rollout_data_dir) and the reward function; a smaller actor.optim.lr, or a KL, holds the policy",
     steps=MEAN,
 )
-ENTROPY = Rule(
+ENTROPY = AlarmRule(
     "entropy",
     level("actor/entropy"),
     "actor/entropy",
     "all answers to a prompt are alike: raise actor.entropy_coeff or actor.clip_ratio_high, or lower actor.optim.lr",
     below=True,
 )
-POLICY_KL = Rule(
+POLICY_KL = AlarmRule(
     "policy_kl",
     level("actor/ppo_kl"),
     "|actor/ppo_kl|",
     "a step moves the policy too far: lower actor.optim.lr, actor.ppo_epochs or actor.clip_ratio",
 )
-MISMATCH = Rule(
+MISMATCH = AlarmRule(
     "mismatch",
     level("training/rollout_log_probs_diff_mean"),
     "training/rollout_log_probs_diff_mean",
     "trainer and rollout differ (algorithm.rollout_correction.mismatch_bound): unlike precision or kernels, or other weights",
 )
-GRAD_NORM = Rule(
+GRAD_NORM = AlarmRule(
     "grad_norm",
     gradient_spike,
     f"grad_norm over its median of {WINDOW} steps",
     "see the step's answers and advantages; lower grad_clip or optim.lr",
 )
-LENGTH = Rule(
+LENGTH = AlarmRule(
     "length",
     length_spike,
     f"response_length/mean over its median of {WINDOW} steps",
     "see the answers: does the reward pay for length? reward.reward_kwargs.overlong_buffer_cfg takes it off",
 )
-CLIP_RATIO = Rule(
+CLIP_RATIO = AlarmRule(
     "clip_ratio",
     more_cut,
     f"the rise of {CUT} over {MEAN} steps from its least",
     "answers are cut at data.max_response_length: see whether they still end; algorithm.truncated_answers=mask",
     steps=MEAN,
 )
-FAILED_REWARDS = Rule(
+FAILED_REWARDS = AlarmRule(
     "failed_rewards",
     level("reward/failed_share"),
     "reward/failed_share",
     "the first causes are events of kind reward; these answers are left out, so that the score does not show them: fix the "
     "reward function, raise reward.timeout, or give late ones a score (reward.timeout_score)",
 )
-ZERO_SIGNAL = Rule(
+ZERO_SIGNAL = AlarmRule(
     "zero_signal",
     level("training/zero_signal_groups"),
     "training/zero_signal_groups",
     "in nearly all groups every answer gets the same reward, so that nothing is learnt: other data, partial credit, a larger "
     "rollout.n, or algorithm.filter_groups.enable=true",
 )
-NO_LEARNING = Rule(
+NO_LEARNING = AlarmRule(
     "no_learning",
     motion,
     f"the larger of |{SCORE}/mean| and actor/grad_norm",
@@ -284,27 +284,29 @@ NO_LEARNING = Rule(
     "or, if they were right before, a smaller actor.optim.lr and an earlier checkpoint",
     below=True,
 )
-VALIDATION = Rule(
+VALIDATION = AlarmRule(
     "validation",
     fallen_held_out,
     f"the fall of {HELD_OUT} from its best, in parts of the best,",
     "the policy has lost what it could do, or learns to please the reward alone: see the held-out answers; trainer.best_metric "
     f"keeps the best checkpoint ({HELD_OUT}); a smaller actor.optim.lr, or a KL, holds the policy",
 )
-TRUNCATED = Rule(
+TRUNCATED = AlarmRule(
     "truncated",
     level(CUT),
     CUT,
     "nearly no answer ends before data.max_response_length: see whether they are whole, whether the end token is the right one; "
     "raise data.max_response_length",
 )
-END_TOKEN = Rule("end_token", level(END_TOKENS), "the number of end tokens that the model can write", NO_END_TOKEN, below=True)
+END_TOKEN = AlarmRule(
+    "end_token", level(END_TOKENS), "the number of end tokens that the model can write", NO_END_TOKEN, below=True
+)
 
 
-def ref_kl(config: PPOConfig) -> Rule:
+def ref_kl(config: PPOConfig) -> AlarmRule:
     """The KL to the reference where it is logged in nats a token: in the loss only if that is a mean over tokens."""
     in_the_loss = config.actor_rollout_ref.actor.loss_agg_mode in ("token-mean", "seq-mean-token-mean")
-    return Rule(
+    return AlarmRule(
         "ref_kl",
         level("actor/reward_kl_penalty", *(["actor/kl_loss"] if in_the_loss else [])),
         "the KL to the reference",

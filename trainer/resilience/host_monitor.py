@@ -12,7 +12,7 @@ from trainer.run.run_dir import checkpoint_dir, checkpoint_steps
 from workers.host_memory import GB, host_memory
 
 
-class Watch:
+class HostMonitor:
     """Looked at once a step: some reads of /proc and /sys. Of several machines it sees the controller's."""
 
     def __init__(self, config: WatchConfig, run_dir: Path) -> None:

@@ -15,7 +15,7 @@ import psutil
 
 from configs.base.walltime import seconds_of
 from configs.schema.common import RunConfig
-from trainer.resilience.host_monitor import Watch
+from trainer.resilience.host_monitor import HostMonitor
 from trainer.run.errors import Stopped
 from trainer.run.events import Events
 from trainer.run.run_dir import goes_on
@@ -42,7 +42,7 @@ class Stopping:
         self.run_dir = run_dir
         self.furthest = -1  # the last whole step that there ever was
         self.hurry: Callable[[], None] = lambda: None  # is called with the first signal
-        self._watch = Watch(trainer.watch, run_dir)
+        self._watch = HostMonitor(trainer.watch, run_dir)
         self._ends = inf if trainer.walltime is None else psutil.Process().create_time() + seconds_of(trainer.walltime)
         self._walltime = trainer.walltime
         self._longest_step = self._longest_save = 0.0

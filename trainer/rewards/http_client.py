@@ -28,7 +28,7 @@ class Passing(Exception):
         self.late = late
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """Permanent failure, or too many transient ones. late: see Passing."""
 
     def __init__(self, message: str, *, late: bool = False) -> None:
@@ -64,7 +64,7 @@ def post(url: str, body: bytes, *, token: str | None, timeout: float, timeout_ke
             return json.loads(_read(response, deadline, timeout_key))
     except urllib.error.HTTPError as error:
         reason = " ".join(error.read(200).decode(errors="replace").split())
-        kind = Passing if error.code in _TRANSIENT else Refused
+        kind = Passing if error.code in _TRANSIENT else RequestRefused
         raise kind(hidden(f"HTTP {error.code} from {url}: {reason}")) from error
     except (OSError, http.client.HTTPException, ValueError) as error:  # no connection, a timeout, an invalid reply
         # Only a timeout of the reply counts as late; one of the connection is a URLError and says nothing about the response.
@@ -96,7 +96,7 @@ def with_retries(request: Callable[[], Answer], *, retries: int, backoff: float)
             return request()
         except Passing as error:
             if attempt == retries:
-                raise Refused(f"after {attempt + 1} requests; the last: {error}", late=error.late) from error
+                raise RequestRefused(f"after {attempt + 1} requests; the last: {error}", late=error.late) from error
             time.sleep(backoff * 2**attempt)
     raise AssertionError("unreachable")
 
@@ -111,5 +111,5 @@ def _read(response: http.client.HTTPResponse, deadline: float, timeout_key: str)
         if time.monotonic() > deadline:
             raise TimeoutError(f"the reply was not complete within {timeout_key}")
         if size > _MAX_REPLY:
-            raise Refused(f"the reply is longer than {_MAX_REPLY} bytes")
+            raise RequestRefused(f"the reply is longer than {_MAX_REPLY} bytes")
     return b"".join(parts)

@@ -69,7 +69,7 @@ class Score:
 
 
 @dataclass(slots=True)
-class Progress:
+class ScoringProgress:
     """Progress of one call of Rewards.score, counted in responses; read by the display while the call runs."""
 
     asked: int = 0
@@ -87,7 +87,7 @@ class Progress:
 class Rewards(Protocol):
     """Source of scores, a context manager: local processes (RewardRunner) or servers (RemoteRewards)."""
 
-    progress: Progress
+    progress: ScoringProgress
 
     def start(self) -> None: ...
 

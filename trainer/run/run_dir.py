@@ -120,7 +120,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-class Lines:
+class LineWriter:
     """The end of a file of lines. What a full disk does not take is kept, told once, and written with what comes later.
 
     What it took is in the kernel's hands on return.

@@ -23,7 +23,7 @@ from workers.engine.hf.hf_model import vocab_size
 PAIRS_AT_ONCE = 1024  # that are sent to the workers in a forward
 
 
-class RewardModel:
+class RewardModelTask:
     """See Task. A unit of the data is a pair, two rows."""
 
     head: Head = "reward"

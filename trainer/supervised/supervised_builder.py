@@ -26,7 +26,7 @@ from trainer.resilience.restart import Lifetime, keep_going
 from trainer.resilience.skipped_updates import Skips
 from trainer.run.events import Events
 from trainer.run.timing import Phases
-from trainer.supervised.reward_model_task import RewardModel
+from trainer.supervised.reward_model_task import RewardModelTask
 from trainer.supervised.sft_task import SFT
 from trainer.supervised.supervised_loop import SupervisedLoop
 from trainer.supervised.task import Task
@@ -40,7 +40,7 @@ Config = SFTConfig | RewardModelConfig
 
 def run(config: Config, notices: Sequence[str]) -> None:
     """Train as ``config`` says, and export the model if it says so. notices: what the user was told about the configuration."""
-    head = SFT.head if isinstance(config, SFTConfig) else RewardModel.head
+    head = SFT.head if isinstance(config, SFTConfig) else RewardModelTask.head
     check_engine("engine", config.engine, config.model, head, config.trainer.device)
     run_dir = Path(config.trainer.default_local_dir)
     with locked(run_dir, "trainer.default_local_dir", private=True):
@@ -67,7 +67,7 @@ def attempt(config: Config, life: Lifetime) -> None:
         if resume is not None:
             check_weights(resume, {"model": hosts}, watchdog)
         tokenizer = load_tokenizer(config.model)
-        task: Task = SFT(config, tokenizer) if isinstance(config, SFTConfig) else RewardModel(config, tokenizer)
+        task: Task = SFT(config, tokenizer) if isinstance(config, SFTConfig) else RewardModelTask(config, tokenizer)
         seed = trainer.seed if config.data.seed is None else config.data.seed
         order = DataOrder(len(task), config.data.train_batch_size, seed, config.data.shuffle)
         for notice in (*task.notices, order.notice):

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from trainer.cluster.remote import RemoteModel
-from trainer.run.run_dir import ANSWERS, GLOBAL_STEP, Lines, json_line
+from trainer.run.run_dir import ANSWERS, GLOBAL_STEP, LineWriter, json_line
 from trainer.tracking.sample_dump import text_of
 from workers.batch import Batch
 
@@ -54,7 +54,7 @@ class AnswerLog:
             json_line({GLOBAL_STEP: step, **self._told(few, row, trainers)})
             for row in spread(few.rows["score"], KEPT_ROWS).tolist()
         ]
-        file = Lines(self._path)
+        file = LineWriter(self._path)
         file.write("".join(lines))
         file.close()
 

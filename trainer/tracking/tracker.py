@@ -20,7 +20,7 @@ from trainer.run.run_dir import (
     METRICS,
     SAMPLES,
     TIMELINE,
-    Lines,
+    LineWriter,
     batch_file,
     go_back,
     json_line,
@@ -88,9 +88,9 @@ class Tracker:
         self._loggers += more
 
     def _open(self) -> None:
-        self._metrics = Lines(self.run_dir / METRICS)
-        self._samples = Lines(self.run_dir / SAMPLES)
-        self._timeline = Lines(self.run_dir / TIMELINE)
+        self._metrics = LineWriter(self.run_dir / METRICS)
+        self._samples = LineWriter(self.run_dir / SAMPLES)
+        self._timeline = LineWriter(self.run_dir / TIMELINE)
 
     def go_back(self, step: int) -> Path:
         """The run goes on after ``step`` with other data. What it wrote past it is moved to the directory that is returned."""

@@ -19,7 +19,7 @@ CACHED_ATTENTION = "tandem_cached"
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class CacheSpan:
     """rows: how many read this chunk; start, stop: the positions they read in it."""
 
     chunk: int
@@ -56,7 +56,7 @@ class StepAttention:
         """Chunks that are read for rows which do not reach so far."""
         longest = int(lengths.max(initial=-1)) + 1
         self.spans = [
-            Span(chunk, int((last_reader > chunk).sum()), start, min(start + cache.chunk, round_up(longest, LANES)))
+            CacheSpan(chunk, int((last_reader > chunk).sum()), start, min(start + cache.chunk, round_up(longest, LANES)))
             for chunk, start in enumerate(range(0, longest, cache.chunk))
         ]
         self._masks: dict[object, Tensor] = {}

@@ -171,7 +171,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one, other) if one.is_cuda else np.array_equal(one.numpy(), other.numpy())
 
 
-class Sample:
+class WeightSample:
     """One turn's lines, taken from the stream on the way, and read from the engine when it has loaded."""
 
     def __init__(self, lines: Sequence[Lines]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from configs.base.keys import ConfigError, did_you_mean
-from configs.compat.openrlhf.table import Flag, Source, Table
+from configs.compat.openrlhf.table import Flag, FlagSource, Table
 
 DEFAULT_PROGRAM = "train_ppo_ray"
 PROGRAM = re.compile(r"(?:.*[./])?openrlhf[./]cli[./](\w+?)(?:\.py)?")
@@ -16,7 +16,7 @@ NUMBER = re.compile(r"-?\.?\d.*")
 class Arguments:
     """newer: the spelling with dots. typed: {name of a flag: (as it is spelt, the words behind it)}, in their order."""
 
-    source: Source
+    source: FlagSource
     newer: bool
     typed: Mapping[str, tuple[str, tuple[str, ...]]]
 

@@ -44,7 +44,7 @@ class Flag:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class FlagSource:
     """A program of OpenRLHF. program: ours. root: its YAML. always: what it does and no flag says, (why, settings)."""
 
     name: str
@@ -58,7 +58,7 @@ class Source:
 class Table:
     """others: programs without a counterpart, and why."""
 
-    sources: Mapping[str, Source]
+    sources: Mapping[str, FlagSource]
     others: Mapping[str, str]
 
 
@@ -71,7 +71,7 @@ def openrlhf() -> Table:
         for group in entry.get("groups", []):
             flags |= tree["groups"][group]
         flags |= entry["flags"]
-        sources[name] = Source(
+        sources[name] = FlagSource(
             name,
             entry["program"],
             entry["root"],

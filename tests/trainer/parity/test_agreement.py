@@ -8,13 +8,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trainer.parity.made import BOS, EOS, drawn, made
-from trainer.parity.agreement import Answers, agreement, choices, common_prefix, differences, draw_z, ends, heads, length_figures
+from trainer.parity.agreement import (
+    EngineAnswers,
+    agreement,
+    choices,
+    common_prefix,
+    differences,
+    draw_z,
+    ends,
+    heads,
+    length_figures,
+)
 
 ROWS = [[5, 6, EOS], [7, EOS], [5, 5, 5, 5, EOS]]
 answer = st.lists(st.integers(3, 6), min_size=1, max_size=6)
 
 
-def changed(answers: Answers, name: str, place: int, value: float) -> Answers:
+def changed(answers: EngineAnswers, name: str, place: int, value: float) -> EngineAnswers:
     column = getattr(answers, name).copy()
     column[place] = value
     return replace(answers, **{name: column})

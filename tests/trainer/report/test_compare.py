@@ -15,8 +15,8 @@ from configs.compose import compose
 from configs.schema.ppo import PPOConfig
 from trainer.main_compare import compare
 from trainer.report.compare import (
+    ComparedRun,
     Group,
-    Run,
     charts_of,
     curves_of,
     differing,
@@ -74,7 +74,9 @@ def test_a_groups_curve_is_the_mean_within_least_and_largest(sweep: Path) -> Non
 
 @given(st.lists(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=6), min_size=1, max_size=4))
 def test_the_mean_lies_in_its_band_and_only_where_all_are_finite(columns: list[list[float]]) -> None:
-    runs = [Run(Path(str(i)), {}, {"m": ([*range(len(ys))], ys)} if ys else {}, len(ys), None) for i, ys in enumerate(columns)]
+    runs = [
+        ComparedRun(Path(str(i)), {}, {"m": ([*range(len(ys))], ys)} if ys else {}, len(ys), None) for i, ys in enumerate(columns)
+    ]
     curve = mean_curve(Group("g", runs), "m")
     shortest = min(map(len, columns))
     assert curve.steps == [i for i in range(shortest) if all(math.isfinite(ys[i]) for ys in columns)]
@@ -126,10 +128,10 @@ def test_equal_runs_have_no_differences_and_directories_for_labels(tmp_path: Pat
     assert "<td>none</td>" in (tmp_path / "c.html").read_text()
 
 
-def plain(name: str, config: dict[str, str], **series: list[float]) -> Run:
+def plain(name: str, config: dict[str, str], **series: list[float]) -> ComparedRun:
     """config: as JSON. series: a value a step, from 1."""
     named = {metric.replace("__", "/"): ([*range(1, len(ys) + 1)], ys) for metric, ys in series.items()}
-    return Run(Path(name), config, named, 2, None)
+    return ComparedRun(Path(name), config, named, 2, None)
 
 
 def test_labels_are_settings_if_they_are_few_and_tell_runs_apart() -> None:

@@ -4,13 +4,13 @@ import os
 from pathlib import Path
 
 from configs.schema.common import WatchConfig
-from trainer.resilience.host_monitor import Watch
+from trainer.resilience.host_monitor import HostMonitor
 
 NEVER = {"memory_warn": 0.0, "memory_stop": 0.0, "disk_warn_gb": 0.0, "disk_stop_gb": 0.0}
 
 
-def watch(run_dir: Path, **limits: float) -> Watch:
-    return Watch(WatchConfig(**(NEVER | limits)), run_dir)
+def watch(run_dir: Path, **limits: float) -> HostMonitor:
+    return HostMonitor(WatchConfig(**(NEVER | limits)), run_dir)
 
 
 def free_gb(path: Path) -> float:

@@ -5,7 +5,7 @@ import pytest
 
 from tests.trainer.rewards.server import Reply, Server
 from trainer.rewards import http_client
-from trainer.rewards.http_client import Passing, Refused, connection_problem, post, with_retries
+from trainer.rewards.http_client import Passing, RequestRefused, connection_problem, post, with_retries
 
 
 class Echo(Server):
@@ -40,7 +40,7 @@ def test_error_messages_contain_no_secret(monkeypatch: pytest.MonkeyPatch) -> No
             return 403, b"not with\nlong-secret-1", 0.0
 
     monkeypatch.setenv("SOME_TOKEN", "long-secret-1")
-    with Gossip() as server, server.listening(), pytest.raises(Refused) as error:
+    with Gossip() as server, server.listening(), pytest.raises(RequestRefused) as error:
         post(f"http://127.0.0.1:{server.server_port}/x", b"[1]", token="long-secret-1", timeout=5.0, timeout_key="t")
     assert str(error.value).endswith("/x: not with ***") and "\n" not in str(error.value)
     assert server.asked[0][1] == "Bearer long-secret-1"
@@ -53,6 +53,6 @@ def test_pauses_double(monkeypatch: pytest.MonkeyPatch) -> None:
     def never() -> Path:
         raise Passing("busy")
 
-    with pytest.raises(Refused, match="after 4 requests; the last: busy"):
+    with pytest.raises(RequestRefused, match="after 4 requests; the last: busy"):
         with_retries(never, retries=3, backoff=0.5)
     assert slept == [0.5, 1.0, 2.0]

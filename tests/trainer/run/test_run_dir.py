@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from trainer.run.run_dir import (
     GLOBAL_STEP,
     NON_FINITE,
-    Lines,
+    LineWriter,
     go_back,
     json_line,
     read_lines,
@@ -51,7 +51,7 @@ def test_floats_read_back_equal_to_the_bit(value: float) -> None:
 def test_lines_that_a_full_disk_did_not_take_are_written_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The kernel's own limit on a file's size cuts a line in its middle, as a full disk does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    lines = Lines(tmp_path / "lines")
+    lines = LineWriter(tmp_path / "lines")
     lines.write('{"a": 1}\n')
     resource.setrlimit(resource.RLIMIT_FSIZE, (12, hard))
     lines.write('{"a": 2}\n')

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from tests.terminal import CONTROL
-from trainer.rewards.scoring import Progress as Scored
 from trainer.rewards.scoring import Score
+from trainer.rewards.scoring import ScoringProgress as Scored
 from trainer.run.events import Events
 from trainer.run.timing import Phases
 from trainer.tracking.console import ConsoleLogger, step_line

@@ -17,8 +17,8 @@ from workers.rollout.verification import (
     HeldWeight,
     Lines,
     PlainWeight,
-    Sample,
     WeightMismatch,
+    WeightSample,
     check_places,
     compare_all,
     compare_identity,
@@ -98,7 +98,7 @@ def test_one_number_that_is_off_is_found_within_64_turns(place: int) -> None:
     held = [PlainWeight("weight", lambda: engines)]
     found = []
     for turn in range(TURNS):
-        sample, findings = Sample(list(due(held, turn))), Findings()
+        sample, findings = WeightSample(list(due(held, turn))), Findings()
         sample.take("weight", trainers)
         sample.compare(findings, read)
         found.append(bool(findings.wrong))
@@ -110,7 +110,7 @@ def test_one_number_that_is_off_is_found_within_64_turns(place: int) -> None:
 
 def test_what_must_be_there_is_kept_from_before_the_trainer_goes_on() -> None:
     trainers = torch.ones(64)
-    sample, found = Sample([Lines(PlainWeight("weight", lambda: torch.ones(64)), 0, 64)]), Findings()
+    sample, found = WeightSample([Lines(PlainWeight("weight", lambda: torch.ones(64)), 0, 64)]), Findings()
     sample.take("weight", trainers)
     trainers.zero_()
     sample.compare(found, read)

@@ -31,7 +31,7 @@ from trainer.rewards.pool.custom import check_file
 from trainer.rewards.pool.worker import resolve
 from trainer.rewards.rules.reward_registry import check_data_sources, may_ask_judge, scores_by_source, with_own_function
 from trainer.rewards.sandbox.forkserver import close_fork_servers
-from trainer.rewards.scoring import Answer, Progress, Score, ScoreFunction, score_all
+from trainer.rewards.scoring import Answer, Score, ScoreFunction, ScoringProgress, score_all
 
 _START_LIMIT = 120.0
 """Seconds until a process must be ready: the user's module may import a lot."""
@@ -64,7 +64,7 @@ class RewardRunner:
         self._processes: list[_Process] = []
         self._selector = selectors.DefaultSelector()
         self._chunks: deque[list[int]] = deque()
-        self.progress = Progress()
+        self.progress = ScoringProgress()
 
     def start(self) -> None:
         """Start the processes without waiting for them to become ready."""
@@ -88,7 +88,7 @@ class RewardRunner:
         if scores_by_source(self._config):
             check_data_sources(answer.data_source for answer in answers)
         self.start()
-        self.progress = Progress(len(answers))
+        self.progress = ScoringProgress(len(answers))
         if self._function is not None:
             found = []
             for score in score_all(self._function, answers, self._threads):

@@ -12,11 +12,11 @@ from types import TracebackType
 
 from configs.base.secrets import hidden
 from configs.schema.ppo import RemoteConfig, RemoteScoringConfig
-from trainer.rewards.http_client import Passing, Refused, connection_problem, post, with_retries
+from trainer.rewards.http_client import Passing, RequestRefused, connection_problem, post, with_retries
 from trainer.rewards.pool.runner import RewardRunner
 from trainer.rewards.remote import openrlhf_protocol
 from trainer.rewards.rules.reward_registry import scores_by_source
-from trainer.rewards.scoring import Answer, Progress, Rewards, Score, in_threads
+from trainer.rewards.scoring import Answer, Rewards, Score, ScoringProgress, in_threads
 from workers.controller.logs import tell
 
 _MAX_BACKOFF = 60.0
@@ -45,7 +45,7 @@ class RemoteRewards:
         self._key = key
         self._servers = [_Server(url) for url in urls]
         self._lock = Lock()
-        self.progress = Progress()
+        self.progress = ScoringProgress()
 
     def start(self) -> None:
         """Do nothing: servers are not started by the run."""
@@ -71,7 +71,7 @@ class RemoteRewards:
         """One score per response, in order. A response that no server scored has an error; the others are not affected."""
         size = self._config.batch_size
         batches = [answers[start : start + size] for start in range(0, len(answers), size)]
-        self.progress = Progress(len(answers))
+        self.progress = ScoringProgress(len(answers))
         found: list[Score] = []
         for scores in in_threads(self._score, batches, self._config.concurrency):
             found += scores
@@ -90,20 +90,20 @@ class RemoteRewards:
         config = self._config
         try:
             return with_retries(lambda: self._try_servers(body, len(answers)), retries=config.retries, backoff=config.backoff)
-        except Refused as error:
+        except RequestRefused as error:
             return [Score(None, {}, f"no score from {self._key}: {error}", timed_out=error.late)] * len(answers)
 
     def _try_servers(self, body: bytes, n: int) -> list[Score]:
         """Scores from the first server that returns them. Raises Passing if one failed transiently, else Refused."""
         # Permanent failures move on to the next server too: one replica may have a bug or a wrong token that others do not.
-        problems: list[Passing | Refused] = []
+        problems: list[Passing | RequestRefused] = []
         for server in self._by_load():
             with self._lock:
                 server.requests += 1
                 server.in_flight += 1
             try:
                 scores = self._request(server.url, body, n)
-            except (Passing, Refused) as error:
+            except (Passing, RequestRefused) as error:
                 problems.append(error)
                 self._failed(server, error)
             else:
@@ -115,13 +115,13 @@ class RemoteRewards:
         config, token = self._config, os.environ.get(self._config.token_env, "").strip()
         try:
             reply = post(url, body, token=token or None, timeout=config.timeout, timeout_key="reward.remote.timeout")
-        except Refused as error:
+        except RequestRefused as error:
             unset = "" if token or not str(error).startswith("HTTP 401") else f" ({config.token_env} is not set here)"
-            raise Refused(f"{error}{unset}", late=error.late) from error
+            raise RequestRefused(f"{error}{unset}", late=error.late) from error
         try:
             return openrlhf_protocol.from_reply(reply, n)
         except ValueError as error:
-            raise Refused(hidden(f"{url}: {error}")) from error
+            raise RequestRefused(hidden(f"{url}: {error}")) from error
 
     def _by_load(self) -> list[_Server]:
         """Servers in the order in which to try them: healthy first, then by requests in flight, then by total requests."""

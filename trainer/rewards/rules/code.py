@@ -12,7 +12,7 @@ from typing import Any
 
 from configs.schema.ppo import CodeRewardConfig
 from trainer.rewards.sandbox.assertions import PASSED
-from trainer.rewards.sandbox.forkserver import Limits, Outcome, fork_server
+from trainer.rewards.sandbox.forkserver import JobLimits, JobOutcome, fork_server
 
 _LEAST_OUTPUT = 1 << 20
 """Bytes that a test may print; twice the expected output if that is more."""
@@ -31,17 +31,17 @@ class Test:
     expected: Any = None
     assertions: dict[str, Any] | None = None
 
-    def run(self, limits: Limits) -> tuple[bool, bool]:
+    def run(self, limits: JobLimits) -> tuple[bool, bool]:
         """Run the test: whether the program passes, and whether it exceeded its time limit."""
         if self.assertions is not None:
             # The outcome of the program's own process is ignored, except for time: it is written by the program.
             program, assertions = _call(self.job, self.assertions, limits)
-            passed = assertions == Outcome(None, PASSED, assertions.output)
+            passed = assertions == JobOutcome(None, PASSED, assertions.output)
             return passed, _ran_out_of_time(program) or _ran_out_of_time(assertions)
         outcome = fork_server("trainer.rewards.sandbox.sandbox").run(self.job, limits, self.stdin)
         return outcome.ending is None and self._is_correct(outcome), _ran_out_of_time(outcome)
 
-    def _is_correct(self, outcome: Outcome) -> bool:
+    def _is_correct(self, outcome: JobOutcome) -> bool:
         if "fn_name" not in self.job:
             return same_output(outcome.output, self.expected)
         with suppress(ValueError, RecursionError):  # the result is written by the program and may be invalid JSON
@@ -49,7 +49,7 @@ class Test:
         return False
 
 
-def _call(job: dict[str, Any], assertions: dict[str, Any], limits: Limits) -> tuple[Outcome, Outcome]:
+def _call(job: dict[str, Any], assertions: dict[str, Any], limits: JobLimits) -> tuple[JobOutcome, JobOutcome]:
     """Run a program and the assertions that call it in two connected processes; return the outcomes of both."""
     program_end, assertions_end = socket.socketpair()
     sandbox, evaluator = fork_server("trainer.rewards.sandbox.sandbox"), fork_server("trainer.rewards.sandbox.assertions")
@@ -81,7 +81,7 @@ def score(answer: str, ground_truth: Any, config: CodeRewardConfig, *, seconds: 
     start, passed = time.monotonic(), 0
     for test in tests:
         output_bytes = max(_LEAST_OUTPUT, 2 * len(test.expected) if isinstance(test.expected, str) else 0)
-        limits = Limits(config.time_limit, config.memory_limit_mb << 20, output_bytes)
+        limits = JobLimits(config.time_limit, config.memory_limit_mb << 20, output_bytes)
         ok, late = test.run(limits)
         passed += ok
         if not ok and (not config.partial or late):
@@ -140,7 +140,7 @@ def _equal(value: Any, expected: Any) -> bool:
     return value == expected and isinstance(value, bool) == isinstance(expected, bool)
 
 
-def _ran_out_of_time(outcome: Outcome) -> bool:
+def _ran_out_of_time(outcome: JobOutcome) -> bool:
     # SIGPROF is the timer of CPU time, SIGKILL the kernel's hard limit behind it; «timed out» is the wall clock.
     return outcome.ending is not None and any(sign in outcome.ending for sign in ("SIGPROF", "SIGKILL", "timed out"))
 

@@ -9,9 +9,9 @@ import logging
 import re
 from functools import lru_cache
 
-from trainer.rewards.sandbox.forkserver import Limits, fork_server, serve
+from trainer.rewards.sandbox.forkserver import JobLimits, fork_server, serve
 
-LIMITS = Limits(cpu_seconds=0.8, memory_bytes=4 << 30, output_bytes=1 << 10)
+LIMITS = JobLimits(cpu_seconds=0.8, memory_bytes=4 << 30, output_bytes=1 << 10)
 MAX_LENGTH = 500  # characters of an expression; the longest answer of MATH has 159
 _MAX_DEPTH = 20
 _POWER = re.compile(r"\^|\*\*")

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from configs.schema.ppo import JudgeRewardConfig
-from trainer.rewards.http_client import Refused, post, with_retries
+from trainer.rewards.http_client import RequestRefused, post, with_retries
 
 _SCORE = re.compile(r"score[*_`\s]*[:=][*_`\s]*(-?[0-9]+(?:\.[0-9]+)?|-?\.[0-9]+)(?![0-9]*\.?[0-9/])", re.IGNORECASE)
 _FIELD = re.compile(r"\{(question|answer|ground_truth)\}")
@@ -63,7 +63,7 @@ def _ask(url: str, body: dict[str, Any], config: JudgeRewardConfig) -> str:
 
     try:
         return _content(with_retries(request, retries=config.retries, backoff=config.backoff))
-    except Refused as error:
+    except RequestRefused as error:
         raise JudgeError(f"no reply from the judge: {error}") from error
 
 

@@ -45,7 +45,7 @@ Work = Callable[[Any], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class JobLimits:
     """Limits of a job. output_bytes: of its output and of its result, each."""
 
     cpu_seconds: float
@@ -59,7 +59,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class JobOutcome:
     """Outcome of a job. ending: None if the work returned, else how its process ended. result: return value. output: stdout."""
 
     ending: str | None
@@ -96,19 +96,19 @@ class ForkServer:
         self._socket = client_end
         self._lock = threading.Lock()
         self.closed = False
-        probe = Limits(cpu_seconds=10.0, memory_bytes=1 << 32, output_bytes=1 << 16)
+        probe = JobLimits(cpu_seconds=10.0, memory_bytes=1 << 32, output_bytes=1 << 16)
         self._socket.settimeout(_START_LIMIT)
         outcome = self.run(None, probe)  # an empty job: fails now if this machine cannot sandbox
         if outcome.ending is not None:
             self.close()
             raise RuntimeError(outcome.result or f"a confined process {outcome.ending}")
 
-    def run(self, job: Any, limits: Limits, stdin: str = "") -> Outcome:
+    def run(self, job: Any, limits: JobLimits, stdin: str = "") -> JobOutcome:
         """Run a job (any JSON value) in a process of its own. Raises RuntimeError if the server, not the job, fails."""
         with self.start(job, limits, stdin) as running:
             return running.wait()
 
-    def start(self, job: Any, limits: Limits, stdin: str = "", peer: socket.socket | None = None) -> "Running":
+    def start(self, job: Any, limits: JobLimits, stdin: str = "", peer: socket.socket | None = None) -> "Running":
         """Start a job without waiting; the server is locked until the returned context exits. peer: PEER_FD of the job."""
         text = json.dumps(job)
         self._lock.acquire()
@@ -166,7 +166,7 @@ class ForkServer:
 class Running:
     """A running job and its files. A context manager: leaving it ends the job."""
 
-    def __init__(self, server: ForkServer, limits: Limits) -> None:
+    def __init__(self, server: ForkServer, limits: JobLimits) -> None:
         self._server, self._limits = server, limits
         self._ended = False
         self.files: list[int] = []
@@ -181,14 +181,14 @@ class Running:
                 stream.write(text)
             os.lseek(file, 0, os.SEEK_SET)
 
-    def wait(self) -> Outcome:
+    def wait(self) -> JobOutcome:
         """Wait until the job has ended, by itself or at a limit."""
         ending = self._server.answer(self._limits.clock_seconds + _PATIENCE)
         self._ended = True
         output, result = (_read(file, self._limits.output_bytes) for file in self.files[2:])
-        return Outcome(ending, result, output)
+        return JobOutcome(ending, result, output)
 
-    def stop(self) -> Outcome:
+    def stop(self) -> JobOutcome:
         """End the job now, if it is still running."""
         self._server.cancel()
         return self.wait()
@@ -248,7 +248,7 @@ def serve(fd: int, work: Work, *, opens: bool = False) -> None:
                 os.write(files[3], str(refusal).encode())
                 ending: str | None = "cannot be confined"
             else:
-                limits = Limits(*json.loads(message))
+                limits = JobLimits(*json.loads(message))
                 if (child := os.fork()) == 0:
                     _child(work, limits, confinement, [*files, null])
                 ending = _wait(child, limits.clock_seconds, connection, requests)
@@ -257,7 +257,7 @@ def serve(fd: int, work: Work, *, opens: bool = False) -> None:
             connection.sendall(json.dumps(ending).encode())
 
 
-def _child(work: Work, limits: Limits, confinement: Confinement, files: list[int]) -> None:
+def _child(work: Work, limits: JobLimits, confinement: Confinement, files: list[int]) -> None:
     """Run a job in the forked child; never returns. files: job, stdin, stdout, result, optionally a peer, and the null device."""
     code = 1
     try:

@@ -15,7 +15,7 @@ from torch import Tensor
 from workers.engine.hf.checkpoint import Files
 from workers.engine.hf.hf_model import PackedModel
 from workers.engine.megatron.packed_gpt import PackedGPT
-from workers.engine.megatron.weights import Line, table
+from workers.engine.megatron.weights import WeightLine, table
 from workers.engine.saving import read_ahead
 
 VALUE_HEAD = ("score.weight", "score.bias")
@@ -42,7 +42,7 @@ class Exchange:
         assert not unknown, f"the table of weights lacks {sorted(unknown)}"
 
     @property
-    def own_lines(self) -> list[Line]:
+    def own_lines(self) -> list[WeightLine]:
         """Each of Hugging Face's tensors once: of tied ones the first."""
         first = {line.theirs: line for line in reversed(self.lines)}
         return [line for line in self.lines if first[line.theirs] is line]
@@ -54,7 +54,7 @@ class Exchange:
         ValueError for what else is missing or does not fit.
         """
 
-        def read(line: Line) -> Tensor:
+        def read(line: WeightLine) -> Tensor:
             theirs = [files.read(prefix + name) for name in line.theirs]
             for name, tensor in zip(line.theirs, theirs, strict=True):
                 if tensor.shape != self.shapes[name]:

@@ -99,7 +99,7 @@ class HeadGroups(Layout):
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class WeightLine:
     """theirs: Hugging Face's names of the tensors that Megatron's ``ours`` is made of."""
 
     ours: str
@@ -114,41 +114,41 @@ class Line:
         return [torch.cat([part for part, _ in pieces], self.layout.dim) for pieces in zip(*uncut, strict=True)]
 
 
-def table(config: PretrainedConfig, head: str) -> list[Line]:
+def table(config: PretrainedConfig, head: str) -> list[WeightLine]:
     """Every parameter that the model may have, layers in order; a reward head's bias need not be. Tied ones are two of
     Megatron's, and one of theirs.
     """
     rows = Vocabulary(config.vocab_size)
-    lines = [Line("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), rows)]
+    lines = [WeightLine("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), rows)]
     for n in range(config.num_hidden_layers):
         for line in layer_table(config):
             theirs = tuple(f"model.layers.{n}.{name}" for name in line.theirs)
-            lines.append(Line(f"decoder.layers.{n}.{line.ours}", theirs, line.layout))
-    lines.append(Line("decoder.final_layernorm.weight", ("model.norm.weight",), Whole()))
+            lines.append(WeightLine(f"decoder.layers.{n}.{line.ours}", theirs, line.layout))
+    lines.append(WeightLine("decoder.final_layernorm.weight", ("model.norm.weight",), Whole()))
     if head != "lm":
-        lines += [Line(f"output_layer.{leaf}", (f"score.{leaf}",), Whole()) for leaf in ("weight", "bias")]
+        lines += [WeightLine(f"output_layer.{leaf}", (f"score.{leaf}",), Whole()) for leaf in ("weight", "bias")]
     else:
         tied = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-        lines.append(Line("output_layer.weight", (tied,), rows))
+        lines.append(WeightLine("output_layer.weight", (tied,), rows))
     return lines
 
 
-def layer_table(config: PretrainedConfig) -> list[Line]:
+def layer_table(config: PretrainedConfig) -> list[WeightLine]:
     """One decoder layer; names below it."""
     heads = HeadGroups(config.num_key_value_heads, head_dim(config))
     qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     lines = [
-        Line("input_layernorm.weight", ("input_layernorm.weight",), Whole()),
-        Line("self_attention.linear_qkv.weight", tuple(f"{name}.weight" for name in qkv), heads),
-        Line("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), Columns()),
-        Line("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Whole()),
-        Line("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), RowsOfEach()),
-        Line("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), Columns()),
+        WeightLine("input_layernorm.weight", ("input_layernorm.weight",), Whole()),
+        WeightLine("self_attention.linear_qkv.weight", tuple(f"{name}.weight" for name in qkv), heads),
+        WeightLine("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), Columns()),
+        WeightLine("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Whole()),
+        WeightLine("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), RowsOfEach()),
+        WeightLine("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), Columns()),
     ]
     if config.model_type == "qwen2":
-        lines.append(Line("self_attention.linear_qkv.bias", tuple(f"{name}.bias" for name in qkv), heads))
+        lines.append(WeightLine("self_attention.linear_qkv.bias", tuple(f"{name}.bias" for name in qkv), heads))
     if config.model_type == "qwen3":
-        lines += [Line(f"self_attention.{x}_layernorm.weight", (f"self_attn.{x}_norm.weight",), Whole()) for x in "qk"]
+        lines += [WeightLine(f"self_attention.{x}_layernorm.weight", (f"self_attn.{x}_norm.weight",), Whole()) for x in "qk"]
     return lines
 
 

@@ -153,7 +153,7 @@ class HeldAdapter:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WeightPlace:
     """Some numbers of the trainer's tensor, and where the model has them. held: a view of the model's own memory.
 
     offset, strides: of the same numbers in the trainer's tensor, flattened.
@@ -186,7 +186,7 @@ def copy_inside(held: Tensor, offset: int, strides: Sequence[int], out: Tensor) 
 
 
 @cache
-def places_of(model: Any, name: str, shape: Shape) -> list[Place]:
+def places_of(model: Any, name: str, shape: Shape) -> list[WeightPlace]:
     """SGLang's own loader shows them: it is given a tensor without numbers, and what it would copy where is written down."""
     given = torch.empty(shape, device="meta")
     with torch.no_grad(), Watch(given) as watch:
@@ -202,7 +202,7 @@ class Watch(TorchDispatchMode):
     def __init__(self, given: Tensor) -> None:
         super().__init__()
         self.given = given
-        self.places: list[Place] = []
+        self.places: list[WeightPlace] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default:
@@ -210,7 +210,7 @@ class Watch(TorchDispatchMode):
             if source.untyped_storage()._cdata != self.given.untyped_storage()._cdata:
                 raise ValueError("SGLang's loader copies something else than a part of what it is given")
             held, source = torch.atleast_1d(held.detach()), torch.atleast_1d(source)
-            self.places.append(Place(held, source.storage_offset(), source.stride()))
+            self.places.append(WeightPlace(held, source.storage_offset(), source.stride()))
             return args[0]
         if func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):  # of padding
             return args[0]

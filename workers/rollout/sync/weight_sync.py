@@ -19,7 +19,7 @@ from workers.rollout.verification import (
     Findings,
     HeldWeight,
     Lines,
-    Sample,
+    WeightSample,
     check_places,
     compare_all,
     compare_identity,
@@ -102,7 +102,7 @@ class WeightSync:
             self._turn = version if self._version < 0 or went_back else self._turn + 1
             self._version = version
             sampled = self.config.verify_weights == "sample" and not self._base_stays
-            sample = Sample(self._due() if sampled else [])
+            sample = WeightSample(self._due() if sampled else [])
         came: dict[str, None] = {}
 
         def sampled_stream() -> Iterator[tuple[str, Tensor]]:

@@ -42,7 +42,7 @@ ENVIRONMENT = {
 
 
 @dataclass(slots=True)
-class Answer:
+class RunningAnswer:
     """A request, its name within vLLM, and what there is of the answer."""
 
     request: Request
@@ -93,7 +93,7 @@ class VLLMRollout(Rollout):
                 self._cache_bytes = float(self._on_worker(prepare_worker))
             self._opened = opening.pop_all()
         gc.unfreeze()  # vLLM takes all objects of the process, the trainer's too, from the garbage collector
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, RunningAnswer] = {}
         """Unfinished ones by vLLM's names, in order of submission."""
         self._counters = self._zeros()
 
@@ -113,7 +113,7 @@ class VLLMRollout(Rollout):
             asked = processor.process_inputs(str(request.id), prompt, params, supported_tasks=tasks)
             processor.assign_request_id(asked)
             self.engine.engine_core.add_request(asked)
-            self._answers[asked.request_id] = Answer(request, asked.request_id)
+            self._answers[asked.request_id] = RunningAnswer(request, asked.request_id)
             self._counters["prompt_tokens"] += len(request.prompt_ids)
 
     @property
@@ -144,7 +144,7 @@ class VLLMRollout(Rollout):
                 ended.append(self._completion(answer, str(output.finish_reason)))
         return ended
 
-    def _completion(self, answer: Answer, reason: Any) -> Completion:
+    def _completion(self, answer: RunningAnswer, reason: Any) -> Completion:
         id, values = answer.request.id, tuple(answer.log_probs)
         if not all(map(math.isfinite, values)):
             raise FloatingPointError(f"request {id}: the model's logits are not finite (weights of version {self._version})")

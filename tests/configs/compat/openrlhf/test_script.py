@@ -7,7 +7,7 @@ import pytest
 from configs.argv import normalise
 from configs.base.keys import ConfigError
 from configs.compat.openrlhf.script import script
-from configs.compat.openrlhf.table import Flag, Source, Table
+from configs.compat.openrlhf.table import Flag, FlagSource, Table
 from configs.compose import run_jobs
 from configs.schema.ppo import PPOConfig
 from tests.configs.compat.openrlhf.commands import PPO, PUBLIC, argv, comment, dry_run, settings, translated
@@ -112,7 +112,7 @@ def test_a_default_gives_way_to_what_is_typed() -> None:
         "one": Flag(name="one", newer=(), to=("trainer.seed",)),
         "other": Flag(name="other", newer=(), to=("trainer.seed",), default=42),
     }
-    source = Source("train_ppo_ray", "trainer.main_sft", "sft_trainer", flags, ())
+    source = FlagSource("train_ppo_ray", "trainer.main_sft", "sft_trainer", flags, ())
     table = Table({"train_ppo_ray": source}, {})
     assert argv(script(["--one", "7"], table))[2:] == ["trainer.seed=7"]
     assert argv(script([], table))[2:] == ["trainer.seed=42"]

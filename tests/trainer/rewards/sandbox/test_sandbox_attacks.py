@@ -14,15 +14,15 @@ import pytest
 
 from tests.trainer.rewards.config import reward_config
 from trainer.rewards.rules.code import score
-from trainer.rewards.sandbox.forkserver import Limits, Outcome, fork_server
+from trainer.rewards.sandbox.forkserver import JobLimits, JobOutcome, fork_server
 
-LIMITS = Limits(cpu_seconds=0.3, memory_bytes=1 << 29, output_bytes=1 << 16)
+LIMITS = JobLimits(cpu_seconds=0.3, memory_bytes=1 << 29, output_bytes=1 << 16)
 SECRET = "what the parquet holds"
 ENVIRONMENT = "a key in the environment of another process"
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def run(code: str, limits: Limits = LIMITS) -> Outcome:
+def run(code: str, limits: JobLimits = LIMITS) -> JobOutcome:
     return fork_server("trainer.rewards.sandbox.sandbox").run({"code": code}, limits)
 
 
@@ -329,7 +329,7 @@ def test_no_process_outlives_the_server_or_its_job() -> None:
     run("import os\ntry: os.fork()\nexcept OSError: pass")
     children = Path(f"/proc/{server.pid}/task/{server.pid}/children")
     assert children.read_text() == ""
-    limits = Limits(cpu_seconds=30.0, memory_bytes=1 << 29, output_bytes=1 << 16)
+    limits = JobLimits(cpu_seconds=30.0, memory_bytes=1 << 29, output_bytes=1 << 16)
     with (
         pytest.raises(RuntimeError, match="server of confined processes failed"),
         server.start({"code": "import time\ntime.sleep(60)"}, limits) as running,

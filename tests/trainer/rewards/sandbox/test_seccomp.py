@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from trainer.rewards.rules.equivalence import LIMITS as MATHEMATICS
-from trainer.rewards.sandbox.forkserver import ForkServer, Limits, Outcome, close_fork_servers, fork_server
+from trainer.rewards.sandbox.forkserver import ForkServer, JobLimits, JobOutcome, close_fork_servers, fork_server
 from trainer.rewards.sandbox.seccomp import _ALLOWED, _AUDIT_ARCH, _OPENING, _RULES, _SECCOMP, _THREADS, _column, _program
 
-LIMITS = Limits(cpu_seconds=0.5, memory_bytes=1 << 29, output_bytes=1 << 16)
+LIMITS = JobLimits(cpu_seconds=0.5, memory_bytes=1 << 29, output_bytes=1 << 16)
 
 
-def run(code: str, limits: Limits = LIMITS) -> Outcome:
+def run(code: str, limits: JobLimits = LIMITS) -> JobOutcome:
     return fork_server("trainer.rewards.sandbox.sandbox").run({"code": code}, limits)
 
 
@@ -193,13 +193,13 @@ def test_without_a_way_to_grant_them_there_are_no_threads() -> None:
     """Linux 5.0 to 5.4 deliver the requests and support no reply that lets a call continue."""
     server = fork_server("tests.trainer.rewards.old_kernel_requests")
     code = "import threading\ntry:\n    threading.Thread(target=print).start()\nexcept RuntimeError:\n    print('none')"
-    assert server.run({"code": code}, LIMITS) == Outcome(None, "", "none\n")
+    assert server.run({"code": code}, LIMITS) == JobOutcome(None, "", "none\n")
 
 
 def test_threads_that_cannot_be_counted_are_refused() -> None:
     server = fork_server("tests.trainer.rewards.no_proc")
     code = "import threading\ntry:\n    threading.Thread(target=print).start()\nexcept RuntimeError:\n    print('none')"
-    assert server.run({"code": code}, LIMITS) == Outcome(None, "", "none\n")
+    assert server.run({"code": code}, LIMITS) == JobOutcome(None, "", "none\n")
 
 
 def test_a_process_whose_parent_has_ended_is_not_confined() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from workers.rollout.sglang.sglang_client import SharedBucket
-from workers.rollout.sglang.sglang_scheduler import Place, Weights, copy_inside
+from workers.rollout.sglang.sglang_scheduler import WeightPlace, Weights, copy_inside
 
 
 @given(st.data(), st.booleans(), st.integers(1, 3))
@@ -24,7 +24,7 @@ def test_a_part_of_a_part_is_read_where_it_belongs(data: st.DataObject, transpos
     start = data.draw(st.integers(0, whole.numel() - 1))
     stop = data.draw(st.integers(start + 1, whole.numel()))
     out = torch.zeros(stop - start)
-    Place(source.clone(), source.storage_offset(), source.stride()).read(start, out)
+    WeightPlace(source.clone(), source.storage_offset(), source.stride()).read(start, out)
     held = set(source.flatten().tolist())
     assert out.tolist() == [value if value in held else 0.0 for value in whole.flatten()[start:stop].tolist()]
 
