@@ -249,14 +249,14 @@ def shared_memory(process: psutil.Process) -> list[str]:
 
 def main(kill: str, notes: str, *arguments: str) -> int:
     from trainer import main_ppo
-    from trainer.ppo.loop import Loop
+    from trainer.harness import Trainer
     from trainer.run.timing import Phases
     from workers.engine.hf import checkpoint
 
     wish = json.loads(kill)
     run_dir = next(word for word in reversed(arguments) if word.startswith("trainer.default_local_dir=")).partition("=")[2]
     executioner = Executioner(wish and Kill(**wish), Path(notes), Path(run_dir))
-    Loop.remaining_steps = executioner.steps(Loop.remaining_steps)  # type: ignore[method-assign]
+    Trainer.steps = executioner.steps(Trainer.steps)  # type: ignore[method-assign]
     Phases.__call__ = executioner.phases(Phases.__call__)  # type: ignore[method-assign]
     os.rename, os.replace = executioner.moves(os.rename), executioner.moves(os.replace)
     checkpoint.write_tensors = executioner.writes(checkpoint.write_tensors)

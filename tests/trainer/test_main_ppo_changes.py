@@ -248,7 +248,7 @@ def rung(trial: Trial) -> Any:
     told: list[Any] = []
     events: Any = SimpleNamespace(add=lambda *words: told.append(words))
     try:
-        return react(trial.loop.alarms.see(1, bad), events, 1), told
+        return react(trial.loop.trainer.health.alarms.see(1, bad), events, 1), told
     except Found as error:
         return str(error)
 

@@ -23,9 +23,10 @@ END_SECONDS = 20.0
 
 
 class Together:
-    def __init__(self, hosts: Mapping[str, WorkerGroup]) -> None:
-        """hosts: of each role; roles that share processes have the same."""
+    def __init__(self, hosts: Mapping[str, WorkerGroup], n_gpus: int) -> None:
+        """hosts: of each role; roles that share processes have the same. n_gpus: that the run works on."""
         self._hosts = hosts
+        self.n_gpus = n_gpus
 
     def __call__(self, parts: Mapping[str, Callable[[], Found]]) -> dict[str, Found]:
         """By role, what its part returns. Parts of roles that share processes come one after the other, as they stand here; the

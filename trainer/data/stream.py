@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainer.data.dataset import Prompt, PromptDataset
@@ -17,7 +16,7 @@ class PromptStream:
     epoch.
     """
 
-    data: PromptDataset | Sequence[Prompt]
+    data: PromptDataset
     order: DataOrder
     drawn: int = 0
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial, reduce
-from pathlib import Path
 from typing import Any
 
-from configs.pools import Placement
 from configs.schema.ppo import PPOConfig
-from configs.validation.programs import world_size
 from trainer.algorithms import kl
 from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.correction import is_enabled, mismatch, rollout_correction
@@ -19,146 +16,115 @@ from trainer.algorithms.losses.actor_loss import entropy_mask
 from trainer.algorithms.moments import RunningMoments
 from trainer.algorithms.whitening import whitened
 from trainer.checkpoint.manifest import check_weights
-from trainer.checkpoint.resume import Checkpoint, Stateful, find_up_to
-from trainer.checkpoint.saver import Saver
+from trainer.checkpoint.resume import find_up_to
 from trainer.cluster.concurrency import Together
-from trainer.cluster.determinism import KernelWatch
 from trainer.cluster.remote import BaseModel, RemoteModel, RemoteRollout
-from trainer.cluster.watchdog import LeftUndone, Watchdog
+from trainer.cluster.watchdog import LeftUndone
 from trainer.data.ptx_stream import PtxStream
 from trainer.data.stream import PromptStream
+from trainer.harness import Trainer
 from trainer.ppo.batch_columns import advantage_inputs, as_drawn, renamed
 from trainer.ppo.update import UpdateSpec, update
-from trainer.resilience.alarms import END_TOKENS, Alarm, Alarms, react
+from trainer.resilience.alarms import Alarm
 from trainer.resilience.rollback import Rollbacks
-from trainer.resilience.skipped_updates import Skips
-from trainer.resilience.stopping import Stopping
 from trainer.rewards.models.local_model import LocalModel
 from trainer.rollout.sampler import Judged, Source
 from trainer.rollout.validation import Validation
 from trainer.run.errors import Found
-from trainer.run.events import Events
 from trainer.run.start_times import Start, sentence
-from trainer.run.timing import Phases
-from trainer.tracking.metrics import data_metrics, performance_metrics, reward_metrics
+from trainer.tracking.metrics import data_metrics, peak_flops, performance_metrics, reward_metrics
 from trainer.tracking.token_dump import AnswerLog
-from trainer.tracking.tracker import Tracker
 from workers.batch import Batch
 from workers.metric import plain_numbers
 
 
 @dataclass
 class Loop:
-    """Built by ppo_builder.py; ``fit`` runs it. ref, critic and ptx are None where the algorithm has no use for them. end_tokens:
-    of those that end an answer, how many the policy can write."""
+    """Built by ppo_builder.py; ``fit`` runs it. ref and critic are None where the algorithm does not use them.
+
+    updates: by role, of those that learn. answers: keeps a few responses of each step for the report.
+    """
 
     config: PPOConfig
-    run_dir: Path
-    place: Placement
+    trainer: Trainer
     together: Together
+    start: Start
     prompts: PromptStream
-    ptx: PtxStream | None
-    data_sources: frozenset[str]
     source: Source
     actor: RemoteModel
     ref: RemoteModel | BaseModel | None
     critic: RemoteModel | None
     rollout: RemoteRollout
-    actor_update: UpdateSpec
-    critic_update: UpdateSpec
+    updates: Mapping[str, UpdateSpec]
     kl: KLController
     returns: RunningMoments
     validation: Validation
-    tracker: Tracker
     answers: AnswerLog
-    events: Events
-    saver: Saver
-    watchdog: Watchdog
-    stopping: Stopping
-    alarms: Alarms
-    skips: Skips
-    rollbacks: Rollbacks
-    kernels: KernelWatch | None
-    phases: Phases
-    peak_flops: float | None
-    resume: Checkpoint | None
-    total_steps: int
-    end_tokens: int
-    start: Start
-    step: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
 
     def fit(self) -> None:
         self.begin()
-        for step in self.remaining_steps():
-            with self.phases("step"):
-                batch = self.collect(step)  # generated, scored answers
+        for step in self.trainer.steps():
+            with self.trainer.phases("step"):
+                batch = self.collect(step)  # generated and scored responses
                 if batch is None:
                     continue
                 batch |= self.log_probs_and_values(batch)
                 batch |= self.correction(batch)  # where the rollout engine was not quite the policy
                 batch |= self.advantages(batch)
                 batch |= self.loss_mask(batch)
-                self.answers.keep(step, batch, self.actor)  # a few, for the report
+                self.answers.keep(step, batch, self.actor)
                 self.update(step, batch)
                 self.sync_weights(step)
             self.after(step, batch)
 
     def begin(self) -> None:
-        """Take up where the checkpoint left, or look at the model as it came."""
-        if self.resume is not None:
-            self.load(self.resume)
+        """Restore the checkpoint, or validate the initial model."""
+        trainer, config = self.trainer, self.config.trainer
+        trainer.begin()
+        if trainer.resume is not None:
             self.start.ended("load")
-        self.sync_weights(self.step)
-        self.tell_start()
-        if self.resume is None:
-            react(self.alarms.see(0, {END_TOKENS: float(self.end_tokens)}), self.events, 0)
-        if self.resume is None and (self.config.trainer.val_before_train or self.config.trainer.val_only):
-            measured = self.validation.run(self.step)
-            self.tracker.log(measured, self.step)
-            react(self.alarms.see(0, measured), self.events, 0)
+        self.sync_weights(trainer.step)
+        self.report_start()
+        if trainer.resume is None and (config.val_before_train or config.val_only):
+            measured = self.validation.run(trainer.step)
+            trainer.tracker.log(measured, trainer.step)
+            trainer.health.check(0, measured)
+        if config.val_only:
+            trainer.total_steps = trainer.step
 
-    def tell_start(self) -> None:
-        """To the events, once all of it is over."""
+    def report_start(self) -> None:
+        """Add the seconds of each part of the start to the events."""
         self.start.ended("sync")
+        trainer = self.trainer
         groups = {group.name: group for group in (self.actor.group, self.rollout.group)}.values()
-        asked = (self.watchdog.call(group, "ask", "times of the start", "start_times") for group in groups)
+        asked = (trainer.watchdog.call(group, "ask", "times of the start", "start_times") for group in groups)
         seconds = self.start.seconds([times for of_group in asked for times in of_group])
-        self.events.add(self.step, "start", sentence(seconds), seconds)
-
-    def remaining_steps(self) -> Iterator[int]:
-        """Steps count from 1. A step draws the next round of prompts, or several with algorithm.filter_groups. After a rollback
-        steps come again, with other prompts. A run that has to stop is saved before it does."""
-        if self.config.trainer.val_only:
-            return
-        while self.step < self.total_steps:
-            if self.stopping.is_due(self.step, self.phases.seconds, self.saver.seconds(), self.events):
-                if self.step and not self.saver.has(self.step):
-                    self.save(self.step)
-                return
-            self.phases.clear()
-            self.watchdog.step = step = self.step + 1
-            before = self.metrics
-            self.metrics = {"training/global_step": step, "training/epoch": self.prompts.epoch} | self.rollbacks.metrics()
-            yield step
-            if self.step < step:  # it was left, and the one before is saved
-                self.metrics = before
+        trainer.events.add(trainer.step, "start", sentence(seconds), seconds)
 
     def collect(self, step: int) -> Batch | None:
-        """The step's batch, kept as it came if trainer.rollout_data_dir says where. None if the run is to stop and the rewards do
-        not come: then the state is that of the step before."""
-        parts = self.stateful()
-        before = {name: parts[name].state() for name in ("data", "reward_models") if name in parts}
+        """The step's batch: one round of prompts, or several with algorithm.filter_groups.
+
+        Returns None if the run is to stop and the rewards are late: the state is then that of the step before.
+        """
+        trainer = self.trainer
+        trainer.metrics |= {"training/global_step": step, "training/epoch": self.prompts.epoch} | self.rollbacks.metrics()
+        parts = {name: part for name, part in trainer.stateful.items() if name in ("data", "reward_models")}
+        before = {name: part.state() for name, part in parts.items()}
+        overlap = self.score_beside if self.scoring_overlaps else None
         try:
-            batch = self.source.collect(step, self.prompts, self.phases, self.score_beside if self.scoring_overlaps else None)
+            batch = self.source.collect(step, self.prompts, trainer.phases, overlap)
         except LeftUndone:
             for name, state in before.items():
                 parts[name].load(state)
-            self.events.add(self.step, "left", f"step {step}: a signal to stop, and the rewards did not come")
+            trainer.events.add(trainer.step, "left", f"step {step}: a signal to stop, and the rewards did not come")
             return None
-        begun_with = self.config.actor_rollout_ref.model.path if self.resume is None else str(self.resume.path)
-        self.tracker.log_rollouts(as_drawn(batch), step, begun_with, self.source.left_out)
+        started_from = self.config.actor_rollout_ref.model.path if trainer.resume is None else str(trainer.resume.path)
+        trainer.tracker.log_rollouts(as_drawn(batch), step, started_from, self.source.left_out)
         return batch
+
+    @property
+    def rollbacks(self) -> Rollbacks:
+        return self.source.rollbacks
 
     @property
     def scoring_overlaps(self) -> bool:
@@ -199,7 +165,7 @@ class Loop:
         outputs = {"log_probs"} | (ADVANTAGES.needs(algorithm.adv_estimator) & {"sum_pi_squared"})
         if algorithm.use_kl_in_reward:
             outputs |= {kl.columns(algorithm.kl_penalty)}
-        with self.phases("old_log_prob"):
+        with self.trainer.phases("old_log_prob"):
             found = self.actor.forward(batch, sorted(outputs))
         return renamed(found, log_probs="old_log_probs", all_log_probs="old_all_log_probs")
 
@@ -210,13 +176,13 @@ class Loop:
         if config.bypass_mode or "old_log_probs" not in tokens:
             return Batch(batch.lengths)
         gap = mismatch(tokens["old_log_probs"], tokens["rollout_log_probs"], tokens["response_mask"])
-        self.metrics |= plain_numbers(gap)
+        self.trainer.metrics |= plain_numbers(gap)
         if not is_enabled(config):
             return Batch(batch.lengths)
         found = rollout_correction(
             tokens["old_log_probs"], tokens["rollout_log_probs"], tokens["response_mask"], batch.lengths, config
         )
-        self.metrics |= found.metrics
+        self.trainer.metrics |= found.metrics
         weights = {} if found.weights is None else {"is_weights": found.weights}
         return Batch(batch.lengths, tokens={"kept_mask": found.mask} | weights)
 
@@ -226,14 +192,14 @@ class Loop:
         actor, algorithm = self.config.actor_rollout_ref.actor, self.config.algorithm
         outputs = {kl.columns(actor.kl_loss_type)} if actor.use_kl_loss else set()
         outputs |= {kl.columns(algorithm.kl_penalty)} if algorithm.use_kl_in_reward else set()
-        with self.phases("ref"):
+        with self.trainer.phases("ref"):
             found = self.ref.forward(batch, sorted(outputs))
         return renamed(found, log_probs="ref_log_probs", all_log_probs="ref_all_log_probs")
 
     def values(self, batch: Batch) -> Batch:
         if self.critic is None:
             return Batch(batch.lengths)
-        with self.phases("values"):
+        with self.trainer.phases("values"):
             found = self.critic.forward(batch, ["values"])
         if self.config.critic.normalize_targets:
             found.tokens["values"] = found.tokens["values"] * self.returns.std + self.returns.mean
@@ -243,11 +209,11 @@ class Loop:
     def advantages(self, batch: Batch) -> Batch:
         """Advantages and returns from the scores, less the KL to the reference where the reward has one."""
         algorithm, tokens = self.config.algorithm, batch.tokens
-        with self.phases("adv"):
+        with self.trainer.phases("adv"):
             rewards = tokens["token_level_scores"]
             if algorithm.use_kl_in_reward:
                 rewards, penalty = apply_kl_penalty(batch, rewards, algorithm, self.kl)
-                self.metrics |= penalty
+                self.trainer.metrics |= penalty
             result = ADVANTAGES[algorithm.adv_estimator](advantage_inputs(batch, rewards, algorithm), algorithm)
             advantages, over = result.advantages, algorithm.whiten_advantages
             if over is not None:
@@ -269,20 +235,21 @@ class Loop:
         """Critic and actor learn; the actor waits until the critic is warm."""
         parts: dict[str, Callable[[], dict[str, float]]] = {}
         if self.critic is not None:
-            parts["critic"] = partial(self.learn, "critic", self.critic, self.targets(batch), self.critic_update, step)
+            parts["critic"] = partial(self.learn, "critic", self.critic, self.targets(batch), step)
         if step > self.config.trainer.critic_warmup:
-            parts["actor"] = partial(self.learn, "actor", self.actor, batch, self.actor_update, step)
+            parts["actor"] = partial(self.learn, "actor", self.actor, batch, step)
         for metrics in self.together(parts).values():
-            self.metrics |= metrics
+            self.trainer.metrics |= metrics
         if self.critic is not None and self.config.critic.normalize_targets:  # these values were made with the old ones
             self.returns.see(batch.tokens["returns"][batch.tokens["response_mask"].bool()])
 
-    def learn(self, role: str, model: RemoteModel, batch: Batch, spec: UpdateSpec, step: int) -> dict[str, float]:
-        """The role's updates of the step, to its metrics; those that are skipped are kept and told."""
+    def learn(self, role: str, model: RemoteModel, batch: Batch, step: int) -> dict[str, float]:
+        """The role's updates of the step. Returns its metrics; skipped updates are recorded."""
+        spec = self.updates[role]
         spec = replace(spec, seed=self.rollbacks.seed(spec.seed))
-        with self.phases(f"update_{role}"):
-            metrics = update(model, batch, spec, step, partial(self.skips.see, role, step))
-        model.budget.tell(self.events, step)
+        with self.trainer.phases(f"update_{role}"):
+            metrics = update(model, batch, spec, step, partial(self.trainer.health.skips.see, role, step))
+        model.budget.tell(self.trainer.events, step)
         return under(role, metrics)
 
     def targets(self, batch: Batch) -> Batch:
@@ -293,107 +260,82 @@ class Loop:
         return batch.with_tokens(**columns)
 
     def sync_weights(self, step: int) -> None:
-        with self.phases("sync"):
-            self.metrics |= plain_numbers(self.rollout.sync_weights(step))
+        with self.trainer.phases("sync"):
+            self.trainer.metrics |= plain_numbers(self.rollout.sync_weights(step))
 
     def after(self, step: int, batch: Batch) -> None:
-        """Validate, log, and save: a checkpoint's step is always in the log already. A sick run stops here, or goes back."""
-        config, self.step = self.config.trainer, step
-        is_last = step == self.total_steps
-        self.metrics |= batch.meta["metrics"] | self.skips.tell(step)
-        if self.kernels is not None:
-            self.kernels.look(step)
-        self.metrics |= data_metrics(batch, self.config.data.max_prompt_length)
-        self.metrics |= reward_metrics(batch, self.data_sources)
-        if config.test_freq > 0 and (is_last or step % config.test_freq == 0):
-            try:
-                with self.phases("testing"):
-                    self.metrics |= self.validation.run(step)
-            except LeftUndone:
-                self.events.add(step, "left", "validation: a signal to stop, and the rewards did not come")
-        flops = {"update_actor": self.actor.take_flops()} if "update_actor" in self.phases.seconds else {}
-        if self.critic is not None:
-            flops["update_critic"] = self.critic.take_flops()
-        at_work = {phase: world_size(self.place.pool(phase.removeprefix("update_"))) for phase in flops}
-        self.metrics |= performance_metrics(
-            batch, self.phases.seconds, self.place.n_gpus, flops=flops, peak=self.peak_flops, gpus_of=at_work
-        )
-        self.metrics |= self.saver.figures()
-        self.tracker.log(self.metrics, step)
-        alarm = react(self.alarms.see(step, self.metrics), self.events, step)
+        """Measure, validate, log and save. A diverged run stops here, or is rolled back."""
+        trainer, config = self.trainer, self.config
+        trainer.metrics |= batch.meta["metrics"]
+        trainer.metrics |= data_metrics(batch, config.data.max_prompt_length)
+        trainer.metrics |= reward_metrics(batch, self.prompts.data.data_sources)
+        if trainer.is_due(step, config.trainer.test_freq):
+            self.validate(step)
+        trainer.metrics |= self.performance(batch)
+        alarm = trainer.complete(step)
         if alarm is not None:
-            return self.roll_back(alarm)
-        if config.save_freq > 0 and (is_last or step % config.save_freq == 0):
-            self.save(step)
-        self.saver.settle(patient=False)
-        self.tracker.log_spans(self.phases.spans, self.watchdog.take_calls(), step)
+            self.roll_back(alarm)
+        else:
+            trainer.save_if_due()
+
+    def validate(self, step: int) -> None:
+        try:
+            with self.trainer.phases("testing"):
+                self.trainer.metrics |= self.validation.run(step)
+        except LeftUndone:
+            self.trainer.events.add(step, "left", "validation: a signal to stop, and the rewards did not come")
+
+    def performance(self, batch: Batch) -> dict[str, float]:
+        """Times, throughput and MFU. Models that learn on GPUs of their own count only those GPUs."""
+        seconds = self.trainer.phases.seconds
+        flops = {f"update_{role}": model.take_flops() for role, model in self.trainer.models.items()}
+        flops = {phase: count for phase, count in flops.items() if phase in seconds}
+        gpus = {f"update_{role}": model.group.world_size for role, model in self.trainer.models.items()}
+        return performance_metrics(
+            batch,
+            seconds,
+            self.together.n_gpus,
+            flops=flops,
+            peak=peak_flops(self.config.trainer.device),
+            gpus_of={phase: gpus[phase] for phase in flops},
+        )
 
     def roll_back(self, alarm: Alarm) -> None:
-        """Load the last checkpoint from before the alarm's steps, with the workers that are there, and continue on other data.
+        """Continue from the last checkpoint before divergence, with fresh prompts and seeds, in the same workers.
 
-        What the streams of prompts and texts have drawn stays drawn.
-
-        A run that is killed before its next checkpoint resumes from the one gone back to, without a memory of this: it takes
-        the same steps to the same alarm, and goes back again, to the same bits. Raises Found where it cannot go back.
+        The positions of the data streams are kept: prompts that were drawn stay drawn. A run that is killed before its next
+        checkpoint resumes from the one rolled back to, without a memory of this: it repeats the same steps, the same alarm and
+        the same rollback, bitwise. Raises Found if the run cannot be rolled back.
         """
-        most = self.config.alarms.max_rollbacks
+        trainer, most = self.trainer, self.config.alarms.max_rollbacks
         if self.rollbacks.count >= most:
-            raise Found(f"stopped at step {self.step}: an alarm asks for a rollback, alarms.max_rollbacks={most}: {alarm.text}")
-        self.saver.settle()
-        groups = {role: model.group for role, model in self.models().items()}
-        check = partial(check_weights, groups=groups, watchdog=self.watchdog)
-        checkpoint = find_up_to(self.run_dir, alarm.healthy_until, check)
+            raise Found(
+                f"stopped at step {trainer.step}: an alarm asks for a rollback, alarms.max_rollbacks={most}: {alarm.text}"
+            )
+        trainer.saver.settle()
+        groups = {role: model.group for role, model in trainer.models.items()}
+        check = partial(check_weights, groups=groups, watchdog=trainer.watchdog)
+        checkpoint = find_up_to(trainer.life.run_dir, alarm.healthy_until, check)
         if checkpoint is None:
             raise Found(
-                f"stopped at step {self.step}: an alarm asks for a rollback, and there is no checkpoint of step "
+                f"stopped at step {trainer.step}: an alarm asks for a rollback, and there is no checkpoint of step "
                 f"{max(alarm.healthy_until, 0)} or before (trainer.save_freq, trainer.max_actor_ckpt_to_keep): {alarm.text}"
             )
-        left, count = self.step, self.rollbacks.count + 1
-        drawn = [(stream, stream.drawn) for stream in (self.prompts, self.ptx) if stream is not None]
-        self.load(checkpoint)
+        left, count = trainer.step, self.rollbacks.count + 1
+        streams = [part for part in trainer.stateful.values() if isinstance(part, PromptStream | PtxStream)]
+        positions = [(stream, stream.drawn) for stream in streams]
+        trainer.load(checkpoint)
         self.rollbacks.count = count
-        for stream, rounds in drawn:
-            stream.drawn = rounds
-        aside = self.tracker.go_back(checkpoint.step)
-        self.events.add(
+        for stream, drawn in positions:
+            stream.drawn = drawn
+        aside = trainer.tracker.go_back(checkpoint.step)
+        trainer.events.add(
             left,
             "rollback",
             f"{count} of at most {most}: back to the checkpoint of step {checkpoint.step}, the last from before the alarm's "
             f"steps ({alarm.healthy_until + 1} to {left}); on with other data and draws. What came after it is in {aside.name}/",
         )
         self.sync_weights(checkpoint.step)
-
-    def save(self, step: int) -> None:
-        state = {name: part.state() for name, part in self.stateful().items()}
-        with self.phases("save_checkpoint"):
-            self.saver.save(step, self.models(), state, self.metrics)
-
-    def models(self) -> dict[str, RemoteModel]:
-        """Those that learn, by their name in a checkpoint."""
-        return {"actor": self.actor} | ({"critic": self.critic} if self.critic is not None else {})
-
-    def stateful(self) -> dict[str, Stateful]:
-        """What the controller remembers from step to step."""
-        budgets = {f"{role.role}_budget": role.budget for role in (self.actor, self.critic) if role is not None}
-        return {
-            "kl": self.kl,
-            "returns": self.returns,
-            "data": self.prompts,
-            **({} if self.ptx is None else {"ptx": self.ptx}),
-            "reward": self.source.shaping.running,
-            **({} if self.source.models is None else {"reward_models": self.source.models}),
-            "alarms": self.alarms,
-            "skips": self.skips,
-            "rollbacks": self.rollbacks,
-            **budgets,
-        }
-
-    def load(self, checkpoint: Checkpoint) -> None:
-        for role, model in self.models().items():
-            model.load(str(checkpoint.role(role)))
-        for name, part in self.stateful().items():
-            part.load(checkpoint.state(name))
-        self.step = self.watchdog.step = checkpoint.step
 
 
 def old_log_probs_come_from_update(config: PPOConfig) -> bool:

@@ -5,27 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from configs.base.locks import locked
 from configs.pools import Placement
 from configs.reward_sources import wants_truth
 from configs.schema.ppo import ActorConfig, CriticConfig, PPOConfig
 from configs.validation.batches import wants_ref
 from configs.validation.placement import placement_of
+from trainer import harness
 from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.kl import KLController
 from trainer.algorithms.losses.actor_loss import ActorLoss, ActorLossConfig
 from trainer.algorithms.moments import RunningMoments
 from trainer.checkpoint.manifest import check_weights
-from trainer.checkpoint.resume import Checkpoint, check_config
-from trainer.checkpoint.saver import Saver
+from trainer.checkpoint.resume import Checkpoint, Stateful
 from trainer.checkpoint.schedule_changes import rate_changes
 from trainer.cluster.concurrency import Together, phases_of
-from trainer.cluster.determinism import KernelWatch
 from trainer.cluster.launch import open_backend, start_pools
 from trainer.cluster.remote import BaseModel, RemoteModel, RemoteRollout
 from trainer.cluster.role_builder import Training, limits, start_model, value_head
@@ -34,14 +31,13 @@ from trainer.data.dataset import PromptDataset
 from trainer.data.order import DataOrder
 from trainer.data.ptx_stream import ptx_stream
 from trainer.data.stream import PromptStream
+from trainer.harness import Trainer
 from trainer.ppo.engine_checks import check_engines, reader, wants_critic
 from trainer.ppo.loop import Loop, has_old_log_probs, old_log_probs_come_from_update
 from trainer.ppo.update import UpdateSpec
-from trainer.report.run_report import GrowingReport, finish
-from trainer.resilience.alarms import ppo_alarms
-from trainer.resilience.restart import Lifetime, keep_going
+from trainer.resilience.alarms import END_TOKENS, ppo_alarms
+from trainer.resilience.restart import Lifetime
 from trainer.resilience.rollback import Rollbacks
-from trainer.resilience.skipped_updates import Skips
 from trainer.rewards.failures import Failures
 from trainer.rewards.models.reward_builder import start_reward_models
 from trainer.rewards.models.reward_models import RewardModels
@@ -55,7 +51,6 @@ from trainer.rollout.validation import Validation
 from trainer.run.events import Events
 from trainer.run.logger import Logger
 from trainer.run.start_times import Start
-from trainer.tracking.metrics import peak_flops
 from trainer.tracking.token_dump import AnswerLog
 from trainer.tracking.tracker import Tracker
 from workers.controller.group import WorkerGroup
@@ -78,23 +73,13 @@ def run(config: PPOConfig, notices: Sequence[str], loggers: Sequence[Logger] = (
     """Train as ``config`` says, and leave a report. notices: what the user was told about the configuration. loggers: beside
     those of trainer.logger."""
     check_installed(config.actor_rollout_ref.rollout.name)
-    run_dir = Path(config.trainer.default_local_dir)
-    with locked(run_dir, "trainer.default_local_dir", private=True):
-        life = Lifetime(config.trainer, run_dir, loggers)
-        try:
-            keep_going(life, lambda: attempt(config, life), hushed=not config.ray_kwargs.ray_init.get("log_to_driver"))
-        finally:
-            if life.started:
-                finish(run_dir)
+    harness.run(config, lambda life: attempt(config, life), loggers)
 
 
 def attempt(config: PPOConfig, life: Lifetime) -> None:
     """From the last checkpoint on, in processes of its own, none of which is left."""
-    resume = life.resume()
-    if resume is not None:
-        for change in check_config(resume.manifest.config, asdict(config)):
-            tell(f"note: resumed with another {change}")
-    with opened(Assembly, config, life, resume) as loop, life.stopping, loop.saver:
+    resume = harness.resume_from(config, life)
+    with opened(Assembly, config, life, resume) as loop, life.stopping, loop.trainer.saver:
         loop.fit()
     life.stopping.check()
 
@@ -119,7 +104,15 @@ def opened(assembly: type[Assembly], config: PPOConfig, life: Lifetime, resume: 
         if resume is not None:
             check_weights(resume, hosts, parts.watchdog)
         rewards.wait_ready()
-        tracker = parts.tracker(life.run_dir, resume)
+        tracker = harness.open_tracker(
+            config,
+            life,
+            resume,
+            parts.phases,
+            parts.total_steps,
+            shown_samples=config.trainer.log_val_generations,
+            rollout_dir=config.trainer.rollout_data_dir,
+        )
         stack.callback(tracker.close)
         start.ended("data")
         loop = parts.loop(rewards, resume, tracker, start)
@@ -156,8 +149,8 @@ class Assembly:
         self.total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * self.order.steps_per_epoch
 
     def loop(self, rewards: Rewards, resume: Checkpoint | None, tracker: Tracker, start: Start) -> Loop:
-        config, run_dir, rollout_config = self.config, self.life.run_dir, self.config.actor_rollout_ref.rollout
-        together = Together(self.hosts)
+        config, rollout_config = self.config, self.config.actor_rollout_ref.rollout
+        together = Together(self.hosts, self.place.n_gpus)
         actor, ref, critic = self.trained_and_reference(together)
         start.ended("models")
         if critic is not None and resume is None:
@@ -166,29 +159,42 @@ class Assembly:
             tell(f"note: {change}")
         rollout = self.rollout()
         start.ended("engine")
-        events = Events(run_dir)
-        source = self.source(rollout, rewards, events)
+        source = self.source(rollout, rewards, Events(self.life.run_dir))
         start.ended("rewards")
         self.phases.progress["reward"] = lambda: rewards.progress
         self.life.stopping.hurry = self.watchdog.hurry
+        prompts, kl, returns = self.stream(), KLController.start(config.algorithm.kl_ctrl), RunningMoments()
+        trainer = self.trainer(
+            tracker,
+            resume,
+            models={"actor": actor} | ({"critic": critic} if critic is not None else {}),
+            stateful={
+                "kl": kl,
+                "returns": returns,
+                "data": prompts,
+                **({} if self.ptx is None else {"ptx": self.ptx}),
+                "reward": source.shaping.running,
+                **({} if source.models is None else {"reward_models": source.models}),
+                "rollbacks": source.rollbacks,
+            },
+        )
+        if resume is None:
+            tokens = end_tokens(self.sampling(), config.actor_rollout_ref.model)
+            trainer.health.check(0, {END_TOKENS: float(tokens)})
         return Loop(
             config=config,
-            run_dir=run_dir,
-            place=self.place,
+            trainer=trainer,
             together=together,
             start=start,
-            prompts=self.stream(),
-            ptx=self.ptx,
-            data_sources=self.data.data_sources,
+            prompts=prompts,
             source=source,
             actor=actor,
             ref=ref,
             critic=critic,
             rollout=rollout,
-            actor_update=self.actor_update(),
-            critic_update=self.critic_update(),
-            kl=KLController.start(config.algorithm.kl_ctrl),
-            returns=RunningMoments(),
+            updates={"actor": self.actor_update(), "critic": self.critic_update()},
+            kl=kl,
+            returns=returns,
             validation=Validation(
                 self.held_out,
                 source,
@@ -197,21 +203,33 @@ class Assembly:
                 sampling=validation_sampling(self.sampling(), rollout_config.val_kwargs),
                 batch_size=config.data.val_batch_size,
             ),
+            answers=AnswerLog(self.life.run_dir, self.tokenizer, self.total_steps, forwards=not has_old_log_probs(config)),
+        )
+
+    def trainer(
+        self,
+        tracker: Tracker,
+        resume: Checkpoint | None,
+        models: Mapping[str, RemoteModel],
+        stateful: Mapping[str, Stateful],
+    ) -> Trainer:
+        options = self.config.trainer
+        return harness.build_trainer(
+            self.config,
+            self.life,
+            groups=self.hosts.values(),
+            n_gpus=self.place.n_gpus,
+            tokenizer=self.tokenizer,
             tracker=tracker,
-            answers=AnswerLog(run_dir, self.tokenizer, self.total_steps, forwards=not has_old_log_probs(config)),
-            events=events,
-            saver=self.saver(run_dir, events),
             watchdog=self.watchdog,
-            stopping=self.life.stopping,
-            alarms=ppo_alarms(config),
-            skips=Skips(run_dir, events, asdict(config)),
-            rollbacks=source.rollbacks,
-            kernels=KernelWatch(self.hosts.values(), events, self.watchdog) if config.trainer.deterministic else None,
             phases=self.phases,
-            peak_flops=peak_flops(config.trainer.device),
+            alarms=ppo_alarms(self.config),
+            models=models,
+            keep={"actor": options.max_actor_ckpt_to_keep, "critic": options.max_critic_ckpt_to_keep},
             resume=resume,
             total_steps=self.total_steps,
-            end_tokens=end_tokens(self.sampling(), config.actor_rollout_ref.model),
+            save_every=options.save_freq,
+            stateful=stateful,
         )
 
     def trained_and_reference(self, together: Together) -> tuple[RemoteModel, RemoteModel | BaseModel | None, RemoteModel | None]:
@@ -277,36 +295,6 @@ class Assembly:
         return (
             PromptDataset(data.train_files, self.tokenizer, data, max_samples=data.train_max_samples, seed=seed, scored=scored),
             PromptDataset(data.val_files, self.tokenizer, data, max_samples=data.val_max_samples, seed=seed, scored=scored),
-        )
-
-    def tracker(self, run_dir: Path, resume: Checkpoint | None) -> Tracker:
-        trainer = self.config.trainer
-        return Tracker(
-            trainer.logger,
-            run_dir,
-            trainer.project_name,
-            trainer.experiment_name,
-            asdict(self.config),
-            resume_step=resume.step if resume is not None else None,
-            total_steps=self.total_steps,
-            shown_samples=trainer.log_val_generations,
-            rollout_dir=Path(trainer.rollout_data_dir) if trainer.rollout_data_dir is not None else None,
-            restarted=self.life.restarted,
-            more=[GrowingReport(run_dir), *self.life.loggers],
-            phases=self.phases,
-        )
-
-    def saver(self, run_dir: Path, events: Events) -> Saver:
-        trainer = self.config.trainer
-        return Saver(
-            run_dir,
-            events,
-            config=asdict(self.config),
-            world_size=self.place.n_gpus,
-            keep={"actor": trainer.max_actor_ckpt_to_keep, "critic": trainer.max_critic_ckpt_to_keep},
-            options=trainer.checkpoint,
-            best_metric=trainer.best_metric,
-            tokenizer=self.tokenizer,
         )
 
     def actor(self) -> RemoteModel:

@@ -20,7 +20,6 @@ from trainer.ppo.loop import Loop
 from trainer.ppo.ppo_builder import Assembly, opened
 from trainer.ppo.replay_diff import MOST_LINES, WIDTH, Difference, compare_answers, compare_metrics, replayed, table
 from trainer.resilience.restart import Lifetime
-from trainer.rewards.shaping import Shaping
 from trainer.rollout.sampler import Beside, Source
 from trainer.run.errors import Found
 from trainer.run.run_dir import GLOBAL_STEP, METRICS, checkpoint_dir, checkpoint_steps, read_metrics
@@ -153,10 +152,10 @@ class TrainAgain(Assembly):
 
 def train_again(loop: Loop, batch: Batch, step: int) -> dict[str, float]:
     """The step's metrics, from its batch."""
-    loop.source, loop.answers = Recorded(batch, loop.source.shaping), NothingKept()
-    loop.total_steps = step
+    loop.source, loop.answers = Recorded(batch, loop.source), NothingKept()
+    loop.trainer.total_steps = step
     loop.fit()
-    return loop.metrics
+    return loop.trainer.metrics
 
 
 class NothingKept(AnswerLog):
@@ -180,12 +179,12 @@ class NoRollout(RemoteRollout):
 
 
 class Recorded(Source):
-    """In the place of new answers."""
+    """Returns a recorded batch instead of sampling."""
 
-    def __init__(self, batch: Batch, shaping: Shaping) -> None:
-        """shaping: holds a part of the loop's state, which a checkpoint has."""
+    def __init__(self, batch: Batch, source: Source) -> None:
+        """source: the one that is replaced; rollbacks, restored from a checkpoint, enter the seeds of updates."""
         self.batch = batch
-        self.shaping = shaping
+        self.rollbacks = source.rollbacks
         self.models = None
         self.left_out = []
 

@@ -1,4 +1,4 @@
-"""How often a run has gone back to an earlier checkpoint, and the seeds of what it draws since."""
+"""How often a run was rolled back to a checkpoint from before its divergence, and the seeds that follow from it."""
 
 from __future__ import annotations
 

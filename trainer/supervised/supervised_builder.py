@@ -7,30 +7,24 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
 
-from configs.base.locks import locked
 from configs.schema.supervised import RewardModelConfig, SFTConfig
 from configs.validation.programs import world_size
+from trainer import harness
 from trainer.checkpoint.manifest import check_weights
-from trainer.checkpoint.resume import check_config
-from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.schedule_changes import rate_changes
-from trainer.cluster.determinism import KernelWatch, worker_environment
+from trainer.cluster.determinism import worker_environment
 from trainer.cluster.launch import open_backend, start_hosts
 from trainer.cluster.role_builder import Training, limits, start_model
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.chat import load_tokenizer
 from trainer.data.order import DataOrder
-from trainer.report.run_report import GrowingReport, finish
 from trainer.resilience.alarms import sft_alarms
-from trainer.resilience.restart import Lifetime, keep_going
-from trainer.resilience.skipped_updates import Skips
-from trainer.run.events import Events
+from trainer.resilience.restart import Lifetime
 from trainer.run.timing import Phases
 from trainer.supervised.reward_model_task import RewardModelTask
 from trainer.supervised.sft_task import SFT
-from trainer.supervised.supervised_loop import SupervisedLoop
+from trainer.supervised.supervised_loop import SupervisedLoop, steps_between
 from trainer.supervised.task import Task
-from trainer.tracking.tracker import Tracker
 from workers.controller.logs import tell
 from workers.roles.train_engines import check_engine
 from workers.seeding import seed_of
@@ -42,22 +36,12 @@ def run(config: Config, notices: Sequence[str]) -> None:
     """Train as ``config`` says, and export the model if it says so. notices: what the user was told about the configuration."""
     head = SFT.head if isinstance(config, SFTConfig) else RewardModelTask.head
     check_engine("engine", config.engine, config.model, head, config.trainer.device)
-    run_dir = Path(config.trainer.default_local_dir)
-    with locked(run_dir, "trainer.default_local_dir", private=True):
-        life = Lifetime(config.trainer, run_dir)
-        try:
-            keep_going(life, lambda: attempt(config, life), hushed=not config.ray_kwargs.ray_init.get("log_to_driver"))
-        finally:
-            if life.started:
-                finish(run_dir)
+    harness.run(config, lambda life: attempt(config, life))
 
 
 def attempt(config: Config, life: Lifetime) -> None:
     """From the last checkpoint on, in processes of its own, none of which is left."""
-    trainer, run_dir, resume = config.trainer, life.run_dir, life.resume()
-    if resume is not None:
-        for change in check_config(resume.manifest.config, asdict(config)):
-            tell(f"note: resumed with another {change}")
+    trainer, run_dir, resume = config.trainer, life.run_dir, harness.resume_from(config, life)
     with ExitStack() as stack:
         backend = stack.enter_context(open_backend(trainer, config.ray_kwargs, config.timeouts, run_dir))
         deterministic = trainer.deterministic
@@ -78,22 +62,7 @@ def attempt(config: Config, life: Lifetime) -> None:
             for change in rate_changes(resume, {"optim": (config.optim, 0)}, total_steps, order.steps_per_epoch):
                 tell(f"note: {change}")
         phases = Phases()
-        tracker = stack.enter_context(
-            closing(
-                Tracker(
-                    trainer.logger,
-                    run_dir,
-                    trainer.project_name,
-                    trainer.experiment_name,
-                    asdict(config),
-                    resume_step=resume.step if resume is not None else None,
-                    total_steps=total_steps,
-                    restarted=life.restarted,
-                    more=[GrowingReport(run_dir)],
-                    phases=phases,
-                )
-            )
-        )
+        tracker = stack.enter_context(closing(harness.open_tracker(config, life, resume, phases, total_steps)))
         life.started = True
         cut = limits(
             config.engine,
@@ -123,40 +92,30 @@ def attempt(config: Config, life: Lifetime) -> None:
             ),
             watchdog=watchdog,
         )
-        events = Events(run_dir)
-        loop = SupervisedLoop(
-            config=config,
-            run_dir=run_dir,
-            task=task,
-            order=order,
-            model=model,
+        run_trainer = harness.build_trainer(
+            config,
+            life,
+            groups=[hosts],
+            n_gpus=world_size(trainer),
+            tokenizer=tokenizer,
             tracker=tracker,
-            saver=Saver(
-                run_dir,
-                events,
-                config=asdict(config),
-                world_size=world_size(trainer),
-                keep={"model": trainer.max_ckpt_to_keep},
-                options=trainer.checkpoint,
-                best_metric=trainer.best_metric,
-                tokenizer=tokenizer,
-            ),
             watchdog=watchdog,
-            stopping=life.stopping,
-            events=events,
-            alarms=sft_alarms(config.alarms),
-            skips=Skips(run_dir, events, asdict(config)),
             phases=phases,
-            kernels=KernelWatch([hosts], events, watchdog) if trainer.deterministic else None,
+            alarms=sft_alarms(config.alarms),
+            models={"model": model},
+            keep={"model": trainer.max_ckpt_to_keep},
             resume=resume,
             total_steps=total_steps,
+            save_every=steps_between(trainer.save_freq, order),
+            extra_files=lambda step: task.beside(model, step),
         )
-        with life.stopping, loop.saver:
+        loop = SupervisedLoop(config, run_trainer, task, order, model)
+        with life.stopping, run_trainer.saver:
             loop.fit()
         life.stopping.check()
         if trainer.export_dir is not None:
             model.export_hf(trainer.export_dir)
             tokenizer.save_pretrained(trainer.export_dir)
-            for name, content in task.beside(model, loop.step).items():
+            for name, content in task.beside(model, run_trainer.step).items():
                 Path(trainer.export_dir, name).write_bytes(content)
             print(f"model: {trainer.export_dir}")

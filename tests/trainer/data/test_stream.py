@@ -1,3 +1,5 @@
+from typing import Any, cast
+
 from trainer.data.dataset import Prompt
 from trainer.data.order import DataOrder
 from trainer.data.stream import PromptStream
@@ -6,7 +8,7 @@ PROMPTS = [Prompt(uid, (uid,), str(uid), "math", None, {}, str(uid)) for uid in 
 
 
 def make() -> PromptStream:
-    return PromptStream(PROMPTS, DataOrder(n=7, batch_size=2, seed=3, shuffle=True))
+    return PromptStream(cast(Any, PROMPTS), DataOrder(n=7, batch_size=2, seed=3, shuffle=True))
 
 
 def test_rounds_are_the_batches_of_the_order() -> None:

@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
 from trainer import main_ppo
 from trainer.checkpoint.resume import find_latest
+from trainer.data.ptx_stream import PtxStream
+from trainer.data.stream import PromptStream
 from trainer.ppo.loop import Loop
 from trainer.resilience.alarms import Alarm
 from trainer.resilience.rollback import Rollbacks
@@ -156,24 +158,22 @@ def test_stopped_after_the_rollback_it_ends_alike(task: Path, whole: Path, tmp_p
 
 
 def test_no_stream_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither that of the prompts nor that of texts beside them (data.ptx_files): what made the run ill may be among them."""
-    prompts, texts = SimpleNamespace(drawn=7), SimpleNamespace(drawn=30)
+    """Neither that of the prompts nor that of the texts (data.ptx_files): what made the run diverge may be among them."""
+    prompts, texts = PromptStream(cast(Any, []), cast(Any, None), 7), PtxStream(cast(Any, []), cast(Any, None), 0.1, 0.5, 30)
 
     def load(checkpoint: Any) -> None:
         prompts.drawn, texts.drawn = 2, 9
 
     monkeypatch.setattr("trainer.ppo.loop.find_up_to", lambda run_dir, step, check: SimpleNamespace(step=step))
-    loop = SimpleNamespace(
-        models=dict, watchdog=None,
-        prompts=prompts, ptx=texts, rollbacks=Rollbacks(), load=load, step=7, run_dir=None, sync_weights=lambda step: None,
-        config=SimpleNamespace(alarms=SimpleNamespace(max_rollbacks=2)), saver=SimpleNamespace(settle=lambda: None),
-        tracker=SimpleNamespace(go_back=lambda step: Path("earlier_1")), events=SimpleNamespace(add=lambda *event: None),
+    trainer = SimpleNamespace(
+        models={}, watchdog=None, stateful={"data": prompts, "ptx": texts}, load=load, step=7, life=SimpleNamespace(run_dir=None),
+        saver=SimpleNamespace(settle=lambda: None), tracker=SimpleNamespace(go_back=lambda step: Path("earlier_1")),
+        events=SimpleNamespace(add=lambda *event: None),
     )  # fmt: skip
+    config = SimpleNamespace(alarms=SimpleNamespace(max_rollbacks=2))
+    loop = SimpleNamespace(trainer=trainer, rollbacks=Rollbacks(), config=config, sync_weights=lambda step: None)
     Loop.roll_back(cast(Any, loop), Alarm("rollback", "fell", healthy_until=2))
     assert (prompts.drawn, texts.drawn, loop.rollbacks.count) == (7, 30, 1)
-    loop.ptx = None
-    Loop.roll_back(cast(Any, loop), Alarm("rollback", "fell", healthy_until=2))
-    assert prompts.drawn == 7
 
 
 def ends_with(task: Path, run_dir: Path, capfd: pytest.CaptureFixture[str], *overrides: str) -> str:

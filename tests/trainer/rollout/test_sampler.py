@@ -161,7 +161,9 @@ def make(
         rollbacks=Rollbacks(),
         failures=Failures(cast(Any, events)),
     )
-    return Case(source, engine, PromptStream(prompts, DataOrder(len(prompts), per_round, seed=0, shuffle=False)), events)
+    return Case(
+        source, engine, PromptStream(cast(Any, prompts), DataOrder(len(prompts), per_round, seed=0, shuffle=False)), events
+    )
 
 
 def counts(batch: Batch) -> dict[str, float]:

@@ -1,0 +1,226 @@
+"""The lifecycle that every training loop shares: restarts, resume, steps, metrics, alarms, checkpoints, stopping.
+
+A loop owns models and data; it iterates over ``Trainer.steps`` and ends each step with ``complete`` and ``save_if_due``::
+
+    trainer.begin()
+    for step in trainer.steps():
+        with trainer.phases("step"):
+            trainer.metrics |= ...
+        trainer.complete(step)
+        trainer.save_if_due()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from configs.base.locks import locked
+from configs.schema.ppo import PPOConfig
+from configs.schema.supervised import SupervisedConfig
+from trainer.checkpoint.resume import Checkpoint, Stateful, check_config
+from trainer.checkpoint.saver import Saver
+from trainer.cluster.determinism import KernelWatch
+from trainer.cluster.remote import RemoteModel
+from trainer.cluster.watchdog import Watchdog
+from trainer.report.run_report import GrowingReport, finish
+from trainer.resilience.alarms import Alarm, Alarms
+from trainer.resilience.health import Health
+from trainer.resilience.restart import Lifetime, keep_going
+from trainer.resilience.skipped_updates import Skips
+from trainer.run.events import Events
+from trainer.run.logger import Logger
+from trainer.run.timing import Phases
+from trainer.tracking.tracker import Tracker
+from workers.controller.group import WorkerGroup
+from workers.controller.logs import tell
+
+Config = PPOConfig | SupervisedConfig
+
+
+def run(config: Config, attempt: Callable[[Lifetime], None], loggers: Sequence[Logger] = ()) -> None:
+    """Run ``attempt`` in the locked run directory, again after a failure that a restart can fix, and write the final report.
+
+    loggers: additional to those of ``trainer.logger``.
+    """
+    run_dir = Path(config.trainer.default_local_dir)
+    with locked(run_dir, "trainer.default_local_dir", private=True):
+        life = Lifetime(config.trainer, run_dir, loggers)
+        try:
+            keep_going(life, lambda: attempt(life), hushed=not config.ray_kwargs.ray_init.get("log_to_driver"))
+        finally:
+            if life.started:
+                finish(run_dir)
+
+
+def resume_from(config: Config, life: Lifetime) -> Checkpoint | None:
+    """The checkpoint that this attempt resumes from; prints a note for each setting that differs from the checkpoint's."""
+    resume = life.resume()
+    if resume is not None:
+        for change in check_config(resume.manifest.config, asdict(config)):
+            tell(f"note: resumed with another {change}")
+    return resume
+
+
+@dataclass
+class Trainer:
+    """One attempt at a run: everything of a loop that does not depend on what is trained.
+
+    save_every: steps between checkpoints, -1: never. resume: the checkpoint to continue from. models: those that are saved, by
+    their name in a checkpoint. stateful: what the loop remembers between steps, by its name in a checkpoint. extra_files:
+    {name: content} saved with each model after a step. step: the last complete step. metrics: of the step that is running.
+    """
+
+    life: Lifetime
+    total_steps: int
+    save_every: int
+    resume: Checkpoint | None
+    phases: Phases
+    tracker: Tracker
+    saver: Saver
+    events: Events
+    watchdog: Watchdog
+    health: Health
+    models: Mapping[str, RemoteModel]
+    stateful: Mapping[str, Stateful]
+    extra_files: Callable[[int], Mapping[str, bytes]]
+    step: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """Restore the checkpoint, if there is one."""
+        if self.resume is not None:
+            self.load(self.resume)
+
+    def steps(self) -> Iterator[int]:
+        """The numbers of the steps that remain; they count from 1. A step that was not completed is not counted, and after a
+        rollback steps repeat. Ends early, with a checkpoint, if the run has to stop.
+        """
+        while self.step < self.total_steps:
+            if self.life.stopping.is_due(self.step, self.phases.seconds, self.saver.seconds(), self.events):
+                if self.step and not self.saver.has(self.step):
+                    self.save()
+                return
+            self.phases.clear()
+            self.watchdog.step = step = self.step + 1
+            before, self.metrics = self.metrics, {}
+            yield step
+            if self.step < step:  # abandoned: a checkpoint of the step before has that step's metrics
+                self.metrics = before
+
+    def is_due(self, step: int, every: int) -> bool:
+        """Whether what happens every ``every`` steps (-1: never) happens after ``step``. The last step always counts."""
+        return every > 0 and (step == self.total_steps or step % every == 0)
+
+    def complete(self, step: int) -> Alarm | None:
+        """Log the step and check its health. Returns the alarm that asks for a rollback, if any; Found is raised to stop.
+
+        Logging precedes saving: the metrics of a checkpoint's step are always in metrics.jsonl.
+        """
+        self.step = step
+        self.metrics |= self.health.skips.tell(step) | self.saver.figures()
+        self.tracker.log(self.metrics, step)
+        return self.health.check(step, self.metrics)
+
+    def save_if_due(self) -> None:
+        if self.is_due(self.step, self.save_every):
+            self.save()
+        self.saver.settle(patient=False)
+        self.tracker.log_spans(self.phases.spans, self.watchdog.take_calls(), self.step)
+
+    def save(self) -> None:
+        """Write a checkpoint of the last complete step."""
+        state = {name: part.state() for name, part in self._all_stateful().items()}
+        with self.phases("save_checkpoint"):
+            self.saver.save(self.step, self.models, state, self.metrics, beside=self.extra_files(self.step))
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Restore models and state from ``checkpoint``, which becomes the last complete step."""
+        for name, model in self.models.items():
+            model.load(str(checkpoint.role(name)))
+        for name, part in self._all_stateful().items():
+            part.load(checkpoint.state(name))
+        self.step = self.watchdog.step = checkpoint.step
+
+    def _all_stateful(self) -> dict[str, Stateful]:
+        budgets = {f"{name}_budget": model.budget for name, model in self.models.items()}
+        return {**self.stateful, "alarms": self.health.alarms, "skips": self.health.skips, **budgets}
+
+
+def open_tracker(
+    config: Config,
+    life: Lifetime,
+    resume: Checkpoint | None,
+    phases: Phases,
+    total_steps: int,
+    *,
+    shown_samples: int = 0,
+    rollout_dir: str | None = None,
+) -> Tracker:
+    """The tracker of an attempt. Opened before anything is written: it brings the run directory to the step of ``resume``."""
+    trainer = config.trainer
+    return Tracker(
+        trainer.logger,
+        life.run_dir,
+        trainer.project_name,
+        trainer.experiment_name,
+        asdict(config),
+        resume_step=resume.step if resume is not None else None,
+        total_steps=total_steps,
+        shown_samples=shown_samples,
+        rollout_dir=Path(rollout_dir) if rollout_dir is not None else None,
+        restarted=life.restarted,
+        more=[GrowingReport(life.run_dir), *life.loggers],
+        phases=phases,
+    )
+
+
+def build_trainer(
+    config: Config,
+    life: Lifetime,
+    *,
+    groups: Collection[WorkerGroup],
+    n_gpus: int,
+    tokenizer: PreTrainedTokenizerBase,
+    tracker: Tracker,
+    watchdog: Watchdog,
+    phases: Phases,
+    alarms: Alarms,
+    models: Mapping[str, RemoteModel],
+    keep: Mapping[str, int | None],
+    resume: Checkpoint | None,
+    total_steps: int,
+    save_every: int,
+    stateful: Mapping[str, Stateful] | None = None,
+    extra_files: Callable[[int], Mapping[str, bytes]] = lambda step: {},
+) -> Trainer:
+    """groups: all workers of the run, on ``n_gpus`` GPUs. keep: how many checkpoints of each model stay; None: all."""
+    run_dir, events, plain = life.run_dir, Events(life.run_dir), asdict(config)
+    kernels = KernelWatch(groups, events, watchdog) if config.trainer.deterministic else None
+    return Trainer(
+        life=life,
+        total_steps=total_steps,
+        save_every=save_every,
+        resume=resume,
+        phases=phases,
+        tracker=tracker,
+        saver=Saver(
+            run_dir,
+            events,
+            config=plain,
+            world_size=n_gpus,
+            keep=keep,
+            options=config.trainer.checkpoint,
+            best_metric=config.trainer.best_metric,
+            tokenizer=tokenizer,
+        ),
+        events=events,
+        watchdog=watchdog,
+        health=Health(alarms, Skips(run_dir, events, plain), kernels, events),
+        models=models,
+        stateful=stateful or {},
+        extra_files=extra_files,
+    )
