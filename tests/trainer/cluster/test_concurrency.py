@@ -32,7 +32,7 @@ def groups(**of_role: str) -> tuple[Together, dict[str, Workers]]:
     """of_role: each role's pool."""
     workers = {pool: Workers() for pool in of_role.values()}
     made = {pool: WorkerGroup(pool, 1, transport) for pool, transport in workers.items()}
-    return Together({role: made[pool] for role, pool in of_role.items()}), workers
+    return Together({role: made[pool] for role, pool in of_role.items()}, n_gpus=1), workers
 
 
 def test_in_one_pool_everything_is_as_without() -> None:

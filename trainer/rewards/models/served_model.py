@@ -17,7 +17,7 @@ from workers.batch import Batch
 
 
 class ServedModel:
-    """Scorer (see trainer.rewards.models.reward_models.Scorer) backed by servers; their extra numbers are prefixed with the model's name."""
+    """A Scorer (reward_models.py) backed by servers; their extra numbers are prefixed with the model's name."""
 
     def __init__(self, name: str, servers: RemoteRewards, tokenizer: PreTrainedTokenizerBase, watchdog: Watchdog) -> None:
         """tokenizer: the policy's tokenizer."""
