@@ -1,6 +1,7 @@
 """A model written as its weights come, and tensors read from files, whoever wrote them."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,18 @@ def test_files_that_the_index_does_not_name_are_left_alone(tmp_path: Path) -> No
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     files = Files(str(tmp_path), "it")
     assert [*files] == ["a"] and torch.equal(files.read("a"), torch.ones(2))
+
+
+def test_what_is_read_ahead_comes_in_order_and_is_never_far_ahead() -> None:
+    begun: list[int] = []
+
+    def read(item: int) -> int:
+        begun.append(item)
+        time.sleep(0.001 * (item % 3))
+        return item
+
+    taken = []
+    for item in saving.read_ahead(read, range(20), 3):
+        taken.append(item)
+        assert len(begun) <= len(taken) + 3
+    assert taken == list(range(20))
