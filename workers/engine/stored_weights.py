@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -219,7 +220,9 @@ def read_whole(parts: Mapping[Any, list[Stored]]) -> dict[Any, list[Tensor]]:
 
 def read(pieces: Sequence[Piece]) -> None:
     """Fill the targets, in their own type and on their own device."""
-    with ExitStack() as opened, ThreadPoolExecutor(READERS) as threads:
+    gpu = next((piece.target.device for piece in pieces if piece.target.is_cuda), None)
+    here = partial(torch.cuda.set_device, gpu) if gpu is not None else None  # a new thread's device is the first of the machine
+    with ExitStack() as opened, ThreadPoolExecutor(READERS, initializer=here) as threads:
         paths = dict.fromkeys(piece.stored.path for piece in pieces)
         files = {path: opened.enter_context(path.open("rb", buffering=0)).fileno() for path in paths}
         for _ in threads.map(lambda piece: _read_piece(piece, files[piece.stored.path]), pieces):

@@ -1,5 +1,6 @@
 """Weights by rows, from files that a model was saved in, and what is said of files that are wrong."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,19 @@ def test_any_range_of_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, p
     experts = (files[f"model.layers.1.mlp.experts.{i}.{part}_proj.weight"] for i in range(4) for part in ("gate", "up"))
     whole = [torch.cat([*experts]).flatten(), files["model.norm.weight"]]
     for start, count in ((0, 32), (5, 20), (31, 1), (7, 0)):
-        targets = [torch.full((count,), torch.nan) for _ in names]
-        weights.fill({name: (target, start) for name, target in zip(names, targets, strict=True)})
-        assert all(torch.equal(mine, all_[start : start + count].float()) for mine, all_ in zip(targets, whole, strict=True))
+        places = ((start + 1000) * 2, count * 99), (start, count)  # the first goes over several experts
+        targets = [torch.full((size,), torch.nan) for _, size in places]
+        weights.fill({name: (target, at) for name, target, (at, _) in zip(names, targets, places, strict=True)})
+        for mine, all_, (at, size) in zip(targets, whole, places, strict=True):
+            assert torch.equal(mine, all_[at : at + size].float())
+
+
+def test_the_kernel_may_give_less_than_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, preadv = save_tiny_model(tmp_path), os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, views, begin: preadv(file, [views[0][:100]], begin))
+    head = torch.empty(61, 32)
+    stored(path).fill({"lm_head.weight": (head, 0)})
+    assert torch.equal(head, load_file(tmp_path / "model.safetensors")["lm_head.weight"])
 
 
 def test_experts_are_read_in_the_order_of_the_model(tmp_path: Path) -> None:
