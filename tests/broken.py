@@ -39,7 +39,8 @@ CORRECTION = "algorithm.rollout_correction"
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 TWO = "trainer.backend=ray trainer.n_gpus_per_node=2"
 ADVICE = re.compile(
-    r"did you mean|must|known:|\b(set|take|raise|lower|leave|give|name|copy|put|add|install|write|run|choose|takes) "
+    r"did you mean|must|known:|allowed:"
+    r"|\b(use|increase|remove|refer|fix|list|set|take|raise|lower|leave|give|name|copy|put|add|install|write|run|choose|takes) "
     r"|; (it|\S+) has |there are |gives each|does not load|such as | at least|expected|\bwants |is from .* to "
 )
 LONGEST = 700  # characters of a line that is still read

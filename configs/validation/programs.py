@@ -201,8 +201,8 @@ def _algorithm_problems(config: PPOConfig, has_critic: bool) -> Iterator[str]:
     keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
     if algorithm.adv_estimator == "gdpo" and not keys:
         yield (
-            "algorithm.gdpo_reward_keys=null: gdpo needs the names of the rewards (keys of the dict that the reward function "
-            "returns)"
+            "algorithm.gdpo_reward_keys=null: gdpo needs the names of the rewards; set them to keys of the dict that the "
+            "reward function returns"
         )
     if keys and weights and len(keys) != len(weights):
         counted = f"{len(weights)} weights for {len(keys)} keys, {', '.join(keys)}"
