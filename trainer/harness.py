@@ -5,7 +5,7 @@ A loop owns models and data; it iterates over ``Trainer.steps`` and ends each st
     trainer.begin()
     for step in trainer.steps():
         with trainer.phases("step"):
-            trainer.tracking.metrics |= ...
+            trainer.metrics |= ...
         trainer.complete(step)
         trainer.save_if_due()
 """

@@ -97,9 +97,9 @@ class Loop:
         self.start.ended("sync")
         trainer = self.trainer
         groups = {group.name: group for group in (self.actor.group, self.rollout.group)}.values()
-        asked = (trainer.cluster.watchdog.call(group, "ask", "times of the start", "start_times") for group in groups)
+        asked = (trainer.watchdog.call(group, "ask", "times of the start", "start_times") for group in groups)
         seconds = self.start.seconds([times for of_group in asked for times in of_group])
-        trainer.run.events.add(trainer.step, "start", sentence(seconds), seconds)
+        trainer.events.add(trainer.step, "start", sentence(seconds), seconds)
 
     def collect(self, step: int) -> Batch | None:
         """The step's batch: one round of prompts, or several with algorithm.filter_groups.
@@ -107,10 +107,7 @@ class Loop:
         Returns None if the run is to stop and the rewards are late: the state is then that of the step before.
         """
         trainer = self.trainer
-        trainer.tracking.metrics |= {
-            "training/global_step": step,
-            "training/epoch": self.prompts.epoch,
-        } | self.rollbacks.metrics()
+        trainer.metrics |= {"training/global_step": step, "training/epoch": self.prompts.epoch} | self.rollbacks.metrics()
         parts = {name: part for name, part in trainer.stateful.items() if name in ("data", "reward_models")}
         before = {name: part.state() for name, part in parts.items()}
         overlap = self.score_beside if self.scoring_overlaps else None
@@ -119,7 +116,7 @@ class Loop:
         except LeftUndone:
             for name, state in before.items():
                 parts[name].load(state)
-            trainer.run.events.add(trainer.step, "left", f"step {step}: a signal to stop, and the rewards did not come")
+            trainer.events.add(trainer.step, "left", f"step {step}: a signal to stop, and the rewards did not come")
             return None
         started_from = self.config.actor_rollout_ref.model.path if trainer.resume is None else str(trainer.resume.path)
         trainer.tracker.log_rollouts(as_drawn(batch), step, started_from, self.source.left_out)
@@ -269,12 +266,12 @@ class Loop:
     def after(self, step: int, batch: Batch) -> None:
         """Measure, validate, log and save. A diverged run stops here, or is rolled back."""
         trainer, config = self.trainer, self.config
-        trainer.tracking.metrics |= batch.meta["metrics"]
-        trainer.tracking.metrics |= data_metrics(batch, config.data.max_prompt_length)
-        trainer.tracking.metrics |= reward_metrics(batch, self.prompts.data.data_sources)
+        trainer.metrics |= batch.meta["metrics"]
+        trainer.metrics |= data_metrics(batch, config.data.max_prompt_length)
+        trainer.metrics |= reward_metrics(batch, self.prompts.data.data_sources)
         if trainer.is_due(step, config.trainer.test_freq):
             self.validate(step)
-        trainer.tracking.metrics |= self.performance(batch)
+        trainer.metrics |= self.performance(batch)
         alarm = trainer.complete(step)
         if alarm is not None:
             self.roll_back(alarm)
@@ -316,8 +313,8 @@ class Loop:
                 f"stopped at step {trainer.step}: an alarm asks for a rollback, alarms.max_rollbacks={most}: {alarm.text}"
             )
         trainer.saver.settle()
-        groups = {role: model.group for role, model in trainer.cluster.role_builder.items()}
-        check = partial(check_weights, groups=groups, watchdog=trainer.cluster.watchdog)
+        groups = {role: model.group for role, model in trainer.models.items()}
+        check = partial(check_weights, groups=groups, watchdog=trainer.watchdog)
         checkpoint = find_up_to(trainer.life.run_dir, alarm.healthy_until, check)
         if checkpoint is None:
             raise Found(
@@ -332,7 +329,7 @@ class Loop:
         for stream, drawn in positions:
             stream.drawn = drawn
         aside = trainer.tracker.go_back(checkpoint.step)
-        trainer.run.events.add(
+        trainer.events.add(
             left,
             "rollback",
             f"{count} of at most {most}: back to the checkpoint of step {checkpoint.step}, the last from before the alarm's "

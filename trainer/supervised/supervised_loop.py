@@ -41,19 +41,19 @@ class SupervisedLoop:
         trainer = self.trainer
         metrics = plain_numbers(self.model.train_step(batch, columns=(), rows=self.task.rows, together=self.task.together))
         trainer.health.skips.see("model", step, batch, metrics)
-        self.model.budget.tell(trainer.run.events, step)
-        trainer.tracking.metrics |= {name if "/" in name else f"train/{name}": value for name, value in metrics.items()}
-        trainer.tracking.metrics["training/epoch"] = (step - 1) // self.order.steps_per_epoch
+        self.model.budget.tell(trainer.events, step)
+        trainer.metrics |= {name if "/" in name else f"train/{name}": value for name, value in metrics.items()}
+        trainer.metrics["training/epoch"] = (step - 1) // self.order.steps_per_epoch
 
     def measure(self, step: int, batch: Batch) -> None:
         """Validation where it is due, times and throughput (tokens per second and worker)."""
         trainer = self.trainer
         if trainer.is_due(step, steps_between(self.config.trainer.test_freq, self.order)):
             with trainer.phases("testing"):
-                trainer.tracking.metrics |= self.task.validate(self.model, step)
+                trainer.metrics |= self.task.validate(self.model, step)
         seconds = trainer.phases.seconds
-        trainer.tracking.metrics |= {f"timing_s/{phase}": spent for phase, spent in seconds.items()}
-        trainer.tracking.metrics["perf/throughput"] = batch.total_tokens / (seconds["step"] * world_size(self.config.trainer))
+        trainer.metrics |= {f"timing_s/{phase}": spent for phase, spent in seconds.items()}
+        trainer.metrics["perf/throughput"] = batch.total_tokens / (seconds["step"] * world_size(self.config.trainer))
 
 
 def steps_between(frequency: Frequency, order: DataOrder) -> int:
