@@ -135,7 +135,7 @@ class Trainer:
         """Write a checkpoint of the last complete step."""
         state = {name: part.state() for name, part in self._all_stateful().items()}
         with self.phases("save_checkpoint"):
-            self.saver.save(self.step, self.models, state, self.metrics, beside=self.extra_files(self.step))
+            self.saver.save(self.step, self.models, state, self.metrics, extra_files=self.extra_files(self.step))
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Restore models and state from ``checkpoint``, which becomes the last complete step."""

@@ -272,7 +272,7 @@ def round_of_prompts(trial: Trial) -> Any:
 def texts(trial: Trial) -> Any:
     """Of the file that goes along."""
     assert trial.assembly.ptx is not None
-    batch = trial.assembly.ptx.beside(step_batch().with_tokens(loss_weight=torch.ones(int(step_batch().lengths.sum()))))
+    batch = trial.assembly.ptx.extend(step_batch().with_tokens(loss_weight=torch.ones(int(step_batch().lengths.sum()))))
     return batch.tokens["input_ids"].tolist()
 
 

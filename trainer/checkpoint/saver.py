@@ -51,7 +51,7 @@ from workers.host_memory import GB
 class Pending:
     """A checkpoint in the making: its directory under the incomplete name, and who writes into it.
 
-    beside: files in each role that are not the workers'. started: by time.monotonic(). waited: seconds that training
+    extra_files: files in each role that are not the workers'. started: by time.monotonic(). waited: seconds that training
     waited.
     """
 
@@ -60,7 +60,7 @@ class Pending:
     models: Mapping[str, RemoteModel]
     state: dict[str, Any]
     metrics: dict[str, float]
-    beside: tuple[str, ...]
+    extra_files: tuple[str, ...]
     started: float
     waited: float
 
@@ -108,11 +108,11 @@ class Saver:
         state: Mapping[str, Any],
         metrics: Mapping[str, float],
         *,
-        beside: Mapping[str, bytes] | None = None,
+        extra_files: Mapping[str, bytes] | None = None,
     ) -> None:
         """A checkpoint after ``step``, each model in a directory of its name. One at a time: it waits for the one before.
 
-        state: the controller's. metrics: the step's. beside: files that go with each model, besides the tokenizer's. With
+        state: the controller's. metrics: the step's. extra_files: files that go with each model, besides the tokenizer's. With
         async_save it returns when the models' state is copied to the host.
         """
         started = time.monotonic()
@@ -122,16 +122,16 @@ class Saver:
             if folder.exists():
                 shutil.rmtree(folder)
             folder.mkdir()
-            ours = self._tokenizer_files | dict(beside or {})
+            controller_files = self._tokenizer_files | dict(extra_files or {})
             for role in models:
-                _write(ours, folder / role)
+                _write(controller_files, folder / role)
             for role, model in models.items():
                 model.save(str(folder / role), background=self.background)
                 if not self.background:
                     model.saved()
             plain_state = json.loads(json.dumps(state))  # as it is now: in the background the run goes on
             chosen_by, waited = self._measured(step, metrics), time.monotonic() - started
-            self._pending = Pending(folder, step, models, plain_state, chosen_by, tuple(ours), started, waited)
+            self._pending = Pending(folder, step, models, plain_state, chosen_by, tuple(controller_files), started, waited)
         if not self.background:
             self.settle()
 
@@ -219,8 +219,10 @@ class Saver:
             self.events.add(pending.step, "checkpoint", f"written while training waited: {reason}")
 
     def _make_whole(self, pending: Pending, saved: Mapping[str, Saved]) -> Checkpoint:
-        ours = [f"{role}/{name}" for role in pending.models for name in pending.beside]
-        files = {file.name: FileEntry(size=file.size, sha256=file.sha256) for file in saved_files(pending.folder, ours)}
+        controller_files = [f"{role}/{name}" for role in pending.models for name in pending.extra_files]
+        files = {
+            file.name: FileEntry(size=file.size, sha256=file.sha256) for file in saved_files(pending.folder, controller_files)
+        }
         for role, one in saved.items():
             files |= {f"{role}/{file.name}": FileEntry(size=file.size, sha256=file.sha256) for file in one.files}
         manifest = Manifest(

@@ -28,7 +28,7 @@ class PtxStream:
     ratio: float
     drawn: int = 0
 
-    def beside(self, mini_batch: Batch) -> Batch:
+    def extend(self, mini_batch: Batch) -> Batch:
         """Append the stream's next rows to the mini-batch: as many as fit in ratio * its tokens, at least one.
 
         mini_batch must have loss_weight. Appended rows have tokens["ptx"] 1, loss_weight coefficient / (their trained tokens),

@@ -110,7 +110,7 @@ class Loop:
         trainer.metrics |= {"training/global_step": step, "training/epoch": self.prompts.epoch} | self.rollbacks.metrics()
         parts = {name: part for name, part in trainer.stateful.items() if name in ("data", "reward_models")}
         before = {name: part.state() for name, part in parts.items()}
-        overlap = self.score_beside if self.scoring_overlaps else None
+        overlap = self.score_overlapped if self.scoring_overlaps else None
         try:
             batch = self.source.collect(step, self.prompts, trainer.phases, overlap)
         except LeftUndone:
@@ -141,7 +141,7 @@ class Loop:
             return Batch(batch.lengths)
         return reduce(Batch.union, self.together(self.forwards(batch)).values())
 
-    def score_beside(self, batch: Batch, judge: Callable[[], Judged]) -> tuple[Judged, Batch]:
+    def score_overlapped(self, batch: Batch, judge: Callable[[], Judged]) -> tuple[Judged, Batch]:
         """What ``judge`` returns, and log_probs_and_values of the same answers."""
         found = self.together({"reward": judge, **self.forwards(batch)})
         return found.pop("reward"), reduce(Batch.union, found.values())

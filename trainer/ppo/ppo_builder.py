@@ -410,7 +410,7 @@ class Assembly:
             self.config.actor_rollout_ref.actor,
             columns=loss.columns if self.ptx is None else (*loss.columns, "ptx"),
             prepare=loss.prepare if loss.wants_preparation else None,
-            beside=self.ptx.beside if self.ptx is not None else None,
+            extend=self.ptx.extend if self.ptx is not None else None,
         )
 
     def critic_update(self) -> UpdateSpec:

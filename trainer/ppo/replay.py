@@ -20,7 +20,7 @@ from trainer.ppo.loop import Loop
 from trainer.ppo.ppo_builder import Assembly, opened
 from trainer.ppo.replay_diff import MOST_LINES, WIDTH, Difference, compare_answers, compare_metrics, replayed, table
 from trainer.resilience.restart import Lifetime
-from trainer.rollout.sampler import Beside, Source
+from trainer.rollout.sampler import Overlap, Source
 from trainer.run.errors import Found
 from trainer.run.run_dir import GLOBAL_STEP, METRICS, checkpoint_dir, checkpoint_steps, read_metrics
 from trainer.run.timing import Phases
@@ -107,7 +107,7 @@ def weights_before(step: int, facts: Mapping[str, Any], config: PPOConfig, direc
 
 
 def of_one_step(config: PPOConfig, directory: Path) -> PPOConfig:
-    """The run's configuration, less what it does beside its steps. What is drawn again is kept, as the run would keep it."""
+    """The run's configuration without validation, checkpoints and trackers. What is sampled again is kept."""
     trainer = replace(
         config.trainer,
         default_local_dir=str(directory),
@@ -188,7 +188,7 @@ class Recorded(Source):
         self.models = None
         self.left_out = []
 
-    def collect(self, step: int, prompts: PromptStream, phases: Phases, beside: Beside | None = None) -> Batch:
+    def collect(self, step: int, prompts: PromptStream, phases: Phases, overlap: Overlap | None = None) -> Batch:
         return self.batch
 
 

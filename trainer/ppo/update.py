@@ -24,7 +24,7 @@ Watch = Callable[[Batch, dict[str, float]], None]
 @dataclass(frozen=True, slots=True)
 class UpdateSpec:
     """groups: prompt groups a mini-batch. columns: what the loss reads. norm_length: of seq-mean-token-sum-norm.
-    prepare: None for a loss that sees no further than its micro-batch. beside: a mini-batch with its weights to the same and
+    prepare: None for a loss that sees no further than its micro-batch. extend: a mini-batch with its weights to the same and
     other rows with theirs; None: no others.
     """
 
@@ -36,7 +36,7 @@ class UpdateSpec:
     columns: tuple[str, ...]
     seed: int
     prepare: Prepare | None = None
-    beside: Callable[[Batch], Batch] | None = None
+    extend: Callable[[Batch], Batch] | None = None
 
     def updates_a_step(self, prompts: int) -> int:
         """Optimizer steps in a training step of so many prompts."""
@@ -60,7 +60,7 @@ def update(model: RemoteModel, batch: Batch, spec: UpdateSpec, step: int, watch:
                 mini, told = spec.prepare(mini | model.forward(mini, ["log_probs"]), generator)
             weights = token_weights(spec.agg_mode, mini.tokens["response_mask"], mini.lengths, spec.norm_length)
             mini = mini.with_tokens(loss_weight=weights)
-            mini = mini if spec.beside is None else spec.beside(mini)
+            mini = mini if spec.extend is None else spec.extend(mini)
             history.append(plain_numbers(model.train_step(mini, spec.columns)) | told)
             watch(mini, history[-1])
     applied = [metrics for metrics in history if not metrics["skipped_updates"]]

@@ -32,7 +32,7 @@ from workers.seeding import seed_of
 
 Judged = tuple[list[Score], Tensor | None]
 """What RewardModels.add returns."""
-Beside = Callable[[Batch, Callable[[], Judged]], tuple[Judged, Batch]]
+Overlap = Callable[[Batch, Callable[[], Judged]], tuple[Judged, Batch]]
 """Answers and what scores them to the scores, and columns for the same rows that others made of the answers meanwhile."""
 
 
@@ -81,21 +81,21 @@ class Source:
         self.left_out: list[Batch] = []
         """Rows of the last ``collect`` whose rewards failed."""
 
-    def collect(self, step: int, prompts: PromptStream, phases: Phases, beside: Beside | None = None) -> Batch:
+    def collect(self, step: int, prompts: PromptStream, phases: Phases, overlap: Overlap | None = None) -> Batch:
         """The step's training batch: scored answers, ``n`` a prompt, in the order of the prompts.
 
         Rows whose reward failed are left out; with filter_groups, groups whose answers are all worth the same too, and rounds
-        are drawn until ``groups`` are kept. Beside what ``answer`` gives:
+        are drawn until ``groups`` are kept. In addition to what ``answer`` gives:
         tokens: token_level_scores (the shaped reward: at the last token, but for what models give to others).
         rows: reward (shaped), baseline (with_baselines).
         meta: metrics (reward/failed*, reward/timed_out_share, training/filter_groups/*), generated_tokens (of all rounds).
-        beside: works while reward models score; where answers are chosen by their scores it is not asked (see ``chooses``).
+        overlap: works while reward models score; where answers are chosen by their scores it is not asked (see ``chooses``).
         Raises ValueError, one line, if every reward failed, and if the batch cannot be filled.
         """
         self.failures.start_step()
         self.left_out = []
         fill = self.filter_groups.enable
-        batch = self._fill(step, prompts, phases) if fill else self._one_round(step, prompts, phases, beside)
+        batch = self._fill(step, prompts, phases) if fill else self._one_round(step, prompts, phases, overlap)
         reward, baseline = self.shaping(batch.rows["reward"], batch.rows["uid"], batch.rows.get("baseline"))
         batch = batch.with_rows(reward=reward, **({} if baseline is None else {"baseline": baseline}))
         return batch.with_tokens(token_level_scores=token_rewards(batch, reward))
@@ -105,8 +105,8 @@ class Source:
         """Not every answer is trained on: what is dropped is nobody else's work."""
         return self.filter_groups.enable or self.with_baselines
 
-    def _one_round(self, step: int, prompts: PromptStream, phases: Phases, beside: Beside | None) -> Batch:
-        answered = self._answer_to_train(prompts.draw(), "train", step, phases, beside)
+    def _one_round(self, step: int, prompts: PromptStream, phases: Phases, overlap: Overlap | None) -> Batch:
+        answered = self._answer_to_train(prompts.draw(), "train", step, phases, overlap)
         scored = self._drop_failed(answered)
         check_some_scored(answered, len(scored))
         return scored.with_meta({"metrics": {"reward/failed": len(answered) - len(scored)} | self.failures.metrics()})
@@ -153,14 +153,14 @@ class Source:
         return batch.select((~failed).nonzero().flatten())
 
     def _answer_to_train(
-        self, prompts: Sequence[Prompt], purpose: str, step: int, phases: Phases, beside: Beside | None = None
+        self, prompts: Sequence[Prompt], purpose: str, step: int, phases: Phases, overlap: Overlap | None = None
     ) -> Batch:
         """Answers with rows reward (the score and its penalties) and, with_baselines, baseline (the greedy answer's).
 
         meta["generated_tokens"]: response tokens of all of them, greedy ones included.
         """
         purpose = self.rollbacks.purpose(purpose)
-        batch = self.answer(prompts, self.n, self.sampling, phases, purpose=purpose, step=step, trains=True, beside=beside)
+        batch = self.answer(prompts, self.n, self.sampling, phases, purpose=purpose, step=step, trains=True, overlap=overlap)
         generated = int((batch.lengths - batch.rows["prompt_length"]).sum())
         trained = sum_by(batch.tokens["response_mask"], batch.segment_ids(), len(batch))
         penalty = overlong_penalty(trained, self.reward.reward_kwargs)
@@ -185,13 +185,13 @@ class Source:
         purpose: str,
         step: int,
         trains: bool = False,
-        beside: Beside | None = None,
+        overlap: Overlap | None = None,
     ) -> Batch:
         """``n`` answers to each prompt, scored. B = n * len(prompts) rows, a prompt's answers side by side.
 
         trains: running moments of reward models see the scores; with_baselines, a greedy answer follows them, as sample n.
         purpose: tells draws of the same step, prompt and sample apart.
-        beside: see collect; its columns are here too.
+        overlap: see collect; its columns are here too.
         tokens: input_ids, response_mask, rollout_log_probs; model_rewards, of models that score tokens.
         rows: uid, sample, prompt_length, score, finished, weight_version, reward_failed.
         objects: prompt, response, ground_truth, data_source, reward_extra, reward_error.
@@ -212,7 +212,7 @@ class Source:
         if self.models is not None:
             learn_from = (torch.tensor(samples) < n) & trains
             judge = partial(self._judge, self.models, scores, batch, asked, texts, learn_from, phases)
-            (scores, at_tokens), columns = (judge(), Batch(batch.lengths)) if beside is None else beside(batch, judge)
+            (scores, at_tokens), columns = (judge(), Batch(batch.lengths)) if overlap is None else overlap(batch, judge)
             self.rollout.rest(self.models.group)
             batch |= columns
             batch = batch if at_tokens is None else batch.with_tokens(model_rewards=at_tokens)

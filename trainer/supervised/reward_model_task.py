@@ -76,7 +76,7 @@ class RewardModelTask:
             "val/score_std": float(scores.std(correction=0)),
         }
 
-    def beside(self, model: RemoteModel, step: int) -> dict[str, bytes]:
+    def extra_files(self, model: RemoteModel, step: int) -> dict[str, bytes]:
         """Mean and standard deviation of the scores of all held-out answers, of the training data's where none are held out."""
         data = self._data if self._held_out is None else self._held_out
         scores = self._scores(model, step, data)

@@ -58,5 +58,5 @@ class SFT:
         log_probs = model.forward(batch, ["log_probs"]).tokens["log_probs"].double()
         return {"val/loss": float(-log_probs.sum() / batch.tokens["response_mask"].sum())}
 
-    def beside(self, model: RemoteModel, step: int) -> dict[str, bytes]:
+    def extra_files(self, model: RemoteModel, step: int) -> dict[str, bytes]:
         return {}

@@ -107,7 +107,7 @@ def attempt(config: Config, life: Lifetime) -> None:
             resume=resume,
             total_steps=total_steps,
             save_every=steps_between(trainer.save_freq, order),
-            extra_files=lambda step: task.beside(model, step),
+            extra_files=lambda step: task.extra_files(model, step),
         )
         loop = SupervisedLoop(config, run_trainer, task, order, model)
         with life.stopping, run_trainer.saver:
@@ -116,6 +116,6 @@ def attempt(config: Config, life: Lifetime) -> None:
         if trainer.export_dir is not None:
             model.export_hf(trainer.export_dir)
             tokenizer.save_pretrained(trainer.export_dir)
-            for name, content in task.beside(model, run_trainer.step).items():
+            for name, content in task.extra_files(model, run_trainer.step).items():
                 Path(trainer.export_dir, name).write_bytes(content)
             print(f"model: {trainer.export_dir}")

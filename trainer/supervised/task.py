@@ -32,5 +32,5 @@ class Task(Protocol):
     def validate(self, model: RemoteModel, step: int) -> dict[str, float]:
         """Metrics of the held-out data, under val/."""
 
-    def beside(self, model: RemoteModel, step: int) -> dict[str, bytes]:
+    def extra_files(self, model: RemoteModel, step: int) -> dict[str, bytes]:
         """Files that go with the model as it is after ``step``, by their names."""

@@ -41,15 +41,15 @@ def test_without_files_there_is_no_stream() -> None:
 def test_rows_are_added_up_to_the_budget_and_one_at_least(tmp_path: Path, ratio: float, rows: int) -> None:
     texts = stream(tmp_path, 1.0, ratio=ratio, shuffle=False)
     assert [len(texts.data.batch([i]).tokens["input_ids"]) for i in range(5)] == TOKENS
-    mixed = texts.beside(mini_batch())
+    mixed = texts.extend(mini_batch())
     assert mixed.lengths.tolist() == [20, 15, 6, *(TOKENS * 2)[:rows]] and texts.drawn == rows
-    following = texts.beside(mini_batch())
+    following = texts.extend(mini_batch())
     assert following.lengths.tolist()[3] == (TOKENS * 2)[rows]
 
 
 def test_mini_batch_is_unchanged_and_appended_rows_are_marked(tmp_path: Path) -> None:
     batch = mini_batch()
-    mixed = stream(tmp_path, 0.3, ratio=1.0).beside(batch)
+    mixed = stream(tmp_path, 0.3, ratio=1.0).extend(batch)
     policy, texts = mixed.select(range(3)), mixed.select(range(3, len(mixed)))
     for name, column in batch.tokens.items():
         assert torch.equal(policy.tokens[name].to(column.dtype), column), name
@@ -68,7 +68,7 @@ def test_no_micro_batch_has_more_tokens_than_the_cap_whatever_the_data_rows_are(
         uid, prompts, lengths = (torch.tensor(column) for column in zip(*rows, strict=True))
         ids = torch.repeat_interleave(1000 + uid, lengths)
         columns = {"input_ids": ids, "response_mask": torch.ones(len(ids)), "loss_weight": torch.ones(len(ids))}
-        mixed = texts.beside(Batch(lengths, columns, {"uid": uid, "prompt_length": prompts}))
+        mixed = texts.extend(Batch(lengths, columns, {"uid": uid, "prompt_length": prompts}))
         lengths_of, cap = mixed.lengths.tolist(), int(mixed.lengths.max()) + draw.randint(0, 60)
         planned = SharedRows(lengths_of, mixed.rows["prompt_length"].tolist(), mixed.rows["uid"].tolist())
         computed = Prompts.of(mixed)
@@ -82,11 +82,11 @@ def test_no_micro_batch_has_more_tokens_than_the_cap_whatever_the_data_rows_are(
 
 def test_stream_resumes_and_reorders_each_epoch(tmp_path: Path) -> None:
     texts, again = (stream(tmp_path, 1.0, ratio=0.01) for _ in range(2))
-    lengths = [int(texts.beside(mini_batch()).lengths[-1]) for _ in range(15)]
+    lengths = [int(texts.extend(mini_batch()).lengths[-1]) for _ in range(15)]
     assert sorted(lengths[:5]) == sorted(lengths[5:10]) == sorted(TOKENS)
     assert len({tuple(lengths[i : i + 5]) for i in (0, 5, 10)}) > 1
     again.load({"drawn": 7})
-    assert [int(again.beside(mini_batch()).lengths[-1]) for _ in range(8)] == lengths[7:] and again.state() == {"drawn": 15}
+    assert [int(again.extend(mini_batch()).lengths[-1]) for _ in range(8)] == lengths[7:] and again.state() == {"drawn": 15}
 
 
 def test_long_row_raises_with_the_ptx_keys(tmp_path: Path) -> None:

@@ -111,12 +111,12 @@ def test_weights_follow_what_the_preparation_left() -> None:
 
 
 def test_rows_beside_a_mini_batch_come_after_its_weights_and_are_shown_with_it() -> None:
-    def beside(mini: Batch) -> Batch:
+    def extend(mini: Batch) -> Batch:
         assert torch.equal(mini.tokens["loss_weight"], token_weights("token-mean", mini.tokens["response_mask"], mini.lengths, 8))
         return Batch.concat([mini, mini.select([0])])
 
     model, seen = Recorder(), list[Batch]()
-    update(cast(Any, model), step_batch(), spec(beside=beside), step=5, watch=lambda mini, _: seen.append(mini))
+    update(cast(Any, model), step_batch(), spec(extend=extend), step=5, watch=lambda mini, _: seen.append(mini))
     assert [len(mini) for mini in model.given] == [5] * 6 and seen == model.given
 
 

@@ -17,7 +17,7 @@ from workers.batch import Batch
 from workers.controller.group import WorkerGroup
 
 STATISTICS = "reward_statistics.json"
-"""File beside an exported reward model: mean and deviation of its scores."""
+"""File of an exported reward model: mean and deviation of its scores."""
 
 
 class Scorer(Protocol):

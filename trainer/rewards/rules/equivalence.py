@@ -37,7 +37,7 @@ def equivalent(answer: str, ground_truth: str) -> bool:
 
 
 def is_cheap(expression: str) -> bool:
-    """Whether the expression is worth evaluating: no tower of powers, no number of 40 digits, no deep nesting."""
+    """Whether the expression is cheap enough to evaluate: no tower of powers, no number of 40 digits, no deep nesting."""
     if len(expression) > MAX_LENGTH or "\0" in expression:
         return False
     if any(pattern.search(expression) for pattern in _COSTLY) or len(_POWER.findall(expression)) > _MAX_POWERS:

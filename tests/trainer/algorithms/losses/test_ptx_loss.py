@@ -55,7 +55,7 @@ def plain(path: str, batch: Batch, texts: Batch) -> dict[str, Tensor]:
 
 def test_the_gradient_is_the_sum_of_both_however_it_is_cut(path: str, tmp_path: Path) -> None:
     batch, texts = answers(), stream(tmp_path, COEFFICIENT, ratio=1.0)
-    mixed = texts.beside(batch)
+    mixed = texts.extend(batch)
     expected = plain(path, batch, texts.data.batch([texts.order.batch(i)[0] for i in range(texts.drawn)]))
     engine = toy_engine(path, dtype="float64")
     found = {}
@@ -71,7 +71,7 @@ def test_the_gradient_is_the_sum_of_both_however_it_is_cut(path: str, tmp_path: 
 
 
 def test_policy_metrics_are_unchanged_by_texts(path: str, tmp_path: Path) -> None:
-    batch, mixed = answers(), stream(tmp_path, COEFFICIENT, ratio=1.0).beside(answers())
+    batch, mixed = answers(), stream(tmp_path, COEFFICIENT, ratio=1.0).extend(answers())
     engine = toy_engine(path, dtype="float64")
 
     def metrics_of(rows: Batch, loss_fn: object, **limits: int) -> dict[str, float]:
