@@ -118,7 +118,10 @@ class Loop:
     def tell_start(self) -> None:
         """To the events, once all of it is over."""
         self.start.ended("sync")
-        groups = {group.name: group for group in (self.actor.group, self.rollout.group)}.values()
+        roles = [
+            role for role in (self.actor, self.ref, self.critic, self.rollout) if isinstance(role, RemoteModel | RemoteRollout)
+        ]
+        groups = {role.group.name: role.group for role in roles}.values()
         asked = (self.watchdog.call(group, "ask", "times of the start", "start_times") for group in groups)
         seconds = self.start.seconds([times for of_group in asked for times in of_group])
         self.events.add(self.step, "start", sentence(seconds), seconds)
