@@ -69,7 +69,7 @@ def check(words: list[str]) -> dict[str, float]:
 
 
 def first_step(words: list[str], run_dir: Path) -> dict[str, float]:
-    """Seconds to the end of the process, and of each part; ``workers/<part>``: of the slowest worker, within the others."""
+    """Seconds to the end of the process, and of each part; ``ranks/<part>``: of the slowest one, within the others."""
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     command = [sys.executable, "-m", "trainer.main_ppo", *words, f"trainer.default_local_dir={run_dir}"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

@@ -96,7 +96,10 @@ class Loop:
         """Add the seconds of each part of the start to the events."""
         self.start.ended("sync")
         trainer = self.trainer
-        groups = {group.name: group for group in (self.actor.group, self.rollout.group)}.values()
+        roles = [
+            role for role in (self.actor, self.ref, self.critic, self.rollout) if isinstance(role, RemoteModel | RemoteRollout)
+        ]
+        groups = {role.group.name: role.group for role in roles}.values()
         asked = (trainer.watchdog.call(group, "ask", "times of the start", "start_times") for group in groups)
         seconds = self.start.seconds([times for of_group in asked for times in of_group])
         trainer.events.add(trainer.step, "start", sentence(seconds), seconds)

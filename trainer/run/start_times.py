@@ -31,7 +31,7 @@ class Start:
         self._ends[part] = time.time()
 
     def seconds(self, workers: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
-        """total, each part, and ``workers/<part>`` of the slowest rank. workers: StartTimes.take of every rank."""
+        """total, each part, and ``ranks/<part>`` of the slowest rank. workers: StartTimes.take of every rank."""
         parts = dict[str, float]()
         ready = max((at for at, _ in workers), default=0.0)
         before, waits = self._began, "data"
@@ -43,7 +43,7 @@ class Start:
                 before += before_ready
         for _, seconds in workers:
             for name, spent in seconds.items():
-                parts[f"{WORKERS}/{name}"] = max(spent, parts.get(f"{WORKERS}/{name}", 0.0))
+                parts[f"ranks/{name}"] = max(spent, parts.get(f"ranks/{name}", 0.0))
         return {"total": before - self._began} | parts
 
 
@@ -51,5 +51,5 @@ def sentence(seconds: Mapping[str, float]) -> str:
     """For people, one line."""
     own = [f"{name} {spent:.1f}" for name, spent in seconds.items() if "/" not in name and name != "total"]
     theirs = [f"{name.partition('/')[2]} {spent:.1f}" for name, spent in seconds.items() if "/" in name]
-    within = f"; of the slowest worker: {', '.join(theirs)}" if theirs else ""
+    within = f"; of the slowest rank: {', '.join(theirs)}" if theirs else ""
     return f"{seconds['total']:.1f} s to the first generation: {', '.join(own)}{within}"

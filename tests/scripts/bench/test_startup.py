@@ -18,7 +18,7 @@ def test_a_quick_run_tells_the_parts_of_a_start() -> None:
     assert parts == ["program", "checks", "backend", "data", "workers", "models", "engine", "rewards", "sync"]
     assert sum(rest) == pytest.approx(whole, abs=1e-3) and min(first.values()) >= 0
     assert sum(first[name] for name in parts) == pytest.approx(first["first generation"], abs=1e-3)
-    assert {"workers/actor", "workers/actor/read", "workers/rollout"} <= first.keys()
+    assert {"ranks/actor", "ranks/actor/read", "ranks/rollout"} <= first.keys()
     assert 0 < check["cpu"] < 3 and check["total"] < first["total"] < 60
     assert check["cpu"] < first["cpu"], "torch is loaded for the run alone"
     assert [figure.of(said) for figure in part.figures.values()] == [check["total"], first["total"]]

@@ -95,11 +95,11 @@ def assert_start_is_told(run_dir: Path) -> None:
     (told,) = [event for event in read_lines(run_dir / EVENTS) if event["kind"] == "start"]
     seconds = told["seconds"]
     own = ["program", "checks", "backend", "data", "workers", "models", "engine", "rewards", "sync"]
-    roles = {f"workers/{role}" for role in ("actor", "ref", "critic", "rollout")}
-    reads = {f"workers/{role}/{part}" for role in ("actor", "ref", "critic") for part in ("check", "read")}
+    roles = {f"ranks/{role}" for role in ("actor", "ref", "critic", "rollout")}
+    reads = {f"ranks/{role}/{part}" for role in ("actor", "ref", "critic") for part in ("check", "read")}
     assert [name for name in seconds if "/" not in name] == ["total", *own] and roles | reads <= seconds.keys()
     assert sum(seconds[name] for name in own) == pytest.approx(seconds["total"], abs=0.01)
-    assert sum(seconds[role] for role in roles - {"workers/rollout"}) <= seconds["models"] + 0.01
+    assert sum(seconds[role] for role in roles - {"ranks/rollout"}) <= seconds["models"] + 0.01
     assert told["text"].startswith(f"{seconds['total']:.1f} s to the first generation: program ")
 
 

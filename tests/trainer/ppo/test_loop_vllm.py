@@ -30,8 +30,8 @@ def test_a_run_repeats_to_the_bit_and_its_first_update_is_on_policy(task: Path, 
     assert first[0]["actor/pg_clipfrac"] == 0.0 and first[0]["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-7)
     assert first[0]["training/rollout_log_probs_diff_max"] < 1e-5
     (start,) = [event["seconds"] for event in read_lines(tmp_path / "first" / EVENTS) if event["kind"] == "start"]
-    parts = [start[f"workers/rollout/{part}"] for part in ("device", "model", "compile and profile", "capture")]
-    assert 0 < sum(parts) <= start["workers/rollout"] <= start["engine"] + 0.01 and "workers/engine imports" in start
+    parts = [start[f"ranks/rollout/{part}"] for part in ("device", "model", "compile and profile", "capture")]
+    assert 0 < sum(parts) <= start["ranks/rollout"] <= start["engine"] + 0.01 and "ranks/engine imports" in start
 
 
 @pytest.mark.soak

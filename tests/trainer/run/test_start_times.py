@@ -30,7 +30,7 @@ def test_the_parts_add_up(clock: list[float], ready: float, waited: float) -> No
     seconds = started(clock).seconds([(ready, {"actor": 2.0, "actor/read": 1.0}), (ready - 1.0, {"actor": 3.0})])
     assert (seconds["workers"], seconds["models"], seconds["total"]) == (waited, 14.0 - waited, 41.0)
     assert sum(spent for name, spent in seconds.items() if "/" not in name) == 2 * seconds["total"]
-    assert (seconds["workers/actor"], seconds["workers/actor/read"]) == (3.0, 1.0), "the slowest rank's"
+    assert (seconds["ranks/actor"], seconds["ranks/actor/read"]) == (3.0, 1.0), "the slowest rank's"
 
 
 def test_a_program_counts_from_the_start_of_its_process_and_the_next_run_in_it_does_not(clock: list[float]) -> None:
@@ -44,5 +44,5 @@ def test_a_sentence(clock: list[float]) -> None:
     said = sentence(started(clock).seconds([(109.5, {"actor": 2.0, "actor/read": 1.0})]))
     assert said == (
         "41.0 s to the first generation: program 0.0, checks 1.0, backend 3.0, data 2.0, workers 3.5, models 10.5, engine 20.0, "
-        "sync 1.0; of the slowest worker: actor 2.0, actor/read 1.0"
+        "sync 1.0; of the slowest rank: actor 2.0, actor/read 1.0"
     )
