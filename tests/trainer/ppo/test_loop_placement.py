@@ -59,11 +59,12 @@ def intersect(spans: Spans, one: str, other: str) -> bool:
 
 
 def assert_same(found: list[dict[str, float]], wanted: list[dict[str, float]]) -> None:
-    assert [step.keys() for step in found] == [step.keys() for step in wanted]
-    for mine, theirs in zip(found, wanted, strict=True):
-        for name, value in theirs.items():
-            if not name.startswith(DEPENDS_ON_THE_CUT):
-                assert mine[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    """But for what depends on the layout: an engine on GPUs of its own never sleeps, and has no timings of that."""
+    for mine, expected in zip(found, wanted, strict=True):
+        names = [name for name in expected if not name.startswith(DEPENDS_ON_THE_CUT)]
+        assert sorted(names) == sorted(name for name in mine if not name.startswith(DEPENDS_ON_THE_CUT))
+        for name in names:
+            assert mine[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
 
 
 @pytest.mark.soak
