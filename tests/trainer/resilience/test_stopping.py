@@ -113,7 +113,7 @@ def test_the_walltime_counts_from_the_programs_start(tmp_path: Path) -> None:
     script = f"""
 import time; time.sleep(1.5)
 from pathlib import Path
-from tests.trainer.test_stopping import stopping
+from tests.trainer.resilience.test_stopping import stopping
 from trainer.run.events import Events
 print(stopping(Path({str(tmp_path)!r}), "trainer.walltime=1.4").is_due(0, {{}}, 0.0, Events(Path({str(tmp_path)!r}))))
 """
