@@ -48,8 +48,6 @@ class Start:
 
 
 def sentence(seconds: Mapping[str, float]) -> str:
-    """For people, one line."""
-    own = [f"{name} {spent:.1f}" for name, spent in seconds.items() if "/" not in name and name != "total"]
-    theirs = [f"{name.partition('/')[2]} {spent:.1f}" for name, spent in seconds.items() if "/" in name]
-    within = f"; of the slowest rank: {', '.join(theirs)}" if theirs else ""
-    return f"{seconds['total']:.1f} s to the first generation: {', '.join(own)}{within}"
+    """One line for the console: the total, and the controller's parts of a second or more. The event has all of them."""
+    parts = [f"{name} {spent:.1f}" for name, spent in seconds.items() if "/" not in name and name != "total" and spent >= 1.0]
+    return f"{seconds['total']:.1f} s to the first generation" + (f": {', '.join(parts)}" if parts else "")

@@ -100,7 +100,7 @@ def assert_start_is_told(run_dir: Path) -> None:
     assert [name for name in seconds if "/" not in name] == ["total", *own] and roles | reads <= seconds.keys()
     assert sum(seconds[name] for name in own) == pytest.approx(seconds["total"], abs=0.01)
     assert sum(seconds[role] for role in roles - {"ranks/rollout"}) <= seconds["models"] + 0.01
-    assert told["text"].startswith(f"{seconds['total']:.1f} s to the first generation: program ")
+    assert told["text"].startswith(f"{seconds['total']:.1f} s to the first generation")
 
 
 def test_the_cut_of_the_work_does_not_change_the_step(task: Path, tmp_path: Path) -> None:
