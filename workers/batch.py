@@ -134,4 +134,5 @@ class Batch:
         return replace(self, rows=self.rows | columns)
 
     def with_meta(self, meta: Mapping[str, Any]) -> Batch:
+        """Copy with entries of ``meta`` added or replaced; columns are shared, not copied."""
         return replace(self, meta=self.meta | dict(meta))

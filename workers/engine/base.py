@@ -216,8 +216,9 @@ class TrainEngine(ABC):
         grads: Literal["device", "cpu"] | None = None,
         optimizer: Literal["device", "cpu"] | None = None,
     ) -> None:
-        """Move each part to the device or the host; None leaves it. Offloading gradients frees them: they are not needed after a
-        step.
+        """Move each part to the device or the host; None leaves it where it is.
+
+        Offloading gradients frees them: they are not needed after a step.
         """
 
     @abstractmethod
@@ -233,16 +234,18 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def load(self, path: str) -> None:
-        """Restore a checkpoint of ``save``, also from another number of ranks. Collective. Raises FileNotFoundError or
-        ValueError.
+        """Restore a checkpoint that ``save`` wrote, also from another number of ranks. Collective.
+
+        Raises FileNotFoundError or ValueError.
         """
 
     @abstractmethod
     def export_hf(self, path: str) -> None:
-        """Write a Hugging Face directory (safetensors, config); a LoRA adapter is merged. Collective; rank 0 writes."""
+        """Write a Hugging Face directory: safetensors and config. A LoRA adapter is merged. Collective; rank 0 writes."""
 
     @abstractmethod
     def flops(self, lengths: list[int], *, backward: bool) -> float:
-        """Model FLOPs of rows of these lengths: per parameter and token 2 (forward) or 6, 4 if the parameter is frozen, plus
-        attention.
+        """Model FLOPs of a batch of rows of these lengths.
+
+        Per parameter and token 2 in the forward, 6 with the backward, 4 with it if the parameter is frozen; plus attention.
         """

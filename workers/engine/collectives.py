@@ -33,6 +33,8 @@ def all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
+    """All-gather along the first dimension; the backward all-reduces the gradient if ``summed``, then takes the rank's slice."""
+
     @staticmethod
     def forward(ctx: Any, mine: Tensor, group: dist.ProcessGroup, summed: bool) -> Tensor:
         ctx.group, ctx.summed = group, summed
@@ -50,6 +52,8 @@ class _Gather(torch.autograd.Function):
 
 
 class _AllToAll(torch.autograd.Function):
+    """All-to-all along the first dimension."""
+
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group

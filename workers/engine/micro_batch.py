@@ -87,6 +87,7 @@ class Answers:
         """Store the outputs of a micro-batch at their places, as float32 on the CPU."""
         for columns, place in ((self._tokens, micro_batch.tokens["_place"]), (self._rows, micro_batch.rows["_place"])):
             for name, column in columns.items():
+                # Micro-batches reorder rows: scatter by index, not by position.
                 column[place.cpu()] = results[name].float().cpu()
 
     def whole(self) -> Batch:

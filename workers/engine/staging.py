@@ -27,8 +27,9 @@ THREADS = 8
 PIECE = 2**26  # bytes copied at a time: the size of a thread's pinned buffer
 ALIGNED = 64  # bytes: alignment of each tensor
 SPARE = 0.1
-"""Fraction of the host's memory that must stay available in addition to the copies: more than the limits at which trainer.watch
-warns and stops.
+"""Fraction of the host's memory that must stay available in addition to the copies.
+
+It is more than the limits at which trainer.watch warns and stops.
 """
 
 

@@ -175,8 +175,9 @@ class StoredWeights:
             self._converted[target] = (converter, parts, name)
 
     def _apply(self, name: str, converter: WeightConverter, tensors: Mapping[Any, list[Tensor]]) -> dict[str, Tensor]:
-        """Run transformers' conversion on tensors: {name in the model: result}. A copy of the converter collects them: it has
-        state.
+        """Run transformers' conversion on tensors: {name in the model: result}.
+
+        On a copy of the converter, which collects the tensors in its own state.
         """
         one = deepcopy(converter)
         for pattern, some in tensors.items():

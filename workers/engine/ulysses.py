@@ -20,8 +20,9 @@ from workers.engine.collectives import all_to_all, gather_alike
 
 @dataclass(frozen=True, slots=True)
 class TokenCut:
-    """Split of tokens over ranks. group: the sp ranks that share the T tokens (sp divides T); rank r holds the r-th run of T /
-    sp.
+    """Split of the flat tokens of a micro-batch over ranks.
+
+    group: the sp ranks that hold the T tokens together; sp divides T, and rank r holds the r-th run of T / sp tokens.
     """
 
     group: dist.ProcessGroup

@@ -30,6 +30,7 @@ def keep_inputs_on_host(model: PackedModel) -> None:
 
 
 def _saving_on_host(forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """Run a layer's forward with saved tensors offloaded to the host; pinned if there is CUDA."""
     with save_on_cpu(pin_memory=torch.cuda.is_available()):
         return forward(*args, **named)
 

@@ -167,6 +167,7 @@ class FSDPEngine(TrainEngine):
         if math.isfinite(norm):
             with self._optimizer_here():
                 metrics["lr"] = Metric.max(self._optimizer.step(grads, norm))
+        # Frees the gradients, also of an update that was not applied.
         self.move(grads="cpu")
         return metrics
 

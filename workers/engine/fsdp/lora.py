@@ -106,6 +106,7 @@ def add_adapter(
             if param is not None:
                 value = torch.empty if param in head else _without_numbers
                 module._parameters[leaf] = nn.Parameter(value(param.shape, dtype=param.dtype))
+    # A value head is not made by peft: its initial weights come from the model's files, zero if these have none.
     if beginning.head != "lm":
         name = _head_name(beginning)
         weights.fill({f"{name}.{leaf}": (param.detach(), 0) for leaf, param in beginning.value_head.named_parameters()})

@@ -70,6 +70,7 @@ class ShardedAdamW:
 
     def step(self, grads: Mapping[str, Tensor], norm: float) -> float:
         """Clip to ``clip_grad`` given the global gradient norm, update, and return the learning rate that was used."""
+        # The global norm is passed in: that of local shards would clip ranks differently.
         scale = self.spec.clip_grad / (norm + 1e-6)
         lr = learning_rate(self.spec, self.steps)
         for group in self._adamw.param_groups:

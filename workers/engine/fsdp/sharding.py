@@ -94,7 +94,7 @@ def one_copy(tensor: DTensor) -> DeviceMesh:
 
 
 def copies(mesh: DeviceMesh) -> tuple[int, int]:
-    """(Index of the copy that this rank belongs to, number of copies.)"""
+    """Return (index of the copy that this rank belongs to, number of copies)."""
     names = mesh.mesh_dim_names or ()
     return (mesh.get_local_rank("replicate"), mesh["replicate"].size()) if "replicate" in names else (0, 1)
 
@@ -144,7 +144,7 @@ def full(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     if dtype is not None and dtype.itemsize < shard.itemsize:
         shard = shard.to(dtype)
     rows = -(-len(weight) // mesh.size())
-    if len(shard) < rows:  # all-gather requires equal sizes; the padding is cut off below
+    if len(shard) < rows:  # all-gather requires equal sizes; the padding rows are removed below
         shard = torch.cat([shard, shard.new_zeros(rows - len(shard), *shard.shape[1:])])
     whole = shard.new_empty(rows * mesh.size(), *shard.shape[1:])
     dist.all_gather_into_tensor(whole, shard.contiguous(), group=mesh.get_group())

@@ -361,6 +361,7 @@ def check_packing(model: PackedModel, path: str) -> None:
     lengths = [len(row) for row in rows]
     positions = torch.cat([torch.arange(n) for n in lengths])
     packed = model(torch.cat(rows), positions, PackedRows.of(lengths, positions.device), positions.nonzero()[:, 0])
+    # The packed forward is done; the reference runs transformers' own attention on the same weights.
     hf.set_attn_implementation("eager")
     (name, answers), *_ = packed.items()
     for row, ours in zip(rows, answers.split(1 if name == "scores" else lengths), strict=True):
@@ -447,7 +448,7 @@ def auto_class(config: PretrainedConfig, head: Head) -> AutoClass:
         generic = GenericForTokenClassification
     kind = type(config)
     if kind not in known and kind in MODEL_FOR_CAUSAL_LM_MAPPING:
-        causal: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[kind]  # type: ignore[assignment] # never a pair for text
+        causal: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[kind]  # type: ignore[assignment] # never a tuple here
         name = causal.__name__.replace("ForCausalLM", generic.__name__.removeprefix("Generic"))
         own = {"base_model_prefix": causal.base_model_prefix}
         made = type(name, (generic, causal.__bases__[0]), own)

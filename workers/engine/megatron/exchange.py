@@ -88,8 +88,8 @@ class Exchange:
     def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield Hugging Face names and full tensors on every rank, see TrainEngine.export_weights. Collective.
 
-        The owning pipeline stage broadcasts its part, then tensor-parallel ranks gather theirs. All ranks iterate over the same
-        lines in the same order.
+        The owning pipeline stage broadcasts its part, then tensor-parallel ranks gather their parts. All ranks iterate over the
+        same lines in the same order.
         """
         for line in self.own_lines:
             stage, shape, kept = self.owners[line.ours]

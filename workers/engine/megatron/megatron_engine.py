@@ -90,7 +90,7 @@ class MegatronEngine(TrainEngine):
         model = [around(chunk, disable_bucketing=i > 0) for i, chunk in enumerate(self._chunks)]
         return model, MegatronAdamW(model, optimizer, self.config, distributed=distributed)
 
-    # Computing
+    # Forward and train steps
 
     def forward(self, batch: Batch, plan: MicroBatches, outputs: set[str], *, adapter: bool = True) -> Batch | None:
         answers = Answers(batch, outputs, self.spec.head, self._shell.config.vocab_size)
@@ -212,7 +212,7 @@ class MegatronEngine(TrainEngine):
             if self._optimizer is not None:
                 self._optimizer.put("param", param, whole)
 
-    # Where things are
+    # Device and host
 
     def move(self, *, params: Place | None = None, grads: Place | None = None, optimizer: Place | None = None) -> None:
         if grads is not None and self.megatron.grad_offload and grads != self._grads_place:
@@ -247,7 +247,7 @@ class MegatronEngine(TrainEngine):
         yield
         self._places["optimizer"].move(place)
 
-    # Checkpoints: FSDP's, which any cut reads
+    # Checkpoints: in the format of the FSDP engine, which any parallel layout can read
 
     def save(self, path: str, *, background: bool = False) -> Future[Saved]:
         self._assert_here("params")
