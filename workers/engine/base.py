@@ -60,7 +60,7 @@ class Loss(Protocol):
 class LossSpec:
     """Serializable reference to a loss: the import path of its factory and the frozen config passed to it.
 
-    path: ``package.module:factory``. Resolved once per worker; ``factory(config)`` is the Loss.
+    path: ``package.module:factory``. Resolved in the worker, once; ``factory(config)`` is the Loss.
     """
 
     path: str

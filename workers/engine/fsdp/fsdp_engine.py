@@ -101,8 +101,8 @@ class FSDPEngine(TrainEngine):
     def _build(self) -> tuple[PackedModel, PreTrainedModel | None]:
         """Build the sharded model and, on rank 0, its meta-device twin, which defines how transformers would write it.
 
-        The order matters. The adapter replaces linear layers, so it comes before anything that wraps layers. Recomputation is set
-        up before ``shard``, whose hooks must run outside of it. Memory is allocated after sharding, for shards only.
+        The order matters. The adapter's parameters must exist before ``shard`` shards the layers. Recomputation is set up before
+        ``shard``, whose hooks must run outside of it. Memory is allocated after sharding, for shards only.
         """
         model, fsdp, head = self.spec.model, self.fsdp, self.spec.head
         dtype = DTYPES[fsdp.model_dtype]
@@ -130,7 +130,7 @@ class FSDPEngine(TrainEngine):
             tile_mlps(sharded, model.tiled_mlp.num_shards)
         shard(sharded, self._device_mesh, fsdp)
         sharded.to_empty(device=self.device)
-        # to_empty() creates new parameters, which breaks ties.
+        # to_empty() may create new parameters, which breaks ties.
         sharded.hf.tie_weights()
         with START("read"):
             fill(sharded, weights, given)

@@ -39,7 +39,7 @@ def join(config: MegatronConfig, seed: int) -> EngineMesh:
             raise ValueError(f"megatron: {world.size()} ranks do not fall into models of {config.model_parallel_size}")
         parallel_state.initialize_model_parallel(**wanted)
         _joined = world, wanted
-        # Megatron seeds the global random state as well; the fork restores it.
+        # Without CUDA this seeds torch's CPU random state (see cpu.py), which the fork restores.
         with torch.random.fork_rng(devices=[]):
             model_parallel_cuda_manual_seed(seed % 2**31)
     elif wanted != _joined[1]:
