@@ -1,1 +1,1 @@
-"""What runs beside the GPU. Never imports trainer."""
+"""Code that runs in worker processes: training engines, rollout engines, roles. Never imports trainer."""

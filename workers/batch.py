@@ -1,4 +1,8 @@
-"""The flat batch: tokens of all sequences end to end, plus lengths. Nothing is padded."""
+"""Flat batch: the tokens of all sequences concatenated, plus their lengths.
+
+A padded (B, longest) layout spends memory, traffic and compute on padding. Here per-token columns are flat (T, ...), and a
+sequence is a slice of them given by ``lengths``. The cost is index arithmetic: selecting rows is a gather of token indices.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +16,16 @@ from torch import Tensor
 
 @dataclass
 class Batch:
-    """B sequences, T = sum(lengths) tokens.
+    """B sequences with T = sum(lengths) tokens.
 
-    lengths: int64 (B,)            tokens of each sequence, prompt and response together
+    lengths: int64 (B,)            tokens of each sequence, prompt plus response
     tokens:  {name: (T, ...)}      per token: input_ids, response_mask, log_probs, values, loss_weight, ...
     rows:    {name: (B, ...)}      per sequence: uid (prompt group), prompt_length, score, last_value, ...
-    objects: {name: list of B}     strings and the like: controller only, never sent to workers
+    objects: {name: list of B}     strings and other Python objects; controller only, never sent to workers
     meta:    {name: json}          for the whole batch: temperature, step
 
-    ``log_probs[t]`` is that of token t given what precedes it (0 for a sequence's first token), ``values[t]`` the value
-    of the state before token t. Sequences are never cut.
+    ``log_probs[t]`` is the log-prob of token t given the tokens before it (0 for the first token of a sequence); ``values[t]`` is
+    the value of the state before token t. A sequence is never split.
     """
 
     lengths: Tensor
@@ -47,26 +51,27 @@ class Batch:
 
     @property
     def offsets(self) -> Tensor:
-        """Where each sequence starts, and the end: int64 (B + 1,)."""
+        """Start of each sequence in the flat columns, followed by T: int64 (B + 1,)."""
         return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
 
     def segment_ids(self) -> Tensor:
-        """The row of each token: int64 (T,)."""
+        """Row index of each token: int64 (T,)."""
         return torch.repeat_interleave(torch.arange(len(self)), self.lengths)
 
     def positions(self) -> Tensor:
-        """The position of each token in its sequence: int64 (T,)."""
+        """Position of each token in its sequence: int64 (T,)."""
         return torch.arange(self.total_tokens) - torch.repeat_interleave(self.offsets[:-1], self.lengths)
 
     def split_rows(self, name: str) -> list[Tensor]:
-        """``tokens[name]`` cut into the B sequences."""
+        """Split ``tokens[name]`` into the B sequences."""
         return list(self.tokens[name].split(self.lengths.tolist()))
 
     def select(self, indices: Sequence[int] | Tensor) -> Batch:
-        """The rows at ``indices``, in that order; a row may come more than once."""
+        """Gather the rows at ``indices``, in that order; an index may occur more than once."""
         rows = torch.as_tensor(indices, dtype=torch.int64)
         starts, lengths = self.offsets[:-1][rows], self.lengths[rows]
         ends = lengths.cumsum(0)
+        # Source index of each output token: its output index, shifted by (start in the source - start in the output) of its row.
         where = torch.arange(int(lengths.sum())) + torch.repeat_interleave(starts - (ends - lengths), lengths)
         return Batch(
             lengths=lengths,
@@ -77,12 +82,12 @@ class Batch:
         )
 
     def chunk(self, n: int) -> list[Batch]:
-        """``n`` parts of consecutive rows whose sizes differ by one at most."""
+        """Split into ``n`` parts of consecutive rows whose sizes differ by at most one."""
         return [self.select(part) for part in torch.arange(len(self)).tensor_split(n)]
 
     @staticmethod
     def concat(parts: Sequence[Batch]) -> Batch:
-        """The parts end to end; all have the same columns. ``meta`` is the first part's."""
+        """Concatenate batches with equal columns; ``meta`` is taken from the first. Raises ValueError if columns differ."""
         first = parts[0]
         for part in parts[1:]:
             for kind in ("tokens", "rows", "objects"):
@@ -98,7 +103,7 @@ class Batch:
         )
 
     def union(self, other: Batch) -> Batch:
-        """Columns of both, ``other``'s where both have one. The sequences must be the same."""
+        """Merge the columns of two batches; ``other`` wins where both have a column. Raises ValueError if lengths differ."""
         if not torch.equal(self.lengths, other.lengths):
             raise ValueError(f"cannot unite batches of other lengths: {len(self)} and {len(other)} sequences")
         return Batch(
@@ -112,7 +117,7 @@ class Batch:
     __or__ = union
 
     def only(self, *, tokens: Sequence[str] = (), rows: Sequence[str] = ()) -> Batch:
-        """The named columns alone: what a worker needs. ``objects`` never travel."""
+        """Keep the named columns and ``meta``. ``objects`` are dropped: they are never sent to workers."""
         return Batch(
             lengths=self.lengths,
             tokens={name: self.tokens[name] for name in tokens},
@@ -121,10 +126,13 @@ class Batch:
         )
 
     def with_tokens(self, **columns: Tensor) -> Batch:
+        """Copy with per-token columns (T, ...) added or replaced; other columns are shared, not copied."""
         return replace(self, tokens=self.tokens | columns)
 
     def with_rows(self, **columns: Tensor) -> Batch:
+        """Copy with per-sequence columns (B, ...) added or replaced; other columns are shared, not copied."""
         return replace(self, rows=self.rows | columns)
 
     def with_meta(self, meta: Mapping[str, Any]) -> Batch:
+        """Copy with entries of ``meta`` added or replaced; columns are shared, not copied."""
         return replace(self, meta=self.meta | dict(meta))

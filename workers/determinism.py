@@ -1,4 +1,4 @@
-"""trainer.deterministic in a worker: kernels that give the same bits for the same input, where torch has them."""
+"""trainer.deterministic in a worker: select bitwise reproducible kernels where torch has them, record those that are not."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# cuBLAS repeats itself only with a workspace of its own: docs.nvidia.com/cuda/cublas, «Results reproducibility».
+# cuBLAS is reproducible only with a fixed workspace: docs.nvidia.com/cuda/cublas, «Results reproducibility».
 ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-# vLLM's kernels whose result for a row does not depend on the rows beside it.
+# Selects vLLM kernels whose result for a row does not depend on the other rows of the batch.
 VLLM_ENVIRONMENT = {"VLLM_BATCH_INVARIANT": "1"}
 TOLD_BY_TORCH = re.compile(
     r"(?P<kernel>\w[\w ]*?) (does not have a deterministic implementation|defaults to a non-deterministic)"
@@ -22,10 +22,13 @@ TOLD_BY_TORCH = re.compile(
 
 @contextmanager
 def repeating_kernels() -> Iterator[set[str]]:
-    """In this process. Gives the set in which kernels are named that have run and may not repeat themselves."""
+    """Enable deterministic kernels in this process; yields the set of kernels that ran and may be nondeterministic."""
     kernels: set[str] = set()
     cudnn = torch.backends.cudnn
     before = cudnn.deterministic, cudnn.benchmark
+    # torch reports a kernel without a deterministic implementation as a warning, not through an API: with warn_only the run
+    # continues, and the kernel's name is parsed from the text. «always» is needed: by default Python shows a warning once per
+    # location.
     with warnings.catch_warnings():
         show = warnings.showwarning
 
@@ -47,8 +50,10 @@ def repeating_kernels() -> Iterator[set[str]]:
 
 
 def repeat_backward(out: Tensor) -> None:
-    """Make the backward of the operation that gave ``out`` repeat itself, if that is asked for: FlashAttention does only where
-    torch would refuse to run it otherwise (it adds up in whatever order, and with warn_only it says so and goes on).
+    """Make the backward of the operation that produced ``out`` deterministic, if determinism is requested.
+
+    FlashAttention selects its deterministic backward only if torch would otherwise refuse to run it. With warn_only it warns and
+    accumulates in arbitrary order. Strict mode is therefore enabled for the duration of this one node.
     """
     if torch.is_deterministic_algorithms_warn_only_enabled() and out.grad_fn is not None:
         out.grad_fn.register_prehook(lambda _grads: torch.use_deterministic_algorithms(True))

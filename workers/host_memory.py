@@ -1,4 +1,4 @@
-"""Available memory of this host: the machine's, or less where a control group (a container, a batch job) limits it."""
+"""Available host memory: of the machine, or of a control group (a container, a batch job) that limits it further."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes. whose: of the machine, or of a control group (a container, a batch job)."""
+    """Available and total bytes. whose: «machine» or «control group», for messages."""
 
     available: int
     total: int
@@ -31,15 +31,16 @@ class Memory:
 
 
 def host_memory() -> Memory:
-    """Where it is shortest: the machine's, or that of a control group around this process."""
+    """Memory of the machine or of an enclosing control group, whichever has the smallest available share."""
     host = psutil.virtual_memory()
     return min([Memory(host.available, host.total, "machine"), *group_memory()], key=lambda memory: memory.share)
 
 
 def group_memory(process: Path = Path("/proc/self/cgroup"), root: Path = CGROUPS) -> Iterator[Memory]:
-    """Of each control group with a limit that this process is in, from the innermost out. What files are cached can be had back.
+    """Memory of each control group with a limit that contains this process, from the innermost outwards.
 
-    process: lines ``id:controllers:path``; of version 2 there is one, without controllers.
+    File cache does not count as used: the kernel can reclaim it. process: file with lines ``id:controllers:path``; cgroup version
+    2 has a single line without controllers. root: mount point of the cgroup file system.
     """
     for line in process.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -47,7 +48,7 @@ def group_memory(process: Path = Path("/proc/self/cgroup"), root: Path = CGROUPS
             continue
         top, names = (root, VERSION_2) if not controllers else (root / "memory", VERSION_1)
         inside = top / path.lstrip("/")
-        for group in (inside, *inside.parents):  # within a container the path may be one that only the outside knows: not there
+        for group in (inside, *inside.parents):  # a container may see a path of the host, which does not exist here
             if group.is_relative_to(top):
                 yield from _memory_of(group, names)
 
@@ -57,6 +58,8 @@ VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 
 
 def _memory_of(group: Path, names: tuple[str, str, str]) -> Iterator[Memory]:
+    """Yield the memory of one control group; nothing if it has no limit."""
+    # A limit of at least the machine's memory is no limit: version 1 writes a huge number where version 2 writes «max».
     limit_file, usage_file, cached = names
     limit = (group / limit_file).read_text().strip() if (group / limit_file).exists() else "max"
     if limit == "max" or int(limit) >= psutil.virtual_memory().total:

@@ -1,4 +1,8 @@
-"""Metrics that add up exactly, however a batch was cut."""
+"""Metrics that aggregate exactly over micro-batches and ranks.
+
+A mean of means is wrong where parts differ in size. Each mean carries its count instead, so that the aggregate does not depend on
+how a batch was split. Quantiles have no such summary: ``Sample`` keeps all values.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,10 @@ Reduce = Literal["mean", "sum", "max", "min"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A number that knows how to join its like from other micro-batches and ranks.
+    """A number with the rule that merges it with values from other micro-batches and ranks.
 
-    A mean carries its count, so that the mean over parts is the mean over the whole: ``token_mean`` counts tokens,
-    ``seq_mean`` sequences.
+    A mean carries its count, so that the mean over parts is the mean over the whole: ``token_mean`` counts tokens, ``seq_mean``
+    sequences.
     """
 
     value: float
@@ -27,14 +31,15 @@ class Metric:
 
     @classmethod
     def token_mean(cls, values: Tensor, mask: Tensor) -> Metric:
-        """The mean of ``values`` (T,) over tokens where ``mask`` (T,) is set, whatever the other tokens have."""
+        """Mean of ``values`` (T,) over tokens where ``mask`` (T,) is set; values outside the mask are ignored, even NaN."""
         count = float(mask.sum())
+        # where(), not values * mask: 0 * NaN and 0 * inf are NaN.
         total = float(torch.where(mask != 0, values.detach().double(), 0.0).sum())
         return cls(total / count if count else 0.0, "mean", count)
 
     @classmethod
     def seq_mean(cls, values: Tensor) -> Metric:
-        """The mean of ``values`` (B,)."""
+        """Mean of ``values`` (B,), weighted by B."""
         return cls(float(values.detach().double().mean()) if len(values) else 0.0, "mean", float(len(values)))
 
     @classmethod
@@ -50,6 +55,7 @@ class Metric:
         return cls(float(value), "min")
 
     def join(self, other: Metric) -> Metric:
+        """Merge with a metric of the same ``reduce``."""
         assert self.reduce == other.reduce, f"cannot join {self.reduce} with {other.reduce}"
         count = self.count + other.count
         match self.reduce:
@@ -66,20 +72,20 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """All the values of something, for its quantiles: no other way of joining them is exact. values: float32 (N,)."""
+    """All values of a quantity, kept for exact quantiles: quantiles of parts cannot be merged. values: float32 (N,)."""
 
     values: np.ndarray
 
     @classmethod
     def where(cls, values: Tensor, mask: Tensor) -> Sample:
-        """``values`` (T,) where ``mask`` (T,) is set."""
+        """Select ``values`` (T,) where ``mask`` (T,) is set."""
         return cls(values.detach()[mask.bool()].float().cpu().numpy())
 
     def join(self, other: Sample) -> Sample:
         return Sample(np.concatenate([self.values, other.values]))
 
     def quantiles(self, name: str) -> dict[str, float]:
-        """``name``_p01, _p50 and _p99; nothing of nothing."""
+        """Return ``name``_p01, _p50 and _p99; an empty dict if there are no values."""
         if not len(self.values):
             return {}
         return {f"{name}_p{percent:02d}": float(np.percentile(self.values, percent)) for percent in (1, 50, 99)}
@@ -89,7 +95,7 @@ Metrics = dict[str, Metric | Sample]
 
 
 def join_metrics(parts: Iterable[Mapping[str, Metric | Sample]]) -> Metrics:
-    """One metric a name, over all parts. The order of the parts is the order of the sums."""
+    """Merge metrics by name over all parts, in the order of the parts (which fixes the rounding of sums)."""
     joined: Metrics = {}
     for part in parts:
         for name, metric in part.items():
@@ -98,7 +104,7 @@ def join_metrics(parts: Iterable[Mapping[str, Metric | Sample]]) -> Metrics:
 
 
 def plain_numbers(metrics: Mapping[str, Metric | Sample]) -> dict[str, float]:
-    """The value of each metric, and the quantiles of each sample; nothing for the extreme or the quantiles of nothing."""
+    """Return the value of each metric and the quantiles of each sample; extremes and quantiles of empty sets are omitted."""
     numbers: dict[str, float] = {}
     for name, metric in metrics.items():
         if isinstance(metric, Sample):
@@ -117,7 +123,7 @@ def _join(one: Metric | Sample, other: Metric | Sample) -> Metric | Sample:
 
 
 def masked_extreme(values: Tensor, mask: Tensor, reduce: Literal["max", "min"]) -> Metric:
-    """Largest or smallest of ``values`` (T,) under ``mask`` (T,); an empty mask is neutral."""
+    """Largest or smallest of ``values`` (T,) where ``mask`` (T,) is set; -inf or inf, which merge neutrally, if it is empty."""
     neutral = float("-inf") if reduce == "max" else float("inf")
     chosen = torch.where(mask.bool(), values.detach(), torch.full_like(values, neutral))
     return Metric(float(chosen.max() if reduce == "max" else chosen.min()) if len(values) else neutral, reduce)

@@ -1,4 +1,4 @@
-"""Whether a model's files are there, before anything is started or loaded. Loads no torch."""
+"""Check that a model's files exist and are complete before anything is started or loaded. Does not import torch."""
 
 import json
 import logging
@@ -22,21 +22,20 @@ EXPECTED = "expected a Hugging Face model directory, or a hub name like Qwen/Qwe
 
 
 def hush_hub() -> None:
-    """A hub out of reach is told in one line by who asks it, and not at each of its attempts."""
+    """Silence per-attempt log lines of huggingface_hub: the caller reports an unreachable hub in one line."""
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
 def model_path(model: ModelConfig) -> str:
-    """A directory, checked, or a hub name as it is. Raises FileNotFoundError, and ValueError for weights in a pickle."""
+    """Return a checked directory, or a hub name unchanged. Raises FileNotFoundError, and ValueError for pickled weights."""
     return str(_model_directory(model.path, "model.path") or model.path)
 
 
 def read_ahead(place: str) -> None:
-    """Have the kernel read a directory's weights into its cache, in the background, while processes start. A hub name is left
-    alone."""
+    """Prefetch a directory's weights into the page cache, in the background, while processes start. A hub name is ignored."""
     path = Path(place).expanduser()
 
-    def ask() -> None:  # on a busy disk the kernel takes its time to say yes
+    def ask() -> None:  # a thread: on a busy disk posix_fadvise itself may block
         for file in sorted(path.glob("*.safetensors")):
             with file.open("rb") as opened:
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
@@ -45,7 +44,7 @@ def read_ahead(place: str) -> None:
 
 
 def no_directory(place: str) -> str:
-    """Of a hub name that cannot be had: that it is no directory either, and which are beside it."""
+    """Describe, for a hub name that cannot be resolved, that it is no local directory, and list its sibling directories."""
     above = Path(place).parent
     if above == Path(".") or not above.is_dir():
         return "no such directory here"
@@ -54,7 +53,10 @@ def no_directory(place: str) -> str:
 
 
 def check_files(place: str, key: str) -> None:
-    """Raises what model_path does, and ValueError for files that are not whole. key: of ``place``, for words to the user."""
+    """Check that a model directory is complete; a hub name is not checked.
+
+    key: configuration key of ``place``, for messages. Raises as ``model_path`` does, and ValueError for incomplete files.
+    """
     path = _model_directory(place, key)
     if path is None:
         return
@@ -66,7 +68,7 @@ def check_files(place: str, key: str) -> None:
 
 
 def check_tokenizer(model: TokenizedModelConfig, key: str) -> None:
-    """Raises FileNotFoundError if a directory has no tokenizer; a hub name is left alone. key: of the model."""
+    """Raise FileNotFoundError if a directory has no tokenizer; a hub name is not checked. key: of the model, for messages."""
     name, place = ("path", model.path) if model.tokenizer_path is None else ("tokenizer_path", model.tokenizer_path)
     path = _directory(place, f"{key}.{name}")
     if path is not None and not any(any(path.glob(pattern)) for pattern in TOKENIZER):
@@ -77,7 +79,7 @@ def check_tokenizer(model: TokenizedModelConfig, key: str) -> None:
 
 
 def _model_directory(place: str, key: str) -> Path | None:
-    """See _directory; with a configuration and weights in it."""
+    """As _directory, and require config.json and *.safetensors in it. Raises ValueError for pickled weights."""
     path = _directory(place, key)
     for pattern in ("config.json", "*.safetensors"):
         if path is not None and not any(path.glob(pattern)):
@@ -91,7 +93,7 @@ def _model_directory(place: str, key: str) -> Path | None:
 
 
 def _directory(place: str, key: str) -> Path | None:
-    """None for a hub name. Raises FileNotFoundError."""
+    """Return the directory, or None for a hub name. Raises FileNotFoundError for a path that is no directory."""
     path = Path(place).expanduser()
     if path.is_dir():
         return path
@@ -102,7 +104,10 @@ def _directory(place: str, key: str) -> Path | None:
 
 
 def _check_weights(path: Path) -> None:
-    """By the sizes that the files tell of themselves. Raises ValueError for a part that is missing or not whole."""
+    """Check that all parts of the weights exist and have the size that their headers declare. Raises ValueError.
+
+    Only the headers are read: an interrupted copy or download shows as a size that differs from the last tensor's end.
+    """
     index = path / "model.safetensors.index.json"
     if index.is_file():
         parts = set(_read_object(index, index.read_bytes()).get("weight_map", {}).values())
@@ -113,6 +118,7 @@ def _check_weights(path: Path) -> None:
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
             header = _read_object(file, opened.read(length) if length < size else b"")
+        # safetensors: 8 bytes with the header's length, the header, then the data; offsets count from the start of the data.
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
         if size != (whole := 8 + length + max(ends, default=0)):
             raise ValueError(f"{file.name} has {size:,} of its {whole:,} bytes")

@@ -1,6 +1,9 @@
-"""Who computes what: global batch -> mini-batches -> ranks -> micro-batches. Pure functions of lengths.
+"""Assignment of work: global batch -> mini-batches -> ranks -> micro-batches. Pure functions of lengths.
 
-No cut changes a gradient: loss weights are written over the whole mini-batch before any of this happens.
+The problem: every rank must run the same number of micro-batches (collectives), none over its token limit, with equal work. Rows
+are assigned greedily, largest first, by estimated FLOPs; micro-batches are then bin-packed by tokens.
+
+No split changes a gradient, apart from rounding: loss weights are computed over the whole mini-batch before it is split.
 """
 
 from __future__ import annotations
@@ -16,30 +19,30 @@ import torch
 from workers.batch import Batch
 from workers.seeding import seed_of
 
-EVEN = 1.01  # the most work of a rank, to the least that could be
+EVEN = 1.01  # accepted imbalance: work of the busiest rank / smallest possible work per rank
 MicroBatches = tuple[tuple[int, ...], ...]
-"""Row indices of each micro-batch within a rank's share. An empty one runs a dummy row of weight zero."""
+"""Row indices of each micro-batch within a rank's shard. An empty micro-batch runs a dummy row of weight zero."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """shares[d]: rows of the global batch for data-parallel rank d; micro_batches[d]: how it cuts them."""
+    """Assignment of rows. shares[d]: rows of the global batch on data-parallel rank d; micro_batches[d]: their micro-batches."""
 
     shares: tuple[tuple[int, ...], ...]
     micro_batches: tuple[MicroBatches, ...]
 
     def split(self, batch: Batch) -> list[Batch]:
-        """The batch's share for each data-parallel rank; the batch itself, if that is all of it in order."""
+        """Select the shard of each data-parallel rank; a shard that is the whole batch, in order, is not copied."""
         whole = tuple(range(len(batch)))
         return [batch if share == whole else batch.select(share) for share in self.shares]
 
     def rows_by_rank(self) -> list[list[list[int]]]:
-        """Of the global batch, in each micro-batch of each rank."""
+        """Rows of the global batch, by rank and micro-batch."""
         by_rank = zip(self.shares, self.micro_batches, strict=True)
         return [[[share[i] for i in part] for part in cut] for share, cut in by_rank]
 
     def of_rows(self, units: Sequence[Sequence[int]]) -> Plan:
-        """This is a plan of units, of these rows each: the same of the rows."""
+        """Convert a plan of units into a plan of rows. units[u]: the rows of unit u."""
         by_rank = [[[row for unit in part for row in units[unit]] for part in cut] for cut in self.rows_by_rank()]
         shares = [sorted(row for part in cut for row in part) for cut in by_rank]
         places = [{row: i for i, row in enumerate(share)} for share in shares]
@@ -47,7 +50,7 @@ class Plan:
         return Plan(shares=tuple(map(tuple, shares)), micro_batches=tuple(map(tuple, cuts)))
 
     def collect(self, parts: Sequence[Batch]) -> Batch:
-        """What the ranks answered, rows back in the order of the global batch."""
+        """Concatenate the ranks' results and restore the row order of the global batch."""
         order = [row for share in self.shares for row in share]
         whole = Batch.concat(parts)
         return whole if order == sorted(order) else whole.select(torch.tensor(order).argsort())
@@ -55,7 +58,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How large a micro-batch may be: by tokens (a hard cap) or by rows, whichever is given."""
+    """Maximum size of a micro-batch: by tokens (never exceeded) or by rows. Exactly one is set."""
 
     max_tokens: int | None = None
     max_rows: int | None = None
@@ -65,16 +68,16 @@ class Limits:
 
 
 def row_costs(lengths: Sequence[int], attention_cost: float) -> list[float]:
-    """Relative work of each row: its tokens, and its attention, ``attention_cost`` a pair of tokens.
+    """Relative work of each row: its tokens plus ``attention_cost`` per pair of tokens.
 
-    For a decoder of hidden size H the pair costs about 1 / (12 H) of a token: 24 H^2 FLOPs a token and layer in the
-    products, 2 H a pair in causal attention.
+    For a decoder of hidden size H a pair costs about 1 / (12 H) of a token: 24 H^2 FLOPs per token and layer in matrix products,
+    2 H per pair in causal attention.
     """
     return [length + attention_cost * length * length for length in lengths]
 
 
 def check_rows_fit(lengths: Sequence[int], limits: Limits) -> None:
-    """Raises ValueError if a row alone is over ``max_tokens``."""
+    """Raise ValueError if a single row exceeds ``max_tokens``."""
     if limits.max_tokens is not None and lengths and max(lengths) > limits.max_tokens:
         row = max(range(len(lengths)), key=lengths.__getitem__)
         raise ValueError(
@@ -84,9 +87,9 @@ def check_rows_fit(lengths: Sequence[int], limits: Limits) -> None:
 
 
 def make_plan(lengths: Sequence[int], n_ranks: int, limits: Limits, *, attention_cost: float = 0.0) -> Plan:
-    """Even work on every rank, and the same number of micro-batches.
+    """Plan with balanced work on every rank, and the same number of micro-batches on each.
 
-    lengths: tokens of each of the B rows. Raises ValueError if a row alone is over ``max_tokens``.
+    lengths: tokens of each of the B rows. Raises ValueError if a single row exceeds ``max_tokens``.
     """
     check_rows_fit(lengths, limits)
     return _plan(lengths, row_costs(lengths, attention_cost), n_ranks, limits)
@@ -96,7 +99,8 @@ def _plan(lengths: Sequence[int], costs: Sequence[float], n_ranks: int, limits: 
     shares = _even_parts(range(len(lengths)), costs, n_ranks)
     cuts = [_cut(share, lengths, costs, limits) for share in shares]
     n_slots = max(len(cut) for cut in cuts)
-    # A rank with fewer is cut again into as many slots as the fullest rank needs: smaller, but no more of them.
+    # All ranks run as many micro-batches as the fullest rank: each micro-batch is a round of collectives. A rank with fewer is
+    # split further, so that its micro-batches are smaller.
     cuts = [cut if len(cut) == n_slots else _spread(cut, costs, n_slots) for cut in cuts]
     micro_batches = []
     for share, cut in zip(shares, cuts, strict=True):
@@ -106,32 +110,37 @@ def _plan(lengths: Sequence[int], costs: Sequence[float], n_ranks: int, limits: 
 
 
 def repeats(rows: Sequence[int], groups: Sequence[int]) -> list[int]:
-    """Those rows whose group a row before them has."""
+    """Return the rows that have the group of an earlier row. rows, groups: groups[row] is the group of a row."""
     first = {groups[row]: row for row in reversed(rows)}
     return [row for row in rows if first[groups[row]] != row]
 
 
 @dataclass(frozen=True, slots=True)
 class SharedRows:
-    """Rows of lengths[r] tokens, of which the first prompts[r] are computed once for all rows of a group in a micro-batch."""
+    """Rows whose prompt is computed once per group and micro-batch.
+
+    lengths[r]: tokens of row r. prompts[r]: its prompt tokens, shared within the group. groups[r]: its group.
+    """
 
     lengths: Sequence[int]
     prompts: Sequence[int]
     groups: Sequence[int]
 
     def computed(self, rows: Sequence[int]) -> int:
-        """Tokens of a micro-batch of these rows."""
+        """Tokens that a micro-batch of these rows computes: a group's prompt counts once."""
         return sum(self.lengths[row] for row in rows) - sum(self.prompts[row] for row in repeats(rows, self.groups))
 
     def cost(self, rows: Sequence[int], attention_cost: float) -> float:
-        """See row_costs."""
+        """Work of a micro-batch of these rows, in the unit of ``row_costs``; repeated prompts cost nothing."""
         whole = row_costs([self.lengths[row] for row in rows], attention_cost)
         return sum(whole) - sum(row_costs([self.prompts[row] for row in repeats(rows, self.groups)], attention_cost))
 
     def plan(self, n_ranks: int, limits: Limits, *, attention_cost: float = 0.0) -> Plan:
-        """make_plan for such rows. Groups that stay together cost less, and parts of groups are easier to even out over ranks:
-        groups are whole, in halves, in quarters ..., or single rows, whichever leaves the rank with most to do the least; of the
-        first that is EVEN enough, no more are tried. Raises ValueError if a row alone is over ``max_tokens``.
+        """Plan such rows, see ``make_plan``. Raises ValueError if a single row exceeds ``max_tokens``.
+
+        Groups that stay together cost less; parts of groups are easier to balance over ranks. Whole groups, halves, quarters, ...
+        and single rows are tried, and the plan with the least work on the busiest rank wins. The search ends at the first plan
+        whose busiest rank has at most EVEN times the smallest possible work.
         """
         check_rows_fit(self.lengths, limits)
         least = self.cost(range(len(self.lengths)), attention_cost) / n_ranks
@@ -145,6 +154,7 @@ class SharedRows:
         return best
 
     def _plans(self, n_ranks: int, limits: Limits, attention_cost: float) -> Iterator[Plan]:
+        """Yield candidate plans: whole groups, halves, quarters, ..., finally single rows."""
         largest, parts = max(Counter(self.groups).values(), default=1), 1
         while limits.max_tokens is not None and parts < largest:
             units = self._units(parts, limits.max_tokens)
@@ -158,7 +168,10 @@ class SharedRows:
         return [(len(part), self.computed(part)) for cut in plan.rows_by_rank() for part in cut]
 
     def _units(self, parts: int, max_tokens: int) -> list[list[int]]:
-        """Each group in so many parts, or as many more as it takes to have none over ``max_tokens``, which no row is."""
+        """Split each group into ``parts`` units, or as many more as needed for none to exceed ``max_tokens``.
+
+        No single row exceeds it (check_rows_fit), so this always ends. Rows are dealt out by length, which balances the units.
+        """
         groups: dict[int, list[int]] = {}
         for row in _largest_first(range(len(self.lengths)), self.lengths):
             groups.setdefault(self.groups[row], []).append(row)
@@ -172,10 +185,10 @@ class SharedRows:
 
 
 def mini_batches(uids: Sequence[int], n_groups: int, *, seed: int | None = None) -> list[list[int]]:
-    """Rows of each mini-batch: ``n_groups`` prompt groups each, groups kept whole, the last one perhaps smaller.
+    """Rows of each mini-batch: ``n_groups`` complete prompt groups each; the last one may be smaller.
 
-    uids: the prompt group of each row. Groups come in order of appearance, or, with a seed, in an order that
-    depends on the seed and the uid alone: never on the number of ranks.
+    uids: prompt group of each row. Groups are in order of appearance or, with a seed, in an order that depends only on the seed
+    and the uid, never on the number of ranks.
     """
     groups: dict[int, list[int]] = {}
     for row, uid in enumerate(uids):
@@ -187,12 +200,13 @@ def mini_batches(uids: Sequence[int], n_groups: int, *, seed: int | None = None)
 
 
 def _even_parts(rows: Sequence[int], costs: Sequence[float], n: int) -> list[list[int]]:
-    """Largest first, always to the part with the least so far; ties go to the part with fewer rows, then the first.
+    """Balance rows over ``n`` parts: largest first, each to the part with the least work so far.
 
-    rows: ascending. A heap finds that part: n may be a tenth of the rows, and to look at all of them grows with the square.
+    Ties go to the part with fewer rows, then to the first. rows: ascending. A heap finds the part: ``n`` may be a tenth of the
+    rows, and a scan over all parts would be quadratic.
     """
     parts: list[list[int]] = [[] for _ in range(n)]
-    heap = [(0.0, 0, part) for part in range(n)]  # load, rows, which
+    heap = [(0.0, 0, part) for part in range(n)]  # work, number of rows, part
     for row in _largest_first(rows, costs):
         load, count, part = heap[0]
         parts[part].append(row)
@@ -201,21 +215,22 @@ def _even_parts(rows: Sequence[int], costs: Sequence[float], n: int) -> list[lis
 
 
 def _largest_first(rows: Sequence[int], sizes: Sequence[float]) -> list[int]:
-    """rows: ascending; those of one size stay so."""
+    """Rows by descending size; the sort is stable, so rows of equal size keep their ascending order."""
     return sorted(rows, key=sizes.__getitem__, reverse=True)
 
 
 def _cut(share: Sequence[int], lengths: Sequence[int], costs: Sequence[float], limits: Limits) -> list[list[int]]:
-    """A share's micro-batches: as few as the limits allow, then evened out if the cap still holds."""
+    """Split a rank's rows into micro-batches: as few as the limits allow, balanced by work if the token limit still holds."""
     if not share:
         return [[]]
     if limits.max_rows is not None:
         n = -(-len(share) // limits.max_rows)
-        by_cost = _largest_first(share, costs)  # alike lengths meet: attention pads less
+        by_cost = _largest_first(share, costs)  # rows of similar length together: attention pads less
         return [sorted(by_cost[i * limits.max_rows : (i + 1) * limits.max_rows]) for i in range(n)]
     assert limits.max_tokens is not None
     rows = _largest_first(share, lengths)
     homes = first_fit([lengths[row] for row in rows], limits.max_tokens)
+    # Bin packing gives the number of micro-batches; balancing by work may then exceed the token limit, and the bins are used.
     even = _even_parts(share, costs, max(homes) + 1)
     if all(sum(lengths[row] for row in part) <= limits.max_tokens for part in even):
         return even
@@ -226,11 +241,12 @@ def _cut(share: Sequence[int], lengths: Sequence[int], costs: Sequence[float], l
 
 
 def first_fit(sizes: Sequence[int], room: int) -> list[int]:
-    """The bin of each size, in turn: the first that has room left for it. No size is over ``room``, which every bin has.
+    """First-fit bin packing: the bin of each size, in order. No size exceeds ``room``, the capacity of every bin.
 
-    A tree finds that bin: node i knows the most that is free in one bin below 2 i and 2 i + 1, and the bins are its leaves.
+    A tree finds the bin in O(log n): node i holds the largest free capacity of any bin below nodes 2 i and 2 i + 1; leaves are
+    bins.
     """
-    most = min(len(sizes), 2 * sum(sizes) // room + 1)  # one bin at most is half empty, or less full
+    most = min(len(sizes), 2 * sum(sizes) // room + 1)  # enough bins: at most one is half empty or emptier
     leaves = 1 << (most - 1).bit_length()
     free = [room] * (2 * leaves)
     homes = []
@@ -242,6 +258,7 @@ def first_fit(sizes: Sequence[int], room: int) -> list[int]:
                 node += 1
         homes.append(node - leaves)
         free[node] -= size
+        # Update the maxima on the path to the root; stop where a maximum does not change.
         while node > 1 and free[node // 2] != (largest := max(free[node], free[node ^ 1])):
             node //= 2
             free[node] = largest
@@ -249,7 +266,10 @@ def first_fit(sizes: Sequence[int], room: int) -> list[int]:
 
 
 def _spread(cut: list[list[int]], costs: Sequence[float], n_slots: int) -> list[list[int]]:
-    """The same rows in ``n_slots`` parts: the dearest part is halved until there are enough, or only single rows."""
+    """Split the same rows into ``n_slots`` micro-batches by halving the most expensive one repeatedly.
+
+    If only single rows are left, the remaining micro-batches stay empty (a dummy row runs in their place).
+    """
     parts = [list(part) for part in cut]
     while len(parts) < n_slots:
         target = max(range(len(parts)), key=lambda i: (len(parts[i]) > 1, sum(costs[row] for row in parts[i])))

@@ -1,4 +1,4 @@
-"""Seconds of the parts of this process's start: asked for once, when all of it is over."""
+"""Seconds spent in each part of this process's start; read once, after the start is complete."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class StartTimes:
-    """For the main thread. A part within another has both names, joined by a slash; one that comes twice adds up.
+    """Nested timers of the main thread. A nested part is named outer/inner; a repeated part accumulates.
 
     >>> times = StartTimes()
     >>> with times("actor"), times("read"):
@@ -20,7 +20,7 @@ class StartTimes:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.ready = 0.0
-        """When the worker could take its first call, seconds since 1970."""
+        """Time at which the worker could accept its first call, seconds since 1970."""
         self._within: list[str] = []
 
     @contextmanager
@@ -34,7 +34,7 @@ class StartTimes:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
     def take(self) -> tuple[float, dict[str, float]]:
-        """(``ready``, seconds by part), of what was not taken yet."""
+        """Return (``ready``, seconds by part) and reset the parts."""
         seconds, self.seconds = self.seconds, {}
         return self.ready, seconds
 

@@ -1,6 +1,6 @@
-"""What every training engine is: a model with a head, sharded somehow, that runs forward and train steps.
+"""Interface of a training engine: a sharded model with a head that runs forward and train steps.
 
-An engine knows no algorithm: a loss reaches it as a function of outputs and a micro-batch.
+An engine knows no algorithm: a loss is passed to it as a function of outputs and a micro-batch.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ Weights = Literal["full", "merged", "adapter"]
 
 @dataclass(frozen=True, slots=True)
 class EngineMesh:
-    """How the ranks of an engine hold the model and the data.
+    """Position of a rank in an engine's parallel layout.
 
-    dp_rank, dp_size: which share of the batch this rank gets. is_output_rank: it answers for its share.
+    dp_rank, dp_size: the data-parallel shard of the batch that this rank computes. Ranks of one model replica (tensor, pipeline,
+    context or sequence parallel) have the same dp_rank; is_output_rank: the one of them that returns the results.
     """
 
     rank: int
@@ -43,11 +44,11 @@ class EngineMesh:
 
 
 class Loss(Protocol):
-    """``needs`` names the outputs (see TrainEngine.forward). Called for a micro-batch of whole rows:
+    """Loss of a micro-batch of complete rows. ``needs``: the outputs it reads, see TrainEngine.forward.
 
-    outputs: {name: (T,), of a reward head (B,)} with gradient; micro_batch: the flat rows with their
-    columns (``loss_weight`` is the engine's).
-    Returns the loss of each token (T,), unweighted, and metrics. The engine adds sum(loss_weight * token_loss).
+    outputs: {name: (T,), or (B,) for a reward head} with gradient. micro_batch: the flat rows with their columns; ``loss_weight``
+    is applied by the engine, not by the loss.
+    Returns the unweighted loss of each token (T,) and metrics. The engine adds up sum(loss_weight * token_loss).
     """
 
     needs: frozenset[str]
@@ -57,15 +58,16 @@ class Loss(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LossSpec:
-    """How a loss travels to workers: where its factory is, and the frozen config the factory is called with.
+    """Serializable reference to a loss: the import path of its factory and the frozen config passed to it.
 
-    path: ``package.module:factory``. Resolved once per host; ``factory(config)`` is the Loss.
+    path: ``package.module:factory``. Resolved in the worker, once; ``factory(config)`` is the Loss.
     """
 
     path: str
     config: Any
 
     def resolve(self) -> Loss:
+        """Import the factory and call it. Raises what the import or the factory raises."""
         module, _, name = self.path.partition(":")
         factory: Callable[[Any], Loss] = getattr(importlib.import_module(module), name)
         return factory(self.config)
@@ -73,9 +75,9 @@ class LossSpec:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
-    """AdamW with warm-up and schedule. Steps are optimizer steps; ``total_steps`` is the length of the schedule.
+    """AdamW with warm-up and schedule; all counts are optimizer steps. total_steps: length of the schedule.
 
-    ema_decay: of a moving average of the parameters that goes along; None: none.
+    ema_decay: decay of an exponential moving average of the parameters; None: no average is kept.
     """
 
     lr: float
@@ -92,8 +94,10 @@ class OptimizerSpec:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """All an engine is built from. sharding: FSDP's or Megatron's, which says which engine it is. optimizer None: the model is
-    never trained (a reference).
+    """Everything an engine is built from.
+
+    sharding: of FSDP or of Megatron; its type selects the engine. optimizer: None for a model that is never trained (a
+    reference).
     """
 
     model: ModelConfig
@@ -105,14 +109,16 @@ class EngineSpec:
 
     @property
     def shares_prompts(self) -> bool:
-        """Rows of a micro-batch that begin with the same prompt compute it once, if rows["prompt_length"] says where prompts end.
-        FSDP's alone; tokens that Ulysses cuts over ranks do not."""
+        """Whether rows of a micro-batch with equal prompts compute the prompt once (needs rows["prompt_length"]).
+
+        Only with FSDP and without Ulysses sequence parallelism, which splits the tokens over ranks.
+        """
         return isinstance(self.sharding, FSDPConfig) and self.sharding.ulysses_sequence_parallel_size == 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedFile:
-    """A file on disk, in this directory. sha256: in hexadecimal, of what was written."""
+    """A file of a checkpoint directory that is on disk. size: bytes. sha256: hexadecimal, of the bytes that were written."""
 
     name: str
     size: int
@@ -121,8 +127,10 @@ class SavedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """What one rank, or all ranks, wrote in a save. seconds: of writing. waited_for: why training waited for it, although it was
-    to be in the background; None otherwise."""
+    """Files that one rank, or all ranks, wrote in a save. seconds: duration of writing.
+
+    waited_for: why training waited for a save that was requested in the background; None if it did not.
+    """
 
     files: list[SavedFile]
     seconds: float
@@ -134,60 +142,71 @@ class Saved:
 
     @classmethod
     def join(cls, parts: Sequence[Saved]) -> Saved:
-        """What several ranks wrote at the same time."""
+        """Combine the results of ranks that wrote concurrently: all files, the longest duration, the first reason."""
         reasons = [part.waited_for for part in parts if part.waited_for is not None]
         files = [file for part in parts for file in part.files]
         return cls(files=files, seconds=max(part.seconds for part in parts), waited_for=reasons[0] if reasons else None)
 
 
 class TrainEngine(ABC):
-    """Built with a head (lm, value, reward) and, if it is trained, an optimizer."""
+    """A model with a head (lm, value, reward) and, if it is trained, an optimizer."""
 
     spec: EngineSpec
     mesh: EngineMesh
     adapter_config: LoraConfig | None = None
-    """Of the model's LoRA adapter, by the names of its modules."""
+    """The model's LoRA adapter, with module names of the Hugging Face model; None without one."""
 
     def prompts(self, batch: Batch) -> Prompts | None:
-        """See EngineSpec.shares_prompts."""
+        """Prompt groups of the batch for prompt sharing, see EngineSpec.shares_prompts; None if prompts are not shared."""
         return Prompts.of(batch) if self.spec.shares_prompts else None
 
     @abstractmethod
     def forward(self, batch: Batch, plan: MicroBatches, outputs: set[str], *, adapter: bool = True) -> Batch | None:
-        """Without gradient. ``batch`` is this rank's share: input_ids, response_mask, meta["temperature"]. adapter: with a LoRA
-        adapter, if the model has one; False: the base model alone.
+        """Compute outputs without gradient. Collective: every rank runs the same number of micro-batches.
 
-        outputs of a language head, where response_mask is set, 0 elsewhere: "log_probs", "entropy", "sum_pi_squared" (sum over
-        the vocabulary of pi^2), "top_log_probs" ((T, 2), the two largest), "sampled_entropy" (the entropy where the batch's
-        ``entropy_mask`` (T,), bool, is set and 0 elsewhere, for a fraction of what "entropy" costs), none of these three ever
-        with a gradient, "all_log_probs" ((T, V), the one that costs such memory); of a value head "values", which adds
-        rows["last_value"] too; of a reward head "scores", which are rows: one for each, at its last token.
+        batch: this rank's shard with input_ids, response_mask and meta["temperature"]. adapter: False bypasses the LoRA adapter,
+        if the model has one, and runs the base model alone.
 
-        Returns a Batch of the same rows in the same order with these columns (float32, CPU),
-        None on ranks that do not answer. Collective: every rank runs the same number of micro-batches.
+        Returns a Batch of the same rows in the same order with the columns ``outputs`` (float32, CPU), or None on ranks that are
+        not output ranks.
+
+        Outputs of a language head, where response_mask is set and 0 elsewhere:
+          "log_probs" (T,), "entropy" (T,)
+          "sum_pi_squared" (T,): sum over the vocabulary of pi^2; never with a gradient
+          "top_log_probs" (T, 2): the two largest log-probs; never with a gradient
+          "sampled_entropy" (T,): the entropy where the batch's ``entropy_mask`` (T,), bool, is set and 0 elsewhere, at a fraction
+          of the cost of "entropy"; never with a gradient
+          "all_log_probs" (T, V): the only output that takes such memory
+        Of a value head: "values" (T,), which also adds rows["last_value"] (B,). Of a reward head: "scores" (B,), at the last
+        token.
         """
 
     @abstractmethod
     def train_step(self, batch: Batch, plan: MicroBatches, loss: Loss) -> Metrics:
-        """One mini-batch is one optimizer step: gradients of sum(loss_weight * token_loss), summed over data-parallel
-        ranks, never averaged; clipped; applied. ``batch`` is this rank's share and carries ``loss_weight`` (T,).
-        Where the loss or the gradient of any rank is not finite, no rank applies it: parameters, moments and the schedule's
-        count of steps stay as they are. Metrics: the loss's own, plus grad_norm (before clipping; NaN where the loss is not
-        finite), loss, skipped_updates (1 if the update was not applied, else 0), and lr if it was.
+        """Run one optimizer step on one mini-batch. ``batch`` is this rank's shard and has ``loss_weight`` (T,).
+
+        Gradients of sum(loss_weight * token_loss) are summed over data-parallel ranks, never averaged; then clipped; then
+        applied. If the loss or the gradient of any rank is not finite, no rank applies the update: parameters, moments and the
+        schedule's step count stay unchanged.
+
+        Metrics: those of the loss, plus loss, grad_norm (before clipping; NaN if the loss is not finite), skipped_updates (1 if
+        the update was not applied, else 0), and lr if it was.
         """
 
     @abstractmethod
     def export_weights(self, *, dtype: torch.dtype | None = None, kind: Weights = "merged") -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face names, one full tensor at a time, of tied ones the first. Collective: every rank iterates to the end.
+        """Yield full tensors under Hugging Face names, one at a time; of tied weights only the first.
 
-        kind: with a LoRA adapter, the weights with it added in (merged), without it (full), or its own alone (adapter), under
-        peft's names for files. Without one, merged and full are the same.
-        dtype: what they are copied into afterwards: those that have to be gathered may come in it already, if it is narrower.
+        Collective: every rank iterates to the end. kind: with a LoRA adapter, the weights with the adapter merged (merged),
+        without it (full), or the adapter's own weights under peft's file names (adapter). Without an adapter, merged and full are
+        equal.
+        dtype: what the caller converts to. Tensors that have to be gathered may arrive in it already if it is narrower, which
+        saves traffic.
         """
 
     @abstractmethod
     def live_weights(self) -> dict[str, Tensor] | None:
-        """Hugging Face names to the very tensors that are trained, when nothing is sharded; else None."""
+        """Hugging Face names to the tensors that are trained, without a copy, if nothing is sharded; else None."""
 
     @abstractmethod
     def move(
@@ -197,26 +216,36 @@ class TrainEngine(ABC):
         grads: Literal["device", "cpu"] | None = None,
         optimizer: Literal["device", "cpu"] | None = None,
     ) -> None:
-        """Where each part lives; None leaves it. Gradients that leave the device are dropped: they are spent."""
+        """Move each part to the device or the host; None leaves it where it is.
+
+        Offloading gradients frees them: they are not needed after a step.
+        """
 
     @abstractmethod
     def save(self, path: str, *, background: bool = False) -> Future[Saved]:
-        """Model, optimizer and schedule, sharded, and what transformers needs beside the weights, into the directory ``path``.
-        Of a model with a LoRA adapter nothing that is frozen; peft's adapter_config.json lies beside.
+        """Write model, optimizer and schedule, sharded, and the config files of transformers to the directory ``path``.
 
-        Collective. The result is what this rank wrote, on disk, or OSError. background: it returns as soon as the state is
-        copied to the host's memory, and threads write; the next save comes after that one's end. The bytes are the same.
-        Without memory for the copies of all ranks (staging.shortage) all ranks write before they return.
+        Collective. With a LoRA adapter frozen weights are omitted and peft's adapter_config.json is added. The result, or
+        OSError, refers to the files of this rank and is available when they are on disk.
+        background: return as soon as the state is copied to host memory; threads write it. The bytes are the same. The next save
+        must come after the end of this one. If host memory cannot hold the copies of all ranks (staging.shortage), all ranks
+        write before they return.
         """
 
     @abstractmethod
     def load(self, path: str) -> None:
-        """What save wrote, also from another number of ranks. Collective. Raises FileNotFoundError or ValueError."""
+        """Restore a checkpoint that ``save`` wrote, also from another number of ranks. Collective.
+
+        Raises FileNotFoundError or ValueError.
+        """
 
     @abstractmethod
     def export_hf(self, path: str) -> None:
-        """A Hugging Face directory: safetensors and config; a LoRA adapter is merged. Collective; rank 0 writes."""
+        """Write a Hugging Face directory: safetensors and config. A LoRA adapter is merged. Collective; rank 0 writes."""
 
     @abstractmethod
     def flops(self, lengths: list[int], *, backward: bool) -> float:
-        """Model FLOPs of a batch with these lengths: 2 or 6 a parameter and token, 4 if it is frozen, plus attention."""
+        """Model FLOPs of a batch of rows of these lengths.
+
+        Per parameter and token 2 in the forward, 6 with the backward, 4 with it if the parameter is frozen; plus attention.
+        """

@@ -1,4 +1,9 @@
-"""Collectives that gradients go back through."""
+"""Differentiable collectives.
+
+The backward of an all-gather depends on what the ranks do with the result. If each rank computes something different from it,
+gradients must be summed over ranks. If all ranks compute the same, each already has the full gradient, and a sum would count it
+once per rank.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +15,26 @@ from torch import Tensor
 
 
 def gather(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """(n, ...) of each rank -> (ranks * n, ...), in the order of ranks. The gradient is summed over them: each uses all of it."""
+    """All-gather (n, ...) -> (ranks * n, ...), in rank order; the gradient is summed: each rank uses the result differently."""
     whole: Tensor = _Gather.apply(mine, group, True)
     return whole
 
 
 def gather_alike(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The same, where every rank does the same with it afterwards: its gradient is each rank's own part."""
+    """All-gather whose result all ranks use identically: the gradient is each rank's own slice, without communication."""
     whole: Tensor = _Gather.apply(mine, group, False)
     return whole
 
 
 def all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """(ranks, ...), a part for each rank -> (ranks, ...), a part from each rank."""
+    """Exchange (ranks, ...), one part for each rank -> (ranks, ...), one part from each rank."""
     received: Tensor = _AllToAll.apply(parts, group)
     return received
 
 
 class _Gather(torch.autograd.Function):
+    """All-gather along the first dimension; the backward all-reduces the gradient if ``summed``, then takes the rank's slice."""
+
     @staticmethod
     def forward(ctx: Any, mine: Tensor, group: dist.ProcessGroup, summed: bool) -> Tensor:
         ctx.group, ctx.summed = group, summed
@@ -45,6 +52,8 @@ class _Gather(torch.autograd.Function):
 
 
 class _AllToAll(torch.autograd.Function):
+    """All-to-all along the first dimension."""
+
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
@@ -54,5 +63,5 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """What came from a rank goes back to it."""
+        """Return each part's gradient to the rank that sent it: the exchange is its own inverse."""
         return all_to_all(gradient, ctx.group), None

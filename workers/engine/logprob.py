@@ -1,8 +1,8 @@
-"""Log-probs and entropy of a language head without ever holding (T, V) in float32.
+"""Log-probs and entropy of a language head without materialising (T, V) in float32.
 
-The head's product is made a chunk of positions at a time and made again in the backward: the same two products as the
-plain way plus one, and memory of one chunk instead of all (measured: 605 MB instead of 2978 at V 152k, T 1k, in the
-same time).
+At V = 152k the logits take more memory than anything else. They are computed one chunk of positions at a time and recomputed in
+the backward: three matrix products instead of two, and the memory of one chunk instead of all positions (measured: 605 MB instead
+of 2978 at V 152k, T 1k, in the same time).
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from torch.nn.functional import linear
 
 @dataclass(frozen=True, slots=True)
 class VocabShard:
-    """The head's rows [start, start + rows) are on this rank of ``group``; every rank has the same hidden states.
+    """Vocabulary-parallel head: rows [start, start + rows) of the weight are on this rank of ``group``.
 
-    What comes out is equal on all ranks; gradients of hidden states are each rank's part, and have to be summed by the caller.
+    Every rank has the same hidden states. Outputs are equal on all ranks. Gradients of the hidden states are partial sums that
+    the caller has to add up over the group.
     """
 
     group: dist.ProcessGroup
@@ -29,31 +30,34 @@ class VocabShard:
     rows: int
 
     def sum(self, mine: Tensor) -> Tensor:
+        """All-reduce ``mine`` in place and return it."""
         dist.all_reduce(mine, group=self.group)
         return mine
 
     def gather(self, mine: Tensor) -> Tensor:
-        """(...) of each rank -> (ranks, ...). Shapes must be equal."""
+        """All-gather (...) of each rank -> (ranks, ...). Shapes must be equal."""
         whole = mine.new_empty(self.group.size() * mine.numel())
         dist.all_gather_into_tensor(whole, mine.flatten(), group=self.group)
         return whole.view(self.group.size(), *mine.shape)
 
     def local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of this shard for token ids, any where the token is another rank's, and where it is this one's."""
+        """Token ids -> row indices in this shard (0 for tokens of other shards), and a mask of this shard's tokens."""
         rows = targets - self.start
         mine = (rows >= 0) & (rows < self.rows)
         return rows.where(mine, 0), mine
 
 
 def chunk_size(vocabulary: int) -> int:
-    """Positions at once: peak memory is about 3 * chunk * V * 4 bytes, and larger gains no time."""
+    """Positions per chunk of a forward. Peak memory is about 3 * chunk * V * 4 bytes; larger chunks are not faster."""
     return 512 if vocabulary <= 32768 else 256
 
 
 def backward_chunk_size(vocabulary: int, hidden: int) -> int:
-    """Each chunk of the backward reads and writes all of the head's gradient, (V, H) in float32. Where V is large: as many
-    positions at once as make logits half as large as that or more, but 2048 at most. At 7B that is 7 % of a step on an H200, for
-    0.6 GB.
+    """Positions per chunk of a backward, larger than in the forward if V is large.
+
+    Each chunk reads and writes the whole gradient of the head, (V, H) in float32, so fewer and larger chunks cause less traffic.
+    For large V: the largest power of two up to H, which makes the logits at
+    least half as large as that gradient, but at most 2048. At 7B this saves 7 % of a step on an H200, for 0.6 GB.
     """
     most = chunk_size(vocabulary)
     return most if vocabulary <= 32768 else max(most, min(2048, 1 << (hidden.bit_length() - 1)))
@@ -70,11 +74,12 @@ def head_log_probs(
     chunk: int | None = None,
     shard: VocabShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """log_softmax(hidden @ weight.T / temperature) at ``targets``, and the entropy of that distribution, in nats.
+    """log_softmax(hidden @ weight.T / temperature) at ``targets`` and, optionally, the entropy of the distribution in nats.
 
-    hidden (N, H), weight (V, H), bias (V,), targets int64 (N,) -> log_probs (N,), entropy (N,) or None. The product is
-    made in hidden's dtype, everything after it in float32 (float64 for float64). Both results are differentiable once.
-    chunk: positions at once, in both directions. shard: weight and bias are these rows of the whole; collective over its group.
+    hidden (N, H), weight (V, H), bias (V,), targets int64 (N,) -> log_probs (N,), entropy (N,) or None. The product is computed
+    in the dtype of ``hidden``, everything after it in float32 (float64 for float64). Both results are differentiable once.
+    chunk: positions per chunk, in both directions; None: chosen by V and H. shard: weight and bias are these rows of the full
+    head; then collective over its group.
     """
     chunks = (chunk, chunk) if chunk is not None else (chunk_size(weight.shape[0]), backward_chunk_size(*weight.shape))
     log_probs, entropy = _HeadLogProbs.apply(hidden, weight, bias, targets, temperature, want_entropy, chunks, shard)
@@ -85,10 +90,11 @@ def head_log_probs(
 def head_sum_pi_squared(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, *, temperature: float, shard: VocabShard | None = None
 ) -> Tensor:
-    """The sum over the vocabulary of the squared probabilities, (N, H) -> (N,), without gradient, a chunk at a time."""
+    """Sum over the vocabulary of the squared probabilities, (N, H) -> (N,), chunked, without gradient."""
     parts = []
     for part in hidden.split(chunk_size(weight.shape[0])):
         logits = _logits(part, weight, bias, temperature)
+        # sum_v pi_v^2 = sum_v exp(2 z_v) / (sum_v exp(z_v))^2, in log space against overflow.
         parts.append((_logsumexp(2 * logits, shard) - 2 * _logsumexp(logits, shard)).exp())
     return torch.cat(parts)
 
@@ -97,8 +103,7 @@ def head_sum_pi_squared(
 def head_entropy(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, at: Tensor, *, temperature: float, shard: VocabShard | None = None
 ) -> Tensor:
-    """The entropy in nats of the rows of ``hidden`` (N, H) where ``at``, bool (N,), is set, and 0 elsewhere: (N,), without
-    gradient, a chunk at a time."""
+    """Entropy in nats where ``at``, bool (N,), is set, 0 elsewhere: (N, H) -> (N,), chunked, without gradient."""
     found = hidden.new_zeros(len(hidden), dtype=_accurate(hidden.dtype))
     for rows in at.nonzero()[:, 0].split(chunk_size(weight.shape[0])):
         logits = _logits(hidden[rows], weight, bias, temperature)
@@ -108,7 +113,10 @@ def head_entropy(
 
 
 def head_all_log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, temperature: float) -> Tensor:
-    """log_softmax(hidden @ weight.T / temperature), all of it: (N, H) -> (N, V). For what reads whole distributions, and pays."""
+    """log_softmax(hidden @ weight.T / temperature) in full: (N, H) -> (N, V), with gradient.
+
+    For losses that read whole distributions; takes the memory that the other functions avoid.
+    """
     logits = linear(hidden, weight, bias).to(_accurate(hidden.dtype))
     return (logits / temperature).log_softmax(-1)
 
@@ -117,23 +125,26 @@ def head_all_log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, t
 def head_top_log_probs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, *, temperature: float, shard: VocabShard | None = None
 ) -> Tensor:
-    """The two largest log-probs of each distribution, the larger first: (N, H) -> (N, 2), without gradient, chunk by chunk."""
+    """The two largest log-probs of each distribution, descending: (N, H) -> (N, 2), chunked, without gradient."""
     parts = []
     for part in hidden.split(chunk_size(weight.shape[0])):
         logits = _logits(part, weight, bias, temperature)
         top = logits.topk(2).values
         if shard is not None:
+            # The two largest of all are among the two largest of each shard.
             top = shard.gather(top).movedim(0, 1).flatten(1).topk(2).values
         parts.append(top - _logsumexp(logits, shard)[:, None])
     return torch.cat(parts)
 
 
 def _logsumexp(logits: Tensor, shard: VocabShard | None) -> Tensor:
+    """Log-sum-exp over the full vocabulary, (C, V) -> (C,): that of the shards' log-sum-exps."""
     mine = logits.logsumexp(-1)
     return mine if shard is None else shard.gather(mine).logsumexp(0)
 
 
 def _at(logits: Tensor, targets: Tensor, shard: VocabShard | None) -> Tensor:
+    """Logits at the target tokens, (C, V) -> (C,). With shards all ranks but the target's contribute 0 to the sum."""
     if shard is None:
         return logits.gather(1, targets[:, None])[:, 0]
     rows, mine = shard.local(targets)
@@ -145,17 +156,21 @@ def _summed(parts: Tensor, shard: VocabShard | None) -> Tensor:
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """(C, H) -> (C, V), divided by the temperature, at least float32."""
+    """(C, H) -> (C, V), divided by the temperature, at least in float32."""
     logits = linear(hidden, weight, bias).to(_accurate(hidden.dtype))
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
 def _accurate(dtype: torch.dtype) -> torch.dtype:
+    """float32, or ``dtype`` if that is wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _d_logits(ctx: Any, part: slice, d_log_probs: Tensor, d_entropy: Tensor) -> Tensor:
-    """(C, V), made in the place of the logits: one buffer without entropy, two with."""
+    """Gradient of the logits (C, V), computed in place of the logits: one buffer without entropy, two with it.
+
+    With p the distribution and H its entropy: d_logits = -p (d_log_probs + d_entropy (log p + H)) + d_log_probs at the target.
+    """
     hidden, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
     log_p = _logits(hidden[part], weight, bias, ctx.temperature).sub_(normaliser[part, None])
     if ctx.want_entropy:
@@ -172,8 +187,11 @@ def _d_logits(ctx: Any, part: slice, d_log_probs: Tensor, d_entropy: Tensor) -> 
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, in one pass over ``total``. The product is never rounded to the factors' dtype: each chunk's error
-    would be added up. On CUDA the matrix unit sums in float32 anyway; on CPU it takes float32 factors."""
+    """total += left @ right, in one pass over ``total``.
+
+    The product is not rounded to the dtype of its factors: the rounding errors of all chunks would accumulate. Tensor cores sum
+    in float32 anyway; on the CPU the factors are converted to float32.
+    """
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     elif total.is_cuda:
@@ -206,6 +224,7 @@ class _HeadLogProbs(torch.autograd.Function):
             if want_entropy:
                 log_p = logits.sub_(normaliser[part, None])
                 entropy[part] = -_summed(log_p.exp().mul_(log_p).sum(-1), shard)
+        # One number per position instead of (N, V) logits: with the normaliser a chunk's distribution can be recomputed.
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy)
         ctx.temperature, ctx.want_entropy, ctx.shard = temperature, want_entropy, shard
         if not want_entropy:
@@ -215,11 +234,11 @@ class _HeadLogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_log_probs: Tensor, d_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        """With p the distribution and H its entropy: d log p[y] / d logits = 1[y] - p, d H / d logits = -p (log p + H)."""
+        """Accumulate gradients chunk by chunk: d log p[y] / d logits = 1[y] - p, d H / d logits = -p (log p + H)."""
         hidden, weight, bias, *_ = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden)
         accurate = _accurate(hidden.dtype)
-        # Sums over chunks are kept in float32 whatever the head's dtype.
+        # Accumulate over chunks in float32 whatever the head's dtype.
         d_weight = torch.zeros_like(weight, dtype=accurate) if ctx.needs_input_grad[1] else None
         d_bias = torch.zeros_like(bias, dtype=accurate) if ctx.needs_input_grad[2] else None
         for start in range(0, len(hidden), ctx.chunk):
@@ -231,7 +250,7 @@ class _HeadLogProbs(torch.autograd.Function):
             d_hidden[part] = d_logits @ weight
             if d_weight is not None:
                 _add_product(d_weight, d_logits.T, hidden[part])
-            del d_logits  # not beside the next chunk's
+            del d_logits  # free (C, V) before the next chunk allocates its own
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
         d_bias = None if d_bias is None else d_bias.to(bias.dtype)
         return d_hidden, d_weight, d_bias, None, None, None, None, None

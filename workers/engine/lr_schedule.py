@@ -1,4 +1,4 @@
-"""The learning rate of every engine."""
+"""Learning-rate schedules, shared by all engines."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import math
 from workers.engine.base import OptimizerSpec
 
 STABLE = 0.9
-"""Share of the steps after the warm-up in which wsd holds the learning rate."""
+"""Fraction of the steps after the warm-up during which wsd holds the learning rate."""
 
 
 def learning_rate(spec: OptimizerSpec, step: int) -> float:
-    """Of the optimizer step after ``step`` steps. A pure function: nothing to save but the count.
+    """Learning rate of the optimizer step that follows ``step`` steps. A pure function: only the step count is saved.
 
-    Warm-up is linear and its first step is not 0: lr * (step + 1) / warmup_steps. Cosine (Loshchilov & Hutter 2017, eq. 5,
-    with num_cycles / 0.5 half waves) goes from lr down to lr * min_lr_ratio at total_steps, and stays there. Linear goes as far
-    on a straight line. Warm-up, stable, decay (Hu et al. 2024) holds lr and goes down by a cosine at the end.
+    Warm-up is linear and its first step is not 0: lr * (step + 1) / warmup_steps.
+    cosine (Loshchilov & Hutter 2017, eq. 5, with num_cycles / 0.5 half waves): from lr down to lr * min_lr_ratio at total_steps,
+    constant from there on.
+    linear: the same range on a straight line.
+    wsd: warm-up, stable, decay (Hu et al. 2024): lr is held, then decays by a cosine at the end.
     """
     if step < spec.warmup_steps:
         return spec.lr * (step + 1) / spec.warmup_steps

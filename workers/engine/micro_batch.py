@@ -1,4 +1,4 @@
-"""A micro-batch on the device, and the answers of all of them back in the order of the batch."""
+"""Micro-batches on the device, and the collection of their results in the row order of the batch."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ ROWS = {"lm": (), "value": ("last_value",), "reward": ("scores",)}
 
 
 def longest_first(batch: Batch, chosen: Sequence[int]) -> list[int]:
-    """The rows of a micro-batch in the order in which they are packed."""
+    """Packing order of a micro-batch: by descending length, ties by row index. Equal lengths become one attention call."""
     lengths = batch.lengths.tolist()
     return sorted(chosen, key=lambda row: (-lengths[row], row))
 
 
 def micro_batch(batch: Batch, chosen: Sequence[int], device: torch.device) -> Batch:
-    """These rows, the longest first, with columns on the device (lengths stay); no rows: one dummy row of zeros."""
+    """Select rows, longest first, and copy their columns to the device; ``lengths`` stay on the CPU.
+
+    No rows: a dummy row of two zero tokens. Its loss weight is zero, and it makes the rank take part in all collectives.
+    """
     if chosen:
         part = batch.select(longest_first(batch, chosen))
     else:
@@ -45,7 +48,10 @@ def micro_batch(batch: Batch, chosen: Sequence[int], device: torch.device) -> Ba
 
 
 def flat_rows(rows: Batch, unit: int) -> tuple[Tensor, Tensor, list[int]]:
-    """input_ids and positions, int64 (T,), and lengths; one more row, which no loss sees, pads T to a multiple of ``unit``."""
+    """input_ids and positions, int64 (T,), and the lengths, with T padded to a multiple of ``unit``.
+
+    The padding is one more row at the end, which no loss reads; attention stays within rows, so it affects no other row.
+    """
     ids = rows.tokens["input_ids"]
     padding = -rows.total_tokens % unit
     if not padding:
@@ -55,15 +61,19 @@ def flat_rows(rows: Batch, unit: int) -> tuple[Tensor, Tensor, list[int]]:
 
 
 def weighted(loss: Loss, outputs: dict[str, Tensor], rows: Batch) -> tuple[Tensor, Metrics]:
-    """sum(loss_weight * token_loss), a scalar, and the loss's metrics."""
+    """sum(loss_weight * token_loss), a scalar, and the metrics of the loss."""
     token_loss, metrics = loss(outputs, rows)
     weight = rows.tokens["loss_weight"]
-    # A token without weight takes no part, whatever its loss: 0 * inf is not 0.
+    # where(), not a product: the loss of a token without weight may be infinite, and 0 * inf is NaN.
     return torch.where(weight != 0, weight * token_loss, 0.0).sum(), metrics
 
 
 class Answers:
-    """What a forward without gradient answers; see TrainEngine.forward. Micro-batches are taken from ``batch``."""
+    """Collects the outputs of a forward without gradient; see TrainEngine.forward.
+
+    Micro-batches must be taken from ``self.batch``, which has extra columns ``_place``: the index of each token and row in the
+    batch.
+    """
 
     def __init__(self, batch: Batch, outputs: Collection[str], head: Head, vocabulary: int) -> None:
         assert outputs and set(outputs) <= OUTPUTS[head], f"a {head} head answers {OUTPUTS[head]}"
@@ -74,9 +84,12 @@ class Answers:
         self._rows = {name: torch.zeros(len(batch)) for name in ROWS[head]}
 
     def put(self, micro_batch: Batch, results: dict[str, Tensor]) -> None:
+        """Store the outputs of a micro-batch at their places, as float32 on the CPU."""
         for columns, place in ((self._tokens, micro_batch.tokens["_place"]), (self._rows, micro_batch.rows["_place"])):
             for name, column in columns.items():
+                # Micro-batches reorder rows: scatter by index, not by position.
                 column[place.cpu()] = results[name].float().cpu()
 
     def whole(self) -> Batch:
+        """Return the collected outputs as a Batch with the lengths and meta of the original."""
         return Batch(lengths=self.batch.lengths, tokens=self._tokens, rows=self._rows, meta=dict(self.batch.meta))

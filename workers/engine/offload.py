@@ -1,4 +1,4 @@
-"""Tensors that leave the device and come back as the very same objects."""
+"""Offload device tensors to the host and restore them as the same tensor objects."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ Place = Literal["device", "cpu"]
 
 
 class Offloadable:
-    """A set of device tensors whose memory can be given back, and taken again, in place.
+    """A set of device tensors whose memory can be released and reacquired in place.
 
-    The tensors' storages are emptied, not replaced, so that optimizers, FSDP and views that refer to them need not know. On a
-    CPU device nothing is copied; only the place is recorded, so that the same asserts hold there.
+    Storages are resized to zero, not replaced, so that optimizers, FSDP and views that refer to the tensors stay valid. Tensors
+    that share a storage are moved once. On a CPU device nothing is copied; only the place is recorded, so that the same
+    assertions hold there.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -25,6 +26,7 @@ class Offloadable:
         self.place: Place = "device"
 
     def move(self, place: Place) -> None:
+        """Move all storages; a no-op if they are there. Returns when the copies are complete."""
         if place == self.place:
             return
         self.place = place
@@ -35,10 +37,12 @@ class Offloadable:
                 self._host[key].copy_(_bytes(storage), non_blocking=True)
             if on_gpu:
                 torch.cuda.synchronize()
+            # Only after the synchronize: the copies are asynchronous and read this memory.
             for _, storage in on_gpu:
                 storage.resize_(0)
         else:
             for key, storage in on_gpu:
+                # The device address may differ from before; the keys are the addresses at construction.
                 storage.resize_(self._host[key].numel())
                 _bytes(storage).copy_(self._host[key], non_blocking=True)
             if on_gpu:

@@ -1,4 +1,4 @@
-"""When memory runs out in an update: what it looks like, and what the controller is told."""
+"""Out-of-memory errors in an update: detection, and the exceptions that report them to the controller."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from contextlib import contextmanager
 
 import torch
 
-# What torch raises as a bare RuntimeError: its CPU allocator, and cuBLAS when it cannot have its workspace.
+# Messages that torch raises as a plain RuntimeError: its CPU allocator, and cuBLAS without memory for its workspace.
 SAYINGS = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 class OutOfMemory(RuntimeError):
-    """Memory ran out before the optimizer stepped. Other ranks may hang in a collective that this one left."""
+    """Memory ran out before the optimizer stepped. Other ranks may hang in a collective that this one has left."""
 
 
 class RepeatableOutOfMemory(OutOfMemory):
-    """And nothing of the step is left: the engine can have it again, in smaller micro-batches."""
+    """Memory ran out, and the step was undone completely: it can be retried with smaller micro-batches."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception of torch or Python means that memory ran out."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return type(error) is RuntimeError and any(saying in str(error) for saying in SAYINGS)
@@ -28,13 +29,16 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def told_without_memory(undo: Callable[[], None] | None) -> Iterator[None]:
-    """If memory runs out within, that is told as OutOfMemory; as RepeatableOutOfMemory, after ``undo``, if there is one."""
+    """Convert an out-of-memory error in the block to OutOfMemory, or to RepeatableOutOfMemory after ``undo()``.
+
+    undo: restores the engine's state from before the step; None if that is impossible. Other errors pass unchanged.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        traceback.clear_frames(error.__traceback__)  # they hold the graph
+        traceback.clear_frames(error.__traceback__)  # the frames keep the autograd graph alive
         said = str(error).splitlines()[0]
         if undo is None:
             raise OutOfMemory(said) from None

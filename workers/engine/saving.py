@@ -1,4 +1,4 @@
-"""Write and hash files: safetensors from tensors where they lie, in threads while training goes on."""
+"""Write and hash files: safetensors directly from tensors, in threads, concurrently with training."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ from workers.engine.base import SavedFile
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-PIECE = 2**26  # bytes that are hashed and written at a time
+PIECE = 2**26  # bytes hashed and written at a time
 SAFETENSORS = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-"""The names of types in a header."""
+"""Names of dtypes in a safetensors header."""
 
 
 def in_background(work: Callable[[], Result]) -> Future[Result]:
-    """What ``work`` returns or raises, from a thread that does not keep the process alive."""
+    """Run ``work`` in a daemon thread, which does not keep the process alive; returns its result or exception as a Future.
+
+    Not a ThreadPoolExecutor: the interpreter waits for an executor's threads at exit.
+    """
     future: Future[Result] = Future()
 
     def run() -> None:
@@ -42,7 +45,11 @@ def in_background(work: Callable[[], Result]) -> Future[Result]:
 
 
 def in_threads(work: Callable[[Item], Result], items: Sequence[Item], threads: int) -> list[Result]:
-    """``work`` of each item, by as many threads of that kind. Returns, or raises the first error, when all have ended."""
+    """Apply ``work`` to each item in at most ``threads`` daemon threads.
+
+    Returns the results in order, or raises the first error, when all threads have ended.
+    """
+    # All threads take items from one iterator, so a slow item delays only its own thread.
     waiting, results = iter([*enumerate(items)]), {}
 
     def work_on() -> None:
@@ -57,7 +64,7 @@ def in_threads(work: Callable[[Item], Result], items: Sequence[Item], threads: i
 
 
 def read_ahead(read: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
-    """``read`` of each item, in order; threads are at most as many items ahead as there are threads."""
+    """Yield ``read(item)`` in order, while ``threads`` threads read at most ``threads`` items ahead of the consumer."""
     under_way: deque[Future[Result]] = deque()
     with ThreadPoolExecutor(threads) as pool:
         for item in items:
@@ -69,12 +76,13 @@ def read_ahead(read: Callable[[Item], Result], items: Iterable[Item], threads: i
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> SavedFile:
-    """A safetensors file from the tensors where they lie, on disk when this returns. Its hash is made while it is written.
+    """Write a safetensors file from the tensors in place; it is on disk (fsync) when this returns. Raises OSError.
 
-    safetensors' own save_file brings all tensors to the host before it writes the first one, and its file would have to be read
-    again for the hash. Here a tensor of a device is copied when its turn comes. Raises OSError.
+    The hash is computed while the file is written. safetensors' own save_file copies all tensors to the host before it writes the
+    first one, and its file would have to be read again for the hash. Here a device tensor is copied when it is written. Raises
+    ValueError for a dtype that the format does not have.
     """
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # what is wider first: all are aligned
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # widest dtype first: every tensor is aligned
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name in names:
@@ -84,6 +92,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         end += tensor.nbytes
         header[name] = {"dtype": SAFETENSORS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    # Pad the header to 8 bytes, which aligns the data that follows.
     text += b" " * (-len(text) % 8)
     beginning = len(text).to_bytes(8, "little") + text
     digest = hashlib.sha256(beginning)
@@ -93,7 +102,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
             data = bytes_of(tensors[name])
             for start in range(0, len(data), PIECE):
                 piece = data[start : start + PIECE]
-                hashed = hashing.submit(digest.update, piece)  # both leave the interpreter's lock to the other
+                hashed = hashing.submit(digest.update, piece)  # hashing and writing both release the GIL
                 file.write(piece)
                 hashed.result()
         file.flush()
@@ -102,12 +111,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The tensor's own memory where that is the host's and in one piece; else a copy's."""
+    """View of the tensor's memory if it is contiguous and on the host; else of a copy."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def saved_files(directory: Path, names: Iterable[str]) -> list[SavedFile]:
-    """Wait until the files are on disk, and take their size and hash from what is in the page cache."""
+    """Flush files to disk (fsync) and return their size and hash, read from the page cache."""
     found = []
     for name in names:
         with (directory / name).open("rb") as file:
@@ -117,12 +126,12 @@ def saved_files(directory: Path, names: Iterable[str]) -> list[SavedFile]:
 
 
 def hashes_of(directory: Path, names: Sequence[str]) -> dict[str, str]:
-    """The sha256 of each, several at a time."""
+    """sha256 of each file, computed concurrently: {name: hexadecimal}."""
     hashes = in_threads(lambda name: sha256_of(directory / name), names, min(16, os.cpu_count() or 1))
     return dict(zip(names, hashes, strict=True))
 
 
 def sha256_of(path: Path) -> str:
-    """In hexadecimal."""
+    """sha256 of a file, hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

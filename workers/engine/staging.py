@@ -1,9 +1,10 @@
-"""Copies of a rank's tensors in host memory, so that a thread can write them while training goes on.
+"""Staging of checkpoints in host memory, so that threads can write them while training continues.
 
-Pinning as much memory as a checkpoint takes (12 bytes a parameter in float32) would take seconds a GB at the first save, and
-torch's allocator keeps pinned blocks, rounded up to powers of two, for good. So the copies lie in ordinary memory, one mapping of
-huge pages that the system gets back when the last of them is dropped. Tensors of a device come through small pinned buffers, one
-for each of several threads: while one thread waits for the device, others empty their buffers and touch the mapping's pages.
+Pinned memory for a whole checkpoint (12 bytes per parameter in float32) would take seconds per GB at the first save, and torch's
+allocator never returns pinned blocks, which it rounds up to powers of two. The copies are therefore in ordinary memory: one
+mapping of huge pages that the system reclaims when the last copy is released. Device tensors are copied through small pinned
+buffers, one for each of several threads: while one thread waits for the device, others empty their buffers and touch the pages of
+the mapping.
 """
 
 from __future__ import annotations
@@ -23,22 +24,26 @@ from torch import Tensor
 from workers.host_memory import GB, Memory, host_memory
 
 THREADS = 8
-PIECE = 2**26  # bytes that are copied at a time: a thread's pinned buffer
-ALIGNED = 64  # bytes: where a tensor begins
+PIECE = 2**26  # bytes copied at a time: the size of a thread's pinned buffer
+ALIGNED = 64  # bytes: alignment of each tensor
 SPARE = 0.1
-"""The share of the host's memory that must stay available beside the copies: more than trainer.watch warns and stops at."""
+"""Fraction of the host's memory that must stay available in addition to the copies.
+
+It is more than the limits at which trainer.watch warns and stops.
+"""
 
 
 def shortage(size: int) -> str | None:
-    """Why the copies of all ranks do not fit into their hosts' memory, the same on every rank; None if they do.
+    """Explain why the copies of all ranks do not fit into the memory of their hosts; None if they fit.
 
-    size: bytes of this rank's copies. Collective.
+    size: bytes of this rank's copies. Collective. The answer is the same on every rank, so that all of them save in the same way.
     """
     memory = host_memory()
     mine = socket.gethostname(), size, usable_memory(memory), memory.whose
     ranks = [mine] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     for host in dict.fromkeys(name for name, *_ in ranks):
+        # Ranks of one host share its memory: their copies add up, and the tightest limit seen by any of them applies.
         wanted = sum(size for name, size, *_ in ranks if name == host)
         usable, whose = min((usable, whose) for name, _, usable, whose in ranks if name == host)
         if wanted > usable:
@@ -48,18 +53,18 @@ def shortage(size: int) -> str | None:
 
 
 def usable_memory(memory: Memory) -> float:
-    """Bytes of it that copies may take."""
+    """Bytes that copies may take."""
     return memory.available - SPARE * memory.total
 
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same bytes in memory of their own, on the host; complete when this returns."""
+    """Copy all tensors into one host mapping; complete when this returns. Names, dtypes and shapes stay the same."""
     starts, end = {}, 0
     for name, tensor in tensors.items():
         starts[name] = end
         end += -(-tensor.nbytes // ALIGNED) * ALIGNED
     memory = mmap.mmap(-1, max(end, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without huge pages
+    with suppress(OSError):  # a kernel without huge pages: ordinary pages will do
         memory.madvise(mmap.MADV_HUGEPAGE)
     whole, copies = torch.frombuffer(memory, dtype=torch.uint8), {}
     pieces: list[tuple[Tensor, Tensor]] = []
@@ -70,7 +75,7 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         pieces += zip(copy.split(PIECE), source.split(PIECE), strict=True)
     device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
     if device is not None:
-        torch.cuda.synchronize()  # the threads' streams wait for nobody
+        torch.cuda.synchronize()  # the threads' streams do not wait for the stream that computed the tensors
     threads, waiting = min(THREADS, os.cpu_count() or 1), iter(pieces)
     with ThreadPoolExecutor(threads) as pool:
         for done in [pool.submit(_copy, waiting, device) for _ in range(threads)]:
@@ -79,12 +84,15 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _copy(pieces: Iterator[tuple[Tensor, Tensor]], device: torch.device | None) -> None:
-    """Copy what the other threads leave. numpy, unlike torch, takes no threads of its own for it."""
+    """Copy pieces until none are left; all threads take them from one iterator.
+
+    numpy copies in the calling thread; torch would use more threads of its own.
+    """
     if device is None:
         for target, source in pieces:
             np.copyto(target.numpy(), source.numpy())
         return
-    with torch.cuda.device(device), torch.cuda.stream(stream := torch.cuda.Stream(device)):  # a new thread is on device 0
+    with torch.cuda.device(device), torch.cuda.stream(stream := torch.cuda.Stream(device)):  # a new thread starts on device 0
         buffer = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
         for target, source in pieces:
             here = buffer[: len(source)].copy_(source, non_blocking=True)

@@ -1,9 +1,11 @@
-"""A model's weights as its safetensors files have them: every rank reads the rows that it holds, in the type that is stored.
+"""Load weights by rows: every rank reads only the rows it holds, in the stored dtype, from the safetensors files.
 
-Rows of a tensor are one range of bytes of a file, so a shard is read by a few large reads, from several threads, and is converted
-on the device that it is for. No rank holds more than pieces of PIECE bytes beside what it keeps. transformers' own rules say
-which tensor of the model a name in a file is. Experts are one tensor each in a file and rows of one tensor in the model: ranges
-too. What transformers would convert in any other way is read whole by every rank, and converted by transformers.
+Rows of a tensor are one byte range of a file, so a shard is read in a few large reads by several threads, and converted on the
+device that it is for. Beyond its own shards a rank holds only pieces of PIECE bytes.
+
+Which tensor of the model a stored name refers to is decided by transformers' own rules. Experts are separate tensors in a file
+and rows of one tensor in the model: byte ranges too. A weight that transformers would convert in any other way is read completely
+by every rank and converted by transformers.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ from configs.schema.common import ModelConfig
 from workers.model_path import model_path
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-PIECE = 2**25  # bytes of a read
-READERS = 4  # threads of a rank: one copies to the device while others read
+PIECE = 2**25  # bytes per read
+READERS = 4  # threads per rank: one copies to the device while others read
 TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -42,7 +44,7 @@ TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a file. begin: of its first byte."""
+    """A tensor in a file. begin: offset of its first byte."""
 
     path: Path
     begin: int
@@ -56,7 +58,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """``target``, flat and contiguous, is to have the numbers of ``stored`` from ``begin`` on."""
+    """One read: fill ``target``, flat and contiguous, with the elements of ``stored`` that start at index ``begin``."""
 
     target: Tensor
     stored: Stored
@@ -64,7 +66,7 @@ class Piece:
 
 
 def weight_files(model: ModelConfig) -> list[Path]:
-    """The safetensors files of the model; those of a hub name are fetched. Raises OSError if there are none."""
+    """Paths of the model's safetensors files; a hub model is downloaded. Raises OSError if a file is missing."""
     place = model_path(model)
     folder = Path(place) if Path(place).is_dir() else Path(snapshot_download(place, allow_patterns=["*.json"]))
     index = folder / INDEX
@@ -78,7 +80,7 @@ def weight_files(model: ModelConfig) -> list[Path]:
 
 
 def tensors_in(file: Path) -> dict[str, Stored]:
-    """By name. Raises ValueError for a type that no weight has here."""
+    """Parse the header of a file: {name: Stored}. Raises ValueError for an unknown dtype."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length))
@@ -92,18 +94,21 @@ def tensors_in(file: Path) -> dict[str, Stored]:
 
 
 class StoredWeights:
-    """conversions: transformers' own that were of use, which it turns round when it writes the model. missing: the model's names
-    that no file has; ``fill`` makes them zero."""
+    """The weights of a model in its files, by the model's parameter names.
+
+    conversions: the conversions of transformers that were used; transformers inverts them when it writes the model. missing:
+    names of the model that no file has; ``fill`` sets them to zero.
+    """
 
     def __init__(self, hf: PreTrainedModel, files: Sequence[Path], place: str) -> None:
-        """hf: on the meta device, as transformers builds it. place: what the files are called in messages.
+        """hf: the model on the meta device, as transformers builds it. place: name of the files in messages.
 
-        Raises ValueError for a weight of another shape than the model's.
+        Raises ValueError for a weight whose shape differs from the model's.
         """
         self.place, self.folder = place, files[0].parent
         self._hf = hf
         self._blocks: dict[str, list[Stored]] = {}
-        """By the model's name: the tensors in files that make it, one after the other in the order of its numbers."""
+        """{name in the model: stored tensors that make it up, concatenated in element order}."""
         self._converted: dict[str, tuple[WeightConverter, Mapping[str, list[Stored]], str]] = {}
         state: dict[str, Tensor] = hf.state_dict(keep_vars=True)
         sources = {name: stored for file in files for name, stored in tensors_in(file).items()}
@@ -119,7 +124,7 @@ class StoredWeights:
         for name, blocks in self._blocks.items():
             self._check_shape(name, blocks, tuple(state[name].shape))
         first: dict[int, str] = {}
-        for name, tensor in state.items():  # of tied names, one that is in the files stands for all
+        for name, tensor in state.items():  # a tied weight may be stored under any of its names
             if name in self:
                 first.setdefault(id(tensor), name)
         self._stands_for = {name: first[id(tensor)] for name, tensor in state.items() if id(tensor) in first}
@@ -131,21 +136,27 @@ class StoredWeights:
     def _named(
         self, sources: Mapping[str, Stored], state: Mapping[str, Tensor], mapping: Sequence[Any]
     ) -> dict[str, dict[str | None, list[Stored]]]:
-        """The tensors, as transformers finds them: by the model's name, and by the pattern of a conversion, None without one."""
+        """Match stored tensors to the model as transformers does: {name in the model: {conversion pattern or None: tensors}}."""
         renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
         converters = [one for one in mapping if isinstance(one, WeightConverter)]
         prefix, found = self._hf.base_model_prefix, dict[str, dict[str | None, list[Stored]]]()
         known: dict[str, Any] = dict(state)
         for key in sorted(sources, key=dot_natural_key):
             name, pattern = rename_source_key(key, renamings, converters, prefix, known)
+            # A renaming that matches nothing is ignored if the stored name itself is one of the model's.
             if name not in state and key in state:
                 name, pattern = rename_source_key(key, [], [], prefix, known)
-            if name in state:  # others are no weights of this model, such as a language head where a critic's is wanted
+            if name in state:  # others are not weights of this model, such as an lm_head where a critic is loaded
                 found.setdefault(name, {}).setdefault(pattern, []).append(sources[key])
         return found
 
     def _convert(self, name: str, converter: WeightConverter, parts: Mapping[Any, list[Stored]]) -> None:
-        """Tensors that make others: one after the other, if the conversion of small numbers leaves them in a row."""
+        """Register a weight that transformers makes from several stored tensors.
+
+        If the conversion is a plain concatenation (experts), the result is a sequence of byte ranges and can be read by rows. To
+        detect that, the conversion runs on small tensors of consecutive numbers: each group of four numbers of the result must be
+        one input. Otherwise the inputs are read completely and converted by transformers.
+        """
         whole = {
             pattern: [torch.empty(one.shape, dtype=one.dtype, device="meta") for one in some] for pattern, some in parts.items()
         }
@@ -164,6 +175,10 @@ class StoredWeights:
             self._converted[target] = (converter, parts, name)
 
     def _apply(self, name: str, converter: WeightConverter, tensors: Mapping[Any, list[Tensor]]) -> dict[str, Tensor]:
+        """Run transformers' conversion on tensors: {name in the model: result}.
+
+        On a copy of the converter, which collects the tensors in its own state.
+        """
         one = deepcopy(converter)
         for pattern, some in tensors.items():
             for tensor in some:
@@ -179,9 +194,9 @@ class StoredWeights:
 
     @torch.no_grad()
     def fill(self, targets: Mapping[str, tuple[Tensor, int]]) -> None:
-        """By the model's name: (a contiguous tensor to be filled, from which of the whole tensor's numbers on).
+        """Read weights into tensors. Raises ValueError for a truncated file.
 
-        Raises ValueError for files that end too early.
+        targets: {name in the model: (contiguous tensor, index of its first element in the full tensor)}.
         """
         pieces: list[Piece] = []
         converted: dict[str, dict[str, Tensor]] = {}
@@ -195,13 +210,14 @@ class StoredWeights:
                 continue
             converter, parts, first = self._converted[name]
             if first not in converted:
+                # Keep only the latest conversion: it holds complete tensors.
                 converted = {first: self._apply(first, converter, read_whole(parts))}
             flat.copy_(converted[first][name].flatten()[start : start + len(flat)])
         read(pieces)
 
 
 def pieces_of(target: Tensor, start: int, blocks: Sequence[Stored]) -> list[Piece]:
-    """What ``target``, flat, takes of the blocks, which lie one after the other, from number ``start`` of them all on."""
+    """Split the read of ``target``, flat: elements from ``start`` on of the concatenated blocks, at most PIECE bytes each."""
     pieces, stop = [], start + len(target)
     for block, begin in zip(blocks, accumulate((block.numel for block in blocks), initial=0), strict=False):
         most = PIECE // block.dtype.itemsize
@@ -212,6 +228,7 @@ def pieces_of(target: Tensor, start: int, blocks: Sequence[Stored]) -> list[Piec
 
 
 def read_whole(parts: Mapping[Any, list[Stored]]) -> dict[Any, list[Tensor]]:
+    """Read complete tensors to the CPU, in their stored dtype, keyed as ``parts`` is."""
     whole = {pattern: [torch.empty(one.shape, dtype=one.dtype) for one in some] for pattern, some in parts.items()}
     pairs = [pair for pattern, some in parts.items() for pair in zip(whole[pattern], some, strict=True)]
     read([piece for tensor, one in pairs for piece in pieces_of(tensor.view(-1), 0, [one])])
@@ -219,9 +236,9 @@ def read_whole(parts: Mapping[Any, list[Stored]]) -> dict[Any, list[Tensor]]:
 
 
 def read(pieces: Sequence[Piece]) -> None:
-    """Fill the targets, in their own type and on their own device."""
+    """Execute the reads in READERS threads; each target is filled in its own dtype on its own device."""
     gpu = next((piece.target.device for piece in pieces if piece.target.is_cuda), None)
-    here = partial(torch.cuda.set_device, gpu) if gpu is not None else None  # a new thread's device is the first of the machine
+    here = partial(torch.cuda.set_device, gpu) if gpu is not None else None  # a new thread starts on device 0
     with ExitStack() as opened, ThreadPoolExecutor(READERS, initializer=here) as threads:
         paths = dict.fromkeys(piece.stored.path for piece in pieces)
         files = {path: opened.enter_context(path.open("rb", buffering=0)).fileno() for path in paths}
@@ -231,7 +248,7 @@ def read(pieces: Sequence[Piece]) -> None:
 
 @torch.no_grad()
 def _read_piece(piece: Piece, file: int) -> None:
-    """The type changes on the device: what crosses to it is what is stored."""
+    """Read one piece. The dtype is converted on the device: the bytes that cross to it are the stored ones."""
     target, dtype = piece.target, piece.stored.dtype
     in_place = target.dtype == dtype and target.device.type == "cpu"
     staged = target if in_place else torch.empty(len(target), dtype=dtype, pin_memory=target.is_cuda)
@@ -241,9 +258,10 @@ def _read_piece(piece: Piece, file: int) -> None:
 
 
 def read_bytes(file: int, buffer: Any, begin: int, path: Path) -> None:
-    """Raises ValueError if the file ends before the buffer is full."""
+    """Fill ``buffer`` from offset ``begin``. Raises ValueError if the file ends before it is full."""
     view = memoryview(buffer)
     while view:
+        # A read may return fewer bytes than requested. preadv takes an offset: threads share the file descriptor.
         count = os.preadv(file, [view], begin)
         if not count:
             raise ValueError(f"{path} ends before byte {begin + len(view):,}; copy or download it again")

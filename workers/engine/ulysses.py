@@ -1,7 +1,7 @@
-"""Ulysses sequence parallelism (Jacobs et al. 2023, arXiv 2309.14509): the flat tokens of a micro-batch, cut over a few ranks.
+"""Ulysses sequence parallelism (Jacobs et al. 2023, arXiv 2309.14509): the flat tokens of a micro-batch, split over sp ranks.
 
-Each rank has T / sp neighbouring tokens in everything that works on tokens one by one. Attention works on heads one by one:
-there an all-to-all gives each rank all tokens of some heads, and another takes what came out back to the tokens' ranks.
+Each rank holds T / sp consecutive tokens wherever tokens are independent of each other. In attention heads are independent: an
+all-to-all gives each rank all tokens of some heads, and a second one returns the outputs to the ranks of their tokens.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from workers.engine.collectives import all_to_all, gather_alike
 
 @dataclass(frozen=True, slots=True)
 class TokenCut:
-    """group: the sp ranks that share the T tokens of a micro-batch, which sp divides; rank r has the r-th run of T / sp."""
+    """Split of the flat tokens of a micro-batch over ranks.
+
+    group: the sp ranks that hold the T tokens together; sp divides T, and rank r holds the r-th run of T / sp tokens.
+    """
 
     group: dist.ProcessGroup
 
     @classmethod
     def over(cls, size: int, device: str) -> TokenCut | None:
-        """Over so many neighbouring ranks, None for one. Collective over all."""
+        """Create groups of ``size`` consecutive ranks; None for size 1. Collective over all ranks."""
         world = dist.get_world_size()
         assert world % size == 0, f"{world} ranks do not fall into groups of {size}"
         if size == 1:
@@ -34,29 +37,29 @@ class TokenCut:
         return cls(init_device_mesh(device, (world // size, size), mesh_dim_names=("dp", "sp")).get_group("sp"))
 
     def own(self, whole: Tensor) -> Tensor:
-        """(T, ...) -> (T / sp, ...), those of this rank."""
+        """Slice of this rank: (T, ...) -> (T / sp, ...)."""
         assert len(whole) % self.group.size() == 0, f"{len(whole)} tokens do not fall into {self.group.size()} parts"
         return whole.chunk(self.group.size())[self.group.rank()]
 
     def own_places(self, places: Tensor, total: int) -> Tensor:
-        """Places of tokens among all ``total``, int64 (N,) -> those of this rank, as places among its own (at most N,)."""
+        """Select, of indices among all ``total`` tokens (N,), those of this rank, as indices into its slice (at most N,)."""
         size = total // self.group.size()
         here = places - size * self.group.rank()
         return here[(here >= 0) & (here < size)]
 
     def all_places(self, here: Tensor, total: int) -> Tensor:
-        """The other way round."""
+        """Inverse of own_places: indices into this rank's slice -> indices among all ``total`` tokens."""
         return here + total // self.group.size() * self.group.rank()
 
     def whole(self, mine: Tensor) -> Tensor:
-        """(T / sp, ...) of each rank -> (T, ...), for what every rank does alike: see gather_alike."""
+        """All-gather (T / sp, ...) -> (T, ...), for results that all ranks use identically: see gather_alike."""
         return gather_alike(mine, self.group)
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q (T / sp, heads, D), k and v (T / sp, kv heads, D), of this rank's tokens -> those of all: (T, heads / sp, D), and of
-        k and v the heads that these look at. One message to each rank has all three.
+        """Redistribute q (T / sp, heads, D), k and v (T / sp, kv heads, D) from tokens to heads.
 
-        kv heads that sp does not divide are repeated until it does; autograd sums what comes back.
+        Returns q (T, heads / sp, D) and the k and v heads that these query heads attend to. One message per pair of ranks carries
+        all three. If sp does not divide the kv heads, they are repeated until it does; autograd sums the gradients of the copies.
         """
         ranks, copies = self.group.size(), lcm(k.shape[1], self.group.size()) // k.shape[1]
         k, v = (x if copies == 1 else x.repeat_interleave(copies, dim=1) for x in (k, v))
@@ -68,14 +71,16 @@ class TokenCut:
         return q, k, v
 
     def to_tokens(self, out: Tensor) -> Tensor:
-        """(T, heads / sp, D) -> (T / sp, heads, D)."""
+        """Redistribute attention outputs from heads to tokens: (T, heads / sp, D) -> (T / sp, heads, D)."""
         received = all_to_all(out.unflatten(0, (self.group.size(), -1)), self.group)
         return received.transpose(0, 1).flatten(1, 2)
 
 
 def check_heads(model: PretrainedConfig, size: int) -> None:
-    """Raises ValueError for a model whose heads ``size`` ranks cannot share. Heads of keys and values may be any number of them:
-    they divide the model's heads, and so does their least common multiple with another divisor.
+    """Raise ValueError if ``size`` does not divide the model's attention heads.
+
+    Any number of kv heads is possible: it divides the number of heads, and so does its least common multiple with another
+    divisor.
     """
     heads = model.get_text_config().num_attention_heads
     if heads % size:

@@ -1,6 +1,6 @@
-"""What long rows cost in activations, made less: layer inputs on the host, and MLPs a piece of the tokens at a time.
+"""Reduce activation memory of long rows: layer inputs offloaded to the host, MLPs computed in tiles of tokens.
 
-docs/performance.md has what each buys.
+docs/performance.md has the measured savings.
 """
 
 from __future__ import annotations
@@ -21,19 +21,25 @@ Run = Callable[[Tensor], Tensor]
 
 
 def keep_inputs_on_host(model: PackedModel) -> None:
-    """What a layer keeps for its backward is kept in pinned host memory: its input alone, after ``recompute_layers``."""
+    """Offload what a layer saves for its backward to pinned host memory.
+
+    After ``recompute_layers`` that is the layer's input alone.
+    """
     for layer in model.layers:
         layer.forward = partial(_saving_on_host, layer.forward)
 
 
 def _saving_on_host(forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """Run a layer's forward with saved tensors offloaded to the host; pinned if there is CUDA."""
     with save_on_cpu(pin_memory=torch.cuda.is_available()):
         return forward(*args, **named)
 
 
 def tile_mlps(model: PackedModel, shards: int) -> None:
-    """Each layer's MLP runs on ``shards`` pieces of the tokens in turn, in the forward and in the backward, where each piece is
-    computed again. Raises ValueError for layers whose MLP is not known to treat every token by itself, in the same way.
+    """Run each layer's MLP on ``shards`` tiles of the tokens, one after the other, in the forward and in the backward.
+
+    The intermediate activations of one tile exist at a time; the backward recomputes each tile. Raises ValueError for layers
+    whose MLP is not known to process every token independently and identically.
     """
     for layer in model.layers:
         children = dict(layer.named_children())
@@ -44,19 +50,22 @@ def tile_mlps(model: PackedModel, shards: int) -> None:
 
 
 def _tiled(mlp: nn.Module, run: Run, shards: int, x: Tensor) -> Tensor:
-    """x (1, T, H) -> (1, T, H). The weights are asked for here: a sharding engine has just put them into the module."""
+    """MLP in tiles: x (1, T, H) -> (1, T, H).
+
+    The weights are looked up here, at each call: a sharding engine has just put the gathered ones into the module.
+    """
     weights = [weight for weight in mlp.parameters() if weight.requires_grad]
     if not (torch.is_grad_enabled() and (x.requires_grad or weights)):
         return _in_pieces(run, shards, x)
-    # The input is kept by a node of its own, the last of the layer's to keep anything: a recomputed layer stops there, before the
-    # MLP, which its backward computes anyway.
+    # The input is saved by an autograd node of its own, the last of the layer that saves anything. Recomputation of a
+    # checkpointed layer ends there, before the MLP, which the backward of _Tiled recomputes anyway.
     kept: Tensor = _Keep.apply(x.new_empty(0).requires_grad_(), x)
     tiled: Tensor = _Tiled.apply(run, shards, kept.grad_fn, kept, x, *weights)
     return tiled
 
 
 def _in_pieces(run: Run, shards: int, x: Tensor) -> Tensor:
-    """Without gradient; no second copy of the whole."""
+    """Forward without gradient: tiles are written into one output, so there is no second copy of it to concatenate."""
     out = torch.empty_like(x)
     for there, piece in zip(out.chunk(shards, 1), x.chunk(shards, 1), strict=True):
         there.copy_(run(piece))
@@ -64,6 +73,8 @@ def _in_pieces(run: Run, shards: int, x: Tensor) -> Tensor:
 
 
 class _Keep(torch.autograd.Function):
+    """Autograd node that saves ``x`` for _Tiled. Its output is empty; ``anchor`` requires grad so that the node exists."""
+
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
@@ -75,6 +86,8 @@ class _Keep(torch.autograd.Function):
 
 
 class _Tiled(torch.autograd.Function):
+    """MLP in tiles; the backward recomputes each tile and accumulates the weights' gradients over tiles."""
+
     @staticmethod
     def forward(ctx: Any, run: Run, shards: int, keeper: Any, kept: Tensor, x: Tensor, *weights: Tensor) -> Tensor:
         ctx.run, ctx.shards, ctx.keeper, ctx.weights = run, shards, keeper, weights
@@ -85,7 +98,7 @@ class _Tiled(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.keeper.saved_tensors
         d_x = torch.empty_like(x)
-        # Sums over pieces are kept in float32 whatever the weights' dtype.
+        # Accumulate over tiles in float32 whatever the weights' dtype.
         sums = [torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) for weight in ctx.weights]
         pieces = (whole.chunk(ctx.shards, 1) for whole in (x, d_x, d_out))
         for piece, d_piece, d_there in zip(*pieces, strict=True):
@@ -96,6 +109,6 @@ class _Tiled(torch.autograd.Function):
             d_piece.copy_(gradient)
             for total, part in zip(sums, of_weights, strict=True):
                 total += part
-            del out, gradient, of_weights  # not beside the next piece's
+            del out, gradient, of_weights  # free before the next tile allocates its own
         of_weights = [total.to(weight.dtype) for total, weight in zip(sums, ctx.weights, strict=True)]
         return None, None, None, None, d_x, *of_weights

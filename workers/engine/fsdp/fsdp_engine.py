@@ -1,4 +1,8 @@
-"""The FSDP2 engine: parameters, gradients and optimizer state are sharded over ranks, and tokens too if that is asked for."""
+"""FSDP2 engine: parameters, gradients and optimizer state are sharded over ranks; tokens too with Ulysses.
+
+A train step runs micro-batches one after the other. FSDP gathers each layer for its forward and backward, and reduces gradients
+to shards by summing, never averaging (sharding.shard). The optimizer updates local shards.
+"""
 
 from __future__ import annotations
 
@@ -50,12 +54,14 @@ from workers.start_times import START
 if TYPE_CHECKING:
     from workers.engine.fsdp.lora import Adapter
 
-CAN_RESET = "reset_iter_state" in vars(FSDPModule)  # torch 2.13 and later
+CAN_RESET = "reset_iter_state" in vars(FSDPModule)  # torch >= 2.13
 
 
 class FSDPEngine(TrainEngine):
-    """One model over all ranks of the default process group. How parameters are sharded (sharding.device_mesh) and which ranks
-    work on the same rows (ulysses.TokenCut) have nothing to do with each other: a gradient is a sum over all ranks.
+    """One model over all ranks of the default process group.
+
+    How parameters are sharded (sharding.device_mesh) and which ranks work on the same rows (ulysses.TokenCut) are independent: a
+    gradient is a sum over all ranks.
     """
 
     def __init__(self, spec: EngineSpec, fsdp: FSDPConfig) -> None:
@@ -68,11 +74,11 @@ class FSDPEngine(TrainEngine):
             rank=rank, world_size=world, dp_rank=rank // sp, dp_size=world // sp, is_output_rank=rank % sp == 0
         )
         self._device_mesh = device_mesh(spec.device, fsdp.fsdp_size)
-        # Whether gradients are reduced in the last micro-batch only.
+        # Whether gradients are reduced in the last micro-batch only, see _reduce_gradients.
         self._waits = fsdp.use_no_sync_for_gradient_accumulation or self._device_mesh["shard"].size() == 1
         self._token_cut = TokenCut.over(sp, spec.device)
         self._model, self._shell = self._build()
-        # While parameters are gathered, others take their place in the modules: from here on, these are the parameters.
+        # While parameters are gathered, the modules contain the gathered tensors. Keep references to the sharded ones.
         self._params = dict(self._model.hf.named_parameters())
         self._weights: dict[str, Tensor] = self._model.hf.state_dict(keep_vars=True)  # tied names and buffers too
         self._adapter: Adapter | None = None
@@ -93,7 +99,11 @@ class FSDPEngine(TrainEngine):
             self._places["optimizer"].move("cpu")
 
     def _build(self) -> tuple[PackedModel, PreTrainedModel | None]:
-        """The sharded model; and on rank 0 its twin without memory, which knows how transformers would write it."""
+        """Build the sharded model and, on rank 0, its meta-device twin, which defines how transformers would write it.
+
+        The order matters. The adapter's parameters must exist before ``shard`` shards the layers. Recomputation is set up before
+        ``shard``, whose hooks must run outside of it. Memory is allocated after sharding, for shards only.
+        """
         model, fsdp, head = self.spec.model, self.fsdp, self.spec.head
         dtype = DTYPES[fsdp.model_dtype]
         config = model_config(model, head)
@@ -120,6 +130,7 @@ class FSDPEngine(TrainEngine):
             tile_mlps(sharded, model.tiled_mlp.num_shards)
         shard(sharded, self._device_mesh, fsdp)
         sharded.to_empty(device=self.device)
+        # to_empty() may create new parameters, which breaks ties.
         sharded.hf.tie_weights()
         with START("read"):
             fill(sharded, weights, given)
@@ -141,29 +152,33 @@ class FSDPEngine(TrainEngine):
 
     def train_step(self, batch: Batch, plan: MicroBatches, loss: Loss) -> Metrics:
         assert self._optimizer is not None, "this engine was built without an optimizer"
+        # With several ranks the others may wait in a collective that this rank has left: the step cannot be undone.
         alone = self.mesh.world_size == 1 and (CAN_RESET or not isinstance(self._model, FSDPModule))
         with told_without_memory(self._drop_step if alone else None):
             metrics = self.accumulate(batch, plan, loss)
             grads = {name: local(param.grad) for name, param in self._params.items() if param.grad is not None}
             loss_here = metrics["loss"]
             assert isinstance(loss_here, Metric)
-            # A loss may be infinite where its gradient is not: as 0 * loss it is part of the one number that all ranks decide by.
+            # A loss may be infinite although its gradient is finite. 0 * loss is then NaN, and part of the norm by which all
+            # ranks decide.
             doubt = torch.tensor([0.0 * loss_here.value], device=self.device)
             norm = float(global_norm([*grads.values(), doubt], self.device, copies(self._device_mesh)[1]))
         metrics |= {"grad_norm": Metric.max(norm), "skipped_updates": Metric.max(not math.isfinite(norm))}
         if math.isfinite(norm):
             with self._optimizer_here():
                 metrics["lr"] = Metric.max(self._optimizer.step(grads, norm))
+        # Frees the gradients, also of an update that was not applied.
         self.move(grads="cpu")
         return metrics
 
     def accumulate(self, batch: Batch, plan: MicroBatches, loss: Loss) -> Metrics:
-        """The first half of a train step: leaves the gradient, summed over micro-batches and ranks, in the parameters.
+        """First half of a train step: leave the gradient, summed over micro-batches and ranks, in the parameters.
 
-        Metrics: the loss's own, and ``loss``: this rank's part of sum(loss_weight * token_loss); of a mixture of experts
-        LoadBalance's too, whose loss is not part of that one.
+        Metrics: those of the loss, and ``loss``: this rank's part of sum(loss_weight * token_loss). For a mixture of experts also
+        those of LoadBalance, whose auxiliary loss is not part of ``loss``.
         """
         self._assert_here("params")
+        # A rank that has only dummy micro-batches reports a loss of 0 too.
         told: list[Metrics] = [{"loss": Metric.sum(0.0)}]
         coefficient, balance = self.spec.model.router_aux_loss_coef, None
         if self._model.top_k is not None:
@@ -190,19 +205,22 @@ class FSDPEngine(TrainEngine):
         return join_metrics([*told, balance.metrics()] if balance is not None else told)
 
     def _sum_in_float32(self, sums: dict[str, Tensor]) -> None:
-        """Move the gradients of parameters that are narrower than float32 into ``sums``: FSDP would add up those of the
-        micro-batches in the parameters' dtype, and bfloat16 loses what is 256 times smaller than the sum."""
+        """Move the gradients of parameters narrower than float32 into ``sums``.
+
+        FSDP would accumulate micro-batches in the dtype of the parameters, and a bfloat16 sum loses addends 256 times smaller
+        than itself.
+        """
         for name, param in self._params.items():
             if param.grad is not None and param.dtype.itemsize < torch.float32.itemsize and isinstance(param, DTensor):
                 shard, param.grad = local(param.grad), None
                 sums[name] = sums[name].add_(shard) if name in sums else shard.float()
 
     def _drop_step(self) -> None:
-        """After an exception anywhere in ``accumulate``: no gradient, nothing gathered, and the memory back."""
+        """Undo a failed ``accumulate``: drop gradients, reshard gathered parameters, release memory."""
         if isinstance(self._model, FSDPModule):
             self._model.reset_iter_state()
-            # Gradients of earlier micro-batches outlive that, in private places (torch 2.13): a dummy row carries them to where
-            # they can be dropped.
+            # Gradients of earlier micro-batches survive that in private state of FSDP (torch 2.13): the backward of a dummy row
+            # moves them to the parameters, where they can be dropped.
             self._reduce_gradients(True)
             empty = torch.zeros(0, dtype=torch.int64)
             nobody = Batch(lengths=empty, tokens={"input_ids": empty, "response_mask": empty}, meta={"temperature": 1.0})
@@ -213,12 +231,12 @@ class FSDPEngine(TrainEngine):
             torch.cuda.empty_cache()
 
     def _reduce_gradients(self, last: bool) -> None:
-        """Which gradients the next backward reduces over ranks.
+        """Select which gradients the next backward reduces over ranks.
 
-        Each micro-batch is reduced over the ranks that share one copy of the model, so that gradients accumulate sharded: kept
-        unsharded, they take 4 bytes a parameter on every GPU, however many there are. Copies (HSDP) are summed in the last
-        micro-batch. With use_no_sync_for_gradient_accumulation all of it waits for the last one, and so it does where one rank
-        holds the whole model: there sharded gradients are no smaller.
+        Each micro-batch is reduced over the ranks that share one copy of the model, so that gradients accumulate sharded:
+        unsharded they take 4 bytes per parameter on every GPU, however many GPUs there are. Copies (HSDP) are summed in the last
+        micro-batch. With use_no_sync_for_gradient_accumulation all reduction waits for the last micro-batch; so it does if one
+        rank holds the whole model, where sharded gradients are no smaller.
         """
         if isinstance(self._model, FSDPModule):
             self._model.set_requires_gradient_sync(last or not self._waits)
@@ -228,13 +246,16 @@ class FSDPEngine(TrainEngine):
             self._model.set_reshard_after_backward(last or self.fsdp.reshard_after_forward)
 
     def _free_gathered(self) -> None:
-        """No backward will do it; and a load would leave what is still gathered stale."""
+        """Reshard parameters that a forward without backward has left gathered.
+
+        They would keep their memory, and a load would update the shards and leave the gathered copies stale.
+        """
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def _shared(self, batch: Batch, prompts: Prompts | None, chosen: Sequence[int]) -> SharedPrompts | None:
-        """Of the micro-batch of these rows of ``batch``."""
+        """Prompt sharing of the micro-batch of these rows of ``batch``; None without."""
         if prompts is None or not chosen:
             return None
         order = longest_first(batch, chosen)
@@ -243,6 +264,10 @@ class FSDPEngine(TrainEngine):
     def _run(
         self, rows: Batch, outputs: Collection[str], *, routing: bool | None = None, shared: SharedPrompts | None = None
     ) -> dict[str, Tensor]:
+        """Run the model on a micro-batch and return its outputs without padding.
+
+        routing: None: no router statistics; else whether they need a gradient.
+        """
         input_ids, positions, lengths = flat_rows(rows, self.fsdp.ulysses_sequence_parallel_size)
         packed, total = PackedRows.of(lengths, self.device, cut=self._token_cut, shared=shared), rows.total_tokens
         told = {} if routing is None else {"routed": total, "routed_gradient": routing}
@@ -267,7 +292,7 @@ class FSDPEngine(TrainEngine):
             yield name, adapter.merged(name, dtype) if adapter is not None and kind == "merged" else full(weight, dtype)
 
     def _own_weights(self) -> dict[str, Tensor]:
-        """Each weight once, under the first of its names."""
+        """Each weight once, under the first of its names (tied weights have several)."""
         names: dict[int, str] = {}
         for name, weight in self._weights.items():
             names.setdefault(id(weight), name)
@@ -293,7 +318,7 @@ class FSDPEngine(TrainEngine):
 
     @contextmanager
     def _optimizer_here(self) -> Iterator[None]:
-        """With optimizer_offload the state is on the device in here alone."""
+        """Keep the optimizer state on the device in the block only, if optimizer_offload is set."""
         if self.fsdp.optimizer_offload:
             self._places["optimizer"].move("device")
         self._assert_here("optimizer")
@@ -317,7 +342,10 @@ class FSDPEngine(TrainEngine):
             self._optimizer.set_steps(int(state["optimizer.steps"]))
 
     def _checkpoint_state(self) -> dict[str, Tensor]:
-        """Views of what is live, and the count of steps, which is all of the schedule's state. Without what is frozen."""
+        """Live tensors of a checkpoint, as views, without frozen weights.
+
+        The step count is all of the schedule's state.
+        """
         if self._adapter is None:
             state: dict[str, Tensor] = {f"model.{name}": weight.detach() for name, weight in self._own_weights().items()}
         else:
@@ -333,7 +361,7 @@ class FSDPEngine(TrainEngine):
         for name, weight in self.export_weights():
             if self._shell is not None:
                 state[name] = weight.to("cpu", self._shell.dtype) if weight.is_floating_point() else weight.cpu()
-        if self._shell is not None:  # whole: transformers may give weights other names in files than in the model
+        if self._shell is not None:  # complete: transformers may give weights other names in files than in the model
             self._shell.save_pretrained(path, state_dict=state)
         dist.barrier()
 

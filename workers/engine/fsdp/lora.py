@@ -1,7 +1,7 @@
-"""LoRA (Hu et al. 2021): a product of two thin matrices beside a frozen one, by peft.
+"""LoRA (Hu et al. 2021, W + scaling * B A with a frozen W), implemented by peft.
 
-peft's layers take the place of the model's own linear ones; the base's weights keep their Hugging Face names in all that leaves
-the engine. Of an adapter on disk its two files are read, JSON and safetensors: neither can hold a pickle.
+peft's layers replace linear layers of the model; everything that leaves the engine has the base model's Hugging Face names. Of an
+adapter on disk only adapter_config.json and the safetensors file are read: neither can contain a pickle.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from workers.engine.hf.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from workers.engine.hf.hf_model import PackedModel, empty_model, model_config
 from workers.engine.stored_weights import StoredWeights
 
-PREFIX = "base_model.model."  # of a module's name in peft's files
-NAME = "default"  # of the adapter in the model
+PREFIX = "base_model.model."  # prefix of module names in peft's files
+NAME = "default"  # name of the adapter in the model
 TASKS: dict[Head, str] = {"lm": "CAUSAL_LM", "value": "TOKEN_CLS", "reward": "SEQ_CLS"}
-# What an adapter_config.json may say: the first is heeded, the second does not matter here: weights say which modules have some.
+# Keys of adapter_config.json: the first set is used, the second is ignored: the weights show which modules are adapted.
 HEEDED = {"r", "lora_alpha", "target_modules", "use_rslora", "modules_to_save"}
 IDLE = {
     "auto_mapping", "base_model_name_or_path", "exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern",
     "layers_to_transform", "lora_dropout", "peft_type", "peft_version", "revision", "task_type",
 }  # fmt: skip
-PLAIN_BEGINNINGS = (True, False, "gaussian")  # of init_lora_weights: PiSSA and others take something off the base
+PLAIN_BEGINNINGS = (True, False, "gaussian")  # accepted init_lora_weights: PiSSA and others change the base model
 
 
 def adapter_config(model: ModelConfig) -> LoraConfig | None:
-    """What the model's adapter is; None: it has none. Of ``lora_adapter_path``, what is written there.
+    """Configuration of the model's adapter, read from ``lora_adapter_path`` if that is set; None without an adapter.
 
-    Raises FileNotFoundError if there is no adapter at that path, ValueError for one that is more than LoRA, or of another rank.
+    Raises FileNotFoundError if there is no adapter at that path, ValueError for one that is not plain LoRA or has another rank.
     """
     if model.lora_adapter_path is not None:
         return _written(adapter_path(model), model.lora_rank)
@@ -54,7 +54,7 @@ def adapter_config(model: ModelConfig) -> LoraConfig | None:
 
 
 def adapter_path(model: ModelConfig) -> Path:
-    """Where the files of ``lora_adapter_path`` are. Raises FileNotFoundError."""
+    """Directory of ``lora_adapter_path``. Raises FileNotFoundError if one of peft's two files is missing."""
     assert model.lora_adapter_path is not None
     path = Path(model.lora_adapter_path).expanduser()
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
@@ -64,6 +64,7 @@ def adapter_path(model: ModelConfig) -> Path:
 
 
 def _written(path: Path, rank: int) -> LoraConfig:
+    """Read and validate adapter_config.json. rank: expected rank, 0 for any. Raises ValueError."""
     written: dict[str, Any] = json.loads((path / ADAPTER_CONFIG).read_text())
     if written.get("peft_type") != "LORA":
         raise ValueError(f"model.lora_adapter_path {path}: peft_type is {written.get('peft_type')}, not LORA")
@@ -83,7 +84,7 @@ def _written(path: Path, rank: int) -> LoraConfig:
 
 
 def check_fit(model: ModelConfig, head: Head) -> None:
-    """Whether the model takes its adapter: names and shapes, no weights. Raises ValueError, FileNotFoundError."""
+    """Check names and shapes of the adapter against the model, without loading weights. Raises ValueError, FileNotFoundError."""
     packed = empty_model(model, model_config(model, head), head, torch.float32)
     inject(packed, model, trained=False, seed=0)
     if model.lora_adapter_path is not None:
@@ -93,11 +94,10 @@ def check_fit(model: ModelConfig, head: Head) -> None:
 def add_adapter(
     sharded: PackedModel, beginning: PackedModel, weights: StoredWeights, model: ModelConfig, *, trained: bool, seed: int
 ) -> tuple[LoraConfig, dict[str, Tensor]]:
-    """To the model without memory. Returns what it is, and what it begins with, by the model's names: full tensors, the same on
-    every rank.
+    """Add the adapter to the meta-device model ``sharded``; returns its config and its initial weights.
 
-    beginning: another such model, where that is made. Its base has no numbers, only their shapes: nothing depends on them. See
-    ``inject``.
+    The weights are full tensors by the model's names, equal on every rank. beginning: a second meta-device model in which they
+    are created on the CPU. Its base weights have shapes but no values: no initial weight depends on them. See ``inject``.
     """
     config = inject(sharded, model, trained=trained, seed=seed)
     head = set(beginning.value_head.parameters()) if beginning.head != "lm" else set()
@@ -106,6 +106,7 @@ def add_adapter(
             if param is not None:
                 value = torch.empty if param in head else _without_numbers
                 module._parameters[leaf] = nn.Parameter(value(param.shape, dtype=param.dtype))
+    # A value head is not made by peft: its initial weights come from the model's files, zero if these have none.
     if beginning.head != "lm":
         name = _head_name(beginning)
         weights.fill({f"{name}.{leaf}": (param.detach(), 0) for leaf, param in beginning.value_head.named_parameters()})
@@ -117,15 +118,15 @@ def add_adapter(
 
 
 def _without_numbers(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """On the CPU, of one number's memory: what peft makes beside it is on the CPU too."""
+    """A CPU tensor of this shape with the memory of one number. peft creates its weights on the device of the base layer."""
     return torch.zeros((), dtype=dtype).expand(shape)
 
 
 def inject(packed: PackedModel, model: ModelConfig, *, trained: bool, seed: int) -> LoraConfig:
-    """Give the model its adapter, in place; returns what it is, by the names of its modules. All else is frozen.
+    """Add the adapter to the model in place and freeze everything else; returns its config with module names filled in.
 
-    A is drawn by peft from ``seed``, B is zero. A value or reward head is trained as a whole beside the adapter. What is trained
-    is kept in float32 at least. Raises ValueError for names of modules that are none.
+    peft initialises A from ``seed``, and B to zero. A value or reward head is trained completely, in addition to the adapter.
+    Trained parameters are at least float32. Raises ValueError for module names that match nothing.
     """
     config = adapter_config(model)
     assert config is not None, "the model has no adapter"
@@ -144,7 +145,10 @@ def inject(packed: PackedModel, model: ModelConfig, *, trained: bool, seed: int)
 
 
 def _put_in(packed: PackedModel, config: LoraConfig, targets: list[str], seed: int) -> None:
-    """peft's own, to these modules and no other, in float32 at least: to peft they are as the base is."""
+    """Inject peft's layers into exactly these modules, in float32 at least (peft uses the base's dtype).
+
+    The random state is forked: A depends on ``seed`` only, and the caller's random state does not change.
+    """
     exact = copy.deepcopy(config)
     exact.target_modules, exact.modules_to_save = targets, None
     on_meta = next(packed.hf.parameters()).is_meta
@@ -157,7 +161,7 @@ def _put_in(packed: PackedModel, config: LoraConfig, targets: list[str], seed: i
 
 @torch.no_grad()
 def merge_from(path: Path, packed: PackedModel) -> dict[str, Tensor]:
-    """{Hugging Face name: weight} of the model with the adapter of peft's directory ``path``, in the place of the model's own."""
+    """Merge the adapter in peft's directory ``path`` into the model in place; returns {Hugging Face name: weight}."""
     _put_in(packed, _written(path, 0), _modules_on_disk(packed, path), seed=0)
     adapter = Adapter(packed)
     adapter.read(path)
@@ -172,22 +176,24 @@ def _head_name(packed: PackedModel) -> str:
 
 
 def _own(packed: PackedModel) -> list[nn.Parameter]:
+    """Trained parameters: those of LoRA, and of a value or reward head."""
     return _thin(packed) + (list(packed.value_head.parameters()) if packed.head != "lm" else [])
 
 
 def _thin(packed: PackedModel) -> list[nn.Parameter]:
+    """Parameters A and B of all adapted layers."""
     return [param for name, param in packed.hf.named_parameters() if ".lora_" in name]
 
 
 def _linear(packed: PackedModel) -> list[str]:
-    """Names of the linear layers of the body: neither the embedding nor a head is adapted."""
+    """Names of the linear layers of the model body; neither the embedding nor a head is adapted."""
     body = packed.hf.base_model
     inside = {id(module) for module in body.modules()}
     return [name for name, module in packed.hf.named_modules() if isinstance(module, nn.Linear) and id(module) in inside]
 
 
 def _matched(packed: PackedModel, model: ModelConfig) -> list[str]:
-    """The layers that ``target_modules`` names, as peft reads it: the end of a name, or a pattern of the whole."""
+    """Layers that ``target_modules`` selects, by peft's rules: a list of name suffixes, or a regex for complete names."""
     layers, wanted = _linear(packed), model.target_modules
     if wanted == "all-linear":
         return layers
@@ -210,6 +216,7 @@ def _matched(packed: PackedModel, model: ModelConfig) -> list[str]:
 
 
 def _modules_on_disk(packed: PackedModel, path: Path) -> list[str]:
+    """Names of the modules that the adapter file has weights for. Raises ValueError if one is no linear layer of the body."""
     with safe_open(path / ADAPTER_WEIGHTS, "pt") as file:
         names = sorted(file.keys())
     ending, layers = ".lora_A.weight", set(_linear(packed))
@@ -222,17 +229,17 @@ def _modules_on_disk(packed: PackedModel, path: Path) -> list[str]:
 
 
 def _in_short(hf: PreTrainedModel, targets: Sequence[str]) -> list[str]:
-    """The last parts of the names, where they mean no other module: as engines and people know them."""
+    """Abbreviate module names to their last components, the form that engines and users know, if that is unambiguous."""
     ends = sorted({name.rpartition(".")[2] for name in targets})
     meant = {name for name, _ in hf.named_modules() if name.rpartition(".")[2] in ends}
     return ends if meant == set(targets) else sorted(targets)
 
 
 class Adapter:
-    """The adapter in a model whose parameters have come to their places. Names are peft's for files, without the adapter's own.
+    """The adapter of a model whose parameters have their final storage.
 
-    base: {Hugging Face name: weight} of the model without it. own: {peft's name: weight} of all that is trained.
-    scaling: {Hugging Face name of a weight that is adapted: what B A is multiplied by}.
+    Names are peft's file names, without the adapter's own name. base: {Hugging Face name: weight} of the model without adapter.
+    own: {peft name: weight} of everything that is trained. scaling: {Hugging Face name of an adapted weight: factor of B A}.
     """
 
     def __init__(self, packed: PackedModel, config: LoraConfig | None = None) -> None:
@@ -250,10 +257,10 @@ class Adapter:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """The base model alone answers in here.
+        """Disable the adapter in the block: the base model alone runs.
 
-        peft freezes an adapter that is off, and thaws it afterwards, also where nothing is trained; FSDP looks at these flags as
-        it gathers. They are put back at once.
+        peft freezes the parameters of a disabled adapter and unfreezes them afterwards, even where nothing is trained. FSDP reads
+        requires_grad when it gathers, so the flags are restored immediately.
         """
         flags = [param.requires_grad for param in self._params]
 
@@ -266,12 +273,12 @@ class Adapter:
         switch(False)
         try:
             yield
-        finally:  # a forward may run out of memory: an update without the adapter would change nothing, and say nothing
+        finally:  # after an error too: updates without the adapter would silently change nothing
             switch(True)
 
     @torch.no_grad()
     def merged(self, name: str, dtype: torch.dtype | None) -> Tensor:
-        """The base's weight with the adapter's part, if it has one, in float32 at least before it is cast. Collective."""
+        """Base weight plus the adapter's product, computed in float32 at least, then cast to ``dtype``. Collective."""
         if name not in self.scaling:
             return full(self.base[name], dtype)
         weight = full(self.base[name])
@@ -281,7 +288,7 @@ class Adapter:
 
     @torch.no_grad()
     def read(self, path: Path) -> None:
-        """The weights of peft's directory. Raises ValueError for those that are missing, too many, or do not fit."""
+        """Load the weights of peft's directory. Raises ValueError for missing, unknown or mismatched weights."""
         _compare(self, path)
         with safe_open(path / ADAPTER_WEIGHTS, "pt") as file:
             for name in file.keys():  # noqa: SIM118 # it is no dict
@@ -289,7 +296,7 @@ class Adapter:
 
 
 def _compare(adapter: Adapter, path: Path) -> None:
-    """Raises ValueError. A value head need not be there: then it is as it is in the model."""
+    """Raise ValueError if names or shapes differ from the file's. A value head may be missing; it then keeps its weights."""
     with safe_open(path / ADAPTER_WEIGHTS, "pt") as file:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 # it is no dict
     wanted = {name: tuple(weight.shape) for name, weight in adapter.own.items()}

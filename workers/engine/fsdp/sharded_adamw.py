@@ -1,4 +1,4 @@
-"""AdamW over the local shards: elementwise, so it need not know how parameters are sharded."""
+"""AdamW over local shards. The update is elementwise, so it does not depend on how parameters are sharded."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ AVERAGE = "ema"
 
 
 def global_norm(grads: Iterable[Tensor], device: torch.device, n_copies: int) -> Tensor:
-    """L2 norm over all shards of all ranks, at least in float32: a scalar, equal on every rank. Collective.
+    """L2 norm over all shards of all ranks, in float32 at least: a scalar, equal on every rank. Collective.
 
-    n_copies: how often each shard is there. All of them are in the sum, so that no rank decides otherwise than the rest.
+    n_copies: how many ranks hold each shard. All copies are in the sum, so that every rank computes the same number and takes the
+    same decision.
     """
     squares = torch.zeros((), dtype=torch.float64, device=device)
     for grad in grads:
@@ -28,15 +29,15 @@ def global_norm(grads: Iterable[Tensor], device: torch.device, n_copies: int) ->
 
 
 def wide(param: Tensor) -> Tensor:
-    """At least float32."""
+    """Detached copy or view in float32 at least."""
     return param.detach().to(torch.promote_types(param.dtype, torch.float32))
 
 
 class ShardedAdamW:
-    """Decoupled weight decay (Loshchilov & Hutter 2019), none on one-dimensional parameters: norms and biases.
+    """AdamW with decoupled weight decay (Loshchilov & Hutter 2019), none on one-dimensional parameters: norms and biases.
 
-    params: {name: local shard}, updated in place; 1-D shards are known by the full parameter's dimension, which
-    sharding along rows keeps. State exists from the start, so that it can be loaded into and counted.
+    params: {name: local shard}, updated in place. Sharding along rows keeps the number of dimensions, so shards of 1-D parameters
+    are 1-D. State is allocated at construction, so that a checkpoint can be loaded into it and its memory counted.
     """
 
     def __init__(self, params: Mapping[str, Tensor], spec: OptimizerSpec) -> None:
@@ -54,18 +55,22 @@ class ShardedAdamW:
         self._averages = {name: wide(param).clone() for name, param in self.params.items()} if spec.ema_decay is not None else {}
 
     def moments(self) -> dict[tuple[str, str], Tensor]:
-        """{("exp_avg" or "exp_avg_sq", name): local shard}: the live state, sharded as the parameters are. And ("ema", name): the
-        moving average of each parameter, if it is kept."""
+        """Live optimizer state: {("exp_avg" or "exp_avg_sq", name): local shard}, sharded as the parameters are.
+
+        With ema_decay also ("ema", name): the moving average of each parameter.
+        """
         moments = {(kind, name): self._adamw.state[param][kind] for name, param in self.params.items() for kind in MOMENTS}
         return moments | {(AVERAGE, name): average for name, average in self._averages.items()}
 
     def set_steps(self, steps: int) -> None:
+        """Set the step count, also in torch's state, where it determines bias correction."""
         self.steps = steps
         for state in self._adamw.state.values():
             state["step"].fill_(steps)
 
     def step(self, grads: Mapping[str, Tensor], norm: float) -> float:
-        """Clip to ``clip_grad`` given the gradient's global norm, update, and return the learning rate used."""
+        """Clip to ``clip_grad`` given the global gradient norm, update, and return the learning rate that was used."""
+        # The global norm is passed in: that of local shards would clip ranks differently.
         scale = self.spec.clip_grad / (norm + 1e-6)
         lr = learning_rate(self.spec, self.steps)
         for group in self._adamw.param_groups:
@@ -81,7 +86,9 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def _follow(self, decay: float) -> None:
-        """average += (1 - decay) * (parameter - average), at least in float32 (Polyak & Juditsky 1992,
-        doi:10.1137/0330046, with weights that fall off): it begins as the parameters do."""
+        """average += (1 - decay) * (parameter - average), in float32 at least; it starts at the initial parameters.
+
+        Polyak & Juditsky 1992, doi:10.1137/0330046, with exponentially decaying weights.
+        """
         for name, average in self._averages.items():
             average.lerp_(wide(self.params[name]), 1.0 - decay)

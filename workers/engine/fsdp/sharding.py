@@ -1,4 +1,4 @@
-"""How a model is cut over the ranks with ``fully_shard``, and filled with its weights."""
+"""Shard a model over ranks with ``fully_shard``, fill the shards with weights, and convert between shards and full tensors."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from workers.engine.stored_weights import StoredWeights
 
 
 def device_mesh(device: str, fsdp_size: int) -> DeviceMesh:
-    """The ranks that hold one copy together, ``shard``: all of them (-1), or neighbours. Then ranks with the same part of several
-    copies are the first dimension, ``replicate``: hybrid sharding, HSDP. Collective.
+    """Mesh of the ranks. Dimension ``shard``: the ranks that hold one copy of the model together.
+
+    fsdp_size: ranks per copy, consecutive; -1: all. With several copies (HSDP, hybrid sharding) the first dimension is
+    ``replicate``: the ranks that hold the same part of different copies. Collective.
     """
     world = dist.get_world_size()
     if fsdp_size in (-1, world):
@@ -31,16 +33,16 @@ def device_mesh(device: str, fsdp_size: int) -> DeviceMesh:
 
 
 def recompute_layers(model: PackedModel) -> None:
-    """Keep each decoder layer's input only, and run it again in the backward. Before ``shard``, whose hooks stay outside."""
+    """Save only the input of each decoder layer and recompute it in the backward. Call before ``shard``: hooks stay outside."""
     for layer in model.layers:
         # The model is in eval mode, so there is no dropout and no random state to keep.
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def shard(model: PackedModel, mesh: DeviceMesh, fsdp: FSDPConfig) -> None:
-    """Each decoder layer is gathered and freed as one; embedding, final norm and language head with the root.
+    """Apply fully_shard: decoder layers one by one; embedding, final norm and language head as the root.
 
-    One rank that computes in the parameters' own float32 or float64 has nothing to gather or cast, and stays as it is:
+    A single rank that computes in the parameters' own float32 or float64 has nothing to gather or cast and is not wrapped:
     copying parameters and gradients cost 6 % of a step at 3.4M parameters and 2k tokens, and a second copy of both.
     """
     dtype = DTYPES[fsdp.dtype]
@@ -51,22 +53,25 @@ def shard(model: PackedModel, mesh: DeviceMesh, fsdp: FSDPConfig) -> None:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=fsdp.reshard_after_forward)
     if model.head != "lm":
-        fully_shard(model.value_head, mesh=mesh, reshard_after_forward=False)  # in the parameters' own dtype
+        fully_shard(model.value_head, mesh=mesh, reshard_after_forward=False)  # no policy: computed in the parameters' dtype
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # Sum, never average: loss weights are already those of the global batch.
+            # Sum, never average: loss weights are computed over the global batch.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
 
 @torch.no_grad()
 def fill(model: PackedModel, weights: StoredWeights, given: Mapping[str, Tensor]) -> None:
-    """Give every rank its part of the weights, from files. given: full tensors of what comes from elsewhere (buffers that no file
-    has, a new adapter's weights), by the model's names."""
+    """Load this rank's shard of every weight from files.
+
+    given: full tensors of what no file has (non-persistent buffers, the weights of a new adapter), by the model's names.
+    """
     targets: dict[str, tuple[Tensor, int]] = {}
     for name, tensor in {**dict(model.hf.named_parameters()), **dict(model.hf.named_buffers())}.items():
         here = local(tensor)
+        # Shards are rows: index of the first element = first row * elements per row.
         start = sum(offsets(tensor)[:1]) * math.prod(tensor.shape[1:])
         if name in given:
             here.view(-1).copy_(given[name].flatten()[start : start + here.numel()])
@@ -75,27 +80,27 @@ def fill(model: PackedModel, weights: StoredWeights, given: Mapping[str, Tensor]
     weights.fill(targets)
 
 
-@torch.no_grad()  # with gradients to think of, taking a shard out of a DTensor is ten times as slow
+@torch.no_grad()  # with autograd, extracting a shard from a DTensor is ten times slower
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard, sharing memory; a plain tensor is its own."""
+    """This rank's shard, detached, sharing memory; a plain tensor is its own shard."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def one_copy(tensor: DTensor) -> DeviceMesh:
-    """The ranks that hold it together with this one."""
+    """Mesh of the ranks that hold the tensor together with this rank: one copy of the model."""
     *replicated, cut = tensor.placements
     assert cut == Shard(0) and all(placement == Replicate() for placement in replicated), "fully_shard cuts rows"
     return tensor.device_mesh["shard"]
 
 
 def copies(mesh: DeviceMesh) -> tuple[int, int]:
-    """(Which copy this rank has a part of, of how many.)"""
+    """Return (index of the copy that this rank belongs to, number of copies)."""
     names = mesh.mesh_dim_names or ()
     return (mesh.get_local_rank("replicate"), mesh["replicate"].size()) if "replicate" in names else (0, 1)
 
 
 def offsets(tensor: Tensor) -> list[int]:
-    """Where this rank's shard begins in the full tensor, by dimension."""
+    """Start of this rank's shard in the full tensor, by dimension."""
     begin = [0] * tensor.dim()
     if isinstance(tensor, DTensor):
         mesh = one_copy(tensor)
@@ -105,7 +110,10 @@ def offsets(tensor: Tensor) -> list[int]:
 
 
 def parts(state: Mapping[str, Tensor], rank: int, copy: tuple[int, int]) -> dict[str, tuple[Tensor, list[int]]]:
-    """What this rank writes, and where it begins. ``copies`` take turns; tensors that all ranks hold are the first rank's."""
+    """Shards that this rank writes, with their offsets.
+
+    copy: see ``copies``; copies write tensors in turn. Tensors that are not sharded are written by rank 0.
+    """
     own, n_copies = copy
     return {
         name: (local(tensor), offsets(tensor))
@@ -115,17 +123,17 @@ def parts(state: Mapping[str, Tensor], rank: int, copy: tuple[int, int]) -> dict
 
 
 def like(param: Tensor, shard: Tensor) -> Tensor:
-    """``shard`` seen as the full tensor that is sharded as ``param`` is."""
+    """Wrap a local shard as a DTensor sharded as ``param`` is."""
     if not isinstance(param, DTensor):
         return shard
     return DTensor.from_local(shard, param.device_mesh, param.placements, shape=param.shape, stride=param.stride())
 
 
 def full(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """All of it, on every rank; cast to ``dtype`` before it crosses if that is narrower. Collective.
+    """Gather the full tensor on every rank, cast to ``dtype`` before communication if that is narrower. Collective.
 
-    One after the other: several gathers under way at a time were 1.1 to 1.2 times as fast on two gloo ranks, and now and then
-    corrupted the heap there (torch 2.13).
+    One gather at a time: several concurrent ones were 1.1 to 1.2 times as fast on two gloo ranks but occasionally corrupted the
+    heap there (torch 2.13).
     """
     shard = local(weight)
     if not isinstance(weight, DTensor):
@@ -136,7 +144,7 @@ def full(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     if dtype is not None and dtype.itemsize < shard.itemsize:
         shard = shard.to(dtype)
     rows = -(-len(weight) // mesh.size())
-    if len(shard) < rows:  # shards must be even to be gathered
+    if len(shard) < rows:  # all-gather requires equal sizes; the padding rows are removed below
         shard = torch.cat([shard, shard.new_zeros(rows - len(shard), *shard.shape[1:])])
     whole = shard.new_empty(rows * mesh.size(), *shard.shape[1:])
     dist.all_gather_into_tensor(whole, shard.contiguous(), group=mesh.get_group())

@@ -1,8 +1,8 @@
-"""Sharded checkpoints: every rank writes what it holds as safetensors files, as torch.distributed.checkpoint lays them out.
+"""Sharded checkpoints: every rank writes its shards as safetensors files in the layout of torch.distributed.checkpoint.
 
-dcp itself could write them too: it gathers all ranks' plans first, and it serialises a rank's file in memory. Here a rank needs
-nobody, so it may write in a thread while the others train, and its files are written from the tensors where they lie.
-torch.distributed.checkpoint reads them, however many ranks wrote and read. Neither runs a pickle.
+torch.distributed.checkpoint (dcp) could write them too, but it gathers the plans of all ranks first and serialises a rank's file
+in memory. Here a rank needs no other rank, so it can write in a thread while training continues, directly from the tensors. dcp
+reads the files, whatever the numbers of writing and reading ranks. Neither side uses pickle.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's files
-ADAPTER = "adapter."  # begins the names of a LoRA adapter's weights in a checkpoint, peft's names follow
-SHARD = 5 * 10**9  # bytes, as transformers cuts a model
-FILE = 2 * 10**9  # bytes of a file in a checkpoint
-WRITERS = 4  # files that a rank writes at a time, each hashed in a thread of its own; training needs cores too
-READERS = 8  # files that a rank reads at a time
-DCP_OFFSETS = "DCP_SHARDING_INFO"  # the key in a file's header where dcp.HuggingFaceStorageReader looks
+ADAPTER = "adapter."  # prefix of LoRA weights in a checkpoint; peft's names follow
+SHARD = 5 * 10**9  # bytes per file of an exported model, as in transformers
+FILE = 2 * 10**9  # bytes per file of a checkpoint
+WRITERS = 4  # files that a rank writes concurrently, each hashed in its own thread; training needs cores too
+READERS = 8  # files that a rank reads concurrently
+DCP_OFFSETS = "DCP_SHARDING_INFO"  # key in a file's header that dcp.HuggingFaceStorageReader reads
 
 
 class Shard:
-    """What one rank writes of a state: parts of tensors, which together are each tensor once.
+    """The part of a state that one rank writes. The shards of all ranks contain each tensor exactly once.
 
-    parts: {name: (this rank's part, where it begins in the whole, by dimension)}. A file holds FILE bytes, or one tensor that is
-    larger: several threads write, hash and read them at the same time, for a hash of one file is the work of one core.
+    parts: {name: (this rank's part, its offset in the full tensor by dimension)}. A file has at most FILE bytes, or one larger
+    tensor: several threads write, hash and read them concurrently, since hashing one file is the work of one core.
     """
 
     def __init__(self, parts: Mapping[str, tuple[Tensor, Sequence[int]]], rank: int, world_size: int) -> None:
@@ -58,7 +58,7 @@ class Shard:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def files(self) -> dict[str, list[str]]:
-        """{name of a file: names of the tensors in it}. One file bears the shard's name, several are numbered."""
+        """{file name: names of its tensors}. A single file has the shard's name, several are numbered."""
         groups: list[list[str]] = [[]]
         size = 0
         for name, tensor in self.tensors.items():
@@ -72,7 +72,7 @@ class Shard:
         return {f"{self.name}-part-{i:05d}.safetensors": names for i, names in enumerate(groups, 1)}
 
     def write(self, directory: Path) -> list[SavedFile]:
-        """Raises OSError."""
+        """Write all files of this shard; they are on disk when this returns. Raises OSError that names the file."""
 
         def one(described: tuple[str, list[str]]) -> SavedFile:
             file, names = described
@@ -80,7 +80,7 @@ class Shard:
             tensors = {name: self.tensors[name] for name in names}
             try:
                 return write_tensors(directory / file, tensors, {DCP_OFFSETS: json.dumps(where)})
-            except OSError as error:  # that of a write does not name its file
+            except OSError as error:  # an OSError of write() does not name its file
                 raise OSError(error.errno, error.strerror, str(directory / file)) from error
 
         return in_threads(one, [*self.files().items()], WRITERS)
@@ -94,8 +94,12 @@ def save_shard(
     adapter: LoraConfig | None = None,
     background: bool,
 ) -> Future[Saved]:
-    """See TrainEngine.save. shell: what this rank describes, and its adapter."""
+    """Write a rank's part of a checkpoint, see TrainEngine.save. Collective if ``background``.
+
+    shell: meta-device model whose config this rank writes; None on other ranks. adapter: written by the same rank.
+    """
     waited_for = shortage(shard.bytes) if background else None
+    # Copies must be complete before this returns: training changes the tensors in place.
     if staged := background and waited_for is None:
         shard.tensors = copied(shard.tensors)
 
@@ -116,15 +120,15 @@ def save_shard(
 
 
 def write_adapter_config(adapter: LoraConfig, directory: Path) -> str:
-    """As peft writes it. Returns the file's name."""
+    """Write adapter_config.json as peft does; returns the file's name."""
     adapter.save_pretrained(str(directory))
     return ADAPTER_CONFIG
 
 
 def load_sharded(state: dict[str, Tensor], path: str) -> None:
-    """Fill ``state`` in place, however many ranks wrote it. Collective.
+    """Fill ``state`` in place from a checkpoint of any number of ranks. Collective.
 
-    Raises FileNotFoundError if there is no checkpoint, ValueError if it is not one of this model.
+    Raises FileNotFoundError if there is no checkpoint, ValueError if it belongs to another model.
     """
     if not any(Path(path).glob("*.safetensors")):
         raise FileNotFoundError(f"{path}: no checkpoint there")
@@ -140,7 +144,7 @@ def load_sharded(state: dict[str, Tensor], path: str) -> None:
 
 
 def saved_tensors(path: str) -> dict[str, Tensor]:
-    """{name: a full tensor of that shape and type, without memory} of a checkpoint."""
+    """Tensors of a checkpoint as meta tensors: {name: shape and dtype without memory}."""
     found = {}
     for name, entry in dcp.HuggingFaceStorageReader(path).read_metadata().state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata)
@@ -149,10 +153,12 @@ def saved_tensors(path: str) -> dict[str, Tensor]:
 
 
 def write_model(shell: PreTrainedModel | None, weights: Iterable[tuple[str, Tensor]], directory: Path, most: int = SHARD) -> None:
-    """A Hugging Face directory, as the weights come, so that no more than ``most`` bytes of them are held: by the rank that has
-    ``shell``, in its dtype. Collective: weights go through every rank.
+    """Write a Hugging Face directory from a stream of full weights; at most ``most`` bytes of them are held at a time.
+
+    The rank that has ``shell`` writes, in the shell's dtype. Collective: weights are gathered on every rank. The number of files
+    is known only at the end; they are then renamed.
     """
-    written: list[dict[str, Tensor]] = []  # without memory, once they are on disk
+    written: list[dict[str, Tensor]] = []  # meta tensors of what is on disk
     held: dict[str, Tensor] = {}
 
     def write() -> None:
@@ -183,10 +189,10 @@ def write_model(shell: PreTrainedModel | None, weights: Iterable[tuple[str, Tens
 
 
 class Files:
-    """The tensors in a directory, of a model or of a checkpoint, read one at a time."""
+    """The tensors of a directory, a model or a checkpoint, read one at a time."""
 
     def __init__(self, directory: str, place: str) -> None:
-        """place: what it is called in messages."""
+        """place: name of the directory in messages."""
         self.place = place
         folder = Path(directory)
         index = folder / INDEX
@@ -206,7 +212,7 @@ class Files:
         return iter(self._pieces)
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor, on the CPU. Raises ValueError if it is not there."""
+        """Assemble the full tensor on the CPU. Raises ValueError if it does not exist."""
         if name not in self._pieces:
             raise ValueError(f"{self.place}: no {name} there: it is another model's")
         parts = []

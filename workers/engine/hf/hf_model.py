@@ -1,4 +1,9 @@
-"""A transformers model that runs on packed rows and answers with log-probs, values or scores instead of logits."""
+"""A transformers model that runs on packed rows and returns log-probs, values or scores instead of logits.
+
+transformers provides the architecture, the weights' names and the files. Only its body is called. Attention is replaced by packed
+attention (packed_attention.py), the language head by a chunked one (logprob.py). An architecture that does more in its head or
+attention is detected by comparing a small twin with transformers' own forward (check_packing).
+"""
 
 from __future__ import annotations
 
@@ -44,12 +49,12 @@ DTYPES: dict[Dtype, torch.dtype] = {
 }
 PLAIN_RMS_NORMS = {f"{family}RMSNorm" for family in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe")}
 PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
-TWIN_WORDS, TWIN_NUMBERS = 64, 2**20 + 7  # of a small twin: vocabulary; numbers drawn, which are repeated
-LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}  # the longest row of a pack would change the others' rotation
+TWIN_WORDS, TWIN_NUMBERS = 64, 2**20 + 7  # of a small twin: size of the vocabulary; distinct random numbers, repeated as needed
+LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}  # rotation depends on the longest row of a pack
 
 
 class PackedModel(nn.Module):
-    """``hf`` is the whole transformers model, so names, tied weights and files are its own; only its body is called.
+    """The complete transformers model ``hf`` with a packed forward; names, tied weights and files are those of ``hf``.
 
     The head runs in this module's forward, where a sharding engine has gathered its weight.
     """
@@ -61,17 +66,17 @@ class PackedModel(nn.Module):
         body: PreTrainedModel = hf.base_model  # type: ignore[assignment] # a property without a type
         routed = "router_logits" in (body._can_record_outputs or {})
         self.top_k: int | None = hf.config.get_text_config().to_dict().get("num_experts_per_tok") if routed else None
-        """Experts of each token; None: there are no routers."""
+        """Experts per token; None: the model has no routers."""
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The decoder layers: what is gathered, checkpointed and freed as one."""
+        """Decoder layers: the units that are gathered, recomputed and freed."""
         kinds = self.hf._no_split_modules or ()
         return [module for module in self.hf.modules() if type(module).__name__ in kinds]
 
     @property
     def value_head(self) -> nn.Linear:
-        """H -> 1. transformers calls it ``score`` or ``classifier``."""
+        """H -> 1; ``score`` or ``classifier`` in transformers."""
         return next(child for child in self.hf.children() if isinstance(child, nn.Linear))
 
     def forward(
@@ -86,16 +91,18 @@ class PackedModel(nn.Module):
         routed: int | None = None,
         routed_gradient: bool = False,
     ) -> dict[str, Tensor]:
-        """input_ids, positions: int64 (T,), positions starting from 0 in each row. predicted: int64 (N,), the tokens
-        whose log-probs are wanted, none of them the first of its row; a value head answers for every token, a reward head
-        for each row's last. Where ``rows`` are cut over ranks, all of them get the same, all T of it, and return the same; where
-        they share prompts, too, T is all tokens of all rows.
+        """Run the body on packed rows and the head on the tokens that need it.
 
-        entropy_mask: bool, of all tokens, for the output sampled_entropy.
+        input_ids, positions: int64 (T,); positions start at 0 in each row. predicted: int64 (N,), tokens whose log-probs are
+        wanted, never the first of a row; a value head computes all tokens, a reward head the last of each row. If ``rows`` are
+        split over ranks, all ranks pass the same T tokens and return the same results. If prompts are shared, T still counts all
+        tokens of all rows. entropy_mask: bool (T,), for the output sampled_entropy.
+        routed: number of leading tokens for which router statistics are computed; None: none. routed_gradient: whether they have
+        a gradient.
 
-        Returns, at least in float32: log_probs and what else ``outputs`` names, 0 where not predicted; or values (T,), of the
-        state before each token, 0 for a row's first, and last_value (B,), of the state after each row; or scores (B,), of that.
-        And what the routers did with the first ``routed`` tokens, if that is said: ROUTED, see balance.measure.
+        Returns, at least in float32: log_probs and the other ``outputs``, 0 where not predicted; or values (T,), of the state
+        before each token, 0 for the first of a row, and last_value (B,), of the state after each row; or scores (B,), of that
+        state. With ``routed`` also ROUTED, see moe_aux_loss.measure.
         """
         told = {"output_router_logits": True} if routed is not None else {}
         body = self.hf.base_model(
@@ -115,6 +122,7 @@ class PackedModel(nn.Module):
             last = after.index_select(0, rows.last)
             if self.head == "reward":
                 return routing | {"scores": last}
+            # The head computes the value after each token: shift by one for the state before it.
             return routing | {"values": torch.where(positions == 0, 0.0, after.roll(1)), "last_value": last}
         assert predicted is not None, "a language head wants to know which tokens"
         total = len(input_ids)
@@ -126,7 +134,7 @@ class PackedModel(nn.Module):
     def _language_head(
         self, before: Tensor, targets: Tensor, temperature: float, outputs: Collection[str], entropy_at: Tensor | None
     ) -> dict[str, Tensor]:
-        """before (N, H), targets int64 (N,), entropy_at bool (N,) -> log_probs (N,), and what else ``outputs`` names."""
+        """before (N, H), targets int64 (N,), entropy_at bool (N,) -> log_probs (N,) and the other ``outputs``."""
         lm_head = self.hf.get_output_embeddings()
         weight, bias = lm_head.weight, lm_head.bias
         want_entropy = "entropy" in outputs
@@ -145,20 +153,20 @@ class PackedModel(nn.Module):
 
 
 def model_files(model: ModelConfig) -> str:
-    """The directory where the weights are; those of a hub name are fetched."""
+    """Directory of the weights; a hub model is downloaded."""
     path = model_path(model)
     return path if Path(path).is_dir() else snapshot_download(path, allow_patterns=["*.safetensors", "*.json"])
 
 
 def model_config(model: ModelConfig, head: Head) -> PretrainedConfig:
-    """The model's config.json with ``override_config``. Raises ValueError for a key or an architecture that cannot be."""
+    """Load config.json with ``override_config``. Raises ValueError for an unknown key or an unsupported architecture."""
     path = model_path(model)
     hush_hub()
     try:
         config, unknown = AutoConfig.from_pretrained(
             path, trust_remote_code=model.trust_remote_code, return_unused_kwargs=True, **model.override_config
         )
-    except OSError as error:  # transformers' own runs over many lines
+    except OSError as error:  # the message of transformers has many lines: quote the first
         told = f"{str(error).splitlines()[0].rstrip('.')}; give a directory, or a hub name that is in reach or in its cache"
         raise ValueError(f"model.path={model.path}: {no_directory(path)}, and as a hub name: {told}") from error
     except ValueError as error:
@@ -183,8 +191,9 @@ def model_config(model: ModelConfig, head: Head) -> PretrainedConfig:
 
 
 def prepare_scoring(path: str, config: PretrainedConfig) -> None:
-    """Raises ValueError for a classifier with several labels. No token pads if it is one that ends rows: transformers scores the
-    last token that is no padding, and would pass over the end.
+    """Raise ValueError for a classifier with several labels; unset a padding token that is also an end-of-sequence token.
+
+    transformers scores the last token that is not padding, and would skip the end of a row.
     """
     made = (config.architectures or [""])[0]
     if made.endswith("Classification") and config.num_labels != 1:
@@ -195,7 +204,7 @@ def prepare_scoring(path: str, config: PretrainedConfig) -> None:
 
 
 def check_own_code(path: str, error: ValueError) -> None:
-    """Raises ValueError, with the key, if transformers stopped because what is at ``path`` comes with code of its own."""
+    """Raise ValueError, with the key to set, if ``error`` means that the model at ``path`` contains its own code."""
     if "trust_remote_code=True" in str(error):
         raise ValueError(
             f"{path} comes with code of its own, which is not run unless model.trust_remote_code=true is set beside its "
@@ -209,7 +218,10 @@ def vocab_size(model: ModelConfig) -> int:
 
 
 def empty_model(model: ModelConfig, config: PretrainedConfig, head: Head, dtype: torch.dtype) -> PackedModel:
-    """The model on the meta device: names and shapes, no memory."""
+    """Build the model on the meta device: names and shapes without memory.
+
+    Raises ValueError for a model whose attention or state cannot be packed, and for an auxiliary loss without routers.
+    """
     with torch.device("meta"):
         hf = auto_class(config, head).from_config(
             config, dtype=dtype, attn_implementation=PACKED_ATTENTION, trust_remote_code=model.trust_remote_code
@@ -224,15 +236,17 @@ def empty_model(model: ModelConfig, config: PretrainedConfig, head: Head, dtype:
 
 
 def choose_experts(hf: PreTrainedModel) -> PreTrainedModel:
-    """How experts are multiplied. transformers' own choice is torch's grouped_mm, which has no float64; the plain loop has."""
+    """Select the implementation of experts: grouped_mm of torch, the default, does not support float64; the loop does."""
     if hf.dtype == torch.float64:
         hf.set_experts_implementation("eager")
     return hf
 
 
 def fuse_norms(hf: PreTrainedModel) -> PreTrainedModel:
-    """On CUDA, RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467) in one kernel, where transformers takes five and keeps their
-    float32 results: 6.5 % of a step at 7B on an H200, and 7 GB. It rounds once, where they round twice.
+    """Run RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467) in one kernel on CUDA.
+
+    transformers uses five kernels and keeps their float32 results: 6.5 % of a step at 7B on an H200, and 7 GB. The fused kernel
+    rounds once instead of twice.
     """
     for module in hf.modules():
         if type(module).__name__ in PLAIN_RMS_NORMS:
@@ -241,16 +255,16 @@ def fuse_norms(hf: PreTrainedModel) -> PreTrainedModel:
 
 
 def _rms_norm(norm: Any, hidden: Tensor) -> Tensor:
+    """Fused RMSNorm on CUDA, transformers' own elsewhere."""
     if not hidden.is_cuda:
         return type(norm).forward(norm, hidden)
     return nn.functional.rms_norm(hidden, hidden.shape[-1:], norm.weight, norm.variance_epsilon)
 
 
 def stored_weights(packed: PackedModel, model: ModelConfig) -> StoredWeights:
-    """Where the weights of the empty model are in its files. A value or reward head that the checkpoint does not have starts at
-    zero: so does what it answers, and no draw is needed.
+    """Locate the weights of the empty model in its files. Raises ValueError for missing or mismatched weights.
 
-    Raises ValueError for weights that are missing or do not fit.
+    A value or reward head that the checkpoint does not have starts at zero: so do its outputs, and no random state is needed.
     """
     weights = StoredWeights(packed.hf, weight_files(model), f"model.path={model.path}")
     own = [] if packed.head == "lm" else [name for name in weights.missing if not _in_body(packed.hf, name)]
@@ -260,11 +274,12 @@ def stored_weights(packed: PackedModel, model: ModelConfig) -> StoredWeights:
 
 
 def _in_body(hf: PreTrainedModel, name: str) -> bool:
+    """Whether a weight belongs to the body, not to a head."""
     return name.startswith(f"{hf.base_model_prefix}.")
 
 
 def description(model: ModelConfig, config: PretrainedConfig, head: Head, weights: StoredWeights) -> PreTrainedModel:
-    """The model without memory, which knows how transformers would write it: names in files, and how to generate."""
+    """Meta-device model that defines names in files and the generation config, as transformers would write them."""
     hf = empty_model(model, config, head, torch.float32).hf
     hf._weight_conversions = weights.conversions  # type: ignore[assignment] # a plain attribute
     if hf.can_generate() and (weights.folder / GENERATION_CONFIG_NAME).is_file():
@@ -273,10 +288,10 @@ def description(model: ModelConfig, config: PretrainedConfig, head: Head, weight
 
 
 def make_buffers(hf: PreTrainedModel, device: torch.device) -> dict[str, Tensor]:
-    """Put buffers that no file has, such as rotary frequencies, on ``device``: made on meta, so computed anew, by transformers'
-    own rule. Returns them by name.
+    """Create the non-persistent buffers, such as rotary frequencies, on ``device`` and return them by name.
 
-    Raises ValueError where there is no rule. NaN marks those that the rule leaves out.
+    No file has them, and on the meta device they have no values, so transformers' own initialisation computes them anew. Raises
+    ValueError if it leaves one out: buffers are filled with NaN before.
     """
     owners = {}
     for name, buffer in hf.named_non_persistent_buffers():
@@ -294,10 +309,11 @@ def make_buffers(hf: PreTrainedModel, device: torch.device) -> dict[str, Tensor]
 
 
 def small_twin(model: ModelConfig, config: PretrainedConfig, head: Head) -> PackedModel:
-    """The same architecture on the CPU, in float32: the first layers, as many as have each kind of layer; few words; weights
-    drawn. A layer's experts share theirs, so that they take the memory of one.
+    """A small model of the same architecture on the CPU, float32, with random weights, for check_packing.
 
-    Weights are large enough for attention and logits to be far from flat: caps and scales show.
+    It has the first layers, as many as are needed to have each kind of layer, and a small vocabulary. All experts of a layer
+    share the memory of one. Weights are large enough to make attention and logits far from uniform, so that caps and scales have
+    an effect.
     """
     config = copy.deepcopy(config)
     text = config.get_text_config()
@@ -324,25 +340,28 @@ def small_twin(model: ModelConfig, config: PretrainedConfig, head: Head) -> Pack
 
 
 def _drawn(shape: torch.Size, numbers: Tensor) -> Tensor:
-    """Of vectors 0.5 to 1.5; of matrices with a standard deviation of 2 / sqrt(columns)."""
+    """Random tensor: vectors in [0.5, 1.5], matrices of standard deviation 2 / sqrt(columns), repeated in further dimensions."""
     if len(shape) > 2:
         return _drawn(shape[1:], numbers).expand(shape)
     count = shape.numel()
     drawn = numbers.repeat(-(-count // len(numbers)))[:count].view(shape)
+    # A uniform number in [-0.5, 0.5] has the standard deviation 1 / sqrt(12).
     return drawn + 0.5 if len(shape) < 2 else (drawn - 0.5) * (2 * 12**0.5 / shape[-1] ** 0.5)
 
 
 @torch.no_grad()
 def check_packing(model: PackedModel, path: str) -> None:
-    """Two short rows, packed, must get what transformers itself gives each alone. model: see small_twin.
+    """Check that two short packed rows give the same results as each row alone in transformers. model: see small_twin.
 
-    Finds out what no list of architectures could: scaled or capped logits, own attention, state across rows.
+    It detects what a list of architectures could not: scaled or capped logits, own attention, state across rows. Raises
+    ValueError.
     """
     hf, text = model.hf, model.hf.config.get_text_config()
-    rows = [(torch.arange(n) * 7 + n + (text.pad_token_id or 0)) % text.vocab_size for n in (5, 3)]  # no row ends with padding
+    rows = [(torch.arange(n) * 7 + n + (text.pad_token_id or 0)) % text.vocab_size for n in (5, 3)]  # none ends with padding
     lengths = [len(row) for row in rows]
     positions = torch.cat([torch.arange(n) for n in lengths])
     packed = model(torch.cat(rows), positions, PackedRows.of(lengths, positions.device), positions.nonzero()[:, 0])
+    # The packed forward is done; the reference runs transformers' own attention on the same weights.
     hf.set_attn_implementation("eager")
     (name, answers), *_ = packed.items()
     for row, ours in zip(rows, answers.split(1 if name == "scores" else lengths), strict=True):
@@ -363,9 +382,9 @@ def check_packing(model: PackedModel, path: str) -> None:
 
 
 def write_description(model: PreTrainedModel, directory: Path) -> list[str]:
-    """config.json, and generation_config.json of a language model: with weights and a tokenizer it is a model directory.
+    """Write config.json and, for a language model, generation_config.json. Returns the file names.
 
-    Returns the names of the files.
+    With weights and a tokenizer they make a model directory.
     """
     model.config.dtype = model.dtype
     model.config.architectures = [type(model).__name__]
@@ -377,7 +396,7 @@ def write_description(model: PreTrainedModel, directory: Path) -> list[str]:
 
 
 def active_parameters(parameters: Mapping[str, Tensor], top_k: int | None) -> int:
-    """How many a token passes: of a layer's E experts, (E, ..., ...), ``top_k``."""
+    """Number of parameters that a token passes: ``top_k`` of the E experts of a layer, (E, ..., ...)."""
     return sum(
         param.numel() * top_k // len(param) if top_k is not None and ".experts." in name else param.numel()
         for name, param in parameters.items()
@@ -387,9 +406,11 @@ def active_parameters(parameters: Mapping[str, Tensor], top_k: int | None) -> in
 def model_flops(
     config: PretrainedConfig, head: Head, n_params: int, lengths: Sequence[int], *, backward: bool, n_trained: int | None = None
 ) -> float:
-    """See TrainEngine.flops. The embedding is a lookup and costs nothing, unless it is the head too. The head counts for every
-    token, as the field counts it, though only response tokens pass it here. Attention is causal: half of each square.
-    n_trained: of the parameters; the others have no gradient of their own, which leaves 4 of 6. None: all.
+    """Model FLOPs of rows of these lengths, see TrainEngine.flops.
+
+    The embedding is a lookup and counts only if it is the head too. The head counts for every token, as is customary, although
+    only response tokens pass it here. Attention is causal: half of each square. n_trained: number of trained parameters, None for
+    all; frozen ones have no weight gradient, which leaves 4 of 6.
     """
     text = config.get_text_config()
     if not (head == "lm" and text.tie_word_embeddings):
@@ -404,7 +425,7 @@ def model_flops(
 
 
 def scores_tokens(config: PretrainedConfig, head: Head) -> bool:
-    """The model is a token classifier, whose head has a bias: a critic, or a reward model that came as one."""
+    """Whether the model is a token classifier, whose head has a bias: a critic, or a reward model saved as one."""
     return head == "value" or (head == "reward" and (config.architectures or [""])[0].endswith("ForTokenClassification"))
 
 
@@ -412,8 +433,10 @@ AutoClass = type[AutoModelForCausalLM | AutoModelForTokenClassification | AutoMo
 
 
 def auto_class(config: PretrainedConfig, head: Head) -> AutoClass:
-    """A critic is transformers' token classifier with one label, a reward model its sequence classifier, unless it came as the
-    other. Where there is none for this body, one is made its way.
+    """Auto class of transformers for a head: a critic is a token classifier with one label, a reward model a sequence classifier.
+
+    A reward model saved as a token classifier stays one. If transformers has no such class for a body, one is created from its
+    generic mix-in.
     """
     if head == "lm":
         return AutoModelForCausalLM
@@ -425,10 +448,10 @@ def auto_class(config: PretrainedConfig, head: Head) -> AutoClass:
         generic = GenericForTokenClassification
     kind = type(config)
     if kind not in known and kind in MODEL_FOR_CAUSAL_LM_MAPPING:
-        causal: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[kind]  # type: ignore[assignment] # never a pair for text
+        causal: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[kind]  # type: ignore[assignment] # never a tuple here
         name = causal.__name__.replace("ForCausalLM", generic.__name__.removeprefix("Generic"))
         own = {"base_model_prefix": causal.base_model_prefix}
         made = type(name, (generic, causal.__bases__[0]), own)
-        auto.register(kind, made, exist_ok=True)  # transformers ignores it without
+        auto.register(kind, made, exist_ok=True)  # without exist_ok transformers ignores a class for its own configs
     chosen: AutoClass = auto
     return chosen

@@ -1,7 +1,7 @@
-"""Mixtures of experts: how evenly a router spreads tokens over its experts, and the auxiliary loss that makes it.
+"""Mixture of experts: load-balance statistics of routers and the auxiliary loss that balances them.
 
-Fedus et al. 2021 (Switch Transformers, eq. 4-6), for the top k of each token as in GShard, over all layers together, as
-transformers' load_balancing_loss_func has it.
+Fedus et al. 2021 (Switch Transformers, eq. 4-6), for the top k experts of each token as in GShard, over all layers together, as
+in transformers' load_balancing_loss_func.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from torch import Tensor
 from workers.metric import Metric, Metrics
 
 ROUTED = ("expert_load", "router_probs")
-"""What ``measure`` tells."""
+"""Names of the outputs of ``measure``."""
 
 
 def measure(router_logits: Iterable[Tensor], top_k: int) -> tuple[Tensor, Tensor]:
-    """router_logits: (T, E) of each of L layers. (L, E) each: how many of the tokens have the expert among their top k; and the
-    sum over tokens of the router's probabilities, which has a gradient.
+    """Router statistics. router_logits: (T, E) of each of L layers. Returns two tensors (L, E).
+
+    The first counts the tokens that have the expert among their top k. The second is the sum over tokens of the router's
+    probabilities, with gradient.
     """
     loads, probabilities = [], []
     for logits in router_logits:
@@ -31,8 +33,9 @@ def measure(router_logits: Iterable[Tensor], top_k: int) -> tuple[Tensor, Tensor
 
 
 def balance_loss(load: Tensor, probabilities: Tensor, tokens: int) -> Tensor:
-    """load, probabilities: (L, E) of ``tokens`` tokens, see measure. E * sum over experts of the share of tokens times the mean
-    probability, both over all layers: k if experts are chosen alike.
+    """E * sum over experts of (share of tokens) * (mean probability), both over all layers; k for uniform routing.
+
+    load, probabilities: (L, E) of ``tokens`` tokens, see measure.
     """
     layers, experts = load.shape
     shares, means = load.sum(0) / (layers * tokens), probabilities.sum(0) / (layers * tokens)
@@ -40,12 +43,14 @@ def balance_loss(load: Tensor, probabilities: Tensor, tokens: int) -> Tensor:
 
 
 class LoadBalance:
-    """Of one mini-batch. The auxiliary loss is one of each micro-batch by itself, weighted by the micro-batch's share of the
-    mini-batch's tokens: its gradient is the one thing that depends on the cut.
+    """Load balance of one mini-batch.
+
+    The auxiliary loss is computed per micro-batch and weighted by the micro-batch's share of the mini-batch's tokens. It is a
+    product of two means, so, unlike every other loss, its gradient depends on how the mini-batch is split.
     """
 
     def __init__(self, coefficient: float, top_k: int, tokens: int, device: torch.device) -> None:
-        """tokens: of the rows that this rank answers for. Collective if there is a coefficient."""
+        """tokens: of the rows that this rank is the output rank of. Collective if ``coefficient`` is not 0."""
         whole = torch.tensor(tokens, device=device)
         if coefficient:
             dist.all_reduce(whole)
@@ -54,17 +59,17 @@ class LoadBalance:
         self._load = torch.zeros((), dtype=torch.float64, device=device)
 
     def take(self, load: Tensor, probabilities: Tensor, *, real: bool) -> tuple[Tensor, Metrics]:
-        """Of a micro-batch, see measure: what it adds to the loss, and its metrics. real: there are rows in it, not a dummy."""
+        """Add a micro-batch, see measure; returns its term of the loss and its metrics. real: it has rows, it is no dummy."""
         self._load = self._load + load * real
         tokens = int(load[0].sum()) // self._top_k
         loss, counted = balance_loss(load, probabilities, tokens), tokens * real
         return self._weight * counted * loss, {"moe_aux_loss": Metric(float(loss.detach()), "mean", counted)}
 
     def metrics(self) -> Metrics:
-        """Over the mini-batch, of all ranks. Collective.
+        """Metrics over the mini-batch and all ranks. Collective.
 
         load_max_over_mean: tokens of a layer's busiest expert over the mean of its experts, in the worst layer. dead_experts: the
-        share of experts, over all layers, that no token chose.
+        fraction of experts, over all layers, that no token chose.
         """
         dist.all_reduce(self._load)
         busiest = (self._load.amax(1) / self._load.mean(1)).max()

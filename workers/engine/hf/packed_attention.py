@@ -1,7 +1,10 @@
-"""Attention over packed rows, for any transformers model that takes its attention from the AttentionInterface.
+"""Attention over packed rows, for any transformers model that uses AttentionInterface.
 
-Rows lie end to end in one sequence of T tokens; each attends causally to itself alone. No (T, T) mask is ever built: the
-name is registered for attention only, and transformers makes no mask for a name its mask interface does not know.
+Rows are concatenated into one sequence of T tokens; each attends causally to itself alone. No (T, T) mask is ever built: the name
+is registered for attention only, and transformers creates no mask for a name that its mask interface does not know.
+
+On CUDA in bfloat16 or float16 one variable-length kernel computes all rows. Elsewhere each run of equally long rows is one SDPA
+call, so rows should be sorted by length.
 """
 
 from __future__ import annotations
@@ -25,20 +28,20 @@ PACKED_ATTENTION = "tandem_packed"
 
 
 Ends = tuple[Tensor, int]
-"""Where each of n stretches of tokens starts, and the end: int32 (n + 1,); and tokens of the longest."""
+"""Start of each of n stretches of tokens, and the end: int32 (n + 1,); and the length of the longest."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """Where the rows of a packed sequence lie. Made once a micro-batch, used by every layer.
+    """Layout of the rows of a packed sequence. Created once per micro-batch, used by every layer.
 
-    blocks: (stretches, queries, keys) of each run of neighbours that are equally long; on the CPU a run is one attention call.
-    Measured (4k tokens, one thread): runs of exactly equal length are as fast as padding like lengths to the longest,
-    from 14 to 300 tokens a row, because padding has to copy. So rows should come sorted by length; any order is right.
-    queries, keys: where stretches lie among the tokens that are computed, and among those that these look at. A stretch's last
-    query sits at its last key. Stretches are the rows, and queries are keys, unless prompts are shared.
+    blocks: (stretches, queries, keys) of each run of equally long neighbours; on the CPU a run is one attention call. Measured
+    (4k tokens, one thread): runs of exactly equal length are as fast as padding similar lengths to the longest, from 14 to 300
+    tokens per row, because padding has to copy. Rows should be sorted by length; any order is correct.
+    queries, keys: where stretches are among the computed tokens, and among the tokens that these attend to. The last query of a
+    stretch is aligned with its last key. Without shared prompts stretches are rows, and queries equal keys.
     last: int64 (B,), the last token of each row among all T.
-    cut: how the tokens are cut over ranks; None: this rank has them all. shared: which tokens are computed; None: all.
+    cut: split of the tokens over ranks; None: this rank has all. shared: which tokens are computed; None: all.
     """
 
     blocks: tuple[tuple[int, int, int], ...]
@@ -52,7 +55,7 @@ class PackedRows:
     def of(
         cls, lengths: Sequence[int], device: torch.device, *, cut: TokenCut | None = None, shared: SharedPrompts | None = None
     ) -> PackedRows:
-        """lengths: tokens of each of the B rows, all positive."""
+        """Build the layout. lengths: tokens of each of the B rows, all positive."""
         assert cut is None or shared is None, "tokens that are cut over ranks share no prompts"
         sizes = [(n, n) for n in lengths] if shared is None else [(s.length, s.seen) for s in shared.stretches]
         blocks = tuple((len(list(run)), *size) for size, run in groupby(sizes))
@@ -61,20 +64,23 @@ class PackedRows:
         return cls(blocks, queries, keys, last, cut, shared)
 
     def own(self, whole: Tensor) -> Tensor:
-        """(T, ...) -> those tokens that this rank computes."""
+        """Select the tokens that this rank computes: (T, ...) -> (computed, ...)."""
         if self.shared is not None:
             return whole.index_select(0, self.shared.computed)
         return whole if self.cut is None else self.cut.own(whole)
 
     def whole(self, mine: Tensor) -> Tensor:
-        """Of the tokens that this rank computes -> (T, ...), of all."""
+        """Inverse of ``own``: (computed, ...) -> (T, ...), with a collective if tokens are split over ranks."""
         if self.shared is not None:
             return mine.index_select(0, self.shared.places)
         return mine if self.cut is None else self.cut.whole(mine)
 
     def before(self, predicted: Tensor, total: int) -> tuple[Tensor, Tensor]:
-        """predicted: int64 (N,), among all ``total`` tokens, none the first of its row. Those of them whose predecessor this rank
-        computes, int64 (M,), and where that is among its own, int64 (M,)."""
+        """Locate the predecessors of predicted tokens: the head computes a token's log-prob from the state before it.
+
+        predicted: int64 (N,), among all ``total`` tokens, none the first of its row. Returns the predicted tokens whose
+        predecessor this rank computes, int64 (M,), and the index of that predecessor among its own tokens, int64 (M,).
+        """
         if self.shared is not None:
             return predicted, self.shared.places[predicted - 1]
         if self.cut is None:
@@ -83,15 +89,18 @@ class PackedRows:
         return self.cut.all_places(here, total) + 1, here
 
     def answers(self, found: Tensor, asked: tuple[Tensor, Tensor], total: int) -> Tensor:
-        """found (M, ...), of what ``before`` returned -> (total, ...), 0 for tokens that are not predicted."""
+        """Scatter results (M, ...) for what ``before`` returned to (total, ...), 0 for tokens that are not predicted."""
         predicted, before = asked
         if self.cut is None:
             return found.new_zeros(total, *found.shape[1:]).index_copy(0, predicted, found)
+        # A rank stores a result at the predecessor, which it owns; after the gather roll() moves it to the predicted token, which
+        # may belong to the next rank.
         mine = found.new_zeros(total // self.cut.group.size(), *found.shape[1:]).index_copy(0, before, found)
         return self.cut.whole(mine).roll(1, 0)
 
 
 def _ends(lengths: Sequence[int], device: torch.device) -> Ends:
+    """Cumulative offsets, int32 (n + 1,), and the largest length."""
     return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32), max(lengths)
 
 
@@ -109,11 +118,11 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """query (1, heads, T, D), key and value (1, kv heads, T, D) -> (1, T, heads, D), T being the tokens that this rank computes.
-    Dropout is never applied.
+    """Attention function registered with transformers: query (1, heads, T, D), key and value (1, kv heads, T, D).
 
-    sliding_window: a token sees itself and the ``sliding_window - 1`` before it. Raises ValueError for what is not
-    plain attention over whole rows: a mask of the model's own, capped scores, sinks.
+    T counts the tokens that this rank computes. Returns (1, T, heads, D), and None for attention weights. Dropout is never
+    applied. sliding_window: a token attends to itself and the ``sliding_window - 1`` before it. Raises ValueError for anything
+    but plain attention over complete rows: a mask of the model's own, capped scores, sinks.
     """
     if attention_mask is not None or softcap is not None or s_aux is not None:
         raise ValueError(f"{type(module).__name__}: packed attention supports no masks, score caps or sinks of a model's own")
@@ -133,7 +142,7 @@ def _whole_rows_attention(
     """q (T, heads, D), k and v (K, kv heads, D) -> (T, heads, D)."""
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
         return varlen(q, k, v, rows.queries, rows.keys, scaling=scaling, sliding_window=sliding_window)
-    # split, never slices: each slice's backward writes a buffer of full length.
+    # split(), not slices: the backward of each slice would write a buffer of the full length.
     queries, keys = [n * length for n, length, _ in rows.blocks], [n * seen for n, _, seen in rows.blocks]
     parts = zip(rows.blocks, q.split(queries), k.split(keys), v.split(keys), strict=True)
     return torch.cat([_block_attention(*part, scaling, sliding_window) for part in parts])
@@ -142,11 +151,15 @@ def _whole_rows_attention(
 def _block_attention(
     block: tuple[int, int, int], q: Tensor, k: Tensor, v: Tensor, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
-    """q (n * length, heads, D), k and v (n * seen, kv heads, D) -> (n * length, heads, D)."""
+    """Attention of n stretches of equal size.
+
+    q (n * length, heads, D), k and v (n * seen, kv heads, D) -> (n * length, heads, D).
+    """
     n, length, seen = block
     q, k, v = (x.unflatten(0, (n, -1)).transpose(1, 2) for x in (q, k, v))
     band = None
     if length < seen or (sliding_window is not None and sliding_window < seen):
+        # is_causal aligns the first query with the first key; here the last ones are aligned, so a mask is needed.
         before = seen - length
         band = torch.ones(length, seen, dtype=torch.bool, device=q.device).tril(before)
         if sliding_window is not None:
@@ -165,9 +178,10 @@ def varlen(
     scaling: float | None = None,
     sliding_window: int | None = None,
 ) -> Tensor:
-    """The same on CUDA, all rows in one kernel: q (T, heads, D), k and v (T', kv heads, D) -> (T, heads, D).
+    """Attention of all rows in one CUDA kernel: q (T, heads, D), k and v (T', kv heads, D) -> (T, heads, D).
 
-    queries, keys: where each row starts, and the end, int32 (B + 1,); and the longest. A row's last query sits at its last key.
+    queries, keys: start of each row and the end, int32 (B + 1,), and the longest. A row's last query is aligned with its last
+    key.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -175,7 +189,7 @@ def varlen(
     attend: Callable[..., Tensor | tuple[Tensor, Tensor]] = varlen_attn
     if "enable_gqa" in signature(varlen_attn).parameters:
         attend = partial(varlen_attn, enable_gqa=True)
-    else:  # torch 2.11: as many key heads as query heads
+    else:  # torch 2.11 requires as many key heads as query heads
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     out = attend(q, k, v, queries[0], keys[0], queries[1], keys[1], scale=scaling, window_size=(left, 0))
     assert isinstance(out, Tensor)

@@ -1,8 +1,9 @@
-"""Context parallelism: the flat tokens of a micro-batch, cut over the ranks of a context group.
+"""Context parallelism: the flat tokens of a micro-batch, split over the ranks of a context-parallel group.
 
-The tokens are cut in 2 * cp chunks, and rank r holds chunks r and 2 * cp - 1 - r: with causal attention the early and cheap one
-goes with a late and dear one (Liu et al. 2023, ring attention's striping, as zigzag). Keys and values are gathered; a rank's
-queries attend to what lies before them in their own rows.
+With causal attention late tokens cost more than early ones, so equal consecutive parts would be unbalanced. The tokens are split
+into 2 * cp chunks, and rank r holds chunks r and 2 * cp - 1 - r, one cheap and one expensive (Liu et al. 2023, ring attention's
+striping, as zigzag). Keys and values are gathered, which takes memory for those of all T tokens; a rank's queries attend to the
+preceding tokens of their own rows.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from workers.engine.hf.packed_attention import varlen
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Queries [start, stop) of this rank attend to keys [keys, ends) of all; the last query sits at the last key."""
+    """Queries [start, stop) of this rank attend to keys [keys, ends) of all tokens; last query aligned with last key."""
 
     start: int
     stop: int
@@ -32,9 +33,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ContextCut:
-    """place: int64 (T / cp,), which tokens this rank holds. back: int64 (T,), where each token is when all ranks' are joined.
+    """Split of T tokens over a context-parallel group.
 
-    pieces: in the order of this rank's tokens. queries, seen: see attention.varlen.
+    place: int64 (T / cp,), the tokens that this rank holds. back: int64 (T,), index of each token in the concatenation of all
+    ranks' tokens. pieces: in the order of this rank's tokens. queries, seen: see packed_attention.varlen.
     """
 
     group: dist.ProcessGroup
@@ -46,7 +48,7 @@ class ContextCut:
 
     @classmethod
     def of(cls, lengths: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> ContextCut:
-        """lengths: of the rows, T together, which 2 * cp divides."""
+        """Build the split. lengths: tokens of the rows; 2 * cp divides their sum T."""
         ranks, total = group.size(), sum(lengths)
         chunk, rest = divmod(total, 2 * ranks)
         assert rest == 0, f"{total} tokens do not fall into {2 * ranks} chunks"
@@ -56,6 +58,7 @@ class ContextCut:
         pieces = []
         for number, first in ((rank, 0), (2 * ranks - 1 - rank, chunk)):
             low, high = number * chunk, (number + 1) * chunk
+            # A row may extend over several chunks: intersect each row with each of this rank's two chunks.
             for begin, end in zip(accumulate(lengths, initial=0), accumulate(lengths), strict=False):
                 start, stop = max(begin, low), min(end, high)
                 if start < stop:
@@ -66,15 +69,15 @@ class ContextCut:
         return cls(group, places[rank], back, tuple(pieces), ends_of(queries, device), ends_of(seen, device))
 
     def gather(self, mine: Tensor) -> Tensor:
-        """(T / cp, ...) of each rank -> (T, ...), in order. The gradient is summed over the ranks: each uses all of it."""
+        """All-gather (T / cp, ...) -> (T, ...), in token order; the gradient is summed: each rank uses the result differently."""
         return gather(mine, self.group).index_select(0, self.back)
 
     def gather_alike(self, mine: Tensor) -> Tensor:
-        """The same, where every rank does the same with it afterwards: its gradient is each rank's own part."""
+        """All-gather for a result that all ranks use identically: the gradient is each rank's own slice."""
         return gather_alike(mine, self.group).index_select(0, self.back)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q (T / cp, heads, D), k and v (T / cp, kv heads, D) -> (T / cp, heads, D)."""
+        """q (T / cp, heads, D), k and v (T / cp, kv heads, D) -> (T / cp, heads, D). Collective."""
         k, v = self.gather(k), self.gather(v)
         if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
             k, v = (torch.cat([x[piece.keys : piece.ends] for piece in self.pieces]) for x in (k, v))
@@ -91,4 +94,5 @@ class ContextCut:
 
 
 def ends_of(lengths: Sequence[int], device: torch.device) -> tuple[Tensor, int]:
+    """Cumulative offsets, int32 (n + 1,), and the largest length."""
     return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32), max(lengths)

@@ -1,6 +1,7 @@
-"""What makes megatron-core run on a CPU build of torch with gloo. Loaded only where there is no CUDA.
+"""Patches that make megatron-core run on a CPU build of torch with gloo. Loaded only without CUDA.
 
-It names "cuda" as the device of what it makes, asks CUDA for its device and its random state, and compiles with inductor.
+megatron-core creates tensors with device="cuda", queries CUDA's device and random state, and compiles with inductor. The patches
+replace torch functions in this process, so they must come before the first import of megatron.core.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like",
 
 @functools.cache
 def pretend_cuda() -> None:
-    """Once a process, before megatron.core is imported."""
+    """Apply the patches, once per process, before megatron.core is imported."""
     import torch
     from torch.utils._device import _device_constructors
 
     assert not torch.cuda.is_available(), "on CUDA megatron runs as it is"
-    _device_constructors()  # keeps the originals, which `with torch.device("meta")` looks for by identity
+    _device_constructors()  # caches the originals, which `with torch.device("meta")` looks up by identity
     for name in FACTORIES:
         setattr(torch, name, on_cpu(getattr(torch, name)))
     cpu: Any = torch.device("cpu")
@@ -34,18 +35,19 @@ def pretend_cuda() -> None:
     torch.cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     torch.cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     cast(Any, torch.cuda).manual_seed = torch.manual_seed
-    # Megatron compiles small functions; the CPU need not have a compiler. Children, SGLang's among them, have the variable not.
+    # Megatron compiles small functions, and a CPU machine need not have a compiler. The variable is set for the import only, so
+    # that child processes, such as those of SGLang, do not inherit it.
     with set_environment({"TORCHDYNAMO_DISABLE": "1"}):
         from megatron.core import jit
         from megatron.core.tensor_parallel import random
-    jit.disable_jit_fuser()  # of what is loaded from here on
+    jit.disable_jit_fuser()  # for modules imported from here on
 
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
 
 
 def on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
-    """A factory of tensors that puts on the CPU what is asked for on CUDA, and pins nothing."""
+    """Wrap a tensor factory: requests for CUDA are served on the CPU, and nothing is pinned."""
 
     @functools.wraps(make)
     def made(*args: Any, **kwargs: Any) -> Any:
@@ -59,7 +61,7 @@ def on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_cuda_names(type_of: Callable[..., Any]) -> Callable[..., Any]:
-    """Tensor.type() that says torch.cuda.FloatTensor, which optimizers look for, and understands it."""
+    """Wrap Tensor.type(): it returns and accepts names like torch.cuda.FloatTensor, which optimizers compare with."""
 
     def renamed(self: Any, *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], str):

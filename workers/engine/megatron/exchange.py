@@ -1,6 +1,7 @@
-"""This rank's part of a Megatron model, under Hugging Face's names: from files, to other ranks, and to files.
+"""Conversion of this rank's part of a Megatron model to and from Hugging Face names: loading, export, checkpoints.
 
-A line of the table at a time, and a few read ahead, so that no rank ever holds more than those lines' whole tensors.
+Works through the table of weights (weights.py) line by line with a few lines read ahead, so that a rank holds the full tensors of
+those lines only.
 """
 
 from __future__ import annotations
@@ -19,23 +20,26 @@ from workers.engine.megatron.weights import WeightLine, table
 from workers.engine.saving import read_ahead
 
 VALUE_HEAD = ("score.weight", "score.bias")
-FUSED_NORMS = {  # Transformer Engine's
+FUSED_NORMS = {  # in layers of Transformer Engine, which fuse them
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-AHEAD = 4  # lines that threads read while another is put in its place
-NOT_WEIGHTS = "rotary_emb.inv_freq"  # a buffer that older files have
+AHEAD = 4  # lines that threads read while another one is copied into the model
+NOT_WEIGHTS = "rotary_emb.inv_freq"  # a buffer in files of older versions
 
 
 class Exchange:
+    """The weights of a rank's model chunks, addressed by Hugging Face names."""
+
     def __init__(self, chunks: Sequence[PackedGPT], shell: PackedModel) -> None:
-        """chunks: of this rank. shell: transformers' model, which has names and shapes. Collective over the pipeline's ranks."""
+        """chunks: of this rank. shell: meta-device transformers model with names and shapes. Collective over pipeline ranks."""
         self.shapes = {name: tensor.shape for name, tensor in shell.hf.state_dict().items()}
         self.params = {name: param for chunk in chunks for name, param in global_names(chunk)}
         self.tp = parallel_state.get_tensor_model_parallel_group()
         self.pp = parallel_state.get_pipeline_model_parallel_group()
         held: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{} for _ in range(self.pp.size())]
         dist.all_gather_object(held, {name: (param.shape, param.dtype) for name, param in self.params.items()}, group=self.pp)
+        # Reversed: of several stages that hold a parameter the first is its owner.
         self.owners = {name: (stage, *place) for stage, names in reversed([*enumerate(held)]) for name, place in names.items()}
         self.lines = [line for line in table(shell.hf.config, shell.head) if line.ours in self.owners]
         unknown = self.owners.keys() - {line.ours for line in self.lines}
@@ -43,15 +47,15 @@ class Exchange:
 
     @property
     def own_lines(self) -> list[WeightLine]:
-        """Each of Hugging Face's tensors once: of tied ones the first."""
+        """Lines of the table that make up each Hugging Face tensor once; of tied weights the first."""
         first = {line.theirs: line for line in reversed(self.lines)}
         return [line for line in self.lines if first[line.theirs] is line]
 
     def fill(self, files: Files, put: Callable[[Tensor, Tensor], None], prefix: str = "") -> None:
-        """``put(parameter, part)`` for each parameter of this rank, with this rank's part of what the files have of it.
+        """Read this rank's part of each parameter and call ``put(parameter, part)``.
 
-        prefix: of the names in the files; none in a model's, where a value head may be missing and is left as it is. Raises
-        ValueError for what else is missing or does not fit.
+        prefix: of the names in the files. A model's files have none, and a value head that they lack keeps its weights. Raises
+        ValueError for any other missing or mismatched weight.
         """
 
         def read(line: WeightLine) -> Tensor:
@@ -69,7 +73,10 @@ class Exchange:
             put(self.params[line.ours], part)
 
     def refuse_strangers(self, files: Files) -> None:
-        """Raises ValueError for weights in the files that the table does not know: the model does more than Megatron would."""
+        """Raise ValueError for weights in the files that the table does not contain.
+
+        The model then has a part that Megatron would leave out without an error.
+        """
         known = {name for line in self.lines for name in line.theirs} | {"lm_head.weight", *VALUE_HEAD}
         strangers = sorted(name for name in files if name not in known and not name.endswith(NOT_WEIGHTS))
         if strangers:
@@ -79,9 +86,14 @@ class Exchange:
             )
 
     def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face's names and whole tensors, on every rank; see TrainEngine.export_weights. Collective."""
+        """Yield Hugging Face names and full tensors on every rank, see TrainEngine.export_weights. Collective.
+
+        The owning pipeline stage broadcasts its part, then tensor-parallel ranks gather their parts. All ranks iterate over the
+        same lines in the same order.
+        """
         for line in self.own_lines:
             stage, shape, kept = self.owners[line.ours]
+            # Cast before communication if that makes the message smaller.
             crossing = dtype if dtype is not None and dtype.itemsize < kept.itemsize else kept
             if self.pp.rank() == stage:
                 part = self.params[line.ours].detach().to(crossing).contiguous()
@@ -96,10 +108,10 @@ class Exchange:
             yield from zip(line.theirs, line.join(parts), strict=True)
 
     def parts(self, whole: Callable[[Tensor], Tensor | None], prefix: str = "") -> Iterator[tuple[str, tuple[Tensor, list[int]]]]:
-        """Hugging Face's names, this rank's part, and where it begins in the whole. Every tensor is with one rank.
+        """Yield (Hugging Face name, (this rank's part, its offset in the full tensor)). Each part belongs to one rank only.
 
-        whole: something shaped as the parameter that it gets; None: another rank has it. What all tensor-parallel ranks have, the
-        first gives.
+        whole: maps a parameter to a tensor of its shape, or to None if another rank writes it. Parts that all tensor-parallel
+        ranks hold are written by the first.
         """
         for line in self.own_lines:
             if self.pp.rank() != self.owners[line.ours][0]:
@@ -112,7 +124,10 @@ class Exchange:
 
 
 def global_names(chunk: PackedGPT) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Layers count from the first of the model, not of the stage; norms have the names of layers that are not fused."""
+    """Parameters of a chunk under model-wide names.
+
+    Layers are numbered from the start of the model, not of the stage. Fused norms get the names of unfused ones.
+    """
     for name, param in chunk.named_parameters():
         if name.startswith("decoder.layers."):
             _, _, local, rest = name.split(".", 3)

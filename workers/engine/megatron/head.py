@@ -1,4 +1,4 @@
-"""From the last layer's hidden states to log-probs or values of whole rows, equal on all ranks of the last stage."""
+"""Heads of the last pipeline stage: hidden states to log-probs or values of complete rows, equal on all its ranks."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ from workers.engine.megatron.weights import Vocabulary
 def values(chunk: PackedGPT, pack: Pack, hidden: Tensor) -> dict[str, Tensor]:
     """hidden (T of this rank, 1, H) -> values (T,), of the state before each token, and last_value (B,)."""
     if chunk.config.sequence_parallel:
-        # Every rank has the head, and does the same with all tokens: each keeps its own part of the gradient.
+        # Every rank has the whole head and computes the same from all tokens, so the gradient is a slice, not a sum.
         hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
     after = chunk.output_layer(hidden[:, 0])[:, 0].float()
     cut, total = pack.packed.cut, pack.rows.total_tokens
     after = (after if cut is None else cut.gather_alike(after))[:total]
     first = pack.rows.positions().to(after.device) == 0
     ends = pack.rows.lengths.cumsum(0).to(after.device) - 1
+    # The head computes the value after each token: shift by one for the state before it.
     return {"values": torch.where(first, 0.0, after.roll(1)), "last_value": after.index_select(0, ends)}
 
 
 def log_probs(chunk: PackedGPT, pack: Pack, hidden: Tensor, outputs: Collection[str], vocabulary: int) -> dict[str, Tensor]:
-    """hidden (T of this rank, 1, H) -> log_probs (T,) and what else ``outputs`` names, 0 where response_mask is not set."""
+    """hidden (T of this rank, 1, H) -> log_probs (T,) and the other ``outputs``, 0 where response_mask is not set."""
     if chunk.config.sequence_parallel:
         hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
     else:
         hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
     hidden, cut, total = hidden[:, 0], pack.packed.cut, pack.rows.total_tokens
-    # What each of this rank's tokens predicts is the next token of its row, on whichever rank that is.
+    # A token's state predicts the next token of its row, which may be on another context rank: targets are shifted before the
+    # split.
     wanted = pack.rows.tokens["response_mask"].bool() & (pack.rows.positions().to(hidden.device) > 0)
     predicts = wanted.new_zeros(pack.padded)
     predicts[: total - 1] = wanted[1:]
@@ -65,7 +67,10 @@ def head(
     outputs: Collection[str],
     vocabulary: int,
 ) -> dict[str, Tensor]:
-    """hidden (N, H), targets (N,), sampled bool (N,) -> log_probs (N,) and so on. The vocabulary's padding takes no part."""
+    """hidden (N, H), targets (N,), sampled bool (N,) -> log_probs (N,) and the other ``outputs``.
+
+    Rows of the weight that pad the vocabulary for tensor parallelism are excluded.
+    """
     group = parallel_state.get_tensor_model_parallel_group()
     ((weight, start),) = Vocabulary(vocabulary).uncut(chunk.head_weight(), group.rank(), group.size())
     shard = VocabShard(group, start, len(weight)) if group.size() > 1 else None

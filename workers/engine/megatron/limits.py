@@ -1,4 +1,4 @@
-"""Which models Megatron can hold, and how it can cut them; without megatron-core, as the controller asks before workers start."""
+"""Which models Megatron supports and how it can split them. Does not import megatron-core: checked before workers start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WHOLE_LAYERS = {"recompute_granularity": "full", "recompute_method": "uniform", 
 
 
 def check_model(hf: PretrainedConfig, config: MegatronConfig) -> None:
-    """Raises ValueError, with all that is wrong, for what the model has and Megatron, or our table of weights, does not."""
+    """Raise ValueError listing everything in the model that Megatron, or this engine's table of weights, does not support."""
     if hf.model_type not in FAMILIES:
         raise ValueError(f"strategy=megatron knows {', '.join(FAMILIES)}, not {hf.model_type}; strategy=fsdp takes the model")
     if problems := [*_foreign(hf.to_dict()), *_uncut(hf, config)]:
@@ -24,14 +24,17 @@ def check_model(hf: PretrainedConfig, config: MegatronConfig) -> None:
 
 
 def overrides(config: MegatronConfig, *, recompute: bool) -> dict[str, Any]:
-    """Fields of TransformerConfig that the configuration sets; null sets none. recompute: whole layers, unless they say what."""
+    """Fields of TransformerConfig that the configuration sets; null leaves a field unset.
+
+    recompute: recompute complete layers, unless the fields select something else.
+    """
     asked = config.override_transformer_config
     given = {name: value for name, value in asked.items() if value is not None and name not in LEFT_OUT}
     return WHOLE_LAYERS | given if recompute and "recompute_granularity" not in given else given
 
 
 def _foreign(hf: dict[str, Any]) -> Iterator[str]:
-    """hf: the model's config.json. Parts that the engine's layers do not have."""
+    """Yield features of the model's config.json (``hf``) that the engine's layers do not have."""
     takes = "; strategy=fsdp takes the model"
     if "sliding_attention" in (hf.get("layer_types") or ()):
         yield f"strategy=megatron attends to whole rows, and the model has sliding_window={hf['sliding_window']}{takes}"
@@ -43,6 +46,7 @@ def _foreign(hf: dict[str, Any]) -> Iterator[str]:
 
 
 def _uncut(hf: PretrainedConfig, config: MegatronConfig) -> Iterator[str]:
+    """Yield sizes of the model that the parallel sizes do not divide."""
     size = config.tensor_model_parallel_size
     whole = {
         "num_attention_heads": hf.num_attention_heads,
@@ -56,7 +60,11 @@ def _uncut(hf: PretrainedConfig, config: MegatronConfig) -> Iterator[str]:
 
 
 def _layers(layers: int, config: MegatronConfig) -> Iterator[str]:
-    """The first and the last stage may have numbers of layers of their own. The other stages have as many each, in like parts."""
+    """Yield an error if the layers do not fit the pipeline stages.
+
+    The first and the last stage may have their own numbers of layers. The other stages have equal numbers, in equal virtual
+    parts.
+    """
     stages, parts = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
     given = {name: config.override_transformer_config.get(name) for name in OWN_STAGES}
     own = {name: count for name, count in given.items() if count is not None}

@@ -1,4 +1,4 @@
-"""Megatron's AdamW, distributed or not, under our schedule."""
+"""Megatron's AdamW, distributed or not, with the learning-rate schedule of all engines."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ Kind = Literal["param", "exp_avg", "exp_avg_sq"]
 
 
 class MegatronAdamW:
-    """What it keeps of a parameter, the parameter itself in float32 among it, is all of it or, distributed, a part: a run of its
-    elements, others being with the other ranks of the data-parallel group (that of contexts included).
+    """Wrapper of Megatron's optimizer with access to its state by parameter.
+
+    The state of a parameter includes a float32 copy of it. It is complete or, with the distributed optimizer, a contiguous range
+    of its elements; the other ranges are on the other ranks of the data-parallel group, which includes context ranks.
     """
 
     def __init__(self, model: Sequence[Any], spec: OptimizerSpec, config: TransformerConfig, *, distributed: bool) -> None:
@@ -47,7 +49,8 @@ class MegatronAdamW:
         self._adamw: torch.optim.Optimizer = self._inner.optimizer
         self.group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         for kept in (kept for group in self._adamw.param_groups for kept in group["params"]):
-            # From the start, so that it can be loaded into; and each its own count, which a loaded state would share.
+            # Allocated now, so that a checkpoint can be loaded into it; each with its own step count, which a loaded state would
+            # share.
             self._adamw.state[kept] = {kind: torch.zeros_like(kept) for kind in MOMENTS} | {"step": torch.zeros(())}
 
     @property
@@ -58,12 +61,12 @@ class MegatronAdamW:
         self._megatron.zero_grad()
 
     def norm(self) -> float:
-        """Of the whole gradient, before clipping; equal on the ranks of a model. Collective."""
+        """Norm of the full gradient before clipping, equal on all ranks of a model. Collective."""
         self._megatron.prepare_grads()
         return float(self._megatron.get_grad_norm())
 
     def step(self, norm: float) -> float:
-        """After ``norm``: clip and update; the learning rate used."""
+        """Clip by ``norm`` and update; returns the learning rate. Call after ``norm()``, which prepares the gradients."""
         lr = learning_rate(self.spec, self.steps)
         for group in self._megatron.param_groups:
             group["lr"] = lr
@@ -74,7 +77,7 @@ class MegatronAdamW:
         return lr
 
     def kept(self, param: Any, kind: Kind) -> tuple[Tensor, int] | None:
-        """What this rank has of it, and with which element of the parameter that begins; None: nothing."""
+        """State of ``param`` on this rank, and the index of its first element in the parameter; None if there is none here."""
         start = 0
         if self.is_distributed:
             if param not in self._inner.model_param_group_index_map:
@@ -87,13 +90,13 @@ class MegatronAdamW:
         return (main if kind == "param" else self._adamw.state[main][kind]), start
 
     def put(self, kind: Kind, param: Tensor, whole: Tensor) -> None:
-        """Keep of ``whole``, shaped as the parameter, what is this rank's."""
+        """Copy this rank's range of ``whole``, a tensor of the parameter's shape, into the state."""
         if (kept := self.kept(param, kind)) is not None:
             part, start = kept
             part.flatten().copy_(whole.flatten()[start : start + part.numel()])
 
     def whole(self, param: Tensor, kind: Kind, rank: int) -> Tensor | None:
-        """All of it, shaped as the parameter, on this rank of the group; None on the others. Collective over the group."""
+        """Assemble the full state on one rank of the group; None on the others. Collective over the group."""
         kept = self.kept(param, kind)
         if not self.is_distributed:
             assert kept is not None
@@ -101,17 +104,17 @@ class MegatronAdamW:
         together = torch.zeros(param.numel(), dtype=torch.float32, device=param.device)
         if kept is not None:
             together[kept[1] : kept[1] + kept[0].numel()] = kept[0].detach()
-        if self.group.size() > 1:  # as integers: nothing is rounded, and no -0.0 becomes 0.0
+        if self.group.size() > 1:  # as integers, bitwise: each element has one non-zero addend, and -0.0 stays -0.0
             dist.reduce(together.view(torch.int32), dist.get_global_rank(self.group, rank), group=self.group)
         return together.view(param.shape) if self.group.rank() == rank else None
 
     def tensors(self) -> list[Tensor]:
-        """All that this rank keeps beside the parameters."""
+        """All state that this rank holds in addition to the parameters."""
         mains = [kept for group in self._adamw.param_groups for kept in group["params"]]
         return [*mains, *(self._adamw.state[main][kind] for main in mains for kind in MOMENTS)]
 
     def set_steps(self, steps: int) -> None:
-        """torch counts with each parameter, Transformer Engine with each group."""
+        """Set the step count: torch keeps it per parameter, Transformer Engine per group."""
         self.steps = steps
         for state in self._adamw.state.values():
             state["step"].fill_(steps)

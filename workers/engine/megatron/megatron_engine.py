@@ -1,4 +1,9 @@
-"""The Megatron engine: one model, cut over tensor, pipeline, context and data parallel ranks."""
+"""Megatron engine: one model, split over tensor, pipeline, context and data parallel ranks.
+
+Megatron provides parallel layers, the pipeline schedule and the distributed optimizer. This module feeds it packed micro-batches,
+computes losses on the last stage, and writes the same checkpoints as FSDP: Hugging Face names and shards, which any parallel
+layout can read.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +52,10 @@ KINDS: dict[str, Kind] = {"model.": "param", "optimizer.exp_avg.": "exp_avg", "o
 
 
 class MegatronEngine(TrainEngine):
+    """A TrainEngine on megatron-core; see base.TrainEngine for the interface."""
+
     def __init__(self, spec: EngineSpec, megatron: MegatronConfig) -> None:
-        """Collective over all ranks. Raises ValueError for a model that Megatron, or our table of weights, does not have."""
+        """Collective over all ranks. Raises ValueError for a model that Megatron, or the table of weights, does not support."""
         self.spec = spec
         self.megatron = megatron
         self.device = torch.device("cuda", torch.cuda.current_device()) if spec.device == "cuda" else torch.device("cpu")
@@ -61,13 +68,13 @@ class MegatronEngine(TrainEngine):
         self._rotary: Rotary = rotary_of(shell.hf).to(self.device)
         self._chunks: list[PackedGPT] = [chunk.to(self.device) for chunk in build_chunks(self.config, shell)]
         self._exchange = Exchange(self._chunks, shell)
-        self._model: list[Any] = [*self._chunks]  # as it is called: gradients wrapped around it
+        self._model: list[Any] = [*self._chunks]  # the chunks as they are called, wrapped for gradients if trained
         self._optimizer: MegatronAdamW | None = None
         if spec.optimizer is not None:
             self._model, self._optimizer = self._trained(spec.optimizer)
         for chunk in self._model:
             chunk.requires_grad_(self._optimizer is not None)
-            chunk.train(self._optimizer is not None)  # recomputation looks at it; there is no dropout
+            chunk.train(self._optimizer is not None)  # recomputation depends on it; there is no dropout
         files = Files(model_files(spec.model), f"model.path={spec.model.path}")
         self._exchange.refuse_strangers(files)
         with START("read"):
@@ -76,14 +83,14 @@ class MegatronEngine(TrainEngine):
         self._places = {"params": Offloadable(self._exchange.params.values()), "optimizer": Offloadable(self._own_state())}
 
     def _trained(self, optimizer: OptimizerSpec) -> tuple[list[Any], MegatronAdamW]:
-        """The chunks with gradients around them, and what applies these."""
+        """Wrap the chunks in DistributedDataParallel and create the optimizer."""
         distributed = self.megatron.use_distributed_optimizer
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
         around = partial(DistributedDataParallel, self.config, ddp)
         model = [around(chunk, disable_bucketing=i > 0) for i, chunk in enumerate(self._chunks)]
         return model, MegatronAdamW(model, optimizer, self.config, distributed=distributed)
 
-    # Computing
+    # Forward and train steps
 
     def forward(self, batch: Batch, plan: MicroBatches, outputs: set[str], *, adapter: bool = True) -> Batch | None:
         answers = Answers(batch, outputs, self.spec.head, self._shell.config.vocab_size)
@@ -103,7 +110,8 @@ class MegatronEngine(TrainEngine):
             loss_here = metrics["loss"]
             assert isinstance(loss_here, Metric)
             norm = self._optimizer.norm()
-            # A loss may be infinite where its gradient is not, and on the last stage alone: one number that all ranks decide by.
+            # A loss may be infinite although its gradient is finite, and only the last stage knows it. 0 * it is NaN:
+            # all-reduced, one number by which all ranks decide.
             doubt = torch.tensor(0.0 * (norm + loss_here.value), dtype=torch.float64, device=self.device)
             dist.all_reduce(doubt)
             norm += float(doubt)
@@ -115,9 +123,9 @@ class MegatronEngine(TrainEngine):
         return metrics
 
     def accumulate(self, batch: Batch, plan: MicroBatches, loss: Loss) -> Metrics:
-        """The first half of a train step: leaves the gradient, summed over micro-batches and ranks, in the parameters' main_grad.
+        """First half of a train step: leave the gradient, summed over micro-batches and ranks, in the parameters' main_grad.
 
-        Metrics: the loss's own, and ``loss``: this share's part of sum(loss_weight * token_loss), on the last stage.
+        Metrics: those of the loss, and ``loss``: this shard's part of sum(loss_weight * token_loss), on the last stage.
         """
         assert self._grads_place == "device", "gradients are on the host: move(grads='device') comes first"
         self._zero_grad()
@@ -139,10 +147,13 @@ class MegatronEngine(TrainEngine):
         *,
         backward: bool,
     ) -> list[Any]:
-        """``reduce`` of each micro-batch and its results, on the last stage; elsewhere nothing. Collective over a model."""
+        """Apply ``reduce`` to each micro-batch and its results, on the last stage; other stages return nothing.
+
+        Collective over a model: all its ranks run the same micro-batches in the same order.
+        """
         self._assert_here("params")
         several = len(self._model) > 1
-        if several:  # the interleaved schedule takes as many micro-batches at a time as there are stages
+        if several:  # the interleaved schedule requires a multiple of the number of stages
             plan = (*plan, *[()] * (-len(plan) % self.megatron.pipeline_model_parallel_size))
         packs = [pack(micro_batch(batch, chosen, self.device), self.config, self._rotary, is_dummy=not chosen) for chosen in plan]
 
@@ -177,6 +188,7 @@ class MegatronEngine(TrainEngine):
         self._optimizer.zero_grad()
 
     def _drop_step(self) -> None:
+        """Undo a failed ``accumulate``: drop gradients and release memory."""
         self._zero_grad()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -188,18 +200,19 @@ class MegatronEngine(TrainEngine):
         return self._exchange.export(dtype)
 
     def live_weights(self) -> dict[str, Tensor] | None:
-        return None  # Megatron's tensors hold several of Hugging Face's
+        return None  # a Megatron tensor contains several Hugging Face tensors
 
     def export_hf(self, path: str) -> None:
         write_model(self._shell if self.mesh.rank == 0 else None, self.export_weights(), Path(path))
 
     def _put_param(self, param: Tensor, whole: Tensor) -> None:
+        """Set a parameter, and the optimizer's float32 copy of it, which would overwrite it in the next step."""
         with torch.no_grad():
             param.copy_(whole)
             if self._optimizer is not None:
                 self._optimizer.put("param", param, whole)
 
-    # Where things are
+    # Device and host
 
     def move(self, *, params: Place | None = None, grads: Place | None = None, optimizer: Place | None = None) -> None:
         if grads is not None and self.megatron.grad_offload and grads != self._grads_place:
@@ -218,19 +231,23 @@ class MegatronEngine(TrainEngine):
         assert self._places[part].place == "device", f"{part} are on the host: move({part}='device') comes first"
 
     def _own_state(self) -> list[Tensor]:
-        """What the optimizer has for itself: not where its copy of a parameter is the parameter."""
+        """Optimizer state with storage of its own.
+
+        In float32 the optimizer's copy of a parameter may be the parameter itself, which must not be offloaded twice.
+        """
         params = {param.untyped_storage().data_ptr() for param in self._exchange.params.values()}
         tensors = self._optimizer.tensors() if self._optimizer is not None else []
         return [tensor for tensor in tensors if tensor.untyped_storage().data_ptr() not in params]
 
     @contextmanager
     def _optimizer_here(self) -> Iterator[None]:
+        """Keep the optimizer state on the device in the block."""
         place = self._places["optimizer"].place
         self._places["optimizer"].move("device")
         yield
         self._places["optimizer"].move(place)
 
-    # Checkpoints: FSDP's, which any cut reads
+    # Checkpoints: in the format of the FSDP engine, which any parallel layout can read
 
     def save(self, path: str, *, background: bool = False) -> Future[Saved]:
         self._assert_here("params")
@@ -240,7 +257,10 @@ class MegatronEngine(TrainEngine):
             return save_shard(shard, Path(path), shell, background=background)
 
     def _state(self) -> dict[str, tuple[Tensor, list[int]]]:
-        """This rank's part of the checkpoint. What several ranks have is spread over them. Collective."""
+        """This rank's part of a checkpoint. Collective.
+
+        State that several data-parallel ranks hold is distributed over them in turn, so that all of them write.
+        """
         optimizer = self._optimizer
         state: dict[str, tuple[Tensor, list[int]]] = {}
         if optimizer is not None and self.mesh.rank == 0:
@@ -249,6 +269,7 @@ class MegatronEngine(TrainEngine):
         for prefix, kind in KINDS.items():
             if optimizer is None and kind != "param":
                 continue
+            # Every rank calls ``of`` for the same parameters in the same order, so all agree on the writer of each.
             turn = cycle(range(group.size()))
 
             def of(param: Tensor, kind: Kind = kind, turn: Iterator[int] = turn) -> Tensor | None:

@@ -1,4 +1,8 @@
-"""A transformers configuration as a Megatron model: its own layers where they pack, ours where they do not."""
+"""Build a Megatron model from a transformers configuration.
+
+Layers are Megatron's wherever they support packed rows. Core attention and, without Transformer Engine, RMSNorm are replaced by
+the classes below.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,7 @@ from workers.engine.megatron.weights import head_dim
 
 @dataclass
 class Packed(PackedSeqParams):
-    """What every layer needs to know of a micro-batch. cos, sin: (tokens of this rank, D)."""
+    """Per-micro-batch data that Megatron passes to every layer. cos, sin: (tokens of this rank, D)."""
 
     rows: PackedRows | None = None
     cut: ContextCut | None = None
@@ -45,7 +49,10 @@ class Packed(PackedSeqParams):
 
 
 class RMSNorm(nn.Module):
-    """Megatron's own, without Transformer Engine, refuses sequence parallelism. Zhang & Sennrich 2019, in float32."""
+    """RMSNorm (Zhang & Sennrich 2019), computed in float32.
+
+    Megatron's own norm refuses sequence parallelism without Transformer Engine.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__()
@@ -59,7 +66,10 @@ class RMSNorm(nn.Module):
 
 
 class PackedAttention(nn.Module):
-    """Rotary embedding, as transformers computes it, and attention over packed rows. Megatron's own refuses packed rows."""
+    """Rotary embedding, as transformers computes it, and attention over packed rows.
+
+    Megatron's own core attention refuses packed rows.
+    """
 
     def __init__(self, config: TransformerConfig, layer_number: int, *_: Any, **__: Any) -> None:
         super().__init__()
@@ -85,13 +95,13 @@ class PackedAttention(nn.Module):
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """states (T, heads, D), cos and sin (T, D). Su et al. 2021, eq. 34, halves as transformers pairs them."""
+    """Rotary embedding (Su et al. 2021, eq. 34, halves paired as in transformers): states (T, heads, D), cos and sin (T, D)."""
     low, high = states.chunk(2, -1)
     return states * cos[:, None] + torch.cat([-high, low], -1) * sin[:, None]
 
 
 class ValueHead(nn.Linear):
-    """H -> 1, whole on every tensor-parallel rank. It starts at zero, as FSDP's does."""
+    """Linear H -> 1, replicated on every tensor-parallel rank. Initialised to zero, as in the FSDP engine."""
 
     def reset_parameters(self) -> None:
         for param in self.parameters():
@@ -99,13 +109,13 @@ class ValueHead(nn.Linear):
 
 
 class PackedGPT(GPTModel):
-    """Answers with the last hidden states; what is made of them is the engine's."""
+    """GPTModel that returns the last hidden states; the engine computes the head."""
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states
 
     def head_weight(self) -> Tensor:
-        """(V / tp, H), padded."""
+        """Weight of the head on this rank: (V / tp, H), padded."""
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         assert isinstance(weight, Tensor)
@@ -113,7 +123,7 @@ class PackedGPT(GPTModel):
 
 
 def transformer_config(hf: PretrainedConfig, config: MegatronConfig, *, recompute: bool) -> TransformerConfig:
-    """Raises ValueError, see check_model, and for a field that Megatron does not have."""
+    """Translate the configuration. Raises ValueError for an unsupported model (check_model) or an unknown Megatron field."""
     check_model(hf, config)
     heads, kv_heads = hf.num_attention_heads, hf.num_key_value_heads
     dtype = DTYPES[config.dtype]
@@ -138,12 +148,13 @@ def transformer_config(hf: PretrainedConfig, config: MegatronConfig, *, recomput
         "bf16": dtype == torch.bfloat16,
         "sequence_parallel": config.sequence_parallel and config.tensor_model_parallel_size > 1,
         "variable_seq_lengths": True,
-        # The interleaved schedule sends both ways at once. As one batch that waits for a neighbour which runs another batch, and
-        # between two ranks, each the other's previous and next, it does not say which message is which. Each way apart does.
+        # The interleaved schedule sends in both directions at once. Batched messages wait for a neighbour that runs another
+        # batch, and between two ranks, each of which is the other's previous and next, they do not identify which message is
+        # which. Separate messages per direction do.
         "overlap_p2p_comm": config.virtual_pipeline_model_parallel_size is not None,
         "batch_p2p_comm": config.virtual_pipeline_model_parallel_size is None,
         "calculate_per_token_loss": True,  # losses are sums, and gradients are summed over ranks
-        "moe_token_dispatcher_type": "alltoall",  # asked for with variable lengths
+        "moe_token_dispatcher_type": "alltoall",  # required with variable lengths
         "use_cpu_initialization": True,
         "perform_initialization": False,
         "bias_activation_fusion": False,
@@ -161,7 +172,7 @@ def transformer_config(hf: PretrainedConfig, config: MegatronConfig, *, recomput
 
 
 def build_chunks(config: TransformerConfig, shell: PackedModel) -> list[PackedGPT]:
-    """This rank's part of the model, without weights: one, or one for each virtual stage."""
+    """This rank's part of the model, with uninitialised weights: one chunk, or one per virtual pipeline stage."""
     hf, head = shell.hf.config, shell.head
     embedding = shell.hf.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding)
@@ -177,7 +188,7 @@ def build_chunks(config: TransformerConfig, shell: PackedModel) -> list[PackedGP
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             share_embeddings_and_output_weights=bool(hf.tie_word_embeddings) and head == "lm",
-            position_embedding_type="none",  # core attention rotates
+            position_embedding_type="none",  # PackedAttention applies the rotation
             vp_stage=vp_stage,
         )
         if chunk.post_process and head != "lm":
@@ -190,7 +201,10 @@ def build_chunks(config: TransformerConfig, shell: PackedModel) -> list[PackedGP
 
 
 def freeze_padding(embedding: VocabParallelEmbedding, token: int) -> None:
-    """The row of this token gets no gradient from where it is looked up: so does transformers' embedding with its padding_idx."""
+    """Stop the gradient of the padding token's embedding, as transformers' embedding does for its padding_idx.
+
+    The token gets no gradient from lookups; a tied head still contributes.
+    """
 
     def hook(module: VocabParallelEmbedding, args: tuple[Tensor], embedded: Tensor) -> Tensor:
         ids = args[0]  # (1, T)
@@ -202,7 +216,10 @@ def freeze_padding(embedding: VocabParallelEmbedding, token: int) -> None:
 
 
 def mark_cut(chunk: nn.Module) -> None:
-    """Megatron marks what is cut over ranks where it draws the first weights, which it does not here; norms go by the marks."""
+    """Mark parameters that are split over tensor-parallel ranks: the gradient norm counts them differently.
+
+    Megatron sets the marks when it initialises weights, which is skipped here.
+    """
     for module in chunk.modules():
         match module:
             case VocabParallelEmbedding() | ColumnParallelLinear():
@@ -216,13 +233,15 @@ def mark_cut(chunk: nn.Module) -> None:
 
 
 def padded_vocab(size: int, tp: int) -> int:
-    """To what tensor parallelism divides, and no further."""
+    """Round the vocabulary up to a multiple of ``tp``, and no further."""
     return -(-size // tp) * tp
 
 
 def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Transformer Engine's layers where it is installed, on CUDA in bfloat16 (its float32 products are TF32's); else Megatron's
-    local ones, with a norm of ours. Core attention is ours in both. override_transformer_config.transformer_impl=local: without.
+    """Layers of Transformer Engine where it is installed, on CUDA in bfloat16; else Megatron's local ones with the RMSNorm above.
+
+    Transformer Engine computes float32 products in TF32, so it is not used for float32. Core attention is PackedAttention in
+    both. override_transformer_config.transformer_impl=local selects local layers.
     """
     if HAVE_TE and torch.cuda.is_available() and config.bf16 and config.transformer_impl == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm

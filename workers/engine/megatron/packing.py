@@ -1,4 +1,4 @@
-"""A micro-batch as the ranks of a model see it: packed, padded, cut over contexts."""
+"""Convert a micro-batch to the form that the ranks of a Megatron model take: packed, padded, split over context ranks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """rows: the micro-batch, on the device. is_dummy: it stands for no rows. The rest is of this rank's tokens: input_ids and
-    positions, int64 (T / cp,), T being ``padded`` tokens.
+    """A micro-batch on this rank. rows: the micro-batch on the device. is_dummy: it stands for no rows.
+
+    padded: T, the number of tokens including padding. input_ids, positions: int64 (T / cp,), of this rank's tokens.
     """
 
     rows: Batch
@@ -34,7 +35,10 @@ class Pack:
 
 
 def pack(rows: Batch, config: TransformerConfig, rotary: Rotary, *, is_dummy: bool) -> Pack:
-    """One more row, without weight, pads the tokens until context and sequence parallelism divide them."""
+    """Pack a micro-batch.
+
+    One more row, without loss weight, pads T to a multiple that context and sequence parallelism divide.
+    """
     device = rows.tokens["input_ids"].device
     cp = config.context_parallel_size
     unit = (2 * cp if cp > 1 else 1) * (config.tensor_model_parallel_size if config.sequence_parallel else 1)

@@ -1,6 +1,6 @@
-"""Hugging Face's names and Megatron's, as one table; and how Megatron cuts what they name over tensor-parallel ranks.
+"""Table of weights: Hugging Face names to Megatron names, and how Megatron splits each tensor over tensor-parallel ranks.
 
-A family is added by its name in limits.FAMILIES, and by lines here for what it has beside these.
+To add a family, add its name to limits.FAMILIES and lines here for the parameters that it has in addition.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ from transformers import PretrainedConfig
 
 
 class Layout(ABC):
-    """dim: of Hugging Face's tensors, along which rank after rank holds a part; None: every rank holds all of it."""
+    """How Megatron stores one or more Hugging Face tensors. dim: along which ranks hold consecutive parts; None: replicated."""
 
     dim: ClassVar[int | None]
 
     @abstractmethod
     def cut(self, theirs: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
-        """Of the whole tensors: what the rank holds, as Megatron keeps it."""
+        """Full Hugging Face tensors -> this rank's tensor, in Megatron's layout."""
 
     @abstractmethod
     def uncut(self, ours: Tensor, rank: int, ranks: int) -> list[tuple[Tensor, int]]:
-        """The inverse: the rank's part of each of theirs, and where along ``dim`` it begins."""
+        """Inverse of ``cut``: this rank's part of each Hugging Face tensor, and its offset along ``dim``."""
 
 
 class Whole(Layout):
+    """Replicated on every rank: norms, value heads."""
+
     dim = None
 
     def cut(self, theirs: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
@@ -40,6 +42,8 @@ class Whole(Layout):
 
 
 class Columns(Layout):
+    """Split along the input dimension: row-parallel linear layers."""
+
     dim = 1
 
     def cut(self, theirs: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
@@ -50,7 +54,7 @@ class Columns(Layout):
 
 
 class RowsOfEach(Layout):
-    """(gate, up) -> the rank's rows of gate, then those of up."""
+    """Gate and up projection, each split by rows, concatenated: this rank's rows of gate, then of up."""
 
     dim = 0
 
@@ -63,7 +67,7 @@ class RowsOfEach(Layout):
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary(Layout):
-    """Rows, of which the last rank's end with zeros where ranks do not divide ``size``."""
+    """Split by rows; the last rank's rows are padded with zeros if the ranks do not divide ``size``."""
 
     size: int
     dim = 0
@@ -80,7 +84,10 @@ class Vocabulary(Layout):
 
 @dataclass(frozen=True, slots=True)
 class HeadGroups(Layout):
-    """(q, k, v) -> for each of the rank's groups of heads: its queries' rows, its key's, its value's. Weights or biases."""
+    """q, k and v split by key-value group: for each group of this rank the rows of its queries, its key, its value.
+
+    groups: number of kv heads. Applies to weights and biases.
+    """
 
     groups: int
     head_dim: int
@@ -100,14 +107,14 @@ class HeadGroups(Layout):
 
 @dataclass(frozen=True, slots=True)
 class WeightLine:
-    """theirs: Hugging Face's names of the tensors that Megatron's ``ours`` is made of."""
+    """A line of the table: Megatron's parameter ``ours`` consists of the Hugging Face tensors ``theirs``."""
 
     ours: str
     theirs: tuple[str, ...]
     layout: Layout
 
     def join(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """All ranks' parts -> the whole tensors."""
+        """Parts of all tensor-parallel ranks -> full Hugging Face tensors."""
         if self.layout.dim is None:
             return [parts[0]]
         uncut = [self.layout.uncut(part, rank, len(parts)) for rank, part in enumerate(parts)]
@@ -115,8 +122,9 @@ class WeightLine:
 
 
 def table(config: PretrainedConfig, head: str) -> list[WeightLine]:
-    """Every parameter that the model may have, layers in order; a reward head's bias need not be. Tied ones are two of
-    Megatron's, and one of theirs.
+    """Every parameter that the model may have, layers in order; a reward head may lack its bias.
+
+    A tied weight is two parameters of Megatron (embedding and head) and one Hugging Face tensor.
     """
     rows = Vocabulary(config.vocab_size)
     lines = [WeightLine("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), rows)]
@@ -134,7 +142,7 @@ def table(config: PretrainedConfig, head: str) -> list[WeightLine]:
 
 
 def layer_table(config: PretrainedConfig) -> list[WeightLine]:
-    """One decoder layer; names below it."""
+    """Lines of one decoder layer; names are relative to the layer."""
     heads = HeadGroups(config.num_key_value_heads, head_dim(config))
     qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     lines = [
@@ -153,4 +161,5 @@ def layer_table(config: PretrainedConfig) -> list[WeightLine]:
 
 
 def head_dim(config: PretrainedConfig) -> int:
+    """Size of an attention head; hidden size / heads where the config does not set it."""
     return int(config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads)
