@@ -1,4 +1,4 @@
-"""A run from a script: ``from trainer import run_ppo``."""
+"""Training from a script: ``from trainer import run_ppo``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """metrics: the last value of each, as in metrics.jsonl. objective: trainer.objective, larger is better; None: none is set."""
+    """Result of a completed run.
+
+    metrics: last value of each metric in metrics.jsonl. objective: value of trainer.objective, larger is better; None: it is
+    not set.
+    """
 
     run_dir: Path
     metrics: dict[str, float]
@@ -28,28 +32,30 @@ class RunResult:
 
 
 class Callback:
-    """What a script does while a run goes on; override what is wanted. The run waits; what is raised ends it, and leaves run_ppo.
+    """Hooks of a script into a run; override those that are needed.
 
-    step: training steps that are done. A run that starts again (trainer.max_restarts) or goes back (alarms) comes by some of its
-    steps again.
+    The run waits for each call. An exception ends the run and is raised by run_ppo. step: number of training steps that are
+    done. After a restart (trainer.max_restarts) or a rollback (alarms) some steps are reported again.
     """
 
     def on_train_begin(self, config: PPOConfig) -> None:
-        """Once, before anything is started. config: checked."""
+        """Called once, before anything is started. config: after all checks."""
 
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        """metrics: the step's line of metrics.jsonl, which is on disk; its checkpoint is not yet."""
+        """Called after each step. metrics: its line of metrics.jsonl, which is on disk; its checkpoint is not yet."""
 
     def on_validation_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        """After a validation, before on_step_end of the same step; of step 0 with trainer.val_before_train. metrics: those that
-        begin with val."""
+        """Called after a validation, before on_step_end of the same step. metrics: those that begin with val.
+
+        Step 0 is validated with trainer.val_before_train.
+        """
 
     def on_train_end(self, result: RunResult) -> None:
-        """Once, if the run came to its end."""
+        """Called once, if the run has reached its end."""
 
 
 class _Calls:
-    """A logger that hands on to callbacks what every logger gets."""
+    """Logger that passes metrics on to callbacks."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self.callbacks = callbacks
@@ -73,13 +79,14 @@ class _Calls:
 
 
 def run_ppo(config: PPOConfig | Sequence[str], callbacks: Sequence[Callback] = ()) -> RunResult:
-    """Train as ``python -m trainer.main_ppo`` does. Of the main thread: Ray, and signals.
+    """Train as ``python -m trainer.main_ppo`` does. Call it from the main thread: Ray and signals need it.
 
-    config: of configs.compose.compose, maybe with dataclasses.replace; or what stands on a command line,
+    config: from configs.compose.compose, possibly changed by dataclasses.replace; or the words of a command line,
     ["recipe=quickstart", "trainer.total_training_steps=20"].
-    Raises ConfigError (a ValueError) for a configuration that cannot work and for files that are not there, ValueError or
-    FileNotFoundError for what else the user can mend, trainer.run.errors.Stopped if the run was told to stop and can be resumed,
-    Found if an alarm stopped it, WorkerError or PhaseTimeout for what failed in a worker.
+
+    Raises ConfigError (a ValueError) for an invalid configuration or missing files, ValueError or FileNotFoundError for other
+    errors that the user can fix, trainer.run.errors.Stopped if the run was stopped and can be resumed, Found if an alarm
+    stopped it, WorkerError or PhaseTimeout for failures of workers.
     """
     if isinstance(config, PPOConfig):
         return _run(config, frozenset(), [], callbacks)
@@ -99,6 +106,7 @@ def _run(config: PPOConfig, typed: frozenset[str], notes: list[str], callbacks: 
     for callback in callbacks:
         callback.on_train_begin(config)
 
+    # Imported after all checks: it loads torch and Ray.
     from trainer.ppo.ppo_builder import run
 
     run(config, notes, [_Calls(callbacks)])

@@ -1,6 +1,7 @@
-"""What a configuration names, and whether it is there: models, data, code. Looked at before anything heavy is loaded or started.
+"""Checks before a start: whether the models, data files and code that a configuration names exist and fit.
 
-What only reading all of it could tell, a prompt that is too long say, is left to those who read it.
+They run before anything heavy is imported or started. Problems that only reading all data would show, such as a prompt that
+is too long, are left to the code that reads it.
 """
 
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
@@ -21,7 +22,7 @@ from workers.model_path import check_files, check_tokenizer
 
 
 def check_ppo_config(config: PPOConfig, typed: Collection[str]) -> list[str]:
-    """Notes for the user. Raises ValueError for values that cannot work, those that only an algorithm knows included."""
+    """Check values, including those that only an algorithm knows. Returns warnings; raises ValueError for invalid ones."""
     algorithm = config.algorithm
     check_policy_loss(config.actor_rollout_ref.actor.policy_loss.loss_mode)
     weight_bounds(algorithm.rollout_correction.rollout_is_threshold)
@@ -31,7 +32,7 @@ def check_ppo_config(config: PPOConfig, typed: Collection[str]) -> list[str]:
 
 
 def ppo_inputs(config: PPOConfig) -> Iterator[str]:
-    """A line for each thing that is not there, or is not what it must be. So do the others here."""
+    """One line for each input that is missing or invalid. The other functions here yield such lines too."""
     data, reward = config.data, config.reward
     yield from _model("actor_rollout_ref.model", config.actor_rollout_ref.model)
     if config.critic.enable is True or "values" in estimator_needs(config.algorithm.adv_estimator):
@@ -48,12 +49,14 @@ def ppo_inputs(config: PPOConfig) -> Iterator[str]:
 
 
 def sft_inputs(config: SFTConfig) -> Iterator[str]:
+    """See ppo_inputs."""
     data = config.data
     columns = [data.prompt_key, data.response_key] if data.messages_key is None else [data.messages_key]
     yield from _supervised(config, columns, "data.messages_key, data.prompt_key, data.response_key")
 
 
 def reward_model_inputs(config: RewardModelConfig) -> Iterator[str]:
+    """See ppo_inputs."""
     data = config.data
     optional = [key for key in (data.prompt_key, data.margin_key) if key is not None]
     columns = [data.chosen_key, data.rejected_key, *optional]
@@ -61,7 +64,7 @@ def reward_model_inputs(config: RewardModelConfig) -> Iterator[str]:
 
 
 def generation_inputs(config: GenerationConfig) -> Iterator[str]:
-    """Rewards are of those who score alone."""
+    """See ppo_inputs. What scoring needs is not checked: only programs that score need it."""
     yield from _model("actor_rollout_ref.model", config.actor_rollout_ref.model)
     yield from _files("data.path", config.data.path, [config.data.prompt_key], "data.prompt_key")
 
@@ -75,6 +78,7 @@ def _supervised(config: SFTConfig | RewardModelConfig, columns: Sequence[str], s
 
 
 def _model(key: str, model: TokenizedModelConfig) -> Iterator[str]:
+    """The model's files, and its tokenizer if the files are there."""
     told = list(_problems(check_files, model.path, f"{key}.path"))
     yield from told or _problems(check_tokenizer, model, key)
 
@@ -94,13 +98,17 @@ def _reward(reward: ModelScoringConfig) -> Iterator[str]:
 def _prompts(
     key: str, files: Sequence[str], data: PromptConfig, reward: RemoteScoringConfig, *, whole: bool
 ) -> Generator[str, None, int | None]:
-    """whole: all rows are used, but for those that are too long. Returns how many the files have, None if that is not known."""
+    """Check prompt files. Returns their number of rows, None if that is unknown.
+
+    whole: all rows are used, except those that are too long.
+    """
     from trainer.data.files import values_of
 
     truth = [data.reward_fn_key, "reward_model.ground_truth"] if wants_truth(reward) else []
     if not files:
         yield f"{key}=[]: no data file is given; name one, or a list"
     rows = yield from _files(key, files, [data.prompt_key, *truth], "data.prompt_key, data.reward_fn_key")
+    # Only rows that are certain to be scored need a rule: not those of a subset or behind a filter.
     if rows is not None and truth and whole and not data.filter_overlong_prompts and scores_by_source(reward):
         sources = {source or "" for file in files for source in values_of(file, data.reward_fn_key)}
         yield from (f"{key}: {problem}" for problem in _problems(check_data_sources, sources))
@@ -108,8 +116,11 @@ def _prompts(
 
 
 def _files(key: str, files: Sequence[str], columns: Sequence[str], said_by: str) -> Generator[str, None, int | None]:
-    """said_by: the keys that name the columns. Returns the rows of all of them, None if one is wrong or does not say."""
-    from trainer.data.files import check_file  # pyarrow takes its time
+    """Check data files. Returns their number of rows, None if a file is invalid or does not record it.
+
+    said_by: keys that name the columns.
+    """
+    from trainer.data.files import check_file  # imported late: pyarrow is slow to import
 
     total: int | None = 0
     for file in files:
@@ -129,6 +140,7 @@ def _resume(trainer: RunConfig) -> Iterator[str]:
 
 
 def _problems(check: Callable[..., object], *about: object) -> Iterator[str]:
+    """The message of ``check(*about)`` if it raises."""
     try:
         check(*about)
     except (ValueError, FileNotFoundError) as error:

@@ -1,9 +1,9 @@
-"""From a command line to a checked configuration and a run: what every main_*.py shares.
+"""From a command line to a checked configuration and a run; shared by all main_*.py.
 
-Exit codes: 0, also of a run that ends for its walltime; 2 for what the user can mend, one line a problem; 3 for what a run found
-to be wrong, one line each; 4 for a run that stopped because memory or disk ran short; 1 for anything else, with the traceback (of
-a worker that failed, or was late, its own; none if the last checkpoint could not be written); 128 + n for signal n, such as 130
-for Ctrl-C and 143 for SIGTERM.
+Exit codes: 0: success, also of a run that stops at its walltime. 1: any other error, with the traceback (that of the worker
+if it failed or was late; none if the last checkpoint could not be written). 2: an error that the user can fix, one line per
+problem. 3: a run found something wrong, one line per finding. 4: a run stopped because memory or disk ran short. 128 + n:
+signal n, such as 130 for Ctrl-C and 143 for SIGTERM.
 """
 
 import os
@@ -35,13 +35,15 @@ from workers.controller.group import PhaseTimeout, WorkerError
 
 
 class RunnableConfig(Protocol):
+    """Configuration of a program."""
+
     @property
     def trainer(self) -> ProgramConfig: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a job ended. status: None of one that was only checked. objective: trainer.objective, larger is better."""
+    """Outcome of a job. status: None if it was only checked. objective: trainer.objective, larger is better."""
 
     code: int
     status: Status | None
@@ -86,11 +88,12 @@ WIDTH = 80
 class Program(Generic[Config]):
     """A main_*.py.
 
-    name: its module. about: a paragraph for --help. root: its YAML in configs/. often_used: keys for --help. examples: command
-    lines, less the program. check: config and typed keys to lines for the user. run: the work, given these lines; it imports
-    what is heavy. Both raise ValueError or FileNotFoundError for what the user can mend; run raises Found and Stopped.
-    inputs: what is wrong with the files that a configuration names, a line each, looked at before run. plan: what
-    trainer.dry_run=full does; None: the program has none.
+    name: its module. about: paragraph for --help. root: its YAML in configs/. often_used: keys for --help. examples: command
+    lines without the program. check: (config, typed keys) -> warnings for the user. run: executes the program, given these
+    warnings, and imports what is heavy. inputs: problems of the files that a configuration names, one line each; evaluated
+    before run. plan: executed for trainer.dry_run=full; None: the program has no plan.
+
+    check and run raise ValueError or FileNotFoundError for errors that the user can fix; run also raises Found and Stopped.
     """
 
     name: str
@@ -105,6 +108,7 @@ class Program(Generic[Config]):
     plan: Callable[[Config], None] | None = None
 
     def main(self) -> None:
+        """Run with the words of the command line, and exit with the exit code."""
         program_began()
         code = self(sys.argv[1:])
         if code == 2 and not sys.argv[1:]:
@@ -112,11 +116,12 @@ class Program(Generic[Config]):
         sys.exit(code)
 
     def __call__(self, argv: Sequence[str]) -> int:
-        """Do what ``argv``, the words after the program's name, asks for; the exit code. Of several jobs: the highest."""
+        """Execute ``argv``, the words after the program's name. Returns the exit code; of several jobs, the highest."""
         if {"--help", "-h"} & set(argv):
             print(self.help())
             return 0
         codes: list[int] = []
+        # Parsed by hand: an error may occur before there is a configuration to read the flag from.
         full = any(re.fullmatch(r"\+*trainer\.full_traceback=true", word, re.IGNORECASE) for word in argv)
 
         def job(tree: Tree, point: Point | None) -> Value:
@@ -138,10 +143,11 @@ class Program(Generic[Config]):
         return max([*codes, *(result.code for result in results)], default=0)
 
     def point(self, tree: Tree, command: CommandLine, point: Point, *, full_traceback: bool) -> Value:
-        """A point of a sweep: what it tells the sweeper. After a signal to one, those that are left do not begin, unless they are
-        jobs of Slurm's.
+        """Execute a trial of a sweep. Returns its value for the sweeper.
 
-        One that ran out of time in a job that may begin again has this done by submitit's own signal, which ends the process.
+        After one trial was ended by a signal, the remaining ones do not start, unless they are jobs of Slurm's. If a trial
+        ran out of time in a job that may start again, submitit requeues it: the signal that it handles for this is raised,
+        which ends the process.
         """
         if not point.alone and any(result.code > 128 for result in read_results(point.sweep_dir)):
             ended = Ended(0, "not started")
@@ -150,12 +156,15 @@ class Program(Generic[Config]):
         if ended.status is not None:
             write_result(point, Result(point.number, point.overrides, ended.status, ended.code, ended.objective, ended.seconds))
         if ended.status == "interrupted" and ended.code == 0 and point.requeued:
-            with suppress(RuntimeError):  # submitit's way to say, also in its log, that it was requeued often enough
+            with suppress(RuntimeError):  # raised by submitit, also into its log, if the job was requeued often enough
                 signal.raise_signal(signal.Signals[f"SIG{os.environ.get('SUBMITIT_PREEMPT_SIGNAL', 'USR2')}"])
         return INTERRUPTED if ended.status in ("interrupted", "not started") else ended.objective
 
     def job(self, tree: Tree, command: CommandLine, point: Point | None = None, *, full_traceback: bool) -> Ended:
-        """One run; of a sweep, unless it is finished. full_traceback: as typed, for errors before there is a configuration."""
+        """Execute one job; a trial of a sweep only if it is not finished yet.
+
+        full_traceback: as typed, for errors before a configuration exists.
+        """
         before = None
         try:
             loaded = load(tree, self.schema, command.typed)
@@ -177,6 +186,7 @@ class Program(Generic[Config]):
                     print(f"the run in {trainer.default_local_dir} ended with step {step}: {NOTHING_LEFT}")
                     return Ended(0, "finished")
             finished = before is not None and before.status == "finished"
+            # A finished trial does not need its inputs any more.
             if not finished and (problems := list(self.inputs(loaded.config))):
                 raise ConfigError("\n".join(problems))
         except ValueError as error:
@@ -197,9 +207,9 @@ class Program(Generic[Config]):
         return Ended(code, status, objective, seconds)
 
     def attempt(self, config: Config, told: list[str]) -> tuple[int, Status]:
-        """The work, and its exit code."""
+        """Execute the program, or its plan. Returns (exit code, status)."""
         trainer = config.trainer
-        if trainer.dry_run is None and sys.stdout.isatty():  # what is imported next takes seconds
+        if trainer.dry_run is None and sys.stdout.isatty():  # the imports that follow take seconds
             print(f"starting, in {trainer.default_local_dir}", flush=True)
         try:
             if trainer.dry_run == "full" and self.plan is not None:
@@ -215,7 +225,7 @@ class Program(Generic[Config]):
         except Stopped as error:
             print(error, file=sys.stderr)
             return error.code, "interrupted"
-        except (WorkerError, PhaseTimeout, NotSaved) as error:  # they say where
+        except (WorkerError, PhaseTimeout, NotSaved) as error:  # their messages say where
             if trainer.full_traceback:
                 traceback.print_exc()
             print(f"error: {error}", file=sys.stderr)
@@ -226,6 +236,7 @@ class Program(Generic[Config]):
         return 0, "finished"
 
     def help(self) -> str:
+        """The --help page."""
         said = described(CONFIG_DIR / f"{self.root}.yaml")
         return HELP.format(
             name=self.name,
@@ -242,20 +253,20 @@ class Program(Generic[Config]):
 
 
 def group_lines(group: str) -> Iterator[str]:
-    """The options of a group, each with the line that its file begins with."""
+    """Options of a group, each with the description in the second line of its file."""
     for path in sorted((CONFIG_DIR / group).glob("*.yaml")):
         _, comment, *_ = path.read_text(encoding="utf-8").splitlines()
         yield f"  {f'{group}={path.stem}':<27}{comment.removeprefix('# ')}"
 
 
 def wrapped(text: str, first: str, other: str, broken: str = "") -> str:
-    """``text`` in lines of WIDTH at most. first, other: before the first and before others; broken: behind all but the last."""
+    """Wrap ``text`` to WIDTH columns. first, other: prefix of the first line, of others. broken: suffix of all but the last."""
     lines = textwrap.wrap(text, WIDTH - len(broken), initial_indent=first, subsequent_indent=other, break_on_hyphens=False)
     return f"{broken}\n".join(lines)
 
 
 def nothing_left(config: Mapping[str, Any]) -> int | None:
-    """The last step of a run that has ended, where the same command would only find that out."""
+    """Last step of a run that has ended, if the same command would have nothing to do; else None."""
     trainer = config["trainer"]
     export_dir = trainer.get("export_dir")
     exported = export_dir is None or Path(export_dir).expanduser().is_dir()
@@ -265,14 +276,17 @@ def nothing_left(config: Mapping[str, Any]) -> int | None:
 
 
 def in_words(trainer: ProgramConfig) -> str:
-    """The workers of a program that has some."""
+    """Number and device of a program's workers, for the user; "" for a program without workers."""
     if not isinstance(trainer, WorkersConfig):
         return ""
     return f"{world_size(trainer)} worker{'s' if world_size(trainer) > 1 else ''} on {trainer.device}, "
 
 
 def complain(*problems: str, full_traceback: bool = False) -> int:
-    """A line for each on stderr; the exit code of an error that the user can mend. full_traceback: of what is handled, first."""
+    """Print one line per problem to stderr. Returns 2, the exit code of errors that the user can fix.
+
+    full_traceback: print the traceback of the exception that is being handled first.
+    """
     if full_traceback:
         print(hidden(traceback.format_exc()), end="", file=sys.stderr)
     for problem in problems:

@@ -1,4 +1,4 @@
-"""What is said of the points of a sweep: how each ended before, and a table at the end."""
+"""Messages about the trials of a sweep: how each ended earlier, and a table at the end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ SAID = {
 
 
 def earlier(config: Mapping[str, Any], trainer: RunConfig, point: Point) -> Outcome | None:
-    """How this point ended before, which is said; None: it begins. Raises ValueError if another run is in its directory."""
+    """Earlier outcome of this trial, which is also printed; None: it starts anew.
+
+    Raises ValueError if its directory has another run.
+    """
     if trainer.resume_mode == "disable":
         return None
     before = earlier_outcome(Path(trainer.default_local_dir), config)
@@ -29,7 +32,7 @@ def earlier(config: Mapping[str, Any], trainer: RunConfig, point: Point) -> Outc
 
 
 def table(results: Sequence[Result]) -> list[str]:
-    """A line for each point of a sweep."""
+    """One line per trial of a sweep, below a heading."""
     rows = [("point", "status", "objective", "seconds", "overrides")]
     for result in results:
         objective = "-" if result.objective is None else f"{result.objective:.6g}"

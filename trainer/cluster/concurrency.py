@@ -1,4 +1,4 @@
-"""Parts of a step at the same time, where they are the work of different processes."""
+"""Concurrent execution of a step's parts, where they run on different worker pools."""
 
 from __future__ import annotations
 
@@ -16,28 +16,31 @@ AT_WORK = {
     "update_actor": ("actor",), "update_critic": ("critic",), "sync": ("actor", "rollout"), "testing": ("rollout",),
     "save_checkpoint": ("actor", "critic"),
 }  # fmt: skip
-"""The roles that work in a phase; none in one that is the controller's."""
+"""Roles that are active in a phase; phases of the controller itself are missing."""
 Found = TypeVar("Found")
 END_SECONDS = 20.0
-"""So long the others may take to come to an end, after their workers were ended."""
+"""Seconds for the other parts to return, after their workers were ended."""
 
 
 class Together:
+    """Runs parts of a step, by role: pools work concurrently, roles of one pool in turn."""
+
     def __init__(self, hosts: Mapping[str, WorkerGroup], n_gpus: int) -> None:
-        """hosts: of each role; roles that share processes have the same. n_gpus: that the run works on."""
+        """hosts: worker group of each role, the same for roles that share processes. n_gpus: GPUs of the run."""
         self._hosts = hosts
         self.n_gpus = n_gpus
 
     def __call__(self, parts: Mapping[str, Callable[[], Found]]) -> dict[str, Found]:
-        """By role, what its part returns. Parts of roles that share processes come one after the other, as they stand here; the
-        others at the same time, each pool's in a thread of its own.
+        """Call all parts; returns {role: result}.
 
-        Raises the first error at once. What is still under way then is given up with the workers that it runs on: a step that
-        lost a part is lost.
+        Parts of roles in the same processes are called one after the other, in the given order; different pools run
+        concurrently, each in a thread of its own. Raises the first error at once. Parts that are still running then are
+        abandoned, and their workers are ended: a step that lost a part is lost.
         """
         queues: dict[str, list[str]] = {}
         for role in parts:
             queues.setdefault(self._hosts[role].name, []).append(role)
+        # One pool: nothing can run concurrently, so no thread is needed.
         if len(queues) <= 1:
             return {role: part() for role, part in parts.items()}
         ended: SimpleQueue[tuple[str, dict[str, Found] | BaseException]] = SimpleQueue()
@@ -45,7 +48,7 @@ class Together:
         def work(pool: str, roles: list[str]) -> None:
             try:
                 ended.put((pool, {role: parts[role]() for role in roles}))
-            except BaseException as error:  # whoever waits gets it
+            except BaseException as error:  # raised by the thread that waits for the results
                 ended.put((pool, error))
 
         threads = {
@@ -67,14 +70,18 @@ class Together:
             for thread in waiting.values():
                 thread.join(END_SECONDS)
             raise
+        # In the order of the parts, not in that of their ends.
         return {role: found[role] for role in parts}
 
     def _give_up(self, pools: Mapping[str, str]) -> None:
-        """pools: with a role of each. Their calls end with their workers: no thread is left to talk to a Ray that has ended."""
+        """End the workers of pools that are still running. pools: {pool: one of its roles}.
+
+        Their calls end with the workers: no thread is left that uses a Ray instance after its end.
+        """
         for role in pools.values():
             self._hosts[role].shutdown()
 
 
 def phases_of(place: Placement) -> Phases:
-    """That know in which pools they are."""
+    """Phases that know the pools they run in."""
     return Phases({phase: tuple(dict.fromkeys(place.pool(role).name for role in roles)) for phase, roles in AT_WORK.items()})

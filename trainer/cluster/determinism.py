@@ -1,4 +1,4 @@
-"""trainer.deterministic from the controller's side: what the workers are started with, and what of it does not hold."""
+"""trainer.deterministic on the controller: environment of the workers, and warnings about nondeterministic kernels."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from workers.determinism import ENVIRONMENT, VLLM_ENVIRONMENT
 
 
 def worker_environment(deterministic: bool, rollout: str | None = None) -> dict[str, str]:
-    """Of every worker. rollout: the engine's name, None: there is none."""
+    """Environment variables of every worker. rollout: name of the rollout engine; None: there is none."""
     if not deterministic:
         return {}
     return ENVIRONMENT | (VLLM_ENVIRONMENT if rollout == "vllm" else {})
 
 
 class KernelWatch:
-    """Tells once of each kernel that has run on a worker and may not give the same bits again."""
+    """Reports each kernel that has run on a worker and may not be bitwise reproducible, once."""
 
     def __init__(self, hosts: Iterable[WorkerGroup], events: Events, watchdog: Watchdog) -> None:
-        self.hosts = {group.name: group for group in hosts}  # one may be that of several roles
+        self.hosts = {group.name: group for group in hosts}  # by name: roles may share a group
         self.watchdog = watchdog
         self.events = events
         self._told: set[str] = set()
 
     def look(self, step: int) -> None:
+        """Query all workers, and record kernels that are new as events of ``step``."""
         by_rank = [self.watchdog.call(group, "ask", "kernels", "doubtful_kernels") for group in self.hosts.values()]
         found = {kernel for of_group in by_rank for kernels in of_group for kernel in kernels}
         for kernel in sorted(found - self._told):

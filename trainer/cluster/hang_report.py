@@ -1,4 +1,8 @@
-"""What is kept of a phase that ran out of time: who holds it up, a directory with all that is known, and ten lines for people."""
+"""Hang reports: the ranks that block a phase, a directory with stacks and logs, and a ten-line summary for the user.
+
+``verdict`` uses the strongest evidence first: a dead process, a stopped process, torch's flight recorder, then Python stacks.
+A rank whose collective timed out is the first to report an error but not the cause: it waited for the ranks that are late.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +23,20 @@ from workers.controller.process_inspection import ProcessState, RankState
 from workers.controller.stacks import Frame, frames_by_thread
 
 CONTROLLER = -1
-"""In place of a rank: the process that runs the loop."""
+"""Stands for a rank: the process that runs the loop."""
 TOLD_RANKS = 4
 RAY_LINES = 20
 GPU_SECONDS = 10.0
 _OURS = Path(workers.__file__).parents[1]
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _MEETINGS = ("meeting_point", "meet_others", "wait_for_others")
-"""workers/roles/worker.py, workers/rollout/sync/channel.py: there ranks wait for one another too."""
+"""Functions of workers/roles/worker.py and workers/rollout/sync/channel.py in which ranks also wait for each other."""
 _COLLECTIVE_ENDED = re.compile(rf"[Tt]imed out waiting \d+ ?ms for|{NCCL_TIMEOUT}")
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Who holds the others up, as far as their stacks show it, and why one thinks so."""
+    """Ranks that block the others, as far as the evidence shows it, and the reason."""
 
     ranks: list[int]
     why: str
@@ -40,7 +44,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """work: by rank, what it worked on; empty where that is not told."""
+    """A phase that exceeded its limit. work: by rank, what it worked on; empty if that is unknown."""
 
     step: int
     phase: str
@@ -50,8 +54,12 @@ class Stall:
 
 
 def verdict(states: Sequence[RankState], waited: Collection[int] = ()) -> Verdict:
-    """waited: ranks that have told of a collective that nobody else came to. NCCL's watchdog ends such a rank's process."""
+    """Find the ranks that block the others.
+
+    waited: ranks that reported a collective which the others did not join. NCCL's watchdog ends the process of such a rank.
+    """
     waited = {*waited, *(state.rank for state in states if any(NCCL_TIMEOUT in line for line in state.last_lines))}
+    # Except ranks that NCCL's watchdog ended: they were waiting.
     if dead := [state.rank for state in states if state.processes and state.processes[0].dead and state.rank not in waited]:
         return Verdict(dead, "its process is dead")
     if stopped := [state.rank for state in states if any(process.stopped for process in state.processes)]:
@@ -62,6 +70,7 @@ def verdict(states: Sequence[RankState], waited: Collection[int] = ()) -> Verdic
     others = [state for state in states if state.rank not in waiting]
     working = [state for state in others if not state.answered]
     late = [state.rank for state in working]
+    # Stacks show who waits in a collective: the ranks elsewhere are the cause, those that still work first.
     if waiting and late:
         return Verdict(late, f"it is in no collective, and {ranks_in_words(waiting)} in one")
     if waiting and others:
@@ -69,26 +78,26 @@ def verdict(states: Sequence[RankState], waited: Collection[int] = ()) -> Verdic
     if waiting:
         return Verdict(unlike_the_others(states), "all wait in collectives: not in the same one, or the network is down")
     odd = unlike_the_others(working)
-    if len(odd) < len(late) / 2:  # in kernels of an engine's own NCCL (vLLM's): neither stacks nor the recorder show it
+    if len(odd) < len(late) / 2:  # in kernels of an engine's own NCCL (vLLM's), which neither stacks nor the recorder show
         return Verdict(odd, "it is elsewhere than the others")
     return Verdict(late, "")
 
 
 def records_of(states: Sequence[RankState]) -> dict[int, Records]:
-    """Of the ranks whose recorder answered."""
+    """Flight records, by rank, of the ranks whose recorder answered."""
     processes = {state.rank: state.processes[0] for state in states if state.processes}
     return {rank: read_records(process.collectives) for rank, process in processes.items() if process.collectives}
 
 
 def unlike_the_others(states: Sequence[RankState]) -> list[int]:
-    """The ranks that are where the fewest are."""
+    """Ranks whose position in the code is the least common."""
     places = [where(state.processes[0]) if state.processes else "" for state in states]
     fewest = min(map(places.count, places), default=0)
     return [state.rank for state, place in zip(states, places, strict=True) if places.count(place) == fewest]
 
 
 def ended_in_collective(said: str) -> bool:
-    """Whether this is the error of a collective that ran out of time."""
+    """Whether an error message is that of a collective that timed out."""
     return _COLLECTIVE_ENDED.search(said) is not None
 
 
@@ -99,12 +108,16 @@ def waits_for_others(state: RankState) -> bool:
 
 
 def innermost_is_collective(frames: Sequence[Frame]) -> bool:
+    """Whether the innermost frame, apart from torch's wrappers, belongs to a collective or a rendezvous."""
     inner = [frame for frame in frames if "/torch/_ops.py" not in frame.file and "/torch/utils/" not in frame.file]
     return bool(inner) and ("/torch/distributed/" in inner[0].file or inner[0].function in _MEETINGS)
 
 
 def where(process: ProcessState) -> str:
-    """The innermost frame of ours, or of the user's, in its main thread: ``file:line in function``; "" if it gives no stacks."""
+    """Innermost frame of Tandem's or the user's code in the main thread: ``file:line in function``.
+
+    Without such a frame the innermost one; "" if the process gives no stacks.
+    """
     threads = frames_by_thread(process.stacks)
     frames = threads[-1] if threads else []
     for frame in frames:
@@ -117,7 +130,7 @@ def where(process: ProcessState) -> str:
 
 
 def record(stall: Stall, run_dir: Path) -> Path:
-    """Write all that is known below <run_dir>/logs; the directory."""
+    """Write everything that is known below <run_dir>/logs. Returns the directory."""
     directory = free_directory(run_dir / "logs", f"stall_{stall.step}_{stall.phase}")
     directory.mkdir(parents=True)
     for state in stall.states:
@@ -133,11 +146,12 @@ def record(stall: Stall, run_dir: Path) -> Path:
 
 
 def summary(stall: Stall, run_dir: Path, directory: str) -> str:
-    """About ten lines: phase, step, who, where, on what, memory, and where there is more."""
+    """About ten lines: phase, step, blocking ranks, their position and work, memory, and the directory with details."""
     blamed = stall.verdict.ranks
     lines = [f"step {stall.step}, phase {stall.phase}"]
     if blamed and stall.verdict.why:
         lines += [f"held up by {', '.join(map(name_of, blamed))}: {stall.verdict.why}"]
+    # Blamed ranks first, then those without an answer.
     order = sorted(stall.states, key=lambda state: (state.rank not in blamed, state.answered, state.rank))
     records = records_of(order[:TOLD_RANKS])
     for state in order[:TOLD_RANKS]:
@@ -153,6 +167,7 @@ def summary(stall: Stall, run_dir: Path, directory: str) -> str:
 
 
 def line_of(stall: Stall, state: RankState) -> str:
+    """Position and work of one rank, in one line."""
     place = where(state.processes[0]) if state.processes else ""
     at = "has answered" if state.answered else f"is at {place}" if place else "does not say where it is"
     process = f" (process {state.processes[0].pid}, {state.processes[0].status})" if state.processes else ""
@@ -169,6 +184,7 @@ def work_of(stall: Stall, rank: int) -> str:
 
 
 def of_rank(stall: Stall, state: RankState) -> str:
+    """Details of one rank: stacks or wait states of all its processes, and the last lines of its log."""
     parts = [f"step {stall.step}, phase {stall.phase}: {line_of(stall, state)}"]
     for process in state.processes:
         parts += [
@@ -181,7 +197,7 @@ def of_rank(stall: Stall, state: RankState) -> str:
 
 
 def machine_memory(run_dir: Path) -> list[str]:
-    """Of this machine: memory, /dev/shm and the run directory's disk."""
+    """Memory, /dev/shm, the run directory's disk and swap of this machine."""
     memory, shared, disk = psutil.virtual_memory(), shutil.disk_usage("/dev/shm"), shutil.disk_usage(run_dir)
     return [
         f"memory: {gigabytes(memory.available)} of {gigabytes(memory.total)} GB available, /dev/shm {gigabytes(shared.free)} of "
@@ -201,7 +217,7 @@ def process_memory(states: Sequence[RankState]) -> Iterator[str]:
 
 
 def gpu_memory() -> list[str]:
-    """What nvidia-smi tells. Where a GPU is ill it may never answer, and cannot be killed: it is left alone then."""
+    """Output of nvidia-smi, which may hang on a faulty GPU and cannot be killed then: it is not waited for any longer."""
     if shutil.which("nvidia-smi") is None:
         return []
     process = subprocess.Popen(["nvidia-smi"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -213,7 +229,7 @@ def gpu_memory() -> list[str]:
 
 
 def ray_lines(run_dir: Path) -> Iterator[str]:
-    """The last lines of a Ray of our own: of its node's daemons, and of what it writes about this process."""
+    """Last lines of the logs of this run's own Ray instance: of the node's daemons, and of Ray in this process."""
     logs = run_dir / "ray" / "session_latest" / "logs"
     for pattern in ("raylet.*", "gcs_server.*", "python-core-driver-*"):
         for path in sorted(logs.glob(pattern)):
@@ -223,7 +239,7 @@ def ray_lines(run_dir: Path) -> Iterator[str]:
 
 
 def free_directory(parent: Path, name: str) -> Path:
-    """The same phase of the same step may have stalled before."""
+    """A name that is not in use: the same phase of the same step may have stalled before."""
     path, number = parent / name, 2
     while path.exists():
         path, number = parent / f"{name}_{number}", number + 1

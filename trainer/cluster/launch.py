@@ -1,4 +1,4 @@
-"""Where the workers run: on Ray, or in this process."""
+"""Start of the workers: on Ray, or in this process."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from workers.controller.resource_pool import ResourcePool
 
 
 def open_backend(trainer: WorkersConfig, ray_kwargs: RayConfig, timeouts: WorkersTimeoutsConfig, run_dir: Path) -> Backend:
-    """The backend that trainer.backend names; a context manager that leaves no process behind.
+    """Backend named by trainer.backend; a context manager that leaves no process behind.
 
-    Raises ValueError if the device is not there.
+    Raises ValueError if the device is not available.
     """
     if trainer.backend == "local":
         from workers.controller.local_backend import LocalBackend
@@ -27,6 +27,7 @@ def open_backend(trainer: WorkersConfig, ray_kwargs: RayConfig, timeouts: Worker
         return LocalBackend()
     from workers.controller.ray.ray_backend import RayBackend
 
+    # With several nodes, the slots of all of them are checked when a pool is placed, see ray_places.py.
     if trainer.nnodes == 1:
         check_device(trainer)
     return RayBackend(
@@ -56,8 +57,10 @@ def start_hosts(
     env: Mapping[str, str] | None = None,
     engine: str | None = None,
 ) -> WorkerGroup:
-    """One host a GPU slot. Returns before they are ready, so that the controller can read its data meanwhile. engine: the rollout
-    engine that they are to have."""
+    """Start one worker per GPU slot; returns before they are ready, so that the controller can read its data meanwhile.
+
+    engine: rollout engine that they will build.
+    """
     pool = ResourcePool(n_per_node=(trainer.n_gpus_per_node,) * trainer.nnodes, device=trainer.device, name="workers")
     what = ("workers.roles.worker:Host", trainer.device, timeouts.collective)
     return backend.start_group("workers", pool, *what, env=env or {}, deterministic=deterministic, engine=engine)
@@ -66,9 +69,13 @@ def start_hosts(
 def start_pools(
     backend: Backend, trainer: RunConfig, place: Placement, timeouts: WorkersTimeoutsConfig, *, engine: str
 ) -> dict[str, WorkerGroup]:
-    """By role, its hosts: processes of a pool, which its roles share. Returns before they are ready. engine: of the rollout."""
+    """Start the workers of all pools: {role: worker group}, the same group for roles of a pool. Returns before they are ready.
+
+    engine: rollout engine that the pool of the rollout role will build.
+    """
     deterministic, env = trainer.deterministic, worker_environment(trainer.deterministic, engine)
     first = place.pools[0]
+    # A pool of all GPUs shares them with no other pool, so it needs no room.
     if world_size(first) == world_size(trainer) and first.fraction == 1:
         hosts = start_hosts(backend, trainer, timeouts, deterministic=deterministic, env=env, engine=engine)
         return dict.fromkeys(ROLES, hosts)

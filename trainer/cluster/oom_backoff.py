@@ -1,4 +1,4 @@
-"""How large a micro-batch of an update may be, since memory ran out."""
+"""Micro-batch back-off: smaller micro-batches in updates after memory ran out."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from trainer.run.events import Events
 from workers.plan import Limits
 
 SIZES = {"actor": "actor_rollout_ref.actor.ppo_", "critic": "critic.ppo_", "model": "data."}
-"""By role: how the keys of its micro-batches' size begin."""
+"""By role, the prefix of the keys for the size of its micro-batches."""
 
 
 class Budget:
-    """Of one role. It outlives restarts, and is in checkpoints: a run does not run out of the same memory twice."""
+    """Micro-batch limit of one role since memory ran out.
+
+    It survives restarts and is saved in checkpoints, so that a run does not run out of the same memory twice.
+    """
 
     def __init__(self, role: str) -> None:
         self.role = role
-        self.most: Limits | None = None  # None: what the configuration says
+        self.most: Limits | None = None  # None: as configured
         self.untold = ""
 
     def limits(self, configured: Limits, lengths: Sequence[int]) -> Limits:
-        """What holds for rows of these lengths. A row longer than the budget is a micro-batch of its own."""
+        """Limits for rows of these lengths (tokens). A row longer than the budget is a micro-batch of its own."""
         if configured.max_tokens is not None and self.most is not None and self.most.max_tokens is not None:
             return Limits(max_tokens=min(configured.max_tokens, max(self.most.max_tokens, *lengths)))
         if configured.max_rows is not None and self.most is not None and self.most.max_rows is not None:
@@ -29,10 +32,10 @@ class Budget:
         return configured
 
     def halve(self, configured: Limits, sizes: Sequence[tuple[int, int]], longest: int, said: str) -> None:
-        """To half of the largest micro-batch, which did not fit. sizes: rows and tokens of each. longest: tokens of the longest
-        row. said: by the allocator.
+        """Reduce the budget to half of the largest micro-batch, which did not fit.
 
-        Raises ValueError if that is one row: no micro-batch is smaller.
+        sizes: (rows, tokens) of each micro-batch. longest: tokens of the longest row. said: message of the allocator. Raises
+        ValueError if that micro-batch is a single row: it cannot be split.
         """
         rows, tokens = (max(column) for column in zip(*sizes, strict=True))
         by_tokens = configured.max_tokens is not None
@@ -51,12 +54,12 @@ class Budget:
 
     @property
     def key(self) -> str:
-        """The key that says how large micro-batches of an update are. Of a budget that was halved."""
+        """Configuration key for the size of micro-batches in updates. Only for a budget that was halved."""
         assert self.most is not None
         return SIZES[self.role] + ("max_token_len_per_gpu" if self.most.max_tokens is not None else "micro_batch_size_per_gpu")
 
     def tell(self, events: Events, step: int) -> None:
-        """Once for each time that memory ran out."""
+        """Record an event, once for each time that memory ran out."""
         if self.untold:
             events.add(step, "out of memory", self.untold)
             self.untold = ""
@@ -65,6 +68,6 @@ class Budget:
         return {} if self.most is None else {"max_tokens": self.most.max_tokens, "max_rows": self.most.max_rows}
 
     def load(self, state: dict[str, Any]) -> None:
-        """A budget that was halved since the checkpoint was written stays."""
+        """Restore the budget of a checkpoint, unless it was halved after the checkpoint was written."""
         if state and self.most is None:
             self.most = Limits(**state)

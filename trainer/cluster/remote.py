@@ -1,4 +1,4 @@
-"""What the controller holds of a role: calls that cut a batch by plan, send the shares, and join the answers."""
+"""The controller's handles of roles: split a batch by plan, send the shards to the workers, join the results."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from workers.plan import Limits, Plan, SharedRows
 from workers.rollout.base import RolloutSpec, Sampling
 
 PROMPT = {"prompt_length"}
-"""Of a batch's rows: engines go by it, see EngineSpec.shares_prompts."""
+"""Row columns with which engines share prompts, see EngineSpec.shares_prompts."""
 PHASES = {"start": "engine start", "generate": "generation", "sync": "weight sync", "ask": "counters"}
 
 
 class SaveFailed(OSError):
-    """Ranks could not write; the words of each."""
+    """Ranks could not write a checkpoint; has the message of each."""
 
 
 class RemoteModel:
-    """A model role on every worker of a group."""
+    """A model role on all workers of a group."""
 
     def __init__(
         self,
@@ -41,8 +41,10 @@ class RemoteModel:
         attention_cost: float,
         watchdog: Watchdog,
     ) -> None:
-        """forward_limits, train_limits: how large a micro-batch may be; budget: of train steps, since memory ran out.
-        attention_cost: see plan.row_costs."""
+        """forward_limits, train_limits: largest micro-batch. budget: back-off of train steps after memory ran out.
+
+        attention_cost: see plan.row_costs.
+        """
         self.group = group
         self.watchdog = watchdog
         self.role = role
@@ -56,21 +58,27 @@ class RemoteModel:
         group.register_mesh(role, self.mesh)
 
     def forward(self, batch: Batch, outputs: Sequence[str], *, limits: Limits | None = None, adapter: bool = True) -> Batch:
-        """Columns ``outputs`` for every row of ``batch``, without gradient; see TrainEngine.forward. limits: not its own."""
+        """Columns ``outputs`` for every row of ``batch``, without gradient; see TrainEngine.forward.
+
+        limits: largest micro-batch; None: forward_limits. adapter: False switches the LoRA adapter off.
+        """
         plan = self._plan(self._rows(batch), limits or self.forward_limits)
         needed = batch.only(tokens=["input_ids", "response_mask"], rows=sorted(PROMPT & batch.rows.keys()))
         return plan.collect(self._call("forward", "forward", plan, needed, list(outputs), adapter))
 
     def train_step(self, mini_batch: Batch, columns: Sequence[str], *, rows: Sequence[str] = (), together: int = 1) -> Metrics:
-        """One optimizer step on a global mini-batch that carries loss_weight; ``columns``, ``rows``: what the loss reads. Of each
-        ``together`` rows all are in one micro-batch: limits and budget are then those of such a group.
+        """One optimizer step on a global mini-batch, which has the token column loss_weight.
 
-        If memory runs out, the budget is halved. A rank that is alone repeats the step, and the metric out_of_memory says how
-        often; among several, which may hang in a collective by then, it leaves as WorkerError, its kind OutOfMemory.
+        columns, rows: token and row columns that the loss reads. together: every group of this number of consecutive rows
+        stays in one micro-batch, and limits and budget apply to groups instead of rows.
+
+        If memory runs out, the budget is halved. A rank that is alone repeats the step, and the metric out_of_memory counts
+        the repetitions. Several ranks may hang in a collective by then: WorkerError of kind OutOfMemory is raised.
         """
         needed = mini_batch.only(
             tokens=["input_ids", "response_mask", "loss_weight", *columns], rows=[*rows, *sorted(PROMPT & mini_batch.rows.keys())]
         )
+        # The plan is made for units of `together` rows, and then translated to their rows.
         units = [range(start, start + together) for start in range(0, len(mini_batch), together)]
         shared = self._rows(mini_batch if together == 1 else Batch(mini_batch.lengths.view(-1, together).sum(1)))
         repeats = 0
@@ -84,6 +92,7 @@ class RemoteModel:
                     raise
                 said = error.message.partition(": ")[2]
                 self.budget.halve(self.train_limits, shared.sizes(plan), max(shared.lengths), said)
+                # Only after halving: the budget outlives a restart.
                 if error.kind == "OutOfMemory":
                     raise
                 repeats += 1
@@ -95,18 +104,21 @@ class RemoteModel:
         return metrics
 
     def take_flops(self) -> float:
-        """Model FLOPs of the train steps since the last call, over all ranks."""
+        """Model FLOPs of the train steps since the last call, summed over all ranks."""
         flops, self._flops = self._flops, 0.0
         return flops
 
     def save(self, path: str, *, background: bool = False) -> None:
-        """Into the directory ``path``; ``saved`` tells how it ended. background: returns when the state is copied to the host."""
+        """Write a checkpoint to the directory ``path``; ``saved`` returns the outcome.
+
+        background: return as soon as the state is copied to the host.
+        """
         self._save("save", path, background)
 
     def saved(self, *, patient: bool = True) -> Saved | None:
-        """What the ranks wrote in the last ``save``; None if a rank is still at it and we are not ``patient``.
+        """What the ranks wrote in the last ``save``; None if a rank is still writing and ``patient`` is false.
 
-        Raises SaveFailed when all have ended and one could not write.
+        Raises SaveFailed when all ranks have ended and at least one could not write.
         """
         answers: list[Saved | str | None] = self._save("saved", patient)
         if any(answer is None for answer in answers):
@@ -125,9 +137,10 @@ class RemoteModel:
         self.watchdog.call(self.group, "save", f"export of {self.role}", "run", self.role, "export_hf", path)
 
     def _rows(self, batch: Batch) -> SharedRows:
-        """What is to be planned: rows of a group share their prompt, where the engine can do with one copy of it."""
+        """Rows for planning: rows of a group share their prompt if the engine computes one copy of it."""
         lengths = batch.lengths.tolist()
         if not self._shares_prompts or not {"uid", "prompt_length"} <= batch.rows.keys():
+            # Nothing is shared: each row is a group of its own, with a prompt of 0 tokens.
             return SharedRows(lengths, [0] * len(lengths), range(len(lengths)))
         return SharedRows(lengths, batch.rows["prompt_length"].tolist(), batch.rows["uid"].tolist())
 
@@ -143,10 +156,10 @@ class RemoteModel:
 
 
 class BaseModel:
-    """A model role with its LoRA adapter off, as another model: the reference of a policy that is an adapter."""
+    """A model role with its LoRA adapter off, used as another model: the reference of a policy that is an adapter."""
 
     def __init__(self, model: RemoteModel, limits: Limits) -> None:
-        """limits: how large a micro-batch may be."""
+        """limits: largest micro-batch."""
         self._model = model
         self._limits = limits
 
@@ -156,17 +169,18 @@ class BaseModel:
 
 
 class RemoteRollout:
-    """The rollout role on every worker of a group."""
+    """The rollout role on all workers of a group."""
 
     def __init__(
         self, group: WorkerGroup, spec: RolloutSpec, source: str, watchdog: Watchdog, *, trainers: WorkerGroup | None = None
     ) -> None:
-        """source: the model role whose weights the engines generate with. trainers: the group that has it, if not this one."""
+        """source: model role whose weights the engines use. trainers: its worker group, if it is not ``group``."""
         self.group = group
         self.engine = spec.rollout.name
         self.watchdog = watchdog
         self.source = source
         self.trainers = trainers if trainers is not group else None
+        # Colocated engines that free their memory lose their weights while a model is active, see ``rest``.
         self._gives_way = spec.rollout.free_cache_engine and self.trainers is None
         self._version, self._slept = 0, False
         if self.trainers is None:
@@ -179,28 +193,33 @@ class RemoteRollout:
         group.register_mesh("rollout", self.mesh)
 
     def sync_weights(self, version: int) -> Metrics:
-        """Every engine has the source's weights when this returns; completions bear ``version`` from now on."""
+        """Give every engine the weights of the source; completions have ``version`` from now on."""
         self._version, self._slept = version, False
         words = ("run", "rollout", "sync_weights", version)
         if self.trainers is None:
             return join_metrics(self._call("sync", *words))
         sending = (self.trainers, f"weight sync ({self.source} sends)", ("run", self.source, "send_weights"))
+        # Both sides at the same time: the transfer is collective over senders and receivers.
         metrics, _ = self.watchdog.together("sync", (self.group, self._what("sync"), words), sending)
         return join_metrics(metrics)
 
     def rest(self, group: WorkerGroup | None) -> None:
-        """A model on the workers of ``group`` was at work: engines that slept meanwhile get their weights before they answer."""
+        """Record that a model on the workers of ``group`` was active.
+
+        Engines that slept meanwhile get their weights again before the next responses.
+        """
         self._slept = self._slept or (self._gives_way and group is self.group)
 
     def generate(self, prompts: Batch, sampling: Sampling, group_size: int) -> Batch:
-        """An answer to each row of ``prompts``, in order; see RolloutRole.generate.
+        """Generate a response to each row of ``prompts``, in order; see RolloutRole.generate.
 
-        group_size: so many consecutive rows bear the same prompt; they go to one engine, which reads the prompt once.
+        group_size: number of consecutive rows with the same prompt; they go to one engine, which reads the prompt once.
         """
         if self._slept:
             self.sync_weights(self._version)
         n_engines = len(self.mesh.answers)
         groups = [range(start, start + group_size) for start in range(0, len(prompts), group_size)]
+        # Whole groups in turn to the engines. An engine has no micro-batches: it schedules its requests itself.
         shares = tuple(tuple(row for group in groups[engine::n_engines] for row in group) for engine in range(n_engines))
         plan = Plan(shares=shares, micro_batches=tuple(() for _ in shares))
         what = ("run", "rollout", "generate", Sharded(plan.split(prompts)), sampling)
@@ -208,20 +227,20 @@ class RemoteRollout:
         return plan.collect(self._call("generate", *what, mesh="rollout", work=work))
 
     def _call(self, phase: str, *words: Any, mesh: str | None = None, work: Callable[[], Sequence[str]] = list) -> list[Any]:
-        """The result of a call; see Watchdog.call. The group has no other call under way: the phase's time is its own."""
+        """Result of a call, see Watchdog.call. The group has no other call in progress: the phase's time is that of this call."""
         return self.watchdog.call(self.group, phase, self._what(phase), *words, mesh=mesh, work=work)
 
     def _what(self, phase: str) -> str:
         return f"{PHASES[phase]} (rollout engine {self.engine})"
 
     def stats(self) -> dict[str, float]:
-        """The engines' counters since the last call, added up; see Rollout.stats."""
+        """Counters of all engines since the last call, summed; see Rollout.stats."""
         parts = self._call("ask", "run", "rollout", "stats", mesh="rollout")
         return {name: sum(part[name] for part in parts) for name in parts[0]}
 
 
 def work_by_rank(plan: Plan, lengths: Sequence[int], mesh: Mesh) -> list[str]:
-    """For people: what each rank was given of a batch with rows of these lengths."""
+    """For the user: what each rank was given of a batch. lengths: tokens of each row."""
     by_shard = []
     for rows, cuts in zip(plan.shares, plan.micro_batches, strict=True):
         mine = [lengths[row] for row in rows]
@@ -231,7 +250,7 @@ def work_by_rank(plan: Plan, lengths: Sequence[int], mesh: Mesh) -> list[str]:
 
 
 def mesh_of(places: Sequence[tuple[int, bool]]) -> Mesh:
-    """places: for every rank, which share of the data it works on, and whether it answers for that share."""
+    """Mesh of a role. places: by rank, (data-parallel shard, whether it returns the results of that shard)."""
     n_shards = max(shard for shard, _ in places) + 1
     answers = tuple(places.index((shard, True)) for shard in range(n_shards))
     return Mesh(shard_of_rank=tuple(shard for shard, _ in places), answers=answers)

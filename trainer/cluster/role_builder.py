@@ -1,4 +1,4 @@
-"""A role's configuration as what its engine is built from."""
+"""Conversion of a role's configuration to the specification of its engine."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from workers.plan import Limits
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """How a role learns. limits, budget: of micro-batches, as configured, and since memory ran out. steps: training steps of the
-    run; updates: optimizer steps in each. ema_decay: see OptimizerSpec.
+    """How a role is trained.
+
+    limits: of micro-batches, as configured. budget: back-off after memory ran out. steps: training steps of the run. updates:
+    optimizer steps in each of them. ema_decay: see OptimizerSpec.
     """
 
     optim: OptimConfig
@@ -41,7 +43,10 @@ class Training:
 def optimizer_spec(
     optim: OptimConfig, steps: int, updates: int = 1, *, clip_grad: float = 0.0, ema_decay: float | None = None
 ) -> OptimizerSpec:
-    """The schedule's keys count training steps, the engine optimizer steps, ``updates`` in each. steps: of the run."""
+    """Optimizer of an engine. steps: training steps of the run. updates: optimizer steps in each.
+
+    The keys of the schedule count training steps, the engine optimizer steps.
+    """
     steps = schedule_length(optim, steps)
     warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else int(optim.lr_warmup_steps_ratio * steps)
     return OptimizerSpec(
@@ -59,7 +64,7 @@ def optimizer_spec(
 
 
 def schedule_length(optim: OptimConfig, steps: int) -> int:
-    """In training steps. steps: of the run."""
+    """Length of the learning-rate schedule in training steps. steps: of the run."""
     return optim.total_training_steps if optim.total_training_steps > 0 else steps
 
 
@@ -76,7 +81,7 @@ def start_model(
     training: Training | None,
     watchdog: Watchdog,
 ) -> RemoteModel:
-    """Build a role on every host. training None: it never learns (a reference)."""
+    """Build a role on every worker. training: None for a role that is never trained (a reference)."""
     spec = EngineSpec(
         model=model,
         head=head,
@@ -93,19 +98,23 @@ def start_model(
         forward_limits=forward_limits,
         train_limits=training.limits if training is not None else forward_limits,
         budget=training.budget if training is not None else Budget(role),
+        # 2 H FLOPs of a pair of tokens over 24 H^2 of a token, see plan.row_costs.
         attention_cost=1.0 / (12.0 * hidden_size(model)),
         watchdog=watchdog,
     )
 
 
 def hidden_size(model: ModelConfig) -> int:
-    """H of the language model."""
+    """Hidden size H of the language model."""
     config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     return int(config.get_text_config().hidden_size)
 
 
 def value_head(model: ModelConfig) -> str:
-    """For people: what the critic's values begin as. A classifier's head has the same name, whatever it was trained for."""
+    """For the user: how the critic's values are initialised.
+
+    The head of a classifier has the same name as a value head, whatever it was trained for.
+    """
     config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     architecture = (config.architectures or [config.model_type])[0]
     anew = "with a new head: its values are 0 (verl draws one at random)"
@@ -122,6 +131,6 @@ def limits(
     dynamic: bool,
     max_tokens: int,
 ) -> Limits:
-    """workers: of the role. See configs.validation.batches.micro_batch_limits."""
+    """Micro-batch limits of a role, see configs.validation.batches.micro_batch_limits. workers: of the role."""
     tokens, rows = micro_batch_limits(per_gpu, over_all, dynamic, max_tokens, role, workers)
     return Limits(max_tokens=tokens, max_rows=rows)

@@ -1,4 +1,10 @@
-"""How long a phase may take, and what becomes of one that takes longer. Every call on workers goes through here."""
+"""Time limits of phases, and reports of those that exceed them. Every call on workers passes through here.
+
+A limit is what the group ``timeouts`` has; once a phase has been measured three times it may also take ten times the longest
+of these, so that a slow machine is not taken for a hang. When a limit passes, the state of every rank is recorded
+(hang_report.py) and PhaseTimeout is raised. Work of the controller itself is interrupted by a signal; if C code does not
+return, the process ends.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +28,20 @@ from workers.controller.logs import USERS
 from workers.controller.process_inspection import RankState, examine
 from workers.controller.stacks import answer_for_stacks
 
-MEASURED = 3  # so often a phase must have been seen
-WIDENED = 10.0  # times its longest, it may then take
-MOST_CALLS = 1000
-LOOK = 0.005  # seconds between looks at calls of several groups
-NEWS_SECONDS = 3.0  # until a group's own error is known, when another has lost it
-LOST = "ChannelLost"  # workers/rollout/sync/channel.py: somebody else's error says why
-HURRIED = 5.0  # seconds that scoring may still take after a signal to stop, or as long as it has ever taken if that is more
-LAST_RESORT = 60.0  # seconds after the limit: the process ends, if nothing else can be done with it
+MEASURED = 3  # number of measurements from which a limit may be widened
+WIDENED = 10.0  # the widened limit, in multiples of the longest duration
+MOST_CALLS = 1000  # calls that are kept for take_calls
+LOOK = 0.005  # seconds between polls of calls on several groups
+NEWS_SECONDS = 3.0  # to learn a group's own error, after another group has lost it
+LOST = "ChannelLost"  # workers/rollout/sync/channel.py: the error of another rank is the cause
+HURRIED = 5.0  # seconds that scoring may still take after a signal to stop; or its longest duration, if that is more
+LAST_RESORT = 60.0  # seconds after the limit: the process ends if it could not be interrupted
 _EXPIRED = signal.SIGRTMIN + 6
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """When the workers of a pool did ``what``: from ``start``, in seconds since 1970, to the end of each rank."""
+    """A call on the workers of a pool: from ``start``, in seconds since 1970, to the end of each rank."""
 
     what: str
     pool: str
@@ -44,28 +50,30 @@ class Call:
 
 
 class LeftUndone(Exception):
-    """Work of this process that was left, since the run is to stop: see Watchdog.hurry."""
+    """Work of this process was abandoned, because the run is stopping: see Watchdog.hurry."""
 
 
 class Watchdog:
+    """Applies the limits of phases to calls on workers, and to work of this process."""
+
     def __init__(self, limits: Mapping[str, float], run_dir: Path) -> None:
-        """limits: the group ``timeouts``, seconds by phase. For the main thread, but for ``call``."""
+        """limits: the group ``timeouts``, in seconds by phase. For the main thread, except ``call``."""
         answer_for_stacks()
         self.step = 0
-        """That the run is in, for what is told."""
+        """Current step of the run, for reports."""
         self._calls: deque[Call] = deque(maxlen=MOST_CALLS)
         self._limits = limits
         self._run_dir = run_dir
         self._events = Events(run_dir)
         self._seen: dict[str, tuple[int, float]] = {}
         self._lock = threading.Lock()
-        """Calls come from several threads where pools work at the same time."""
+        """Calls come from several threads if pools work concurrently."""
         self._hurried = False
         self._own: tuple[_Alarm, float] | None = None
-        """Of the work that is under way; and when, by time.monotonic(), it has taken longer than ever before."""
+        """Alarm of the work in progress, and the time.monotonic() at which it exceeds all earlier durations."""
 
     def limit(self, phase: str) -> float:
-        """Seconds: what is configured, or 10 x the longest of three and more, so that a slow machine is not taken for a hang."""
+        """Seconds that a phase may take: as configured, or 10 x the longest of at least three durations, if that is more."""
         count, longest = self._seen.get(phase, (0, 0.0))
         return max(self._limits[phase], WIDENED * longest) if count >= MEASURED else self._limits[phase]
 
@@ -79,25 +87,27 @@ class Watchdog:
         mesh: str | None = None,
         work: Callable[[], Sequence[str]] = list,
     ) -> list[Any]:
-        """The result of ``group.call(method, *args)``. what: the phase in the user's words. work: by rank, what it works on.
+        """Result of ``group.call(method, *args)``. what: the phase, for the user. work: by rank, what it works on.
 
-        Raises WorkerError, and PhaseTimeout when the phase, or a collective in it, has taken too long; both with ``what``.
+        Raises WorkerError, and PhaseTimeout when the phase, or a collective in it, has taken too long; both contain ``what``.
         """
         limit, started = self.limit(phase), time.monotonic()
+        # Measured after success only: a phase that was late must not widen its own limit.
         result = self._result(lambda: group.call(method, *args, mesh=mesh, timeout=limit), phase, what, work, group.name)
         self._saw(phase, time.monotonic() - started)
         return result
 
     def take_calls(self) -> list[Call]:
-        """When which rank was at what: what has ended since the last time, the last MOST_CALLS of it."""
+        """Calls that have ended since the last time, the latest MOST_CALLS of them."""
         taken = list(self._calls)
         self._calls.clear()
         return taken
 
     def together(self, phase: str, *calls: tuple[WorkerGroup, str, tuple[Any, ...]]) -> list[list[Any]]:
-        """The results of calls on groups that wait for one another, in the time for one. calls: (group, what, what is called).
+        """Results of calls on groups that wait for one another, within the time for one. calls: (group, what, call).
 
-        Raises what ``call`` does as soon as one group has failed; where that one only lost another, the other's error.
+        Raises what ``call`` does as soon as one group has failed; if that group only lost another one, the error of the
+        other.
         """
         limit, started = self.limit(phase), time.monotonic()
         pools = {what: group.name for group, what, _ in calls}
@@ -105,6 +115,8 @@ class Watchdog:
         results: dict[str, list[Any]] = {}
         while waiting:
             over = time.monotonic() > started + limit
+            # Polled, because waiting for one group would delay the error of another. After the limit all calls are asked,
+            # and raise PhaseTimeout.
             for what, future in [one for one in waiting if over or one[1].done()]:
                 waiting.remove((what, future))
                 try:
@@ -118,7 +130,10 @@ class Watchdog:
     def _cause(
         self, error: WorkerError | PhaseTimeout, phase: str, others: Sequence[tuple[str, Future]]
     ) -> WorkerError | PhaseTimeout:
-        """Of a group's error, while others had not answered. Who was late may be among those: they are told of too."""
+        """The error to report after a group failed while others had not answered.
+
+        The rank that is late may be in one of the others: after a timeout their states are reported too.
+        """
         if isinstance(error, PhaseTimeout):
             error.last_words += "".join(f"\n{what}: {self._tell(phase, what, future.examine(), list)}" for what, future in others)
             return error
@@ -139,6 +154,7 @@ class Watchdog:
     def _result(
         self, ask: Callable[[], Future], phase: str, what: str, work: Callable[[], Sequence[str]] = list, pool: str = ""
     ) -> list[Any]:
+        """Wait for a call and record it. Errors get ``what`` as their method, and timeouts a report."""
         try:
             future = ask()
             result = future.result()
@@ -156,10 +172,11 @@ class Watchdog:
 
     @contextmanager
     def own(self, phase: str, what: str, work: str) -> Iterator[None]:
-        """Work of this process, or of children that it waits for. Raises PhaseTimeout wherever it is when its time is over, and
-        LeftUndone if that is after ``hurry``, and it has taken longer than ever before (see HURRIED).
+        """Limit work of this process, or of children that it waits for.
 
-        While C code does not come back nothing can be raised: then the process ends with its stacks and exit status 1.
+        Raises PhaseTimeout wherever the work is when its time is over, or LeftUndone if that is after ``hurry`` and the work
+        has taken longer than ever before (see HURRIED). Nothing can be raised while C code does not return: then the process
+        ends with its stacks and exit status 1.
         """
         limit, started = self.limit(phase), time.monotonic()
 
@@ -183,25 +200,27 @@ class Watchdog:
         self._saw(phase, time.monotonic() - started)
 
     def hurry(self) -> None:
-        """For a signal's handler: from now on work of this process that takes long is left, see ``own``."""
+        """From now on abandon work of this process that takes long, see ``own``. May be called by a signal handler."""
         self._hurried = True
         if self._own is not None:
             alarm, due = self._own
             alarm.ring_in(max(HURRIED, due - time.monotonic()))
 
     def _saw(self, phase: str, seconds: float) -> None:
+        """Record the duration of a phase."""
         with self._lock:
             count, longest = self._seen.get(phase, (0, 0.0))
             self._seen[phase] = count + 1, max(longest, seconds)
 
     def _limited(self, what: str, phase: str) -> str:
+        """``what`` with its limit and the key of that limit."""
         widened = ", widened by what was measured" if self.limit(phase) > self._limits[phase] else ""
         return f"{what}, limited by timeouts.{phase}={self._limits[phase]:g}{widened},"
 
     def _stuck(
         self, future: Future, error: WorkerError, phase: str, what: str, work: Callable[[], Sequence[str]]
     ) -> PhaseTimeout:
-        """A rank gave up waiting for the others in a collective: they are what is late, not that rank."""
+        """PhaseTimeout after a rank gave up waiting in a collective: the others are late, not that rank."""
         states = future.examine()
         late = verdict(states, [error.rank]).ranks
         words = self._tell(phase, what, states, work, [error.rank])
@@ -216,24 +235,24 @@ class Watchdog:
         work: Callable[[], Sequence[str]],
         waited: Sequence[int] = (),
     ) -> str:
-        """Keep all that is known, and the event; the summary."""
+        """Write a report and an event. Returns the summary."""
         stall = Stall(self.step, phase, states, work(), verdict(states, waited))
         try:
             with self._lock:
                 directory = str(record(stall, self._run_dir))
             blamed = f", held up by ranks {stall.verdict.ranks}" if stall.verdict.why else ""
             self._events.add(self.step, "stall", f"{what} took too long{blamed}: see {directory}")
-        except OSError as error:  # the disk may be what is ill
+        except OSError as error:  # the disk may be the cause
             directory = f"not kept: {error}"
         return summary(stall, self._run_dir, directory)
 
 
 class _Expired(BaseException):
-    """Raised in the main thread; no `except Exception` of a user's function takes it for its own."""
+    """Raised in the main thread. Not an Exception, so that `except Exception` of a user's function does not catch it."""
 
 
 class _Alarm:
-    """Within, for the main thread: after so many seconds _Expired is raised wherever it is. told: what ``tell`` said before."""
+    """Within the block, raise _Expired in the main thread after ``seconds``, wherever it is. ``tell`` is called first."""
 
     def __init__(self, seconds: float, tell: Callable[[], str]) -> None:
         self.told = ""
@@ -248,7 +267,7 @@ class _Alarm:
         self._timer.start()
 
     def ring_in(self, seconds: float) -> None:
-        """A second timer: a handler must not wait for the lock of the first one, which it may have interrupted."""
+        """Start a second timer: a signal handler must not wait for the lock of the first, which it may have interrupted."""
         timer = threading.Timer(seconds, self._ring)
         timer.daemon = True
         timer.start()
@@ -260,18 +279,20 @@ class _Alarm:
 
     def _ring(self) -> None:
         try:
+            # First, while the main thread is still where it hangs.
             self.told = self._tell()
         finally:
             with self._lock:
                 if self._armed:
+                    # Under the lock, so that the block cannot end between the check and the signal.
                     signal.pthread_kill(threading.main_thread().ident or 0, _EXPIRED)
 
     def _expire(self, number: int, frame: FrameType | None) -> None:
-        """The handler stays when the block is over: without one a late signal would end the process."""
+        """The handler stays installed after the block: without one, a late signal would end the process."""
         if self._armed:
             raise _Expired
 
 
 def controller_state() -> list[RankState]:
-    """Of this process, and of all that it started."""
+    """State of this process and its descendants."""
     return [RankState(CONTROLLER, False, examine([os.getpid()])[0], None, ())]

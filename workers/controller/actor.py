@@ -1,4 +1,4 @@
-"""The worker's side of a call: unpack, call by name, pack. The same on Ray and in this process."""
+"""Worker side of a call: unpack the arguments, call the method by name, pack the result. The same for all backends."""
 
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ from workers.controller.group import WorkerError, WorkerInfo
 from workers.controller.wire import Parcel, pack, unpack
 from workers.start_times import START
 
-PORTS_OF_CONNECTIONS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+PORTS_OF_CONNECTIONS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # ports of outgoing connections, chosen by the kernel
 RANK_PORTS = range(20000, 30000)
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What went wrong in a worker. error: the exception itself, where the caller is in the same process."""
+    """Failure of a call in a worker.
+
+    message: "<class>: <text>" of the exception. traceback: as formatted in the worker. error: the exception itself if the
+    caller is in the same process, else None.
+    """
 
     method: str
     message: str
@@ -31,23 +35,33 @@ class Failure:
     error: BaseException | None
 
     def raised(self, rank: int) -> WorkerError:
+        """The WorkerError for the controller, chained to the exception if it is available."""
         failed = WorkerError(rank, self.method, self.message, self.traceback)
         failed.__cause__ = self.error
         return failed
 
 
 class Shell:
-    """Holds one worker. Arguments come as parcels, one each, so that one that goes to many ranks is packed once."""
+    """Holds one worker and executes packed calls on it.
+
+    Each argument is a parcel of its own, so that an argument for many ranks is packed only once.
+    """
 
     def __init__(self) -> None:
         self.worker: Any = None
+        # Failure of the constructor, returned by every later call: an error of ``start`` itself may never be read, because a
+        # group is usable while its workers are being built.
         self._stillborn: Failure | None = None
 
     def start(self, info: WorkerInfo, worker: Parcel, names: tuple[str, ...], *parcels: Parcel) -> Parcel | Failure:
-        """Import and build the worker. names: the last parcels are arguments by these names."""
+        """Import and construct the worker.
+
+        worker: the packed class, or its name "package.module:Class". names: keywords of the last len(names) parcels; the
+        parcels before them are positional arguments.
+        """
 
         def build() -> None:
-            START.take()  # of a worker that was in this process before
+            START.take()  # discards the times of an earlier worker in this process
             named = unpack(worker)
             args, kwargs = unpack_call(names, parcels)
             with START("imports"):
@@ -59,7 +73,10 @@ class Shell:
         return answer
 
     def call(self, method: str, wanted: bool, names: tuple[str, ...], *parcels: Parcel) -> Parcel | Failure:
-        """Call the worker's method; None instead of its result where that is not wanted."""
+        """Call a method of the worker and pack its result.
+
+        wanted: whether the result of this rank is used; if not, None is packed instead of it.
+        """
         if self._stillborn:
             return self._stillborn
 
@@ -71,13 +88,16 @@ class Shell:
         return guarded(method, work)
 
     def close(self) -> None:
-        """Let the worker leave what it shares with others, where its process lives on."""
+        """Close the worker, so that it leaves what it shares with other workers. Needed where the process continues."""
         if self.worker is not None:
             self.worker.close()
 
 
 def guarded(method: str, work: Callable[[], Any]) -> Parcel | Failure:
-    """The packed result, or what went wrong. SystemExit too: a library's sys.exit must not end a rank without a word."""
+    """Call ``work`` and pack its result, or return a Failure.
+
+    Catches SystemExit too: sys.exit in a library must not end a rank without a message.
+    """
     try:
         return pack(work())
     except (Exception, SystemExit) as error:
@@ -85,20 +105,23 @@ def guarded(method: str, work: Callable[[], Any]) -> Parcel | Failure:
 
 
 def pack_call(call: Call, ship: Callable[[Any], Any]) -> tuple[tuple[str, ...], list[Any]]:
-    """(names, parcels) of one rank's arguments. ship: makes the parcel of one."""
+    """(keywords, parcels) of one rank's arguments. ship: converts one argument to its parcel."""
     args, kwargs = call
     return tuple(kwargs), [ship(value) for value in (*args, *kwargs.values())]
 
 
 def unpack_call(names: tuple[str, ...], parcels: tuple[Parcel, ...]) -> Call:
+    """Inverse of ``pack_call``: (positional arguments, keyword arguments)."""
     values = [unpack(parcel) for parcel in parcels]
     n_positional = len(values) - len(names)
     return tuple(values[:n_positional]), dict(zip(names, values[n_positional:], strict=True))
 
 
 def hold_port() -> socket.socket:
-    """A bound socket that reserves its port until it is closed: no other process's bind or connection gets the port, while a
-    listener that sets SO_REUSEADDR, as socket.create_server and torch's stores do, can still be opened on it.
+    """Reserve a free port: returns a bound socket that holds it until it is closed.
+
+    No other process can bind the port or get it for a connection meanwhile. A listener that sets SO_REUSEADDR, as
+    socket.create_server and torch's stores do, can still be opened on it.
     """
     low, high = map(int, PORTS_OF_CONNECTIONS.read_text().split())
     ports = ports_outside(low, high)
@@ -106,20 +129,24 @@ def hold_port() -> socket.socket:
         held = socket.socket()
         try:
             held.bind(("", random.SystemRandom().choice(ports)))
-        except OSError:  # taken
+        except OSError:  # the port is in use
             held.close()
             continue
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after the bind: before it, two holders could share a port
+        # Only after bind: set before it, two holders could share a port.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         return held
 
 
 def ports_outside(low: int, high: int) -> Sequence[int]:
-    """Ports above those of Ray's workers and below Kubernetes' NodePorts (30000), without low ... high, where the kernel opens
-    connections; with them if none would be left."""
+    """Candidate ports for ranks, without low ... high, the range in which the kernel opens connections.
+
+    All are above the ports of Ray's workers and below Kubernetes' NodePorts (30000). If none would be left, the range is not
+    excluded.
+    """
     return [port for port in RANK_PORTS if not low <= port <= high] or RANK_PORTS
 
 
 def free_port() -> int:
-    """A port that was free a moment ago. For tests and benchmarks; a program keeps what ``hold_port`` returns."""
+    """A port that was free a moment ago; for tests and benchmarks. Programs keep the socket of ``hold_port`` instead."""
     with hold_port() as held:
         return int(held.getsockname()[1])

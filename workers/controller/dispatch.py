@@ -1,4 +1,4 @@
-"""Who gets which share of a call, and whose answers count. Pure functions."""
+"""Distribution of arguments to ranks, and collection of results by shard. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""Arguments of one rank: positional, by name."""
+"""Arguments of one rank: (positional, keyword)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """How the ranks of a group share work: tp and pp ranks of one replica get the same shard, one of them answers for it.
+    """Assignment of shards to the ranks of a group.
 
-    shard_of_rank[r]: the shard that rank r gets. answers[s]: the rank that answers for shard s.
+    The tp and pp ranks of one replica get the same shard, and one of them returns its result. shard_of_rank[r]: shard of rank
+    r. answers[s]: rank that returns the result of shard s. Raises ValueError if a shard has no rank, or if the rank that
+    answers for a shard does not hold it.
     """
 
     shard_of_rank: tuple[int, ...]
@@ -39,11 +41,14 @@ class Mesh:
 
 
 class Sharded(list[Any]):
-    """An argument with one item per shard. Everything else goes to all ranks as it is."""
+    """Argument with one item per shard. Any other argument goes to all ranks unchanged."""
 
 
 def split(mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Call]:
-    """The arguments of each rank. Ranks that share a shard get the same objects. Raises ValueError for a wrong item count."""
+    """Arguments of each rank. Raises ValueError if a Sharded argument does not have one item per shard.
+
+    Ranks with the same shard get the same objects.
+    """
     for name, value in (*enumerate(args), *kwargs.items()):
         if isinstance(value, Sharded) and len(value) != mesh.n_shards:
             label = repr(name) if isinstance(name, str) else str(name)
@@ -54,6 +59,7 @@ def split(mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Ca
     def pick(value: Any, shard: int) -> Any:
         return value[shard] if isinstance(value, Sharded) else value
 
+    # One call per shard, not per rank: a backend packs an argument once for all ranks that get the same object.
     by_shard: list[Call] = [
         (tuple(pick(value, shard) for value in args), {name: pick(value, shard) for name, value in kwargs.items()})
         for shard in range(mesh.n_shards)
@@ -62,7 +68,7 @@ def split(mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Ca
 
 
 def collect(mesh: Mesh, results_by_rank: Sequence[Any]) -> list[Any]:
-    """One result per shard: that of the rank which answers for it. Raises ValueError for a wrong result count."""
+    """One result per shard, from the rank that answers for it. Raises ValueError unless every rank has one result."""
     if len(results_by_rank) != mesh.world_size:
         raise ValueError(f"{len(results_by_rank)} results for a mesh of {mesh.world_size} ranks")
     return [results_by_rank[rank] for rank in mesh.answers]

@@ -1,4 +1,4 @@
-"""Environment variables and the import path of processes that are started here."""
+"""Environment variables and import path of the processes that are started from this one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 
 def import_path() -> list[str]:
-    """Where this interpreter looks for modules beyond its own libraries: workers look there too, wherever they start."""
+    """Absolute entries of sys.path beyond the interpreter's own libraries: the import path of workers, wherever they start."""
     own = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
     paths = [os.path.abspath(path) for path in sys.path]
     return [path for path in paths if os.path.exists(path) and not path.startswith(own)]
@@ -18,11 +18,12 @@ def import_path() -> list[str]:
 
 @contextmanager
 def set_environment(environment: Mapping[str, str]) -> Iterator[None]:
-    """For this process, and for those that are started within. As before after it, whatever was set."""
+    """Set variables for this process and for those started within the block; restore all variables afterwards."""
     before = dict(os.environ)
     os.environ.update(environment)
     try:
         yield
     finally:
+        # Restore everything, not only the given variables: the block may have set others.
         os.environ.clear()
         os.environ.update(before)

@@ -1,8 +1,10 @@
-"""Collectives of living processes: torch's flight recorder, asked from outside, and the ranks that others wait for.
+"""Collectives of running processes, read from outside through torch's flight recorder, and the ranks that block others.
 
-A collective of NCCL returns as soon as it is enqueued, so the Python stack of a rank that waits in its kernel shows some later
-line. torch records every collective with its number in its process group. All ranks of a group count alike: a rank whose numbers
-end before the one in which others wait has not entered it. No watchdog of NCCL has to expire first, and nothing is ended.
+Problem: a collective of NCCL returns as soon as it is enqueued, so the Python stack of a rank that waits in its kernel shows
+a later line. Idea: torch records every collective with its number in its process group, and all ranks of a group count alike.
+A rank whose numbers end before the one in which others wait has not entered it. No watchdog of NCCL has to expire first, and
+no process is ended. Cost: a ring buffer and one thread per worker, which waits for a byte on a pipe; the reader opens the
+pipe and the answer, an anonymous file, through /proc/<pid>/fd.
 """
 
 from __future__ import annotations
@@ -20,23 +22,24 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-ENTRIES = "2000"  # of the ring buffer: torch's default since it is on by default
-SIZE_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # the second is the older name; the first wins
-KEPT_ENTRIES = 20  # of each group, besides those in flight
+ENTRIES = "2000"  # of the ring buffer: torch's own default where the recorder is on by default
+# The second is the older name; the first takes precedence.
+SIZE_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+KEPT_ENTRIES = 20  # latest entries of each group, in addition to those in flight
 ANSWER_SECONDS = 2.0
 POLL_SECONDS = 0.02
-_NAME = "tandem-collectives-{pid}-{ask}"  # with the id, so that a forked child is not taken for its parent
+_NAME = "tandem-collectives-{pid}-{ask}"  # with the pid: a forked child inherits the file and must not be taken for its parent
 _LINK = re.compile(r"/memfd:tandem-collectives-(\d+)-(\d+) \(deleted\)")
 _EQUAL_SIZES = ("all_reduce", "all_gather", "_all_gather_base", "_reduce_scatter_base", "broadcast", "reduce", "barrier")
-"""Collectives in which every rank must pass an input of the same size."""
+"""Collectives that need an input of the same size on every rank."""
 
 
 @cache
 def answer_for_collectives() -> None:
-    """From now on a thread of this process answers collectives_of. Called before the first process group: the recorder reads
-    its size once.
+    """Start the thread of this process that answers ``collectives_of``.
 
-    The thread needs the interpreter's lock: while an extension holds it there is no answer. torch's collectives release it.
+    Call it before the first process group is created: the recorder reads its size only once. The thread needs the GIL: there
+    is no answer while an extension holds it. torch's collectives release it.
     """
     if not any(name in os.environ for name in SIZE_VARIABLES):
         os.environ[SIZE_VARIABLES[0]] = ENTRIES
@@ -51,7 +54,7 @@ def _answer(asked: int, memory: int) -> None:
 
 
 def recorded() -> dict[str, Any]:
-    """By backend, torch's dump of the recorder: the last collectives of each process group, and all that are in flight."""
+    """Dump of torch's recorder by backend: the latest collectives of each process group, and all that are in flight."""
     if "torch" not in sys.modules:
         return {}
     from torch._C import _distributed_c10d as c10d
@@ -59,13 +62,13 @@ def recorded() -> dict[str, Any]:
 
     dumps = {}
     dumps["gloo"] = json.loads(c10d._dump_fr_trace_json())  # type: ignore[attr-defined]
-    if is_nccl_available():  # a recorder of its own
+    if is_nccl_available():  # NCCL has a recorder of its own
         dumps["nccl"] = json.loads(c10d._dump_nccl_trace_json())  # type: ignore[attr-defined]
     return {backend: {**dump, "entries": _latest(dump["entries"])} for backend, dump in dumps.items() if dump.get("entries")}
 
 
 def _latest(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """In the order in which they were recorded."""
+    """The latest KEPT_ENTRIES of each group and all that are in flight, in the order in which they were recorded."""
     kept, seen = [], dict[str, int]()
     for entry in reversed(entries):
         group = entry["process_group"][0]
@@ -76,25 +79,32 @@ def _latest(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _ended(entry: Mapping[str, Any]) -> bool:
-    """gloo has no events whose completion the recorder could see: it retires what has ended. NCCL retires what it gave up too."""
+    """Whether a collective has ended.
+
+    gloo has no events whose completion the recorder could observe: it retires the collectives that have ended. NCCL also
+    retires those that it has given up, so their state decides.
+    """
     return bool(entry["retired"]) if entry["profiling_name"].startswith("gloo:") else entry["state"] == "completed"
 
 
 def collectives_of(pid: int) -> str:
-    """What ``recorded`` returns in this process of this machine, as JSON; "" if it does not answer."""
+    """Output of ``recorded`` in a process of this machine, as JSON; "" if it does not answer."""
     try:
         for entry in os.scandir(f"/proc/{pid}/fd"):
             found = _LINK.fullmatch(os.readlink(entry.path))
+            # A forked child has its parent's file open as well, but no thread that answers: compare the pid.
             if found is not None and int(found[1]) == pid:
                 return _asked(Path(entry.path), Path(f"/proc/{pid}/fd/{found[2]}"))
-    except OSError:  # it is gone, or another user's
+    except OSError:  # the process has ended, or belongs to another user
         pass
     return ""
 
 
 def _asked(memory: Path, ask: Path) -> str:
+    """Request a dump through the pipe ``ask`` and read it from ``memory``; "" if it is not complete after ANSWER_SECONDS."""
     said, deadline = b"", time.monotonic() + ANSWER_SECONDS
     with memory.open("rb") as file:
+        # Skip earlier answers, and only then ask.
         file.seek(0, os.SEEK_END)
         ask.write_bytes(b"?")
         while not said.endswith(b"\n") and time.monotonic() < deadline:
@@ -105,8 +115,11 @@ def _asked(memory: Path, ask: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One rank's record of a collective. number: counted by each group. elements: of all inputs, of all outputs. state: torch's
-    word: scheduled (enqueued), started (only with TORCH_NCCL_ENABLE_TIMING=1), completed."""
+    """One rank's record of a collective.
+
+    number: counted per group. elements: (of all inputs, of all outputs). state: in torch's terms scheduled (enqueued),
+    started (only with TORCH_NCCL_ENABLE_TIMING=1) or completed.
+    """
 
     operation: str
     number: int
@@ -115,7 +128,7 @@ class Collective:
     elements: tuple[int, int]
     state: str
     created: int
-    """Nanoseconds since 1970, of this rank's clock."""
+    """Nanoseconds since 1970, by the clock of this rank."""
 
     def __str__(self) -> str:
         inputs, outputs = self.elements
@@ -124,15 +137,18 @@ class Collective:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """Equal on all ranks of a correct program."""
+        """Equal on all ranks of a correct program: the operation, with dtype and input size where these have to match."""
         same_size = self.operation in _EQUAL_SIZES
         return (self.operation, self.dtype, self.elements[0]) if same_size else (self.operation,)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRecord:
-    """One rank's collectives of one process group. members: ranks; none where the recorder does not know them (gloo).
-    entered: the number of the last one that it has entered. in_flight: the first that has not completed."""
+    """One rank's collectives of one process group.
+
+    members: ranks; empty if the recorder does not know them (gloo). entered: number of the last collective that this rank has
+    entered. completed: the last that has completed. in_flight: the first that has not.
+    """
 
     members: tuple[int, ...]
     entered: int
@@ -141,13 +157,13 @@ class GroupRecord:
 
 
 GroupName = tuple[str, str]
-"""(backend, torch's name of the process group)"""
+"""(backend, torch's name of the process group)."""
 Records = dict[GroupName, GroupRecord]
-"""Of one rank."""
+"""Process groups of one rank."""
 
 
 def read_records(dump: str) -> Records:
-    """Raises ValueError if this is not what collectives_of returned."""
+    """Parse the output of ``collectives_of``. Raises ValueError for anything else."""
     return {
         (backend, group): _group_record(group, content)
         for backend, content in json.loads(dump).items()
@@ -156,8 +172,11 @@ def read_records(dump: str) -> Records:
 
 
 def _group_record(group: str, content: Mapping[str, Any]) -> GroupRecord:
-    """Collectives of a group complete in their order: what comes before a completed one is over, whatever its own entry says
-    (the parts of a coalesced collective have no events). Sends and receives count apart, and are left out."""
+    """State of one process group according to a dump.
+
+    Collectives of a group complete in order: those before a completed one have ended, whatever their own entries say (the
+    parts of a coalesced collective have no events). Sends and receives are numbered separately and are ignored.
+    """
     entries = [entry for entry in content["entries"] if entry["process_group"][0] == group and not entry["is_p2p"]]
     ended = [entry for entry in entries if _ended(entry)]
     last = max(ended, key=lambda entry: entry["collective_seq_id"], default=None)
@@ -188,26 +207,30 @@ def _collective(entry: Mapping[str, Any] | None) -> Collective | None:
 
 
 def _elements(sizes: Iterable[Sequence[int]]) -> int:
+    """Number of elements of all tensors with these sizes."""
     return sum(map(prod, sizes))
 
 
 def stragglers(records: Mapping[int, Records]) -> tuple[list[int], str] | None:
-    """The ranks that hold the others up, and why; None if the records do not show it. records: by rank, of those that answered;
-    the others are not judged.
+    """Find the ranks that block the others: (ranks, reason), or None if the records do not show it.
 
-    A rank waits for the members of a group that have not entered its collective in flight. Those that others wait for, and that
-    wait for nobody themselves, are the cause; in a circle, any of them. Of several such collectives one is named. Where every
-    rank has entered, the cause is another operation or size under the same number.
+    records: by rank, of those that answered; no other rank is blamed.
+
+    A rank waits for the members of a group that have not entered its collective in flight. The cause is a rank that others
+    wait for and that waits for no rank itself; in a cycle, any rank of it. If several collectives are blocked in this way,
+    one is reported. If every rank has entered, the cause is a different operation or size under the same number.
     """
     waits: dict[int, dict[int, tuple[GroupName, int]]] = {}
     for rank, groups in records.items():
         for key, group in groups.items():
             if group.in_flight is not None:
                 number = group.in_flight.number
+                # The recorder does not know the members of a gloo group: use the ranks that have a record of it.
                 members = group.members or [other for other, theirs in records.items() if key in theirs]
                 behind = [member for member in members if member in records and _entered(records[member], key) < number]
                 waits.setdefault(rank, {}).update(dict.fromkeys(behind, (key, number)))
     waited_for = sorted({member for behind in waits.values() for member in behind})
+    # If rank 0 waits for rank 1 and rank 1 for rank 2, only rank 2 is the cause. A cycle leaves none: then all are kept.
     causes = [rank for rank in waited_for if not waits.get(rank)] or waited_for
     if not causes:
         return _mismatch(records)
@@ -220,17 +243,19 @@ def stragglers(records: Mapping[int, Records]) -> tuple[list[int], str] | None:
 
 
 def _entered(records: Records, key: GroupName) -> int:
+    """Number of the last collective of group ``key`` that a rank has entered; 0: none."""
     return records[key].entered if key in records else 0
 
 
 def _mismatch(records: Mapping[int, Records]) -> tuple[list[int], str] | None:
-    """All have entered, and wait: the ranks whose operation, or size, is that of the fewest."""
+    """Find ranks in a different collective, where all have entered: those with the least common operation or size."""
     for key in dict.fromkeys(key for groups in records.values() for key in groups):
         flying = {rank: groups[key].in_flight for rank, groups in records.items() if key in groups}
         ranks_in: dict[tuple[Any, ...], list[int]] = {}
         for rank, one in flying.items():
             if one is not None:
                 ranks_in.setdefault((one.number, *one.signature), []).append(rank)
+        # Operations can be compared only under the same number.
         if len(ranks_in) > 1 and len({number for number, *_ in ranks_in}) == 1:
             fewest = min(map(len, ranks_in.values()))
             odd = sorted(rank for ranks in ranks_in.values() if len(ranks) == fewest for rank in ranks)
@@ -244,7 +269,7 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def in_words(records: Records) -> Iterator[str]:
-    """One line for each group in which a rank has a collective in flight; or for the last collective that completed."""
+    """One line for each group with a collective in flight; if there is none, one for the last collective that completed."""
     for group in records.values():
         if group.in_flight is not None:
             last = f"; last completed: {group.completed}" if group.completed is not None else ""

@@ -1,4 +1,4 @@
-"""Worker groups: the same class on many ranks, called together by name. Knows nothing of what the workers do."""
+"""Worker groups: the same class on many ranks, called together by method name. Independent of what the workers compute."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from workers.controller.dispatch import Call, Mesh, Sharded, collect, split
 from workers.controller.process_inspection import RankState
 from workers.controller.resource_pool import ResourcePool
 
-TOLD_RANKS = 4  # of those that are late, so many are told of
+TOLD_RANKS = 4  # number of late ranks whose logs and stacks a PhaseTimeout quotes
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """Where a worker stands: the first argument of its constructor. local_rank: its slot of the node, on CUDA its device among
-    those it sees. master_addr, master_port: a free port on rank 0's node."""
+    """Position of a worker in its group; the first argument of its constructor.
+
+    local_rank: its slot on the node; on CUDA the index of its device among those it sees. master_addr, master_port: a free
+    port on rank 0's node.
+    """
 
     rank: int
     world_size: int
@@ -30,7 +33,7 @@ class WorkerInfo:
 
 
 class WorkerError(RuntimeError):
-    """A rank failed in ``method`` (``__init__``: its constructor), or its process died. The other ranks may still be at it."""
+    """A rank failed in ``method`` (``__init__``: its constructor), or its process died. Other ranks may still be running."""
 
     def __init__(self, rank: int, method: str, message: str, remote_traceback: str = "") -> None:
         super().__init__(rank, method, message, remote_traceback)
@@ -41,7 +44,7 @@ class WorkerError(RuntimeError):
 
     @property
     def kind(self) -> str:
-        """The class of what the worker raised; no class's name if its process died."""
+        """Class name of the worker's exception; no class name if its process died."""
         return self.message.partition(":")[0]
 
     def __str__(self) -> str:
@@ -49,7 +52,10 @@ class WorkerError(RuntimeError):
 
 
 class PhaseTimeout(TimeoutError):
-    """Time ran out for ``method``. missing: the ranks that had not answered. last_words: what is known of them, for people."""
+    """``method`` exceeded its time limit.
+
+    missing: ranks without a result. seconds: the limit. last_words: what is known of these ranks, for the user.
+    """
 
     def __init__(self, method: str, missing: Sequence[int], seconds: float, last_words: str = "") -> None:
         super().__init__(method, missing, seconds, last_words)
@@ -58,7 +64,7 @@ class PhaseTimeout(TimeoutError):
         self.seconds = seconds
         self.last_words = last_words
         self.states: list[RankState] = []
-        """Of all ranks, when time ran out."""
+        """State of all ranks when the limit passed."""
 
     def __str__(self) -> str:
         said = f"{self.method} took more than {self.seconds:g} s"
@@ -69,8 +75,10 @@ class PhaseTimeout(TimeoutError):
 
 @dataclass
 class Replies(ABC):
-    """The answers to one call while they come in. values: by rank. missing: the ranks that have not answered. ended: when each
-    rank's answer came, seconds since 1970."""
+    """Results of one call, filled as they arrive.
+
+    values: by rank. missing: ranks without a result. ended: by rank, when its result arrived, in seconds since 1970.
+    """
 
     world_size: int
     values: list[Any] = field(init=False)
@@ -83,37 +91,41 @@ class Replies(ABC):
         self.ended = [0.0] * self.world_size
 
     def came(self, rank: int, value: Any, at: float) -> None:
+        """Record the result of a rank. at: when it arrived, in seconds since 1970."""
         self.values[rank] = value
         self.missing.remove(rank)
         self.ended[rank] = at
 
     @abstractmethod
     def receive(self, timeout: float | None) -> None:
-        """Take in what has arrived; wait for one answer at least, at most ``timeout`` seconds. Raises WorkerError."""
+        """Record what has arrived; wait at most ``timeout`` seconds for at least one result. Raises WorkerError."""
 
     def examine(self) -> list[RankState]:
-        """What every rank is at just now, also those that have answered. Nothing where the ranks are this process."""
+        """Current state of every rank, also of those with a result. Empty if the workers run in this process."""
         return []
 
 
 class Transport(Protocol):
-    """What a backend lends a group: its way to the workers."""
+    """Connection from a group to its workers; each backend has its own."""
 
     def send(self, method: str, calls: Sequence[Call], wanted: Sequence[bool], timeout: float | None) -> Replies:
-        """Start a call on every rank. Ranks that are not wanted answer None. timeout: seconds after which a backend that cannot
-        give the call up says where it is."""
+        """Start a call on every rank.
+
+        calls: arguments by rank. wanted: by rank, whether its result is used; the others return None. timeout: seconds after
+        which a backend that cannot abandon the call reports where it is.
+        """
 
     def close(self) -> None:
         """End the workers."""
 
 
 class Future:
-    """The result of a call that may still run. If nobody asks for it, its error stays unknown."""
+    """Result of a call that may still be running. Its error is lost if ``result`` is never called."""
 
     def __init__(
         self, method: str, replies: Replies, mesh: Mesh | None, timeout: float | None, begun: float | None = None
     ) -> None:
-        """begun: when the call was made, seconds since 1970; None: now."""
+        """begun: when the call was made, in seconds since 1970; None: now."""
         self.begun = time.time() if begun is None else begun
         self._method = method
         self._replies = replies
@@ -124,19 +136,19 @@ class Future:
 
     @property
     def ended(self) -> list[float]:
-        """When each rank's answer came, seconds since 1970; 0 if it has not."""
+        """By rank, when its result arrived, in seconds since 1970; 0: not yet."""
         return self._replies.ended
 
     def done(self) -> bool:
-        """Whether result() would answer, or raise, at once."""
+        """Whether ``result`` would return, or raise, without waiting."""
         self._receive(0.0)
         return self._error is not None or not self._replies.missing
 
     def result(self, timeout: float | None = None) -> list[Any]:
-        """By shard for a call with a mesh, else by rank.
+        """Wait for the results: a list by shard for a call with a mesh, else by rank.
 
         Raises WorkerError as soon as any rank has failed, without waiting for the others: they may hang in a collective.
-        Raises PhaseTimeout after ``timeout`` seconds from now, or when the call's own timeout is over, whichever is first.
+        Raises PhaseTimeout after ``timeout`` seconds from now or when the call's own limit passes, whichever is first.
         """
         limits = [(self._started + self._timeout, self._timeout)] if self._timeout is not None else []
         limits += [(time.monotonic() + timeout, timeout)] if timeout is not None else []
@@ -144,6 +156,7 @@ class Future:
         while self._replies.missing and self._error is None:
             remaining = None if deadline is None else deadline - time.monotonic()
             self._receive(None if remaining is None else max(remaining, 0.0))
+            # The deadline is checked after receiving: a result that has arrived by then is not late.
             if self._replies.missing and self._error is None and remaining is not None and remaining <= 0:
                 raise self._late(seconds)
         if self._error is not None:
@@ -151,10 +164,11 @@ class Future:
         return collect(self._mesh, self._replies.values) if self._mesh else list(self._replies.values)
 
     def examine(self) -> list[RankState]:
-        """What every rank is at just now, also those that have answered."""
+        """Current state of every rank, also of those with a result."""
         return self._replies.examine()
 
     def _late(self, seconds: float) -> PhaseTimeout:
+        """PhaseTimeout with the state of all ranks, and the logs and stacks of the first TOLD_RANKS that are late."""
         states = self.examine()
         missing = sorted(self._replies.missing)
         words = "\n".join(filter(None, (state.words() for state in states if state.rank in missing[:TOLD_RANKS])))
@@ -163,6 +177,7 @@ class Future:
         return late
 
     def _receive(self, timeout: float | None) -> None:
+        """Record what has arrived. An error is stored: ``done`` must not raise, and every call of ``result`` must."""
         if self._replies.missing and self._error is None:
             try:
                 self._replies.receive(timeout)
@@ -173,7 +188,7 @@ class Future:
 class WorkerGroup:
     """One worker on each rank of a pool. Calls on one group run in the order in which they were made.
 
-    Arguments and results arrive as copies: a worker or the caller may change what it got, the other side keeps its own.
+    Arguments and results are copies: a worker or the caller may modify them without affecting the other side.
     """
 
     def __init__(self, name: str, world_size: int, transport: Transport) -> None:
@@ -184,7 +199,7 @@ class WorkerGroup:
         self._open = True
 
     def register_mesh(self, name: str, mesh: Mesh) -> None:
-        """Raises ValueError if the mesh is of another world size or the name is taken."""
+        """Name a mesh for ``call``. Raises ValueError if its world size is not the group's, or if the name is taken."""
         if mesh.world_size != self.world_size:
             raise ValueError(f"mesh {name!r} has {mesh.world_size} ranks, group {self.name!r} {self.world_size}")
         if name in self._meshes:
@@ -194,9 +209,9 @@ class WorkerGroup:
     def call(self, method: str, /, *args: Any, mesh: str | None = None, timeout: float | None = None, **kwargs: Any) -> Future:
         """Call ``method`` on every rank; returns at once.
 
-        Without a mesh all arguments go to all ranks and the result is a list by rank. With one, Sharded arguments are
-        split and the result is a list by shard. timeout: seconds from now, waiting behind earlier calls included.
-        Raises ValueError if arguments do not fit the mesh.
+        Without a mesh all arguments go to all ranks, and the result is a list by rank. With a mesh, Sharded arguments are
+        split and the result is a list by shard. timeout: seconds from now, including the time behind earlier calls. Raises
+        ValueError if the arguments do not fit the mesh, RuntimeError after shutdown.
         """
         if not self._open:
             raise RuntimeError(f"{method} was called on group {self.name!r} after its shutdown")
@@ -214,18 +229,19 @@ class WorkerGroup:
             calls = split(chosen, args, kwargs)
         except ValueError as error:
             raise ValueError(f"{method} on mesh {mesh!r}: {error}") from None
+        # The other ranks of a shard hold the same result: it is not sent.
         wanted = [rank in chosen.answers for rank in range(self.world_size)]
         return Future(method, self._transport.send(method, calls, wanted, timeout), chosen, timeout, begun)
 
     def shutdown(self) -> None:
-        """End the workers, whatever they do just now, and give their slots back."""
+        """End the workers, whatever they are doing, and release their slots."""
         if self._open:
             self._open = False
             self._transport.close()
 
 
 class Backend(ABC):
-    """Starts groups. As a context manager it ends every process of its own, however the block ends."""
+    """Starts worker groups. As a context manager it ends every process of its own, however the block ends."""
 
     @abstractmethod
     def start_group(
@@ -238,17 +254,17 @@ class Backend(ABC):
         env: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> WorkerGroup:
-        """One ``worker(WorkerInfo, *args, **kwargs)`` on each slot of the pool; returns while they are being built.
+        """Start ``worker(WorkerInfo, *args, **kwargs)`` on each slot of the pool; returns while they are being built.
 
-        worker: "package.module:Class" (the controller does not import it) or a class; its ``close()`` is called at shutdown where
-        its process lives on. env: set before it is imported.
-        A constructor that fails makes every call on the group raise WorkerError with method ``__init__``.
-        Raises ValueError, with the arithmetic, if there are not enough slots.
+        worker: a class, or its name "package.module:Class" (the controller does not import it). Its ``close()`` is called at
+        shutdown where its process continues. env: set before the worker is imported. If a constructor fails, every call on
+        the group raises WorkerError with method ``__init__``. Raises ValueError, with the arithmetic, if there are not enough
+        slots.
         """
 
     @abstractmethod
     def shutdown(self) -> None:
-        """End all groups and what the backend started. May be called twice."""
+        """End all groups, and everything else that the backend started. May be called twice."""
 
     def __enter__(self) -> Self:
         return self

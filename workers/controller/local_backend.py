@@ -18,12 +18,13 @@ from workers.controller.wire import Parcel, pack, unpack
 
 
 class LocalBackend(Backend):
-    """A call has ended when it returns: futures are done. A timeout interrupts nothing, for one may sit in a debugger; when it is
-    over, this process's stacks go to stderr.
+    """Backend without processes: a call has ended when it returns, so its future is done.
 
-    Arguments and results are packed and unpacked as on Ray, so nothing is shared that would not be shared there, and what
-    cannot travel fails here too. Several workers cannot meet in a collective: they run one after the other. ``env`` is set in
-    this process until shutdown; what is read when a library is loaded has been read.
+    A timeout interrupts nothing, because the call may have stopped in a debugger: when it passes, the stacks of this process
+    go to stderr. Arguments and results are packed and unpacked as on Ray: nothing is shared that would not be shared there,
+    and a value that cannot be sent fails here too. Several workers cannot take part in a collective, because they run one
+    after the other. ``env`` is set in this process until shutdown; a library that is already loaded has read its variables
+    before.
     """
 
     def __init__(self) -> None:
@@ -41,11 +42,13 @@ class LocalBackend(Backend):
     ) -> WorkerGroup:
         self._opened.enter_context(set_environment(env or {}))
         shells = [Shell() for _ in range(pool.world_size)]
+        # Held until shutdown, so that the port stays free for the workers.
         port = self._opened.enter_context(hold_port()).getsockname()[1]
         names, parcels = pack_call((args, kwargs), pack)
         for rank, shell in enumerate(shells):
             node, local_rank = pool.place(rank)
             info = WorkerInfo(rank, pool.world_size, local_rank, node, "127.0.0.1", port)
+            # Every call on the group now reports this failure: the other ranks need not be built.
             if isinstance(shell.start(info, pack(worker), names, *parcels), Failure):
                 break
         group = WorkerGroup(name, pool.world_size, _LocalTransport(shells))
@@ -76,10 +79,11 @@ class _LocalTransport(Transport):
 
 @contextmanager
 def stacks_after(seconds: float | None) -> Iterator[None]:
-    """If the block takes longer, the stacks of all threads go to stderr, whatever the block does, and it goes on."""
+    """If the block takes longer, write the stacks of all threads to stderr; the block is not interrupted."""
     if seconds is None:
         yield
         return
+    # USERS: stderr itself may be redirected to a log, see chatter_to.
     faulthandler.dump_traceback_later(seconds, file=USERS[-1])
     try:
         yield
@@ -91,7 +95,7 @@ class _LocalReplies(Replies):
     error: WorkerError | None = None
 
     def take(self, rank: int, answer: Parcel | Failure) -> bool:
-        """Whether the rank succeeded."""
+        """Record the result or failure of a rank. Returns whether it succeeded."""
         if isinstance(answer, Failure):
             self.error = answer.raised(rank)
             return False

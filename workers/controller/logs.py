@@ -1,4 +1,4 @@
-"""What a worker writes: a file for each rank, and the last lines of it. What the controller says, and its libraries write."""
+"""Logs: a file with the output of each rank, a file with the output of the controller's libraries, lines to the user."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-LOG_TAIL = 30  # lines: a crash prints the stack of its thread
+LOG_TAIL = 30  # lines; a crash prints the stack of its thread
 NCCL_TIMEOUT = "Watchdog caught collective operation timeout"  # NCCL's watchdog then ends the process, with pages of C++ frames
-USERS = [2]  # descriptors, the last: where a process that is dying leaves its stacks
+USERS = [2]  # file descriptors; the last one is the user's stderr, where a dying process writes its stacks
 _heard: list[TextIO] = []
 
 
 def tell(line: str) -> None:
-    """A line to the user on stderr, wherever that of libraries goes."""
+    """Print a line for the user on stderr, also while the stderr of libraries is redirected."""
     print(line, file=heard_where(), flush=True)
 
 
 def heard_where() -> TextIO:
+    """Stream that ``tell`` writes to."""
     return _heard[-1] if _heard else sys.stderr
 
 
 @contextmanager
 def heard_through(stream: TextIO) -> Iterator[None]:
-    """Within, ``tell`` writes to this stream: a display that keeps lines and itself apart."""
+    """Within the block ``tell`` writes to this stream, such as a display that keeps such lines apart from itself."""
     _heard.append(stream)
     try:
         yield
@@ -38,11 +39,14 @@ def heard_through(stream: TextIO) -> Iterator[None]:
 
 @contextmanager
 def chatter_to(path: Path) -> Iterator[None]:
-    """Within, what libraries and children write goes to the end of a file: descriptors 1 and 2, so also what Python writes to
-    stderr, logging and warnings among it. Python's stdout, and ``tell``, still reach the user.
+    """Within the block, append the output of libraries and child processes to a file.
+
+    Redirects file descriptors 1 and 2, thus also what Python writes to stderr, including logging and warnings. Python's
+    stdout and ``tell`` still reach the user.
     """
     path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.parent.mkdir(exist_ok=True)
+    # Buffered text belongs to the user: write it before the descriptors change.
     sys.stdout.flush()
     sys.stderr.flush()
     kept, stdout = [os.dup(1), os.dup(2)], sys.stdout
@@ -57,6 +61,7 @@ def chatter_to(path: Path) -> Iterator[None]:
         with heard_through(_same_on(kept[1], 2, sys.stderr)):
             yield
     finally:
+        # In reverse: buffered text belongs to the log, write it before the descriptors are restored.
         for stream in (sys.stdout, stdout, sys.stderr):
             stream.flush()
         sys.stdout = stdout
@@ -67,18 +72,18 @@ def chatter_to(path: Path) -> Iterator[None]:
 
 
 def _same_on(descriptor: int, number: int, stream: TextIO) -> TextIO:
-    """The stream on a copy of its descriptor; itself if it does not write to ``number``, for somebody reads along."""
+    """Reopen ``stream`` on ``descriptor``. Returns it unchanged if it does not write to ``number``: it is being captured."""
     try:
         if stream.fileno() != number:
             return stream
-    except (OSError, ValueError):  # io.UnsupportedOperation is both
+    except (OSError, ValueError):  # io.UnsupportedOperation is a subclass of both
         return stream
     return open(descriptor, "w", buffering=1, encoding=stream.encoding, errors=stream.errors, closefd=False)
 
 
 def write_to(path: Path) -> None:
-    """This process's output, of C libraries and of a crash too, goes to the end of a file."""
-    path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # on another node it may not be there yet
+    """Append all output of this process to a file, including that of C libraries and of a crash."""
+    path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # on another node it may not exist yet
     path.parent.mkdir(exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, sys.stdout.fileno())
@@ -89,14 +94,14 @@ def write_to(path: Path) -> None:
 
 
 def tail(path: Path | None) -> str:
-    """The last lines that a dead worker wrote, if its file is within reach."""
+    """Last lines of a dead worker's log, with a heading; "" if the file cannot be reached from here."""
     if path is None or not path.is_file():
         return ""
     return "\n".join([f"last lines of {path}:", *(last_lines(path) or ["(none)"])])
 
 
 def last_lines(path: Path | None) -> tuple[str, ...]:
-    """Of the last process that wrote into a log. The reason for which NCCL's watchdog ended it comes first."""
+    """Last lines of the last process that wrote to a log. If NCCL's watchdog ended it, the reason comes first."""
     if path is None or not path.is_file():
         return ()
     said = path.read_text(errors="replace").rpartition("--- process ")[2]

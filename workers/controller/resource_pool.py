@@ -1,4 +1,4 @@
-"""Slots for workers: how many on each node. On CUDA a slot is a GPU, on CPU a process."""
+"""Slots for workers on each node. A slot is a GPU on CUDA and a process on CPU."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class ResourcePool:
-    """n_per_node: slots taken on each node. Ranks are counted node by node.
+    """Slots of one worker group. Ranks are numbered node by node.
 
-    room: the pool whose slots these are, from the slot first_slot of its node first_node on; other pools may be in it, and have
-    the same slots. None: these are its own.
+    n_per_node: slots on each node. room: the pool that owns these slots, which start at slot ``first_slot`` of its node
+    ``first_node``; other pools may be in the same room, and use the same slots. None: the slots are this pool's own. Raises
+    ValueError if a node has no slot.
     """
 
     n_per_node: tuple[int, ...]
@@ -30,7 +31,7 @@ class ResourcePool:
         return sum(self.n_per_node)
 
     def place(self, rank: int) -> tuple[int, int]:
-        """(node, slot of that node) of a rank."""
+        """(node, slot on that node) of a rank; in a room, by the numbers of the room."""
         assert 0 <= rank < self.world_size, f"rank {rank} of a pool of {self.world_size}"
         node = 0
         while rank >= self.n_per_node[node]:

@@ -1,4 +1,4 @@
-"""How a run ends when it is told to: signals become exceptions, so that every `with` closes what it opened."""
+"""Orderly termination: signals become exceptions, so that every `with` block closes what it opened."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 @contextmanager
 def graceful_stop() -> Iterator[None]:
-    """Within, SIGINT, SIGTERM and SIGHUP unwind the stack. Ctrl-C leaves as KeyboardInterrupt, the others as SystemExit(128 + n).
+    """Within the block SIGINT, SIGTERM and SIGHUP unwind the stack. For the main thread.
 
-    A signal that the parent had us ignore (nohup) stays ignored. For the main thread.
+    Ctrl-C leaves as KeyboardInterrupt, the others as SystemExit(128 + n). A signal that the parent process made this one
+    ignore (nohup) stays ignored.
     """
     received: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        # Out of a waiting ray.wait a KeyboardInterrupt comes whole, a SystemExit loses its code, and others are lost.
+        # Raised within ray.wait, a KeyboardInterrupt arrives intact, a SystemExit loses its code, and others are lost: raise
+        # this one for every signal, and convert it below.
         raise KeyboardInterrupt
 
     with handlers_kept():
@@ -38,7 +40,7 @@ def graceful_stop() -> Iterator[None]:
 
 @contextmanager
 def shielded() -> Iterator[None]:
-    """Signals wait until the block is over: a second Ctrl-C must not leave processes behind."""
+    """Delay signals to the end of the block: a second Ctrl-C must not leave processes behind."""
     received: list[int] = []
     try:
         with handlers_kept():
@@ -51,7 +53,7 @@ def shielded() -> Iterator[None]:
 
 @contextmanager
 def handlers_kept() -> Iterator[None]:
-    """Whatever the block does to the handlers of these signals (ray.init replaces one), they are as before after it."""
+    """Restore the handlers of these signals after the block, whatever it does to them (ray.init replaces one)."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield
@@ -61,14 +63,18 @@ def handlers_kept() -> Iterator[None]:
 
 
 def _install(handler: Callable[[int, FrameType | None], object]) -> None:
+    """Set the handler of all signals that are not ignored."""
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)
 
 
 def die_with_parent(parent: int) -> None:
-    """The kernel kills this process when the thread that started it ends. parent: process id of the starter."""
+    """Let the kernel kill this process when the thread that started it ends. parent: process id of the starter.
+
+    Raises OSError if the kernel refuses.
+    """
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # it ended before the kernel was told
+    if os.getppid() != parent:  # it ended before prctl took effect
         os._exit(1)

@@ -1,6 +1,6 @@
-"""How arguments and results travel: a small pickle, and beside it the bytes of every tensor and array.
+"""Format of arguments and results between processes: a small pickle, and separately the bytes of tensors and arrays.
 
-torch's own pickling of tensors copies them through a slow path (8 x slower than numpy), so tensors leave as numpy buffers.
+Tensors are sent as numpy buffers: torch's own pickling copies them through a slow path (8 x slower than numpy).
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """data: the pickle. buffers: uint8, one for each tensor or array in it, in order; views, not copies."""
+    """A packed value.
+
+    data: the pickle. buffers: uint8, one for each tensor or array in it, in order; views, not copies.
+    """
 
     data: bytes
     buffers: tuple[np.ndarray, ...]
@@ -31,8 +34,10 @@ class Parcel:
 
 
 def pack(value: Any) -> Parcel:
-    """Anything cloudpickle takes. Tensors lose their graph and their device: they arrive on the CPU. Views travel alone,
-    without the rest of their storage."""
+    """Pack any value that cloudpickle takes.
+
+    Tensors lose their graph and their device: they arrive on the CPU. A view is sent without the rest of its storage.
+    """
     buffers: list[pickle.PickleBuffer] = []
     with io.BytesIO() as stream:
         _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(value)
@@ -41,23 +46,24 @@ def pack(value: Any) -> Parcel:
 
 
 def unpack(parcel: Parcel) -> Any:
-    """The value, in memory of its own: writable, and independent of where the parcel lies.
+    """The packed value in memory of its own: writable, and independent of the memory of the parcel.
 
-    The copy costs 20-50 ms per 100 MB. Without it an in-place change would reach other ranks' data in Ray's store, without
-    any error, and a batch that is kept would hold on to the store.
+    The copy costs 20-50 ms per 100 MB. Without it an in-place change would silently reach the data of other ranks in Ray's
+    object store, and a batch that is kept would keep its part of the store allocated.
     """
     return pickle.loads(parcel.data, buffers=[buffer.copy() for buffer in parcel.buffers])
 
 
 class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        torch = sys.modules.get("torch")  # where it is not loaded there are no tensors, and loading it takes a second
+        torch = sys.modules.get("torch")  # if it is not loaded there are no tensors, and importing it takes a second
         if torch is not None and type(value) is torch.Tensor and value.layout is torch.strided:
             return _reduce_tensor(value)
         return super().reducer_override(value)
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Reduce a tensor to a buffer of its bytes, its dtype and its shape."""
     import torch
 
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -67,6 +73,6 @@ def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
 def _build_tensor(buffer: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     import torch
 
-    if not buffer.size:  # no bytes can be seen as another type
+    if not buffer.size:  # an empty buffer cannot be viewed as another dtype
         return torch.empty(shape, dtype=dtype)
     return torch.from_numpy(buffer).view(dtype).reshape(shape)

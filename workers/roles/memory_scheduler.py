@@ -1,18 +1,22 @@
-"""The memory dance: who is on the device in which phase, over every role in this process.
+"""Device-memory scheduling: which tensors are on the device in which phase, for all roles of this process.
 
-phase      actor's parameters   other roles   optimizer             rollout engine
-forward    its own on device    may be away   may be away           asleep
-train      its own on device    may be away   its own on device     asleep
-sync       on device            may be away   may be away           weights awake, wherever it is
-generate   may be away          may be away   may be away           awake
+Colocated roles and a rollout engine share one device. Before each phase ``Residency.enter`` moves parameters, gradients and
+optimizer state between device and host, and lets the rollout engine sleep or wake. The cost is the time of these transfers;
+``Residency.seconds`` has that of sleep, wake and release.
 
-«May be away»: on the host if the role's param_offload or optimizer_offload says so. free_cache_engine=false keeps the
-rollout engine awake, and so does having no model beside it. Two full copies of the weights plus a KV cache never coexist
-where the actor is offloaded.
+phase      active role's parameters   other roles   optimizer                 rollout engine
+forward    on device                  may be away   may be away               asleep
+train      on device                  may be away   active role's on device   asleep
+sync       on device                  may be away   may be away               weights awake, in whichever process it is
+generate   may be away                may be away   may be away               awake
 
-Engines such as vLLM and SGLang take device memory from the driver, and see as free only what torch's caching allocator has
-given back. After an update the allocator still holds the activations' memory, often most of the GPU: it is released before the
-engine takes any (measured: 39 GB free before the release, 116 GB after it, where the engine wants 99).
+«May be away»: on the host if the role's param_offload or optimizer_offload is set. The rollout engine stays awake with
+free_cache_engine=false, and if its process has no model. Two full copies of the weights plus a KV cache never coexist where
+the actor is offloaded.
+
+Engines such as vLLM and SGLang take device memory from the driver, and count as free only what torch's caching allocator has
+returned to it. After an update the allocator still holds the memory of the activations, often most of the GPU: it is released
+before the engine takes any (measured: 39 GB free before the release, 116 GB after it; the engine needs 99).
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ Phase = Literal["rest", "forward", "train", "sync", "generate"]
 
 @dataclass(slots=True)
 class Tenant:
-    """A model role on the device, and what of it may leave."""
+    """A model role on the device, and which parts of it are offloaded when it is not active."""
 
     engine: TrainEngine
     param_offload: bool
@@ -42,7 +46,7 @@ class Tenant:
 
 
 class GCTime:
-    """Seconds that this process spends in Python's garbage collector, from now on."""
+    """Seconds that this process spends in Python's garbage collector, counted until ``close``."""
 
     def __init__(self) -> None:
         self.seconds = self._start = 0.0
@@ -59,10 +63,12 @@ class GCTime:
 
 
 class Residency:
+    """Scheduler of device memory for the roles of this process."""
+
     def __init__(self, device: Literal["cpu", "cuda"] = "cpu") -> None:
         self.device = device
         self.seconds: dict[str, float] = {}
-        """What sleep, wake and the release of cached memory took since ``take_seconds``."""
+        """Duration of sleep, wake and release of cached memory since the last ``take_seconds``."""
         self.phase: Phase = "rest"
         self._tenants: dict[str, Tenant] = {}
         self._rollout: Rollout | None = None
@@ -70,25 +76,26 @@ class Residency:
         self._weights_shared_by: str | None = None
 
     def add_model(self, role: str, tenant: Tenant) -> None:
+        """Add a model role, and offload it as far as it may be."""
         assert role not in self._tenants, f"role {role} is here already"
         self._tenants[role] = tenant
         self._place(active=None, training=False)
 
     def add_rollout(self, rollout: Rollout, *, free_cache_engine: bool) -> None:
-        """Until its first weights come, it sleeps."""
+        """Add the rollout engine. With free_cache_engine it sleeps until its first weights arrive."""
         assert self._rollout is None, "one rollout engine a process"
         self._rollout, self._rollout_sleeps = rollout, free_cache_engine
         if free_cache_engine:
             self._sleep(rollout)
 
     def release_cached_memory(self) -> None:
-        """Return device memory that torch's allocator holds but no tensor uses to the driver, for those who ask the driver."""
+        """Return memory that torch's allocator caches without using it to the driver, for engines that ask the driver."""
         if self.device == "cuda":
             with self._timed("release_memory"):
                 torch.cuda.empty_cache()
 
     def take_seconds(self) -> dict[str, float]:
-        """``seconds`` by name, which then start from 0."""
+        """Return ``seconds`` by name, and reset them."""
         seconds, self.seconds = self.seconds, {}
         return seconds
 
@@ -103,19 +110,21 @@ class Residency:
             rollout.sleep()
 
     def _wake(self, rollout: Rollout, *, weights: bool, kv_cache: bool) -> None:
+        # Before the engine allocates: it fails if torch's cache still holds the memory.
         if rollout.takes_driver_memory and self._rollout_sleeps:
             self.release_cached_memory()
         with self._timed("engine_wake"):
             rollout.wake(weights=weights, kv_cache=kv_cache)
 
     def enter(self, phase: Phase, role: str | None = None) -> None:
-        """Move everything to where ``phase`` of ``role`` wants it. Memory is given back before any is taken.
+        """Move all state to where ``phase`` of ``role`` needs it. Memory is released before any is taken.
 
-        role: the model that works (forward, train) or whose weights the rollout engine gets (sync).
+        role: the active model (forward, train), or the model whose weights the rollout engine gets (sync).
         """
         assert role is None or role in self._tenants, f"phase {phase}: no role {role} here, only {sorted(self._tenants)}"
         match phase:
             case "forward" | "train":
+                # First, so that the engine's memory is free when the role's tensors come back.
                 if self._rollout is not None and self._rollout_sleeps and self.phase in ("sync", "generate"):
                     self._sleep(self._rollout)
                 self._place(active=role, training=phase == "train")
@@ -128,6 +137,7 @@ class Residency:
                 assert self.phase in ("sync", "generate") or not self._rollout_sleeps, (
                     f"phase generate after {self.phase}: the rollout engine slept and has no weights; sync first"
                 )
+                # An engine that shares a role's tensors reads them while it generates: they must be on the device.
                 self._place(active=self._weights_shared_by, training=False)
                 if self.phase != "generate":
                     self._wake(self._rollout, weights=False, kv_cache=True)
@@ -137,18 +147,21 @@ class Residency:
 
     @contextmanager
     def visit(self, role: str) -> Iterator[None]:
-        """The role's parameters are on the device in here, in whatever phase: to be saved."""
+        """Keep the role's parameters on the device within the block, in whatever phase: to save them."""
         tenant = self._tenants[role]
         tenant.engine.move(params="device")
         yield
+        # Shared tensors stay: the rollout engine may be using them.
         if tenant.param_offload and role != self._weights_shared_by:
             tenant.engine.move(params="cpu")
 
     def share_weights_of(self, role: str | None) -> None:
-        """The rollout engine generates from this role's own tensors: they stay on the device while it does."""
+        """Set the role whose own tensors the rollout engine uses; they stay on the device while it generates. None: no role."""
         self._weights_shared_by = role
 
     def _place(self, *, active: str | None, training: bool) -> None:
+        """Offload inactive roles, and whatever the active one does not need; then bring the active role to the device."""
+        # Gradients of roles that do not train are dropped by this move: they are not needed after the step.
         for role, tenant in self._tenants.items():
             if role != active:
                 tenant.engine.move(
@@ -158,6 +171,7 @@ class Residency:
                 )
             elif not training:
                 tenant.engine.move(grads="cpu", optimizer="cpu" if tenant.optimizer_offload else None)
+        # After all others have left: their memory is free now.
         if active is not None:
             at_work: Literal["device"] | None = "device" if training else None
             self._tenants[active].engine.move(params="device", grads=at_work, optimizer=at_work)

@@ -1,4 +1,4 @@
-"""Actor, critic, reference, reward model: a training engine with a head. Which engine it is, nobody here knows."""
+"""Model role (actor, critic, reference, reward model): a training engine with a head. Independent of the kind of engine."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from workers.rollout.sync.channel import Sender
 
 
 class ModelRole:
+    """One rank's part of a model role. ``Host.run`` calls its methods by name."""
+
     def __init__(self, name: str, engine: TrainEngine, loss: LossSpec | None, residency: Residency) -> None:
-        """loss: what train_step minimises; None for a role that is never trained."""
+        """loss: minimised by train_step; None for a role that is never trained."""
         self.name = name
         self.engine = engine
         self.loss = loss.resolve() if loss is not None else None
@@ -32,23 +34,24 @@ class ModelRole:
         assert self.loss is not None, f"role {self.name} has no loss: it is not trained"
         self.residency.enter("train", self.name)
         metrics, prompts = self.engine.train_step(batch, plan, self.loss), self.engine.prompts(batch)
+        # Rows that share a prompt compute it once: subtract its repetitions.
         spared = self.engine.flops([] if prompts is None else prompts.repeated(plan), backward=True)
         return metrics | {"flops": Metric.sum(self.engine.flops(batch.lengths.tolist(), backward=True) - spared)}
 
     def send_weights(self) -> None:
-        """To rollout engines in other processes, which sync meanwhile. Collective."""
+        """Send the weights to rollout engines in other processes, which run sync_weights meanwhile. Collective."""
         assert self.sender is not None, f"role {self.name}: no engine gets its weights"
         self.residency.enter("sync", self.name)
         self.sender.serve()
 
     def save(self, path: str, background: bool) -> None:
-        """See TrainEngine.save; ``saved`` tells how it ended."""
+        """Start to save, see TrainEngine.save. ``saved`` returns the outcome."""
         assert self.saving is None or self.saving.done(), f"{self.name}: the last save is still under way"
         with self.residency.visit(self.name):
             self.saving = self.engine.save(path, background=background)
 
     def saved(self, patient: bool) -> Saved | str | None:
-        """What this rank wrote in the last save, or why it could not; None while it is at it. patient: wait."""
+        """What this rank wrote in the last save, or why it failed; None while it is writing. patient: wait until it has ended."""
         assert self.saving is not None, f"{self.name}: nothing was saved"
         if patient:
             wait([self.saving])
@@ -60,7 +63,8 @@ class ModelRole:
             return str(error)
 
     def load(self, path: str) -> None:
-        """The rollout engine's weights are old ones then: it sleeps until the next sync."""
+        """Load a checkpoint. The rollout engine's weights are stale after it: it sleeps until the next sync."""
+        # This phase brings the optimizer state to the device, and lets the rollout engine sleep.
         self.residency.enter("train", self.name)
         self.engine.load(path)
 

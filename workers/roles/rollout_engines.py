@@ -10,7 +10,7 @@ ENGINES = ("embedded", "vllm", "sglang")
 
 
 def check_installed(engine: str) -> None:
-    """Raises ValueError, which says what to run, if the engine's package is not there."""
+    """Check that the package of the engine is installed. Raises ValueError with the command to run if it is not."""
     title = {"vllm": "vLLM", "sglang": "SGLang"}.get(engine)
     if title is not None and find_spec(engine) is None:
         raise ValueError(
@@ -20,7 +20,7 @@ def check_installed(engine: str) -> None:
 
 
 def import_engine(engine: str, device: Literal["cpu", "cuda"]) -> None:
-    """Import what make_rollout will, which takes vLLM ten seconds. SGLang is imported by its own processes."""
+    """Import in advance what make_rollout needs: ten seconds for vLLM. SGLang is imported by its own processes."""
     check_installed(engine)
     if engine == "vllm":
         from workers.rollout.vllm.vllm_engine import import_vllm
@@ -29,7 +29,7 @@ def import_engine(engine: str, device: Literal["cpu", "cuda"]) -> None:
 
 
 def make_rollout(spec: RolloutSpec, place: WorkerInfo) -> Rollout:
-    """The engine ``spec.rollout.name``, on this rank. Raises ValueError for a name that is none, or one that is not installed."""
+    """The engine ``spec.rollout.name`` on this rank. Raises ValueError if the name is unknown or it is not installed."""
     check_installed(spec.rollout.name)
     match spec.rollout.name:
         case "embedded":

@@ -1,4 +1,4 @@
-"""The rollout role: prompts in, answers out, and weights from a model."""
+"""Rollout role: generates responses to prompts with the weights of a model role."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from workers.rollout.sync.weight_sync import WeightSync
 
 
 class RolloutRole:
+    """One rank's part of the rollout role. ``Host.run`` calls its methods by name."""
+
     def __init__(
         self,
         rollout: Rollout,
@@ -25,8 +27,11 @@ class RolloutRole:
         during: Callable[[], AbstractContextManager[None]] = nullcontext,
         gc_time: GCTime | None = None,
     ) -> None:
-        """source: the role in this process whose weights the engine generates with, if it is here. sync: from it to the engine;
-        all of it happens in a ``during()``. gc_time: of this process, to be reported."""
+        """source: the role in this process whose weights the engine uses; None: it is in another process.
+
+        sync: transfers the weights from it to the engine, within a ``during()``. gc_time: of this process, reported with each
+        sync.
+        """
         self.rollout = rollout
         self.source = source
         self.residency = residency
@@ -35,13 +40,14 @@ class RolloutRole:
         self.gc_time = gc_time
 
     def sync_weights(self, version: int) -> Metrics:
-        """Bring the engine's weights up to the source's, and let a source that is here leave the device. Collective.
+        """Bring the engine's weights up to date; a source in this process may leave the device afterwards. Collective.
 
-        Metrics: what of the engine's weights was verified; and, since the last sync, the slowest rank's seconds of engine_sleep,
-        engine_wake, release_memory (see Residency) and gc, which are parts of the phases in which they happened. Raises
-        WeightMismatch.
+        Returns metrics: what was verified of the engine's weights; and, since the last sync, the seconds of the slowest rank
+        in engine_sleep, engine_wake, release_memory (see Residency) and gc, which are parts of the phases in which they
+        occurred. Raises WeightMismatch.
         """
         with self.during():
+            # This sync decides anew whether the engine can share the source's tensors.
             self.residency.share_weights_of(None)
             self.residency.enter("sync", self.source)
             shared, metrics = self.sync(version)
@@ -53,10 +59,12 @@ class RolloutRole:
         return metrics | {f"timing_s/{name}": Metric.max(spent) for name, spent in seconds.items()}
 
     def generate(self, prompts: Batch, sampling: Sampling) -> Batch:
-        """prompts: B rows of input_ids, rows["seed"], rows["greedy"] (whatever the sampling). Returns B rows in the same order:
-        the answers alone.
+        """Generate a response to each prompt; returns B rows in the same order, without the prompts.
 
-        tokens: input_ids, rollout_log_probs (T,); rows: finished (1: stopped by itself, 0: cut), weight_version.
+        prompts: B rows of input_ids, with rows["seed"] and rows["greedy"] (1: greedy, whatever ``sampling`` is).
+
+        Returned tokens: input_ids, rollout_log_probs (T,). Returned rows (B,): finished (1: terminated, 0: truncated),
+        weight_version.
         """
         self.residency.enter("generate")
         greedy = replace(sampling, temperature=0.0)
@@ -75,7 +83,7 @@ class RolloutRole:
 
 
 def answers(completions: list[Completion]) -> Batch:
-    """Completions as a flat batch."""
+    """Completions as a flat batch: T tokens in total, one row for each."""
     return Batch(
         lengths=torch.tensor([len(completion.token_ids) for completion in completions], dtype=torch.int64),
         tokens={

@@ -1,4 +1,4 @@
-"""Training engines."""
+"""Training engines: checks before a start, and construction."""
 
 from importlib.util import find_spec
 from typing import Literal
@@ -8,9 +8,9 @@ from workers.engine.base import EngineSpec, Head, TrainEngine
 
 
 def check_engine(key: str, role: ShardedConfig, model: ModelConfig, head: Head, device: Literal["cpu", "cuda"]) -> None:
-    """Whether the engine of the role is there, and can hold the model. key: the role's, for words to the user.
+    """Check that the role's engine is installed and can hold the model. key: of the role, for messages.
 
-    Raises ValueError, which says what to do, and FileNotFoundError where the model is not.
+    Raises ValueError with what to do, and FileNotFoundError if the model does not exist.
     """
     check_routers(key, model, head)
     if isinstance(role.sharding, FSDPConfig):
@@ -22,6 +22,7 @@ def check_engine(key: str, role: ShardedConfig, model: ModelConfig, head: Head, 
             f"{key}.strategy=megatron: megatron-core is not installed here; "
             "run scripts/install_engine.sh megatron cpu, or on a machine with a GPU scripts/install_engine.sh megatron cuda"
         )
+    # Imported late, here and below: a check that fails earlier does not wait for torch.
     import torch
 
     from workers.engine.hf.hf_model import model_config
@@ -39,7 +40,7 @@ def check_engine(key: str, role: ShardedConfig, model: ModelConfig, head: Head, 
 
 
 def check_shared_heads(key: str, fsdp: FSDPConfig, model: ModelConfig, head: Head) -> None:
-    """Whether the model's heads can be shared by the GPUs of Ulysses. See check_engine."""
+    """Check that Ulysses can distribute the model's attention heads over its GPUs. Raises as check_engine does."""
     if fsdp.ulysses_sequence_parallel_size == 1:
         return
     from workers.engine.hf.hf_model import model_config
@@ -52,7 +53,7 @@ def check_shared_heads(key: str, fsdp: FSDPConfig, model: ModelConfig, head: Hea
 
 
 def check_tiling(key: str, model: ModelConfig, head: Head) -> None:
-    """Whether the model's MLPs can take their tokens in pieces, if they are to. See check_engine."""
+    """Check that the model's MLPs can process their tokens in tiles, if configured. Raises as check_engine does."""
     if not model.tiled_mlp.enabled:
         return
     import torch
@@ -67,7 +68,7 @@ def check_tiling(key: str, model: ModelConfig, head: Head) -> None:
 
 
 def check_routers(key: str, model: ModelConfig, head: Head) -> None:
-    """Whether the model has what model.router_aux_loss_coef is about. See check_engine."""
+    """Check that the model has the routers that model.router_aux_loss_coef is for. Raises as check_engine does."""
     if not model.router_aux_loss_coef:
         return
     from workers.engine.hf.hf_model import DTYPES, empty_model, model_config
@@ -79,10 +80,10 @@ def check_routers(key: str, model: ModelConfig, head: Head) -> None:
 
 
 def check_adapter(key: str, model: ModelConfig, head: Head) -> None:
-    """Whether the model takes the LoRA adapter that it is to have. See check_engine."""
+    """Check that the configured LoRA adapter fits the model. Raises as check_engine does."""
     if not model.has_adapter:
         return
-    from workers.engine.fsdp.lora import check_fit  # peft takes its time
+    from workers.engine.fsdp.lora import check_fit  # imported late: peft is slow to import
 
     try:
         check_fit(model, head)
@@ -91,7 +92,7 @@ def check_adapter(key: str, model: ModelConfig, head: Head) -> None:
 
 
 def make_engine(spec: EngineSpec) -> TrainEngine:
-    """The engine that ``spec.sharding`` is of. Collective: torch.distributed is up and every rank calls."""
+    """Build the engine that ``spec.sharding`` belongs to. Collective: torch.distributed is initialised and every rank calls."""
     match spec.sharding:
         case FSDPConfig():
             from workers.engine.fsdp.fsdp_engine import FSDPEngine

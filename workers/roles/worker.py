@@ -1,4 +1,4 @@
-"""The only remotely called worker, one per GPU slot: a device, a process group, and a dict of roles that share them."""
+"""The only worker that is called remotely, one per GPU slot: a device, a process group, and the roles that share them."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ from workers.start_times import START
 
 
 class Host:
+    """Worker process of a pool; holds this rank's part of every role of the pool."""
+
     def __init__(
         self,
         info: WorkerInfo,
@@ -46,11 +48,11 @@ class Host:
         memory_fraction: float = 1.0,
         engine: str | None = None,
     ) -> None:
-        """Joins the process group of the pool's workers: gloo on CPU, and nccl beside it on CUDA.
+        """Join the process group of the pool's workers: gloo on CPU, gloo and NCCL on CUDA.
 
-        collective_seconds: so long a rank waits in a collective for the others. deterministic: see repeating_kernels.
-        memory_fraction: of the device's memory, torch's allocator takes so much at most; the rest is other processes'.
-        engine: the rollout engine that is to come, whose package is imported now: the controller reads its data meanwhile.
+        collective_seconds: how long a rank waits in a collective for the others. deterministic: see repeating_kernels.
+        memory_fraction: largest share of the device's memory for torch's allocator; other processes have the rest. engine:
+        the rollout engine that will be built; its package is imported now, while the controller reads its data.
         """
         self.info = info
         self.device = device
@@ -67,9 +69,11 @@ class Host:
         else:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
             keep_freed_memory()
-        if (interface := interface_to(info.master_addr)) is not None:  # gloo: that of the host's name, 127.0.1.1 on Debian
+        # gloo would take the interface of the host's name, which is 127.0.1.1 on Debian: other nodes could not reach it.
+        if (interface := interface_to(info.master_addr)) is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         self._limit = limit = timedelta(seconds=collective_seconds)
+        # Before the process group is created: the flight recorder reads its size once.
         answer_for_collectives()
         with START("process group"):
             dist.init_process_group(
@@ -85,7 +89,7 @@ class Host:
         START.ready = time.time()
 
     def build_model(self, role: str, spec: EngineSpec, loss: LossSpec | None) -> tuple[int, bool]:
-        """A model role. Returns (which data-parallel share this rank works on, whether it answers for it)."""
+        """Build a model role. Returns (data-parallel shard of this rank, whether it returns the results of that shard)."""
         with START(role):
             engine = make_engine(spec)
         self.roles[role] = ModelRole(role, engine, loss, self.residency)
@@ -93,16 +97,17 @@ class Host:
         return engine.mesh.dp_rank, engine.mesh.is_output_rank
 
     def build_rollout(self, role: str, spec: RolloutSpec, source: str) -> tuple[int, bool]:
-        """The rollout role; ``source`` is the model role that gives it weights. Returns as build_model does: consecutive ranks
-        are one engine, however the model is sharded, and the first of them answers.
+        """Build the rollout role with the weights of the model role ``source``. Returns as build_model does.
+
+        Consecutive ranks form one engine, however the model is sharded, and the first of them returns the results.
         """
         return self._add_rollout(role, spec, self._model(source).engine, source)
 
     def build_rollout_apart(self, role: str, spec: RolloutSpec, meeting: Meeting) -> tuple[int, bool]:
-        """The same, with weights from other processes. No model is beside it: it does not sleep."""
+        """Build the rollout role with weights from other processes. Without a model in this process it does not sleep."""
         spec = replace(spec, rollout=replace(spec.rollout, free_cache_engine=False))
         channel = Channel.joined(meeting, self.info.rank, self.device, self._limit)
-        half = spec.rollout.update_weights_bucket_megabytes * 2**20 // 2  # the engine has another one in hand
+        half = spec.rollout.update_weights_bucket_megabytes * 2**20 // 2  # the engine holds another bucket at the same time
         receiver = Receiver(channel, meeting.adapter, half)
         return self._add_rollout(role, spec, receiver, None, receiver.sync)
 
@@ -114,21 +119,24 @@ class Host:
         source: str | None,
         during: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> tuple[int, bool]:
-        self.residency.release_cached_memory()  # an engine sizes itself by what is free
+        self.residency.release_cached_memory()  # an engine sizes itself by the free memory
         with START(role):
             rollout = make_rollout(spec, self.info)
         self.residency.add_rollout(rollout, free_cache_engine=spec.rollout.free_cache_engine)
         sync = WeightSync(rollout, weights, spec.rollout, self.info.rank)
         self.roles[role] = RolloutRole(rollout, source, self.residency, sync, during, self._gc_time)
         replica, rank_in_it = divmod(self.info.rank, rollout.tensor_parallel_size)
+        # One file per engine: its other ranks get the same requests.
         if spec.run_dir is not None and rank_in_it == 0:
             rollout.progress = Progress(progress_file(spec.run_dir, replica))
             self._opened.callback(rollout.progress.close)
         return replica, rank_in_it == 0
 
     def offer_weights(self, role: str, receivers: int) -> Meeting | None:
-        """From now on send_weights of this model role brings its weights to rollout engines in other processes, of so many ranks.
-        Returns where, from the first rank."""
+        """Let send_weights of this model role serve rollout engines in other processes. receivers: number of their ranks.
+
+        Returns on rank 0 where they connect, on other ranks None.
+        """
         model, channel, meeting = self._model(role), None, None
         if self.info.rank == 0:
             channel, port = Channel.offered(self.info.master_addr, receivers, self.device, self._limit)
@@ -146,7 +154,7 @@ class Host:
         return getattr(self.roles[role], method)(*args, **kwargs)
 
     def hash_files(self, directory: Path, names: Sequence[str]) -> dict[str, str]:
-        """{name: sha256} of this rank's part of the files: as many neighbours as any other rank's, or one less."""
+        """{name: sha256} of this rank's part of the files: consecutive ones, as many as on any other rank or one fewer."""
         start, end = (len(names) * rank // self.info.world_size for rank in (self.info.rank, self.info.rank + 1))
         return hashes_of(directory, names[start:end])
 
@@ -155,11 +163,11 @@ class Host:
         return START.take()
 
     def doubtful_kernels(self) -> list[str]:
-        """With deterministic: those that have run so far and may not give the same bits again."""
+        """Kernels that have run so far and may not be bitwise reproducible; recorded only with deterministic."""
         return sorted(self._doubtful)
 
     def memory(self) -> int:
-        """Bytes. CPU: resident, of this process and those that it started. CUDA: taken of this rank's device, by whomever."""
+        """Bytes in use. CPU: resident, of this process and its descendants. CUDA: on this rank's device, by all processes."""
         if self.device == "cuda":
             free, total = torch.cuda.mem_get_info()
             return total - free
@@ -167,10 +175,11 @@ class Host:
         return sum(one.memory_info().rss for one in (process, *process.children(recursive=True)))
 
     def close(self) -> None:
-        """Leave the process group, so that the next group in this process can have one."""
+        """Leave the process group, so that the next worker in this process can join one."""
         for role in self.roles.values():
             if isinstance(role, RolloutRole):
                 role.rollout.close()
+        # The process continues: drop every reference to the models, also the scheduler's, and free reference cycles.
         self.roles.clear()
         self.residency = Residency(self.device)
         gc.collect()
@@ -179,8 +188,9 @@ class Host:
 
 
 def interface_to(address: str) -> str | None:
-    """The network interface through which this machine reaches ``address``; None if no interface has the source address."""
-    family, kind, protocol, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]  # any port: nothing is sent
+    """Network interface through which this machine reaches ``address``; None if none has the source address."""
+    # Any port: connecting a UDP socket sends nothing.
+    family, kind, protocol, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as trial:
         trial.connect(target)
         source = trial.getsockname()[0]
@@ -189,7 +199,7 @@ def interface_to(address: str) -> str | None:
 
 
 def meeting_point(info: WorkerInfo, limit: timedelta) -> dist.Store:
-    """Where the ranks find each other. torch alone would listen on every interface; rank 0 listens on its address only."""
+    """Store through which the ranks find each other. Rank 0 listens on its own address; torch alone would on every interface."""
     listener = None
     if info.rank == 0:
         listener = socket.create_server((info.master_addr, info.master_port)).detach()

@@ -1,7 +1,8 @@
-"""Ends what a killed run leaves: python -m workers.controller.ray.guard PLACE ..., with the run at the other end of its stdin.
+"""Guard process that ends what a killed run leaves: python -m workers.controller.ray.guard PLACE ...
 
-A run that is killed by SIGKILL takes its Ray with it, but not the agents of Ray's node: these look for their raylet some seconds
-long, and then try for a minute to tell Ray's control store, which is dead too, that it died.
+The run holds the other end of the guard's stdin, which closes when the run dies. A run that is killed by SIGKILL takes its
+Ray with it, but not the agents of Ray's node: they look for their raylet for some seconds, and then try for a minute to
+report its death to Ray's control store, which is dead too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from workers.controller.ray.ray_session import end_processes
 
 
 class Guard:
-    """Watches over this process until it is dismissed. places: see ``session.family``."""
+    """Ends the session's processes if this process dies before ``dismiss``. places: see ``ray_session.family``."""
 
     def __init__(self, places: Collection[str]) -> None:
         self._process = subprocess.Popen(
@@ -25,16 +26,19 @@ class Guard:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(import_path())},
-            start_new_session=True,  # a Ctrl-C in the run's terminal is not for it
+            start_new_session=True,  # a Ctrl-C in the run's terminal must not reach it
         )
 
     def dismiss(self) -> None:
+        """End the guard without ending the session's processes."""
+        # Killed before its stdin is closed: the guard takes the end of stdin for the death of the run.
         self._process.kill()
         self._process.communicate()
 
 
 def main(places: Collection[str]) -> None:
-    sys.stdin.read()  # ends with the process that holds the other end
+    """Wait until the run is dead, then end the processes of its session."""
+    sys.stdin.read()  # returns when the process that holds the other end has ended
     end_processes(places)
 
 

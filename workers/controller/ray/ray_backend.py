@@ -1,4 +1,4 @@
-"""Workers as Ray actors, one a slot. Beside ray_places.py the only file in workers/ that imports ray."""
+"""Ray backend: workers as Ray actors, one per slot. In workers/, only this file and ray_places.py import ray."""
 
 from __future__ import annotations
 
@@ -35,21 +35,22 @@ from workers.controller.stop import die_with_parent, handlers_kept, shielded
 from workers.controller.wire import Parcel, pack, unpack
 
 INLINE_BYTES = 64 * 1024  # larger parcels go through the object store; Ray sends up to 100 KB with the call itself
-STORE_BYTES = 8 * 2**30
+STORE_BYTES = 8 * 2**30  # size limit of the object store, see store_bytes
 SHUTDOWN_SECONDS = 20.0
-DEATH_SECONDS, NODE_DEATH_SECONDS = 1.0, 40.0  # until Ray tells of the death of a process, of a node, at most
-PEER_LOST = re.compile(r"[Cc]onnection (reset|closed) by peer|[Bb]roken pipe|remote process exited")  # gloo's words, and NCCL's
-IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # what `ray job submit` sets for what it starts
-HOMES_SECONDS, NODE_SECONDS = 2.0, 30.0  # until the ranks of a group, and the processes of another node, are known
+DEATH_SECONDS, NODE_DEATH_SECONDS = 1.0, 40.0  # longest delay until Ray reports the death of a process, of a node
+# In messages of gloo and NCCL.
+PEER_LOST = re.compile(r"[Cc]onnection (reset|closed) by peer|[Bb]roken pipe|remote process exited")
+IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by `ray job submit` for the processes that it starts
+HOMES_SECONDS, NODE_SECONDS = 2.0, 30.0  # limits for locating a group's ranks, and for inspecting processes of another node
 
 
 class RayBackend(Backend):
-    """Starts a Ray of its own on this machine: loopback only, in directories of its own. Or joins the one that runs, if
-    ``nnodes`` > 1, ``ray_init`` has an address, or this is a job of `ray job submit`; then it starts and ends nothing but its
-    workers.
+    """Backend with Ray actors, on a Ray instance of its own or on a running cluster.
 
-    What ``ray_init`` says wins over what is chosen here. Workers write to <run_dir>/logs/rank_<rank>_<group>.log, on their node,
-    unless log_to_driver is asked for.
+    Starts an instance on this machine, which listens on loopback only and uses directories of its own. Joins the running
+    cluster instead if ``nnodes`` > 1, if ``ray_init`` has an address, or if this is a job of `ray job submit`; then it starts
+    and ends nothing but its workers. Values in ``ray_init`` take precedence over those chosen here. Workers write to
+    <run_dir>/logs/rank_<rank>_<group>.log on their node, unless log_to_driver is set.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class RayBackend(Backend):
         ray_init: Mapping[str, Any],
         join_seconds: float = 0.0,
     ) -> None:
-        """join_seconds: so long a cluster that is joined may take to become large enough."""
+        """join_seconds: how long a cluster that is joined may take to become large enough."""
         assert threading.current_thread() is threading.main_thread(), "Ray's processes end with the thread that starts them"
         self._run_dir = Path(run_dir).absolute()
         self._logs = None if ray_init.get("log_to_driver") else self._run_dir / "logs"
@@ -72,7 +73,8 @@ class RayBackend(Backend):
         self._places = Places(join_seconds if self._joined else None)
         environment = {
             "PYTHONPATH": os.pathsep.join(import_path()),
-            "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",  # set in launch: all GPUs of the run, by Place
+            # ``launch`` sets CUDA_VISIBLE_DEVICES to all GPUs of the run, see Place.
+            "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
         }
         try:
             with handlers_kept():
@@ -80,19 +82,21 @@ class RayBackend(Backend):
                     self._join({**ray_init, "address": address}, environment)
                 else:
                     self._start(ray_init, environment, n_gpus_per_node, device)
+        # No `with` block has been entered yet, so __exit__ will not end what was started.
         except BaseException:
             self.shutdown()
             raise
 
     def _start(self, ray_init: Mapping[str, Any], environment: Mapping[str, str], n_slots: int, device: str) -> None:
-        """A Ray of our own. It takes 2.1 s on two idle cores, the half of it for a dashboard that Ray starts unasked."""
+        """Start an instance. Takes 2.1 s on two idle cores, half of it for a dashboard that Ray starts without being asked to."""
+        # Callbacks run in reverse order: Ray ends, then the guard is dismissed, then the directories are removed.
         session = SessionDir(self._run_dir)
         self._opened.callback(session.remove)
         options: dict[str, Any] = {
             "include_dashboard": False,
             "log_to_driver": False,
             "logging_level": "WARNING",
-            "num_cpus": n_slots,  # workers take none; so many processes are started beforehand, at the same time
+            "num_cpus": n_slots,  # workers take none; Ray prestarts this number of processes, in parallel
             "object_store_memory": store_bytes(),
             "object_spilling_directory": str(session.spill),
             "_temp_dir": str(session.path),
@@ -101,7 +105,7 @@ class RayBackend(Backend):
         }
         slots = {SLOT: n_slots} if device == "cpu" else {}
         options["resources"] = slots | (ray_init.get("resources") or {})
-        # Ray's memory monitor ends workers when the machine, all its users together, is 95 % full.
+        # Off: Ray's memory monitor ends workers when the machine, with the processes of all users, is 95 % full.
         options["_system_config"] = {"memory_monitor_refresh_ms": 0} | (ray_init.get("_system_config") or {})
         logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # it announces its token at every start
         self._opened.callback(Guard(session.places).dismiss)
@@ -110,11 +114,13 @@ class RayBackend(Backend):
             ray.init(**options)
 
     def _join(self, ray_init: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+        """Connect to a running cluster."""
         runtime_env = ray_init.get("runtime_env") or {}
         runtime_env = {**runtime_env, "env_vars": {**environment, **(runtime_env.get("env_vars") or {})}}
         options = {"log_to_driver": False, "logging_level": "WARNING", **ray_init, "runtime_env": runtime_env}
         self._opened.callback(ray.shutdown)
-        with set_environment({"RAY_OVERRIDE_JOB_RUNTIME_ENV": "1"}):  # PYTHONPATH of a job's env_vars is in ours
+        # Overriding the job's runtime_env keeps its PYTHONPATH, which is part of the import path above.
+        with set_environment({"RAY_OVERRIDE_JOB_RUNTIME_ENV": "1"}):
             ray.init(**options)
 
     def start_group(
@@ -129,7 +135,7 @@ class RayBackend(Backend):
     ) -> WorkerGroup:
         place = self._places.of(pool)
         slot: dict[str, Any] = {"num_gpus": 1} if pool.device == "cuda" else {"resources": {SLOT: 1}}
-        if pool.room is not None:  # who shares a slot with whom is ours to say: Ray would put two halves of a pool onto one GPU
+        if pool.room is not None:  # a room's slots are assigned here: Ray would put two halves of a pool onto one GPU
             slot = {}
         actors: list[Any] = []
         for rank in range(pool.world_size):
@@ -141,12 +147,13 @@ class RayBackend(Backend):
         names, parcels = pack_call((args, kwargs), ship)
         homes = [actor.home.remote() for actor in actors]
         logs = [self._logs and self._logs / f"rank_{rank}_{name}.log" for rank in range(pool.world_size)]
-        address = actors[0].address.remote()  # not waited for: Ray hands it on when it is there
+        address = actors[0].address.remote()  # a reference: Ray passes the value on when it is there, nothing waits here
         for rank, actor in enumerate(actors):
             node, local_rank = pool.place(rank)
             standing = (rank, pool.world_size, local_rank, node)
             environment = {**threads, **place.environment(node), **(env or {})}
             actor.launch.remote(standing, address, logs[rank], environment, ship(worker), names, *parcels)
+        # The slots of a room belong to all pools in it: they outlive this group.
         own_place = place.group if pool.room is None else None
         group = WorkerGroup(name, pool.world_size, RayTransport(actors, Ranks(homes, logs), own_place))
         self._opened.callback(group.shutdown)
@@ -158,26 +165,29 @@ class RayBackend(Backend):
 
 
 def end_ray(places: Collection[str]) -> None:
-    """Our own Ray, with everything that it or its workers started. places: the session's."""
+    """End the Ray instance of this run, with everything that it or its workers started. places: of the session."""
+    # Found before the shutdown: descendants cannot be recognised once their parents are gone.
     known = family(places)
     hammer = threading.Timer(SHUTDOWN_SECONDS, end_processes, (places, known))
     hammer.start()
-    ray.shutdown()  # waits for its daemons for ever, also for one that is stopped
+    ray.shutdown()  # waits for its daemons without limit, also for one that is stopped
     hammer.cancel()
     end_processes(places, known)
 
 
 class RayShell(Shell):
-    """The actor. It imports its worker in ``launch``, after the environment is set. An environment through Ray's runtime_env
-    would cost 0.65 s: prestarted processes could not be used."""
+    """Actor that holds one worker. It imports the worker in ``launch``, after the environment is set.
+
+    An environment through Ray's runtime_env would cost 0.65 s, because prestarted processes could not be used.
+    """
 
     def address(self) -> tuple[str, int]:
-        """Where the ranks meet. The port stays reserved while this process lives."""
+        """(host, port) at which the ranks meet. The port stays reserved while this process lives."""
         self._held = hold_port()
         return ray.util.get_node_ip_address(), self._held.getsockname()[1]
 
     def home(self) -> tuple[str, int]:
-        """Ray's id of the node, and the process's."""
+        """(Ray's node id, process id) of this worker. From now on it answers for its stacks."""
         answer_for_stacks()
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
@@ -191,10 +201,14 @@ class RayShell(Shell):
         names: tuple[str, ...],
         *parcels: Parcel,
     ) -> Parcel | Failure:
-        """standing: rank, world size, local rank, node rank."""
+        """Prepare the process and build the worker.
+
+        standing: (rank, world size, local rank, node rank). address: of rank 0. log_path: None leaves the output where it is.
+        """
         die_with_parent(os.getppid())
         if log_path is not None:
             write_to(log_path)
+        # Before start, which imports the worker: libraries read their variables when they are loaded.
         os.environ.update(env)
         return without_exception(self.start(WorkerInfo(*standing, *address), worker, names, *parcels))
 
@@ -203,13 +217,13 @@ class RayShell(Shell):
 
 
 class Shipper:
-    """Packs an argument once, and puts a large one into the object store once, however many ranks get it.
+    """Packs each argument once, and puts a large one into the object store once, for any number of ranks.
 
-    Arguments are known by identity, so they must outlive it.
+    Arguments are recognised by identity, so they must outlive the Shipper.
     """
 
     def __init__(self, limit: float | None = None) -> None:
-        """limit: seconds that the store may take for one; then TimeoutError is raised."""
+        """limit: seconds that the store may take for one argument, then TimeoutError is raised; None: no limit."""
         self._limit = limit
         self._shipped: dict[int, Parcel | ray.ObjectRef] = {}
 
@@ -220,7 +234,10 @@ class Shipper:
         return self._shipped[id(value)]
 
     def _put(self, parcel: Parcel) -> ray.ObjectRef:
-        """ray.put has no limit, and heeds no signal where its node does not answer: a thread waits for it."""
+        """Put a parcel into the object store, from a thread that can be abandoned.
+
+        ray.put has no timeout, and ignores signals while its node does not answer.
+        """
         put = Future[ray.ObjectRef]()
         threading.Thread(target=self._work, args=(put, parcel), daemon=True).start()
         return put.result(self._limit)
@@ -229,13 +246,13 @@ class Shipper:
     def _work(put: Future[ray.ObjectRef], parcel: Parcel) -> None:
         try:
             put.set_result(ray.put(parcel))
-        except Exception as error:  # whoever waits for it gets it
+        except Exception as error:  # raised by put.result() in the thread that waits
             put.set_exception(error)
 
 
 class RayTransport(Transport):
     def __init__(self, actors: Sequence[Any], ranks: Ranks, place: PlacementGroup | None) -> None:
-        """place: given back when the workers end."""
+        """place: placement group that is removed when the workers end; None: other groups use it."""
         self._actors = actors
         self._ranks = ranks
         self._place = place
@@ -261,28 +278,29 @@ class RayTransport(Transport):
 
 
 class Ranks:
-    """Where the ranks of a group are, and what they write."""
+    """Locations and logs of a group's ranks."""
 
     def __init__(self, homes: Sequence[ray.ObjectRef], logs: Sequence[Path | None]) -> None:
-        """homes: of ``RayShell.home``, on the way."""
+        """homes: results of ``RayShell.home``, perhaps not there yet."""
         self._homes = list(homes)
         self.logs = logs
 
     def examine(self, missing: Collection[int]) -> list[RankState]:
-        """Every rank's own machine is asked: this one directly, for its Ray may be what is ill."""
+        """State of every rank, inspected on its own node; on this node without Ray, which may be the cause of the hang."""
         known = self._known()
         here = ray.get_runtime_context().get_node_id()
         found: dict[int, tuple[ProcessState, ...]] = {}
         for node in {node for node, _ in known.values()}:
             ranks = [rank for rank, (home, _) in known.items() if home == node]
             pids = [known[rank][1] for rank in ranks]
+            # strict=False: a node that does not answer gives an empty list.
             found |= dict(zip(ranks, examine(pids) if node == here else examine_on(node, pids), strict=False))
         return [
             RankState(rank, rank not in missing, found.get(rank, ()), log, last_lines(log)) for rank, log in enumerate(self.logs)
         ]
 
     def _known(self) -> dict[int, tuple[str, int]]:
-        """By rank: what ``RayShell.home`` told of it, if it lived long enough to."""
+        """{rank: result of ``RayShell.home``} of the ranks that lived long enough to return it."""
         arrived, _ = ray.wait(list(self._homes), num_returns=len(self._homes), timeout=HOMES_SECONDS)
         known = {}
         for ref in arrived:
@@ -292,7 +310,7 @@ class Ranks:
 
 
 def examine_on(node: str, pids: Sequence[int]) -> list[tuple[ProcessState, ...]]:
-    """Nothing if the node does not answer."""
+    """``examine`` on another node; empty if the node does not answer."""
     there = NodeAffinitySchedulingStrategy(node, soft=False)
     try:
         return ray.get(ray.remote(examine).options(num_cpus=0, scheduling_strategy=there).remote(pids), timeout=NODE_SECONDS)
@@ -301,6 +319,8 @@ def examine_on(node: str, pids: Sequence[int]) -> list[tuple[ProcessState, ...]]
 
 
 class RayReplies(Replies):
+    """Results of a call on Ray actors."""
+
     def __init__(self, method: str, refs: Sequence[ray.ObjectRef], ranks: Ranks) -> None:
         super().__init__(len(refs))
         self._method = method
@@ -315,8 +335,11 @@ class RayReplies(Replies):
         return self._ranks.examine(self.missing)
 
     def _first_cause(self, errors: list[WorkerError]) -> WorkerError:
-        """A rank that dies takes others with it, and their complaints may come first: for a moment, wait for news of a death.
-        Where all that is said is that a peer is gone, for as long as Ray takes to miss a node."""
+        """The error to report: that of a rank that died if there is one, else the first that arrived.
+
+        A rank that dies takes others with it, and their errors may arrive first: wait DEATH_SECONDS for news of a death. If
+        all errors are about a lost peer, wait NODE_DEATH_SECONDS, which Ray takes to notice that a node is lost.
+        """
         peer_lost = all(PEER_LOST.search(error.message) for error in errors)
         deadline = time.monotonic() + (NODE_DEATH_SECONDS if peer_lost else DEATH_SECONDS)
         while not any(map(died, errors)) and self._refs and (remaining := deadline - time.monotonic()) > 0:
@@ -324,10 +347,11 @@ class RayReplies(Replies):
         return min(errors, key=lambda error: (not died(error), errors.index(error)))
 
     def _take_in(self, timeout: float | None) -> list[WorkerError]:
-        """What has arrived, after one answer at least or ``timeout`` seconds; the errors among it."""
+        """Record what has arrived, after at least one result or ``timeout`` seconds. Returns the errors among it."""
         pending = list(self._refs.values())
         arrived, _ = ray.wait(pending, num_returns=1, timeout=timeout)
         if arrived:
+            # The first call returned one result; take all others that are there, without waiting.
             arrived, _ = ray.wait(pending, num_returns=len(pending), timeout=0)
         here, now = set(arrived), time.time()
         errors = []
@@ -340,7 +364,7 @@ class RayReplies(Replies):
 
     def _unpacked(self, rank: int, ref: ray.ObjectRef) -> Any:
         try:
-            answer = ray.get(ref, timeout=NODE_SECONDS)  # it is here, unless its node is lost
+            answer = ray.get(ref, timeout=NODE_SECONDS)  # it is there, unless its node is lost
         except ray.exceptions.RayError as error:
             raise WorkerError(rank, self._method, cause_of_death(str(error)), tail(self._ranks.logs[rank])) from error
         if isinstance(answer, Failure):
@@ -349,17 +373,17 @@ class RayReplies(Replies):
 
 
 def died(error: WorkerError) -> bool:
-    """The process, and not a call in it."""
+    """Whether the process died, rather than a call in it."""
     return isinstance(error.__cause__, ray.exceptions.RayError)
 
 
 def without_exception(answer: Parcel | Failure) -> Parcel | Failure:
-    """The exception stays in its process: it may hold anything."""
+    """Remove the exception object, which stays in its process: it may hold anything."""
     return replace(answer, error=None) if isinstance(answer, Failure) else answer
 
 
 def cause_of_death(said: str) -> str:
-    """What Ray says of a dead actor, in a line."""
+    """Ray's message about a dead actor, in one line."""
     pid = re.search(r"pid: (\d+)", said)
     detail = re.search(r"Worker exit detail: (.*?)(?: Some common causes|$)", said)
     if detail is None:
@@ -371,14 +395,17 @@ def cause_of_death(said: str) -> str:
 
 
 def store_bytes() -> int:
-    """Room for what is under way between processes. Ray wants 75 MB at least, and goes to disk if /dev/shm has not that much."""
+    """Size of the object store, which holds what is in transit between processes.
+
+    Ray needs at least 75 MB, and uses the disk if /dev/shm has less space than the store's size.
+    """
     modest = min(STORE_BYTES, psutil.virtual_memory().total // 10, int(psutil.disk_usage("/dev/shm").free * 0.9))
     return max(modest, ray_constants.OBJECT_STORE_MINIMUM_MEMORY_BYTES)
 
 
 @contextmanager
 def loopback_only() -> Iterator[None]:
-    """Ray's servers listen on 127.0.0.1 alone. Ray has no option for it on Linux: an address of 127.0.0.1 is replaced."""
+    """Let Ray's servers listen on 127.0.0.1 only. Ray has no option for it on Linux, where it replaces that address."""
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:

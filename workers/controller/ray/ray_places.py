@@ -1,4 +1,4 @@
-"""Where on the nodes of a Ray cluster the slots of a pool are."""
+"""Placement of a pool's slots on the nodes of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -13,36 +13,42 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from workers.controller.logs import tell
 from workers.controller.resource_pool import ResourcePool
 
-SLOT = "tandem_slot"  # the custom resource that stands for a GPU where there is none
+SLOT = "tandem_slot"  # custom resource that stands for a GPU on nodes without one
 PLACE_SECONDS = 30.0
-GPUS_SECONDS = 300.0  # until a task on each node has said which GPUs it got: its process starts first
-LOOK_SECONDS = 0.5  # between looks at a cluster that grows
+GPUS_SECONDS = 300.0  # limit for the tasks that report the GPUs of each node: their processes start first
+LOOK_SECONDS = 0.5  # interval between polls of a cluster that grows
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Reserved slots: a bundle of ``group`` for each node. gpus: the ids of the GPUs in each, as CUDA_VISIBLE_DEVICES takes them;
-    None where a slot is no GPU."""
+    """Reserved slots: one bundle of ``group`` per node.
+
+    gpus: by node, the ids of its GPUs as CUDA_VISIBLE_DEVICES takes them; None if a slot is not a GPU.
+    """
 
     group: PlacementGroup
     gpus: tuple[tuple[str, ...], ...] | None
 
     def environment(self, node: int) -> dict[str, str]:
-        """Workers see all GPUs of the run on their node, in the order of its slots, and no others: on a cluster that runs other
-        jobs too, GPU 0 of the node may be one of theirs."""
+        """Let workers see all GPUs of the run on their node, in the order of its slots, and no others.
+
+        On a cluster that also runs other jobs, GPU 0 of the node may belong to one of them.
+        """
         return {} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus[node])}
 
 
 class Places:
+    """Placement groups of the pools."""
+
     def __init__(self, join_seconds: float | None) -> None:
-        """join_seconds: so long a cluster that was joined may take to become large enough; None: it is ours."""
+        """join_seconds: how long a cluster that was joined may take to become large enough; None: it was not joined."""
         self._join_seconds = join_seconds
         self._rooms: dict[ResourcePool, Place] = {}
 
     def of(self, pool: ResourcePool) -> Place:
-        """A bundle a node; those of a room that several pools are in are taken with the first of these, and kept.
+        """Reserve the slots of a pool, one bundle per node. Raises ValueError, with the arithmetic, if there are not enough.
 
-        Raises ValueError, with the arithmetic, if there are not enough slots.
+        The slots of a room that several pools share are reserved with the first of these pools, and kept.
         """
         if pool.room is None:
             return self._taken(pool)
@@ -51,7 +57,7 @@ class Places:
         return self._rooms[pool.room]
 
     def _taken(self, pool: ResourcePool) -> Place:
-        """The ranks of a node on one node, different nodes on different ones."""
+        """Reserve slots: ranks of one node on one node, different nodes on different ones."""
         kind, what = ("GPU", "GPUs") if pool.device == "cuda" else (SLOT, f"slots ({SLOT})")
         need = sorted(pool.n_per_node, reverse=True)
         wish = f"pool {pool.name!r} needs {pool.world_size} {what}, {need} on {len(need)} node(s)"
@@ -70,7 +76,7 @@ class Places:
         return Place(place, gpus_of(place, pool.n_per_node) if pool.device == "cuda" else None)
 
     def _slots(self, kind: str, need: Sequence[int], wish: str) -> list[int]:
-        """Of each node, the most first. Nodes that are still to join are waited for; what there is, is told when it changes."""
+        """Slots of each node, largest number first. Waits for nodes that are still to join, and reports every change."""
         deadline, told = time.monotonic() + (self._join_seconds or 0.0), list[int]()
         while True:
             have = sorted((int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]), reverse=True)
@@ -84,7 +90,7 @@ class Places:
 
 
 def gpus_of(group: PlacementGroup, n_per_node: Sequence[int]) -> tuple[tuple[str, ...], ...]:
-    """The ids of the GPUs that Ray reserved for each bundle: a task that asks for all of them can read them."""
+    """By bundle, the ids of the GPUs that Ray reserved for it: only a task that takes all of them can read them."""
     asked = []
     for node, n in enumerate(n_per_node):
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node)
@@ -99,10 +105,10 @@ def gpus_of(group: PlacementGroup, n_per_node: Sequence[int]) -> tuple[tuple[str
 
 
 def own_gpus() -> tuple[str, ...]:
-    """Of the task or actor that calls it, in the order of their numbers."""
+    """Ids of the GPUs of the calling task or actor, in numerical order."""
     return tuple(sorted(map(str, ray.get_gpu_ids()), key=lambda gpu: (len(gpu), gpu)))
 
 
 def suffices(have: Sequence[int], need: Sequence[int]) -> bool:
-    """Slots of nodes, the most first."""
+    """Whether the nodes have enough slots. have, need: slots per node, largest number first."""
     return len(have) >= len(need) and all(has >= needs for has, needs in zip(have, need, strict=False))

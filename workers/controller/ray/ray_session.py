@@ -1,4 +1,4 @@
-"""What surrounds a Ray of our own: directories and an environment for each run, both gone when the run is over."""
+"""Directories and environment of a Ray instance that belongs to one run; removed at the end of the run."""
 
 from __future__ import annotations
 
@@ -15,24 +15,28 @@ from pathlib import Path
 
 import psutil
 
-# The longest socket path of Ray below a directory of ours. Ray opens its own directory, t, to every user; ours is closed.
+# Longest path of a Ray socket below a session's directory. Ray makes its own directory, t, accessible to every user; the
+# session's directory above it is private.
 SOCKET_BELOW = "/t/session_2026-11-20_10-53-05_607649_4194304/sockets/plasma_store"
 _PREFIX = ".ray-"
-MARK = "TANDEM_SESSION"  # in the environment of every process of a Ray of ours, and of whatever these start
+MARK = "TANDEM_SESSION"  # in the environment of all processes of such an instance, and of those that they start
 
 log = logging.getLogger(__name__)
 
 
 class SessionDir:
-    """path: for sockets and logs; in the run directory if a socket's path (107 bytes at most) fits there, else below a short
-    directory of this user. spill: for what may be large; always in the run directory. ``<run_dir>/ray`` links to path.
+    """Directories of one Ray instance.
 
-    Both are locked while this process lives: what a killed run left is known by its free lock, and goes when the next run starts,
-    directories and processes. mark: of this session's processes. places: its directories.
+    path: for sockets and logs; in the run directory if the path of a socket (at most 107 bytes) fits there, else below a
+    short directory of this user. spill: for data that may be large; always in the run directory. ``<run_dir>/ray`` links to
+    path. mark: of this session's processes. places: mark and directories, as ``family`` takes them.
+
+    The directories are locked while this process lives. One that is not locked was left by a killed run: the next run removes
+    it, and ends the processes that belong to it.
     """
 
     def __init__(self, run_dir: Path) -> None:
-        """Raises ValueError if no place takes a socket."""
+        """Raises ValueError if no directory can hold a socket."""
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._locks: dict[Path, int] = {}
         self.spill = self._claim(run_dir)
@@ -48,14 +52,16 @@ class SessionDir:
         return [self.mark, *map(os.path.realpath, self._locks)]
 
     def remove(self) -> None:
+        """Remove the directories and the link to them."""
         for path, lock in self._locks.items():
             shutil.rmtree(path)
             os.close(lock)
-        if self._link.is_symlink() and self._link.readlink() == self.path:  # not that of a later run
+        if self._link.is_symlink() and self._link.readlink() == self.path:  # a later run may have replaced it
             self._link.unlink()
 
     def _claim(self, parent: Path) -> Path:
-        """A new directory, locked; what dead runs left beside it is removed."""
+        """Create a directory in ``parent`` and lock it; remove the directories that dead runs left there."""
+        # Until the new directory is locked, another run would take it for that of a dead one: lock the parent meanwhile.
         with _locked(parent):
             for other in parent.glob(f"{_PREFIX}*"):
                 _remove_if_dead(other)
@@ -66,7 +72,7 @@ class SessionDir:
 
 
 def _home_of_sockets(run_dir: Path) -> Path:
-    """The first directory in which a session's sockets can be bound."""
+    """First directory in which the sockets of a session can be bound. Raises ValueError, with the reasons, for none."""
     problems = [_socket_problem(run_dir)]
     if problems[0] is None:
         return run_dir
@@ -84,8 +90,12 @@ def _home_of_sockets(run_dir: Path) -> Path:
 
 
 def _socket_problem(parent: Path) -> str | None:
-    """Why a socket as deep as Ray's cannot be bound below ``parent``: its path is too long, or the file system has no sockets."""
-    path = parent / uuid.uuid4().hex.ljust(len(_PREFIX) + 8 + len(SOCKET_BELOW), "s")  # another run may try at the same time
+    """Reason why a socket as deep as Ray's cannot be bound below ``parent``; None if it can.
+
+    Either its path is too long, or the file system has no sockets.
+    """
+    # Unique: another run may try at the same time.
+    path = parent / uuid.uuid4().hex.ljust(len(_PREFIX) + 8 + len(SOCKET_BELOW), "s")
     with socket.socket(socket.AF_UNIX) as trial:
         try:
             trial.bind(str(path))
@@ -96,12 +106,13 @@ def _socket_problem(parent: Path) -> str | None:
 
 
 def _remove_if_dead(path: Path) -> None:
+    """Remove a session's directory and end its processes, unless its run is alive."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         end_processes([str(path), os.path.realpath(path)])
         shutil.rmtree(path)
-    except BlockingIOError:  # its run is alive
+    except BlockingIOError:  # locked: its run is alive
         return
     finally:
         os.close(descriptor)
@@ -109,6 +120,7 @@ def _remove_if_dead(path: Path) -> None:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
+    """Hold the lock of a directory within the block."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -118,15 +130,16 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def family(places: Collection[str]) -> set[psutil.Process]:
-    """All that belong to a session, and their descendants. places: its directories, the first of which is its mark.
+    """All processes of a session and their descendants. places: its directories, the first of which is its mark.
 
-    Ray's processes write their title over a part of their environment, the mark perhaps in it; they have log files open.
+    Ray's processes write their title over a part of their environment, which may contain the mark: they are recognised by the
+    log files that they have open.
     """
     everyone = list(psutil.process_iter())
     found = {process for process in everyone if bears(process, places) or logs_to(process, places)}
     by_parent: dict[int, list[psutil.Process]] = {}
     for process in everyone:
-        with suppress(psutil.NoSuchProcess):  # not psutil's children(): it compares times by a clock that may be set
+        with suppress(psutil.NoSuchProcess):  # psutil's children() compares times of a clock that may be set meanwhile
             by_parent.setdefault(process.ppid(), []).append(process)
     unseen = list(found)
     while unseen:
@@ -137,9 +150,9 @@ def family(places: Collection[str]) -> set[psutil.Process]:
 
 
 def end_processes(places: Collection[str], known: Iterable[psutil.Process] = ()) -> None:
-    """Ends the session's family, wherever it went, and what was known of it before its parents were gone."""
+    """Kill the session's processes, also those in ``known``, which were found before their parents ended."""
     left = list(known)
-    for _ in range(3):  # one may have been starting another
+    for _ in range(3):  # a process may have been starting another one
         left = list(family(places).union(left))
         for process in left:
             with suppress(psutil.NoSuchProcess):
@@ -150,18 +163,19 @@ def end_processes(places: Collection[str], known: Iterable[psutil.Process] = ())
 
 
 def bears(process: psutil.Process, marks: Collection[str]) -> bool:
+    """Whether one of the marks is in the environment of a process."""
     try:
         return process.environ().get(MARK) in marks
-    except psutil.Error:  # another user's, or gone
+    except psutil.Error:  # it belongs to another user, or has ended
         return False
 
 
 def logs_to(process: psutil.Process, places: Collection[str]) -> bool:
-    """Whether it has the title of a process of Ray's, and a file open below one of the places (it may be removed by now)."""
+    """Whether a process has a title of Ray's, and a file open below one of the places (it may be removed by now)."""
     try:
         if not "".join(process.cmdline()[:1]).startswith("ray::"):
             return False
         opened = [os.readlink(entry.path) for entry in os.scandir(f"/proc/{process.pid}/fd")]
-    except (psutil.Error, OSError):  # another user's, or gone
+    except (psutil.Error, OSError):  # it belongs to another user, or has ended
         return False
     return any(path.startswith(f"{place}/") for path in opened for place in places)
