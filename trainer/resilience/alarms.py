@@ -197,6 +197,7 @@ def lost_score(memory: AlarmMemory, metrics: Metrics) -> float | None:
         return None
     best_answer = memory.highest(SCORE, metrics[f"{SCORE}/max"])
     span = best_answer - memory.lowest(SCORE, metrics[f"{SCORE}/min"])
+    # Each metric enters the memory at every step, also where the result is None: a later step compares with it.
     mean = memory.running_mean(f"{SCORE}/mean", metrics[f"{SCORE}/mean"])
     if mean is None or not span:
         return None

@@ -105,6 +105,7 @@ class Lifetime:
         """
         # First: after a signal there is no restart, the run ends at its last checkpoint.
         self.stopping.check(fell=True)
+        # After out-of-memory a repeated attempt would fail again at the same place, so its micro-batches are halved first.
         cause, events = str(error).partition("\n")[0], Events(self.run_dir)
         step = max(self.stopping.furthest, 0)
         if isinstance(error, WorkerError) and error.kind == "OutOfMemory":
@@ -135,7 +136,7 @@ class Lifetime:
     def recorded(self) -> Iterator[None]:
         """Write the outcome of the run within the block to the run directory. A killed run leaves no record."""
         began = time.perf_counter()
-        status: Status = "interrupted"
+        status: Status = "interrupted"  # stays for SystemExit and KeyboardInterrupt, by which signals end the run
         try:
             yield
             status = "finished"
@@ -187,6 +188,7 @@ def keep_going(life: Lifetime, attempt: Callable[[], None], *, hushed: bool = Fa
     last attempt raised, or Stopped.
     """
     quietly = chatter_to(life.run_dir / CONTROLLER_LOG) if hushed else nullcontext()
+    # recorded() is outermost: graceful_stop turns signals into the exceptions from which it derives the outcome.
     with life.recorded(), graceful_stop(), quietly:
         while True:
             try:

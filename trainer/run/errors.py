@@ -12,7 +12,7 @@ class NotSaved(Exception):
 class Stopped(Exception):
     """The run ended on request before its last step and can be resumed.
 
-    code: exit code of the program. said: one line, names the step from which the run resumes.
+    code: exit code of the program. The message is one line and names the checkpoint from which the run resumes.
     """
 
     def __init__(self, code: int, said: str) -> None:

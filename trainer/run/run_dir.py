@@ -237,7 +237,7 @@ def go_back(run_dir: Path, step: int, rollout_dir: Path | None) -> Path:
     aside = _next_aside(run_dir)
     for name in (METRICS, SAMPLES, TIMELINE, ANSWERS):
         if (run_dir / name).exists():
-            # Copy before the cut: a kill in between leaves lines in both files, never in none.
+            # Copy, then remove: a kill in between leaves lines in both files, never in none.
             left = [entry for entry in read_lines(run_dir / name) if entry[GLOBAL_STEP] > step]
             write_atomic(aside / name, "".join(json_line(entry) for entry in left))
             _cut_lines(run_dir / name, step)

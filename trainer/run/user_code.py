@@ -65,7 +65,7 @@ def check_source(path: str, name: str, key: str) -> None:
 @cache
 def _load(file: Path) -> ModuleType:
     """Import the file, once per process: executing it again would register its functions twice."""
-    # The checksum of the path tells two files of the same name apart.
+    # The checksum of the path distinguishes two files of the same name.
     name = f"{_PREFIX}{file.stem}_{zlib.crc32(bytes(file)):08x}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None, "a .py file has a loader"

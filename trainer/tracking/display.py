@@ -75,6 +75,7 @@ class Display:
         self._live = Live(self, console=console, auto_refresh=False, transient=True, redirect_stderr=False)
         self._opened = ExitStack()
         self._live.start()
+        # Closed in reverse order: output is no longer redirected through rich when Live stops.
         self._opened.callback(self._live.stop)
         # Other code that prints to the terminal must go through rich, too, or it would overwrite the panel.
         if (where := heard_where()).isatty():
@@ -101,6 +102,7 @@ class Display:
 
     def close(self) -> None:
         """Print the remaining lines and remove the panel."""
+        # After the join this thread is the only one that draws, so lines that were queued last are not lost.
         self._over.set()
         self._thread.join()
         try:

@@ -116,6 +116,7 @@ class WandbLogger:
             )
         except wandb.Error as error:
             raise LoggerUnavailable(" ".join(str(error).split())) from error
+        # A resumed run finds the id here and continues the same W&B run.
         id_file.write_text(self.run.id)
         self.table = wandb.Table
 
@@ -165,6 +166,7 @@ class MlflowLogger:
         """Do nothing: MLflow keeps all values of a step, so those of the abandoned branch stay in addition to the new ones."""
 
     def close(self) -> None:
+        # log() only queues the metrics: without the flush the last ones would be lost at the end of the process.
         self.mlflow.flush_async_logging()
         self.mlflow.end_run()
 

@@ -80,6 +80,7 @@ class Tracker:
         self._open()
         self._loggers: list[Logger] = []
         run = Run(run_dir, project, experiment, plain, resume_step or 0, total_steps, phases or Phases())
+        # A logger that lacks its package, key or network must not end the run. A name given twice counts once.
         for name in dict.fromkeys(loggers):
             try:
                 self._loggers.append(LOGGERS[name](run))
