@@ -105,10 +105,10 @@ class Lifetime:
         """
         # First: after a signal there is no restart, the run ends at its last checkpoint.
         self.stopping.check(fell=True)
-        # After out-of-memory a repeated attempt would fail again at the same place, so its micro-batches are halved first.
         cause, events = str(error).partition("\n")[0], Events(self.run_dir)
         step = max(self.stopping.furthest, 0)
         if isinstance(error, WorkerError) and error.kind == "OutOfMemory":
+            # The role that ran out of memory has halved its budget (RemoteModel.train_step); it is only reported here.
             for budget in self._budgets.values():
                 budget.tell(events, step)
             found = self._found()

@@ -58,7 +58,7 @@ class Skips:
     def _dump(self, role: str, step: int, mini_batch: Batch, metrics: Mapping[str, float]) -> Path | None:
         """Save the first skipped batch of the step and role with its metrics (see batch_file). None if there are enough dumps."""
         path = self.directory / f"step_{step}_{role}.safetensors"
-        # An update with several skipped mini-batches reports each, and dumps the first.
+        # Further skipped mini-batches of the same step and role refer to the first one's dump.
         if path.exists():
             return path
         if len(list(self.directory.glob("*.safetensors"))) >= MOST_DUMPS:

@@ -1,8 +1,8 @@
 """Stop a run early without losing work: on a signal, before the walltime ends, or when memory or disk run short.
 
 A run that is killed in a step loses everything since its last checkpoint. Therefore each reason to stop is checked between steps:
-the loop then saves a checkpoint and leaves. A signal only sets a flag, and the running step is completed. A second SIGTERM and
-Ctrl-C keep their usual effect, for users who do not want to wait.
+the loop then saves a checkpoint and leaves. A signal only sets a flag, and the running step is completed, unless ``hurry`` makes
+the loop abandon it. A second SIGTERM and Ctrl-C keep their usual effect, for users who do not want to wait.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def earlier_outcome(run_dir: Path, config: Mapping[str, Any]) -> Outcome | None:
 def ended_with(run_dir: Path, config: Mapping[str, Any]) -> int | None:
     """Last step of the run with this configuration if it is finished and its last checkpoint is of that step.
 
-    None if steps remain, or if the configuration has changed.
+    None if steps remain, if the configuration has changed, or if the user selected an earlier checkpoint.
     """
     try:
         before = earlier_outcome(run_dir, config)

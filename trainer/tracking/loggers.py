@@ -166,7 +166,7 @@ class MlflowLogger:
         """Do nothing: MLflow keeps all values of a step, so those of the abandoned branch stay in addition to the new ones."""
 
     def close(self) -> None:
-        # log() only queues the metrics: without the flush the last ones would be lost at the end of the process.
+        # log() only queues metrics for MLflow's thread: send the last ones before the run is marked as ended.
         self.mlflow.flush_async_logging()
         self.mlflow.end_run()
 
