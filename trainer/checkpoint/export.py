@@ -1,7 +1,8 @@
-"""A Hugging Face directory, or peft's, from a checkpoint: on the CPU, in one process, with no process group.
+"""Export a checkpoint to a Hugging Face or peft directory: on the CPU, in one process, without a process group.
 
-Besides the weights it needs nothing but what lies in the role's directory. The shards are read into tensors of the model's own
-type, one weight at a time, so that it takes the memory of one such copy.
+Everything needed is in the role's directory: shards, config.json and tokenizer. The shards are read into tensors of the model's
+own dtype, one weight at a time, so the peak memory is that of one copy of the weights in that dtype. The output is written under
+an incomplete name, loaded once by transformers as a check, and then renamed.
 """
 
 from __future__ import annotations
@@ -38,12 +39,17 @@ WRITTEN_ANEW = ("config.json", "generation_config.json")
 
 
 def run(config: ExportConfig) -> None:
-    """Raises ValueError if there is no such checkpoint, it has no such role, or the output is there already."""
+    """Export one role of a checkpoint to ``config.output``.
+
+    Raises ValueError if the checkpoint or its role does not exist, or if the output already exists; Damaged if a file differs
+    from the manifest or the exported model does not load completely.
+    """
     output = Path(config.output)
     if output.exists():
         raise ValueError(f"output={output}: is there already; name another directory, or remove it")
     with opened(config.checkpoint, output) as checkpoint, ExitStack() as stack:
         role = role_of(checkpoint, config.role)
+        # Hash the files of this role only: a checkpoint that has lost its critic still yields its actor.
         checkpoint = read_checkpoint(checkpoint.path, [role])
         partial = stack.enter_context(empty(output.with_name(output.name + INCOMPLETE)))
         source = checkpoint.role(role)
@@ -56,6 +62,7 @@ def run(config: ExportConfig) -> None:
             what = "weights" if config.which == "trained" else "weights, their moving average,"
             export(source, partial, trust_remote_code=config.trust_remote_code, which=config.which)
             n_weights = check(partial, trust_remote_code=config.trust_remote_code)
+        # Last: the output exists only if it passed the check. The lock file was created in the directory and moved with it.
         fsync_tree(partial)
         partial.rename(output)
         (output / LOCK).unlink()
@@ -64,8 +71,9 @@ def run(config: ExportConfig) -> None:
 
 @contextmanager
 def empty(directory: Path) -> Iterator[Path]:
-    """A directory for this process alone, without what a killed one left in it. Raises ValueError while another one holds it."""
+    """Lock a directory for this process and empty it. Raises ValueError while another process holds the lock."""
     with locked(directory, "output"):
+        # Leftovers of a killed export. They are removed under the lock, because they could be those of a running one.
         for left in directory.iterdir():
             if left.name != LOCK:
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
@@ -74,7 +82,11 @@ def empty(directory: Path) -> Iterator[Path]:
 
 @contextmanager
 def opened(place: str, output: Path) -> Iterator[Checkpoint]:
-    """The checkpoint at ``place``; from an address it is fetched, for as long as the context lasts, beside ``output``."""
+    """The checkpoint at ``place``: a checkpoint, a run directory (its latest), or an address of either.
+
+    A remote checkpoint is fetched to a temporary directory next to ``output`` and removed afterwards.
+    Raises ValueError if there is none.
+    """
     if is_url(place):
         output.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=output.parent) as folder:
@@ -102,6 +114,7 @@ def opened(place: str, output: Path) -> Iterator[Checkpoint]:
 
 
 def role_of(checkpoint: Checkpoint, role: str | None) -> str:
+    """``role``, or if None the only role of the checkpoint, else "actor". Raises ValueError if the checkpoint lacks it."""
     roles = checkpoint.manifest.roles
     if role is None:
         role = roles[0] if len(roles) == 1 else "actor"
@@ -111,10 +124,14 @@ def role_of(checkpoint: Checkpoint, role: str | None) -> str:
 
 
 def export(source: Path, target: Path, *, trust_remote_code: bool, which: str = "trained") -> None:
-    """source: a role's directory. target: an empty one."""
+    """Write the model in ``source`` (a role's directory) to ``target`` (empty), with an adapter merged into its base model.
+
+    which: "trained" or "ema". Averages exist for trained parameters only; the others are exported as they are.
+    """
     transformers.logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     head = head_of(config)
+    # The model only provides its dtype and save_pretrained. On the meta device it allocates no memory; the weights follow below.
     with torch.device("meta"):
         shell: PreTrainedModel = auto_class(config, head).from_config(
             config, dtype=config.dtype, trust_remote_code=trust_remote_code
@@ -130,7 +147,7 @@ def export(source: Path, target: Path, *, trust_remote_code: bool, which: str = 
 
 
 def copy_others(source: Path, target: Path, without: Collection[str]) -> None:
-    """What lies beside the weights: the tokenizer's."""
+    """Copy the tokenizer's files: everything in ``source`` but weights and the names in ``without``."""
     for path in source.rglob("*"):
         if path.is_file() and path.suffix != ".safetensors" and path.name not in without:
             place = target / path.relative_to(source)
@@ -139,7 +156,7 @@ def copy_others(source: Path, target: Path, without: Collection[str]) -> None:
 
 
 def export_adapter(source: Path, target: Path) -> int:
-    """peft's directory, which PeftModel.from_pretrained takes beside the base model. Returns how many weights it has."""
+    """Write a peft directory, which PeftModel.from_pretrained loads on top of the base model. Returns its number of weights."""
     weights = read_weights(source, ADAPTER, None)
     save_file(weights, target / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     copy_others(source, target, WRITTEN_ANEW)
@@ -147,14 +164,15 @@ def export_adapter(source: Path, target: Path) -> int:
 
 
 def merged_weights(source: Path, config: PretrainedConfig, head: Head, trust_remote_code: bool) -> dict[str, Tensor]:
-    """Those of the base model with the adapter of the checkpoint ``source`` added in, one after the other in its place.
+    """Weights of the base model with the adapter of the checkpoint ``source`` added, in place, one weight after the other.
 
-    Raises ValueError if the base model is no longer where it was.
+    Raises ValueError if the base model is no longer at the path that the adapter's configuration names.
     """
     from workers.engine.fsdp.lora import merge_from
 
     base = json.loads((source / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
-    transformers.logging.set_verbosity_error()  # a table of what a new value head misses: the adapter brings it
+    # The base model has no value head, and transformers would print a table of missing weights. The adapter provides the head.
+    transformers.logging.set_verbosity_error()
     try:
         hf = auto_class(config, head).from_pretrained(
             base, config=config, dtype=config.dtype, trust_remote_code=trust_remote_code, use_safetensors=True
@@ -169,21 +187,27 @@ def merged_weights(source: Path, config: PretrainedConfig, head: Head, trust_rem
 
 
 def read_weights(source: Path, prefix: str, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The full tensors whose names begin so, without that, floating point ones in ``dtype`` (None: as they are), however many
-    ranks wrote them."""
+    """Read the full tensors whose names start with ``prefix``, from the shards of any number of ranks; keys omit the prefix.
+
+    dtype: of floating-point tensors; None: as saved.
+    """
     weights = {
         name: torch.empty(saved.shape, dtype=dtype if dtype and saved.is_floating_point() else saved.dtype)
         for name, saved in saved_tensors(str(source)).items()
         if name.startswith(prefix)
     }
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is what we want
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended: a single process reads all shards
         dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(str(source)), no_dist=True)
     return {name.removeprefix(prefix): weight for name, weight in weights.items()}
 
 
 def check(directory: Path, *, trust_remote_code: bool) -> int:
-    """Load it as anybody would, and count its weights. Raises Damaged if a weight is missing, too many, or of another shape."""
+    """Load the exported model with transformers and count its weights.
+
+    Raises Damaged if a weight is missing, unexpected or of another shape. from_pretrained itself accepts missing weights: it
+    initializes them and logs a warning.
+    """
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     model, report = auto_class(config, head_of(config)).from_pretrained(  # type: ignore[misc] # a pair, with output_loading_info
         directory, trust_remote_code=trust_remote_code, output_loading_info=True
@@ -195,13 +219,14 @@ def check(directory: Path, *, trust_remote_code: bool) -> int:
 
 
 def head_of(config: PretrainedConfig) -> Head:
+    """Head of the model, from the name of its architecture: "value", "reward" or "lm"."""
     assert config.architectures, "write_description names it"
     kinds: dict[str, Head] = {"ForTokenClassification": "value", "ForSequenceClassification": "reward"}
     return next((head for name, head in kinds.items() if config.architectures[0].endswith(name)), "lm")
 
 
 def read_averages(source: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """As read_weights does, the moving averages of what is trained. Raises ValueError if there are none."""
+    """Read the moving averages of the trained weights, like read_weights. Raises ValueError if the checkpoint has none."""
     averages = read_weights(source, AVERAGES, dtype)
     if not averages:
         raise ValueError(

@@ -1,8 +1,12 @@
-"""What a checkpoint says about itself, and whether that is true.
+"""Checkpoint manifest: contents, sizes and hashes of a checkpoint's files, and their verification.
 
 global_step_N/  manifest.json
   actor/  shard-00001-of-00008.safetensors ...  config.json  generation_config.json  tokenizer.json ...
   critic/ ...
+
+A checkpoint may come from a failing disk or an interrupted copy, so every file is compared with the manifest before it is used.
+Hashing the weights is the expensive part. On resume the workers do it in parallel (``check_weights``), and the controller hashes
+only the small files.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ WEIGHTS = ".safetensors"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
-    """size: bytes. sha256: in hexadecimal."""
+    """One file of a checkpoint. size: bytes. sha256: hexadecimal."""
 
     size: int
     sha256: str
@@ -38,10 +42,12 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """step: global_step, the training steps that are done. roles: its sub-directories when it was written. world_size: ranks
-    that wrote it. code: version and commit of what wrote it. config: the run's, resolved, without secrets. state: the
-    controller's own, as JSON: KL coefficient, position in the data, ... metrics: what trainer.best_metric names, if it was
-    measured at this step. files: all but the manifest, by their path in the checkpoint.
+    """Content of manifest.json.
+
+    step: global_step, the number of completed training steps. roles: sub-directories at the time of writing. world_size: number
+    of ranks that wrote it. code: version and commit of the program that wrote it. config: resolved configuration of the run,
+    without secrets. state: state of the controller as JSON (KL coefficient, position in the data, ...). metrics: value of
+    trainer.best_metric, if it was measured at this step. files: all files except the manifest, by path within the checkpoint.
     """
 
     step: int
@@ -56,6 +62,8 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
+    """A checkpoint directory with its manifest, which has been read."""
+
     path: Path
     manifest: Manifest
 
@@ -64,30 +72,34 @@ class Checkpoint:
         return self.manifest.step
 
     def role(self, name: str) -> Path:
-        """The directory that the worker group ``name`` loads from. Raises ValueError if it was saved without."""
+        """Directory from which the role ``name`` is loaded. Raises ValueError if the checkpoint was saved without it."""
         if name not in self.manifest.roles:
             raise ValueError(f"{self.path} was saved without {name}: it holds {', '.join(self.manifest.roles)}")
         return self.path / name
 
     def state(self, name: str) -> dict[str, Any]:
-        """What the controller's part ``name`` remembered. Raises ValueError if it was saved without."""
+        """State of the controller's component ``name``. Raises ValueError if the checkpoint was saved without it."""
         if name not in self.manifest.state:
             raise ValueError(f"{self.path} was saved without the state of {name}, by another version: see code in its {MANIFEST}")
         return dict(self.manifest.state[name])
 
 
 class Damaged(ValueError):
-    """A checkpoint that is not what its manifest says: which file, and what is wrong with it."""
+    """A checkpoint differs from its manifest; the message names the file and the difference."""
 
 
 def read_manifest(text: str, where: str) -> Manifest:
-    """Raises Damaged, with ``where`` it was read from."""
+    """Parse a manifest. Raises Damaged if it is invalid or names a path outside the checkpoint.
+
+    where: place that the message names.
+    """
     try:
         manifest = TypeAdapter(Manifest).validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         raise Damaged(f"{where}: {MANIFEST} is not whole: {key + ': ' if key else ''}{first['msg']}") from error
+    # Fetching a copy creates files by these names, and the copy may come from anywhere: reject absolute paths and "..".
     outside = [name for name in (*manifest.roles, *manifest.files) if _leads_out(name)]
     if outside:
         raise Damaged(f"{where}: {MANIFEST} names {outside[0]!r}, which is not inside the checkpoint")
@@ -95,9 +107,10 @@ def read_manifest(text: str, where: str) -> Manifest:
 
 
 def read_checkpoint(path: Path, roles: Iterable[str] | None = None, *, weights: bool = True) -> Checkpoint:
-    """The checkpoint at ``path``, after a look at every file of ``roles`` (None: all that it was saved with). Raises Damaged.
+    """Read the checkpoint at ``path`` and verify every file of ``roles`` (None: all that it was saved with). Raises Damaged.
 
-    weights: hash them here too; else only their names and sizes are compared, for ``check_weights`` hashes them on the workers.
+    weights: whether to hash the weights as well. If false, only their names and sizes are compared here, and ``check_weights``
+    hashes them on the workers.
     """
     if not (path / MANIFEST).is_file():
         raise Damaged(f"{path}: no {MANIFEST} in it")
@@ -114,24 +127,25 @@ def read_checkpoint(path: Path, roles: Iterable[str] | None = None, *, weights: 
 
 
 def check_files(path: Path, files: Mapping[str, FileEntry], *, weights: bool = True) -> None:
-    """Sizes first, which cost nothing; then hashes, several files at a time. weights: see read_checkpoint. Raises Damaged."""
+    """Compare the sizes, then the hashes of ``files`` below ``path``. Raises Damaged. weights: see read_checkpoint."""
+    # Sizes first: they need no reading, and an incomplete file is found at once.
     for name, entry in files.items():
         if not (path / name).is_file():
             raise Damaged(f"{path}: {name} is not there")
         if (size := (path / name).stat().st_size) != entry.size:
             raise Damaged(f"{path}: {name} has {size:,} bytes, {MANIFEST} says {entry.size:,}")
     for folder in {(path / name).parent for name in files}:
-        for found in folder.glob("*.safetensors"):  # a loader would read it
+        for found in folder.glob("*.safetensors"):  # the loader reads every shard in the folder, so a foreign one must not pass
             if (name := found.relative_to(path).as_posix()) not in files:
                 raise Damaged(f"{path}: {name} is not of this checkpoint: {MANIFEST} does not name it")
     compare_hashes(path, files, hashes_of(path, [name for name in files if weights or not name.endswith(WEIGHTS)]))
 
 
 def check_weights(checkpoint: Checkpoint, groups: Mapping[str, WorkerGroup], watchdog: Watchdog) -> None:
-    """Compare the hashes of the weights with the manifest, within the phase's time limit. Raises Damaged and PhaseTimeout.
+    """Hash the weights on the workers and compare with the manifest. Raises Damaged, and PhaseTimeout after ``timeouts.load``.
 
-    groups: by role, the workers that will load it. Each rank reads a part of the files: with as many ranks as wrote them, the one
-    that it loads next, then from its machine's page cache.
+    groups: {role: workers that will load it}. Each rank reads a part of the files. If as many ranks load as have written, that
+    part is the rank's own shard, and the load that follows finds it in the page cache.
     """
     for role in checkpoint.manifest.roles:
         names = sorted(name for name in checkpoint.manifest.files if name.startswith(f"{role}/") and name.endswith(WEIGHTS))
@@ -140,6 +154,7 @@ def check_weights(checkpoint: Checkpoint, groups: Mapping[str, WorkerGroup], wat
 
 
 def compare_hashes(path: Path, files: Mapping[str, FileEntry], hashes: Mapping[str, str]) -> None:
+    """Raise Damaged for the first of ``hashes`` (hexadecimal, by file) that differs from its entry in ``files``."""
     for name, sha256 in hashes.items():
         if sha256 != files[name].sha256:
             raise Damaged(f"{path}: {name} is not what was written: its sha256 is {sha256[:12]}…, not {files[name].sha256[:12]}…")
@@ -147,10 +162,11 @@ def compare_hashes(path: Path, files: Mapping[str, FileEntry], hashes: Mapping[s
 
 @cache
 def code_version() -> dict[str, str | None]:
-    """Version of the package, and the commit where it runs from a checkout ("+" for uncommitted changes)."""
+    """Version of the package and, in a git checkout, the commit ("+" appended for uncommitted changes)."""
     home = Path(__file__).resolve().parents[2]
     commit = None
     if (home / ".git").exists():
+        # --exclude=* ignores all tags: the output is the commit itself, not a description relative to a tag.
         command = ["git", "-C", str(home), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
         try:
             commit = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip() or None
@@ -160,9 +176,9 @@ def code_version() -> dict[str, str | None]:
 
 
 def best_step(manifests: Mapping[int, Manifest], best_metric: str) -> int | None:
-    """The step whose ``best_metric`` is the largest (with a minus before its name: the smallest), the latest of equals.
+    """Step with the largest ``best_metric`` (smallest, if the name starts with a minus); the latest one among equals.
 
-    None if it was measured at none of them.
+    None if no manifest has the metric.
     """
     name, sign = best_metric.removeprefix("-"), -1.0 if best_metric.startswith("-") else 1.0
     measured = [(sign * manifest.metrics[name], step) for step, manifest in manifests.items() if name in manifest.metrics]

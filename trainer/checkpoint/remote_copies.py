@@ -1,6 +1,7 @@
-"""Copies of checkpoints elsewhere: under any address that fsspec knows (s3://, gs://, hdfs://, file:// ...), or a path.
+"""Remote copies of checkpoints: at any address that fsspec supports (s3://, gs://, hdfs://, file:// ...), or at a path.
 
-The manifest of a copy is written last and read first: half a copy has none, and is never taken.
+Object stores have no atomic rename of a directory, so the manifest marks a copy as complete: it is written last, read first and
+removed first. A copy without a manifest is incomplete and never used.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ def is_url(place: str) -> bool:
 
 
 class RemoteCopies:
-    """What lies at ``address``: a directory for each checkpoint, named as here. Credentials are the implementation's own matter.
+    """Checkpoint copies at ``address``: one directory per checkpoint, with the same name as in the run directory.
 
-    Raises ValueError for an address that no installed package knows.
+    Credentials are left to the fsspec implementation. Raises ValueError for an address that no installed package supports.
     """
 
     def __init__(self, address: str) -> None:
@@ -36,20 +37,26 @@ class RemoteCopies:
             raise ValueError(f"trainer.checkpoint: {self.name}: {error}") from error
 
     def put(self, checkpoint: Checkpoint) -> None:
-        """Copy all files. Raises what the implementation raises. The run directory records it first, as written by this run."""
+        """Copy all files of ``checkpoint``. Raises what the fsspec implementation raises."""
         run_dir = checkpoint.path.parent
+        # Record the copy as this run's before the first file: drop_old can then remove it even if the copy is interrupted.
         _record(run_dir, self._written(run_dir) | {str(checkpoint.step): _hash((checkpoint.path / MANIFEST).read_bytes())}, self)
         target = f"{self.root}/{checkpoint.path.name}"
-        if self.fs.exists(f"{target}/{MANIFEST}"):  # of another run, or of this one before it went back
+        # An older copy of the same step, of another run or of this one before a rollback. Its manifest is removed first: with the
+        # old manifest next to new files an interrupted copy would look complete.
+        if self.fs.exists(f"{target}/{MANIFEST}"):
             self.fs.rm_file(f"{target}/{MANIFEST}")
         for name in (*checkpoint.manifest.files, MANIFEST):
             self.fs.makedirs(f"{target}/{name}".rpartition("/")[0], exist_ok=True)
             self.fs.put_file(str(checkpoint.path / name), f"{target}/{name}")
 
     def drop_old(self, run_dir: Path, keep: int, *, newest: int, spare: int | None) -> None:
-        """Remove copies that the run in ``run_dir`` wrote, but for the ``keep`` last up to step ``newest`` and that of step
-        ``spare``. Those after ``newest`` are of steps that the run has given up: it went back. What another run has put in their
-        place is left. Raises what the implementation raises."""
+        """Remove old copies that the run in ``run_dir`` wrote. Raises what the fsspec implementation raises.
+
+        Kept are the last ``keep`` copies up to step ``newest``, and the copy of step ``spare``. Copies after ``newest`` belong to
+        steps abandoned by a rollback and are removed. A copy that another run has replaced is not touched: the hash of its
+        manifest is not the recorded one.
+        """
         written = self._written(run_dir)
         kept = {spare, *sorted(step for step in map(int, written) if step <= newest)[-keep:]}
         for step in sorted(written, key=int):
@@ -59,15 +66,16 @@ class RemoteCopies:
             manifest = f"{place}/{MANIFEST}"
             whole = self.fs.exists(manifest)
             if not whole or _hash(self.fs.cat_file(manifest)) == written[step]:
-                if whole:  # first: half a copy is never taken
+                if whole:  # manifest first: if the removal is interrupted, the rest is an incomplete copy, which is never used
                     self.fs.rm_file(manifest)
                 if self.fs.exists(place):
                     self.fs.rm(place, recursive=True)
+            # Recorded after each removal, so that an interruption forgets no copy that is still there.
             written = {other: found for other, found in written.items() if other != step}
             _record(run_dir, written, self)
 
     def _written(self, run_dir: Path) -> dict[str, str]:
-        """{step: hash of the manifest} of the copies here that the run in ``run_dir`` wrote, or began to."""
+        """{step: hash of the manifest} of the copies at this address that the run in ``run_dir`` wrote or began to write."""
         return _records(run_dir).get(self.name, {})
 
     def steps(self) -> list[int]:
@@ -80,9 +88,9 @@ class RemoteCopies:
         return sorted(step for step in found if self.fs.exists(f"{self.root}/global_step_{step}/{MANIFEST}"))
 
     def fetch_newest(self, run_dir: Path) -> Checkpoint | None:
-        """The newest whole copy, as the latest checkpoint of ``run_dir``; None if there is none at all.
+        """Fetch the newest complete copy and make it the latest checkpoint of ``run_dir``; None if there is no copy.
 
-        What is damaged is told, and the one before it taken. Raises ValueError if none is whole.
+        A damaged copy is reported as an event, and the previous one is tried. Raises ValueError if all are damaged.
         """
         wrong = []
         for step in reversed(self.steps()):
@@ -100,9 +108,9 @@ class RemoteCopies:
         return None
 
     def fetch(self, name: str, into: Path) -> Checkpoint:
-        """The copy ``name`` as a directory in ``into``, compared with its manifest; what is there goes.
+        """Fetch the copy ``name`` to a directory in ``into`` and verify it. An existing directory of that name is replaced.
 
-        Raises Damaged, and ValueError for a name that is no checkpoint's.
+        Raises Damaged if the copy differs from its manifest, ValueError if ``name`` is not that of a checkpoint.
         """
         source, where = f"{self.root}/{name}", f"{self.name}/{name}"
         if not re.fullmatch(r"global_step_\d+", name):
@@ -119,11 +127,12 @@ class RemoteCopies:
         try:
             for file in manifest.files:
                 (partial / file).parent.mkdir(parents=True, exist_ok=True)
-                if self.fs.exists(f"{source}/{file}"):
+                if self.fs.exists(f"{source}/{file}"):  # check_files reports a missing one as Damaged
                     self.fs.get_file(f"{source}/{file}", str(partial / file))
             check_files(partial, manifest.files)
         except Damaged as damage:
             shutil.rmtree(partial)
+            # The message names the remote copy: the local directory has just been removed.
             raise Damaged(str(damage).replace(str(partial), where)) from damage
         write_atomic(partial / MANIFEST, text)
         fsync_tree(partial)
@@ -133,7 +142,7 @@ class RemoteCopies:
 
 
 def _records(run_dir: Path) -> dict[str, dict[str, str]]:
-    """By address."""
+    """Content of remote_copies.json: {address: {step: hash of the manifest}}."""
     path = run_dir / REMOTE
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 

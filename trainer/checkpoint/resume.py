@@ -1,6 +1,8 @@
-"""Which checkpoint a run goes on from, and whether its configuration allows it. trainer/checkpoint/saver.py writes them.
+"""Select the checkpoint from which a run resumes, and check that its configuration allows it.
 
 <run_dir>/global_step_N/{actor,critic}/...  manifest.json        latest_checkpointed_iteration.txt
+
+trainer/checkpoint/saver.py writes them. A damaged checkpoint is skipped in favour of the previous one, unless the user named it.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ __all__ = ["Checkpoint", "Stateful", "check_config", "find_latest", "resolve_res
 
 FETCHED = "fetched"
 
-# Keys that a resumed run may change; a name that ends in a dot stands for all below it. The first block does not reach
-# the training, or only says how long it lasts; the second says how the same work is cut and held: equal up to rounding.
+# Keys that a resumed run may change. A name that ends in a dot stands for all keys below it, a leading star for any prefix. Keys
+# of the first block do not affect training, or only its length. Keys of the second block control how the same work is split over
+# devices and kept in memory: results are equal up to rounding, because checkpoints are independent of the number of ranks.
 SAFE_TO_CHANGE = (
     "trainer.total_epochs", "trainer.total_training_steps", "*optim.total_training_steps", "trainer.logger",
     "trainer.project_name", "trainer.experiment_name",
@@ -53,11 +56,11 @@ SAFE_TO_CHANGE = (
     "trainer.deterministic",
 )  # fmt: skip
 ADDED = {"reward.timeout_score": "null"}
-"""Keys that checkpoints of earlier versions do not have, with the value, as JSON, that stands for what those versions did."""
+"""{key: JSON value} of keys that checkpoints of earlier versions lack; the value reproduces the behaviour of those versions."""
 
 
 class Stateful(Protocol):
-    """What the controller remembers from step to step, as plain JSON."""
+    """A component of the controller whose state, as plain JSON, is saved in checkpoints."""
 
     def state(self) -> dict[str, Any]: ...
 
@@ -65,11 +68,11 @@ class Stateful(Protocol):
 
 
 def find_latest(run_dir: Path, tell: Callable[[int, str], None] | None = None, *, weights: bool = True) -> Checkpoint | None:
-    """The checkpoint that latest_checkpointed_iteration.txt names, or the last whole one before it; None without that file.
+    """The checkpoint that latest_checkpointed_iteration.txt names, or the last undamaged one before it; None without that file.
 
-    The file may be edited to go back to an earlier step. tell: gets the step of what is damaged, and what is wrong with it; None:
-    it becomes an event of the run. weights: see read_checkpoint.
-    Raises ValueError if the file names a step that is not there, or no checkpoint is whole.
+    The file may be edited to resume from an earlier step. tell: called with the step and the damage of each damaged checkpoint;
+    None: the damage becomes an event of the run. weights: see read_checkpoint.
+    Raises ValueError if the file names a step that does not exist, or if all checkpoints are damaged.
     """
     if not (run_dir / LATEST).exists():
         return None
@@ -90,12 +93,15 @@ def find_latest(run_dir: Path, tell: Callable[[int, str], None] | None = None, *
                 Events(run_dir).add(step, "damaged checkpoint", f"{damage}; the one before it is taken")
             else:
                 tell(step, str(damage))
+    # Checkpoints exist but none is usable. Starting from step 0 silently would hide that the training was lost.
     raise ValueError(f"no checkpoint up to step {text} is whole: {'; '.join(wrong)}. trainer.resume_mode=disable starts anew")
 
 
 def find_up_to(run_dir: Path, step: int, check: Callable[[Checkpoint], None]) -> Checkpoint | None:
-    """The newest checkpoint of ``step`` or an earlier one that can be gone on from, None if there is none. check: raises Damaged
-    for one whose weights are."""
+    """The newest usable checkpoint of ``step`` or earlier, None if there is none; for rollbacks.
+
+    check: raises Damaged for a checkpoint whose weights are damaged. Damage becomes an event, and an earlier one is tried.
+    """
     for earlier in reversed(checkpoint_steps(run_dir)):
         if earlier <= step:
             try:
@@ -110,11 +116,12 @@ def find_up_to(run_dir: Path, step: int, check: Callable[[Checkpoint], None]) ->
 def resolve_resume(
     resume_mode: str, resume_from_path: str | None, run_dir: Path, remote_dir: str | None = None, *, weights: bool = True
 ) -> Checkpoint | None:
-    """What a run in ``run_dir`` goes on from; None: it starts anew. Removes what an interrupted save left in ``run_dir``.
+    """The checkpoint from which a run in ``run_dir`` resumes, None for a new run. Removes the leftovers of interrupted saves.
 
-    resume_mode: auto, disable or resume_path. remote_dir: where copies are; with auto, the newest whole one is fetched if
-    there is nothing here. weights: see read_checkpoint. Raises ValueError, with what to do, when the checkpoint cannot be used.
+    resume_mode: auto, disable or resume_path. remote_dir: address of remote copies; with auto, the newest complete one is fetched
+    if ``run_dir`` has no checkpoint. weights: see read_checkpoint. Raises ValueError with advice if the checkpoint is unusable.
     """
+    # Opened also when it is not needed: an address that no package supports is refused before training starts.
     copies = RemoteCopies(remote_dir) if remote_dir is not None else None
     if run_dir.exists():
         _remove_leftovers(run_dir)
@@ -130,9 +137,9 @@ def resolve_resume(
 
 
 def whole_checkpoint(resume_mode: str, resume_from_path: str | None, run_dir: Path) -> Checkpoint | None:
-    """What resolve_resume would find of what is here. Nothing is removed, fetched or written; None for an address too.
+    """What resolve_resume would find locally, without removing, fetching or writing anything; None for a remote address.
 
-    Raises ValueError as that does.
+    Raises ValueError like resolve_resume.
     """
     if resume_mode == "auto" and run_dir.exists():
         return find_latest(run_dir, tell=lambda step, damage: None)
@@ -142,6 +149,7 @@ def whole_checkpoint(resume_mode: str, resume_from_path: str | None, run_dir: Pa
 
 
 def _from_path(place: str, run_dir: Path, *, weights: bool) -> Checkpoint:
+    """As _named, with Damaged turned into a ValueError: the user named this checkpoint, so no other one is tried."""
     try:
         return _named(place, run_dir, weights=weights)
     except Damaged as damage:
@@ -149,7 +157,7 @@ def _from_path(place: str, run_dir: Path, *, weights: bool) -> Checkpoint:
 
 
 def _named(place: str, run_dir: Path, *, weights: bool) -> Checkpoint:
-    """The checkpoint at a path or an address; from an address it is fetched first. Raises ValueError, Damaged among them."""
+    """The checkpoint at a path or an address; from an address it is fetched first. Raises ValueError, or its subclass Damaged."""
     if is_url(place):
         address, _, name = place.rstrip("/").rpartition("/")
         return RemoteCopies(address).fetch(name, run_dir / FETCHED)
@@ -166,10 +174,12 @@ def _named(place: str, run_dir: Path, *, weights: bool) -> Checkpoint:
 
 
 def check_config(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """The keys that differ, each as "key: old -> new". Raises ValueError if one of them is not in SAFE_TO_CHANGE.
+    """List the keys that differ, each as "key: old -> new". Raises ValueError naming all of those not in SAFE_TO_CHANGE.
 
-    saved: ``Checkpoint.manifest.config``; current: the run's, resolved.
+    saved: ``Checkpoint.manifest.config``. current: the resolved configuration of the run.
     """
+    # The saved configuration holds no secrets, so those of the current one are masked too; leaves are compared as JSON, in which
+    # a tuple equals the list it was saved as.
     old, new = leaves_of(redact(saved)), leaves_of(redact(current))
     changed = {
         key: f"{key}: {old.get(key, '(not set)')} -> {new.get(key, '(not set)')}"
@@ -193,12 +203,13 @@ def _is_safe(key: str) -> bool:
 
 
 def _remove_leftovers(run_dir: Path) -> None:
-    """What was half written or half removed. A checkpoint without roles had lost the last of them, and was about to go."""
+    """Remove directories that were being written or removed when the run was killed."""
     for pattern in ("global_step_*", "global_step_*/*"):
         for path in run_dir.glob(pattern):
             if path.name.endswith(INCOMPLETE) and path.is_dir():
                 shutil.rmtree(path)
     for step in checkpoint_steps(run_dir):
         path = checkpoint_dir(run_dir, step)
+        # A checkpoint without any role: its last one was removed, and a kill came before its own removal (saver._drop_old).
         if not any(child.is_dir() for child in path.iterdir()):
             shutil.rmtree(path)

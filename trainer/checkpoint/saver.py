@@ -1,8 +1,19 @@
-"""Writing checkpoints: a directory that is whole or absent, and a run that outlives a disk that is full.
+"""Write checkpoints atomically and in the background, and keep training when the disk fails.
 
-All is written under ``global_step_N.incomplete``, brought to disk, and renamed: the rename is the moment at which the
-checkpoint exists. Then the small files that name the latest and the best one move, and only then do old ones go, and a copy is
-sent where one is wanted. What a killed run left under an incomplete name is removed when the next one starts.
+A run may be killed, or lose power, at any time during a save, and must find a complete checkpoint afterwards. The order of
+writes guarantees that:
+
+1. Workers and controller write all files to ``global_step_N.incomplete``, the manifest last, and fsync them.
+2. The directory is renamed to ``global_step_N``. From this moment the checkpoint exists.
+3. latest_checkpointed_iteration.txt is replaced, then best_checkpointed_iteration.txt.
+4. Only now are old checkpoints removed and the remote copy started.
+
+Directories with an incomplete name are leftovers of a killed run; the next start removes them.
+
+With async_save training waits only until the state is copied to host memory (12 bytes per parameter in float32, over all ranks).
+Threads on the workers write while the next steps run, and the controller performs steps 2 to 4 when it next polls them. One save
+is in progress at a time. An OSError abandons the save, is reported as an event, and the next save is tried as usual; only the
+last save of a run makes the run fail.
 """
 
 from __future__ import annotations
@@ -49,10 +60,11 @@ from workers.host_memory import GB
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A checkpoint in the making: its directory under the incomplete name, and who writes into it.
+    """A checkpoint that is being written.
 
-    extra_files: files in each role that are not the workers'. started: by time.monotonic(). waited: seconds that training
-    waited.
+    folder: its directory, under the incomplete name. models: by role, which write into it. state, metrics: for the manifest.
+    extra_files: files of each role that the controller writes. started: time.monotonic() at the start of the save. waited:
+    seconds for which training waited.
     """
 
     folder: Path
@@ -66,10 +78,12 @@ class Pending:
 
 
 class Saver:
-    """Saves a run's checkpoints. What goes wrong with a disk is told, and the next save tried; ``finish`` knows of the last one,
-    and comes at the end of a ``with saver``.
+    """Writes the checkpoints of a run and removes old ones.
 
-    keep: how many checkpoints of each role stay, the newest; None: all. best_metric: see configs/ppo_trainer.yaml.
+    A disk error is reported as an event and does not stop training. ``finish``, which the end of a ``with saver`` calls, raises
+    NotSaved if the last checkpoint is missing.
+
+    keep: {role: number of newest checkpoints that keep it}; None: all. best_metric: see configs/ppo_trainer.yaml.
     """
 
     def __init__(
@@ -110,33 +124,37 @@ class Saver:
         *,
         extra_files: Mapping[str, bytes] | None = None,
     ) -> None:
-        """A checkpoint after ``step``, each model in a directory of its name. One at a time: it waits for the one before.
+        """Write a checkpoint of ``step``, with each model in a directory of its name. Waits for the previous save first.
 
-        state: the controller's. metrics: the step's. extra_files: files that go with each model, besides the tokenizer's. With
-        async_save it returns when the models' state is copied to the host.
+        state: of the controller's components. metrics: of the step. extra_files: {name: content} saved with each model in
+        addition to the tokenizer. With async_save it returns when the state of all models is copied to host memory.
         """
         started = time.monotonic()
         self.settle()
         folder = _incomplete(checkpoint_dir(self.run_dir, step))
         with self._disk_may_fail(step, folder):
-            if folder.exists():
+            if folder.exists():  # left by a failed save of this step
                 shutil.rmtree(folder)
             folder.mkdir()
             controller_files = self._tokenizer_files | dict(extra_files or {})
             for role in models:
                 _write(controller_files, folder / role)
             for role, model in models.items():
+                # In the foreground each model is written before the next one starts. In the background they write concurrently.
                 model.save(str(folder / role), background=self.background)
                 if not self.background:
                     model.saved()
-            plain_state = json.loads(json.dumps(state))  # as it is now: in the background the run goes on
+            plain_state = json.loads(json.dumps(state))  # a deep copy: in the background training modifies the state meanwhile
             chosen_by, waited = self._measured(step, metrics), time.monotonic() - started
             self._pending = Pending(folder, step, models, plain_state, chosen_by, tuple(controller_files), started, waited)
         if not self.background:
             self.settle()
 
     def settle(self, *, patient: bool = True) -> None:
-        """Complete what the workers have written since, and see to its copy. Not patient: what is ready; for after every step."""
+        """Complete the pending checkpoint, and report the result of a remote copy.
+
+        patient: wait for both. Otherwise return at once if they are not ready; the loop calls it in this way after every step.
+        """
         if self._pending is not None:
             pending = self._pending
             with self._disk_may_fail(pending.step, pending.folder):
@@ -151,17 +169,18 @@ class Saver:
             self._copying = None
 
     def has(self, step: int) -> bool:
-        """Whether a checkpoint of this step is there, or in the making."""
+        """Whether a checkpoint of this step exists or is being written."""
         being_made = self._pending is not None and self._pending.step == step
         return being_made or checkpoint_dir(self.run_dir, step).exists()
 
     def seconds(self) -> float:
-        """The longest time from a save's begin until all is on disk, so far; 0 before the first."""
+        """Longest time so far from the start of a save until everything is on disk; 0 before the first save."""
+        # A save in progress counts with its time so far: it may already be longer than all before it.
         under_way = 0.0 if self._pending is None else time.monotonic() - self._pending.started
         return max(self._longest, under_way)
 
     def figures(self) -> dict[str, float]:
-        """Metrics of the last checkpoint that has become complete, once: for the line of the step that runs meanwhile."""
+        """Metrics of the last completed checkpoint, returned once, for the metrics line of the current step."""
         self.settle(patient=False)
         figures, self._figures = self._figures, {}
         return figures
@@ -170,14 +189,17 @@ class Saver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """A run that ends for what it found ends with what it saved; where workers are gone, so is what they were writing."""
+        """Complete the pending save after a normal end, or after Found: a run that an alarm stops keeps what it saved.
+
+        After any other exception the workers may be gone, and the files they were writing are lost with them.
+        """
         if kind is None:
             self.finish()
         elif issubclass(kind, Found):
             self.settle()
 
     def finish(self) -> None:
-        """To be called at the end of a run. Raises NotSaved if the last checkpoint is not where it should be."""
+        """Complete the last save and print its figures. Raises NotSaved if it, or its remote copy, failed."""
         self.settle()
         if self._figures:
             waited, size, seconds, speed = self._figures.values()
@@ -188,13 +210,13 @@ class Saver:
             raise NotSaved(f"the last checkpoint is missing: {self.problem}; {found}")
 
     def _written(self, pending: Pending, *, patient: bool) -> dict[str, Saved] | None:
-        """By role, what it wrote; None while one is still at it. Raises SaveFailed when all have ended and one could not."""
+        """What each role wrote; None while one is still writing. Raises SaveFailed when all have ended and one has failed."""
         saved: dict[str, Saved] = {}
         problems: list[str] = []
         for role, model in pending.models.items():
             try:
                 found = model.saved(patient=patient)
-            except SaveFailed as error:
+            except SaveFailed as error:  # raised below, when no role writes into the folder any more: it is then removed
                 problems.append(str(error))
                 continue
             if found is None:
@@ -205,8 +227,9 @@ class Saver:
         return saved
 
     def _record(self, pending: Pending, saved: Sequence[Saved]) -> None:
-        """What it took. Models are written at the same time in the background, and one after the other where training waits."""
+        """Record size and time of a save as metrics."""
         size = sum(one.bytes for one in saved) / GB
+        # Background saves of several models overlap, so the slowest one counts; in the foreground they follow one another.
         seconds = (max if self.background else sum)(one.seconds for one in saved)
         self._figures = {
             "timing_s/save_checkpoint": pending.waited,
@@ -219,6 +242,7 @@ class Saver:
             self.events.add(pending.step, "checkpoint", f"written while training waited: {reason}")
 
     def _make_whole(self, pending: Pending, saved: Mapping[str, Saved]) -> Checkpoint:
+        """Write the manifest and rename the directory: the checkpoint exists from the rename on."""
         controller_files = [f"{role}/{name}" for role in pending.models for name in pending.extra_files]
         files = {
             file.name: FileEntry(size=file.size, sha256=file.sha256) for file in saved_files(pending.folder, controller_files)
@@ -236,6 +260,7 @@ class Saver:
             files=dict(sorted(files.items())),
         )
         write_atomic(pending.folder / MANIFEST, json.dumps(asdict(manifest), indent=1))
+        # Everything is on disk before the rename, and the rename before LATEST names the step.
         fsync_tree(pending.folder)
         final = pending.folder.rename(checkpoint_dir(self.run_dir, pending.step))
         fsync_directory(self.run_dir)
@@ -244,7 +269,10 @@ class Saver:
         return Checkpoint(final, manifest)
 
     def _completed(self, checkpoint: Checkpoint) -> None:
-        """What follows from there being a new one. The new one is whole already, whatever fails here."""
+        """Update the best checkpoint, remove old ones and start the remote copy.
+
+        The new checkpoint is complete already: a failure in here does not affect it, and is reported as an event.
+        """
         best = None
         try:
             best = self._name_best()
@@ -253,20 +281,25 @@ class Saver:
                     _drop_old(self.run_dir, role, keep, spare=best)
         except OSError as error:
             self.events.add(checkpoint.step, "checkpoint", f"old ones were not removed: {error}")
+        # At most one copy at a time: save() settles the previous one first.
         if self.copies is not None:
             self._copying = checkpoint.step, in_background(partial(self._copy, self.copies, checkpoint, best))
 
     def _copy(self, copies: RemoteCopies, checkpoint: Checkpoint, best: int | None) -> Exception | None:
-        """Copy it, and remove old copies. Returns what prevented the removal; raises what prevented the copy."""
+        """Copy the checkpoint and remove old copies. Runs in a thread, so that a slow remote does not delay training.
+
+        Returns the exception that prevented the removal, if any; raises the one that prevented the copy.
+        """
         copies.put(checkpoint)
         if self.copies_kept is not None:
             try:
                 copies.drop_old(self.run_dir, self.copies_kept, newest=checkpoint.step, spare=best)
-            except Exception as error:  # an implementation's own
+            except Exception as error:  # each fsspec implementation has exception types of its own
                 return error
         return None
 
     def _tell_of_copy(self, step: int, copy: Future[Exception | None]) -> None:
+        """Report a failed copy, which is a problem if it is the last one, or a failed removal, which is not."""
         assert self.copies is not None
         if (error := copy.exception()) is not None:
             self.problem = f"step {step} is not copied to {self.copies.name}: {type(error).__name__}: {error}"
@@ -277,7 +310,7 @@ class Saver:
             )
 
     def _measured(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The metric that chooses the best, if this step has it."""
+        """The value of best_metric, if this step measured it and it is finite. A step without it is reported once."""
         if self.best_metric is None:
             return {}
         name = self.best_metric.removeprefix("-")
@@ -289,7 +322,7 @@ class Saver:
         return {}
 
     def _name_best(self) -> int | None:
-        """best_checkpointed_iteration.txt, and an event when another one is the best. Returns its step."""
+        """Update best_checkpointed_iteration.txt, with an event if the best checkpoint has changed. Returns its step."""
         if self.best_metric is None:
             return None
         manifests = _manifests(self.run_dir)
@@ -303,10 +336,10 @@ class Saver:
 
     @contextmanager
     def _disk_may_fail(self, step: int, folder: Path) -> Iterator[None]:
-        """OSError: told, remembered, and what was written removed."""
+        """On OSError, abandon the save: remove its files, report an event, and remember the problem for ``finish``."""
         try:
             yield
-        except PhaseTimeout:  # an OSError too, and not the disk's
+        except PhaseTimeout:  # a TimeoutError and thus an OSError, but not an error of the disk
             raise
         except OSError as error:
             self._pending = None
@@ -316,7 +349,7 @@ class Saver:
 
     @cached_property
     def _tokenizer_files(self) -> dict[str, bytes]:
-        """{path below the role's directory: content}: they never change."""
+        """{path below the role's directory: content} of the tokenizer, which never changes during a run."""
         with TemporaryDirectory() as folder:
             self.tokenizer.save_pretrained(folder)
             files = [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]
@@ -334,13 +367,13 @@ def _incomplete(path: Path) -> Path:
 
 
 def _manifests(run_dir: Path) -> dict[int, Manifest]:
-    """Of the checkpoints that have all their roles, by step."""
+    """{step: manifest} of the checkpoints that still have all their roles. Unreadable ones are skipped."""
     found = {}
     for step in checkpoint_steps(run_dir):
         path = checkpoint_dir(run_dir, step)
         try:
             manifest = read_manifest((path / MANIFEST).read_text(encoding="utf-8"), str(path))
-        except (FileNotFoundError, Damaged):  # whoever resumes from it is told
+        except (FileNotFoundError, Damaged):  # a resume from it reports the damage
             continue
         if all((path / role).exists() for role in manifest.roles):
             found[step] = manifest
@@ -348,7 +381,10 @@ def _manifests(run_dir: Path) -> dict[int, Manifest]:
 
 
 def _drop_old(run_dir: Path, role: str, keep: int, *, spare: int | None) -> None:
-    """Remove ``role`` from all but the ``keep`` newest checkpoints that have it, and ``spare``; one without roles goes too."""
+    """Remove ``role`` from all checkpoints that have it, except the ``keep`` newest and that of step ``spare``.
+
+    A checkpoint that has lost its last role is removed altogether.
+    """
     holding = [step for step in checkpoint_steps(run_dir) if (checkpoint_dir(run_dir, step) / role).exists()]
     for step in holding[:-keep]:
         if step != spare:
@@ -359,6 +395,6 @@ def _drop_old(run_dir: Path, role: str, keep: int, *, spare: int | None) -> None
 
 
 def _remove(path: Path) -> None:
-    """Take the name away first: a half-removed directory never looks like a whole one."""
+    """Remove a directory; it is renamed first, so that a partly removed directory never looks complete."""
     leaving = path.rename(_incomplete(path))
     shutil.rmtree(leaving)

@@ -1,4 +1,7 @@
-"""Geometry of the report's charts: from numbers to what the template draws as SVG. Pure."""
+"""Geometry of the report's charts: pure functions from numbers to the coordinates that the template draws as SVG.
+
+All coordinates are in SVG units with the origin at the top left: y grows downwards, so large values have a small y.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,16 @@ LANES_WIDTH = 900
 MAX_POINTS = 400
 MOST_DOTS = 40
 SMOOTH_FROM = 30
-"""Points from which on a noisy curve is drawn faint, with its moving average over it."""
+"""Number of points from which a noisy curve is drawn faint, under its moving average."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One line: label and its points by step; low and high draw a band. exact: never smoothed; dots: each point shown; color: its
-    number, None: its place among the chart's curves."""
+    """Data of one line of a chart.
+
+    steps, values: coordinates of its points. low, high: bounds of a band around it. exact: never smoothed. dots: mark each point.
+    color: index of its colour; None: its position among the curves of the chart.
+    """
 
     label: str
     steps: Sequence[float]
@@ -35,13 +41,19 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
+    """A label at a coordinate of an axis."""
+
     at: float
     label: str
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """An SVG path and how it looks; dots are circles on it; hover: what the pointer reads, [x, y, step, text] each."""
+    """One line as drawn.
+
+    path, faint_path, band: SVG paths, "" for none. dots: centres of circles. hover: (x, y, step, text) of each point, shown at
+    the pointer.
+    """
 
     label: str
     color: int
@@ -54,6 +66,8 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
+    """A line chart as drawn. note: below the title. last: the last value of the first curve."""
+
     title: str
     note: str
     last: str
@@ -64,7 +78,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column of a stack: x, width, and for each part y and height."""
+    """One column of a stacked chart. parts: (y, height) of each label."""
 
     x: float
     width: float
@@ -73,6 +87,8 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
+    """A chart of stacked columns as drawn."""
+
     labels: list[str]
     columns: list[Column]
     x_ticks: list[Tick]
@@ -81,7 +97,7 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """label: its index; told: what the pointer reads."""
+    """One bar of a lane. label: index into ``Lanes.labels``. The last field is the text shown at the pointer."""
 
     x: float
     y: float
@@ -92,8 +108,11 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """Bars on a common axis of time, a lane above the other. left, bottom: of the axes; names: of the lanes, at their tops;
-    colors: of the labels, a number each."""
+    """Bars in lanes over a common time axis.
+
+    left, bottom: position of the axes. height: of a lane. names: of the lanes, at their upper edges. colors: index of the colour
+    of each label.
+    """
 
     left: int
     bottom: int
@@ -106,12 +125,12 @@ class Lanes:
 
 
 def draw(title: str, note: str, curves: Sequence[Curve], *, at_least: tuple[float, float] | None = None) -> Chart:
-    """A line chart. at_least: a range that the y axis covers anyway. Points that are not finite are left out."""
+    """Lay out a line chart. at_least: range that the y axis covers in any case. Points that are not finite are left out."""
     kept = [thin(curve) for curve in curves]
     shown = [value for curve in kept for values in (curve.values, curve.low or [], curve.high or []) for value in values]
     low, high = _padded(min(shown), max(shown)) if at_least is None else (min(at_least[0], *shown), max(at_least[1], *shown))
     steps = [step for curve in kept for step in curve.steps]
-    first, last = min(steps), max(max(steps), min(steps) + 1)
+    first, last = min(steps), max(max(steps), min(steps) + 1)  # at least one step wide: x() divides by the difference
     y_ticks = nice_ticks(low, high)
 
     def x(step: float) -> float:
@@ -129,6 +148,7 @@ def draw(title: str, note: str, curves: Sequence[Curve], *, at_least: tuple[floa
         drawn = path(curve.steps, curve.values)
         band = ""
         if curve.low is not None and curve.high is not None:
+            # A closed polygon: along the upper bound, and back along the lower one. back[1:] drops the "M" that starts a path.
             back = path(list(curve.steps)[::-1], list(curve.low)[::-1])
             band = f"{path(curve.steps, curve.high)}L{back[1:]}Z"
         points = list(zip(curve.steps, curve.values, strict=True))
@@ -154,10 +174,14 @@ def draw(title: str, note: str, curves: Sequence[Curve], *, at_least: tuple[floa
 
 
 def stack(labels: Sequence[str], steps: Sequence[float], parts: Sequence[Sequence[float]], most: int = 60) -> Stack:
-    """Columns of what each step is made of; parts[i]: the step's value for each label. Steps join into ``most`` columns."""
+    """Lay out stacked columns, at most ``most``; neighbouring steps are averaged into one column.
+
+    parts[i]: value of each label in steps[i].
+    """
     size = -(-len(steps) // most)
     groups = [range(start, min(start + size, len(steps))) for start in range(0, len(steps), size)]
     means = [[sum(parts[i][k] for i in group) / len(group) for k in range(len(labels))] for group in groups]
+    # 5 % of room above the highest column; 1.0 avoids a division by zero if everything is 0.
     high = max(sum(mean) for mean in means) * 1.05 or 1.0
     pitch = (RIGHT - LEFT) / len(groups)
     columns = []
@@ -176,9 +200,9 @@ def stack(labels: Sequence[str], steps: Sequence[float], parts: Sequence[Sequenc
 
 
 def lanes(spans: Sequence[tuple[str, str, float, float]], colors: Mapping[str, int], left: int = 90, height: int = 26) -> Lanes:
-    """What ran when: (lane, label, start, end) in seconds each. Lanes and labels in the order in which they first come.
+    """Lay out bars (lane, label, start, end), in seconds. Lanes and labels are in order of their first occurrence.
 
-    colors: the numbers of labels that have one elsewhere; the others get the next ones.
+    colors: {label: index of its colour} of labels that another chart of the page shows too; other labels get the next free ones.
     """
     names = list(dict.fromkeys(lane for lane, *_ in spans))
     labels = list(dict.fromkeys(label for _, label, *_ in spans))
@@ -203,13 +227,14 @@ def lanes(spans: Sequence[tuple[str, str, float, float]], colors: Mapping[str, i
 
 
 def thin(curve: Curve) -> Curve:
-    """Finite points only, at most MAX_POINTS: means of neighbours; lowest of low, highest of high."""
+    """Reduce a curve to at most MAX_POINTS finite points: means of neighbours, with the extremes of their bands."""
+    # The page contains every point: this bounds its size for long runs.
     keep = [i for i, value in enumerate(curve.values) if math.isfinite(value)]
     size = max(1, -(-len(keep) // MAX_POINTS))
     groups = [keep[start : start + size] for start in range(0, len(keep), size)]
     return Curve(
         curve.label,
-        [curve.steps[group[-1]] for group in groups],
+        [curve.steps[group[-1]] for group in groups],  # at the last step of each group, so that the curve ends at the last step
         [sum(curve.values[i] for i in group) / len(group) for group in groups],
         None if curve.low is None else [min(curve.low[i] for i in group) for group in groups],
         None if curve.high is None else [max(curve.high[i] for i in group) for group in groups],
@@ -220,24 +245,26 @@ def thin(curve: Curve) -> Curve:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Moving average, centred so that it does not lag, over about a twentieth of the curve."""
+    """Moving average over about a twentieth of the curve, centred so that it does not lag; the window shrinks at both ends."""
     reach = max(3, len(values) // 40)
     return [sum(window) / len(window) for i in range(len(values)) if (window := values[max(0, i - reach) : i + reach + 1])]
 
 
 def nice_ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten within [low, high]."""
+    """Multiples of 1, 2 or 5 times a power of ten within [low, high], approximately ``about`` of them."""
     rough = (high - low) / about
     power = 10.0 ** math.floor(math.log10(rough))
     unit = next(unit for unit in (1, 2, 5, 10) if unit * power >= rough * 0.999) * power
+    # Twelve digits remove the rounding of i * unit (0.30000000000000004). 1e-9 keeps a tick that rounding puts just outside.
     return [float(f"{i * unit:.12g}") for i in range(math.ceil(low / unit - 1e-9), math.floor(high / unit + 1e-9) + 1)]
 
 
 def whole_ticks(first: float, last: float) -> list[float]:
-    """Ticks at whole steps."""
+    """Ticks at integers: a short run must not show half steps."""
     return [at for at in nice_ticks(first, last) if at == int(at)]
 
 
 def _padded(low: float, high: float) -> tuple[float, float]:
+    """Range of the y axis: some room around [low, high], down to 0 if low is near it."""
     room = (high - low) * 0.08 or abs(high) * 0.1 or 1.0
     return (0.0 if 0 <= low < room * 4 else low - room), high + room

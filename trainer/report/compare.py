@@ -1,5 +1,8 @@
-"""Several runs beside each other: where their configurations differ, their curves, what they reached. Runs whose configurations
-differ in seeds alone are one group: its curve is their mean, within a band from the least to the largest."""
+"""Compare runs: differences of their configurations, their curves, and their final metrics.
+
+Runs whose configurations differ in seeds only form a group. Its curve is their mean, with a band from the smallest to the largest
+value.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ NAMES = (
     "trainer.rollout_data_dir",
     "trainer.log_val_generations",
 )
-"""Keys in which two runs may differ and are yet the same."""
+"""Keys that name or locate a run, ignored when configurations are compared."""
 MOST_IN_LABEL = 3
 NOT_SET = "(not set)"
 PNG_CHARTS, PNG_COLUMNS = 6, 3
@@ -34,7 +37,10 @@ PNG_CHARTS, PNG_COLUMNS = 6, 3
 
 @dataclass(frozen=True, slots=True)
 class ComparedRun:
-    """config: dotted key to value as JSON, without NAMES."""
+    """A run that takes part in the comparison.
+
+    config: {dotted key: value as JSON}, without NAMES. steps: its last step. outcome: None if it is running or was killed.
+    """
 
     run_dir: Path
     config: dict[str, str]
@@ -43,13 +49,13 @@ class ComparedRun:
     outcome: Outcome | None
 
     def settings(self) -> dict[str, str]:
-        """All but the seeds."""
+        """The configuration without seeds; equal for all runs of a group."""
         return {key: value for key, value in self.config.items() if not is_seed(key)}
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Runs that differ in seeds alone."""
+    """Runs that differ in seeds only."""
 
     label: str
     runs: list[ComparedRun]
@@ -57,7 +63,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Final:
-    """The last value of a metric over a group's runs."""
+    """Last value of a metric: mean, minimum and maximum over the runs of a group."""
 
     mean: float
     low: float
@@ -65,17 +71,22 @@ class Final:
 
 
 def is_seed(key: str) -> bool:
+    """Whether the last part of the dotted key is ``seed``."""
     return key.rpartition(".")[2] == "seed"
 
 
 def find_runs(directories: Sequence[Path]) -> list[ComparedRun]:
-    """Each directory is a run's, or holds those of a sweep. Raises ValueError for one that is neither."""
+    """Read the runs in ``directories``; each is a run directory, or contains those of a sweep.
+
+    Raises ValueError for a directory that is neither, or if no run has completed a step.
+    """
     found: dict[Path, None] = {}
     for directory in directories:
         inside = [directory] if (directory / METRICS).exists() else sorted(path.parent for path in directory.glob(f"*/{METRICS}"))
         if not inside:
             what = f"neither it nor a directory in it has a {METRICS}" if directory.is_dir() else "there is no such directory"
             raise ValueError(f"{directory}: {what}; name run directories, or a sweep's")
+        # By length first, so that 10 follows 9.
         found |= dict.fromkeys(sorted(inside, key=lambda path: (len(path.name), path.name)))
     runs = [read_run(path) for path in found]
     if not any(run.series for run in runs):
@@ -84,7 +95,7 @@ def find_runs(directories: Sequence[Path]) -> list[ComparedRun]:
 
 
 def read_run(run_dir: Path) -> ComparedRun:
-    """Raises ValueError if the directory lacks its configuration."""
+    """Read one run directory. Raises ValueError if its configuration is missing."""
     if not (run_dir / CONFIG).exists():
         raise ValueError(f"{run_dir}: it has {METRICS}, but no {CONFIG}: was it copied in part?")
     leaves = leaves_of(yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8")))
@@ -94,12 +105,16 @@ def read_run(run_dir: Path) -> ComparedRun:
 
 
 def groups_of(runs: Sequence[ComparedRun]) -> list[Group]:
-    """In the order in which their first runs come; labelled by the settings that differ, or by a directory if these are many."""
+    """Group runs by their settings, in order of the first run of each group.
+
+    Labels are the settings that differ between groups, or the directory of the first run if these are many or not unique.
+    """
     together: dict[tuple[tuple[str, str], ...], list[ComparedRun]] = {}
     for run in runs:
         together.setdefault(tuple(sorted(run.settings().items())), []).append(run)
     members = list(together.values())
     keys = differing([group[0].settings() for group in members])
+    # Settings of any member will do: within a group they are equal.
     labels = [_label(group[0], keys) for group in members]
     if len({*labels}) < len(labels):
         labels = [str(group[0].run_dir) for group in members]
@@ -107,13 +122,16 @@ def groups_of(runs: Sequence[ComparedRun]) -> list[Group]:
 
 
 def differing(configs: Sequence[dict[str, str]]) -> list[str]:
-    """The keys that do not have the same value in all."""
+    """Keys whose values are not the same in all of ``configs``, sorted; a missing key counts as a value."""
     keys = sorted({key for config in configs for key in config})
     return [key for key in keys if len({config.get(key) for config in configs}) > 1]
 
 
 def mean_curve(group: Group, metric: str) -> Curve:
-    """Over the steps at which each of its runs has a finite value."""
+    """Mean of ``metric`` over the runs of a group, with a band if there are several.
+
+    Only steps at which every run has a finite value: otherwise the mean would jump where a run lacks a value.
+    """
     values: list[dict[float, float]] = [
         {step: value for step, value in zip(*run.series.get(metric, ([], [])), strict=True) if math.isfinite(value)}
         for run in group.runs
@@ -135,13 +153,13 @@ def label_with_seeds(group: Group) -> str:
 
 
 def final_of(group: Group, metric: str) -> Final | None:
-    """None if none of its runs measured it."""
+    """Final value of ``metric`` over the group, None if no run measured it."""
     last = [run.series[metric][1][-1] for run in group.runs if metric in run.series]
     return Final(sum(last) / len(last), min(last), max(last)) if last else None
 
 
 def metrics_shown(runs: Sequence[ComparedRun]) -> Iterator[tuple[str, str, CurveSpec]]:
-    """(title, metric, how it is drawn) of what the report draws; of several data sources each."""
+    """Yield (title, metric, specification) of the report's curves that any run has; accuracy also by data source, if several."""
     names = sorted({name for run in runs for name in run.series})
     by_source = [name for name in names if name.startswith("val-core/")]
     for spec in CURVES:
@@ -153,7 +171,8 @@ def metrics_shown(runs: Sequence[ComparedRun]) -> Iterator[tuple[str, str, Curve
 
 
 def curves_of(groups: Sequence[Group], metric: str, spec: CurveSpec) -> list[Curve]:
-    """Those that have a point, each in its group's color; none if there is nothing to see."""
+    """Curves of the groups that measured ``metric``; empty if all values are 0 and the specification hides those."""
+    # The colour is the group's index and not the curve's: a group keeps it in charts where another group is missing.
     curves = []
     for place, group in enumerate(groups):
         curve = mean_curve(group, metric)
@@ -173,7 +192,7 @@ def charts_of(groups: Sequence[Group]) -> list[Chart]:
 
 
 def write_comparison(directories: Sequence[Path], out: Path) -> list[Path]:
-    """``out``.html, one file without outside parts, and ``out``.png. Returns both. Raises ValueError, see find_runs."""
+    """Write ``out``.html, a single self-contained file, and ``out``.png. Returns both paths. Raises ValueError like find_runs."""
     runs = find_runs(directories)
     groups = groups_of(runs)
     settings = [group.runs[0].settings() for group in groups]
@@ -198,7 +217,8 @@ def write_comparison(directories: Sequence[Path], out: Path) -> list[Path]:
 
 
 def write_png(groups: Sequence[Group], path: Path) -> None:
-    """The first charts of the page."""
+    """Draw the first PNG_CHARTS charts of the page as a picture."""
+    # Imported here: only this function needs matplotlib. Agg needs no display.
     import matplotlib
 
     matplotlib.use("Agg")
@@ -226,7 +246,9 @@ def write_png(groups: Sequence[Group], path: Path) -> None:
                 )
                 if curve.low is not None and curve.high is not None:
                     axes.fill_between(curve.steps, curve.low, curve.high, color=color, alpha=0.15, linewidth=0)
+                # One legend for all charts: a group has the same colour in each of them.
                 lines.setdefault(curve.label, line)
+        # The grid is rectangular; its last places may be empty.
         for axes in grid.flat[len(drawn) :]:
             axes.set_visible(False)
         figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=min(len(lines), 3) or 1, frameon=False)
@@ -245,13 +267,13 @@ def _label(run: ComparedRun, keys: Sequence[str]) -> str:
 
 
 def _seeds(run: ComparedRun, group: Group) -> str:
-    """Those that differ within the group; of a single run the run's own."""
+    """The seeds of ``run`` that differ within the group, or its trainer.seed if none do."""
     keys = differing([other.config for other in group.runs]) or ["trainer.seed"]
     return ", ".join(f"{key}={_shown(run.config.get(key))}" for key in keys)
 
 
 def _shown(value: str | None) -> str:
-    """A JSON value as it would be typed."""
+    """A JSON value as a user would type it on the command line."""
     if value is None:
         return NOT_SET
     plain = json.loads(value)

@@ -1,4 +1,4 @@
-"""Templates of the pages that programs write: page.html.j2 and what extends it."""
+"""Render HTML pages from templates: page.html.j2 and the templates that extend it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from trainer.tracking.formatting import duration, number
 
 
 def render(template: str, **values: Any) -> str:
-    """A template below trainer/; one page without outside parts. Everything is escaped; a missing value is an error."""
+    """Render a template below trainer/ to a self-contained page. All values are escaped; a missing one raises an error."""
     return _environment().get_template(template).render(**values)
 
 
 @cache
 def _environment() -> Environment:
+    # autoescape: pages show text of models and data sets, which must not become markup.
     environment = Environment(
         loader=PackageLoader("trainer", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

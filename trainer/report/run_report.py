@@ -1,5 +1,8 @@
-"""One page that shows a run: report.html, from what the tracker kept. It grows with the run; ``python -m trainer.report <run
-directory>`` writes it of any run, at any time."""
+"""Report of a run: report.html, a single self-contained page made of the files that the tracker wrote.
+
+The page is written again while the run continues (``GrowingReport``) and when it ends (``finish``). ``python -m trainer.report
+<run directory>`` writes it for any run at any time, also after a crash: only the run directory is read.
+"""
 
 from __future__ import annotations
 
@@ -43,25 +46,26 @@ MOST_ANSWERS = 16
 DRAWN_STEPS = 3
 MOST_WORKERS = 32
 SHARE = 0.01
-"""Of the time, writing the page takes so much at most while the run goes on."""
-SECONDS = 5.0  # between two pages, at least
+"""Maximum fraction of the time that is spent on writing the page during a run."""
+SECONDS = 5.0  # minimum time between two pages
 CONTROLLER = "controller"
 PHASE_OF = {
     "generation": "gen", "forward of actor": "old_log_prob", "forward of ref": "ref", "forward of critic": "values",
     "update of actor": "update_actor", "update of critic": "update_critic", "weight sync": "sync",
 }  # fmt: skip
-"""What a worker is asked for, and the phase whose colour it has."""
+"""{call of a worker: phase whose colour it has}."""
 PNG_COLORS = ("#3b6fd8", "#e0792f", "#2a9d74", "#a45bd0", "#d1495b", "#c9a227", "#3aa6b9", "#7a8699", "#b86b8f", "#9aa5b1")
 
 Series = dict[str, tuple[list[float], list[float]]]
-"""Steps and values of each metric."""
+"""{metric: (steps, values)}."""
 
 
 @dataclass(frozen=True, slots=True)
 class CurveSpec:
-    """A chart of the metrics that the run has, under the labels given.
+    """Specification of a chart; metrics that the run does not have are left out.
 
-    band: a metric whose min and max are drawn too. zero: drawn also when it is 0 throughout, which else says nothing.
+    metrics: (metric, label) of each curve. band: prefix of the metrics <band>/min and <band>/max, drawn as a band. exact, dots,
+    at_least: see charts.Curve and charts.draw. zero: draw a curve also if it is 0 throughout; otherwise such a curve is left out.
     """
 
     title: str
@@ -115,7 +119,7 @@ CURVES = (
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A phase's part of the run's time."""
+    """Time of a phase over the whole run. share: fraction of the total time."""
 
     label: str
     seconds: float
@@ -124,14 +128,14 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A held-out prompt and its answers: the first that were kept, and the last if there are several."""
+    """Responses to a held-out prompt at the first validation and at the last one (None if there was only one)."""
 
     first: Sample
     last: Sample | None
 
 
 def finish(run_dir: Path) -> None:
-    """However the run ended: write the report, and say where it is."""
+    """Write the final report, whether the run succeeded or failed, and print held-out accuracy and the path of the report."""
     path, series = write_report(run_dir), series_of(read_metrics(run_dir))
     if ACCURACY in series:
         accuracies = series[ACCURACY][1]
@@ -141,7 +145,7 @@ def finish(run_dir: Path) -> None:
 
 
 def write_report(run_dir: Path) -> Path:
-    """``run_dir``/report.html: one file without outside parts, readable also while the run goes on. Returns its path."""
+    """Write ``run_dir``/report.html, a single self-contained file, and return its path. May be called during the run."""
     steps = read_metrics(run_dir)
     series = series_of(steps)
     first_step, last_step, answers = answers_of(read_lines(run_dir / SAMPLES))
@@ -149,6 +153,7 @@ def write_report(run_dir: Path) -> Path:
     timeline = read_lines(run_dir / TIMELINE)
     config = yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))
     shares, columns = timing_of(steps)
+    # One colour per phase in all charts of the page.
     colors = {share.label: place for place, share in enumerate(shares)}
     page = render(
         "report/report.html.j2",
@@ -174,13 +179,17 @@ def write_report(run_dir: Path) -> Path:
         config=(run_dir / CONFIG).read_text(encoding="utf-8"),
         environment=json.loads((run_dir / ENVIRONMENT).read_text(encoding="utf-8")),
     )
+    # Atomic: a browser that reloads during the run never reads a partial page.
     write_atomic(run_dir / REPORT, page)
     return run_dir / REPORT
 
 
 class GrowingReport:
-    """A logger: report.html while the run goes on. A thread writes it after a step, and rests so long that it takes SHARE of the
-    time."""
+    """Logger that updates report.html during the run.
+
+    A thread writes the page after a step and then sleeps long enough that writing takes at most SHARE of the time. So the cost
+    stays bounded although each page takes longer than the one before. An error of the report never ends the run.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -192,12 +201,14 @@ class GrowingReport:
         self._stepped.set()
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """They are in the file, for the next page."""
+        """Do nothing: the next page reads the samples from their file."""
 
     def go_back(self, step: int) -> None:
-        """The next page shows it."""
+        """Do nothing: the next page reads the files, which have been rolled back."""
 
     def close(self) -> None:
+        """End the thread; ``finish`` writes the last page."""
+        # _over first: _work checks it when _stepped wakes it.
         self._over.set()
         self._stepped.set()
         self._thread.join()
@@ -208,10 +219,11 @@ class GrowingReport:
             self._stepped.clear()
             if self._over.is_set():
                 return
+            # CPU time of this thread, and not wall time: what it waits for the interpreter is not taken from the run.
             before = time.thread_time()
             try:
                 write_report(self._run_dir)
-            except Exception as error:  # the run is worth more than a page about it
+            except Exception as error:  # the run matters more than its report: note the error once, then stop updating
                 tell(f"note: {self._run_dir / REPORT} is not written while the run goes on: {type(error).__name__}: {error}")
                 return
             if self._over.wait(max(SECONDS, (time.thread_time() - before) / SHARE)):
@@ -219,7 +231,7 @@ class GrowingReport:
 
 
 def write_curve_png(run_dir: Path, path: Path) -> None:
-    """Accuracy with score, entropy (else the gradient's norm), and the time of a step, as a picture for a README."""
+    """Draw accuracy with score, entropy (or the gradient norm), and the time of a step as a picture, for a README."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -257,6 +269,7 @@ def write_curve_png(run_dir: Path, path: Path) -> None:
 
 
 def series_of(steps: Sequence[Mapping[str, float]]) -> Series:
+    """Transpose the entries of metrics.jsonl: steps and values of each metric."""
     series: Series = {}
     for entry in steps:
         for name, value in entry.items():
@@ -268,11 +281,15 @@ def series_of(steps: Sequence[Mapping[str, float]]) -> Series:
 
 
 def reward_curves(config: Mapping[str, Any], series: Series) -> list[CurveSpec]:
-    """What the scorer says beside what the reward models say: that theirs rises while its falls is over-optimisation."""
+    """Charts of the scorer and of the reward models, empty without a reward model.
+
+    Scores of the models that rise while those of the scorer fall are a sign of over-optimisation.
+    """
     reward = config.get("reward", {})
     names = [*(["reward_model"] if reward.get("reward_model", {}).get("enable") else []), *reward.get("models", {})]
     if not names:
         return []
+    # Metrics are named val-aux/<source>/<name>/mean@n.
     held_out = {metric: parts for metric in series if (parts := metric.split("/"))[0] == "val-aux" and parts[-2] in names}
     sources = len({parts[1] for parts in held_out.values()})
     labels = {metric: " ".join(parts[1:-1] if sources > 1 else parts[-2:-1]) for metric, parts in held_out.items()}
@@ -285,7 +302,7 @@ def reward_curves(config: Mapping[str, Any], series: Series) -> list[CurveSpec]:
 
 
 def charts_of(series: Series, more: Sequence[CurveSpec] = ()) -> list[Chart]:
-    """more: charts that come after the score's."""
+    """All charts of the page that have data. more: specifications inserted after accuracy and score."""
     charts = []
     for spec in (*CURVES[:2], *more, *CURVES[2:]):
         curves = []
@@ -299,20 +316,21 @@ def charts_of(series: Series, more: Sequence[CurveSpec] = ()) -> list[Chart]:
 
 
 def _by_data_source(spec: CurveSpec, series: Series) -> tuple[tuple[str, str], ...]:
-    """Accuracy of each data set, where there are several."""
+    """Additional curves of the accuracy chart: one per data set, if there are several."""
     is_accuracy = bool(spec.metrics) and spec.metrics[0][0] == ACCURACY
     names = [name for name in series if name.startswith("val-core/")] if is_accuracy else []
     return tuple((name, name.split("/", 1)[1]) for name in names) if len(names) > 1 else ()
 
 
 def facts_of(steps: Sequence[Mapping[str, float]], series: Series) -> list[tuple[str, str]]:
-    """The small figures of the headline."""
+    """(label, value) of the figures in the headline."""
     facts = [("steps", number(steps[-1][GLOBAL_STEP]) if steps else "0")]
     if "perf/total_num_tokens" in series:
         facts.append(("tokens", number(sum(series["perf/total_num_tokens"][1]))))
     shares, _ = timing_of(steps)
     facts.append(("time", duration(sum(share.seconds for share in shares))))
     if "perf/throughput" in series:
+        # The median, which single slow steps do not change.
         middle = sorted(series["perf/throughput"][1])[len(series["perf/throughput"][1]) // 2]
         facts.append(("tokens/s/GPU", number(middle)))
     if "perf/mfu" in series:
@@ -321,13 +339,15 @@ def facts_of(steps: Sequence[Mapping[str, float]], series: Series) -> list[tuple
 
 
 def phase_seconds(steps: Sequence[Mapping[str, float]]) -> tuple[list[str], list[float], list[list[float]]]:
-    """Phases in the order in which they first came, the step's rest last; steps; seconds of each step by phase."""
+    """(phases, steps, seconds of each step by phase). Phases are in order of first occurrence; the last one is the remainder."""
+    # Validation before the first step has an entry in metrics.jsonl, but no times.
     timed = [entry for entry in steps if f"timing_s/{WHOLE_STEP}" in entry]
     names = dict.fromkeys(name.removeprefix("timing_s/") for entry in timed for name in entry if name.startswith("timing_s/"))
     phases = [name for name in names if name not in (WHOLE_STEP, *WITHIN)]
     parts = []
     for entry in timed:
         spent = [entry.get(f"timing_s/{phase}", 0.0) for phase in phases]
+        # The remainder is the step minus the phases within it; AFTER_STEP is not part of a step. Concurrent phases may exceed it.
         inside = sum(value for phase, value in zip(phases, spent, strict=True) if phase not in AFTER_STEP)
         parts.append([*spent, max(0.0, entry[f"timing_s/{WHOLE_STEP}"] - inside)])
     rest = "other" if set(phases) - set(AFTER_STEP) else WHOLE_STEP
@@ -335,6 +355,7 @@ def phase_seconds(steps: Sequence[Mapping[str, float]]) -> tuple[list[str], list
 
 
 def timing_of(steps: Sequence[Mapping[str, float]]) -> tuple[list[Share], Stack | None]:
+    """Total time of each phase, and the chart of phases by step; ([], None) without a timed step."""
     phases, xs, parts = phase_seconds(steps)
     if not xs:
         return [], None
@@ -344,8 +365,10 @@ def timing_of(steps: Sequence[Mapping[str, float]]) -> tuple[list[Share], Stack 
 
 
 def timeline_of(entries: Sequence[Mapping[str, Any]], colors: Mapping[str, int]) -> Lanes | None:
-    """The phases of the last steps, a lane for each pool and one for what the controller does itself; None: there are none.
-    colors: of phases."""
+    """Phases of the last DRAWN_STEPS steps, with a lane per pool and one for the controller; None if there are no steps.
+
+    colors: {phase: index of its colour}.
+    """
     entries = [entry for entry in entries if entry["spans"]][-DRAWN_STEPS:]
     spans = [
         (pool, phase, start, end)
@@ -354,13 +377,16 @@ def timeline_of(entries: Sequence[Mapping[str, Any]], colors: Mapping[str, int])
         for pool in (pools or [CONTROLLER])
         if phase != WHOLE_STEP
     ]
+    # Pools by name, the controller last.
     order = {pool: (pool == CONTROLLER, pool) for pool, *_ in spans}
     return lanes(sorted(spans, key=lambda span: (order[span[0]], span[2])), colors) if spans else None
 
 
 def workers_of(entries: Sequence[Mapping[str, Any]], colors: Mapping[str, int]) -> tuple[int, Lanes] | None:
-    """The last step, what each of its workers was asked for, and when; the controller's own phases below. None: no step yet.
-    colors: of phases."""
+    """(last step, calls of each worker in it, with the controller's own phases below); None if there is no step yet.
+
+    At most MOST_WORKERS ranks of each pool are shown. colors: {phase: index of its colour}.
+    """
     entry = next((entry for entry in reversed(entries) if entry.get("calls")), None)
     if entry is None:
         return None
@@ -371,12 +397,13 @@ def workers_of(entries: Sequence[Mapping[str, Any]], colors: Mapping[str, int]) 
     )
     spans = [(f"{pool} {rank}", what, start, end) for pool, rank, start, what, end in calls]
     spans += [(CONTROLLER, phase, start, end) for phase, pools, start, end in entry["spans"] if not pools and phase != WHOLE_STEP]
+    # Only phases that the run has; lanes() gives the other calls colours of their own.
     calls_too = {what: colors[phase] for what, phase in PHASE_OF.items() if phase in colors}
     return entry[GLOBAL_STEP], lanes(spans, {**colors, **calls_too})
 
 
 def answers_of(entries: Sequence[Mapping[str, Any]]) -> tuple[int, int, list[Answered]]:
-    """The first and the last step with samples, and the prompts that both have, at most MOST_ANSWERS."""
+    """(first step with samples, last one, at most MOST_ANSWERS prompts that both have)."""
     if not entries:
         return 0, 0, []
     first_step, last_step = entries[0][GLOBAL_STEP], entries[-1][GLOBAL_STEP]

@@ -1,7 +1,11 @@
-"""Is the run sick? Each alarm measures something of a step's metrics and of those before, and rings when it stays beyond a bound.
+"""Training-health alarms: each rule measures a step's metrics and fires when its value stays beyond a bound for several steps.
 
-All that is remembered is numbers of the metrics; they are in every checkpoint, so that a resumed run rings where the whole one
-does. A number that is NaN or infinite is no measure: what is made of it is skipped (skipped_updates.py); nonfinite counts that.
+A rule (``AlarmRule``) turns the metrics of a step and a memory of earlier ones into a single number. ``Alarms`` compares that
+number with the configured bound and counts consecutive steps beyond it; ``alarms.<name>.patience`` of them fire the alarm.
+
+The memory contains numbers only and is saved in every checkpoint, so a resumed run fires at the same steps as an uninterrupted
+one. What a rule measures does not depend on its configured action, bound or patience: a resumed run may change these. Values that
+are NaN or infinite are not measured. Updates with such a loss are skipped (skipped_updates.py), which the rule nonfinite counts.
 """
 
 from __future__ import annotations
@@ -18,9 +22,9 @@ from trainer.run.errors import Found
 from trainer.run.events import Events
 
 WINDOW = 20
-"""Steps whose median is what is usual."""
+"""Number of steps in the running median, which stands for the usual value."""
 MEAN = 10
-"""Steps of a running mean; before there are so many, nothing is measured."""
+"""Number of steps in the running mean; fewer steps give no measurement."""
 SCORE = "critic/score"
 CUT = "response_length/clip_ratio"
 HELD_OUT = "val/accuracy"
@@ -31,35 +35,43 @@ NO_END_TOKEN = (
     "data.max_response_length: set eos_token in the tokenizer_config.json and eos_token_id in the generation_config.json"
 )
 NOISE = 3.0
-"""Standard errors of the held-out score: what falls by less has not fallen."""
+"""Standard errors of the held-out score below which a fall counts as noise."""
 
 Metrics = Mapping[str, float]
 
 
 @dataclass(slots=True)
 class AlarmMemory:
-    """recent: the last WINDOW values of a metric, the newest last. extremes: of a metric, or of its running mean, so far."""
+    """Earlier values of metrics. It is saved as JSON, so it holds only lists and dictionaries of numbers.
+
+    recent: the last WINDOW values of each metric, newest last. extremes: largest and smallest value so far of a metric, or of its
+    running mean.
+    """
 
     recent: dict[str, list[float]] = field(default_factory=dict)
     extremes: dict[str, float] = field(default_factory=dict)
 
     def running_mean(self, name: str, value: float) -> float | None:
-        """With ``value``, the newest."""
+        """Append ``value`` and return the mean of the last MEAN values; None if there are fewer."""
         self._append(name, value)
         values = self.recent[name][-MEAN:]
         return fmean(values) if len(values) == MEAN else None
 
     def over_median(self, name: str, value: float) -> float | None:
-        """``value`` over the median of those before it that are not 0: of a gradient, 0 says that there was nothing to learn."""
+        """Append ``value`` and return its ratio to the median of earlier positive values; None if these are fewer than MEAN."""
+        # Zeros are excluded: a gradient is 0 if all responses of each group have the same score. With many such steps the median
+        # would be 0 or tiny, and the next ordinary gradient would look like a spike.
         before = [other for other in self.recent.get(name, []) if other > 0]
         self._append(name, value)
         return value / median(before) if len(before) >= MEAN else None
 
     def highest(self, name: str, value: float) -> float:
+        """Largest value of ``name`` so far, ``value`` included."""
         self.extremes[f"{name} max"] = max(value, self.extremes.get(f"{name} max", value))
         return self.extremes[f"{name} max"]
 
     def lowest(self, name: str, value: float) -> float:
+        """Smallest value of ``name`` so far, ``value`` included."""
         self.extremes[f"{name} min"] = min(value, self.extremes.get(f"{name} min", value))
         return self.extremes[f"{name} min"]
 
@@ -68,13 +80,16 @@ class AlarmMemory:
 
 
 Measure = Callable[[AlarmMemory, Metrics], float | None]
-"""From what is remembered and a step's finite metrics to a number, None where there is nothing to measure."""
+"""(memory, finite metrics of a step) -> value of the rule, None if the step has nothing to measure. Updates the memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class AlarmRule:
-    """name: of the alarm, its key below ``alarms``. measured: in words, for people. advice: what to look at. below: the bound is
-    a least. steps: so many of them the number is made of.
+    """A rule that turns metrics into a number to compare with a bound.
+
+    name: key below ``alarms`` in the configuration. measured: description of the number in a message. advice: what to check or
+    change, in the same message. below: fires below the bound instead of above it. steps: number of steps that enter the number;
+    a rollback has to precede all of them.
     """
 
     name: str
@@ -87,7 +102,7 @@ class AlarmRule:
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """One that rings. healthy_until: the last step before the first of those that made it ring."""
+    """An alarm that has fired. healthy_until: the last step before all those that entered its measurements."""
 
     action: Literal["warn", "stop", "rollback"]
     text: str
@@ -95,6 +110,11 @@ class Alarm:
 
 
 class Alarms:
+    """All rules of a run with their counts.
+
+    beyond: {rule: number of consecutive steps beyond the bound}. since: {rule: first of these steps}.
+    """
+
     def __init__(self, rules: Sequence[tuple[AlarmRule, AlarmConfig]]) -> None:
         self.rules = rules
         self.memory = AlarmMemory()
@@ -102,9 +122,10 @@ class Alarms:
         self.since: dict[str, int] = {}
 
     def see(self, step: int, metrics: Metrics) -> list[Alarm]:
-        """Which ring at this step: a warning once, when the bound is passed for the ``patience``-th step in a row.
+        """Evaluate all rules and return the alarms that fire at ``step``.
 
-        A step in which an alarm finds nothing to measure leaves its count as it is.
+        A warning fires once, at the ``patience``-th consecutive step beyond the bound, and again only after the value has been
+        within the bound. Stop and rollback fire at each further step, too. A step without a measurement keeps the count.
         """
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         rung = []
@@ -118,6 +139,7 @@ class Alarms:
             self.beyond[rule.name] = count = self.beyond.get(rule.name, 0) + 1
             if count == 1:
                 self.since[rule.name] = step
+            # Beyond patience too, where the run must act: a resumed run may have changed the action from warn to stop.
             if count == config.patience or (count > config.patience and config.action != "warn"):
                 rung += self._alarm(rule, config, value, count)
         return rung
@@ -130,6 +152,7 @@ class Alarms:
         text = (
             f"{rule.name}: {rule.measured} is {value:.3g}, {side} alarms.{rule.name}.bound={config.bound:g}{steps}: {rule.advice}"
         )
+        # The first value beyond the bound was made of the ``steps`` steps up to ``since``, so all of these are suspect.
         return [Alarm(config.action, text, self.since[rule.name] - rule.steps)]
 
     def state(self) -> dict[str, Any]:
@@ -141,11 +164,13 @@ class Alarms:
 
 
 def is_beyond(value: float, bound: float | None, below: bool) -> bool:
+    """Whether ``value`` is on the wrong side of ``bound``; never for None, which disables a rule."""
     return bound is not None and (value < bound if below else value > bound)
 
 
 def react(alarms: Sequence[Alarm], events: Events, step: int) -> Alarm | None:
-    """Tell of all, and return the first that asks for a rollback. Raises Found if one asks for a stop."""
+    """Report all alarms as events and return the first that requests a rollback. Raises Found if one requests a stop."""
+    # All events first: Found ends the loop, and later alarms of this step would not be recorded.
     for alarm in alarms:
         events.add(step, "alarm", alarm.text)
     for alarm in alarms:
@@ -155,7 +180,7 @@ def react(alarms: Sequence[Alarm], events: Events, step: int) -> Alarm | None:
 
 
 def level(*names: str) -> Measure:
-    """The size of the first of these metrics that the step has."""
+    """A measure: absolute value of the first of these metrics that the step has."""
 
     def measure(memory: AlarmMemory, metrics: Metrics) -> float | None:
         return next((abs(metrics[name]) for name in names if name in metrics), None)
@@ -164,11 +189,15 @@ def level(*names: str) -> Measure:
 
 
 def lost_score(memory: AlarmMemory, metrics: Metrics) -> float | None:
-    """How far the running mean of the score is under its best, in parts of the range of all scores so far."""
+    """Fall of the running mean score from its best value, as a fraction of the range of all scores so far.
+
+    The range makes the bound independent of the units of the reward.
+    """
     if not {f"{SCORE}/mean", f"{SCORE}/max", f"{SCORE}/min"} <= metrics.keys():
         return None
     best_answer = memory.highest(SCORE, metrics[f"{SCORE}/max"])
     span = best_answer - memory.lowest(SCORE, metrics[f"{SCORE}/min"])
+    # Each metric enters the memory at every step, also where the result is None: a later step compares with it.
     mean = memory.running_mean(f"{SCORE}/mean", metrics[f"{SCORE}/mean"])
     if mean is None or not span:
         return None
@@ -176,7 +205,7 @@ def lost_score(memory: AlarmMemory, metrics: Metrics) -> float | None:
 
 
 def more_cut(memory: AlarmMemory, metrics: Metrics) -> float | None:
-    """How far the running mean of the share of cut answers is above its least."""
+    """Rise of the running mean fraction of truncated responses above its smallest value."""
     if CUT not in metrics:
         return None
     mean = memory.running_mean(CUT, metrics[CUT])
@@ -184,29 +213,35 @@ def more_cut(memory: AlarmMemory, metrics: Metrics) -> float | None:
 
 
 def gradient_spike(memory: AlarmMemory, metrics: Metrics) -> float | None:
-    """The larger of actor's and critic's."""
+    """Gradient norm over its median; the larger ratio of actor and critic."""
     found = [memory.over_median(name, metrics[name]) for name in ("actor/grad_norm", "critic/grad_norm") if name in metrics]
     return max((ratio for ratio in found if ratio is not None), default=None)
 
 
 def length_spike(memory: AlarmMemory, metrics: Metrics) -> float | None:
+    """Mean response length over its median."""
     name = "response_length/mean"
     return memory.over_median(name, metrics[name]) if name in metrics else None
 
 
 def fallen_held_out(memory: AlarmMemory, metrics: Metrics) -> float | None:
-    """How far the held-out score is under its best, in parts of the best's height above the least score of any problem."""
+    """Fall of the held-out score from its best value, as a fraction of the best; 0 within NOISE standard errors.
+
+    Both are taken above the lowest score of any problem so far: scores of a reward model have no natural zero.
+    """
     names = (HELD_OUT, f"{HELD_OUT}_std", f"{HELD_OUT}_min", "val/problems")
     if not metrics.keys() >= set(names):
         return None
     score, std, least, problems = (metrics[name] for name in names)
     best, floor = memory.highest(HELD_OUT, score), memory.lowest(HELD_OUT, least)
+    # Standard error of a mean over ``problems`` scores, from the largest deviation so far: at an accuracy of 0 or 1 the current
+    # deviation is 0, and any fall would count.
     noise = NOISE * memory.highest(f"{HELD_OUT}_std", std) / max(problems, 1.0) ** 0.5
     return (best - score) / (best - floor) if best - score > noise and best > floor else 0.0
 
 
 def motion(memory: AlarmMemory, metrics: Metrics) -> float | None:
-    """The larger of the score's size and the actor's gradient norm."""
+    """The larger of |mean score| and the actor's gradient norm: near 0 only if no response scores and nothing is learnt."""
     names = (f"{SCORE}/mean", "actor/grad_norm")
     return max(abs(metrics[name]) for name in names) if metrics.keys() >= set(names) else None
 
@@ -304,7 +339,11 @@ END_TOKEN = AlarmRule(
 
 
 def ref_kl(config: PPOConfig) -> AlarmRule:
-    """The KL to the reference where it is logged in nats a token: in the loss only if that is a mean over tokens."""
+    """The rule for the KL to the reference, in nats per token.
+
+    A KL in the reward is always logged in that unit. A KL in the loss is used only if loss_agg_mode makes it a mean over tokens;
+    in the other modes it has another scale, for which the bound has no meaning.
+    """
     in_the_loss = config.actor_rollout_ref.actor.loss_agg_mode in ("token-mean", "seq-mean-token-mean")
     return AlarmRule(
         "ref_kl",
@@ -315,6 +354,7 @@ def ref_kl(config: PPOConfig) -> AlarmRule:
 
 
 def ppo_alarms(config: PPOConfig) -> Alarms:
+    """All rules of a PPO run. With rollout.ignore_eos no response ends by itself, so the two rules about ends are left out."""
     alarms, ends = config.alarms, not config.actor_rollout_ref.rollout.ignore_eos
     return Alarms(
         [
@@ -337,4 +377,5 @@ def ppo_alarms(config: PPOConfig) -> Alarms:
 
 
 def sft_alarms(config: SFTAlarmsConfig) -> Alarms:
+    """The rules of a supervised run."""
     return Alarms([(NONFINITE, config.nonfinite)])

@@ -1,4 +1,4 @@
-"""What watches a run's health: alarms on its metrics, skipped updates, nondeterministic kernels."""
+"""Per-step health checks of a run: alarms on metrics, skipped updates, nondeterministic kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.run.events import Events
 
 @dataclass
 class Health:
-    """kernels is None unless ``trainer.deterministic``."""
+    """The health checks of an attempt. kernels: None unless ``trainer.deterministic``."""
 
     alarms: Alarms
     skips: Skips
@@ -21,10 +21,11 @@ class Health:
     events: Events
 
     def check(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
-        """Evaluate all alarms on a step's metrics. Returns the alarm that asks for a rollback, if any.
+        """Evaluate all alarms on a step's metrics. Returns the alarm that requests a rollback, if any.
 
-        Raises Found if an alarm asks to stop.
+        Raises Found if an alarm requests a stop.
         """
+        # Before the alarms: the warnings of this step are reported even if an alarm ends the run.
         if self.kernels is not None:
             self.kernels.look(step)
         return react(self.alarms.see(step, metrics), self.events, step)

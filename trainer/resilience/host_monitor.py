@@ -1,4 +1,4 @@
-"""The host's memory and the run directory's disk, watched from the controller: what is left, and whether that is too little."""
+"""Monitor host memory and the run directory's disk from the controller: warn when they run low, stop when they are too low."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workers.host_memory import GB, host_memory
 
 
 class HostMonitor:
-    """Looked at once a step: some reads of /proc and /sys. Of several machines it sees the controller's."""
+    """Checked once per step, at the cost of a few reads of /proc and /sys. Monitors only the controller's machine."""
 
     def __init__(self, config: WatchConfig, run_dir: Path) -> None:
         self.config = config
@@ -22,11 +22,12 @@ class HostMonitor:
         self._sizes: dict[int, int] = {}
 
     def warnings(self) -> Iterator[tuple[str, str]]:
-        """(kind, text), each kind once."""
+        """Yield (kind, text) of each warning, every kind once per run."""
         memory, config = host_memory(), self.config
         if "low memory" not in self._told and memory.share < config.memory_warn:
             self._told.add("low memory")
             yield "low memory", f"{memory}, less than trainer.watch.memory_warn={config.memory_warn:g}"
+        # Warn early, while there is room for two more checkpoints; disk_warn_gb=0 turns off both conditions.
         free, checkpoint = self.disk()
         if "low disk" not in self._told and free < max(config.disk_warn_gb * GB, 2 * checkpoint if config.disk_warn_gb else 0):
             self._told.add("low disk")
@@ -34,7 +35,10 @@ class HostMonitor:
             yield "low disk", f"{free / GB:.3g} GB are free where {self.run_dir} is, less than {less}"
 
     def shortage(self) -> str | None:
-        """Why the run should save and stop now, while it can. The disk must hold one more checkpoint, and then disk_stop_gb."""
+        """The reason to save and stop now, while that is still possible, or None.
+
+        The disk must have room for one more checkpoint plus ``disk_stop_gb``: stopping saves a checkpoint.
+        """
         memory, config = host_memory(), self.config
         if memory.share < config.memory_stop:
             return f"{memory}, less than trainer.watch.memory_stop={config.memory_stop:g}"
@@ -47,10 +51,11 @@ class HostMonitor:
         return None
 
     def disk(self) -> tuple[float, int]:
-        """Bytes free, and of the newest checkpoint. A run directory that has vanished is no reason: saving tells of it."""
+        """(free bytes, bytes of the newest checkpoint). Infinite if the run directory is gone: the next save reports that."""
         if not self.run_dir.is_dir():
             return inf, 0
         free, steps = shutil.disk_usage(self.run_dir).free, checkpoint_steps(self.run_dir)
+        # Walk a checkpoint once, and not at each step.
         if steps and steps[-1] not in self._sizes:
             files = [path for path in checkpoint_dir(self.run_dir, steps[-1]).rglob("*") if path.is_file()]
             self._sizes = {steps[-1]: sum(path.stat().st_size for path in files)}

@@ -1,4 +1,13 @@
-"""A run that loses a worker, an engine or a node is torn down, started again, and goes on from its last checkpoint."""
+"""Restart a run that lost a worker, an engine or a node: tear everything down, start again, resume from the last checkpoint.
+
+A worker that dies may leave the others waiting in a collective, so a single one is not replaced. The whole attempt is ended
+instead (workers, Ray, reward processes), and the same process starts the next one. ``Lifetime`` holds what must outlive an
+attempt, and decides after a failure whether another one makes sense:
+
+- Errors that the user has to fix, and errors of the controller itself, end the run.
+- ``trainer.max_restarts`` limits the number of restarts, MOST_IN_VAIN those in a row without progress.
+- A restart with halved micro-batches after memory ran out is not counted if it repeats few steps.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +32,19 @@ from workers.controller.logs import chatter_to, tell
 from workers.controller.stop import graceful_stop
 
 MOST_IN_VAIN = 2
-"""Restarts, one after the other, that may get no further than what went before them."""
+"""Maximum number of consecutive restarts that complete no new step."""
 LOST_AT_MOST = 2
-"""Steps that a restart for want of memory may repeat where nothing says how many the user would."""
+"""Maximum number of steps that an uncounted restart after out-of-memory may repeat if trainer.save_freq does not allow more."""
 MENDED_BY_USER = ("ValueError", "FileNotFoundError")
+"""Exceptions of a worker that the user has to fix: another attempt would raise them again."""
 
 
 class Lifetime:
-    """What outlives an attempt at a run. started: the run directory is this run's. restarted: this is not the first attempt.
-    loggers: beside those of trainer.logger."""
+    """State of a run that outlives its attempts.
+
+    started: the run directory belongs to this run. restarted: this is not the first attempt. loggers: in addition to those of
+    trainer.logger.
+    """
 
     def __init__(self, trainer: RunConfig, run_dir: Path, loggers: Sequence[Logger] = ()) -> None:
         self.trainer = trainer
@@ -43,16 +56,20 @@ class Lifetime:
         self._budgets: dict[str, Budget] = {}
         self._restarts = 0
         self._in_vain = 0
-        self._reached: int | None = None  # the furthest step when it last fell
+        self._reached: int | None = None  # the furthest step at the last failure
         self._resume: Checkpoint | None = None
-        self._taken: Checkpoint | None = None  # by the attempt that is under way
+        self._taken: Checkpoint | None = None  # the checkpoint of the current attempt
 
     def budget(self, role: str) -> Budget:
+        """Micro-batch budget of ``role``. It outlives attempts: a restarted run must not run out of the same memory again."""
         return self._budgets.setdefault(role, Budget(role))
 
     def resume(self) -> Checkpoint | None:
-        """What the next attempt goes on from. A run that has begun goes on from its own last checkpoint, whatever the mode says
-        of those that were there before; without one, from where it began."""
+        """The checkpoint from which the next attempt resumes, None for the beginning.
+
+        A restarted run resumes from its own last checkpoint, whatever ``trainer.resume_mode`` says about earlier ones. Without a
+        checkpoint of its own it starts again where the first attempt did.
+        """
         found = self._resume if self.restarted else self._asked_for()
         if found is not None:
             tell(f"note: goes on from {found.path}")
@@ -60,9 +77,9 @@ class Lifetime:
         return found
 
     def damaged(self, damage: Damaged) -> None:
-        """After an attempt whose workers found the weights of its checkpoint damaged: the next one takes the one before it.
+        """Select the previous checkpoint after an attempt whose workers found the weights of its checkpoint damaged.
 
-        Raises ValueError if the user named the checkpoint, or there is no other.
+        Raises ValueError if the user named the checkpoint, or if there is no other.
         """
         taken = self._taken
         assert taken is not None, "only a checkpoint is damaged"
@@ -74,21 +91,24 @@ class Lifetime:
                 f"no checkpoint up to step {taken.step} is whole: {damage}. trainer.resume_mode=disable starts anew"
             ) from damage
         Events(self.run_dir).add(taken.step, "damaged checkpoint", f"{damage}; the one before it is taken")
+        # find_latest starts at this step, so the damaged checkpoint is not tried again.
         write_atomic(self.run_dir / LATEST, str(before[-1]))
         if self.restarted:
             self._resume = self._found()
 
     def fell(self, error: Exception) -> None:
-        """After an attempt. Raises the error if that is the end, and Stopped if the run was to stop anyway.
+        """Prepare the next attempt after a failure. Raises ``error`` if there is none, Stopped if the run was to stop anyway.
 
-        When memory ran out among several ranks, the next attempt has a smaller budget: such a restart counts as none. Where it
-        would lose more than LOST_AT_MOST steps, and more than trainer.save_freq puts at risk, it is one of trainer.max_restarts,
-        and ValueError says what to do if there are none.
+        If memory ran out among several ranks, the next attempt has a smaller budget and is not counted. If it would repeat more
+        than LOST_AT_MOST steps, and more than trainer.save_freq puts at risk, it counts towards trainer.max_restarts; if that is
+        0, ValueError says what to do.
         """
+        # First: after a signal there is no restart, the run ends at its last checkpoint.
         self.stopping.check(fell=True)
         cause, events = str(error).partition("\n")[0], Events(self.run_dir)
         step = max(self.stopping.furthest, 0)
         if isinstance(error, WorkerError) and error.kind == "OutOfMemory":
+            # The role that ran out of memory has halved its budget (RemoteModel.train_step); it is only reported here.
             for budget in self._budgets.values():
                 budget.tell(events, step)
             found = self._found()
@@ -102,6 +122,7 @@ class Lifetime:
                 raise self._out_of_memory(events, step, lost, cause) from error
         if self.trainer.max_restarts == 0 or (isinstance(error, WorkerError) and error.kind in MENDED_BY_USER):
             raise error
+        # Progress is a step beyond all steps of earlier attempts; repeating lost steps is none.
         self._in_vain = self._in_vain + 1 if self._reached == self.stopping.furthest else 0
         self._reached = self.stopping.furthest
         if self._restarts == self.trainer.max_restarts or self._in_vain == MOST_IN_VAIN:
@@ -113,9 +134,9 @@ class Lifetime:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Within is the run; how it ended is written to the run directory. One that is killed leaves no record."""
+        """Write the outcome of the run within the block to the run directory. A killed run leaves no record."""
         began = time.perf_counter()
-        status: Status = "interrupted"
+        status: Status = "interrupted"  # stays for SystemExit and KeyboardInterrupt, by which signals end the run
         try:
             yield
             status = "finished"
@@ -134,17 +155,17 @@ class Lifetime:
         return resolve_resume(trainer.resume_mode, trainer.resume_from_path, self.run_dir, remote_dir, weights=False)
 
     def _found(self) -> Checkpoint | None:
-        """The checkpoint that a restart resumes from."""
+        """The checkpoint from which a restart resumes: the run's own, else the one that the first attempt resumed from."""
         own = resolve_resume("auto", None, self.run_dir, None, weights=False) if self.started else None
         return own or self._asked_for()
 
     def _before_the_first_save(self, lost: int) -> bool:
-        """The steps to be repeated are no more than trainer.save_freq, or an epoch, puts at risk."""
+        """Whether the steps to repeat are no more than the interval of trainer.save_freq (a number of steps, or an epoch)."""
         freq = self.trainer.save_freq
         return not isinstance(freq, int) or lost <= freq
 
     def _out_of_memory(self, events: Events, step: int, lost: int, cause: str) -> ValueError:
-        """What to do where a restart would repeat ``lost`` steps and nothing allows it."""
+        """The error with advice if a restart would repeat ``lost`` steps and nothing allows that."""
         why = f"memory ran out in step {step + 1}, and a restart in halved micro-batches would repeat {lost} steps: {cause}"
         events.add(step, "gave up", why)
         keys = ", ".join(budget.key for budget in self._budgets.values() if budget.most is not None) or "the micro-batch size"
@@ -161,17 +182,18 @@ class Lifetime:
 
 
 def keep_going(life: Lifetime, attempt: Callable[[], None], *, hushed: bool = False) -> None:
-    """Attempts, each after everything of the one before is gone, until one ends or there is no sense in another.
+    """Run attempts until one succeeds or another makes no sense. Each attempt has released everything before the next starts.
 
-    hushed: what libraries write on the controller goes to a file. Within, signals unwind the stack. Raises what the last attempt
-    raised, or Stopped.
+    hushed: redirect the output of libraries on the controller to a file. Signals unwind the stack meanwhile. Raises what the
+    last attempt raised, or Stopped.
     """
     quietly = chatter_to(life.run_dir / CONTROLLER_LOG) if hushed else nullcontext()
+    # recorded() is outermost: graceful_stop turns signals into the exceptions from which it derives the outcome.
     with life.recorded(), graceful_stop(), quietly:
         while True:
             try:
                 return attempt()
-            except Damaged as damage:
+            except Damaged as damage:  # not an error of a worker: the next clause would raise it again
                 life.damaged(damage)
             except Exception as error:
                 if not (isinstance(error, WorkerError | PhaseTimeout) or is_rays_own(error)):
@@ -180,5 +202,8 @@ def keep_going(life: Lifetime, attempt: Callable[[], None], *, hushed: bool = Fa
 
 
 def is_rays_own(error: Exception) -> bool:
-    """Raised by Ray on the controller: a node is gone, and with it the store or the scheduler. Only its backend imports it."""
+    """Whether Ray itself raised the error on the controller, as it does when a node with its object store or scheduler is lost.
+
+    Judged by the module of its class: only the Ray backend may import Ray (tests/layout/test_imports.py).
+    """
     return type(error).__module__.partition(".")[0] == "ray"

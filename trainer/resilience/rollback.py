@@ -1,4 +1,8 @@
-"""How often a run was rolled back to a checkpoint from before its divergence, and the seeds that follow from it."""
+"""Number of rollbacks of a run to a checkpoint before its divergence, and the seeds derived from it.
+
+After a rollback the same step numbers are run again. With the same prompts and seeds the run would repeat what made it diverge.
+So the data stream continues and is not rewound, and the number of rollbacks enters the seeds of all random choices in training.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +13,19 @@ from workers.seeding import seed_of
 
 @dataclass(slots=True)
 class Rollbacks:
-    """How often the run has gone back. Enters the seeds of what training draws; 0 leaves them as they are."""
+    """Counter of rollbacks that derives new seeds for training; at 0 all seeds are unchanged."""
 
     count: int = 0
 
     def purpose(self, purpose: str) -> str:
-        """Of draws for training."""
+        """Name of a random stream for training (see workers.seeding), different after each rollback."""
         return f"{purpose}, rollback {self.count}" if self.count else purpose
 
     def seed(self, seed: int) -> int:
         return seed_of(seed, "rollback", self.count) if self.count else seed
 
     def metrics(self) -> dict[str, float]:
-        """Flags the steps of a run that has gone back."""
+        """training/rollbacks, for the steps after a rollback; empty before the first one."""
         return {"training/rollbacks": float(self.count)} if self.count else {}
 
     def state(self) -> dict[str, int]:

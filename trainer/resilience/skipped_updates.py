@@ -1,4 +1,8 @@
-"""Updates that were skipped because their loss or gradient was not finite: counted, told, and the first batches kept."""
+"""Updates skipped because their loss or gradient was not finite: count and report them, and dump the first batches.
+
+The workers decide to skip, all ranks from the same reduced number. The controller only records it here; the alarm nonfinite
+stops a run with too many skipped updates in a row.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +18,15 @@ from trainer.tracking.batch_file import save_batch
 from workers.batch import Batch
 
 MOST_DUMPS = 5
-"""In a run directory."""
+"""Maximum number of dumped batches in a run directory."""
 SKIPPED = "skipped_updates"
 
 
 class Skips:
-    """in_a_row: updates of each role that were skipped since the last one that was not."""
+    """Recorder of skipped updates. in_a_row: {role: consecutive skipped updates}, saved in checkpoints."""
 
     def __init__(self, run_dir: Path, events: Events, config: Mapping[str, Any]) -> None:
-        """config: the run's, for the dumps."""
+        """config: of the run, stored in each dump."""
         self.directory = run_dir / SKIPPED_BATCHES
         self.events = events
         self.config = config
@@ -30,7 +34,7 @@ class Skips:
         self._told: list[str] = []
 
     def see(self, role: str, step: int, mini_batch: Batch, metrics: Mapping[str, float]) -> None:
-        """An update that was applied, or not. metrics: what it told, loss, grad_norm and skipped_updates among it."""
+        """Record an update, applied or skipped. metrics: those of the update, with loss, grad_norm and skipped_updates."""
         if not metrics[SKIPPED]:
             self.in_a_row[role] = 0
             return
@@ -40,7 +44,10 @@ class Skips:
         self._told.append(said if path is None else f"{said}; its batch is in {SKIPPED_BATCHES}/{path.name}")
 
     def tell(self, step: int) -> dict[str, float]:
-        """The step's event, if there was a skipped update. Metrics: the longest row that is not over, if there is one."""
+        """Report the skipped updates of the step as one event.
+
+        Returns training/skipped_in_a_row, the largest current count of any role; empty if all are 0.
+        """
         if self._told:
             words = "an update was" if len(self._told) == 1 else f"{len(self._told)} updates were"
             self.events.add(step, "skipped", f"{words} skipped, on all ranks alike: {self._told[0]}")
@@ -49,8 +56,9 @@ class Skips:
         return {SKIPPED_IN_A_ROW: float(longest)} if longest else {}
 
     def _dump(self, role: str, step: int, mini_batch: Batch, metrics: Mapping[str, float]) -> Path | None:
-        """The step's first of the role, and what was told of it; see batch_file. None: there are enough."""
+        """Save the first skipped batch of the step and role with its metrics (see batch_file). None if there are enough dumps."""
         path = self.directory / f"step_{step}_{role}.safetensors"
+        # Further skipped mini-batches of the same step and role refer to the first one's dump.
         if path.exists():
             return path
         if len(list(self.directory.glob("*.safetensors"))) >= MOST_DUMPS:

@@ -1,4 +1,9 @@
-"""How a run ends before its last step and loses nothing: told by a signal, short of time, or short of memory or disk."""
+"""Stop a run early without losing work: on a signal, before the walltime ends, or when memory or disk run short.
+
+A run that is killed in a step loses everything since its last checkpoint. Therefore each reason to stop is checked between steps:
+the loop then saves a checkpoint and leaves. A signal only sets a flag, and the running step is completed, unless ``hurry`` makes
+the loop abandon it. A second SIGTERM and Ctrl-C keep their usual effect, for users who do not want to wait.
+"""
 
 from __future__ import annotations
 
@@ -23,25 +28,25 @@ from trainer.run.timing import WHOLE_STEP
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 OUT_OF_TIME, RUNNING_SHORT = 0, 4
-"""Exit codes, beside 128 + n of a signal."""
+"""Exit codes; a run stopped by signal n ends with 128 + n."""
 
 
 class Stopping:
-    """Whether another step may begin. One for a program's run, restarts included::
+    """Decides whether another step may begin. One instance serves a run including its restarts::
 
         with stopping:
             for step in ...:
                 if stopping.is_due(...): save, and leave
         stopping.check()
 
-    Once a step has begun, the first SIGTERM or SIGUSR1 in the block waits for the step's end; another SIGTERM, and Ctrl-C at any
-    time, do what they did before the block.
+    From the first call of ``is_due`` on, the first SIGTERM or SIGUSR1 in the block takes effect at the end of the step. A second
+    SIGTERM, and Ctrl-C at any time, do what they did before the block.
     """
 
     def __init__(self, trainer: RunConfig, run_dir: Path) -> None:
         self.run_dir = run_dir
-        self.furthest = -1  # the last whole step that there ever was
-        self.hurry: Callable[[], None] = lambda: None  # is called with the first signal
+        self.furthest = -1  # the last complete step of any attempt
+        self.hurry: Callable[[], None] = lambda: None  # called at the first signal, to cut short what the loop waits for
         self._watch = HostMonitor(trainer.watch, run_dir)
         self._ends = inf if trainer.walltime is None else psutil.Process().create_time() + seconds_of(trainer.walltime)
         self._walltime = trainer.walltime
@@ -51,6 +56,7 @@ class Stopping:
         self._reason: tuple[int, str] | None = None
 
     def __enter__(self) -> None:
+        # is_due installs the handlers: before the first step there is nothing to save, and a signal ends the start at once.
         self._before = {}
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -58,11 +64,13 @@ class Stopping:
             signal.signal(number, handler)
 
     def is_due(self, step: int, seconds: Mapping[str, float], save: float, events: Events) -> bool:
-        """Before a step. step: the last that is whole. seconds: its phases; None of the first. save: seconds of the longest save
-        until all was on disk; 0: none was.
+        """Whether the run has to stop now. Called before each step.
 
-        Another step begins if the longest so far, and the longest save, fit into what is left of the walltime. Before the
-        first save one is taken to last as long as a step.
+        step: the last complete step. seconds: its phases, empty before the first step. save: seconds of the longest save until
+        everything was on disk, 0 if there was none.
+
+        The walltime allows another step if the longest step and the longest save so far fit into the time that is left. Before
+        the first save, a save is assumed to take as long as a step.
         """
         self._listen()
         self.furthest = max(self.furthest, step)
@@ -70,13 +78,14 @@ class Stopping:
         self._longest_step = max(self._longest_step, seconds.get(WHOLE_STEP, 0.0) + seconds.get("testing", 0.0))
         for kind, text in self._watch.warnings():
             events.add(step, kind, text)
+        # In this order: a signal decides the exit code even if the time is up as well.
         self._reason = self._asked() or self._out_of_time() or self._running_short()
         if self._reason is not None:
             events.add(step, "stop", self._reason[1])
         return self._reason is not None
 
     def check(self, *, fell: bool = False) -> None:
-        """Raises Stopped if the run was stopped; if it ``fell`` in a step, also if that step was to be its last."""
+        """Raise Stopped if the run was stopped. fell: an attempt failed in a step; a signal received in that step counts too."""
         reason = self._reason or (self._asked() if fell else None)
         if reason is None:
             return
@@ -89,6 +98,8 @@ class Stopping:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._signal is not None:  # a batch system may send its warning again
             return
+        # From here on a second SIGTERM has its previous effect. os.write: the signal may have interrupted a print, and buffered
+        # streams are not reentrant.
         signal.signal(signal.SIGTERM, self._before[signal.SIGTERM])
         self._signal = signal.Signals(number)
         os.write(

@@ -1,16 +1,19 @@
-"""How a run may end other than by its last step: what its programs turn into exit codes."""
+"""Exceptions by which a run ends other than by its last step; the programs turn them into exit codes."""
 
 
 class Found(Exception):
-    """The run did what it was asked to do, and found something wrong: a line for each."""
+    """The run did its work and found a problem; the message has one line per problem."""
 
 
 class NotSaved(Exception):
-    """The run did what it was asked to do, but its end is not on disk: one line."""
+    """The run did its work, but its last checkpoint is not on disk; the message is one line."""
 
 
 class Stopped(Exception):
-    """The run ended before its last step, as it was told to, and can be resumed: a line that says where."""
+    """The run ended on request before its last step and can be resumed.
+
+    code: exit code of the program. The message is one line and names the checkpoint from which the run resumes.
+    """
 
     def __init__(self, code: int, said: str) -> None:
         super().__init__(said)

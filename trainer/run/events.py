@@ -1,4 +1,4 @@
-"""What happens to a run beside its steps: alarms, restarts, rollbacks, saves that failed. Kept for the report, and told once."""
+"""Events of a run other than its steps (alarms, restarts, rollbacks, failed saves): printed once, and kept for the report."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from workers.controller.logs import tell
 
 
 class Event(TypedDict):
-    """step: the training step it happened in. kind: a word, the same for like events. text: for people, one line. seconds: of the
-    parts of what took long, by name, for programs."""
+    """One line of events.jsonl.
+
+    step: training step in which it happened. time: local time. kind: short label, equal for events of the same sort. text: one
+    line for people. seconds: duration of each named part of a long operation, for programs.
+    """
 
     step: int
     time: str
@@ -24,17 +27,22 @@ class Event(TypedDict):
 
 
 class Events:
-    """events.jsonl of a run directory. It tells the whole story: resuming cuts nothing off."""
+    """Writer of events.jsonl in a run directory. Resuming removes no event, so the file holds the complete history of the run."""
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / EVENTS
 
     def add(self, step: int, kind: str, text: str, seconds: Mapping[str, float] | None = None) -> None:
-        """One line on stderr and in the file, in the kernel's hands on return; if the disk takes nothing, on stderr alone."""
+        """Print the event to stderr and append it to the file, flushed to the kernel on return.
+
+        seconds: rounded to milliseconds in the file. If the file cannot be written, the event and the error are printed only.
+        """
+        # Texts quote errors and commands: hidden() masks credentials, split() joins several lines into one.
         event = Event(step=step, time=time.strftime("%Y-%m-%d %H:%M:%S"), kind=kind, text=" ".join(hidden(text).split()))
         if seconds is not None:
             event["seconds"] = {name: round(spent, 3) for name, spent in seconds.items()}
         tell(f"{kind}: step {step}: {event['text']}")
+        # An event may report a failing disk; a second failure here must not end the run.
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""The interface of a logger: what receives a run's metrics and validation responses."""
+"""Logger interface: receives a run's metrics and validation responses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Protocol, TypedDict
 
 
 class Sample(TypedDict):
-    """One answer and its score; reward_error: why it has none (the score is then 0), None if it has one."""
+    """One response and its score.
+
+    uid: prompt group. reward_error: reason why the response has no score (score is then 0); None if it has one.
+    """
 
     uid: int
     data_source: str
@@ -19,7 +22,11 @@ class Sample(TypedDict):
 
 
 class Logger(Protocol):
-    """go_back: what was logged past ``step`` is of a branch that is left; the next step is the one after it."""
+    """A destination of metrics and samples.
+
+    go_back: the run was rolled back to ``step``. Everything logged after it belongs to an abandoned branch; the next step logged
+    is ``step + 1``.
+    """
 
     def log(self, metrics: Mapping[str, float], step: int) -> None: ...
     def log_samples(self, samples: Sequence[Sample], step: int) -> None: ...

@@ -1,8 +1,10 @@
-"""The run directory: what lies where, and how it is brought back to the step a run goes on from.
+"""The run directory: file names, atomic writes, and restoring the directory to the step from which a run resumes.
 
-A run directory holds one run, and no secrets. Where we make it, it is this user's alone (mode 0700). What an earlier run, or a
-branch that is left behind, wrote is moved to ``earlier_<k>/``, never deleted; lines and dumps past the step are cut: the run
-writes the same ones again.
+A run directory holds one run and no secrets. If it does not exist it is created for this user only (mode 0700). A run may be
+killed between any two writes, and the step it resumes from is usually older than its last line of metrics. Two rules follow:
+
+- Output of an earlier run, or of a branch abandoned by a rollback, is moved to ``earlier_<k>/`` and never deleted.
+- Lines and dumps after the step of a resume are removed, because the resumed run writes the same ones again.
 """
 
 from __future__ import annotations
@@ -50,12 +52,13 @@ def checkpoint_dir(run_dir: Path, step: int) -> Path:
 
 
 def checkpoint_steps(run_dir: Path) -> list[int]:
-    """Steps of the whole checkpoints in ``run_dir``, ascending."""
+    """Steps of the complete checkpoints in ``run_dir``, ascending."""
+    # A checkpoint that is being written or removed has a suffix after the number, which fullmatch rejects.
     return sorted(int(match[1]) for path in run_dir.iterdir() if (match := re.fullmatch(r"global_step_(\d+)", path.name)))
 
 
 def rollouts_file(directory: Path, step: int) -> Path:
-    """For people; ``batch_file`` is the same step's for a replay."""
+    """Parquet file with the responses of ``step``, for people; ``batch_file`` holds the same step for a replay."""
     return directory / f"step_{step}.parquet"
 
 
@@ -64,7 +67,9 @@ def batch_file(directory: Path, step: int) -> Path:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """The file is the old one or the new one, whenever the process or the machine dies."""
+    """Replace ``path`` atomically: it holds the old text or the new one, whenever the process or the machine dies."""
+    # fsync before the rename: otherwise a power cut could leave the new name with no content. fsync of the directory after it:
+    # otherwise the rename itself could be lost.
     partial = path.with_name(path.name + ".partial")
     with partial.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -75,7 +80,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def fsync_directory(path: Path) -> None:
-    """Make renames in ``path`` last."""
+    """Make renames in the directory ``path`` durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -84,7 +89,7 @@ def fsync_directory(path: Path) -> None:
 
 
 def fsync_tree(root: Path) -> None:
-    """Make all that lies below ``root`` last."""
+    """Make all files and directories below ``root`` durable."""
     for directory, _, files in os.walk(root):
         for name in files:
             with open(os.path.join(directory, name), "rb") as file:
@@ -93,13 +98,14 @@ def fsync_tree(root: Path) -> None:
 
 
 def json_line(entry: dict[str, Any]) -> str:
-    """One line of valid JSON. Floats read back equal to the bit; non-finite ones are the strings of NON_FINITE."""
+    """Format ``entry`` as a line of valid JSON. Floats read back bitwise identical; non-finite ones are strings (NON_FINITE)."""
+    # json.dumps would write the bare words NaN and Infinity, which are not JSON and which other parsers reject.
     plain = {key: _finite_or_name(value) if isinstance(value, float) else value for key, value in entry.items()}
     return json.dumps(plain, allow_nan=False) + "\n"
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
-    """The steps of metrics.jsonl. A torn last line is left out; raises ValueError for any other line that is no JSON."""
+    """Read the steps of metrics.jsonl. An incomplete last line is ignored; any other line that is not JSON raises ValueError."""
     return [
         {key: NON_FINITE[value] if isinstance(value, str) else value for key, value in entry.items()}
         for entry in read_lines(run_dir / METRICS)
@@ -107,9 +113,13 @@ def read_metrics(run_dir: Path) -> list[dict[str, float]]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file, [] if there is none. A line without its end was torn and is left out."""
+    """Read the objects of a JSON-lines file, [] if it does not exist. A last line without newline is ignored as incomplete.
+
+    Raises ValueError with the line number if a line is not JSON.
+    """
     if not path.exists():
         return []
+    # The newline is written last: a line without it is incomplete even if it happens to parse.
     *lines, _torn = path.read_bytes().split(b"\n")
     entries = []
     for number, line in enumerate(lines, 1):
@@ -121,9 +131,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class LineWriter:
-    """The end of a file of lines. What a full disk does not take is kept, told once, and written with what comes later.
+    """Appender to a file of lines that survives a full disk.
 
-    What it took is in the kernel's hands on return.
+    What the disk does not accept stays in memory, is reported once, and is written before later lines. What it accepts has been
+    passed to the kernel when ``write`` returns: the file is unbuffered.
     """
 
     def __init__(self, path: Path) -> None:
@@ -134,6 +145,7 @@ class LineWriter:
 
     def write(self, lines: str) -> None:
         self._left += lines.encode()
+        # A full disk may take a part of a line. Only the rest is kept, so that the next write continues in the middle of it.
         try:
             while self._left:
                 self._left = self._left[self._file.write(self._left) :]
@@ -150,20 +162,23 @@ class LineWriter:
 
 
 def redact(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy without secrets: strings under keys that end like the name of a secret, user:password@ in addresses, and what
-    such variables of the environment hold, wherever it stands."""
+    """A copy of ``config`` without secrets.
+
+    Replaced are: strings under keys that end like the name of a secret, user:password@ in addresses, and the values of
+    environment variables with such names, wherever they occur.
+    """
     return {key: "***" if is_secret(key) and isinstance(value, str) else _redact_value(value) for key, value in config.items()}
 
 
 def write_config(run_dir: Path, config: Mapping[str, Any], name: str = CONFIG) -> dict[str, Any]:
-    """``config`` without secrets as a file of the run directory, which is there; returns what was written."""
+    """Write ``config`` without secrets to a file of the run directory, which must exist. Returns what was written."""
     plain = redact(config)
     write_atomic(run_dir / name, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
     return plain
 
 
 def leaves_of(tree: Mapping[str, Any]) -> dict[str, str]:
-    """Dotted key to value as JSON. An empty mapping has none."""
+    """Flatten ``tree``: dotted key to value as JSON. An empty mapping contributes no key."""
     leaves: dict[str, str] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
@@ -174,13 +189,14 @@ def leaves_of(tree: Mapping[str, Any]) -> dict[str, str]:
 
 
 def start_run(run_dir: Path, resume_step: int | None, rollout_dir: Path | None, *, restarted: bool = False) -> None:
-    """Make ``run_dir`` hold this run up to ``resume_step`` (None: nothing yet), and nothing else.
+    """Bring ``run_dir`` to the state of this run after ``resume_step`` (None: a new run), without anything else in it.
 
-    A resumed step whose checkpoint is not in ``run_dir`` comes from another run: here it starts from nothing. A
-    rollout_dir outside ``run_dir`` is cut on resume; when a run starts there, its files are replaced as it goes. restarted: by
-    itself, after a fall; its events tell of that, and stay.
+    If the checkpoint of resume_step is not in ``run_dir`` it belongs to another run, and this directory starts empty.
+    rollout_dir: dumps after resume_step are removed there too, also if it is outside ``run_dir``; a new run replaces its files
+    one by one. restarted: the program restarted the run after a failure; the events, which record that, stay in place.
     """
     run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # Without this file a run counts as running or killed (run_status.read_outcome), which is true from here on.
     (run_dir / OUTCOME).unlink(missing_ok=True)
     if resume_step is None or not checkpoint_dir(run_dir, resume_step).exists():
         written = (
@@ -190,6 +206,7 @@ def start_run(run_dir: Path, resume_step: int | None, rollout_dir: Path | None, 
         outputs = [run_dir / name for name in written if not (restarted and name == EVENTS)]
         _set_aside(run_dir, outputs + [checkpoint_dir(run_dir, step) for step in checkpoint_steps(run_dir)])
         return
+    # Later checkpoints exist if the user chose an earlier one, if they are damaged, or if a kill came before LATEST was moved.
     later = [step for step in checkpoint_steps(run_dir) if step > resume_step]
     _set_aside(run_dir, [checkpoint_dir(run_dir, step) for step in later])
     write_atomic(run_dir / LATEST, str(resume_step))
@@ -202,23 +219,25 @@ def start_run(run_dir: Path, resume_step: int | None, rollout_dir: Path | None, 
 
 
 def goes_on(run_dir: Path) -> str:
-    """Where the same command would take up the run, in words."""
+    """Sentence that says from where the same command would resume the run."""
     steps = checkpoint_steps(run_dir) if run_dir.is_dir() else []
     where = f"from {checkpoint_dir(run_dir, steps[-1])}" if steps else "from the beginning: there is no checkpoint"
     return f"with trainer.resume_mode=auto it goes on {where}"
 
 
 def go_back(run_dir: Path, step: int, rollout_dir: Path | None) -> Path:
-    """Move what is past ``step`` to earlier_<k>/: the run goes on from there with other data. Returns the directory.
+    """Roll the directory back to ``step``: move everything after it to earlier_<k>/. Returns that directory.
 
-    Other steps will be written under these numbers, so that nothing is cut here that is not kept there: lines, dumps,
-    checkpoints. Which checkpoint the run goes on from is said first: a run that is killed in here resumes from it.
+    The run continues with different data, so the steps written under these numbers next are not the same ones. Unlike a resume
+    this therefore loses nothing: each line, dump and checkpoint that is removed here is kept there.
     """
+    # LATEST is written first: a run that is killed below resumes from ``step``, and not from the abandoned branch.
     write_atomic(run_dir / LATEST, str(step))
     _forget_best_after(run_dir, step)
     aside = _next_aside(run_dir)
     for name in (METRICS, SAMPLES, TIMELINE, ANSWERS):
         if (run_dir / name).exists():
+            # Copy, then remove: a kill in between leaves lines in both files, never in none.
             left = [entry for entry in read_lines(run_dir / name) if entry[GLOBAL_STEP] > step]
             write_atomic(aside / name, "".join(json_line(entry) for entry in left))
             _cut_lines(run_dir / name, step)
@@ -234,7 +253,7 @@ def go_back(run_dir: Path, step: int, rollout_dir: Path | None) -> Path:
 
 
 def _forget_best_after(run_dir: Path, step: int) -> None:
-    """The next save names the best of those that are left."""
+    """Remove the record of the best checkpoint if it is later than ``step``; the next save names the best that remains."""
     if (run_dir / BEST).exists() and int((run_dir / BEST).read_text()) > step:
         (run_dir / BEST).unlink()
 
@@ -259,7 +278,7 @@ def _cut_lines(path: Path, step: int) -> None:
 
 
 def _rollouts_after(directory: Path, step: int) -> list[Path]:
-    """Dumps past ``step``, and those that were never finished."""
+    """Dumps after ``step``, and incomplete ones of any step."""
     dump = re.compile(r"step_(\d+)\.(?:parquet|safetensors)(\.partial)?")
     found = [(path, match) for path in directory.glob("step_*") if (match := dump.fullmatch(path.name))]
     return [path for path, match in found if match[2] or int(match[1]) > step]
@@ -280,5 +299,5 @@ def _next_aside(run_dir: Path) -> Path:
     number = 1
     while (aside := run_dir / f"earlier_{number}").exists():
         number += 1
-    aside.mkdir()
+    aside.mkdir()  # not exist_ok: each call gets a directory of its own
     return aside

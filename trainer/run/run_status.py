@@ -1,4 +1,4 @@
-"""How a run ended, by its directory's own record; what it reached; and whether it is the run that is asked for."""
+"""Final status of a run: read and write it, check that a directory belongs to a configuration, and get the objective's value."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from trainer.run.run_dir import (
     write_atomic,
 )
 
-# Keys that say how a run is started, watched and judged, and not which run it is; a name that ends in a dot stands for all below.
+# Keys that control how a run is started, monitored and evaluated. They do not identify the run: two configurations that differ
+# in these keys only are the same run. A name that ends in a dot stands for all keys below it.
 NOT_THE_RUN = (
     "trainer.default_local_dir", "trainer.resume_mode", "trainer.max_restarts", "trainer.walltime", "trainer.watch.",
     "trainer.logger", "trainer.objective", "trainer.dry_run", "trainer.full_traceback", "timeouts.", "ray_kwargs.",
@@ -33,7 +34,7 @@ NOT_THE_RUN = (
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """seconds: of the start that ended so."""
+    """Recorded end of a run. seconds: duration of the process that ended with ``status``."""
 
     status: Status
     seconds: float
@@ -44,13 +45,15 @@ def write_outcome(run_dir: Path, status: Status, seconds: float) -> None:
 
 
 def earlier_outcome(run_dir: Path, config: Mapping[str, Any]) -> Outcome | None:
-    """Of the run with this configuration in ``run_dir``; None if there is none yet.
+    """Outcome of the run with this configuration in ``run_dir``, None if no run has started there.
 
-    Raises ValueError if the run there has another configuration, with a key that differs.
+    A run without a recorded outcome counts as interrupted. Raises ValueError if the directory holds a run with another
+    configuration; the message names the first key that differs.
     """
     if not (run_dir / CONFIG).exists():
         return None
     before = leaves_of(yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8")))
+    # The same round trip through YAML as that of the file: tuples become lists and secrets stars, so equal values compare equal.
     now = leaves_of(yaml.safe_load(yaml.safe_dump(redact(config))))
     for key in sorted(before.keys() | now.keys()):
         beside = any(key == name or (name.endswith(".") and key.startswith(name)) for name in NOT_THE_RUN)
@@ -63,11 +66,13 @@ def earlier_outcome(run_dir: Path, config: Mapping[str, Any]) -> Outcome | None:
 
 
 def ended_with(run_dir: Path, config: Mapping[str, Any]) -> int | None:
-    """The last step of the run with this configuration, if it came to its end and its checkpoint says so too; None: some of it is
-    left, or asked for again."""
+    """Last step of the run with this configuration if it is finished and its last checkpoint is of that step.
+
+    None if steps remain, if the configuration has changed, or if the user selected an earlier checkpoint.
+    """
     try:
         before = earlier_outcome(run_dir, config)
-    except ValueError:  # another configuration may go on from where this one ended
+    except ValueError:  # another configuration, such as one with more steps, may continue from where this one ended
         return None
     if before is None or before.status != "finished" or not (run_dir / LATEST).exists():
         return None
@@ -76,14 +81,17 @@ def ended_with(run_dir: Path, config: Mapping[str, Any]) -> int | None:
 
 
 def read_outcome(run_dir: Path) -> Outcome | None:
-    """Of a run that has begun; None: it was killed, or goes on."""
+    """Outcome of a run that has started, None if it is still running or was killed."""
     if not (run_dir / OUTCOME).exists():
         return None
     return Outcome(**json.loads((run_dir / OUTCOME).read_text()))
 
 
 def objective_of(run_dir: Path, objective: str) -> float:
-    """trainer.objective of the run that ended in ``run_dir``: larger is better. Raises ValueError if no step measured it."""
+    """Value of trainer.objective of the run that ended in ``run_dir``; larger is better, a leading minus changes the sign.
+
+    Raises ValueError if no step measured the metric.
+    """
     name, sign = objective.removeprefix("-"), -1.0 if objective.startswith("-") else 1.0
     metrics = last_metrics(run_dir)
     if name not in metrics:
@@ -92,5 +100,5 @@ def objective_of(run_dir: Path, objective: str) -> float:
 
 
 def last_metrics(run_dir: Path) -> dict[str, float]:
-    """The last value of each metric."""
+    """Last value of each metric, also of those that the last step does not have."""
     return {name: value for entry in read_metrics(run_dir) for name, value in entry.items()}

@@ -1,4 +1,9 @@
-"""How long a run takes from the start of its process to its first generation, part by part."""
+"""Startup time of a run: seconds from the start of its process to its first generation, by part.
+
+The controller's parts follow one another, so each is the time between two calls of ``ended``. Workers start in parallel to them;
+only the time by which they are later than the controller is a part of the total. It is taken off the part in which the controller
+waited for them, so that the parts always add up.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +17,16 @@ _process_began: list[float] = []
 
 
 def program_began() -> None:
-    """This process was started for the next run: its start counts from there. Without, it counts from ``Start()``."""
+    """Count the next run from the start of this process, including imports. Otherwise it counts from the call of ``Start()``."""
+    # Start() pops the entry: a second run in the same process must not count the first one.
     _process_began[:] = [psutil.Process().create_time()]
 
 
 class Start:
-    """Parts follow one another on the controller; the last one ends as the first generation begins.
+    """Timer of the consecutive parts on the controller; the last one ends when the first generation begins.
 
-    program: Python, the configuration and imports. workers: what of their start lasted longer than the controller's own.
+    Two parts have fixed names. program: Python, configuration and imports. workers: time by which the start of the workers
+    outlasted the controller's own work.
     """
 
     def __init__(self) -> None:
@@ -31,16 +38,22 @@ class Start:
         self._ends[part] = time.time()
 
     def seconds(self, workers: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
-        """total, each part, and ``ranks/<part>`` of the slowest rank. workers: StartTimes.take of every rank."""
+        """Seconds of the total, of each part, and of ``ranks/<part>`` on its slowest rank.
+
+        workers: (time at which the rank was ready, its parts) of every rank, as StartTimes.take returns them.
+        """
         parts = dict[str, float]()
         ready = max((at for at, _ in workers), default=0.0)
         before, waits = self._began, "data"
         for part, end in self._ends.items():
             parts[part], before = end - before, end
+            # The controller waits for the workers after "data". Their delay becomes a part of its own and is subtracted from the
+            # next part; it is limited to the length of that part, so that no part is negative.
             if part == waits:
                 following = min((other for other in self._ends.values() if other > end), default=end)
                 parts[WORKERS] = before_ready = min(max(0.0, ready - end), following - end)
                 before += before_ready
+        # A maximum per part: the slowest rank of one part need not be that of another, so these do not add up to the total.
         for _, seconds in workers:
             for name, spent in seconds.items():
                 parts[f"ranks/{name}"] = max(spent, parts.get(f"ranks/{name}", 0.0))

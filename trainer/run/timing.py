@@ -1,4 +1,4 @@
-"""Phases of a step: the seconds that each took, and when it was under way."""
+"""Phases of a step: duration in seconds, and start and end times."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 WHOLE_STEP = "step"
-"""The phase that all others lie in, save those of AFTER_STEP."""
+"""The phase that contains all others except AFTER_STEP."""
 
 AFTER_STEP = ("testing", "save_checkpoint")
+"""Phases outside the step: they are not part of its seconds."""
 
 WITHIN = ("verify_weights", "engine_sleep", "engine_wake", "release_memory", "gc")
-"""Times of workers, which are parts of other phases."""
+"""Times measured on workers. They are parts of other phases, so they must not be added to them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When a phase was under way: start and end in seconds since 1970. pools: whose processes worked; none: the controller's."""
+    """Start and end of a phase in seconds since 1970. pools: the pools whose workers were active; empty: only the controller."""
 
     phase: str
     pools: tuple[str, ...]
@@ -27,8 +28,9 @@ class Span:
 
 
 class Phases:
-    """Seconds of each named phase. A phase that runs twice adds up; one that raises is counted too. Phases of pools that work at
-    the same time may come from several threads, each its own.
+    """Timer of named phases. Times of a phase that runs twice are summed; a phase that raises is counted too.
+
+    Pools that work concurrently may use it from several threads, if each thread uses its own phase names.
 
     >>> phases = Phases()
     >>> with phases("gen"):
@@ -38,14 +40,15 @@ class Phases:
     """
 
     def __init__(self, pools: Mapping[str, tuple[str, ...]] | None = None) -> None:
-        """pools: that work in a phase."""
+        """pools: {phase: pools whose workers are active in it}."""
         self.pools = pools or {}
         self.seconds: dict[str, float] = {}
         self.spans: list[Span] = []
         self.under_way: dict[str, float] = {}
-        """Phases that have begun, the innermost last: time.perf_counter() then."""
+        """time.perf_counter() at the start of each active phase, the innermost last."""
         self.progress: dict[str, Callable[[], object]] = {}
-        """By phase: how far its work is, for the display."""
+        """{phase: callable that returns its progress}, for the display."""
+        # Durations use perf_counter, which is monotonic. This offset, taken once, turns it into wall time for the timeline.
         self._began = time.time() - time.perf_counter()
 
     @contextmanager
@@ -60,6 +63,6 @@ class Phases:
             self.spans.append(Span(name, self.pools.get(name, ()), self._began + start, self._began + end))
 
     def clear(self) -> None:
-        """Before a step."""
+        """Reset the times. Called before each step."""
         self.seconds.clear()
         self.spans.clear()

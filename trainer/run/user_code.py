@@ -1,4 +1,4 @@
-"""Functions from the user's own files."""
+"""Load functions, such as rewards, from Python files of the user."""
 
 import ast
 import importlib.util
@@ -14,13 +14,14 @@ from typing import Any
 
 import cloudpickle
 
-_PREFIX = "user_"  # of the modules' names
+_PREFIX = "user_"  # of module names: keeps them apart from installed modules, and marks a user's frames in a traceback
 
 
 def load_function(path: str, name: str, key: str) -> Callable[..., Any]:
-    """The function ``name`` of the Python file ``path``. It travels to workers by value: other nodes need no copy of the file.
+    """Load the function ``name`` of the Python file ``path``. It is pickled by value: other nodes need no copy of the file.
 
-    key: what to name in errors. Raises ValueError, one line, if the file is not there, does not load, or has no such function.
+    key: configuration key that error messages name. Raises ValueError (one line) if the file does not exist, cannot be loaded or
+    has no such function.
     """
     file = check_file(path, key)
     try:
@@ -37,7 +38,7 @@ def load_function(path: str, name: str, key: str) -> Callable[..., Any]:
 
 
 def check_file(path: str, key: str) -> Path:
-    """The file, absolute. Raises ValueError if it is not there or not Python."""
+    """Absolute path of the file. Raises ValueError if it does not exist or its name does not end in .py."""
     file = Path(path).expanduser().absolute()
     if not file.is_file():
         there = ", ".join(sorted(entry.name for entry in file.parent.glob("*.py"))) or "no Python file"
@@ -48,13 +49,14 @@ def check_file(path: str, key: str) -> Path:
 
 
 def check_source(path: str, name: str, key: str) -> None:
-    """Without running the file: that it is there, is Python, and speaks of ``name``. Raises ValueError, one line."""
+    """Check without executing the file that it exists, parses and mentions ``name``. Raises ValueError (one line)."""
     file = check_file(path, key)
     text = file.read_bytes()
     try:
         tree = ast.parse(text, file.name)
     except SyntaxError as error:
         raise ValueError(f"{key}: {file.name} does not load: {describe(error)}") from error
+    # Text search, not a search for a def: the function may be imported, assigned or returned by a decorator.
     if name.encode() not in text and b"import *" not in text:
         functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
         raise ValueError(f"{key}: {file.name} has no function {name}; it has {', '.join(functions) or 'none'}")
@@ -62,19 +64,23 @@ def check_source(path: str, name: str, key: str) -> None:
 
 @cache
 def _load(file: Path) -> ModuleType:
-    """Once a process: what the file registers is registered once."""
+    """Import the file, once per process: executing it again would register its functions twice."""
+    # The checksum of the path distinguishes two files of the same name.
     name = f"{_PREFIX}{file.stem}_{zlib.crc32(bytes(file)):08x}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None, "a .py file has a loader"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look a class's module up there
+    sys.modules[name] = module  # before execution: dataclasses and pickle look up a class's module there
     spec.loader.exec_module(module)
     cloudpickle.register_pickle_by_value(module)
     return module
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one line: type, message, file and line: the innermost of a user's file, else the one that raised it."""
+    """Format an exception as one line: type, message, file and line.
+
+    The line is the innermost one of a user's file, otherwise the one that raised.
+    """
     if isinstance(error, SyntaxError):  # its message says where
         return f"SyntaxError: {error}"
     frames = list(traceback.walk_tb(error.__traceback__))

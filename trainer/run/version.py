@@ -1,3 +1,3 @@
-"""The version of all packages; pyproject.toml reads it without importing."""
+"""Version of all packages; pyproject.toml reads it without importing the module."""
 
 __version__ = "0.1.0"

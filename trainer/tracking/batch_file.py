@@ -1,4 +1,4 @@
-"""A batch as a file: every tensor to the bit, in safetensors, so that reading it runs no code."""
+"""A batch as a safetensors file: every tensor bitwise identical, and loading it runs no code (unlike pickle)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from safetensors.torch import load_file, save_file
 
 from workers.batch import Batch
 
-_JSON = "json"  # bytes of what is no tensor; the file's own header holds 100 MB at most
-_KEPT_OBJECTS = ("data_source", "reward_extra")  # what a step reads after its batch is collected; texts are in the parquet
+_JSON = "json"  # entry with everything that is not a tensor, as bytes: the metadata in the file's header is limited to 100 MB
+_KEPT_OBJECTS = ("data_source", "reward_extra")  # those that a step reads after its batch is collected; texts are in the parquet
 
 
 def save_batch(path: Path, batch: Batch, facts: Mapping[str, Any]) -> Path:
-    """tokens, rows, meta and of the objects data_source and reward_extra; facts: JSON, about the file. Whole or absent."""
+    """Write tokens, rows, meta and the objects data_source and reward_extra of ``batch``. The file is complete or absent.
+
+    facts: JSON about the file, returned by ``load_batch``.
+    """
     said = {
         "facts": facts,
         "meta": batch.meta,
@@ -28,12 +31,13 @@ def save_batch(path: Path, batch: Batch, facts: Mapping[str, Any]) -> Path:
     columns |= {f"tokens.{name}": value for name, value in batch.tokens.items()}
     columns |= {f"rows.{name}": value for name, value in batch.rows.items()}
     partial = path.with_name(path.name + ".partial")
+    # clone: safetensors refuses tensors that share memory, as two columns of a batch may.
     save_file({name: value.clone(memory_format=torch.contiguous_format) for name, value in columns.items()}, partial)
     return partial.replace(path)
 
 
 def load_batch(path: Path) -> tuple[Batch, dict[str, Any]]:
-    """The batch and the facts. Raises ValueError, one line, for a file that ``save_batch`` did not write."""
+    """Read (batch, facts). Raises ValueError (one line) for a file that ``save_batch`` did not write."""
     try:
         columns = load_file(path)
         said = json.loads(columns.pop(_JSON).numpy().tobytes())

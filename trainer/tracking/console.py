@@ -1,4 +1,4 @@
-"""One readable line a step on the console, above a display where there is a terminal."""
+"""Console logger: one readable line per step, printed above the display if stdout is a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.text import Text
 from trainer.run.logger import Sample
 from trainer.tracking.display import Display
 
-# Metric, what the line calls it, how it is written. Those that a step does not have are left out; the first matter most.
+# (metric, label, format) in order of importance: a narrow terminal drops the last ones. Metrics that a step lacks are left out.
 COLUMNS = (
     ("val/accuracy", "held-out", ".3f"),
     ("val/loss", "val loss", ".4f"),
@@ -33,11 +33,15 @@ COLUMNS = (
     ("timing_s/step", "s", ".2f"),
     ("perf/throughput", "tok/s/gpu", ",.0f"),
 )
+# Failures, shown only if there are any.
 QUIET_AT_ZERO = {"reward/failed", "reward/timed_out_share", "actor/skipped_updates", "train/skipped_updates"}
 
 
 def step_line(metrics: Mapping[str, float], step: int, total_steps: int | None, width: int | None = None) -> str:
-    """``step   7/100  held-out 0.712  score 0.531  length 7.0 ...``. width: characters at most; the last figures are left out."""
+    """Format a step: ``step   7/100  held-out 0.712  score 0.531  length 7.0 ...``.
+
+    width: maximum number of characters; the last figures are dropped to fit. None: no limit.
+    """
     total = "" if total_steps is None else f"/{total_steps}"
     parts = [f"step {step:>{max(len(total) - 1, 1)}}{total}"]
     for name, label, form in COLUMNS:
@@ -49,12 +53,15 @@ def step_line(metrics: Mapping[str, float], step: int, total_steps: int | None, 
 
 
 def score_of(sample: Sample) -> Text:
+    """The score of a sample, or the reason why it has none."""
     return Text(f"{sample['score']:g}" if sample["reward_error"] is None else f"none: {sample['reward_error']}")
 
 
 class ConsoleLogger:
+    """Logger that prints to the console."""
+
     def __init__(self, console: Console, total_steps: int | None, display: Display | None = None) -> None:
-        """display: where the lines go above it; None: there is no terminal."""
+        """display: panel above which lines are printed; None if stdout is not a terminal."""
         self.console = console
         self.total_steps = total_steps
         self.display = display
@@ -72,6 +79,7 @@ class ConsoleLogger:
         table = Table(title=f"validation answers, step {step}", title_justify="left", expand=False)
         for header in ("prompt", "answer", "ground truth", "score"):
             table.add_column(header, overflow="fold")
+        # As Text: rich would interpret brackets in a str, such as [bold] in a response, as markup.
         for sample in samples:
             table.add_row(Text(sample["prompt"]), Text(sample["response"]), Text(sample["ground_truth"]), score_of(sample))
         self._print(table)

@@ -1,4 +1,8 @@
-"""What a person at a terminal sees of a run: a panel that stays at the bottom, and lines that scroll away above it."""
+"""Terminal display of a run: a panel at the bottom of the screen, and lines that scroll away above it.
+
+A thread draws the panel four times per second, however short the steps are; the training loop only stores values for it. Since
+the loop modifies these containers meanwhile, the thread copies each one before it iterates.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +29,12 @@ from workers.host_memory import GB, host_memory
 from workers.rollout.progress import read_progress
 
 PERIOD = 0.25
-"""Seconds between two pictures: what is shown costs the steps nothing more, however many there are."""
+"""Seconds between two updates of the panel, independent of the duration of a step."""
 BARS = "▁▂▃▄▅▆▇█"
 SPARK = 16  # characters
 BAR = 24
 WARNINGS = 3
-RECENT = 20  # steps that the remaining time is reckoned from
+RECENT = 20  # steps from which the remaining time is estimated
 
 CURVES = (
     ("reward", ("critic/score/mean",)),
@@ -39,7 +43,7 @@ CURVES = (
     ("entropy", ("actor/entropy",)),
     ("length", ("response_length/mean",)),
 )
-"""What is drawn, and the metrics that it may be: the first that the run has."""
+"""(label, candidate metrics) of each curve; the first metric that the run has is drawn."""
 DRAWN = {name for _, names in CURVES for name in names}
 DOING = {
     "gen": "generating", "reward": "scoring", "reward_model": "reward models", "old_log_prob": "log-probs", "ref": "reference",
@@ -49,11 +53,10 @@ DOING = {
 
 
 class Display:
-    """On a thread of its own: it prints what it was given, and draws the panel, every PERIOD seconds. ``close`` takes the panel
-    away and leaves the lines."""
+    """Prints lines and draws the panel every PERIOD seconds, in a thread. ``close`` removes the panel and keeps the lines."""
 
     def __init__(self, console: Console, run_dir: Path, title: str, phases: Phases, step: int, total_steps: int) -> None:
-        """phases: of the loop, which are under way; step: done before."""
+        """phases: timer of the loop, read for the active phases. step: steps completed before this process."""
         self.step = step
         self._console = console
         self._run_dir = run_dir
@@ -72,16 +75,20 @@ class Display:
         self._live = Live(self, console=console, auto_refresh=False, transient=True, redirect_stderr=False)
         self._opened = ExitStack()
         self._live.start()
+        # Closed in reverse order: output is no longer redirected through rich when Live stops.
         self._opened.callback(self._live.stop)
+        # Other code that prints to the terminal must go through rich, too, or it would overwrite the panel.
         if (where := heard_where()).isatty():
             self._opened.enter_context(heard_through(cast(TextIO, FileProxy(console, where))))
         self._thread = threading.Thread(target=self._work, name="display", daemon=True)
         self._thread.start()
 
     def print(self, line: RenderableType) -> None:
+        """Queue a line for the thread."""
         self._lines.append(line)
 
     def show(self, metrics: Mapping[str, float], step: int) -> None:
+        """Set the metrics of a completed step."""
         for name in DRAWN & metrics.keys():
             self._history.setdefault(name, []).append(metrics[name])
         self._last = {**self._last, **metrics}
@@ -89,10 +96,13 @@ class Display:
         self.step = step
 
     def go_back(self, step: int) -> None:
+        """Continue after ``step``. Curves keep the values of the abandoned steps; the estimate of the time left starts again."""
         self._ends.clear()
         self.step = step
 
     def close(self) -> None:
+        """Print the remaining lines and remove the panel."""
+        # After the join this thread is the only one that draws, so lines that were queued last are not lost.
         self._over.set()
         self._thread.join()
         try:
@@ -106,23 +116,25 @@ class Display:
 
     def _draw(self) -> None:
         lines = [self._lines.popleft() for _ in range(len(self._lines))]
-        self._panel = self.panel()  # after the lines: it is never behind them
-        for is_text, group in groupby(lines, lambda line: isinstance(line, Text)):  # each print draws the panel too
+        self._panel = self.panel()  # after the lines were taken: the panel is never older than a line above it
+        for is_text, group in groupby(lines, lambda line: isinstance(line, Text)):  # grouped, as each print redraws the panel
             self._console.print(Group(*group), soft_wrap=is_text)
         if not lines:
             self._live.refresh()
 
     def __rich__(self) -> Panel:
-        """What each print draws below its lines."""
+        """The panel, which rich draws below the lines of each print."""
         return self._panel
 
     def panel(self) -> Panel:
+        """Build the panel from the current state; one terminal line per row."""
         rows = [self._steps(), self._phase(), *self._curves(), self._figures()]
         rows += [Text(warning, "yellow") for warning in self._warnings()]
         rows.append(Text(f"libraries write to {self._run_dir / LOGS} · report: {self._run_dir / REPORT}", "dim"))
         for row in rows:
             row.no_wrap, row.overflow = True, "ellipsis"
-        width = self._console.width - len("^C")  # a terminal writes that behind it, and in the next line if there is no room
+        # At Ctrl-C the terminal echoes ^C behind the panel. Without room for it the line would wrap and shift the panel.
+        width = self._console.width - len("^C")
         return Panel(Group(*rows), title=Text(self._title), title_align="left", border_style="dim", width=width)
 
     def _steps(self) -> Text:
@@ -132,6 +144,7 @@ class Display:
             (f"step {self.step}/{self._total} ", "bold"), ("━" * full, "green"), ("━" * (BAR - full), "dim"), f" {done:.0%}"
         )
         text.append(f"  {clock(time.monotonic() - self._began)}")
+        # The mean over the last RECENT steps. After a resume or a rollback fewer steps are known.
         if len(self._ends) > 1:
             (first, one), (last, other) = self._ends[0], self._ends[-1]
             left = (self._total - self.step) * (last - first) / max(other - one, 1)
@@ -139,8 +152,8 @@ class Display:
         return text
 
     def _phase(self) -> Text:
-        """What is under way, and how far it is: answers, or seconds beside those of the last step."""
-        under_way = list(self._phases.under_way.items())  # the loop's thread goes on meanwhile
+        """The active phases with their progress: number of responses, or seconds next to those of the last step."""
+        under_way = list(self._phases.under_way.items())  # a copy: the loop's thread modifies it meanwhile
         if not under_way:
             return Text("starting" if not self._last else "between steps")
         inner = [(name, since) for name, since in under_way if name != WHOLE_STEP] or under_way
@@ -157,7 +170,8 @@ class Display:
     def _answers(self, seconds: float) -> str | None:
         standing = read_progress(self._run_dir)
         spent = time.time() - standing.begun
-        if not standing.asked or standing.done == standing.asked or spent > seconds + 1.0:  # of an earlier call
+        # The file keeps the numbers of the last call. If they are complete, or older than this phase, they are of an earlier one.
+        if not standing.asked or standing.done == standing.asked or spent > seconds + 1.0:
             return None
         told = f"{standing.done} of {standing.asked} answers"
         if standing.done and spent > 0:
@@ -184,6 +198,7 @@ class Display:
         return Text(" · ".join(figures))
 
     def _warnings(self) -> list[str]:
+        """The last WARNINGS events. The file is read only when its size has changed."""
         path = self._run_dir / EVENTS
         size = path.stat().st_size if path.exists() else 0
         if size != self._events_size:
@@ -193,18 +208,18 @@ class Display:
 
 
 def spark(values: Sequence[float], width: int = SPARK) -> str:
-    """The whole curve in ``width`` characters at most; what is not finite is a gap."""
+    """Draw ``values`` as bars in at most ``width`` characters. A mean that is not finite becomes a gap."""
     size = -(-len(values) // width)
     groups = [values[start : start + size] for start in range(0, len(values), size)]
     means = [sum(group) / len(group) for group in groups]
-    finite = [mean for mean in means if mean - mean == 0]
+    finite = [mean for mean in means if mean - mean == 0]  # inf - inf and nan - nan are nan
     low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(BARS[round((mean - low) * scale)] if mean - mean == 0 else " " for mean in means)
 
 
 def clock(seconds: float) -> str:
-    """0:42, 3:07, 1:02:03."""
+    """Format seconds as a clock: 0:42, 3:07, 1:02:03."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,4 +1,4 @@
-"""Numbers and durations as short text."""
+"""Format numbers and durations as short text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def number(value: float) -> str:
-    """Short, for people: 0.883, 1.2k, 3.4M, 3e-4."""
+    """Format a number with about three digits: 0.883, 1.2k, 3.4M, 3e-4."""
     if not math.isfinite(value):
         return str(value)
     size = abs(value)
@@ -20,7 +20,7 @@ def number(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """42.1 s, 3 min 20 s, 5 h 7 min."""
+    """Format seconds in the two largest units: 42.1 s, 3 min 20 s, 5 h 7 min."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,4 +1,8 @@
-"""The loggers that ``trainer.logger`` may name, each a class: where a run's numbers are shown beside metrics.jsonl."""
+"""Loggers that ``trainer.logger`` may name: destinations of a run's metrics in addition to metrics.jsonl.
+
+Each is a class with the interface of trainer/run/logger.py and imports its package only when it is used. One that lacks its
+package, key or network raises LoggerUnavailable: the tracker leaves it out, and the run is not affected.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +29,16 @@ WANDB_INIT_SECONDS = 30
 
 
 class LoggerUnavailable(Exception):
-    """A logger lacks its package, its key or its network."""
+    """The logger's package, key or network is missing; the message says which, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a logger may want to know. first_step: steps done before this process; 0 when the run starts anew. phases: of the
-    loop, which are under way."""
+    """The run, as described to loggers.
+
+    config: without secrets. first_step: steps completed before this process, 0 for a new run. total_steps: None if unknown.
+    phases: timer of the loop, for the display.
+    """
 
     run_dir: Path
     project: str
@@ -43,6 +50,8 @@ class Run:
 
 
 class TensorBoardLogger:
+    """TensorBoard event files in the run directory."""
+
     def __init__(self, run: Run) -> None:
         try:
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -61,7 +70,8 @@ class TensorBoardLogger:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         values = [self.summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self.writer.add_summary(self.summary(value=values), step)  # one event: a tenth of SummaryWriter's time
+        # One event for all metrics takes a tenth of the time of SummaryWriter, which writes one event per metric.
+        self.writer.add_summary(self.summary(value=values), step)
         self.writer.flush()
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
@@ -71,7 +81,10 @@ class TensorBoardLogger:
             self.writer.add_summary(self.text(f"validation/{i}", "\n".join("    " + line for line in lines)), step)
 
     def go_back(self, step: int) -> None:
-        """Hides what was written past ``step`` by an interrupted run, or on a branch that is left."""
+        """Hide what was written after ``step`` by an interrupted run or on an abandoned branch.
+
+        TensorBoard discards events from the step of a SessionLog.START event on; the files themselves stay unchanged.
+        """
         self.writer.add_event(self.start(), step=step + 1)
         self.writer.flush()
 
@@ -80,13 +93,14 @@ class TensorBoardLogger:
 
 
 class WandbLogger:
-    """Weights & Biases. A resumed run goes on under its id; W&B ignores steps that it has already, also after a rollback."""
+    """Weights & Biases. A resumed run keeps its id. W&B ignores steps that it has already, also after a rollback."""
 
     def __init__(self, run: Run) -> None:
         try:
             import wandb
         except ImportError as error:
             raise LoggerUnavailable("package wandb is not installed; pip install wandb") from error
+        # Checked first: without a key wandb.init would ask for one on the terminal.
         if not wandb_can_start(os.environ):
             raise LoggerUnavailable("no key: set WANDB_API_KEY, run `wandb login`, or set WANDB_MODE=offline")
         id_file = run.run_dir / WANDB_ID
@@ -102,6 +116,7 @@ class WandbLogger:
             )
         except wandb.Error as error:
             raise LoggerUnavailable(" ".join(str(error).split())) from error
+        # A resumed run finds the id here and continues the same W&B run.
         id_file.write_text(self.run.id)
         self.table = wandb.Table
 
@@ -120,7 +135,7 @@ class WandbLogger:
 
 
 class MlflowLogger:
-    """MLflow, at MLFLOW_TRACKING_URI. A resumed run goes on under its id. Numbers are sent by a thread of MLflow's."""
+    """MLflow, at MLFLOW_TRACKING_URI. A resumed run keeps its id. A thread of MLflow sends the metrics."""
 
     def __init__(self, run: Run) -> None:
         try:
@@ -140,6 +155,7 @@ class MlflowLogger:
         self.mlflow = mlflow
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        # MLflow rejects @ and brackets in metric names: mean@4 becomes mean_at_4.
         named = {re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_")): value for name, value in metrics.items()}
         self.mlflow.log_metrics(named, step=step, synchronous=False)
 
@@ -147,15 +163,16 @@ class MlflowLogger:
         self.mlflow.log_dict([dict(sample) for sample in samples], f"validation/step_{step}.json")
 
     def go_back(self, step: int) -> None:
-        """MLflow keeps each step's values side by side: those of the branch that is left stay."""
+        """Do nothing: MLflow keeps all values of a step, so those of the abandoned branch stay in addition to the new ones."""
 
     def close(self) -> None:
+        # log() only queues metrics for MLflow's thread: send the last ones before the run is marked as ended.
         self.mlflow.flush_async_logging()
         self.mlflow.end_run()
 
 
 class SwanlabLogger:
-    """SwanLab, in its cloud unless SWANLAB_MODE says otherwise. There a resumed run goes on under its id."""
+    """SwanLab: its cloud, or as SWANLAB_MODE says. In the cloud a resumed run keeps its id."""
 
     def __init__(self, run: Run) -> None:
         try:
@@ -166,7 +183,7 @@ class SwanlabLogger:
             raise LoggerUnavailable("no key: set SWANLAB_API_KEY, run `swanlab login`, or set SWANLAB_MODE=local")
         id_file = run.run_dir / SWANLAB_ID
         if not id_file.exists():
-            id_file.write_text(uuid.uuid4().hex[:21])  # as long as SwanLab wants one
+            id_file.write_text(uuid.uuid4().hex[:21])  # the length of an id of SwanLab
         goes_on = {} if in_no_cloud(os.environ) else {"id": id_file.read_text(), "resume": "allow"}
         try:
             swanlab.init(
@@ -188,13 +205,14 @@ class SwanlabLogger:
         self.swanlab.log({"val/generations": told}, step=step)
 
     def go_back(self, step: int) -> None:
-        """As with W&B: steps that it has already stay as they were."""
+        """Do nothing: like W&B, SwanLab keeps the first values of a step."""
 
     def close(self) -> None:
         self.swanlab.finish()
 
 
 def in_no_cloud(env: Mapping[str, str]) -> bool:
+    """Whether SWANLAB_MODE keeps SwanLab on this machine."""
     return env.get("SWANLAB_MODE") in ("local", "offline", "disabled")
 
 
@@ -205,7 +223,7 @@ def swanlab_can_start(env: Mapping[str, str]) -> bool:
 
 
 def wandb_can_start(env: Mapping[str, str]) -> bool:
-    """Whether ``wandb.init`` would start without asking for a key."""
+    """Whether ``wandb.init`` would start without asking for a key: from the environment, or from a netrc file."""
     if env.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
         return True
     if env.get("WANDB_API_KEY") or env.get("WANDB_IDENTITY_TOKEN_FILE"):

@@ -1,7 +1,7 @@
-"""What a step says about itself: pure functions from its batch and its times to numbers under the field's names.
+"""Metrics of a step: pure functions from its batch and its phase times to numbers, with the field's usual names.
 
-Everything is computed in float64 on the controller, over real tokens, so a number depends on the batch alone and not
-on how the work was cut.
+Everything is computed in float64 on the controller over the flat batch, without padding. A metric therefore depends on the batch
+alone, and not on its split into ranks and micro-batches.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ from trainer.run.timing import WHOLE_STEP, Phases
 from workers.batch import Batch
 
 ROUNDING = 1e-8
-"""An advantage of this size is none: a mean of equal rewards, weighted by length, may be off by so much."""
+"""Advantages up to this size count as zero: a length-weighted mean of equal rewards may differ from them by rounding."""
 UNNAMED = "prompts"
-"""The data source of data that name none."""
+"""Data source of rows that do not name one."""
 
 
 def data_metrics(batch: Batch, max_prompt_length: int) -> dict[str, float]:
-    """Scores, rewards, advantages, returns, values and lengths of a step.
+    """Statistics of scores, rewards, advantages, returns, values and lengths of a step.
 
-    tokens: response_mask, token_level_rewards (after any KL penalty), advantages, returns, values if there is a critic.
-    rows: score, prompt_length, finished (1 stopped, 0 cut at the length limit). ``response_length/clip_ratio`` is the share
-    of answers that were cut, ``prompt_length/clip_ratio`` that of prompts which fill ``max_prompt_length``,
-    ``training/zero_signal_groups`` that of prompts (rows uid) none of whose trained tokens has an advantage.
+    batch: tokens response_mask, token_level_rewards (after any KL penalty), advantages, returns, and values if there is a critic;
+    rows uid, score, prompt_length, finished (1: stopped, 0: truncated at the length limit).
+
+    ``response_length/clip_ratio`` is the fraction of truncated responses. ``prompt_length/clip_ratio`` is the fraction of prompts
+    of at least ``max_prompt_length`` tokens. ``training/zero_signal_groups`` is the fraction of prompts (uid) without any trained
+    token that has a non-zero advantage.
     """
     mask = batch.tokens["response_mask"].bool()
     prompts = batch.rows["prompt_length"].double()
@@ -53,16 +55,17 @@ def data_metrics(batch: Batch, max_prompt_length: int) -> dict[str, float]:
     if "values" in batch.tokens:
         values, returns = batch.tokens["values"][mask].double(), batch.tokens["returns"][mask].double()
         metrics |= _spread("critic/values", values)
+        # 1 for a perfect critic, 0 for one that predicts a constant, negative for a worse one. 1e-5 avoids 0 / 0.
         unexplained = (returns - values).var(correction=0) / (returns.var(correction=0) + 1e-5)
         metrics["critic/vf_explained_var"] = float(1 - unexplained)
     return metrics
 
 
 def reward_metrics(batch: Batch, data_sources: Collection[str]) -> dict[str, float]:
-    """What the reward function told beside the score, and of several data sources each by itself.
+    """Additional numbers that the reward function returned, and scores by data source if there are several.
 
-    rows: score, finished. objects: data_source, reward_extra. data_sources: those of the training data; a step may lack one.
-    ``reward/<name>/mean`` and ``reward/<name>/std`` are over the answers for which the number was told.
+    batch: rows score, finished; objects data_source, reward_extra. data_sources: of the training data; a step may lack some.
+    ``reward/<name>/mean`` and ``reward/<name>/std`` are over the responses for which the number was returned.
     """
     told: dict[str, list[float]] = {}
     for extra in batch.objects["reward_extra"]:
@@ -70,6 +73,7 @@ def reward_metrics(batch: Batch, data_sources: Collection[str]) -> dict[str, flo
             told.setdefault(name, []).append(value)
     metrics = {}
     for name, values in told.items():
+        # fsum is exact, so the result does not depend on the order of the rows.
         mean = math.fsum(values) / len(values)
         metrics[f"reward/{name}/mean"] = mean
         metrics[f"reward/{name}/std"] = (math.fsum((value - mean) ** 2 for value in values) / len(values)) ** 0.5
@@ -90,14 +94,15 @@ def performance_metrics(
     peak: float | None,
     gpus_of: Mapping[str, int] | None = None,
 ) -> dict[str, float]:
-    """Times and speeds of a step.
+    """Times and throughput of a step.
 
-    meta: generated_tokens, those of answers that are not in the batch among them. seconds: by phase, ``step`` among them.
-    n_gpus: of the run; gpus_of: those that work in a phase, where they are not all. flops: model FLOPs by phase, over all GPUs.
-    peak: FLOP/s of one GPU, None if unknown: then there is no mfu.
-    ``perf/throughput`` is tokens of the batch, prompts included, a second and GPU; ``perf/mfu`` is all of ``flops`` over what the
-    GPUs could have done in the step; ``perf/mfu/actor`` (update_actor), ``perf/mfu/critic`` and the like, over what they could
-    have done in that phase.
+    batch: meta generated_tokens, including responses that did not enter the batch. seconds: by phase, including ``step``. n_gpus:
+    of the run. gpus_of: number of GPUs that work in a phase, if not all. flops: model FLOPs by phase, over all GPUs. peak: FLOP/s
+    of one GPU; None (unknown): no mfu.
+
+    ``perf/throughput``: tokens of the batch, prompts included, per second and GPU. ``perf/mfu``: all of ``flops`` divided by what
+    the GPUs could have computed in the step. ``perf/mfu/actor`` (phase update_actor), ``perf/mfu/critic`` and so on: FLOPs of the
+    phase divided by what its GPUs could have computed in that phase.
     """
     total = batch.total_tokens
     tokens = {"gen": batch.meta["generated_tokens"]} | dict.fromkeys(
@@ -119,13 +124,14 @@ def performance_metrics(
 def validation_metrics(
     data_sources: Sequence[str], uids: Sequence[int], values: Mapping[str, Sequence[float | None]]
 ) -> dict[str, float]:
-    """Means over held-out prompts, of the mean over each prompt's n answers.
+    """Means over held-out prompts of the mean over the n responses to each prompt.
 
-    data_sources, uids: data set and prompt of each answer. values: what was measured of each answer, by name: "reward", and
-    what the reward function tells; a number that is not told for every answer of a source (None) is left out there. Of each
-    source ``val-core/<data_source>/<name>/mean@n`` for the name that counts (acc, if it is told, else reward) and
-    ``val-aux/...`` for the others; ``val/accuracy`` is the mean over all prompts of what counts, ``val/accuracy_std`` and
-    ``val/accuracy_min`` are the deviation and the least over them, and ``val/problems`` is the number of prompts.
+    data_sources, uids: data set and prompt of each response. values: {name: number of each response}: "reward", and the numbers
+    that the reward function returned. A number that is None for any response of a source is left out for that source.
+
+    Per source: ``val-core/<data_source>/<name>/mean@n`` for the decisive number ("acc" if present, else "reward") and
+    ``val-aux/...`` for the others. ``val/accuracy``: mean of the decisive number over all prompts. ``val/accuracy_std`` and
+    ``val/accuracy_min``: standard deviation and minimum over prompts. ``val/problems``: number of prompts.
     """
     n = max(Counter(uids).values())
     metrics: dict[str, float] = {}
@@ -139,6 +145,7 @@ def validation_metrics(
         for name, column in told.items():
             kind = "core" if name == core else "aux"
             metrics[f"val-{kind}/{source or UNNAMED}/{name}/mean@{n}"] = fmean(_means_by_group([uids[i] for i in mine], column))
+    # A mean of means: every prompt has the same weight, whatever its number of responses.
     means = _means_by_group(uids, [counts[i] for i in range(len(uids))])
     metrics["val/accuracy"] = fmean(means)
     metrics["val/accuracy_std"] = pstdev(means)
@@ -147,7 +154,8 @@ def validation_metrics(
     return metrics
 
 
-# Dense bf16 FLOP/s (no sparsity) by a part of the device's name; the first that is found counts.
+# Dense bf16 FLOP/s (without sparsity) by a part of the device's name. The first match counts, so a name precedes its own parts:
+# GB200 before B200, L40 before L4, A100 before A10.
 PEAK_FLOPS = {
     "GB200": 2.5e15, "B200": 2.25e15, "H200": 989e12, "GH200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
     "H800": 989e12, "H20": 148e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A40": 150e12,
@@ -156,9 +164,9 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device: Literal["cuda", "cpu"]) -> float | None:
-    """FLOP/s of one device of this machine at best; None if it is not known.
+    """Peak FLOP/s of one device of this machine, None if unknown.
 
-    cuda: from the first GPU's name. cpu: of one thread, measured (in float32, some milliseconds, once).
+    cuda: from the name of the first GPU. cpu: of one thread, measured once in float32 (takes some milliseconds).
     """
     if device == "cpu":
         return _measured_cpu_flops()
@@ -166,12 +174,12 @@ def peak_flops(device: Literal["cuda", "cpu"]) -> float | None:
 
 
 def peak_flops_of(gpu: str) -> float | None:
-    """gpu: the name that the driver gives, such as "NVIDIA H100 80GB HBM3"."""
+    """Peak FLOP/s of a GPU, None if unknown. gpu: name given by the driver, such as "NVIDIA H100 80GB HBM3"."""
     return next((peak for name, peak in PEAK_FLOPS.items() if name in gpu), None)
 
 
 def gpu_names(driver: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
-    """Names of this machine's NVIDIA GPUs, from the driver: takes no memory on them, as asking through CUDA would."""
+    """Names of this machine's NVIDIA GPUs, read from the driver's files: a CUDA context would take memory on each of them."""
     lines = [line for path in sorted(driver.glob("*/information")) for line in path.read_text().splitlines()]
     return [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
 
@@ -184,7 +192,7 @@ def _measured_cpu_flops(size: int = 384, repeats: int = 5) -> float:
         matrix = torch.full((size, size), 0.5)
         phases = Phases()
         best = float("inf")
-        for _ in range(repeats + 1):  # the first one pays for the library's start
+        for _ in range(repeats + 1):  # the first one includes the initialization of the library
             phases.seconds.clear()
             with phases("gemm"):
                 matrix @ matrix
@@ -195,7 +203,7 @@ def _measured_cpu_flops(size: int = 384, repeats: int = 5) -> float:
 
 
 def _spread(name: str, values: Tensor) -> dict[str, float]:
-    """Mean, max and min; nothing of nothing."""
+    """Mean, max and min of ``values`` as metrics; none if it is empty."""
     if not len(values):
         return {}
     exact = values.double()

@@ -1,4 +1,4 @@
-"""A step's answers, kept for people: every row to parquet, a few to the trackers and the report."""
+"""Responses of a step for people: all rows as parquet, a few as samples for loggers and the report."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from workers.batch import Batch
 
 
 def first_samples(batch: Batch, n: int) -> list[Sample]:
-    """The first answer to each of the first ``n`` prompts.
+    """The first response to each of the first ``n`` prompts.
 
-    rows: uid, sample, score. objects: data_source, prompt, response, ground_truth, reward_error.
+    batch: rows uid, sample, score, reward_failed; objects data_source, prompt, response, ground_truth, reward_error.
     """
     rows = (batch.rows["sample"] == 0).nonzero().flatten()[:n].tolist()
     return [
@@ -38,15 +38,16 @@ def first_samples(batch: Batch, n: int) -> list[Sample]:
 
 
 def write_dump(directory: Path, step: int, batch: Batch, left_out: Sequence[Batch] = ()) -> Path:
-    """All B rows as ``step_<N>.parquet``, and behind them those that were left out of the step; the file is whole or absent.
+    """Write all rows to ``step_<N>.parquet``, followed by those that were left out of the step. The file is complete or absent.
 
     Columns: step, response_length and finish_reason (from rows prompt_length and finished), then every entry of ``rows``
-    (numbers) and ``objects`` (text; what is no text, as JSON; None stays null) under its own name. Where reward_failed is set,
-    score and reward are null.
+    (numbers) and ``objects`` (text; other values as JSON; None as null) under its own name. score and reward are null where
+    reward_failed is set.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = rollouts_file(directory, step)
     partial = path.with_name(path.name + ".partial")
+    # "default" below fills columns that a part lacks with nulls: rows left out of the step may have fewer columns.
     tables = [_table(step, part) for part in (batch, *left_out)]
     pq.write_table(pa.concat_tables(tables, promote_options="default"), partial)
     return partial.replace(path)
@@ -59,6 +60,7 @@ def _table(step: int, batch: Batch) -> pa.Table:
         "response_length": pa.array((batch.lengths - batch.rows["prompt_length"]).tolist(), pa.int64()),
         "finish_reason": pa.array(["stop" if done else "length" for done in batch.rows["finished"].tolist()], pa.string()),
     }
+    # A failed reward is stored as score 0 in the batch; null keeps it out of a mean over the column.
     nulls = dict.fromkeys(("score", "reward"), failed)
     columns |= {name: pa.array(values.numpy(), mask=nulls.get(name)) for name, values in batch.rows.items()}
     columns |= {name: _text_column(values) for name, values in batch.objects.items()}
@@ -70,10 +72,10 @@ def _text_column(values: Sequence[Any]) -> pa.Array:
 
 
 def text_of(value: Any) -> str:
-    """Itself, or as JSON."""
+    """``value`` if it is text, otherwise as JSON."""
     return value if isinstance(value, str) else json.dumps(value, default=_jsonable, ensure_ascii=False)
 
 
 def _jsonable(value: Any) -> Any:
-    """Numpy and torch values, which reward functions like to return; anything else by its repr."""
+    """JSON fallback for numpy and torch values, which reward functions often return; anything else becomes its repr."""
     return value.tolist() if isinstance(value, np.generic | np.ndarray | Tensor) else repr(value)

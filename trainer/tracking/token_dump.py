@@ -1,4 +1,9 @@
-"""A few of a step's answers token by token: what the rollout engine and the trainer made of each, and what it was worth."""
+"""Dump of a few responses per step, token by token: text, advantage, and log-probs of rollout engine and trainer.
+
+The report colours tokens by the difference of the two log-probs. Steps, rows and tokens are bounded, so that neither the file nor
+the page grows with the length of a run. Usually the trainer's log-probs are in the batch; where they are not, they cost an
+additional forward pass, which is made for these few rows only and in fewer steps.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +23,21 @@ from trainer.tracking.sample_dump import text_of
 from workers.batch import Batch
 
 KEPT_STEPS = 50
-"""Of a run, evenly spread: what is kept does not grow with its length."""
+"""Maximum number of dumped steps, evenly spaced over the run."""
 FORWARD_EVERY = 10
-"""Steps, where the trainer's log-probs take a forward of their own: in a small run a tenth of a step."""
-KEPT_ROWS = 8  # of such a step, from the worst to the best
-KEPT_TOKENS = 512  # of an answer
-SHOWN_STEPS = 3  # in the report: so many of the last, and of each tenth of the run
-BROKEN = "\ufffd"  # a part of a character
-SHOWN_ROWS = 2  # of the tenths' steps
+"""Minimum interval in steps if the log-probs need a forward pass of their own, which takes a tenth of a step in a small run."""
+KEPT_ROWS = 8  # rows of a dumped step, from the lowest to the highest score
+KEPT_TOKENS = 512  # first tokens of a response
+SHOWN_STEPS = 3  # last steps in the report, shown with all rows
+BROKEN = "\ufffd"  # replacement character: the token ends or begins within a character
+SHOWN_ROWS = 2  # rows in the report of one step in each tenth of the run
 
 
 class AnswerLog:
-    """answers.jsonl of a run directory."""
+    """Writer of answers.jsonl in a run directory."""
 
     def __init__(self, run_dir: Path, tokenizer: PreTrainedTokenizerBase, total_steps: int, *, forwards: bool) -> None:
-        """forwards: the batch's old_log_probs are not the trainer's, or are not there: it is asked for those of the rows."""
+        """forwards: the batch has no old_log_probs, or not the trainer's; compute those of the dumped rows."""
         self._path = run_dir / ANSWERS
         self._tokenizer = tokenizer
         self._total_steps = total_steps
@@ -40,12 +45,17 @@ class AnswerLog:
         self._forwards = forwards
 
     def keep(self, step: int, batch: Batch, actor: RemoteModel) -> None:
-        """Before the update. tokens: input_ids, response_mask, rollout_log_probs, advantages, old_log_probs unless ``forwards``.
-        rows: uid, score, prompt_length. objects: prompt, ground_truth."""
+        """Dump rows of the step, if it is one of those that are kept. Called before the update, which changes the log-probs.
+
+        batch: tokens input_ids, response_mask, rollout_log_probs, advantages, and old_log_probs unless ``forwards``; rows uid,
+        score, prompt_length; objects prompt, ground_truth.
+        """
         if step % self._every and step != self._total_steps:
             return
+        # At least one row per data-parallel rank for the forward pass; only KEPT_ROWS of them are written.
         few = batch.select(spread(batch.rows["score"], max(KEPT_ROWS, len(actor.mesh.answers))))
         if self._forwards:
+            # All response tokens: response_mask leaves out tool output and other tokens that are not trained.
             written = few.positions() >= torch.repeat_interleave(few.rows["prompt_length"], few.lengths)
             trainers = actor.forward(few.with_tokens(response_mask=written.float()), ["log_probs"]).tokens["log_probs"]
         else:
@@ -59,6 +69,7 @@ class AnswerLog:
         file.close()
 
     def _told(self, batch: Batch, row: int, trainers: Tensor) -> dict[str, Any]:
+        """One row as JSON. trainers (T,): the trainer's log-probs."""
         start, end = batch.offsets[row : row + 2].tolist()
         start += int(batch.rows["prompt_length"][row])
         cut = slice(start, min(end, start + KEPT_TOKENS))
@@ -76,7 +87,7 @@ class AnswerLog:
 
 
 def spread(scores: Tensor, n: int) -> Tensor:
-    """Rows (at most ``n``) from the lowest score to the highest, evenly, in the order of the batch."""
+    """Indices of at most ``n`` rows, evenly spaced by rank of their score (B,), in the order of the batch."""
     if n >= len(scores):
         return torch.arange(len(scores))
     order = torch.argsort(scores, stable=True)
@@ -84,7 +95,11 @@ def spread(scores: Tensor, n: int) -> Tensor:
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """The text of each token where it stands; one that is in several tokens is the first's, and the others have none."""
+    """Text of each token in its context. A character made of several tokens belongs to the first; the others are empty.
+
+    Decoding tokens one by one is not enough: a tokenizer may drop a space at the start of a text, and a byte-level token may hold
+    only a part of a character. So each token is decoded together with its predecessor, whose own text is then removed.
+    """
     if not ids:
         return []
     plain = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
@@ -94,6 +109,7 @@ def pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
         pair[len(before) :] if pair.startswith(before) and BROKEN not in pair else own
         for pair, (before, own) in zip(pairs, pairwise(alone), strict=True)
     ]
+    # Join each run of tokens with partial characters and decode it as a whole.
     start = 0
     while start < len(ids):
         end = start + 1
@@ -106,12 +122,15 @@ def pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
 
 
 def rounded(values: Tensor) -> list[float | None]:
-    """For people, and short. None: not finite."""
+    """Values with four significant digits, to keep the file small. None for those that are not finite."""
     return [float(f"{value:.4g}") if isfinite(value) else None for value in values.tolist()]
 
 
 def shown(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """All rows of the last SHOWN_STEPS steps of answers.jsonl, and SHOWN_ROWS of the first step in each tenth of it."""
+    """Select entries of answers.jsonl for the report.
+
+    All rows of the last SHOWN_STEPS steps, and SHOWN_ROWS rows (first and last) of the first step in each tenth of all steps.
+    """
     steps = list(dict.fromkeys(entry[GLOBAL_STEP] for entry in entries))
     last = steps[-SHOWN_STEPS:]
     early = {steps[len(steps) * tenth // 10] for tenth in range(10)} - set(last) if steps else set()

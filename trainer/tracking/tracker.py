@@ -1,4 +1,4 @@
-"""Where a run's numbers go: metrics.jsonl always, and the loggers that ``trainer.logger`` names."""
+"""Tracker: writes a run's metrics to metrics.jsonl and forwards them to the loggers that ``trainer.logger`` names."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ from workers.batch import Batch
 from workers.controller.logs import tell
 
 KEPT_SAMPLES = 32
-"""Validation answers a step that samples.jsonl keeps for the report."""
+"""Maximum number of validation responses per step in samples.jsonl, for the report."""
 PACKAGES = ("tandem", "torch", "transformers", "ray", "vllm", "sglang", "megatron-core", "numpy", "pyarrow", "hydra-core")
 
 
 class Tracker:
-    """Writes a run's metrics, samples and rollouts, and tells the loggers.
+    """Writes metrics, samples, timeline and rollouts of a run, and forwards them to its loggers.
 
-    Brings ``run_dir`` to ``resume_step`` first (see run_dir.start_run), so it comes before the first save. Writes
-    config.yaml and environment.json. A logger that cannot start says so in one line and is left out.
+    The constructor first restores ``run_dir`` to ``resume_step`` (see run_dir.start_run), so it must precede the first save. It
+    writes config.yaml and environment.json. A logger that cannot start is reported in one line and left out.
 
-    resume_step: the checkpoint's, None for a run that starts. shown_samples: validation answers that loggers get.
-    rollout_dir: where log_rollouts writes; None: nowhere. restarted: see start_run. more: loggers beside those that are named.
-    phases: of the loop, for the display.
-    Raises ValueError for a logger that does not exist.
+    resume_step: step of the checkpoint, None for a new run. shown_samples: number of validation responses that loggers receive.
+    rollout_dir: destination of log_rollouts; None: nothing is written. restarted: see start_run. more: loggers in addition to the
+    named ones. phases: timer of the loop, for the display.
+    Raises ValueError for an unknown logger.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Tracker:
         more: Sequence[Logger] = (),
         phases: Phases | None = None,
     ) -> None:
-        check_loggers(loggers)
+        check_loggers(loggers)  # before anything in the run directory is touched
         start_run(run_dir, resume_step, rollout_dir, restarted=restarted)
         plain = write_config(run_dir, config)
         write_atomic(run_dir / ENVIRONMENT, json.dumps(environment(), indent=1))
@@ -80,6 +80,7 @@ class Tracker:
         self._open()
         self._loggers: list[Logger] = []
         run = Run(run_dir, project, experiment, plain, resume_step or 0, total_steps, phases or Phases())
+        # A logger that lacks its package, key or network must not end the run. A name given twice counts once.
         for name in dict.fromkeys(loggers):
             try:
                 self._loggers.append(LOGGERS[name](run))
@@ -93,7 +94,8 @@ class Tracker:
         self._timeline = LineWriter(self.run_dir / TIMELINE)
 
     def go_back(self, step: int) -> Path:
-        """The run goes on after ``step`` with other data. What it wrote past it is moved to the directory that is returned."""
+        """Roll back to ``step``: what was written after it is moved to the directory that is returned. See run_dir.go_back."""
+        # The files are replaced by shorter ones: the open ones would still write to the old ones.
         self._metrics.close()
         self._samples.close()
         self._timeline.close()
@@ -104,15 +106,19 @@ class Tracker:
         return aside
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """One line of metrics.jsonl, on disk (in the kernel's hands) on return, and the loggers. Once a step."""
+        """Write one line of metrics.jsonl, passed to the kernel on return, and forward to the loggers. Called once per step."""
         numbers = {name: float(value) for name, value in metrics.items()}
+        # The step is the first key of the line, and its value wins if ``metrics`` has the same key.
         self._metrics.write(json_line({GLOBAL_STEP: step} | numbers | {GLOBAL_STEP: step}))
         for logger in self._loggers:
             logger.log(numbers, step)
 
     def log_spans(self, spans: Sequence[Span], calls: Sequence[Call], step: int) -> None:
-        """One line of timeline.jsonl: when the step's phases were under way, and where; the calls of workers within it, with
-        the seconds that each rank took. To the millisecond."""
+        """Write one line of timeline.jsonl, rounded to milliseconds.
+
+        spans: start, end and pools of the step's phases. calls: calls of workers, with the seconds that each rank took. Calls
+        that started before the first span belong to an earlier step and are left out.
+        """
         told = [[span.phase, list(span.pools), round(span.start, 3), round(span.end, 3)] for span in spans]
         begun = min((span.start for span in spans), default=0.0)
         work = [
@@ -123,7 +129,7 @@ class Tracker:
         self._timeline.write(json_line({GLOBAL_STEP: step, "spans": told, "calls": work}))
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """Validation answers: the first KEPT_SAMPLES to samples.jsonl, the first ``shown_samples`` to the loggers."""
+        """Write the first KEPT_SAMPLES validation responses to samples.jsonl; the loggers get the first ``shown_samples``."""
         for sample in samples[:KEPT_SAMPLES]:
             self._samples.write(json_line({GLOBAL_STEP: step, **sample}))
         if shown := samples[: self.shown_samples]:
@@ -131,9 +137,10 @@ class Tracker:
                 logger.log_samples(shown, step)
 
     def log_rollouts(self, batch: Batch, step: int, begun_with: str, left_out: Sequence[Batch] = ()) -> None:
-        """Where a rollout_dir is set: the step's answers as parquet for people (dumps.write_dump), those that were left out of
-        the step included, and the batch to the bit for a replay. begun_with: the model or the checkpoint that this process
-        started from.
+        """Dump the step to ``rollout_dir``, if set: as parquet for people, and the batch bitwise identical for a replay.
+
+        begun_with: model or checkpoint from which this process started. left_out: responses that did not enter the step; they are
+        in the parquet only (sample_dump.write_dump).
         """
         if self.rollout_dir is not None:
             write_dump(self.rollout_dir, step, batch, left_out)
@@ -149,7 +156,7 @@ class Tracker:
 
 
 def environment() -> dict[str, str]:
-    """Versions and machine, for the report. Loads no package and touches no device."""
+    """Versions and machine, for the report. Imports no package and touches no device."""
     facts = {"python": platform.python_version(), "platform": platform.platform(), "cpu cores": str(os.cpu_count())}
     if gpus := gpu_names():
         facts["gpus"] = f"{len(gpus)} x {gpus[0]}"
@@ -160,7 +167,7 @@ def environment() -> dict[str, str]:
 
 
 def check_loggers(names: Sequence[str]) -> None:
-    """Raises ValueError for a logger that does not exist."""
+    """Raise ValueError if a logger does not exist."""
     unknown = [name for name in names if name not in LOGGERS]
     if unknown:
         near = did_you_mean(unknown[0], LOGGERS)

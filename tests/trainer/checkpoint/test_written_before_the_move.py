@@ -1,6 +1,7 @@
 """A run directory of version 62017dd, before modules moved to folders, is resumed with the same command and continues alike.
 
-written_before_the_move/ has a run of PPO after four steps, with its checkpoint of step 2: a model of 2,592 parameters, data and reward.
+written_before_the_move/ has a run of PPO after four steps with its checkpoint of step 2, a model of 2,592 parameters, data and
+reward.
 """
 
 import json
@@ -12,13 +13,26 @@ import pytest
 from trainer import main_ppo
 
 RUN = Path(__file__).with_name("written_before_the_move")
-COMMAND = (
-    "recipe=quickstart data.train_files=data/train.parquet data.val_files=data/test.parquet actor_rollout_ref.model.path=model "
-    "critic.model.path=model algorithm=ppo reward.custom_reward_function.path=score.py reward.num_workers=0 trainer.backend=local "
-    "trainer.total_training_steps=4 trainer.save_freq=2 trainer.test_freq=-1 trainer.val_before_train=false "
-    "data.train_batch_size=16 actor_rollout_ref.actor.ppo_mini_batch_size=8 critic.ppo_mini_batch_size=16 "
-    "actor_rollout_ref.rollout.n=2 trainer.default_local_dir=run"
-).split()
+COMMAND = [
+    "recipe=quickstart",
+    "data.train_files=data/train.parquet",
+    "data.val_files=data/test.parquet",
+    "actor_rollout_ref.model.path=model",
+    "critic.model.path=model",
+    "algorithm=ppo",
+    "reward.custom_reward_function.path=score.py",
+    "reward.num_workers=0",
+    "trainer.backend=local",
+    "trainer.total_training_steps=4",
+    "trainer.save_freq=2",
+    "trainer.test_freq=-1",
+    "trainer.val_before_train=false",
+    "data.train_batch_size=16",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+    "critic.ppo_mini_batch_size=16",
+    "actor_rollout_ref.rollout.n=2",
+    "trainer.default_local_dir=run",
+]
 CLOCK = ("timing", "perf/")
 
 
