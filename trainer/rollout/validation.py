@@ -31,7 +31,8 @@ class Validation:
     def run(self, step: int) -> dict[str, float]:
         """Metrics over all held-out prompts. Failed rewards are counted and excluded from means.
 
-        Seeds depend on step, prompt and sample alone, so training cannot shift the responses by sampling more or less. Scores of reward models with running moments enter without normalisation (see RewardModels.add).
+        Seeds depend on step, prompt and sample alone, not on what was sampled for training. Scores of reward models with running
+        moments enter without normalisation (see RewardModels.add).
         """
         parts = []
         for start in range(0, len(self.data), self.batch_size):
