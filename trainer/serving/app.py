@@ -35,7 +35,6 @@ def reward_app(
     token: bearer token that reward requests must have; None: none required. most_bytes: maximum size of a body. check: raises
     ValueError for responses that cannot be scored. health: content of GET /health, which requires no token.
     """
-    # No OpenAPI schema: it would add pages without a token check.
     app = FastAPI(openapi_url=None)
 
     @app.post("/get_reward")

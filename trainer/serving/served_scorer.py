@@ -89,6 +89,6 @@ def start_scorer(config: ServeRewardConfig, hosts: WorkerGroup, watchdog: Watchd
         conversations = Conversations(tokenizer, model.apply_chat_template_kwargs)
     except ValueError as error:
         raise ValueError(f"{NAME}: {error}") from error
-    # Template arguments change the rendering but are not part of the hash, so clients' token ids cannot be trusted with them.
+    # Template arguments change the rendering but are not part of the hash: with them, token ids of clients are not used.
     words = "" if model.apply_chat_template_kwargs else words_of(tokenizer)
     return ServedScorer(start_one(NAME, model, None, hosts, config.trainer, config.trainer, watchdog), conversations, words)
