@@ -32,7 +32,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     Chen et al. 2021, arXiv:2107.03374, eq. 1, evaluated as a product, which does not overflow.
     """
     assert 0 <= c <= n and 1 <= k <= n, (n, c, k)
-    if n - c < k:
+    if n - c < k:  # too few failures to fill a subset
         return 1.0
     return float(1.0 - np.prod(1.0 - k / np.arange(n - c + 1, n + 1)))
 
@@ -91,6 +91,7 @@ def _won_with(most: int, size: int, others: Sequence[int], silent: int, k: int) 
     candidates have exactly ``most`` votes and none has more.
     """
     left = k - most
+    # At most left // most other candidates can have ``most`` votes each.
     ways = np.zeros((left // most + 1, left + 1))
     ways[0, 0] = 1.0
     for other in others:
@@ -100,6 +101,7 @@ def _won_with(most: int, size: int, others: Sequence[int], silent: int, k: int) 
         if most <= min(other, left):
             grown[1:, most:] += comb(other, most) * ways[:-1, : left + 1 - most]
         ways = grown
+    # The remaining places go to voters without a vote. Row t of ways: a tie with t others, of which the candidate wins 1/(t + 1).
     rest = np.array([float(comb(silent, left - v)) for v in range(left + 1)])
     return comb(size, most) * float((ways @ rest / np.arange(1, len(ways) + 1)).sum())
 

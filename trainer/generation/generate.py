@@ -173,6 +173,8 @@ def manifest(config: GenerationConfig, prompts: PromptDataset, *, scored: bool) 
     """{dotted key: value} of all settings that influence responses, and a hash of the prompts that are read."""
     parts: dict[str, Any] = {"data": asdict(config.data), "actor_rollout_ref": asdict(config.actor_rollout_ref)}
     parts |= {"reward": asdict(config.reward)} if scored else {}
+    # Prompts are hashed as they are tokenised, so a different tokenizer or chat template is detected too; ground truths only if
+    # they can influence scores.
     digest = hashlib.blake2b(digest_size=16)
     for index in range(len(prompts)):
         prompt = prompts[index]

@@ -86,6 +86,7 @@ class Generator:
         parts = {}
         if self.models is not None:
             scores, _ = self.models.add(scores, answers, asked, texts, learn_from=torch.zeros_like(finished))
+            # A colocated engine sleeps while the reward model works; it gets its weights again before the next shard.
             self.rollout.rest(self.models.group)
             parts = {"score_parts": [score.extra for score in scores]}
         check_some_scored(scores, "a shard")

@@ -31,6 +31,7 @@ def pairs(row: Row, most: int) -> list[Row]:
     Both are distinct terminated responses, the chosen one with the higher score. The best response is paired with each worse one
     first, then the second best, and further on.
     """
+    # Ordered best first, so the first of each combination never scores less than the second; ties are no preference.
     scores = ended(row)
     found = [(better, worse) for better, worse in combinations(scores, 2) if scores[better] > scores[worse]]
     return [{"prompt": row["prompt"], "chosen": better, "rejected": worse} for better, worse in found[:most]]

@@ -139,6 +139,7 @@ def agreement(reference: EngineAnswers, own: EngineAnswers) -> Agreement:
             continue
         tokens = [int(ids[position]) if position < len(ids) else None for ids, _, _ in (first, second)]
         log_probs = [float(values[position]) if position < len(values) else None for _, values, _ in (first, second)]
+        # Both responses have the same prefix here, so either one's top log-probs apply; one of them may have ended.
         best, runner_up = (first if position < len(first[0]) else second)[2][position]
         found.append(
             Divergence(uid, position, (tokens[0], tokens[1]), (log_probs[0], log_probs[1]), margin=float(best - runner_up))
@@ -167,6 +168,7 @@ def draw_z(sampled: EngineAnswers) -> float:
     tokens is a martingale; divided by the root of the sum of squares it is approximately standard normal. Positive: tokens are
     too likely. Valid only without top_k and top_p, which truncate the distribution.
     """
+    # log p + H: the entropy is minus the expected log-prob, hence mean 0 under the trainer's distribution.
     surplus = sampled.trainer_log_probs + sampled.entropy
     scale = float(np.sqrt(np.square(surplus).sum()))
     return float(surplus.sum()) / scale if scale else 0.0

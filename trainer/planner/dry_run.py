@@ -52,6 +52,7 @@ def dry_run(config: PPOConfig) -> None:
     place = placement_of(config, has_critic=wants_critic(config))
     life = Lifetime(config.trainer, Path(config.trainer.default_local_dir))
     resume = would_resume(config, life.run_dir)
+    # Without worker groups: the assembly reads and checks the data, and computes steps and updates, but builds no model.
     parts = Assembly(config, place, {}, life, reader(config))
     for change in parts.rate_changes(resume):
         print(f"note: {change}", file=sys.stderr)
@@ -114,10 +115,12 @@ def measured(config: PPOConfig) -> dict[str, MeasuredModel]:
             if role is config.critic:
                 model, head = config.critic.model, "value"
         about = model_config(model, head)
+        # On the meta device: parameters are counted without memory, so the dtype does not matter.
         body = empty_model(model, about, head, DTYPES["bfloat16"])
         parameters = sum(parameter.numel() for parameter in body.parameters())
         kind = f"{about.model_type}, {model.path}{'; a LoRA adapter alone is trained' if model.has_adapter else ''}"
         told = about.get_text_config().to_dict()
+        # With a scaling factor, max_position_embeddings is not the limit of the scaled model.
         stretched = "factor" in (told.get("rope_parameters") or {})
         positions = None if stretched else told.get("max_position_embeddings")
         found[key] = MeasuredModel(kind, parameters, positions, shape_of(about, parameters))

@@ -142,6 +142,7 @@ def memory_roles(config: PPOConfig, place: Placement, shapes: Mapping[str, Shape
     for key, role in roles_of(config, has_critic=has_critic).items():
         pool = place.pool(name_of(key))
         shares = data_parallel_size(role, pool)
+        # No micro-batch is larger than all rows of a rank, however high its limit is.
         most = -(-data.train_batch_size * n // shares) * longest
         learns: int | None = None
         several = False
@@ -176,6 +177,7 @@ def estimate(config: PPOConfig, place: Placement, shapes: Mapping[str, Shape], g
                 taken = None if free is None else rests + engine.gpu_memory_utilization * free
                 yield Use(pool.name, "answers", taken, engine.gpu_memory_utilization)
                 asleep = ASLEEP if config.trainer.device == "cuda" else 0.0
+        # While a role works, the others of its pool keep their resident tensors, and the engine what it keeps asleep.
         for key, role in here.items():
             others = rests - resting[key] + asleep
             name = "critic" if key == "critic" else key.rpartition(".")[2]

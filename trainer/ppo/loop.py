@@ -74,6 +74,7 @@ class Loop:
         for step in self.trainer.steps():
             with self.trainer.phases("step"):
                 batch = self.collect(step)  # generated and scored responses
+                # Not completed, hence not counted: steps() ends with a checkpoint of the step before.
                 if batch is None:
                     continue
                 batch |= self.log_probs_and_values(batch)
@@ -100,6 +101,7 @@ class Loop:
             measured = self.validation.run(trainer.step)
             trainer.tracker.log(measured, trainer.step)
             trainer.health.check(0, measured)
+        # No step remains: steps() ends at once.
         if config.val_only:
             trainer.total_steps = trainer.step
 
@@ -321,6 +323,7 @@ class Loop:
         """Times, throughput and MFU. The MFU of a model trained in a pool of its own counts that pool's GPUs only."""
         seconds = self.trainer.phases.seconds
         flops = {f"update_{role}": model.take_flops() for role, model in self.trainer.models.items()}
+        # A model that was not updated in this step (critic warm-up) has no phase and no MFU.
         flops = {phase: count for phase, count in flops.items() if phase in seconds}
         gpus = {f"update_{role}": model.group.world_size for role, model in self.trainer.models.items()}
         return performance_metrics(

@@ -122,6 +122,7 @@ def opened(assembly: type[Assembly], config: PPOConfig, life: Lifetime, resume: 
         stack.callback(tracker.close)
         start.ended("data")
         loop = parts.loop(rewards, resume, tracker, start)
+        # Only now does the run directory belong to this run: an earlier failure leaves no status and no report in it.
         life.started = True
         yield loop
 
@@ -144,6 +145,7 @@ class Assembly:
         self.tokenizer = tokenizer
         self.phases = phases_of(place)
         self.data, self.held_out = self.prompts()
+        # data.seed changes the order of the data alone; sampling and initialisation keep trainer.seed.
         seed = config.trainer.seed if config.data.seed is None else config.data.seed
         self.order = DataOrder(len(self.data), config.data.train_batch_size, seed, config.data.shuffle)
         actor = config.actor_rollout_ref.actor
@@ -174,6 +176,7 @@ class Assembly:
         source = self.source(rollout, rewards, Events(self.life.run_dir))
         start.ended("rewards")
         self.phases.progress["reward"] = lambda: rewards.progress
+        # A signal to stop shortens the time limit of scoring that is under way.
         self.life.stopping.hurry = self.watchdog.hurry
         prompts, kl, returns = self.stream(), KLController.start(config.algorithm.kl_ctrl), RunningMoments()
         trainer = self.trainer(
@@ -216,6 +219,7 @@ class Assembly:
                 sampling=validation_sampling(self.sampling(), rollout_config.val_kwargs),
                 batch_size=config.data.val_batch_size,
             ),
+            # Without old log-probs in the batch, the log runs a forward pass over the few responses that it keeps.
             answers=AnswerLog(self.life.run_dir, self.tokenizer, self.total_steps, forwards=not has_old_log_probs(config)),
         )
 
@@ -324,6 +328,7 @@ class Assembly:
             sharding=actor.sharding,
             device=self.config.trainer.device,
             seed=seed_of(self.config.trainer.seed, "actor"),
+            # verl's keys: the limits of the actor's log-prob pass are in the rollout block.
             forward_limits=limits(
                 actor,
                 self.place.pool("actor"),

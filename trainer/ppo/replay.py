@@ -46,7 +46,9 @@ def replay(config: PPOConfig) -> None:
     assert asked.mode is not None and asked.path is not None, "see configs.validation.programs"
     batch, facts = load_batch(dump_file(asked.path))
     step = int(facts["step"])
+    # A separate directory: the replay writes metrics and dumps too, and the run's files must stay as they are.
     directory = Path(config.trainer.default_local_dir) / f"replay_{asked.mode}_{step}"
+    # The keys of the replay itself always differ from the recorded configuration.
     for change in check_config(facts["config"], asdict(config)):
         if not change.startswith(("trainer.replay.", "trainer.resume_")):
             print(f"note: replayed with another {change}", file=sys.stderr)

@@ -46,6 +46,7 @@ def start_source(hosts: WorkerGroup, spec: RolloutSpec, watchdog: Watchdog, *, s
         sharding=sharding,
         device=spec.device,
         seed=seed_of(seed, "actor"),
+        # At least max_model_len: a row that alone exceeds max_tokens is an error.
         forward_limits=Limits(max_tokens=max(spec.max_model_len, FORWARD_TOKENS)),
         training=None,
         watchdog=watchdog,

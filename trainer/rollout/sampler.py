@@ -180,6 +180,7 @@ class Source:
         penalty = penalty + missing_eos_penalty(batch.rows["finished"], self.reward.missing_eos_penalty)
         batch = batch.with_rows(reward=batch.rows["score"] + penalty)
         if self.with_baselines:
+            # After the penalties: a baseline is the reward of the greedy response, penalties included.
             batch = take_baselines(batch, self.n)
         return batch.with_meta({"generated_tokens": generated})
 
@@ -212,6 +213,7 @@ class Source:
         # One seed per response, from values that do not depend on batching, engines or ranks.
         seeds = [seed_of(self.seed, purpose, step, prompt.uid, sample) for prompt, sample in zip(asked, samples, strict=True)]
         with phases("gen"):
+            # Sample n exists with with_baselines only: the greedy response after n sampled ones.
             questions = ask(asked, seeds, greedy=torch.tensor(samples) == n)
             answers = self.rollout.generate(questions, sampling, each)
         with phases("reward"), self.watchdog.own("reward", "scoring", f"{len(asked)} answers"):
@@ -221,6 +223,7 @@ class Source:
             scores = self.rewards.score(to_score(asked, texts, batch, self.tokenizer, for_servers=by_servers))
         scores = self._with_late(scores)
         if self.models is not None:
+            # Neither greedy responses nor validation may change the moments that normalise training scores.
             learn_from = (torch.tensor(samples) < n) & trains
             judge = partial(self._judge, self.models, scores, batch, asked, texts, learn_from, phases)
             (scores, at_tokens), columns = (judge(), Batch(batch.lengths)) if overlap is None else overlap(batch, judge)
@@ -228,6 +231,7 @@ class Source:
             self.rollout.rest(self.models.group)
             batch |= columns
             batch = batch if at_tokens is None else batch.with_tokens(model_rewards=at_tokens)
+            # Again: reward models on servers can time out as well.
             scores = self._with_late(scores)
         self.failures.add(step, "training" if trains else "validation", scores)
         score = torch.tensor([0.0 if item.value is None else item.value for item in scores])

@@ -93,6 +93,7 @@ def work(desk: Desk, score: ScoreAll, count: Count, *, goes_on: Callable[[], boo
             taken = desk.take(_LOOK)
             scores = score([answer for waiting in taken for answer in waiting.answers]) if taken else []
             for waiting in taken:
+                # Scores are flat, in the order of the requests: each request takes its share from the front.
                 own, scores = scores[: len(waiting.answers)], scores[len(waiting.answers) :]
                 waiting.scores.set_result(own)
                 count.add(own)
@@ -152,6 +153,7 @@ class Listener:
         return self
 
     def __exit__(self, *ended: Any) -> None:
+        # Signals are held back here: pending replies are delivered before the process ends.
         with shielded():
             self._server.should_exit = True
             self._thread.join(_LAST_REPLIES)

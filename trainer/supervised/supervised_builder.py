@@ -90,7 +90,7 @@ def attempt(config: Config, life: Lifetime) -> None:
                 limits=cut,
                 budget=life.budget("model"),
                 steps=total_steps,
-                updates=1,
+                updates=1,  # optimizer steps per training step
             ),
             watchdog=watchdog,
         )
@@ -115,6 +115,7 @@ def attempt(config: Config, life: Lifetime) -> None:
         with life.stopping, run_trainer.saver:
             loop.fit()
         life.stopping.check()
+        # An interrupted run does not get here: check() raises, and an unfinished model is not exported.
         if trainer.export_dir is not None:
             model.export_hf(trainer.export_dir)
             tokenizer.save_pretrained(trainer.export_dir)

@@ -80,6 +80,7 @@ def read(words: Sequence[str], table: Table) -> Arguments:
     typed, problems = _typed(flags, spellings, name)
     if problems:
         raise ConfigError("\n".join(problems))
+    # One dotted flag is enough: only the newer command line has dots. The defaults of absent flags follow from it.
     newer = any("." in spelling for spelling, _ in typed.values())
     return Arguments(source, newer, typed)
 

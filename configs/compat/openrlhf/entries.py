@@ -57,6 +57,7 @@ def translate(arguments: Arguments, rules: Mapping[str, Rule], without: Mapping[
     problems: list[str] = []
     typed: list[Entry] = []
     defaults = [mapped((), settings, why) for why, settings in arguments.source.always]
+    # Flags on the command line first, in their order, so that the comments of the script follow it; then absent flags.
     order = [*arguments.typed, *(name for name in arguments.source.flags if not arguments.has(name))]
     done: set[str] = set()
     for name in order:

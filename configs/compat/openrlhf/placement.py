@@ -75,6 +75,7 @@ def _pools(arguments: Arguments, here: list[str], engines: int) -> tuple[dict[st
     told = []
     shared = {"ref": ("actor", "colocate_actor_ref"), "reward": ("critic", "colocate_critic_reward")}
     for role in here:
+        # A role shares another's pool only if that role exists and the flag for it is set.
         host, flag = shared.get(role, ("", ""))
         if host not in pools or not arguments.has(flag):
             pools[role], roles[role] = _size(arguments, role), role

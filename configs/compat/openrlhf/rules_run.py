@@ -22,6 +22,7 @@ def batches(arguments: Arguments) -> Iterator[Entry]:
         raise ConfigError(
             f"{typed}: a mini-batch is whole groups of {n} answers here, and {train} / {n} = {train / max(n, 1):.4g}"
         )
+    # Groups stay whole here: a mini-batch is counted in prompts, with all n responses to each.
     mini = train // n
     if rollout % mini:
         raise ConfigError(
