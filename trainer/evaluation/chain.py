@@ -1,8 +1,8 @@
-"""What a chain of stages came to: ``python -m trainer.evaluation.chain FOLDER`` writes FOLDER/report.html and FOLDER/chain.json.
+"""Report of an RLHF chain: ``python -m trainer.evaluation.chain FOLDER`` writes FOLDER/report.html and FOLDER/chain.json.
 
-FOLDER is that of scripts/run_rlhf_chain_cpu.sh: sft, reward and ppo are run directories, sft_answers and policy_answers hold
-answers to the same prompts, judged by a rule that knows the truth and by the reward model, and the file ``stage`` in each says of
-what it was made.
+FOLDER is filled by scripts/run_rlhf_chain_cpu.sh. sft, reward and ppo are run directories. sft_answers and policy_answers hold
+responses to the same prompts, scored by a rule that knows the truth and by the reward model. The file ``stage`` in each
+directory records the inputs of the stage.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from workers.seeding import seed_of
 STAGES = ("data", "base", "sft", "pairs", "reward", "ppo", "policy", "sft_answers", "policy_answers")
 FIGURES = "chain.json"
 TRUTH, MODEL = "acc", "reward_model"
-"""Names in a shard's score_parts: of the rule's score, and of the reward model's."""
+"""Names in a shard's score_parts: the rule's score, and the reward model's."""
 RIGHT = 1.0
 RESAMPLES = 2000
 MOST_MISTAKES = 12
@@ -35,7 +35,7 @@ MOST_MISTAKES = 12
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A model's answers to P prompts, n to each. truth, model: the rule's scores and the reward model's, (P, n)."""
+    """Scored responses of one model: P prompts, n responses each. truth, model: scores of rule and reward model, (P, n)."""
 
     rows: list[Row]
     truth: list[list[float]]
@@ -46,15 +46,16 @@ class Judged:
         return len(self.truth[0])
 
     def each(self) -> list[tuple[float, float]]:
+        """(truth, model) of every response."""
         return [pair for t, m in zip(self.truth, self.model, strict=True) for pair in zip(t, m, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to answer, and what its answers are worth: truth over prompts with its interval, and the reward model's mean score.
+    """Results of one way to generate responses: mean truth over prompts with its interval, and the reward model's mean score.
 
-    rescaled: that score where 0 is the mean of the fine-tuned model's wrong answers and 1 that of its right ones: the truth, if
-    the reward model told them apart as well everywhere.
+    rescaled: the reward model's score on a scale where 0 is the mean over the fine-tuned model's wrong responses and 1 the mean
+    over its right ones. It equals the truth if the reward model separates both equally well for all responses.
     """
 
     name: str
@@ -65,7 +66,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """made_from: (first digits of the hash, file below the folder) of data and weights."""
+    """One stage of the chain. made_from: (first 12 digits of the SHA-256, path below the folder) of input data and weights."""
 
     name: str
     module: str
@@ -76,7 +77,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """A wrong answer that the reward model likes."""
+    """A wrong response with a high reward model score."""
 
     prompt: str
     answer: str
@@ -85,7 +86,7 @@ class Mistake:
 
 
 def write(folder: Path) -> Path:
-    """The page and the figures. Raises ValueError, one line, where answers have no scores or cannot be told apart."""
+    """Write page and figures; returns the page's path. Raises ValueError, one line, without scores or pairs to compare."""
     tuned, policy = read_judged(folder / "sft_answers/answers"), read_judged(folder / "policy_answers/answers")
     accuracy, scale = pair_accuracy(tuned), scale_of(tuned)
     ways = ways_of(tuned, policy, scale)
@@ -115,6 +116,7 @@ def write(folder: Path) -> Path:
 
 
 def read_judged(answers: Path) -> Judged:
+    """Read the shards of a directory. Raises ValueError if any response has no score."""
     rows = [row for path in shard_files(answers) for row in pq.read_table(path).to_pylist()]
     failed = sum(score is None for row in rows for score in row["scores"])
     if failed:
@@ -127,7 +129,7 @@ Scale = Callable[[float], float]
 
 
 def scale_of(tuned: Judged) -> Scale:
-    """See Way.rescaled."""
+    """Linear map of reward model scores to Way.rescaled."""
     zero, one = (mean([m for t, m in tuned.each() if (t >= RIGHT) == right]) for right in (False, True))
 
     def rescaled(score: float) -> float:
@@ -137,6 +139,7 @@ def scale_of(tuned: Judged) -> Scale:
 
 
 def ways_of(tuned: Judged, policy: Judged, scale: Scale) -> list[Way]:
+    """Fine-tuned model and PPO policy, each with one response and with best of n; best of n by the truth is the upper bound."""
     ways = []
     for name, judged in (("fine-tuned", tuned), ("PPO", policy)):
         for k, label in ((1, name), (judged.n, f"{name}, best of {judged.n}")):
@@ -147,7 +150,7 @@ def ways_of(tuned: Judged, policy: Judged, scale: Scale) -> list[Way]:
 
 
 def chosen(judged: Judged, values: Sequence[Sequence[float]], k: int) -> list[float]:
-    """For each prompt, the expected value of the answer that the reward model takes of k."""
+    """Expected value, per prompt, of the response that the reward model selects out of k."""
     return [best_of_k(scores, own, k) for scores, own in zip(judged.model, values, strict=True)]
 
 
@@ -157,7 +160,10 @@ def way(name: str, truth: Sequence[float], model: Sequence[float], scale: Scale)
 
 
 def pair_accuracy(judged: Judged) -> float:
-    """Of a right and a wrong answer to the same prompt, how often the right one has the higher score; a tie is half."""
+    """Share of pairs of a right and a wrong response to the same prompt that the reward model orders correctly; ties count 0.5.
+
+    Raises ValueError if there is no such pair.
+    """
     won = [
         0.5 + 0.5 * ((right > wrong) - (right < wrong))
         for truth, model in zip(judged.truth, judged.model, strict=True)
@@ -192,7 +198,7 @@ def learning_charts(sft: Series, reward: Series, ppo: Series, scale: Scale) -> l
 
 
 Points = tuple[Sequence[float], Sequence[float]]
-"""Of a curve: where, and how high."""
+"""x and y of a curve."""
 
 
 def beside(title: str, note: str, truth: Points, model: Points) -> Chart:
@@ -204,7 +210,7 @@ def beside(title: str, note: str, truth: Points, model: Points) -> Chart:
 
 
 def mistakes_of(policy: Judged) -> list[Mistake]:
-    """The wrong answers that have the highest scores, each once."""
+    """Distinct wrong responses with the highest reward model scores, highest first."""
     found = {}
     for row, truth, model in zip(policy.rows, policy.truth, policy.model, strict=True):
         prompt = row["prompt"][0]["content"]
@@ -215,7 +221,7 @@ def mistakes_of(policy: Judged) -> list[Mistake]:
 
 
 def read_stage(folder: Path, name: str) -> Stage:
-    """What scripts/run_rlhf_chain_cpu.sh wrote: the command, a line ``<sha256>  <path>`` a file, and ``seconds N``."""
+    """Parse a stage file of scripts/run_rlhf_chain_cpu.sh: the command, a line ``<sha256>  <path>`` per file, ``seconds N``."""
     command, *hashes, seconds = (folder / name / "stage").read_text(encoding="utf-8").splitlines()
     files = [line.split("  ", 1) for line in hashes]
     made_from = [(digest[:12], path) for digest, path in files if not path.endswith((".json", ".jinja"))]

@@ -1,4 +1,4 @@
-"""From files of answers to a table of what they are worth."""
+"""Evaluate files of responses: mean@k, pass@k and maj@k per data source."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from trainer.run.run_dir import write_atomic
 from workers.seeding import seed_of
 
 ALL = "all"
-WIDTH = 160  # characters of the table where there is no terminal, so that no figure is cut
+WIDTH = 160  # characters of the table without a terminal, so that no number is truncated
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A prompt's answers that have a score, and what they say. failed: those whose reward failed."""
+    """Scores and votes of a prompt's responses that have a score. failed: number of responses whose reward failed."""
 
     data_source: str
     scores: list[float]
@@ -39,7 +39,7 @@ class Scored:
 
 
 def run(config: EvaluationConfig, notices: Sequence[str]) -> None:
-    """Score, print a table, write JSON. notices: what the user was told about the configuration."""
+    """Score, print a table, write JSON. notices: warnings about the configuration."""
     prompts = read(config, vote_function(config.metrics.vote))
     failed = sum(prompt.failed for prompt in prompts)
     if failed:
@@ -54,7 +54,7 @@ def run(config: EvaluationConfig, notices: Sequence[str]) -> None:
 
 
 def read(config: EvaluationConfig, vote: Vote) -> list[Scored]:
-    """Every row with its scores. Raises ValueError, one line, for files, columns and rows that cannot be evaluated."""
+    """Read all rows and score them, or take data.score_key. Raises ValueError, one line, for unusable files, columns or rows."""
     data = config.data
     by_source = data.score_key is None and needs_data_sources(config.reward)
     needed = [f"{data.reward_model_key}.ground_truth"] if data.score_key is None else [data.score_key]
@@ -84,7 +84,7 @@ def read(config: EvaluationConfig, vote: Vote) -> list[Scored]:
 
 
 def score(config: EvaluationConfig, rows: Rows, answers: Sequence[list[str]], sources: Sequence[str]) -> list[list[float | None]]:
-    """The scores of each row's answers, by reward.*. Without a column finish_reasons, all count as ended by themselves."""
+    """Scores of each row's responses by reward.*. Without a column finish_reasons, all responses count as terminated."""
     truths = [value["ground_truth"] for value in rows.column(config.data.reward_model_key)]
     extras, reasons = rows.column("extra_info"), rows.column("finish_reasons")
     asked = [
@@ -98,12 +98,13 @@ def score(config: EvaluationConfig, rows: Rows, answers: Sequence[list[str]], so
         with watchdog.own("reward", "scoring", f"{len(asked)} answers"):
             scores: list[Score] = rewards.score(asked)
     check_some_scored(scores, "the answers")
+    # Scores are flat, in the order in which the responses were collected above: regroup them by row.
     waiting = iter(scores)
     return [[next(waiting).value for _ in own] for own in answers]
 
 
 def files(paths: Sequence[str]) -> list[str]:
-    """A directory stands for its shards. Raises ValueError for one that has none."""
+    """Expand directories to their shards. Raises ValueError for a directory without shards."""
     found: list[str] = []
     for name in paths:
         path = Path(name)
@@ -114,7 +115,7 @@ def files(paths: Sequence[str]) -> list[str]:
 
 
 def as_list(value: Any, kind: type | tuple[type, ...], key: str, where: str) -> list:
-    """A list of answers or scores; a single one is a list of one."""
+    """``value`` as a list; a single response or score becomes a list of one. Raises ValueError if empty or of another type."""
     items = value if isinstance(value, list) else [value]
     if not items or not all(isinstance(item, kind) for item in items):
         what = "texts" if kind is str else "numbers"
@@ -123,10 +124,10 @@ def as_list(value: Any, kind: type | tuple[type, ...], key: str, where: str) -> 
 
 
 def evaluate(prompts: Sequence[Scored], metrics: MetricsConfig, seed: int) -> dict[str, Any]:
-    """For each data source, and for all where there are several: counts, and mean@k, pass@k and maj@k as Interval fields.
+    """Counts, and mean@k, pass@k and maj@k as fields of Interval, per data source and, if there are several, over all.
 
-    A prompt with fewer than k scored answers takes no part in the metrics of k; prompts@k counts those that do. mean@k is the
-    mean of all their answers, whatever k: the mean of a subset is worth as much on average.
+    A prompt with fewer than k scored responses is excluded from the metrics of k; prompts@k counts the included ones. mean@k is
+    the mean over all their responses for every k: the mean of a random subset has the same expectation.
     """
     groups = {source: [prompt for prompt in prompts if prompt.data_source == source] for source in by_name(prompts)}
     if len(groups) > 1:
@@ -139,6 +140,7 @@ def by_name(prompts: Sequence[Scored]) -> list[str]:
 
 
 def of_group(group: Sequence[Scored], metrics: MetricsConfig, seed: int) -> dict[str, Any]:
+    """Metrics over the prompts of one data source. Raises ValueError if no prompt has k scored responses."""
     most = max(len(prompt.scores) for prompt in group)
     found: dict[str, Any] = {
         "prompts": len(group),
@@ -157,18 +159,19 @@ def of_group(group: Sequence[Scored], metrics: MetricsConfig, seed: int) -> dict
         }
         found[f"prompts@{k}"] = len(having)
         for name, of_prompts in values.items():
-            drawn = seed_of(seed, "bootstrap")  # the same prompts for every metric and k: equal values, equal intervals
+            # The same bootstrap samples for every metric and k, so that equal values have equal intervals.
+            drawn = seed_of(seed, "bootstrap")
             found[f"{name}@{k}"] = mean_with_interval(of_prompts, metrics.bootstrap_samples, drawn)._asdict()
     return found
 
 
 def ladder(most: int) -> list[int]:
-    """1, 2, 4 ... and ``most``."""
+    """Default values of k: 1, 2, 4, ... and ``most``."""
     return sorted({2**power for power in range(most.bit_length())} | {most})
 
 
 def table(found: Mapping[str, Mapping[str, Any]]) -> Table:
-    """A row for each data source and k: value and 95 % interval of each metric."""
+    """Console table with a row per data source and k: value and 95 % interval of each metric."""
     drawn = Table(title="mean over prompts, 95 % interval", title_justify="left", expand=False)
     for header in ("data source", "prompts", "k", "mean@k", "pass@k", "maj@k"):
         drawn.add_column(header, justify="left" if header == "data source" else "right", no_wrap=True)

@@ -1,4 +1,4 @@
-"""What an answer says, for counting votes."""
+"""Extract the final answer of a response as a vote for maj@k."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from trainer.rewards.rules.gsm8k import extract
 from trainer.run.user_code import load_function
 
 Vote = Callable[[str], str | None]
-"""The answer to what it says; None: nothing that could be counted."""
+"""Maps a response to its vote; None: no vote."""
 
 
 def _text(answer: str) -> str | None:
@@ -24,11 +24,11 @@ def _gsm8k(answer: str) -> str | None:
 
 
 VOTES: dict[str, Vote] = {"text": _text, "boxed": _boxed, "gsm8k": _gsm8k}
-"""The names that ``metrics.vote`` takes."""
+"""Values of ``metrics.vote``: the whole text, the content of the last boxed expression, the number of a GSM8K answer."""
 
 
 def vote_function(name: str) -> Vote:
-    """Raises ValueError for a name that nobody knows, or a function that does not load."""
+    """Vote function of a name or of FILE.py:FUNCTION. Raises ValueError if unknown or not loadable."""
     path, colon, function = name.rpartition(":")
     if colon and path.endswith(".py"):
         return load_function(path, function, f"metrics.vote={name}")

@@ -1,4 +1,9 @@
-"""From a configuration to shards of answers, and what is selected from them."""
+"""Generate responses to a data set in resumable shards, and select training data from them.
+
+A shard is complete or absent, and the manifest records every setting that influences responses. A repeated call generates only
+the missing shards; selection reads all of them. Responses do not depend on the order in which shards are generated: each one's
+seed is a function of prompt and sample.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +38,9 @@ from workers.engine.hf.hf_model import vocab_size
 from workers.roles.rollout_engines import check_installed
 from workers.roles.train_engines import check_adapter
 
-# Keys that cannot change an answer. All others must be as they were for a run to go on.
+# Keys that cannot change a response. All others must be unchanged for a run to resume.
 MAY_CHANGE = (
-    "data.path",  # what the files say counts
+    "data.path",  # the prompts are hashed instead, so files may be moved
     "data.output_path",
     "data.filter_overlong_prompts_workers",
     "actor_rollout_ref.rollout.gpu_memory_utilization",
@@ -47,7 +52,7 @@ MAY_CHANGE = (
 
 
 def run(config: GenerationConfig, notices: Sequence[str]) -> None:
-    """Make the shards that are missing, then select. notices: what the user was told about the configuration."""
+    """Check the configuration, generate missing shards, then select. notices: warnings about the configuration."""
     check_installed(config.actor_rollout_ref.rollout.name)
     check_adapter("actor_rollout_ref", config.actor_rollout_ref.model, "lm")
     data, selection = config.data, config.selection
@@ -67,7 +72,7 @@ def run(config: GenerationConfig, notices: Sequence[str]) -> None:
 
 
 def complete(config: GenerationConfig, prompts: PromptDataset, tokenizer: PreTrainedTokenizerBase, *, scored: bool) -> None:
-    """Make the shards that are missing, then select."""
+    """Generate missing shards, then select. scored: responses are scored."""
     data = config.data
     total = -(-len(prompts) // data.batch_size)
     shards = Shards(Path(data.output_path), data.output_format, total, manifest(config, prompts, scored=scored))
@@ -75,6 +80,7 @@ def complete(config: GenerationConfig, prompts: PromptDataset, tokenizer: PreTra
         if len(missing) < total:
             print(f"resumed: {total - len(missing)} of {total} shards are there")
         with ExitStack() as stack:
+            # Scoring processes start first and get ready while the engine loads.
             rewards = stack.enter_context(open_rewards(config.reward)) if scored else None
             if rewards is not None:
                 rewards.start()
@@ -107,7 +113,7 @@ def complete(config: GenerationConfig, prompts: PromptDataset, tokenizer: PreTra
 
 
 def generate(generator: Generator, shards: Shards, missing: Sequence[int], batch_size: int) -> None:
-    """Each missing shard, with a line about it, under a progress bar where there is a terminal."""
+    """Generate and write each missing shard; prints a line per shard, and a progress bar on a terminal."""
     console = Console()
     columns = (TextColumn("shards"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(
@@ -125,7 +131,10 @@ def generate(generator: Generator, shards: Shards, missing: Sequence[int], batch
 
 
 def shard_line(rows: Sequence[Row], index: int, total: int, seconds: float) -> str:
-    """``shard  3/10  answers 1,024  length 7.0  cut 0.02  score 0.531  tok/s 812``"""
+    """Console line of a shard: ``shard  3/10  answers 1,024  length 7.0  cut 0.02  score 0.531  tok/s 812``.
+
+    length: mean tokens per response. cut: share of truncated responses. score: mean over responses with a score.
+    """
     lengths = [length for row in rows for length in row["lengths"]]
     cut = sum(reason != "stop" for row in rows for reason in row["finish_reasons"]) / len(lengths)
     scores = [score for row in rows for score in row.get("scores", ()) if score is not None]
@@ -137,7 +146,7 @@ def shard_line(rows: Sequence[Row], index: int, total: int, seconds: float) -> s
 
 
 def select(config: GenerationConfig, shards: Shards) -> None:
-    """The files of selection.*, from all shards. Raises ValueError where nothing is left to write."""
+    """Write the files of selection.* from all shards. Raises ValueError if a selection is empty."""
     selection = config.selection
     if selection.best_of_n is not None:
         best = [row for row in map(best_of_n, shards.rows()) if row is not None]
@@ -161,9 +170,11 @@ def select(config: GenerationConfig, shards: Shards) -> None:
 
 
 def manifest(config: GenerationConfig, prompts: PromptDataset, *, scored: bool) -> dict[str, Any]:
-    """{dotted key: value} of what decides the answers, and a hash of the prompts that are read."""
+    """{dotted key: value} of all settings that influence responses, and a hash of the prompts that are read."""
     parts: dict[str, Any] = {"data": asdict(config.data), "actor_rollout_ref": asdict(config.actor_rollout_ref)}
     parts |= {"reward": asdict(config.reward)} if scored else {}
+    # Prompts are hashed as they are tokenised, so a different tokenizer or chat template is detected too; ground truths only if
+    # they can influence scores.
     digest = hashlib.blake2b(digest_size=16)
     for index in range(len(prompts)):
         prompt = prompts[index]
@@ -174,6 +185,7 @@ def manifest(config: GenerationConfig, prompts: PromptDataset, *, scored: bool) 
 
 
 def leaves(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested mappings to {dotted key: value}."""
     found: dict[str, Any] = {}
     for name, value in node.items():
         found |= leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}

@@ -1,4 +1,4 @@
-"""Prompts to rows of answers, whatever the engine."""
+"""Generate and score responses to prompts of a data set, independent of the rollout engine."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from workers.seeding import seed_of
 
 
 class Generator:
+    """Generates the rows of a shard."""
+
     def __init__(
         self,
         data: PromptDataset,
@@ -37,7 +39,7 @@ class Generator:
         sampling: Sampling,
         seed: int,
     ) -> None:
-        """n: answers a prompt. rewards: None for no scores; models: reward models beside them."""
+        """n: responses per prompt. rewards: None for no scores. models: additional reward models, None for none."""
         self.data = data
         self.rollout = rollout
         self.tokenizer = tokenizer
@@ -50,7 +52,7 @@ class Generator:
         self.seed = seed
 
     def rows(self, indices: Sequence[int]) -> list[Row]:
-        """The answers to these prompts of the data. Every draw is seeded by (seed, uid, sample) alone.
+        """Rows with responses to the prompts ``indices``. Each response is seeded by (seed, uid, sample) alone.
 
         Raises ValueError if all rewards failed.
         """
@@ -84,6 +86,7 @@ class Generator:
         parts = {}
         if self.models is not None:
             scores, _ = self.models.add(scores, answers, asked, texts, learn_from=torch.zeros_like(finished))
+            # A colocated engine sleeps while the reward model works; it gets its weights again before the next shard.
             self.rollout.rest(self.models.group)
             parts = {"score_parts": [score.extra for score in scores]}
         check_some_scored(scores, "a shard")
@@ -91,7 +94,8 @@ class Generator:
 
     def _of_data(self, index: int, prompt: Prompt) -> Row:
         source = self.data.row(index)
-        kept = {name: source[name] for name in ("reward_model", "extra_info") if source.get(name)}  # parquet has no empty struct
+        # Empty mappings are omitted: Parquet has no empty struct.
+        kept = {name: source[name] for name in ("reward_model", "extra_info") if source.get(name)}
         named = {"data_source": prompt.data_source} if prompt.data_source else {}
         asked = value_of(source, self.prompt_key)
         return {"uid": prompt.uid, "prompt": asked, **named, **kept, "prompt_length": len(prompt.prompt_ids)}

@@ -1,4 +1,4 @@
-"""Answers on disk: shards that are whole or absent, and a manifest of what they came from."""
+"""Storage of generated responses: shards that are complete or absent, and a manifest of the settings they were generated with."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from trainer.run.run_dir import fsync_directory, write_atomic
 MANIFEST = "manifest.json"
 Format = Literal["parquet", "jsonl"]
 Row = dict[str, Any]
-"""A prompt and its answers. uid: its row in the data, files end to end. prompt: messages or text, as in the data. The data's
-data_source, reward_model and extra_info, where it has them. prompt_length: tokens. And a list each, one entry an answer:
-responses, log_probs (sums over the answer's tokens, as the engine drew them), lengths (tokens), finish_reasons (stop | length);
-if they were asked for scores (None where the reward failed) and reward_errors; with reward models score_parts: {name: number} of
-what the scorer told (acc: its score) and each model's own score."""
+"""A prompt and its responses.
+
+uid: row index over all data files. prompt: messages or text, as in the data. data_source, reward_model, extra_info: as in the
+data, if present. prompt_length: in tokens. Lists with one entry per response: responses (text), log_probs (sum over its tokens,
+as the engine sampled them), lengths (tokens), finish_reasons (stop | length). If scored: scores (None if the reward failed) and
+reward_errors. With reward models: score_parts, {name: number} of the scorer (acc: its score) and each model's raw score.
+"""
 TYPES = {
     "uid": pa.int64(),
     "data_source": pa.string(),
@@ -37,12 +39,12 @@ TYPES = {
 
 
 class Shards:
-    """``total`` shards in a directory."""
+    """A directory of ``total`` shards."""
 
     def __init__(self, directory: Path, form: Format, total: int, manifest: Mapping[str, Any]) -> None:
-        """manifest: {key: value}, JSON, of all that decides what the answers are.
+        """manifest: {key: value}, JSON, of all settings that influence responses.
 
-        Raises ValueError, one line, if the directory has answers that came from anything else. Torn shards are removed.
+        Removes partially written shards. Raises ValueError, one line, if the directory has responses of other settings.
         """
         self.directory, self.form, self.total = directory, form, total
         directory.mkdir(parents=True, exist_ok=True)
@@ -63,16 +65,16 @@ class Shards:
         return [index for index in range(self.total) if not self.path(index).exists()]
 
     def rows(self) -> Iterator[Row]:
-        """Of all shards, in order."""
+        """Rows of all shards, in order."""
         for index in range(self.total):
             path = self.path(index)
             yield from pq.read_table(path).to_pylist() if self.form == "parquet" else read_lines(path)
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """A .parquet or .jsonl file, whole or not at all; the same rows are the same bytes.
+    """Write a .parquet or .jsonl file atomically; equal rows give identical bytes.
 
-    Raises ValueError, one line, for values that parquet cannot hold in one column.
+    Raises ValueError, one line, for values that Parquet cannot hold in one column.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
@@ -81,6 +83,7 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
             pq.write_table(_table(rows), file)
         else:
             file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+        # Sync before the rename: otherwise a crash of the machine could leave a complete name with missing content.
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
@@ -99,12 +102,12 @@ def _table(rows: Sequence[Row]) -> pa.Table:
 
 
 def shard_files(directory: Path) -> list[Path]:
-    """The shards in a directory, in order."""
+    """Paths of the shards in a directory, in order."""
     return sorted(path for path in directory.iterdir() if re.fullmatch(r"shard_\d+\.(parquet|jsonl)", path.name))
 
 
 def check_same(directory: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-    """Raises ValueError if the manifests differ, with the first difference."""
+    """Raises ValueError, with the first difference, if the manifests differ."""
     for key in dict.fromkeys([*new, *old]):
         if old.get(key) != new.get(key):
             was, now = (json.dumps(manifest.get(key), ensure_ascii=False) for manifest in (old, new))

@@ -1,1 +1,1 @@
-"""Engines side by side: the same prompts through each, and through the trainer."""
+"""Compare rollout engines: the same prompts through each engine, and its responses through the trainer."""

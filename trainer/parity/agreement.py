@@ -1,4 +1,4 @@
-"""What answers of an engine are like beside the trainer's distribution and another engine's answers. Pure: numbers to figures."""
+"""Compare an engine's responses with the trainer's distribution and with another engine's responses. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ LENGTH_QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class EngineAnswers:
-    """A answers, T tokens in all, and what the trainer makes of the same tokens at the same temperature.
+    """A responses of T tokens in total, and the trainer's outputs for the same tokens at the same temperature.
 
-    limit: tokens at most. uids, lengths int64 (A,): row in the data, tokens. finished bool (A,): it stopped, says the engine.
-    token_ids int64 (T,). log_probs (T,): the engine's. trainer_log_probs, entropy (T,) and top_log_probs (T, 2), the two largest,
-    are the trainer's; float64.
+    limit: maximum number of tokens per response. uids, lengths int64 (A,): row in the data, number of tokens. finished bool (A,):
+    the engine reports that the response terminated. token_ids int64 (T,). log_probs (T,): the engine's. trainer_log_probs (T,),
+    entropy (T,) and top_log_probs (T, 2), the two largest: the trainer's. All floats are float64.
     """
 
     limit: int
@@ -32,23 +32,23 @@ class EngineAnswers:
     top_log_probs: np.ndarray
 
     def split(self, column: np.ndarray) -> list[np.ndarray]:
-        """A column of tokens, cut into the answers."""
+        """Split a token column (T,) or (T, 2) by response."""
         return np.split(column, np.cumsum(self.lengths)[:-1])
 
     @property
     def positions(self) -> np.ndarray:
-        """Of each token in its answer, from 0: (T,)."""
+        """Position of each token in its response, from 0: (T,)."""
         return np.concatenate([np.arange(length) for length in self.lengths])
 
     @property
     def gaps(self) -> np.ndarray:
-        """How far each token's log-prob is below the best one's, by the trainer: (T,)."""
+        """Trainer's log-prob of its most likely token minus that of the generated token, in nats: (T,)."""
         return self.top_log_probs[:, 0] - self.trainer_log_probs
 
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """Of log-probs, engine - trainer. quantiles: of the absolute values. uid, position: where the largest is."""
+    """Differences of log-probs, engine - trainer, in nats. quantiles: of absolute values. uid, position: where the largest is."""
 
     mean: float
     mean_abs: float
@@ -59,7 +59,7 @@ class Differences:
 
 
 def differences(answers: EngineAnswers) -> Differences:
-    """A difference that is no number counts as the largest, as numpy has it."""
+    """Statistics of the log-prob differences. NaN counts as the largest difference, since np.argmax returns it first."""
     signed = answers.log_probs - answers.trainer_log_probs
     absolute = np.abs(signed)
     worst = int(np.argmax(absolute))
@@ -75,8 +75,9 @@ def differences(answers: EngineAnswers) -> Differences:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Of greedy tokens. first: share that the trainer's own choice is; within: share that is at most the margin below it.
-    largest_gap: nats, and where.
+    """Agreement of greedy tokens with the trainer. first: share of tokens that the trainer would choose too.
+
+    within: share at most the margin below the trainer's choice. largest_gap: in nats; uid, position: its location.
     """
 
     first: float
@@ -87,7 +88,8 @@ class Choices:
 
 
 def choices(greedy: EngineAnswers, margin: float) -> Choices:
-    """Every token is judged after the engine's own prefix: one early difference is one difference."""
+    """Compare each greedy token with the trainer's choice. margin: in nats."""
+    # The trainer scored every token after the engine's own prefix, so an early difference does not propagate to later tokens.
     gaps = greedy.gaps
     worst = int(np.argmax(gaps))
     return Choices(
@@ -101,8 +103,10 @@ def choices(greedy: EngineAnswers, margin: float) -> Choices:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first token in which two answers to a prompt differ; None: the answer has ended. log_probs: of both tokens, by the
-    trainer. margin: between the trainer's best two there, nats.
+    """The first token in which two responses to a prompt differ.
+
+    tokens: both token ids, None if that response has ended. log_probs: of both tokens, by the trainer. margin: difference of the
+    trainer's two largest log-probs at this position, in nats.
     """
 
     uid: int
@@ -114,8 +118,9 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Of two engines' answers to the same prompts. answers: share that is equal. tokens: share before the first difference, of
-    the longer answers'.
+    """Agreement of two engines' responses to the same prompts.
+
+    answers: share of identical responses. tokens: share of tokens before the first difference, relative to the longer response.
     """
 
     answers: float
@@ -124,7 +129,7 @@ class Agreement:
 
 
 def agreement(reference: EngineAnswers, own: EngineAnswers) -> Agreement:
-    """Answers to the same prompts in the same order."""
+    """Compare two engines' responses to the same prompts in the same order."""
     found: list[Divergence] = []
     equal = 0
     for uid, first, second in zip(reference.uids.tolist(), rows_of(reference), rows_of(own), strict=True):
@@ -134,6 +139,7 @@ def agreement(reference: EngineAnswers, own: EngineAnswers) -> Agreement:
             continue
         tokens = [int(ids[position]) if position < len(ids) else None for ids, _, _ in (first, second)]
         log_probs = [float(values[position]) if position < len(values) else None for _, values, _ in (first, second)]
+        # Both responses have the same prefix here, so either one's top log-probs apply; one of them may have ended.
         best, runner_up = (first if position < len(first[0]) else second)[2][position]
         found.append(
             Divergence(uid, position, (tokens[0], tokens[1]), (log_probs[0], log_probs[1]), margin=float(best - runner_up))
@@ -143,24 +149,26 @@ def agreement(reference: EngineAnswers, own: EngineAnswers) -> Agreement:
 
 
 def rows_of(answers: EngineAnswers) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Of each answer: token_ids, trainer_log_probs, top_log_probs."""
+    """token_ids, trainer_log_probs and top_log_probs of each response."""
     return zip(*map(answers.split, (answers.token_ids, answers.trainer_log_probs, answers.top_log_probs)), strict=True)
 
 
 def common_prefix(first: np.ndarray, second: np.ndarray) -> int:
-    """Tokens before the first difference."""
+    """Number of tokens before the first difference."""
     n = min(len(first), len(second))
     different = np.flatnonzero(first[:n] != second[:n])
     return int(different[0]) if len(different) else n
 
 
 def draw_z(sampled: EngineAnswers) -> float:
-    """How far the draws are from the trainer's distribution, in standard errors: about normal if they come from it.
+    """Test statistic: deviation of the sampled tokens from the trainer's distribution, in standard errors.
 
-    Each token's log-prob plus the entropy, both the trainer's, has mean 0 given what precedes it; the sum over all tokens, a
-    martingale, is divided by the root of the sum of squares. It sees a temperature that the log-probs do not tell: draws that
-    are too likely are above 0. Nothing was cut off by top_k or top_p.
+    Problem: an engine may report correct log-probs and still sample at another temperature. Idea: given its prefix, a token's
+    log-prob plus the entropy, both the trainer's, has mean 0 if it is sampled from the trainer's distribution. The sum over all
+    tokens is a martingale; divided by the root of the sum of squares it is approximately standard normal. Positive: tokens are
+    too likely. Valid only without top_k and top_p, which truncate the distribution.
     """
+    # log p + H: the entropy is minus the expected log-prob, hence mean 0 under the trainer's distribution.
     surplus = sampled.trainer_log_probs + sampled.entropy
     scale = float(np.sqrt(np.square(surplus).sum()))
     return float(surplus.sum()) / scale if scale else 0.0
@@ -168,8 +176,10 @@ def draw_z(sampled: EngineAnswers) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """How answers end. stopped: share that a stop token ends. ended_by: how often each did. special: special tokens that are no
-    end, in the answers. wrong: answers that end as they must not, by what is wrong.
+    """Statistics of how responses end.
+
+    stopped: share that terminated. ended_by: {stop token: number of responses}. special: number of special tokens, other than
+    stop tokens, within responses. wrong: {error: number of responses that end incorrectly}.
     """
 
     stopped: float
@@ -179,7 +189,7 @@ class Ends:
 
 
 def ends(answers: EngineAnswers, stop_token_ids: Collection[int], special_token_ids: Collection[int]) -> Ends:
-    """stop_token_ids: none with ignore_eos. A stop token ends an answer, and is its last token."""
+    """Check how responses end. stop_token_ids: empty with ignore_eos; a stop token ends a response and is its last token."""
     wrong: Counter[str] = Counter()
     ended_by: Counter[int] = Counter()
     for ids, finished in zip(answers.split(answers.token_ids), answers.finished.tolist(), strict=True):
@@ -204,7 +214,7 @@ def ends(answers: EngineAnswers, stop_token_ids: Collection[int], special_token_
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens an answer. quantiles: of the answers, 0 the shortest and 1 the longest."""
+    """Response lengths in tokens. quantiles: over responses, 0 is the shortest and 1 the longest."""
 
     mean: float
     quantiles: dict[str, float]
@@ -216,8 +226,11 @@ def length_figures(lengths: np.ndarray) -> Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """How prompts begin. bos: the tokenizer's token, None if it has none. wanted: prompts that shall begin with it, by the chat
-    template, or by the tokenizer where a prompt is plain text. begun: those that do; doubled: twice; lost: wanted, and not there.
+    """Statistics of how prompts begin.
+
+    bos: the tokenizer's BOS token, None if it has none. wanted: number of prompts that should begin with it, according to the
+    chat template, or to the tokenizer for plain text. begun: prompts that begin with it. doubled: with two. lost: wanted but
+    missing.
     """
 
     bos: str | None
@@ -228,7 +241,7 @@ class Heads:
 
 
 def heads(bos: str | None, bos_id: int | None, prompts: Sequence[tuple[int, ...]], wanted: Sequence[bool]) -> Heads:
-    """wanted: of each prompt, whether it shall begin with the token."""
+    """Count BOS tokens at the start of ``prompts`` (token ids). wanted: whether each prompt should begin with BOS."""
     begun = [ids[0] == bos_id for ids in prompts]
     return Heads(
         bos=bos,

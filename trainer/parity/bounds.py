@@ -1,4 +1,4 @@
-"""An engine's figures, and which of them are beyond a bound."""
+"""Results per engine, and the check against the bounds of the configuration."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from workers.engine.hf.hf_model import DTYPES
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """All answers of one kind, greedy or sampled, of one engine. agreement: with the first engine's; None for that one.
+    """Results of one engine's greedy or sampled responses. agreement: with the first engine; None for the first engine itself.
 
-    cached: share of the prompts' tokens that a cache had; None where the engine does not tell.
+    cached: share of prompt tokens read from a prefix cache; None if the engine does not report it.
     """
 
     answers: int
@@ -32,10 +32,10 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """choices: of the greedy pass. draw_z: of the sampled one, None where top_k or top_p cut the distribution.
+    """Results of one engine. choices: of the greedy pass. draw_z: of the sampled pass, None with top_k or top_p.
 
-    start_seconds: until the engine is made; sync_seconds: and has the weights. memory_bytes: of all workers, without the engine
-    (the trainer's model alone) and with it, awake, after its last answer.
+    start_seconds: construction of the engine. sync_seconds: first weight sync. memory_*_bytes: of all workers, with the trainer's
+    model alone, and with the engine awake after its last response.
     """
 
     greedy: Pass
@@ -49,17 +49,18 @@ class Engine:
 
 
 def coarser(dtypes: Sequence[Dtype]) -> Dtype:
-    """The one that rounds most: what two computations can agree on."""
+    """The dtype with the largest rounding error, which limits how well two computations can agree."""
     return max(dtypes, key=lambda name: torch.finfo(DTYPES[name]).eps)
 
 
 def margin(bounds: BoundsConfig, dtype: Dtype) -> float:
-    """Two log-probs that are each off by log_prob_max change places if they are closer than twice that."""
+    """Margin in nats within which a token counts as the trainer's choice: twice bounds.log_prob_max."""
+    # Two log-probs, each off by at most log_prob_max, can swap their order only if they are closer than twice that.
     return 2 * bounds.log_prob_max.of(dtype)
 
 
 def broken(engines: Mapping[str, Engine], heads: Heads, bounds: BoundsConfig, dtype: Dtype) -> list[str]:
-    """A line for each bound that is passed: who, which figure, which bound. A figure that is no number passes every bound."""
+    """A line for each exceeded bound: engine, value, bound. NaN exceeds every bound."""
     lines = []
     if (wrong := heads.doubled + heads.lost) > bounds.wrong_prompts:
         lines.append(
@@ -79,6 +80,7 @@ def _of_engine(engine: Engine, bounds: BoundsConfig, dtype: Dtype) -> Iterator[s
             f"below it: < bounds.token_agreement={bounds.token_agreement:g} (the furthest by {choices.largest_gap:.3g}, "
             f"row {choices.uid}, token {choices.position})"
         )
+    # «not <=» instead of «>», here and below: NaN exceeds every bound.
     if engine.draw_z is not None and not abs(engine.draw_z) <= bounds.draw_z:
         kind = "too likely" if engine.draw_z > 0 else "too unlikely"
         yield (

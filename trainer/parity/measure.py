@@ -1,4 +1,4 @@
-"""One engine in workers of its own: what it answers, what the trainer makes of it, and what it costs."""
+"""Measure one engine in its own workers: its responses, the trainer's log-probs of them, time and memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OUTPUTS = ("log_probs", "entropy", "top_log_probs")
 
 @dataclass(frozen=True, slots=True)
 class ParityTask:
-    """The same for every engine. n: sampled answers a prompt; 0: greedy ones alone."""
+    """Settings shared by all engines. n: sampled responses per prompt; 0: greedy responses only."""
 
     prompts: Sequence[Prompt]
     sampling: Sampling
@@ -37,7 +37,7 @@ class ParityTask:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Answers, the seconds that they took, and the share of the prompts' tokens that a cache had (None: not told)."""
+    """Responses, seconds of generation, and share of prompt tokens read from a cache (None: not reported)."""
 
     answers: EngineAnswers
     seconds: float
@@ -46,7 +46,7 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """See trainer.parity.bounds.Engine."""
+    """Measurements of one engine; see trainer.parity.bounds.Engine for the fields."""
 
     greedy: Timed
     sampled: Timed | None
@@ -57,7 +57,7 @@ class Measured:
 
 
 def measure(hosts: WorkerGroup, spec: RolloutSpec, task: ParityTask, watchdog: Watchdog) -> Measured:
-    """Start the engine of ``spec`` beside the trainer's model, and ask it everything."""
+    """Start the engine of ``spec`` colocated with the trainer's model, and generate greedy and sampled responses."""
     actor = start_source(hosts, spec, watchdog, sharding=task.sharding, seed=task.seed)
     without = memory(hosts, watchdog)
     started = time.perf_counter()
@@ -67,7 +67,7 @@ def measure(hosts: WorkerGroup, spec: RolloutSpec, task: ParityTask, watchdog: W
     synced = time.perf_counter()
     asked = [(replace(task.sampling, temperature=0.0), 1)] + ([(task.sampling, task.n)] if task.n else [])
     made_of = [generate(rollout, task, sampling, n) for sampling, n in asked]
-    taken = memory(hosts, watchdog)  # the last moment in which the engine is awake
+    taken = memory(hosts, watchdog)  # before the trainer's forward pass, which puts the engine to sleep
     timed = [judged(actor, generated) for generated in made_of]
     return Measured(
         greedy=timed[0],
@@ -80,15 +80,15 @@ def measure(hosts: WorkerGroup, spec: RolloutSpec, task: ParityTask, watchdog: W
 
 
 def memory(hosts: WorkerGroup, watchdog: Watchdog) -> int:
-    """Bytes, of all workers; see Host.memory."""
+    """Bytes in use, summed over all workers; see Host.memory."""
     return sum(watchdog.call(hosts, "ask", "memory", "memory"))
 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """Prompts and answers as sequences, with what they cost. meta temperature: at which the trainer shall judge them.
+    """Prompts and responses as sequences, with the cost of generation. batch.meta["temperature"]: for the trainer's log-probs.
 
-    limit: tokens of an answer at most; prompt and answer always fit max_model_len, which configs/validation/programs.py sees to.
+    limit: maximum tokens of a response. configs/validation/programs.py ensures that prompt and response fit max_model_len.
     """
 
     batch: Batch
@@ -98,15 +98,16 @@ class Generated:
 
 
 def generate(rollout: RemoteRollout, task: ParityTask, sampling: Sampling, n: int) -> Generated:
-    """``n`` answers to each prompt. A draw depends on (seed, row, sample) alone."""
+    """Generate ``n`` responses per prompt; each is seeded by (seed, uid, sample) alone, so all engines get the same seeds."""
     prompts = [prompt for prompt in task.prompts for _ in range(n)]
     seeds = [seed_of(task.seed, "parity", prompt.uid, sample) for prompt in task.prompts for sample in range(n)]
     questions = ask(prompts, seeds, greedy=torch.zeros(len(prompts), dtype=torch.bool))
-    rollout.stats()
+    rollout.stats()  # counters are reset when they are read
     started = time.perf_counter()
     answers = rollout.generate(questions, sampling, n)
     seconds = time.perf_counter() - started
     stats = rollout.stats()
+    # The engine reports log-probs of a greedy response at temperature 1 (see Completion).
     temperature = sampling.temperature or 1.0
     batch = join(questions, answers).with_rows(uid=torch.tensor([prompt.uid for prompt in prompts]))
     return Generated(
@@ -118,7 +119,7 @@ def generate(rollout: RemoteRollout, task: ParityTask, sampling: Sampling, n: in
 
 
 def judged(actor: RemoteModel, generated: Generated) -> Timed:
-    """With the trainer's log-probs, entropy and best tokens where the engine wrote."""
+    """Add the trainer's log-probs, entropy and two largest log-probs at the response tokens."""
     batch = generated.batch
     own = actor.forward(batch, OUTPUTS)
     written = batch.tokens["response_mask"].bool()

@@ -1,4 +1,4 @@
-"""What was compared, for people: a table on the console and a page with plots."""
+"""Report of an engine comparison: a console table and a page with charts."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from trainer.report.charts import Chart, Curve, draw
 from trainer.report.page import render
 from trainer.tracking.formatting import duration, number
 
-WIDTH = 160  # characters of the table where there is no terminal, so that no figure is cut
-MOST_DIVERGENCES = 20  # of an engine, on the page
-SMALLEST = 1e-9  # difference that a logarithmic chart shows
+WIDTH = 160  # characters of the table without a terminal, so that no number is truncated
+MOST_DIVERGENCES = 20  # per engine, on the page
+SMALLEST = 1e-9  # smallest difference that a logarithmic chart shows
 
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """All that was found. dtype: the coarser of the engine's and the trainer's. temperature: of sampling; None: greedy answers
-    alone. margin: nats within which a token counts as the trainer's choice. broken: a line for each bound that is passed.
+    """Results of all engines. dtype: the coarser of the engine's and the trainer's. broken: a line for each exceeded bound.
+
+    temperature: of sampling; None: greedy responses only. margin: nats within which a token counts as the trainer's choice.
     """
 
     model: str
@@ -41,7 +42,7 @@ class Parity:
 
 @dataclass(frozen=True, slots=True)
 class ReportLine:
-    """A line of the table; title: it begins a part. cells: one an engine."""
+    """A row of the table. title: the row is a heading. cells: one per engine."""
 
     label: str
     cells: list[str]
@@ -49,7 +50,7 @@ class ReportLine:
 
 
 def lines(parity: Parity) -> list[ReportLine]:
-    """What the table on the console and the one on the page say."""
+    """Rows of the table, the same on console and page."""
     engines = list(parity.engines.values())
     first = next(iter(parity.engines))
     found = [ReportLine("greedy", [f"{e.greedy.answers:,} answers, {e.greedy.tokens:,} tokens" for e in engines], title=True)]
@@ -101,7 +102,7 @@ def _length(answers: Pass) -> str:
 
 
 def plainest(agreement: Agreement) -> str:
-    """The first difference of two answers that rounding explains least."""
+    """The divergence with the largest margin: rounding is least likely to explain it."""
     if not agreement.divergences:
         return "none"
     worst = max(agreement.divergences, key=lambda found: found.margin)
@@ -123,7 +124,7 @@ def table(parity: Parity) -> Table:
 
 
 def page(parity: Parity, measured: Mapping[str, Measured], config: Mapping[str, Any], environment: Mapping[str, str]) -> str:
-    """One file without outside parts."""
+    """The report as self-contained HTML, without external resources."""
     return render(
         "parity/parity.html.j2",
         parity=parity,
@@ -167,17 +168,18 @@ def charts(measured: Mapping[str, Measured]) -> list[Chart]:
 
 
 Points = tuple[list[float], list[float]]
-"""Of a curve: where, and how high."""
+"""x and y of a curve."""
 
 
 def by_share(answers: EngineAnswers) -> Points:
-    """At each percent of the tokens, the difference that so many are below."""
+    """Quantile curve: the log10 difference that 0, 1, ..., 100 % of the tokens do not exceed."""
     at = np.arange(101.0)
     values = np.quantile(np.abs(answers.log_probs - answers.trainer_log_probs), at / 100)
     return at.tolist(), np.log10(np.maximum(values, SMALLEST)).tolist()
 
 
 def by_position(answers: EngineAnswers) -> Points:
+    """log10 of the mean absolute difference at each position of the response."""
     positions = answers.positions
     totals = np.bincount(positions, weights=np.abs(answers.log_probs - answers.trainer_log_probs))
     means = totals / np.bincount(positions)
@@ -185,7 +187,7 @@ def by_position(answers: EngineAnswers) -> Points:
 
 
 def survival(reference: EngineAnswers, own: EngineAnswers) -> Points:
-    """Share of the pairs of answers that are equal so far: those that are equal to their end stay."""
+    """Share of response pairs that are identical up to each position; pairs identical to their end count at every position."""
     pairs = list(zip(reference.split(reference.token_ids), own.split(own.token_ids), strict=True))
     same = np.array([common_prefix(first, second) for first, second in pairs])
     whole = np.array([n == len(first) == len(second) for n, (first, second) in zip(same, pairs, strict=True)])
@@ -194,6 +196,6 @@ def survival(reference: EngineAnswers, own: EngineAnswers) -> Points:
 
 
 def cumulative(lengths: np.ndarray) -> Points:
-    """Share of the answers that are at most so long."""
+    """Share of responses of at most each length."""
     shares = np.bincount(lengths).cumsum() / len(lengths)
     return np.arange(float(len(shares))).tolist(), shares.tolist()

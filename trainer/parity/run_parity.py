@@ -1,4 +1,4 @@
-"""From a configuration to engines side by side: figures, a table, a page, and what is beyond a bound."""
+"""Run the engine comparison: measure each engine, print a table, write JSON and a page, check the bounds."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ JSON, PAGE = "parity.json", "parity.html"
 
 
 def run(config: ParityConfig, notices: Sequence[str]) -> None:
-    """Measure each engine in workers of its own, one after the other, and report. notices: what the user was told about the
-    configuration. Raises Found with a line for each bound that is passed.
+    """Measure the engines one after the other, each in its own workers, and report. notices: warnings about the configuration.
+
+    Raises Found with a line for each exceeded bound.
     """
     for engine in config.engines:
         check_installed(engine)
@@ -58,6 +59,7 @@ def run(config: ParityConfig, notices: Sequence[str]) -> None:
         open_backend(config.trainer, config.ray_kwargs, config.timeouts, directory) as backend,
     ):
         for engine in config.engines:
+            # New workers for each engine, so that memory is measured without the others.
             print(f"{engine}: {len(prompts)} prompts")
             hosts = start_hosts(backend, config.trainer, config.timeouts)
             spec = rollout_spec(models.model, models.rollout_of(engine), data, config.trainer.device)
@@ -73,6 +75,7 @@ def compared(
     task: ParityTask,
     measured: Mapping[str, Measured],
 ) -> Parity:
+    """Compute all results and exceeded bounds from the measurements."""
     dtype = coarser([config.actor_rollout_ref.rollout.dtype, config.actor_rollout_ref.actor.sharding.dtype])
     engines = {name: figures(config, tokenizer, task, of_engine, measured) for name, of_engine in measured.items()}
     begun = heads_of(tokenizer, prompts, config.data.prompt_key)
@@ -91,6 +94,7 @@ def compared(
 def figures(
     config: ParityConfig, tokenizer: PreTrainedTokenizerBase, task: ParityTask, own: Measured, measured: Mapping[str, Measured]
 ) -> Engine:
+    """Results of the engine measured in ``own``, compared with the trainer and with the first engine in ``measured``."""
     first = measured[config.engines[0]]
     rollout = config.actor_rollout_ref.rollout
     dtype = coarser([rollout.dtype, config.actor_rollout_ref.actor.sharding.dtype])
@@ -123,7 +127,7 @@ def figures(
 
 
 def heads_of(tokenizer: PreTrainedTokenizerBase, prompts: PromptDataset, prompt_key: str) -> Heads:
-    """A chat shall begin with BOS if its template writes one, a plain text if the tokenizer puts one before it."""
+    """Check BOS tokens: a chat should begin with BOS if its template writes one, a plain text if the tokenizer adds one."""
     bos, bos_id = tokenizer.bos_token, tokenizer.bos_token_id
     if bos is None:
         return heads(None, None, [], [])
@@ -135,7 +139,7 @@ def heads_of(tokenizer: PreTrainedTokenizerBase, prompts: PromptDataset, prompt_
 
 
 def report(config: ParityConfig, parity: Parity, measured: Mapping[str, Measured], directory: Path) -> None:
-    """Table, JSON and page. Raises Found."""
+    """Write JSON and page, print the table. Raises Found if a bound is exceeded."""
     told = redact(asdict(config))
     versions = environment()
     found = asdict(parity) | {"config": told, "environment": versions}

@@ -1,4 +1,4 @@
-"""trainer.dry_run=full: what a run would check before it starts anything, and what it would do. Starts nothing."""
+"""Dry run (trainer.dry_run=full): run all checks, print models, work, placement and memory, and start no process."""
 
 from __future__ import annotations
 
@@ -40,17 +40,19 @@ from workers.roles.rollout_engines import check_installed
 from workers.rollout.base import Sampling
 
 BESIDE = "config_dry_run.yaml"
-"""The configuration's file where a run has its own."""
+"""File name for the configuration if the run directory already contains a run, whose config.yaml is kept."""
 
 
 def dry_run(config: PPOConfig) -> None:
     """Check, print the plan, and write the configuration into the run directory. Raises ValueError and FileNotFoundError."""
-    config = replace(config, trainer=replace(config.trainer, dry_run=None))  # the run's
+    # From here on the configuration is that of the run itself, as it would be written and compared on resume.
+    config = replace(config, trainer=replace(config.trainer, dry_run=None))
     check_installed(config.actor_rollout_ref.rollout.name)
     check_engines(config)
     place = placement_of(config, has_critic=wants_critic(config))
     life = Lifetime(config.trainer, Path(config.trainer.default_local_dir))
     resume = would_resume(config, life.run_dir)
+    # Without worker groups: the assembly reads and checks the data, and computes steps and updates, but builds no model.
     parts = Assembly(config, place, {}, life, reader(config))
     for change in parts.rate_changes(resume):
         print(f"note: {change}", file=sys.stderr)
@@ -65,7 +67,7 @@ def dry_run(config: PPOConfig) -> None:
 
 
 def would_resume(config: PPOConfig, run_dir: Path) -> Checkpoint | None:
-    """The checkpoint that the run would go on from, of those that are here. Raises ValueError if it cannot."""
+    """The local checkpoint that the run would resume from, None if it starts anew. Raises ValueError if it cannot be used."""
     trainer = config.trainer
     found = whole_checkpoint(trainer.resume_mode, trainer.resume_from_path, run_dir)
     if found is not None:
@@ -75,7 +77,7 @@ def would_resume(config: PPOConfig, run_dir: Path) -> Checkpoint | None:
 
 
 def check_rewards(config: PPOConfig, parts: Assembly) -> None:
-    """The user's function loads, and reward models can read the conversations."""
+    """Check that the user's reward function loads and that reward models can encode the conversations. Raises ValueError."""
     if asks_rules(config.reward) and not config.reward.remote_urls:
         resolve(with_own_function(config.reward))
     for name, model in reward_models(config.reward).items():
@@ -88,8 +90,11 @@ def check_rewards(config: PPOConfig, parts: Assembly) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredModel:
-    """A role's model. positions: max_position_embeddings of its config; None: it has none, or stretches them. shape: None if the
-    memory model does not know such a one."""
+    """A role's model.
+
+    positions: max_position_embeddings of its config; None if absent or scaled by RoPE. shape: None if the memory model does not
+    cover the architecture.
+    """
 
     kind: str
     parameters: int
@@ -98,7 +103,7 @@ class MeasuredModel:
 
 
 def measured(config: PPOConfig) -> dict[str, MeasuredModel]:
-    """By key of the role."""
+    """Models of all roles by configuration key, with parameters counted without allocating them."""
     found = {}
     for key, role in roles_of(config, has_critic=wants_critic(config)).items():
         model: ModelConfig
@@ -110,10 +115,12 @@ def measured(config: PPOConfig) -> dict[str, MeasuredModel]:
             if role is config.critic:
                 model, head = config.critic.model, "value"
         about = model_config(model, head)
+        # On the meta device: parameters are counted without memory, so the dtype does not matter.
         body = empty_model(model, about, head, DTYPES["bfloat16"])
         parameters = sum(parameter.numel() for parameter in body.parameters())
         kind = f"{about.model_type}, {model.path}{'; a LoRA adapter alone is trained' if model.has_adapter else ''}"
         told = about.get_text_config().to_dict()
+        # With a scaling factor, max_position_embeddings is not the limit of the scaled model.
         stretched = "factor" in (told.get("rope_parameters") or {})
         positions = None if stretched else told.get("max_position_embeddings")
         found[key] = MeasuredModel(kind, parameters, positions, shape_of(about, parameters))
@@ -165,7 +172,7 @@ def place_lines(config: PPOConfig, place: Placement) -> Iterator[str]:
 
 
 def staged_bytes(config: PPOConfig, place: Placement, models: dict[str, MeasuredModel]) -> float:
-    """Of the host's memory, on each node, while a checkpoint is written in the background; 0: none, or a model is not known."""
+    """Bytes of host memory per node while a checkpoint is written in the background; 0 without it or for unknown models."""
     shapes = {key: model.shape for key, model in models.items() if model.shape is not None}
     if not (config.trainer.save_freq > 0 and config.trainer.checkpoint.async_save and shapes.keys() == models.keys()):
         return 0.0
@@ -212,13 +219,13 @@ def memory_lines(config: PPOConfig, place: Placement, models: dict[str, Measured
 
 
 def uses_of(config: PPOConfig, place: Placement, models: dict[str, MeasuredModel]) -> list[Use]:
-    """Of the phases of a step; none if a model is not known."""
+    """Estimated memory use of each phase; empty if the memory model does not cover a model."""
     shapes = {key: model.shape for key, model in models.items() if model.shape is not None}
     return list(estimate(config, place, shapes, room_of(config, place))) if shapes.keys() == models.keys() else []
 
 
 def doubts(config: PPOConfig, place: Placement, models: dict[str, MeasuredModel], asked: Sampling) -> Iterator[str]:
-    """What is not refused, and yet would not go well."""
+    """Warnings: settings that are valid but will likely fail or slow the run down."""
     if not (asked.ignore_eos or end_tokens(asked, config.actor_rollout_ref.model)):
         yield f"no answer can end by itself (alarms.end_token): {NO_END_TOKEN}"
     data, positions, room = config.data, models["actor_rollout_ref.actor"].positions, room_of(config, place)
@@ -236,7 +243,7 @@ def doubts(config: PPOConfig, place: Placement, models: dict[str, MeasuredModel]
 
 
 def room_of(config: PPOConfig, place: Placement) -> float | None:
-    """Bytes that a worker may have on this machine; None: there is no GPU here."""
+    """Bytes available to one worker on this machine: GPU memory, or its part of host memory; None without a GPU."""
     if config.trainer.device == "cpu":
         return psutil.virtual_memory().total / (place.n_gpus // config.trainer.nnodes)
     return float(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else None
@@ -255,7 +262,7 @@ def in_millions(count: int) -> str:
 
 
 def write(config: PPOConfig, run_dir: Path) -> Path:
-    """The configuration as the run would write it."""
+    """Write the configuration as the run would write it; returns the path."""
     run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     name = BESIDE if (run_dir / METRICS).exists() else CONFIG
     write_config(run_dir, asdict(config), name)

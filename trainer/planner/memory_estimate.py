@@ -1,6 +1,7 @@
-"""How much memory a worker takes in each phase of a step: an estimate, by arithmetic. Bytes on one GPU; 1 GB is 10^9 bytes.
+"""Estimate the memory of a worker in each phase of a step. Bytes on one GPU; 1 GB is 10^9 bytes.
 
-A role on FSDP is trainer/planner/memory_model.py's; one on Megatron is cut evenly, its layers recomputed.
+FSDP roles use trainer/planner/memory_model.py. Megatron roles are assumed to be split evenly, with layers recomputed. In each
+phase one role works while the others of its pool keep only what is not offloaded.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from trainer.planner.memory_model import Setting, Shape, head_chunk, resident, s
 
 BYTES: dict[Dtype, int] = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 WORK = {"actor": "log-probs", "ref": "log-probs", "critic": "values"}
-ASLEEP = 1.8e9  # what stays of an engine of vLLM or SGLang that sleeps, at most (docs/performance.md)
+ASLEEP = 1.8e9  # upper limit of what a sleeping vLLM or SGLang engine keeps on the GPU (docs/performance.md)
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A model on its workers. learns, forwards: tokens of a micro-batch in a train step and in a forward; None: it has none.
-    several: a train step has more than one micro-batch. model: None for a reward model, which has no adapter.
+    """A model role on its workers.
+
+    learns, forwards: tokens per micro-batch in a train step and in a forward pass; None: the role has no such phase. several: a
+    train step has more than one micro-batch. model: None for a reward model, which has no adapter.
     """
 
     config: ShardedConfig
@@ -41,16 +44,17 @@ class Role:
 
     @property
     def adapter(self) -> float:
-        """Of a LoRA adapter on all linear layers, its gradients and its moments, in float32."""
+        """Bytes of a LoRA adapter on all linear layers, with its gradients and moments, in float32; 0 without one."""
         if self.model is None or not self.model.has_adapter:
             return 0.0
         shape = self.shape
         widths = 2 * (shape.hidden + shape.queries) + 2 * (shape.hidden + shape.keys) + 3 * (shape.hidden + shape.intermediate)
+        # Weights, gradients and two moments at 4 bytes each.
         return 16.0 * shape.layers * self.model.lora_rank * widths
 
     @property
     def setting(self) -> Setting:
-        """On FSDP."""
+        """Settings for the memory model of FSDP."""
         fsdp, model = self.config.fsdp_config, self.model
         return Setting(
             gpus=fsdp.fsdp_size if fsdp.fsdp_size > 0 else world_size(self.pool),
@@ -66,15 +70,16 @@ class Role:
         )
 
     def checkpoint(self) -> float:
-        """What a save writes of it, over all GPUs: parameters and moments, of an adapter alone where there is one."""
+        """Bytes that a checkpoint of the role contains, over all GPUs: parameters and moments, under LoRA the adapter's only."""
         if self.learns is None:
             return 0.0
         sharding = self.config.sharding
         kept = BYTES[sharding.model_dtype] if isinstance(sharding, FSDPConfig) else 4  # Megatron's optimizer has them in float32
+        # 3 of the 4 numbers per weight that ``adapter`` counts: gradients are not saved.
         return 0.75 * self.adapter if self.adapter else 3.0 * kept * self.shape.parameters
 
     def at_rest(self) -> float:
-        """While others work."""
+        """Bytes that stay on the GPU while other roles work."""
         sharding = self.config.sharding
         if isinstance(sharding, FSDPConfig):
             lying = resident(self.shape, self.setting)
@@ -84,18 +89,19 @@ class Role:
         return sum(part for part, offloaded in (kept if self.learns is not None else kept[:1]) if not offloaded)
 
     def in_update(self) -> float:
-        """At the fullest moment of a train step."""
+        """Bytes at the peak of a train step."""
         assert self.learns is not None, "a role that learns"
         sharding, shape = self.config.sharding, self.shape
         if isinstance(sharding, FSDPConfig):
             return sum(training(shape, self.setting, self.learns).values()) + self.adapter
-        inputs = self.learns * 2 * shape.hidden * shape.layers  # of pp micro-batches, a pp-th of the layers each
+        # Layer inputs: a pipeline rank holds 1 / pp of the layers, for pp micro-batches, so pp cancels.
+        inputs = self.learns * 2 * shape.hidden * shape.layers
         at_work = self.learns * (12 * shape.intermediate + 26 * shape.hidden + 8 * shape.queries)
         tp = sharding.tensor_model_parallel_size
         return sum(self._megatron(sharding)) + (inputs + at_work + head_chunk(shape, Setting())) / tp
 
     def in_forward(self) -> float:
-        """While it makes log-probs, values or scores."""
+        """Bytes at the peak of a forward pass for log-probs, values or scores."""
         assert self.forwards is not None, "a role that is asked"
         sharding, shape = self.config.sharding, self.shape
         if isinstance(sharding, FSDPConfig):
@@ -105,7 +111,7 @@ class Role:
         return self.at_rest() + (states + head_chunk(shape, Setting())) / tp
 
     def _megatron(self, cut: MegatronConfig) -> tuple[float, float, float]:
-        """(weights in ``dtype``, gradients, the optimizer's copy and its two moments in float32)."""
+        """Bytes of (weights in ``dtype``, float32 gradients, the optimizer's float32 weights and two moments)."""
         parameters = self.shape.parameters / (cut.tensor_model_parallel_size * cut.pipeline_model_parallel_size)
         copies = world_size(self.pool) // cut.model_parallel_size if cut.use_distributed_optimizer else 1
         return BYTES[cut.dtype] * parameters, 4 * parameters, 12 * parameters / copies
@@ -113,8 +119,9 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Bytes that a GPU of a pool has in a phase, those that rest in it among them. None: what the engine takes of a GPU of a size
-    that is not known here, as ``share`` of it.
+    """Bytes in use on a GPU of a pool in a phase, including resident tensors of idle roles.
+
+    bytes: None if the GPU's size is not known; the engine then takes ``share`` of it.
     """
 
     pool: str
@@ -124,7 +131,7 @@ class Use:
 
 
 def memory_roles(config: PPOConfig, place: Placement, shapes: Mapping[str, Shape]) -> dict[str, Role]:
-    """By key, the models that the run has. shapes: of them, by the same keys, the critic's if there is one."""
+    """The run's model roles by configuration key. shapes: by the same keys, with the critic's if there is one."""
     models, data = config.actor_rollout_ref, config.data
     has_critic = "critic" in shapes
     longest, n = data.max_prompt_length + data.max_response_length, models.rollout.n
@@ -135,6 +142,7 @@ def memory_roles(config: PPOConfig, place: Placement, shapes: Mapping[str, Shape
     for key, role in roles_of(config, has_critic=has_critic).items():
         pool = place.pool(name_of(key))
         shares = data_parallel_size(role, pool)
+        # No micro-batch is larger than all rows of a rank, however high its limit is.
         most = -(-data.train_batch_size * n // shares) * longest
         learns: int | None = None
         several = False
@@ -152,7 +160,7 @@ def memory_roles(config: PPOConfig, place: Placement, shapes: Mapping[str, Shape
 
 
 def estimate(config: PPOConfig, place: Placement, shapes: Mapping[str, Shape], gpu_bytes: float | None) -> Iterator[Use]:
-    """A line for each pool and phase of a step. gpu_bytes: of one GPU; None: not known here."""
+    """Memory use of each pool in each phase of a step. gpu_bytes: size of one GPU; None: not known."""
     roles, models = memory_roles(config, place, shapes), config.actor_rollout_ref
     engine = models.rollout
     for pool in place.pools:
@@ -164,10 +172,12 @@ def estimate(config: PPOConfig, place: Placement, shapes: Mapping[str, Shape], g
             if engine.name == "embedded":
                 yield Use(pool.name, "answers", rests + embedded_bytes(config, pool, roles["actor_rollout_ref.actor"].shape))
             else:
-                free = gpu_bytes if engine.name == "vllm" or gpu_bytes is None else gpu_bytes - rests  # SGLang's share is of this
+                # gpu_memory_utilization: vLLM takes a share of the whole GPU, SGLang of what is free when it starts.
+                free = gpu_bytes if engine.name == "vllm" or gpu_bytes is None else gpu_bytes - rests
                 taken = None if free is None else rests + engine.gpu_memory_utilization * free
                 yield Use(pool.name, "answers", taken, engine.gpu_memory_utilization)
                 asleep = ASLEEP if config.trainer.device == "cuda" else 0.0
+        # While a role works, the others of its pool keep their resident tensors, and the engine what it keeps asleep.
         for key, role in here.items():
             others = rests - resting[key] + asleep
             name = "critic" if key == "critic" else key.rpartition(".")[2]
@@ -177,21 +187,24 @@ def estimate(config: PPOConfig, place: Placement, shapes: Mapping[str, Shape], g
 
 
 def shape_of(config: PretrainedConfig, parameters: int) -> Shape | None:
-    """Of the model with this configuration and so many parameters; None if it is no decoder of the kind that the model is about,
-    which its parameters tell."""
+    """Shape of a model from its configuration; None if it is not a decoder that the memory model covers.
+
+    parameters: actual number of parameters, compared with the shape's own count within 2 %.
+    """
     told = config.get_text_config().to_dict()
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     if not all(isinstance(told.get(name), int) for name in names):
         return None
     told |= {"num_key_value_heads": told.get("num_key_value_heads") or told["num_attention_heads"]}
     told |= {"head_dim": told.get("head_dim") or told["hidden_size"] // told["num_attention_heads"]}
+    # Tied or untied is decided by the parameters themselves: the variant with the nearer count is used.
     shapes = [Shape.of(told | {"tie_word_embeddings": tied}) for tied in (False, True)]
     nearest = min(shapes, key=lambda shape: abs(shape.parameters - parameters))
     return nearest if abs(nearest.parameters - parameters) < 0.02 * parameters else None
 
 
 def embedded_bytes(config: PPOConfig, pool: Pool, shape: Shape) -> float:
-    """Weights, unless they are the trainer's own, and the cache of as many answers as are written at once."""
+    """Bytes of the embedded engine: weights, unless shared with the trainer, and the KV cache of concurrent responses."""
     models, data = config.actor_rollout_ref, config.data
     rollout, fsdp = models.rollout, models.actor.fsdp_config
     size, longest = BYTES[rollout.dtype], data.max_prompt_length + data.max_response_length

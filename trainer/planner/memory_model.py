@@ -1,8 +1,10 @@
-"""How much memory a row of T tokens takes on one GPU of the FSDP engine: a model in plain arithmetic, term by term.
+"""Memory model of the FSDP engine: bytes on one GPU for a row of T tokens, term by term.
 
-Decoders of Qwen2's kind: RMSNorm in float32, attention with fewer key heads, an MLP of gate, up and down; layers recomputed
-in the backward. One micro-batch of one row. Bytes on one rank; 1 GB is 10^9 bytes. `scripts/bench/context.py` sets it
-beside what a device measures.
+Problem: the longest context that fits a GPU should be known without running out of memory first. Idea: list every tensor that is
+alive at each moment at which memory can peak (language head, first and last layer of the backward, reduction of the root's
+gradients, optimizer step), and take the largest sum. Scope: decoders like Qwen2 (RMSNorm in float32, grouped-query attention, an
+MLP of gate, up and down), layers recomputed in the backward pass, one micro-batch of one row. All sizes are bytes on one rank;
+1 GB is 10^9 bytes. `scripts/bench/context.py` compares the model with measurements.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ Parts = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a decoder, by the names of transformers' configs."""
+    """Dimensions of a decoder, as in transformers' configs. tied: the language head shares the embedding's weights."""
 
     hidden: int
     layers: int
@@ -32,7 +34,7 @@ class Shape:
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Shape:
-        """config: as transformers has it, all of these said."""
+        """From a transformers config as a dict that contains all of these keys; head_dim may be missing."""
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
         return cls(
             hidden=hidden,
@@ -47,23 +49,23 @@ class Shape:
 
     @property
     def queries(self) -> int:
-        """Width of q, and of what attention answers."""
+        """Width of q and of the attention output."""
         return self.heads * self.head_dim
 
     @property
     def keys(self) -> int:
-        """Width of k, and of v."""
+        """Width of k and of v, each."""
         return self.kv_heads * self.head_dim
 
     @property
     def layer_parameters(self) -> int:
-        """Of one decoder layer: q, k, v with biases, o; gate, up, down; two norms."""
+        """Parameters of one decoder layer: q, k, v with biases, o; gate, up, down; two norms."""
         attention = 2 * self.hidden * (self.queries + self.keys) + self.queries + 2 * self.keys
         return attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
 
     @property
     def root_parameters(self) -> int:
-        """Embedding, final norm and, unless tied, the language head: gathered with the root, and kept until the step's end."""
+        """Parameters of embedding, final norm and, unless tied, language head: gathered with the root until the step ends."""
         return (1 if self.tied else 2) * self.vocabulary * self.hidden + self.hidden
 
     @property
@@ -73,13 +75,13 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How the engine holds the model, and what of it is trained.
+    """Engine settings that affect memory.
 
-    gpus: over which parameters are sharded. sp: Ulysses ranks a row is cut over. kept, compute: bytes of a number in
-    model_dtype and dtype. trained: all weights; False: a frozen base, as under LoRA, whose adapter is left out of the
-    count. several: a step has more than one micro-batch; no_sync: their gradients are reduced over GPUs in the last
-    one only. gqa: attention's kernel takes fewer key heads than query heads. offload, pieces: enable_activation_offload of
-    the model, and num_shards of its tiled_mlp, 1 without it.
+    gpus: number of GPUs over which parameters are sharded. sp: Ulysses ranks that share a row. kept, compute: bytes per number in
+    model_dtype and dtype. trained: all weights are trained; False: frozen base, as under LoRA, whose adapter is not counted.
+    several: a step has more than one micro-batch. no_sync: gradients are reduced over GPUs only in the last micro-batch. gqa: the
+    attention kernel accepts fewer key heads than query heads. offload: enable_activation_offload of the model. pieces: num_shards
+    of its tiled_mlp; 1 without it.
     """
 
     gpus: int = 1
@@ -96,25 +98,26 @@ class Setting:
 
     @property
     def unsharded(self) -> bool:
-        """Gradients of earlier micro-batches are whole on every GPU. With one GPU that is no more than its shard."""
+        """Whether every GPU holds unsharded gradients of earlier micro-batches; on one GPU these are no larger than its shard."""
         return self.several and (self.no_sync or self.gpus == 1)
 
 
 def parameters(shape: Shape, setting: Setting) -> float:
-    """This rank's shard, in model_dtype."""
+    """Bytes of this rank's parameter shard, in model_dtype."""
     return setting.kept * shape.parameters / setting.gpus
 
 
 def moments(shape: Shape, setting: Setting) -> float:
-    """AdamW's two, in model_dtype too; none for what is frozen."""
+    """Bytes of AdamW's two moments, in model_dtype; 0 for a frozen model."""
     return 2 * setting.kept * shape.parameters / setting.gpus if setting.trained else 0.0
 
 
 def gradients(shape: Shape, setting: Setting, layers_left: float) -> float:
-    """When ``layers_left`` decoder layers have not yet had their backward: each layer's arrive sharded, as its backward ends.
+    """Bytes of gradients while ``layers_left`` decoder layers have not run their backward pass yet.
 
-    With several micro-batches the sums of earlier ones are there from the first on: sharded, at least in float32, to which each
-    layer's are added as they arrive; or unsharded in float32.
+    One micro-batch: a layer's gradients appear, sharded, when its backward pass ends. Several micro-batches: the sums of earlier
+    ones exist from the start, either sharded in at least float32, and each layer's new gradients are added to them on arrival, or
+    unsharded in float32 (see Setting.unsharded).
     """
     if not setting.trained:
         return 0.0
@@ -127,42 +130,42 @@ def gradients(shape: Shape, setting: Setting, layers_left: float) -> float:
 
 
 def gathered(shape: Shape, setting: Setting, layers: int) -> float:
-    """Whole weights in the compute dtype: the root's, and of ``layers`` decoder layers (one at work, one on its way)."""
+    """Bytes of gathered weights in the compute dtype: root and ``layers`` decoder layers (one in use, one prefetched)."""
     return setting.compute * (shape.root_parameters + layers * shape.layer_parameters)
 
 
 def head_gradient(shape: Shape, setting: Setting) -> float:
-    """Of the language head, whole, in the compute dtype: it waits for the embedding's, at the end of the backward. With several
-    micro-batches that are kept unsharded it is among theirs."""
+    """Bytes of the language head's unsharded gradient, in the compute dtype.
+
+    It is reduced together with the embedding's, at the end of the backward pass. 0 if ``gradients`` counts unsharded ones.
+    """
     return setting.compute * shape.vocabulary * shape.hidden if setting.trained and not setting.unsharded else 0.0
 
 
 def reducing(shape: Shape, setting: Setting) -> float:
-    """A layer's gradients in float32 on their way to the ranks, kept until the next layer's follow."""
+    """Bytes of one layer's float32 gradients during reduce-scatter, kept until the next layer's follow."""
     return FLOAT32 * shape.layer_parameters if setting.trained else 0.0
 
 
 def layer_inputs(shape: Shape, setting: Setting, layers: float) -> float:
-    """Bytes a token: what recomputation keeps, the input of each of ``layers`` layers: layers * H; or on the host, but for
-    one.
-    """
+    """Bytes per token of layer inputs, which recomputation keeps for each of ``layers`` layers; one with activation offload."""
     return setting.compute * shape.hidden * (min(layers, 1) if setting.offload else layers)
 
 
 def rotary(shape: Shape, setting: Setting) -> float:
-    """Bytes a token: cos and sin, which all layers share."""
+    """Bytes per token of cos and sin, shared by all layers."""
     return 2 * setting.compute * shape.head_dim
 
 
 def norms(shape: Shape, setting: Setting) -> float:
-    """Bytes a token that a layer's two RMSNorms keep for their backward: input in float32, normalised input, output."""
+    """Bytes per token that a layer's two RMSNorms keep for the backward pass: float32 input, normalised input, output."""
     return 2 * shape.hidden * (FLOAT32 + 2 * setting.compute)
 
 
 def attention_kept(shape: Shape, setting: Setting) -> float:
-    """Bytes a token that attention keeps for its backward: q, k, v, its answer, and the log of each softmax's sum.
+    """Bytes per token that attention keeps for the backward pass: q, k, v, output, and the float32 log-sum-exp of each head.
 
-    Ulysses exchanges tokens for heads: as many numbers, but for key heads fewer than ranks.
+    Ulysses exchanges tokens for heads, which keeps the total size, except that key heads are repeated if fewer than ranks.
     """
     repeated = max(1.0, setting.sp / shape.kv_heads)
     keys = shape.keys * repeated if setting.gqa else shape.queries
@@ -170,22 +173,25 @@ def attention_kept(shape: Shape, setting: Setting) -> float:
 
 
 def norm_backward(shape: Shape, setting: Setting) -> float:
-    """Bytes a token in the backward of the norm before the MLP, with the other one kept: its input in float32 and five more of
-    that size, and the gradient that goes around it.
+    """Bytes per token in the backward pass of the norm before the MLP, while the other norm's tensors are kept.
+
+    The norm's float32 input and five more tensors of that size, and the gradient of the residual connection.
     """
     return shape.hidden * (6 * FLOAT32 + setting.compute) + norms(shape, setting) / 2
 
 
 def mlp_backward(shape: Shape, setting: Setting) -> float:
-    """Bytes a token at the MLP's fullest moment: gate, its activation, up, and the gradients of three such: 6 I, of a piece of
-    the tokens; the gradient that comes in; and, in pieces, the whole that goes out.
+    """Bytes per token at the MLP's peak in the backward pass.
+
+    Gate, its activation, up, and three gradients of that size: 6 I, for one piece of the tokens; the incoming gradient; with
+    several pieces also the complete outgoing gradient.
     """
     states = 1 if setting.pieces == 1 else 2
     return setting.compute * (6 * shape.intermediate / setting.pieces + states * shape.hidden)
 
 
 def mlp_gradients(shape: Shape, setting: Setting) -> float:
-    """At that moment down's gradient is there, whole; in pieces, all three's sums in float32 too."""
+    """Bytes of weight gradients at the MLP's peak: down's, unsharded; with several pieces also float32 sums of all three."""
     if not setting.trained:
         return 0.0
     sums = 0 if setting.pieces == 1 else 3 * FLOAT32
@@ -193,38 +199,46 @@ def mlp_gradients(shape: Shape, setting: Setting) -> float:
 
 
 def head_chunk(shape: Shape, setting: Setting) -> float:
-    """In the head's backward (workers/engine/logprob.py), logits of one chunk of positions, in the compute dtype and in float32,
-    whose gradient takes their place."""
+    """Bytes of one chunk of logits in the head's backward pass (workers/engine/logprob.py): compute dtype and float32.
+
+    The gradient overwrites the float32 logits.
+    """
     return (FLOAT32 + setting.compute) * backward_chunk_size(shape.vocabulary, shape.hidden) * shape.vocabulary
 
 
 def head_forward_chunk(shape: Shape, setting: Setting) -> float:
-    """In its forward, those, and the exponentials whose sum is the log-probs' denominator."""
+    """Bytes of one chunk of logits in the head's forward pass: compute dtype, float32, and float32 exponentials."""
     return (2 * FLOAT32 + setting.compute) * chunk_size(shape.vocabulary) * shape.vocabulary
 
 
 def head_backward(shape: Shape, setting: Setting) -> float:
-    """Bytes a token while the head has its backward: the final norm's float32 input, normalised input and output, the states
-    that the head reads, and their gradient."""
+    """Bytes per token in the head's backward pass.
+
+    The final norm's float32 input, normalised input and output, the states that the head reads, and their gradient.
+    """
     return shape.hidden * (FLOAT32 + 4 * setting.compute)
 
 
 def columns(shape: Shape, setting: Setting) -> float:
-    """Bytes a token of the whole row, on every rank: token ids, masks, weights, log-probs old and new, advantages and
-    gradients.
+    """Bytes per token of the batch's columns, for the complete row on every rank: 20 numbers of 8 bytes.
+
+    Token ids, masks, weights, old and new log-probs, advantages and gradients.
     """
     return 20 * 8.0
 
 
 def layer_forward(shape: Shape, setting: Setting) -> float:
-    """Bytes a token without gradient, the more of two: in the MLP activation, up and their product, and four states (embedding,
-    layer's input, attention's sum, norm); in attention four times q's width, k, v, and three states."""
+    """Bytes per token in a layer's forward pass without gradient: the larger of MLP and attention.
+
+    MLP: activation, up and their product, and four states (embedding, layer input, attention's sum, norm). Attention: four times
+    the width of q, k, v, and three states.
+    """
     mlp = 3 * shape.intermediate / setting.pieces + (4 if setting.pieces == 1 else 5) * shape.hidden
     return setting.compute * max(mlp, 4 * shape.queries + 2 * shape.keys + 3 * shape.hidden)
 
 
 def resident(shape: Shape, setting: Setting) -> Parts:
-    """What lies there from step to step."""
+    """Bytes by part that stay on the GPU between steps."""
     return {
         "parameters": parameters(shape, setting),
         "moments": 0.0 if setting.optimizer_offload else moments(shape, setting),
@@ -232,8 +246,9 @@ def resident(shape: Shape, setting: Setting) -> Parts:
 
 
 def in_layer(shape: Shape, setting: Setting, row: float, layers_left: int) -> Parts:
-    """In the backward of a layer, when ``layers_left`` layers have their inputs kept, this one's among them: in its MLP, or,
-    if that is more, in the norm before it. row: tokens, of which this rank has 1 / sp.
+    """Bytes by part in a layer's backward pass: in its MLP or in the norm before it, whichever needs more.
+
+    row: tokens of the row; this rank holds 1 / sp of them. layers_left: layers whose inputs are still kept, including this one.
     """
     tokens = row / setting.sp
     attention = attention_kept(shape, setting) + rotary(shape, setting)
@@ -253,8 +268,9 @@ def in_layer(shape: Shape, setting: Setting, row: float, layers_left: int) -> Pa
 
 
 def in_head(shape: Shape, setting: Setting, row: float) -> Parts:
-    """In the language head: in its backward, where its own gradient is summed in float32 and then copied to the compute
-    dtype; or in its forward, if that takes more.
+    """Bytes by part in the language head: in its backward or forward pass, whichever needs more.
+
+    The backward pass accumulates the head's gradient in float32 and then copies it to the compute dtype.
     """
     tokens = row / setting.sp
     summed = (FLOAT32 + setting.compute) * shape.vocabulary * shape.hidden if setting.trained else 0.0
@@ -273,7 +289,10 @@ def in_head(shape: Shape, setting: Setting, row: float) -> Parts:
 
 
 def in_reduction(shape: Shape, setting: Setting, row: float) -> Parts:
-    """At the backward's end, when the root's gradients cross in float32: nothing that grows with the row but its columns."""
+    """Bytes by part at the end of the backward pass, when the root's gradients are reduced in float32.
+
+    Only the batch's columns grow with the row here.
+    """
     root = shape.root_parameters if setting.trained else 0
     crossing = root * (setting.compute + FLOAT32 + FLOAT32 / setting.gpus)
     return {
@@ -288,7 +307,7 @@ def in_reduction(shape: Shape, setting: Setting, row: float) -> Parts:
 
 
 def at_optimizer(shape: Shape, setting: Setting, row: float) -> Parts:
-    """Parameters, gradients and moments, all of them sharded: fused AdamW works in place."""
+    """Bytes by part in the optimizer step: parameters, gradients and moments, all sharded; fused AdamW works in place."""
     return {
         "parameters": parameters(shape, setting),
         "moments": moments(shape, setting),
@@ -302,8 +321,9 @@ def at_optimizer(shape: Shape, setting: Setting, row: float) -> Parts:
 
 
 def training(shape: Shape, setting: Setting, row: float) -> Parts:
-    """Bytes by part at a train step's fullest moment. The layers' backward is fullest at one of its ends: inputs go while
-    gradients come, both evenly."""
+    """Bytes by part at the peak of a train step."""
+    # Of the layers, the first and the last are enough: from layer to layer, inputs are freed and gradients appear at constant
+    # rates, so the sum is linear in the number of layers and largest at one end.
     moments = [
         in_head(shape, setting, row),
         in_layer(shape, setting, row, shape.layers),
@@ -315,7 +335,7 @@ def training(shape: Shape, setting: Setting, row: float) -> Parts:
 
 
 def scoring(shape: Shape, setting: Setting, row: float) -> Parts:
-    """Bytes by part while log-probs are computed without gradient: within a layer's MLP, or within the head."""
+    """Bytes by part at the peak of a forward pass without gradient: within a layer or within the head."""
     tokens = row / setting.sp
     here = {**resident(shape, setting), "gathered": gathered(shape, setting, 2)}
     head = head_forward_chunk(shape, setting) + tokens * 3 * setting.compute * shape.hidden
@@ -325,7 +345,8 @@ def scoring(shape: Shape, setting: Setting, row: float) -> Parts:
 
 
 def longest(phase: Callable[[Shape, Setting, float], Parts], shape: Shape, setting: Setting, usable: float) -> int:
-    """The longest row, in tokens, for which ``phase`` (training, scoring) takes ``usable`` bytes at most; 0 if not one fits."""
+    """The longest row, in tokens, for which ``phase`` (training, scoring) needs at most ``usable`` bytes; 0 if none fits."""
+    # Bisection: memory never decreases with the length of the row.
     low, high = 0, 1 << 28
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""A batch's columns under the names that the next part of a step reads."""
+"""Rename and select batch columns for the next phase of a step."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from workers.batch import Batch
 LOOKED = (
     "old_log_probs", "old_all_log_probs", "sum_pi_squared", "ref_log_probs", "ref_all_log_probs", "values", "last_value",
 )  # fmt: skip
-"""What models make of answers."""
+"""Columns computed by forward passes over the responses; absent from a batch as it was generated and scored."""
 
 
 def renamed(batch: Batch, **names: str) -> Batch:
-    """The same columns, some under other names."""
+    """Token columns of ``batch``, renamed by ``names`` (old=new). Row columns are dropped."""
     return Batch(batch.lengths, tokens={names.get(name, name): column for name, column in batch.tokens.items()})
 
 
 def advantage_inputs(batch: Batch, rewards: Tensor, config: AlgorithmConfig) -> AdvantageInputs:
-    """rewards (T,): token rewards, less any KL."""
+    """Inputs of the advantage estimator. rewards (T,): token rewards after the KL penalty, if any.
+
+    Raises ValueError if algorithm.gdpo_reward_keys names a reward that is missing for a response.
+    """
     tokens, rows = batch.tokens, batch.rows
     bootstraps = config.truncated_answers == "bootstrap"
     return AdvantageInputs(
@@ -34,6 +37,7 @@ def advantage_inputs(batch: Batch, rewards: Tensor, config: AlgorithmConfig) -> 
         prompt_lengths=rows["prompt_length"],
         uid=rows["uid"],
         values=tokens.get("values"),
+        # A terminated response has no future; only a truncated one is bootstrapped with the critic's value.
         last_value=torch.where(rows["finished"].bool(), 0.0, rows["last_value"]) if bootstraps else None,
         baselines=rows.get("baseline"),
         rewards=named_rewards(batch.objects["reward_extra"], config.gdpo_reward_keys or ()),
@@ -44,7 +48,10 @@ def advantage_inputs(batch: Batch, rewards: Tensor, config: AlgorithmConfig) -> 
 
 
 def named_rewards(extras: Sequence[Mapping[str, float]], names: Sequence[str]) -> dict[str, Tensor]:
-    """What the reward function told under ``names``, each (B,). Raises ValueError where it did not."""
+    """Reward components by name, float32 (B,) each. extras: numbers that the reward function returned, one dict per response.
+
+    Raises ValueError if a component is missing for any response.
+    """
     for name in names:
         silent = next((extra for extra in extras if name not in extra), None)
         if silent is not None:
@@ -54,6 +61,7 @@ def named_rewards(extras: Sequence[Mapping[str, float]], names: Sequence[str]) -
 
 
 def as_drawn(batch: Batch) -> Batch:
-    """Without what models have made of the answers so far."""
+    """The batch as it was generated and scored, without the columns of forward passes."""
+    # Overlapped scoring adds those columns before the batch is dumped; a replay computes them again.
     tokens = {name: column for name, column in batch.tokens.items() if name not in LOOKED}
     return replace(batch, tokens=tokens, rows={name: column for name, column in batch.rows.items() if name not in LOOKED})

@@ -1,4 +1,4 @@
-"""Whether a run's loggers and engines are there, and these can hold its models: what is known before any process starts."""
+"""Checks before any process starts: loggers and engines are installed, and the engines support the configured models."""
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,7 +15,7 @@ from workers.roles.train_engines import check_engine
 
 
 def check_engines(config: PPOConfig) -> None:
-    """Before any process starts. See check_engine and check_reward_models."""
+    """Check loggers, training engines and reward models. Raises what check_engine and check_reward_models raise."""
     check_loggers(config.trainer.logger)
     device = config.trainer.device
     for key, role in roles_of(config, has_critic=wants_critic(config)).items():
@@ -27,11 +27,13 @@ def check_engines(config: PPOConfig) -> None:
 
 
 def reader(config: PPOConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer. The model is known to be one that we have, and the first prompts can be read: the rest of the data is read
-    while processes start. Raises ValueError.
+    """Load the tokenizer, and check that the model is supported and the first row of each split can be encoded.
+
+    Raises ValueError, one line.
     """
     vocab_size(config.actor_rollout_ref.model)
     tokenizer, data = load_tokenizer(config.actor_rollout_ref.model), config.data
+    # One row per split only: a fast check for errors that affect all rows. The data is read while the workers start.
     for key, name in (("data.train_files", data.train_files[0]), ("data.val_files", data.val_files[0])):
         try:
             encode(tokenizer, [first_value(name, data.prompt_key)], data.apply_chat_template_kwargs)
@@ -41,4 +43,5 @@ def reader(config: PPOConfig) -> PreTrainedTokenizerBase:
 
 
 def wants_critic(config: PPOConfig) -> bool:
+    """Whether the run has a critic: requested by critic.enable, or needed by the advantage estimator."""
     return config.critic.enable is True or "values" in ADVANTAGES.needs(config.algorithm.adv_estimator)

@@ -1,4 +1,10 @@
-"""The PPO loop: what a step does, in the order in which it happens."""
+"""PPO loop: the phases of a training step, in the order in which they run.
+
+A step generates and scores responses, computes log-probs and values, derives advantages and masks, updates critic and actor, and
+syncs the actor's weights to the rollout engine. Each phase reads columns of the batch and adds its own. Phases that only wait for
+workers run concurrently where their roles are in different pools (see ``together``). GRPO and the other estimators without a
+critic run through the same loop; a role that the algorithm does not need is None.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +46,10 @@ from workers.metric import plain_numbers
 
 @dataclass
 class Loop:
-    """Built by ppo_builder.py; ``fit`` runs it. ref and critic are None where the algorithm does not use them.
+    """Training loop; built by ppo_builder.py, run by ``fit``. ref and critic are None if the algorithm does not use them.
 
-    updates: by role, of those that learn. answers: keeps a few responses of each step for the report.
+    updates: update settings of each trained role. answers: log of a few responses per step for the report. returns: running
+    moments of the returns, used if critic.normalize_targets.
     """
 
     config: PPOConfig
@@ -62,16 +69,20 @@ class Loop:
     answers: AnswerLog
 
     def fit(self) -> None:
+        """Run all remaining steps."""
         self.begin()
         for step in self.trainer.steps():
             with self.trainer.phases("step"):
                 batch = self.collect(step)  # generated and scored responses
+                # Not completed, hence not counted: steps() ends with a checkpoint of the step before.
                 if batch is None:
                     continue
                 batch |= self.log_probs_and_values(batch)
-                batch |= self.correction(batch)  # where the rollout engine was not quite the policy
+                batch |= self.correction(batch)  # mismatch between rollout engine and trainer
+                # Before loss_mask replaces response_mask: advantages are computed over complete responses.
                 batch |= self.advantages(batch)
                 batch |= self.loss_mask(batch)
+                # Before the update: it may run a forward pass with the weights that generated the responses.
                 self.answers.keep(step, batch, self.actor)
                 self.update(step, batch)
                 self.sync_weights(step)
@@ -83,34 +94,39 @@ class Loop:
         trainer.begin()
         if trainer.resume is not None:
             self.start.ended("load")
+        # After loading: the engine must generate with the checkpoint's weights.
         self.sync_weights(trainer.step)
         self.report_start()
         if trainer.resume is None and (config.val_before_train or config.val_only):
             measured = self.validation.run(trainer.step)
             trainer.tracker.log(measured, trainer.step)
             trainer.health.check(0, measured)
+        # No step remains: steps() ends at once.
         if config.val_only:
             trainer.total_steps = trainer.step
 
     def report_start(self) -> None:
-        """Add the seconds of each part of the start to the events."""
+        """Record the duration of each part of the start, in seconds, as an event."""
         self.start.ended("sync")
         trainer = self.trainer
         roles = [
             role for role in (self.actor, self.ref, self.critic, self.rollout) if isinstance(role, RemoteModel | RemoteRollout)
         ]
+        # By name: colocated roles share one worker group, which is asked once.
         groups = {role.group.name: role.group for role in roles}.values()
         asked = (trainer.watchdog.call(group, "ask", "times of the start", "start_times") for group in groups)
         seconds = self.start.seconds([times for of_group in asked for times in of_group])
         trainer.events.add(trainer.step, "start", sentence(seconds), seconds)
 
     def collect(self, step: int) -> Batch | None:
-        """The step's batch: one round of prompts, or several with algorithm.filter_groups.
+        """Generate and score the step's batch: one round of prompts, or several with algorithm.filter_groups.
 
-        Returns None if the run is to stop and the rewards are late: the state is then that of the step before.
+        Returns None if the run was asked to stop while scoring takes too long; the state is then that of the previous step.
         """
         trainer = self.trainer
         trainer.metrics |= {"training/global_step": step, "training/epoch": self.prompts.epoch} | self.rollbacks.metrics()
+        # Sampling advances the prompt stream and the running moments of reward models. An abandoned step restores both, so that
+        # the checkpoint written on exit belongs to the last complete step.
         parts = {name: part for name, part in trainer.stateful.items() if name in ("data", "reward_models")}
         before = {name: part.state() for name, part in parts.items()}
         overlap = self.score_overlapped if self.scoring_overlaps else None
@@ -131,34 +147,40 @@ class Loop:
 
     @property
     def scoring_overlaps(self) -> bool:
-        """Reward models on GPUs of their own score the answers while the other models make log-probs and values of them. Servers
-        are asked from the main thread: Watchdog.own."""
+        """Whether reward models score the responses while the other models compute log-probs and values.
+
+        True if all reward models run locally in a pool without the actor, and no response is dropped because of its score.
+        """
         scorers = self.source.models
         if scorers is None or scorers.group is self.actor.group or self.source.chooses:
             return False
+        # Servers are excluded: Watchdog.own, which limits their time, works in the main thread only; Together uses threads.
         return all(isinstance(model.scorer, LocalModel) for model in scorers.models)
 
     def log_probs_and_values(self, batch: Batch) -> Batch:
-        """What each model makes of the answers; those in different pools work at the same time. Nothing if they did so early."""
+        """Actor and reference log-probs and critic values, computed concurrently across pools.
+
+        Returns no columns if they were already computed while the responses were scored.
+        """
         if self.scoring_overlaps:
             return Batch(batch.lengths)
         return reduce(Batch.union, self.together(self.forwards(batch)).values())
 
     def score_overlapped(self, batch: Batch, judge: Callable[[], Judged]) -> tuple[Judged, Batch]:
-        """What ``judge`` returns, and log_probs_and_values of the same answers."""
+        """Run ``judge`` concurrently with the forward passes; return its result and the columns of log_probs_and_values."""
         found = self.together({"reward": judge, **self.forwards(batch)})
         return found.pop("reward"), reduce(Batch.union, found.values())
 
     def forwards(self, batch: Batch) -> dict[str, Callable[[], Any]]:
-        """By role."""
+        """Forward passes over ``batch`` by role, as thunks for ``together``."""
         parts = {"actor": self.old_log_probs, "ref": self.ref_log_probs, "critic": self.values}
         return {role: partial(part, batch) for role, part in parts.items()}
 
     def old_log_probs(self, batch: Batch) -> Batch:
-        """The policy's log-probs before the update.
+        """Log-probs of the policy before the update, and the columns that the estimator and the KL in the reward need.
 
-        With one update a step that starts from this very policy, the update's own forward gives them: nothing to do here.
-        In bypass mode they are the rollout engine's own.
+        Bypass mode uses the rollout engine's log-probs. Returns no columns if the forward pass of the single update serves as the
+        old policy (see old_log_probs_come_from_update).
         """
         algorithm = self.config.algorithm
         if algorithm.rollout_correction.bypass_mode:
@@ -173,8 +195,11 @@ class Loop:
         return renamed(found, log_probs="old_log_probs", all_log_probs="old_all_log_probs")
 
     def correction(self, batch: Batch) -> Batch:
-        """How far the rollout engine's log-probs are from the policy's; importance weights of the tokens' loss, and which tokens
-        are rejected. Where the policy's are not made before the update, it sees to this."""
+        """Measure the mismatch of rollout engine and trainer; compute importance weights and rejected tokens if configured.
+
+        Returns tokens kept_mask and is_weights, both (T,). Without old log-probs before the update, or in bypass mode, the actor
+        loss does all of this instead.
+        """
         config, tokens = self.config.algorithm.rollout_correction, batch.tokens
         if config.bypass_mode or "old_log_probs" not in tokens:
             return Batch(batch.lengths)
@@ -190,6 +215,7 @@ class Loop:
         return Batch(batch.lengths, tokens={"kept_mask": found.mask} | weights)
 
     def ref_log_probs(self, batch: Batch) -> Batch:
+        """Reference columns that the KL penalties of loss and reward need; no columns without a reference."""
         if self.ref is None:
             return Batch(batch.lengths)
         actor, algorithm = self.config.actor_rollout_ref.actor, self.config.algorithm
@@ -200,17 +226,19 @@ class Loop:
         return renamed(found, log_probs="ref_log_probs", all_log_probs="ref_all_log_probs")
 
     def values(self, batch: Batch) -> Batch:
+        """Critic values in units of the reward: tokens values (T,), rows last_value (B,); no columns without a critic."""
         if self.critic is None:
             return Batch(batch.lengths)
         with self.trainer.phases("values"):
             found = self.critic.forward(batch, ["values"])
         if self.config.critic.normalize_targets:
+            # The head predicts normalised returns; see targets.
             found.tokens["values"] = found.tokens["values"] * self.returns.std + self.returns.mean
             found.rows["last_value"] = found.rows["last_value"] * self.returns.std + self.returns.mean
         return found
 
     def advantages(self, batch: Batch) -> Batch:
-        """Advantages and returns from the scores, less the KL to the reference where the reward has one."""
+        """Advantages and returns from the token rewards, after the KL penalty if algorithm.use_kl_in_reward."""
         algorithm, tokens = self.config.algorithm, batch.tokens
         with self.trainer.phases("adv"):
             rewards = tokens["token_level_scores"]
@@ -225,9 +253,10 @@ class Loop:
         return Batch(batch.lengths, tokens=columns)
 
     def loss_mask(self, batch: Batch) -> Batch:
-        """From here on response_mask is what the losses see: without rejected tokens, and without cut answers if they are masked.
+        """Restrict response_mask to the tokens that the losses train on, and add entropy_mask.
 
-        Advantages were taken over the whole answers: a reward at a rejected token is not lost.
+        Excludes rejected tokens, and truncated responses if algorithm.truncated_answers=mask. Advantages were computed over the
+        complete responses, so the reward of a rejected token still reaches the tokens before it.
         """
         mask = batch.tokens.get("kept_mask", batch.tokens["response_mask"])
         if self.config.algorithm.truncated_answers == "mask":
@@ -235,7 +264,7 @@ class Loop:
         return Batch(batch.lengths, tokens={"response_mask": mask, "entropy_mask": entropy_mask(mask)})
 
     def update(self, step: int, batch: Batch) -> None:
-        """Critic and actor learn; the actor waits until the critic is warm."""
+        """Update critic and actor; the actor is frozen for the first trainer.critic_warmup steps."""
         parts: dict[str, Callable[[], dict[str, float]]] = {}
         if self.critic is not None:
             parts["critic"] = partial(self.learn, "critic", self.critic, self.targets(batch), step)
@@ -243,12 +272,14 @@ class Loop:
             parts["actor"] = partial(self.learn, "actor", self.actor, batch, step)
         for metrics in self.together(parts).values():
             self.trainer.metrics |= metrics
-        if self.critic is not None and self.config.critic.normalize_targets:  # these values were made with the old ones
+        if self.critic is not None and self.config.critic.normalize_targets:
+            # After the update: the values in this batch were rescaled with the previous moments, and targets must invert those.
             self.returns.see(batch.tokens["returns"][batch.tokens["response_mask"].bool()])
 
     def learn(self, role: str, model: RemoteModel, batch: Batch, step: int) -> dict[str, float]:
-        """The role's updates of the step. Returns its metrics; skipped updates are recorded."""
+        """Run the role's updates of the step and return its metrics. Records skipped updates and micro-batch back-off."""
         spec = self.updates[role]
+        # A rollback repeats step numbers. The number of rollbacks enters the seed, so that random choices are not repeated.
         spec = replace(spec, seed=self.rollbacks.seed(spec.seed))
         with self.trainer.phases(f"update_{role}"):
             metrics = update(model, batch, spec, step, partial(self.trainer.health.skips.see, role, step))
@@ -256,18 +287,19 @@ class Loop:
         return under(role, metrics)
 
     def targets(self, batch: Batch) -> Batch:
-        """Values and returns in the units of the critic's head."""
+        """Batch with values and returns in the units of the critic's head: normalised if critic.normalize_targets."""
         if not self.config.critic.normalize_targets:
             return batch
         columns = {name: (batch.tokens[name] - self.returns.mean) / self.returns.std for name in ("values", "returns")}
         return batch.with_tokens(**columns)
 
     def sync_weights(self, step: int) -> None:
+        """Transfer the actor's weights to the rollout engine; responses record ``step`` as their weight_version."""
         with self.trainer.phases("sync"):
             self.trainer.metrics |= plain_numbers(self.rollout.sync_weights(step))
 
     def after(self, step: int, batch: Batch) -> None:
-        """Measure, validate, log and save. A diverged run stops here, or is rolled back."""
+        """Collect metrics, validate, log and save. A diverged run is stopped or rolled back here."""
         trainer, config = self.trainer, self.config
         trainer.metrics |= batch.meta["metrics"]
         trainer.metrics |= data_metrics(batch, config.data.max_prompt_length)
@@ -276,12 +308,14 @@ class Loop:
             self.validate(step)
         trainer.metrics |= self.performance(batch)
         alarm = trainer.complete(step)
+        # Diverged weights are not saved: a rollback replaces them with those of an earlier checkpoint.
         if alarm is not None:
             self.roll_back(alarm)
         else:
             trainer.save_if_due()
 
     def validate(self, step: int) -> None:
+        """Add validation metrics; omits them if the run was asked to stop while scoring takes too long."""
         try:
             with self.trainer.phases("testing"):
                 self.trainer.metrics |= self.validation.run(step)
@@ -289,9 +323,10 @@ class Loop:
             self.trainer.events.add(step, "left", "validation: a signal to stop, and the rewards did not come")
 
     def performance(self, batch: Batch) -> dict[str, float]:
-        """Times, throughput and MFU. Models that learn on GPUs of their own count only those GPUs."""
+        """Times, throughput and MFU. The MFU of a model trained in a pool of its own counts that pool's GPUs only."""
         seconds = self.trainer.phases.seconds
         flops = {f"update_{role}": model.take_flops() for role, model in self.trainer.models.items()}
+        # A model that was not updated in this step (critic warm-up) has no phase and no MFU.
         flops = {phase: count for phase, count in flops.items() if phase in seconds}
         gpus = {f"update_{role}": model.group.world_size for role, model in self.trainer.models.items()}
         return performance_metrics(
@@ -306,15 +341,16 @@ class Loop:
     def roll_back(self, alarm: Alarm) -> None:
         """Continue from the last checkpoint before divergence, with fresh prompts and seeds, in the same workers.
 
-        The positions of the data streams are kept: prompts that were drawn stay drawn. A run that is killed before its next
-        checkpoint resumes from the one rolled back to, without a memory of this: it repeats the same steps, the same alarm and
-        the same rollback, bitwise. Raises Found if the run cannot be rolled back.
+        The data streams keep their positions, so no prompt of the discarded steps is repeated. A run that is killed before its
+        next checkpoint resumes from the one rolled back to, with no record of the rollback: it repeats the same steps, the same
+        alarm and the same rollback, bitwise. Raises Found if the run cannot be rolled back.
         """
         trainer, most = self.trainer, self.config.alarms.max_rollbacks
         if self.rollbacks.count >= most:
             raise Found(
                 f"stopped at step {trainer.step}: an alarm asks for a rollback, alarms.max_rollbacks={most}: {alarm.text}"
             )
+        # A checkpoint that is still being written in the background may be the newest healthy one.
         trainer.saver.settle()
         groups = {role: model.group for role, model in trainer.models.items()}
         check = partial(check_weights, groups=groups, watchdog=trainer.watchdog)
@@ -324,6 +360,7 @@ class Loop:
                 f"stopped at step {trainer.step}: an alarm asks for a rollback, and there is no checkpoint of step "
                 f"{max(alarm.healthy_until, 0)} or before (trainer.save_freq, trainer.max_actor_ckpt_to_keep): {alarm.text}"
             )
+        # Read before load(), which restores the streams' positions and the number of rollbacks along with all other state.
         left, count = trainer.step, self.rollbacks.count + 1
         streams = [part for part in trainer.stateful.values() if isinstance(part, PromptStream | PtxStream)]
         positions = [(stream, stream.drawn) for stream in streams]
@@ -342,7 +379,10 @@ class Loop:
 
 
 def old_log_probs_come_from_update(config: PPOConfig) -> bool:
-    """One epoch, one mini-batch, and nobody before the update who asks for them: then they are exactly the update's own."""
+    """Whether the update's own forward pass provides the old log-probs, which saves a separate pass.
+
+    True with one epoch of one mini-batch, where both use the same weights, if no phase before the update reads the log-probs.
+    """
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size == config.data.train_batch_size
     asked_for = algorithm.use_kl_in_reward or "sum_pi_squared" in ADVANTAGES.needs(algorithm.adv_estimator)
@@ -351,10 +391,10 @@ def old_log_probs_come_from_update(config: PPOConfig) -> bool:
 
 
 def has_old_log_probs(config: PPOConfig) -> bool:
-    """Whether the batch has the policy's own before the update."""
+    """Whether the batch contains old log-probs computed by the trainer before the update."""
     return not (config.algorithm.rollout_correction.bypass_mode or old_log_probs_come_from_update(config))
 
 
 def under(role: str, metrics: dict[str, float]) -> dict[str, float]:
-    """The engine's own metrics (loss, grad_norm, lr) under the role's name; a loss's metrics have theirs already."""
+    """Prefix the engine's metrics (loss, grad_norm, lr) with the role; metrics of a loss function have a prefix already."""
     return {name if "/" in name else f"{role}/{name}": value for name, value in metrics.items()}

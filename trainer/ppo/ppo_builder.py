@@ -1,4 +1,8 @@
-"""From a configuration to a running loop: workers, models, data, rewards, loggers."""
+"""Build the PPO loop from a configuration: workers, models, data, rewards, loggers.
+
+Order of the start: everything that can fail without a process is checked first; then workers start in the background while the
+controller reads the data; models are built next, and the rollout engine last, since it takes its weights from the actor.
+"""
 
 from __future__ import annotations
 
@@ -70,14 +74,13 @@ ACTOR_LOSS, ACTOR_AND_PTX_LOSS = (
 
 
 def run(config: PPOConfig, notices: Sequence[str], loggers: Sequence[Logger] = ()) -> None:
-    """Train as ``config`` says, and leave a report. notices: what the user was told about the configuration. loggers: beside
-    those of trainer.logger."""
+    """Train, and write the final report. notices: warnings about the configuration. loggers: in addition to trainer.logger."""
     check_installed(config.actor_rollout_ref.rollout.name)
     harness.run(config, lambda life: attempt(config, life), loggers)
 
 
 def attempt(config: PPOConfig, life: Lifetime) -> None:
-    """From the last checkpoint on, in processes of its own, none of which is left."""
+    """Run once, from the last checkpoint if there is one, in new worker processes; all of them have ended on return."""
     resume = harness.resume_from(config, life)
     with opened(Assembly, config, life, resume) as loop, life.stopping, loop.trainer.saver:
         loop.fit()
@@ -86,8 +89,9 @@ def attempt(config: PPOConfig, life: Lifetime) -> None:
 
 @contextmanager
 def opened(assembly: type[Assembly], config: PPOConfig, life: Lifetime, resume: Checkpoint | None) -> Iterator[Loop]:
-    """The loop with all that it works with, which ends when the block does."""
+    """Yield the loop; workers, scorers and loggers end with the block. resume: checkpoint to load, None for a new run."""
     start = Start()
+    # Fills the page cache in the background while the checks run and processes start; workers then read weights from memory.
     for path in dict.fromkeys((config.actor_rollout_ref.model.path, config.critic.model.path)):
         read_ahead(path)
     check_engines(config)
@@ -101,6 +105,8 @@ def opened(assembly: type[Assembly], config: PPOConfig, life: Lifetime, resume: 
         place = placement_of(config, has_critic=wants_critic(config))
         hosts = start_pools(backend, config.trainer, place, config.timeouts, engine=config.actor_rollout_ref.rollout.name)
         parts = assembly(config, place, hosts, life, tokenizer)
+        # Before the tracker, which truncates the records of the run directory to the resumed step: a damaged checkpoint is found
+        # while the directory is still unchanged.
         if resume is not None:
             check_weights(resume, hosts, parts.watchdog)
         rewards.wait_ready()
@@ -116,12 +122,17 @@ def opened(assembly: type[Assembly], config: PPOConfig, life: Lifetime, resume: 
         stack.callback(tracker.close)
         start.ended("data")
         loop = parts.loop(rewards, resume, tracker, start)
+        # Only now does the run directory belong to this run: an earlier failure leaves no status and no report in it.
         life.started = True
         yield loop
 
 
 class Assembly:
-    """The parts of a loop, each from its part of the configuration, and on the hosts where ``place`` has its role."""
+    """Builds the parts of a loop, each from its part of the configuration.
+
+    place: pool of each role. hosts: worker group of each role. Subclasses replace parts (trainer/ppo/replay.py); a dry run
+    builds no models and passes no worker groups.
+    """
 
     def __init__(
         self, config: PPOConfig, place: Placement, hosts: Mapping[str, WorkerGroup], life: Lifetime, tokenizer: Tokenizer
@@ -134,6 +145,7 @@ class Assembly:
         self.tokenizer = tokenizer
         self.phases = phases_of(place)
         self.data, self.held_out = self.prompts()
+        # data.seed changes the order of the data alone; sampling and initialisation keep trainer.seed.
         seed = config.trainer.seed if config.data.seed is None else config.data.seed
         self.order = DataOrder(len(self.data), config.data.train_batch_size, seed, config.data.shuffle)
         actor = config.actor_rollout_ref.actor
@@ -149,6 +161,7 @@ class Assembly:
         self.total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * self.order.steps_per_epoch
 
     def loop(self, rewards: Rewards, resume: Checkpoint | None, tracker: Tracker, start: Start) -> Loop:
+        """Build models and rollout engine, and assemble the loop."""
         config, rollout_config = self.config, self.config.actor_rollout_ref.rollout
         together = Together(self.hosts, self.place.n_gpus)
         actor, ref, critic = self.trained_and_reference(together)
@@ -157,11 +170,13 @@ class Assembly:
             tell(f"note: {value_head(config.critic.model)}")
         for change in self.rate_changes(resume):
             tell(f"note: {change}")
+        # After the models: the engine is created next to the actor, or connects to the pool that has it.
         rollout = self.rollout()
         start.ended("engine")
         source = self.source(rollout, rewards, Events(self.life.run_dir))
         start.ended("rewards")
         self.phases.progress["reward"] = lambda: rewards.progress
+        # A signal to stop shortens the time limit of scoring that is under way.
         self.life.stopping.hurry = self.watchdog.hurry
         prompts, kl, returns = self.stream(), KLController.start(config.algorithm.kl_ctrl), RunningMoments()
         trainer = self.trainer(
@@ -178,6 +193,7 @@ class Assembly:
                 "rollbacks": source.rollbacks,
             },
         )
+        # Step 0, before anything is generated: without a stop token no response can terminate.
         if resume is None:
             tokens = end_tokens(self.sampling(), config.actor_rollout_ref.model)
             trainer.health.check(0, {END_TOKENS: float(tokens)})
@@ -203,6 +219,7 @@ class Assembly:
                 sampling=validation_sampling(self.sampling(), rollout_config.val_kwargs),
                 batch_size=config.data.val_batch_size,
             ),
+            # Without old log-probs in the batch, the log runs a forward pass over the few responses that it keeps.
             answers=AnswerLog(self.life.run_dir, self.tokenizer, self.total_steps, forwards=not has_old_log_probs(config)),
         )
 
@@ -233,7 +250,10 @@ class Assembly:
         )
 
     def trained_and_reference(self, together: Together) -> tuple[RemoteModel, RemoteModel | BaseModel | None, RemoteModel | None]:
-        """Actor, reference, critic; those in different pools are built at the same time."""
+        """Build actor, reference and critic; models in different pools are built concurrently.
+
+        Under LoRA the reference is the actor with its adapter disabled: no second copy of the weights.
+        """
         parts: dict[str, Callable[[], RemoteModel]] = {"actor": self.actor}
         if self.wants_ref and not self.config.actor_rollout_ref.model.has_adapter:
             parts["ref"] = self.ref
@@ -244,7 +264,7 @@ class Assembly:
         return built["actor"], built.get("ref", base), built.get("critic")
 
     def rate_changes(self, resume: Checkpoint | None) -> Iterator[str]:
-        """What another number of steps does to the learning rates of a run that is resumed."""
+        """Warnings about learning rate schedules that a different number of steps changes in a resumed run."""
         if resume is not None:
             actor, critic = self.config.actor_rollout_ref.actor, self.config.critic
             optims = {"actor_rollout_ref.actor.optim": (actor.optim, self.config.trainer.critic_warmup)}
@@ -260,7 +280,7 @@ class Assembly:
         return wants_critic(self.config)
 
     def stream(self) -> PromptStream:
-        """With filter_groups a round may have another size than a step's batch."""
+        """Training prompts. With algorithm.filter_groups, a round may differ in size from a batch (data.gen_batch_size)."""
         gen_batch_size = self.config.data.gen_batch_size or self.order.batch_size
         return PromptStream(self.data, replace(self.order, batch_size=gen_batch_size))
 
@@ -308,6 +328,7 @@ class Assembly:
             sharding=actor.sharding,
             device=self.config.trainer.device,
             seed=seed_of(self.config.trainer.seed, "actor"),
+            # verl's keys: the limits of the actor's log-prob pass are in the rollout block.
             forward_limits=limits(
                 actor,
                 self.place.pool("actor"),
@@ -348,7 +369,7 @@ class Assembly:
         )
 
     def ref(self) -> RemoteModel:
-        """The reference: the actor's model as it came, never trained. Beside an adapter the actor has it: there is no other."""
+        """The reference: the actor's initial weights, never trained. Not built under LoRA (see trained_and_reference)."""
         models, ref = self.config.actor_rollout_ref, self.config.actor_rollout_ref.ref
         return start_model(
             self.hosts["ref"],
@@ -404,6 +425,7 @@ class Assembly:
         return ActorLossConfig.of(self.config, own_old_log_probs=old_log_probs_come_from_update(self.config))
 
     def actor_update(self) -> UpdateSpec:
+        # The workers build their own copy of the loss; this one only reports which columns it reads and prepares.
         loss = ActorLoss(self.actor_loss())
         return self._update(
             "actor",

@@ -1,4 +1,10 @@
-"""One step of a run again, alone: its answers drawn again, or its update made again from the answers that were kept."""
+"""Replay a single recorded step: sample its responses again, or repeat its update from the recorded batch.
+
+Problem: inspect one step without repeating the run up to it. Idea: trainer.rollout_data_dir dumps each step's batch. With the
+weights of the preceding step it determines the step, since seeds depend on step, prompt and sample, not on earlier steps.
+mode=rollout samples and scores again; mode=train repeats the forward passes and the update. Both run the normal loop with some
+parts replaced, and the results are compared. Cost: a checkpoint of the preceding step must exist (not for step 1).
+"""
 
 from __future__ import annotations
 
@@ -32,15 +38,17 @@ from workers.roles.rollout_engines import check_installed
 
 
 def replay(config: PPOConfig) -> None:
-    """What trainer.replay asks for, into ``<run directory>/replay_<mode>_<step>``; what the run wrote stays as it is.
+    """Replay the step that trainer.replay names, in ``<run directory>/replay_<mode>_<step>``; the run's files are not changed.
 
-    Raises Found, a line for each difference beyond the bound; ValueError if the dump, its weights or its metrics are not there.
+    Raises Found, with a line for each difference beyond the bound, and ValueError if dump, weights or metrics are missing.
     """
     asked = config.trainer.replay
     assert asked.mode is not None and asked.path is not None, "see configs.validation.programs"
     batch, facts = load_batch(dump_file(asked.path))
     step = int(facts["step"])
+    # A separate directory: the replay writes metrics and dumps too, and the run's files must stay as they are.
     directory = Path(config.trainer.default_local_dir) / f"replay_{asked.mode}_{step}"
+    # The keys of the replay itself always differ from the recorded configuration.
     for change in check_config(facts["config"], asdict(config)):
         if not change.startswith(("trainer.replay.", "trainer.resume_")):
             print(f"note: replayed with another {change}", file=sys.stderr)
@@ -49,7 +57,7 @@ def replay(config: PPOConfig) -> None:
 
 
 def repeat(config: PPOConfig, batch: Batch, facts: Mapping[str, Any], directory: Path) -> None:
-    """The step again, in ``directory``, and the differences. batch, facts: of its dump."""
+    """Run the step in ``directory`` and report the differences. batch, facts: contents of the dump. Raises like ``replay``."""
     asked, step = config.trainer.replay, int(facts["step"])
     weights = weights_before(step, facts, config, directory)
     one_step = of_one_step(config, directory)
@@ -71,7 +79,7 @@ def repeat(config: PPOConfig, batch: Batch, facts: Mapping[str, Any], directory:
 
 
 def dump_file(path: str) -> Path:
-    """Raises ValueError, with the dumps that are there, if it is not one."""
+    """Path of a dump. Raises ValueError, which lists the existing dumps, if there is no such file."""
     file = Path(path).expanduser()
     if not file.is_file():
         directory = file if file.is_dir() else file.parent
@@ -84,7 +92,7 @@ def dump_file(path: str) -> Path:
 
 
 def weights_before(step: int, facts: Mapping[str, Any], config: PPOConfig, directory: Path) -> Checkpoint | None:
-    """The checkpoint of the step before; None: the model as it came. Raises ValueError, with what is there, if there is none."""
+    """Checkpoint of the preceding step; None: the initial model. Raises ValueError, which lists the checkpoints, if missing."""
     trainer, before = config.trainer, int(facts["weights_of_step"])
     run_dir = Path(trainer.default_local_dir)
     if trainer.resume_mode == "resume_path":
@@ -107,7 +115,7 @@ def weights_before(step: int, facts: Mapping[str, Any], config: PPOConfig, direc
 
 
 def of_one_step(config: PPOConfig, directory: Path) -> PPOConfig:
-    """The run's configuration without validation, checkpoints and trackers. What is sampled again is kept."""
+    """The run's configuration without validation, checkpoints, loggers and alarms. mode=rollout dumps the new responses."""
     trainer = replace(
         config.trainer,
         default_local_dir=str(directory),
@@ -121,19 +129,20 @@ def of_one_step(config: PPOConfig, directory: Path) -> PPOConfig:
     quiet: dict[str, Any] = {
         name: alarm | {"action": "off"} for name, alarm in asdict(config.alarms).items() if isinstance(alarm, dict)
     }
-    quiet = {name: AlarmConfig(**alarm) for name, alarm in quiet.items()}  # it was healthy, or its alarm has rung already
+    # Alarms are off: one that fired in the recorded step would end the replay before its metrics are compared.
+    quiet = {name: AlarmConfig(**alarm) for name, alarm in quiet.items()}
     return replace(config, trainer=trainer, alarms=replace(config.alarms, **quiet))
 
 
 class RolloutAgain(Assembly):
-    """The actor and the engine alone."""
+    """Loop parts for mode=rollout: actor and rollout engine, without reference and critic."""
 
     wants_ref = False
     wants_critic = False
 
 
 def draw_again(loop: Loop, step: int) -> Batch:
-    """All that the step drew, groups that algorithm.filter_groups then dropped among it: the batch that was kept."""
+    """Sample the step again, including groups that algorithm.filter_groups drops; return the batch that is kept."""
     loop.begin()
     batch = loop.collect(step)
     assert batch is not None, "only a run that listens to signals leaves a step"
@@ -141,7 +150,7 @@ def draw_again(loop: Loop, step: int) -> Batch:
 
 
 class TrainAgain(Assembly):
-    """Everything but the engine and what scores."""
+    """Loop parts for mode=train: all but rollout engine and reward models."""
 
     def reward_models(self) -> None:
         return None
@@ -151,7 +160,7 @@ class TrainAgain(Assembly):
 
 
 def train_again(loop: Loop, batch: Batch, step: int) -> dict[str, float]:
-    """The step's metrics, from its batch."""
+    """Run the step on the recorded batch; return its metrics."""
     loop.source, loop.answers = Recorded(batch, loop.source), NothingKept()
     loop.trainer.total_steps = step
     loop.fit()
@@ -159,7 +168,7 @@ def train_again(loop: Loop, batch: Batch, step: int) -> dict[str, float]:
 
 
 class NothingKept(AnswerLog):
-    """The run has kept a few of its answers; their prompts, as messages, are not in the batch."""
+    """AnswerLog that writes nothing: the dump has no prompt texts, and the run has already logged its responses."""
 
     def __init__(self) -> None:
         pass
@@ -169,7 +178,7 @@ class NothingKept(AnswerLog):
 
 
 class NoRollout(RemoteRollout):
-    """In the place of an engine: nothing is generated, so nobody wants the new weights."""
+    """Stands in for the rollout engine: nothing is generated, so weights are not synced."""
 
     def __init__(self) -> None:
         pass
@@ -182,7 +191,7 @@ class Recorded(Source):
     """Returns a recorded batch instead of sampling."""
 
     def __init__(self, batch: Batch, source: Source) -> None:
-        """source: the one that is replaced; rollbacks, restored from a checkpoint, enter the seeds of updates."""
+        """source: the sampler that is replaced. Its rollbacks, restored from a checkpoint, enter the seeds of updates."""
         self.batch = batch
         self.rollbacks = source.rollbacks
         self.models = None
@@ -193,7 +202,7 @@ class Recorded(Source):
 
 
 def logged_metrics(run_dir: Path, step: int) -> dict[str, float]:
-    """Raises ValueError if the step is not in metrics.jsonl."""
+    """The run's metrics of ``step``. Raises ValueError if the step is not in metrics.jsonl."""
     logged = {int(entry[GLOBAL_STEP]): entry for entry in read_metrics(run_dir)}
     if step not in logged:
         raise ValueError(f"{run_dir / METRICS} has no step {step} to compare with; it has {sorted(logged)}")
@@ -201,7 +210,7 @@ def logged_metrics(run_dir: Path, step: int) -> dict[str, float]:
 
 
 def tell(title: str, found: list[Difference], bound: float) -> None:
-    """The table, and Found if a difference is beyond the bound."""
+    """Print the table of differences. Raises Found if one is beyond the bound."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)

@@ -1,4 +1,4 @@
-"""What differs between a step as it was and the same step again."""
+"""Compare a recorded step with its replay: responses, log-probs, scores, rewards and metrics."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rich.table import Table
 from workers.batch import Batch
 
 NOT_REPLAYED = ("timing", "perf/", "rollout/", "val/", "val-")
-"""Metrics of the clock, of the sync to the engine, and of validation."""
-WIDTH = 160  # characters of the table where there is no terminal
+"""Prefixes of metrics that a replayed update does not reproduce: times, throughput, weight sync and validation."""
+WIDTH = 160  # characters of the table without a terminal
 MOST_LINES = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """then, now: the numbers, None where there is none. beyond: more than the bound allows."""
+    """One difference. then, now: recorded and replayed value, None if absent. beyond: exceeds trainer.replay.bound."""
 
     what: str
     where: str
@@ -32,10 +32,10 @@ class Difference:
 
 
 def compare_answers(then: Batch, now: Batch, bound: float) -> list[Difference]:
-    """Which answers there are, their tokens, the engine's log-probs of tokens up to the first that differs, scores and rewards:
-    of each the first, or the largest, difference, and how many there are. Nothing is said of what is equal.
+    """Compare responses by prompt and sample: presence, tokens, rollout log-probs, scores and rewards.
 
-    Tokens are equal or not; log-probs, scores and rewards may differ by ``bound``.
+    Each kind that differs yields one entry with the first or the largest difference and their number. Tokens must be equal;
+    log-probs, scores and rewards may differ by ``bound``. Log-probs are compared up to the first different token.
     """
     places_then, places_now = places(then), places(now)
     alone = places_then.keys() ^ places_now.keys()
@@ -56,16 +56,18 @@ def compare_answers(then: Batch, now: Batch, bound: float) -> list[Difference]:
             row = int(gaps.argmax())
             where = f"{n} of {len(common)} answers; the largest: {name_of(then, row)}"
             values = float(then.rows[column][row]), float(now.rows[column][row])
+            # «not <=» instead of «>»: NaN exceeds every bound.
             found.append(Difference(column, where, *values, not float(gaps[row]) <= bound))
     return found
 
 
 def compare_tokens(then: Batch, now: Batch, bound: float) -> list[Difference]:
-    """Of the same answers, row by row."""
+    """Compare tokens and log-probs of batches whose rows are the same responses in the same order."""
     parted: list[tuple[int, int, float | None, float | None]] = []  # row, position, token then and now
     drifted: list[tuple[float, int, int, float, float]] = []  # |difference|, row, position, log-prob then and now
     columns = (batch.split_rows(name) for name in ("input_ids", "rollout_log_probs") for batch in (then, now))
     for row, (ids_then, ids_now, said_then, said_now) in enumerate(zip(*columns, strict=True)):
+        # Log-probs after the first different token have different prefixes and cannot be compared.
         shorter = min(len(ids_then), len(ids_now))
         unequal = (ids_then[:shorter] != ids_now[:shorter]).nonzero().flatten().tolist()
         same = unequal[0] if unequal else shorter
@@ -89,7 +91,7 @@ def compare_tokens(then: Batch, now: Batch, bound: float) -> list[Difference]:
 
 
 def places(batch: Batch) -> dict[tuple[int, int], int]:
-    """The row of each answer, by prompt and sample."""
+    """Row index of each response by (uid, sample)."""
     keys = zip(batch.rows["uid"].tolist(), batch.rows["sample"].tolist(), strict=True)
     return {key: row for row, key in enumerate(keys)}
 
@@ -99,19 +101,19 @@ def name_of(batch: Batch, row: int) -> str:
 
 
 def compare_metrics(then: Mapping[str, float], now: Mapping[str, float], bound: float) -> list[Difference]:
-    """Every metric that is not the same, the furthest off first; it may differ by ``bound`` times its size."""
+    """Metrics that differ, largest relative difference first; a relative difference above ``bound`` is beyond it."""
     sizes = {name: relative(then.get(name), now.get(name)) for name in then.keys() | now.keys()}
     order = sorted((name for name in sizes if sizes[name] != 0), key=lambda name: (-sizes[name], name))
     return [Difference(name, "", then.get(name), now.get(name), beyond=sizes[name] > bound) for name in order]
 
 
 def replayed(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Without those that a step which is trained again does not have, or not again."""
+    """The metrics that a replayed update reproduces."""
     return {name: value for name, value in metrics.items() if not name.startswith(NOT_REPLAYED)}
 
 
 def relative(then: float | None, now: float | None) -> float:
-    """|then - now| over the larger of them; infinite where only one is there, or is finite. NaN equals NaN."""
+    """|then - now| / max(|then|, |now|); infinite if only one exists or only one is finite. NaN equals NaN."""
     if then is None or now is None:
         return math.inf
     if then == now or (math.isnan(then) and math.isnan(now)):
@@ -122,6 +124,7 @@ def relative(then: float | None, now: float | None) -> float:
 
 
 def table(title: str, differences: list[Difference]) -> Table:
+    """Console table of the first MOST_LINES differences; those beyond the bound in bold."""
     drawn = Table(title=title, title_justify="left", expand=False)
     for name, side in (("", "left"), ("then", "right"), ("now", "right"), ("|difference|", "right"), ("where", "left")):
         drawn.add_column(name, justify="right" if side == "right" else "left")

@@ -1,4 +1,4 @@
-"""One step's updates of a model: epochs, mini-batches, weights."""
+"""Optimizer steps of one model in a training step: epochs, mini-batches, token weights."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from workers.plan import mini_batches
 from workers.seeding import seed_of
 
 Prepare = Callable[[Batch, torch.Generator], tuple[Batch, dict[str, float]]]
-"""A mini-batch with fresh log_probs to the same with what the loss wants to know of the whole of it, and metrics."""
+"""Adds columns that need statistics of the whole mini-batch, given log_probs of the current weights; returns it with metrics."""
 Watch = Callable[[Batch, dict[str, float]], None]
-"""Is shown each mini-batch as it was trained on, and the metrics of its update."""
+"""Called after each update with the mini-batch as it was trained on and the metrics of the update."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateSpec:
-    """groups: prompt groups a mini-batch. columns: what the loss reads. norm_length: of seq-mean-token-sum-norm.
-    prepare: None for a loss that sees no further than its micro-batch. extend: a mini-batch with its weights to the same and
-    other rows with theirs; None: no others.
+    """Update settings of one role.
+
+    groups: prompt groups per mini-batch. columns: token columns that the loss reads. norm_length: divisor of
+    seq-mean-token-sum-norm, in tokens. prepare: None for a loss that needs no statistics of the mini-batch. extend: appends rows
+    with their own loss weights to a mini-batch (auxiliary pretraining loss); None: no such rows.
     """
 
     epochs: int
@@ -39,25 +41,30 @@ class UpdateSpec:
     extend: Callable[[Batch], Batch] | None = None
 
     def updates_a_step(self, prompts: int) -> int:
-        """Optimizer steps in a training step of so many prompts."""
+        """Number of optimizer steps in a training step of ``prompts`` prompts."""
         return self.epochs * -(-prompts // self.groups)
 
 
 def update(model: RemoteModel, batch: Batch, spec: UpdateSpec, step: int, watch: Watch) -> dict[str, float]:
-    """``epochs`` passes over the step's batch, one optimizer step a mini-batch.
+    """Run ``epochs`` passes over the step's batch, with one optimizer step per mini-batch.
 
-    Metrics: their means over the mini-batches that have them, without those whose update was skipped unless all were; one of
-    which nothing is trained has no extremes or quantiles. skipped_updates: how many were.
+    Returns the mean of each metric over the mini-batches that report it. Mini-batches with a skipped update are excluded, unless
+    all were skipped. A mini-batch without a trained token reports no extremes or quantiles. skipped_updates: number of skipped
+    updates.
     """
     history: list[dict[str, float]] = []
     uids = batch.rows["uid"].tolist()
     for epoch in range(spec.epochs):
+        # A function of step and epoch: a resumed run shuffles as the interrupted one would have.
         seed = seed_of(spec.seed, "mini_batch", step, epoch) if spec.shuffle else None
         for index, rows in enumerate(mini_batches(uids, spec.groups, seed=seed)):
             mini, told = batch if len(rows) == len(batch) else batch.select(rows), dict[str, float]()
             if spec.prepare is not None:
+                # The forward pass runs here, not before the epochs: earlier mini-batches have already changed the weights.
                 generator = torch.Generator().manual_seed(seed_of(spec.seed, "prepare", step, epoch, index))
                 mini, told = spec.prepare(mini | model.forward(mini, ["log_probs"]), generator)
+            # Over the global mini-batch, before it is split: gradients of micro-batches and ranks are summed, never averaged.
+            # After prepare, which may reject tokens by changing response_mask.
             weights = token_weights(spec.agg_mode, mini.tokens["response_mask"], mini.lengths, spec.norm_length)
             mini = mini.with_tokens(loss_weight=weights)
             mini = mini if spec.extend is None else spec.extend(mini)
@@ -68,6 +75,7 @@ def update(model: RemoteModel, batch: Batch, spec: UpdateSpec, step: int, watch:
 
 
 def _means(history: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Mean of each metric over the entries that contain it."""
     values: dict[str, list[float]] = {}
     for metrics in history:
         for name, value in metrics.items():

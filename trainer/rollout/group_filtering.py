@@ -1,4 +1,7 @@
-"""Dynamic sampling (DAPO, Yu et al. 2025, arXiv:2503.14476, section 3.2): which groups have something to teach."""
+"""Dynamic sampling (DAPO, Yu et al. 2025, arXiv:2503.14476, section 3.2): keep groups whose responses differ in score.
+
+A group with equal scores has advantage 0 for every token under a group-relative estimator and contributes no gradient.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ from configs.schema.ppo import FilterGroupsConfig
 from workers.batch import Batch
 
 Verdict = Literal["kept", "low", "high", "failed"]
-"""low, high: all answers are worth the same, that is 0 or less, or more. failed: too few answers have a score."""
+"""low, high: all responses have the same score, <= 0 or > 0. failed: too few responses have a score."""
 
 
 def metric_values(batch: Batch, metric: str | None) -> list[float]:
-    """What algorithm.filter_groups.metric compares, of every row: (B,).
+    """Values of algorithm.filter_groups.metric, one per row (B,).
 
-    rows: score, as the scorer gave it, reward, with the overlong penalty. objects: reward_extra, the function's other numbers.
-    "acc" is the score where the function tells none. Raises ValueError if a row lacks the metric.
+    metric: score (the scorer's), reward (with penalties), or a number in reward_extra. "acc" falls back to the score if the
+    reward function does not return it. Raises ValueError if a row lacks the metric.
     """
     scores = batch.rows["score"].tolist()
     if metric in (None, "score"):
@@ -39,9 +42,9 @@ def metric_values(batch: Batch, metric: str | None) -> list[float]:
 
 
 def judge_groups(asked: Sequence[int], uids: Sequence[int], values: Sequence[float], n: int) -> dict[int, Verdict]:
-    """What becomes of each group in ``asked``, in its order. uids, values: group and metric of every answer that has a score.
+    """Verdict of each group in ``asked``, in order. uids, values: group and metric of every response that has a score.
 
-    A group is judged by these answers alone: it is kept if two of them differ, and with n = 1 answer a prompt if it has one.
+    A group is kept if two of its values differ, or, with n = 1 response per prompt, if it has one. Failed rewards do not count.
     """
     groups: dict[int, list[float]] = {uid: [] for uid in asked}
     for uid, value in zip(uids, values, strict=True):
@@ -59,7 +62,7 @@ def _judge(scored: Sequence[float], n: int) -> Verdict:
 
 @dataclass(slots=True)
 class Tally:
-    """How far a step has come in filling its batch of ``wanted`` groups. idle: rounds since one was kept."""
+    """Progress of a step in filling its batch of ``wanted`` groups. idle: rounds since a group was last kept."""
 
     config: FilterGroupsConfig
     wanted: int
@@ -75,7 +78,7 @@ class Tally:
         return self.verdicts["kept"] >= self.wanted
 
     def add(self, verdicts: Collection[Verdict], values: Sequence[float]) -> None:
-        """A round: its groups, and the metric of its answers that have a score."""
+        """Record a round: verdicts of its groups, and metric values of its responses that have a score."""
         self.rounds += 1
         self.idle = 0 if "kept" in verdicts else self.idle + 1
         self.verdicts.update(verdicts)
@@ -83,7 +86,10 @@ class Tally:
         self.n_values += len(values)
 
     def check_another(self, step: int) -> None:
-        """Raises ValueError, one line, if the batch is not full and there shall be no other round."""
+        """Check that another round is allowed.
+
+        Raises ValueError, one line, if max_num_gen_batches is reached or a complete pass over the data kept no group.
+        """
         cap = self.config.max_num_gen_batches
         if 0 < cap <= self.rounds:
             reason, advice = f"algorithm.filter_groups.max_num_gen_batches={cap} is reached", "raise it (0: no cap), "
@@ -100,7 +106,8 @@ class Tally:
         )
 
     def metrics(self) -> dict[str, float]:
-        """metric_mean: over all answers with a score, before any group was dropped."""
+        """Metrics training/filter_groups/*. metric_mean: over all responses with a score, before groups were dropped."""
+        # Before filtering: the mean over kept groups would exclude every group that is all right or all wrong.
         count = self.verdicts
         found: dict[str, float] = {"rounds": self.rounds, "groups": count.total(), "surplus": count["kept"] - self.wanted}
         found |= {f"dropped_{verdict}": count[verdict] for verdict in ("low", "high", "failed")}

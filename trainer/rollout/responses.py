@@ -1,4 +1,4 @@
-"""Batches of prompts and their responses: requests to a rollout, decoded texts, joined sequences."""
+"""Batches of prompts and responses: rollout requests, decoded texts, joined sequences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workers.batch import Batch
 
 
 def ask(prompts: Sequence[Prompt], seeds: Sequence[int], greedy: torch.Tensor) -> Batch:
-    """What a rollout is asked: one row a prompt, with its seed and whether the answer is greedy (bool (B,))."""
+    """Rollout requests, one row per prompt. seeds: of each response. greedy: bool (B,), whether the response is greedy."""
     return Batch(
         lengths=torch.tensor([len(prompt.prompt_ids) for prompt in prompts], dtype=torch.int64),
         tokens={"input_ids": torch.from_numpy(np.fromiter(chain.from_iterable(p.prompt_ids for p in prompts), np.int64))},
@@ -24,16 +24,18 @@ def ask(prompts: Sequence[Prompt], seeds: Sequence[int], greedy: torch.Tensor) -
 
 
 def texts_of(answers: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The responses (B) as text, without the token that ended one and without special tokens: as verl decodes what is scored."""
+    """Responses as text (B), without stop token and special tokens, as verl decodes the text that it scores."""
     ids, ends = answers.tokens["input_ids"].numpy(), (answers.offsets[1:] - answers.rows["finished"]).tolist()
     written: list[Any] = [ids[start:end] for start, end in zip(answers.offsets.tolist(), ends, strict=False)]
-    return tokenizer.batch_decode(written, skip_special_tokens=True)  # of lists it would look at every token's type
+    # NumPy arrays instead of lists: for a list, the tokenizer checks the type of every token.
+    return tokenizer.batch_decode(written, skip_special_tokens=True)
 
 
 def join(questions: Batch, answers: Batch) -> Batch:
-    """Each prompt and its answer as one sequence, with the mask of what the policy wrote."""
+    """Concatenate each prompt with its response; tokens: input_ids, response_mask, rollout_log_probs (0 in prompts), all (T,)."""
     whole = Batch(questions.lengths + answers.lengths)
     is_answer = whole.positions() >= torch.repeat_interleave(questions.lengths, whole.lengths)
+    # masked_scatter fills the positions of a mask in order, which merges the two flat batches without a loop over rows.
     ids = torch.empty(len(is_answer), dtype=torch.int64).masked_scatter_(~is_answer, questions.tokens["input_ids"])
     log_probs = torch.zeros(len(is_answer))
     return Batch(

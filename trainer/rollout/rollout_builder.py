@@ -1,4 +1,4 @@
-"""An engine that generates and nothing else: what it is built from, where its weights come from, what it is asked."""
+"""Build rollout engines: engine specification, weight source, sampling parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from workers.plan import Limits
 from workers.rollout.base import RolloutSpec, Sampling
 from workers.seeding import seed_of
 
-FORWARD_TOKENS = 8192  # of a micro-batch; bounds the memory of activations
+FORWARD_TOKENS = 8192  # tokens per micro-batch; bounds the memory of activations
 
 
 def rollout_spec(
@@ -30,13 +30,14 @@ def rollout_spec(
     device: Literal["cpu", "cuda"],
     run_dir: Path | None = None,
 ) -> RolloutSpec:
+    """Specification of the rollout engine. run_dir: None for a program without a run directory."""
     max_model_len = rollout.max_model_len or data.max_prompt_length + data.max_response_length
     told = None if run_dir is None else run_dir.absolute()
     return RolloutSpec(model=model, rollout=rollout, max_model_len=max_model_len, device=device, run_dir=told)
 
 
 def start_source(hosts: WorkerGroup, spec: RolloutSpec, watchdog: Watchdog, *, sharding: Sharding, seed: int) -> RemoteModel:
-    """The role «actor», which is never trained: the engine of ``spec`` gets its weights."""
+    """Build an untrained «actor» role, the source of the weights of the engine of ``spec``."""
     return start_model(
         hosts,
         "actor",
@@ -45,6 +46,7 @@ def start_source(hosts: WorkerGroup, spec: RolloutSpec, watchdog: Watchdog, *, s
         sharding=sharding,
         device=spec.device,
         seed=seed_of(seed, "actor"),
+        # At least max_model_len: a row that alone exceeds max_tokens is an error.
         forward_limits=Limits(max_tokens=max(spec.max_model_len, FORWARD_TOKENS)),
         training=None,
         watchdog=watchdog,
@@ -52,9 +54,9 @@ def start_source(hosts: WorkerGroup, spec: RolloutSpec, watchdog: Watchdog, *, s
 
 
 def start_engine(hosts: WorkerGroup, spec: RolloutSpec, watchdog: Watchdog, *, seed: int) -> RemoteRollout:
-    """The engine of ``spec`` on every worker, with the model's weights: they come from a role beside it that is never trained."""
+    """Start the engine of ``spec`` on every worker and load the model's weights from a colocated, untrained role."""
     dtype = spec.rollout.dtype
-    # As the engine wants them, and off the device once it has them.
+    # The source holds the weights in the engine's dtype and leaves the device after the sync, when only the engine needs memory.
     fsdp = FSDPConfig(
         model_dtype=dtype,
         dtype=dtype,
@@ -74,6 +76,7 @@ def start_engine(hosts: WorkerGroup, spec: RolloutSpec, watchdog: Watchdog, *, s
 def sampling(
     rollout: RolloutEngineConfig, tokenizer: PreTrainedTokenizerBase, model: ModelConfig, data: PromptConfig
 ) -> Sampling:
+    """Sampling parameters of training; greedy if rollout.do_sample is false."""
     return Sampling(
         temperature=rollout.temperature if rollout.do_sample else 0.0,
         top_k=rollout.top_k,
@@ -85,12 +88,14 @@ def sampling(
 
 
 def end_tokens(asked: Sampling, model: ModelConfig) -> int:
-    """How many tokens that end an answer the model can write. A class of tokenizers may bring an EOS of its own, beyond the
-    vocabulary of a model whose files name none."""
+    """Number of stop tokens that the model can generate.
+
+    A tokenizer class may define an EOS token outside the vocabulary of a model whose files name none.
+    """
     return sum(token < vocab_size(model) for token in asked.stop_token_ids)
 
 
 def validation_sampling(training: Sampling, chosen: SamplingConfig) -> Sampling:
-    """As in training, but for what validation chooses."""
+    """Sampling parameters of training with the overrides of rollout.val_kwargs."""
     temperature = chosen.temperature if chosen.do_sample else 0.0
     return replace(training, temperature=temperature, top_k=chosen.top_k, top_p=chosen.top_p)

@@ -1,4 +1,4 @@
-"""Where a step's answers come from: generate, score, and keep what can be learned from."""
+"""Generate and score the responses of a step; drop failed rewards and, with dynamic sampling, groups of equal scores."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from workers.rollout.base import Sampling
 from workers.seeding import seed_of
 
 Judged = tuple[list[Score], Tensor | None]
-"""What RewardModels.add returns."""
+"""Result of RewardModels.add: scores, and rewards of single tokens (T,) or None."""
 Overlap = Callable[[Batch, Callable[[], Judged]], tuple[Judged, Batch]]
-"""Answers and what scores them to the scores, and columns for the same rows that others made of the answers meanwhile."""
+"""Scores responses while other models compute columns of the same rows: (batch, scoring function) -> (scores, columns)."""
 
 
 class Source:
-    """Answers of the present policy, made when they are asked for."""
+    """Synchronous sampler: generates responses with the current policy on demand, and scores them."""
 
     def __init__(
         self,
@@ -58,10 +58,10 @@ class Source:
         rollbacks: Rollbacks,
         failures: Failures,
     ) -> None:
-        """n: answers a prompt; sampling: how they are drawn, from ``seed``. groups: prompts that a step's batch has.
+        """n: responses per training prompt. sampling, seed: of training responses. groups: prompts in a step's batch.
 
-        with_baselines: a greedy answer to each training prompt is scored too. reward: penalties of training answers.
-        shaping: of their rewards. models: reward models that score too. rollbacks: of the run; each gives training other draws.
+        with_baselines: also score a greedy response to each training prompt. reward: penalties of training responses. shaping:
+        of their rewards. models: additional reward models. rollbacks: their number enters the seeds of training responses.
         """
         self.rollout = rollout
         self.rewards = rewards
@@ -79,43 +79,47 @@ class Source:
         self.rollbacks = rollbacks
         self.failures = failures
         self.left_out: list[Batch] = []
-        """Rows of the last ``collect`` whose rewards failed."""
+        """Rows dropped by the last ``collect`` because their rewards failed."""
 
     def collect(self, step: int, prompts: PromptStream, phases: Phases, overlap: Overlap | None = None) -> Batch:
-        """The step's training batch: scored answers, ``n`` a prompt, in the order of the prompts.
+        """Generate the step's training batch: scored responses, ``n`` per prompt, in the order of the prompts.
 
-        Rows whose reward failed are left out; with filter_groups, groups whose answers are all worth the same too, and rounds
-        are drawn until ``groups`` are kept. In addition to what ``answer`` gives:
-        tokens: token_level_scores (the shaped reward: at the last token, but for what models give to others).
+        Rows whose reward failed are dropped. With filter_groups, groups whose responses all have the same score are dropped too,
+        and rounds are generated until ``groups`` groups are kept. Columns in addition to those of ``answer``:
+
+        tokens: token_level_scores (T,), the shaped reward at the last token, except for rewards that models give to other tokens.
         rows: reward (shaped), baseline (with_baselines).
         meta: metrics (reward/failed*, reward/timed_out_share, training/filter_groups/*), generated_tokens (of all rounds).
-        overlap: works while reward models score; where answers are chosen by their scores it is not asked (see ``chooses``).
+
+        overlap: runs while reward models score; ignored if responses are dropped because of their scores (see ``chooses``).
         Raises ValueError, one line, if every reward failed, and if the batch cannot be filled.
         """
         self.failures.start_step()
         self.left_out = []
         fill = self.filter_groups.enable
         batch = self._fill(step, prompts, phases) if fill else self._one_round(step, prompts, phases, overlap)
+        # After filtering: running moments and group statistics are those of the rows that are trained on.
         reward, baseline = self.shaping(batch.rows["reward"], batch.rows["uid"], batch.rows.get("baseline"))
         batch = batch.with_rows(reward=reward, **({} if baseline is None else {"baseline": baseline}))
         return batch.with_tokens(token_level_scores=token_rewards(batch, reward))
 
     @property
     def chooses(self) -> bool:
-        """Not every answer is trained on: what is dropped is nobody else's work."""
+        """Whether generated responses may be dropped after scoring; computing columns for them in advance would be wasted."""
         return self.filter_groups.enable or self.with_baselines
 
     def _one_round(self, step: int, prompts: PromptStream, phases: Phases, overlap: Overlap | None) -> Batch:
+        """Batch of one round of prompts, without rows whose reward failed."""
         answered = self._answer_to_train(prompts.draw(), "train", step, phases, overlap)
         scored = self._drop_failed(answered)
         check_some_scored(answered, len(scored))
         return scored.with_meta({"metrics": {"reward/failed": len(answered) - len(scored)} | self.failures.metrics()})
 
     def _fill(self, step: int, prompts: PromptStream, phases: Phases) -> Batch:
-        """Rounds until the batch is full: the first ``groups`` kept groups. What is over is dropped; nothing is carried over.
+        """Generate rounds until ``groups`` groups are kept; the first ``groups`` form the batch, surplus groups are discarded.
 
-        A prompt that is kept is not asked again in the step; one that was dropped is, with other draws, when its turn comes in
-        the next pass over the data.
+        A prompt that was kept is not sampled again in the step. A dropped prompt is resampled, with different seeds, when the
+        next pass over the data reaches it.
         """
         tally = Tally(self.filter_groups, self.groups, prompts.rounds_per_epoch)
         parts: list[Batch] = []
@@ -124,9 +128,12 @@ class Source:
         first_epoch = prompts.epoch
         while not tally.is_full:
             tally.check_another(step)
+            # Prompts come again when a step needs more than one pass over the data. The number of passes enters the seeds below:
+            # the same step, prompt and sample would otherwise give the same responses.
             again, before = prompts.epoch - first_epoch, set(taken)
             asked = [prompt for prompt in prompts.draw() if prompt.uid not in before]
             if not asked:
+                # Counts as a round without a kept group, so that check_another ends the loop after a full pass.
                 tally.add((), ())
                 continue
             answered = self._answer_to_train(asked, "train" if not again else f"train_again_{again}", step, phases)
@@ -145,7 +152,7 @@ class Source:
         return batch.with_meta({"metrics": metrics, "generated_tokens": generated})
 
     def _drop_failed(self, batch: Batch) -> Batch:
-        """Without the rows whose reward failed, which are kept in ``left_out``; there may be none left."""
+        """Remove the rows whose reward failed and add them to ``left_out``; the result may be empty."""
         failed = batch.rows["reward_failed"]
         if not failed.any():
             return batch
@@ -155,12 +162,13 @@ class Source:
     def _answer_to_train(
         self, prompts: Sequence[Prompt], purpose: str, step: int, phases: Phases, overlap: Overlap | None = None
     ) -> Batch:
-        """Answers with rows reward (the score and its penalties) and, with_baselines, baseline (the greedy answer's).
+        """Training responses with rows reward (score plus penalties) and, with_baselines, baseline (of the greedy response).
 
-        meta["generated_tokens"]: response tokens of all of them, greedy ones included.
+        meta["generated_tokens"]: number of response tokens, including greedy responses.
         """
         purpose = self.rollbacks.purpose(purpose)
         batch = self.answer(prompts, self.n, self.sampling, phases, purpose=purpose, step=step, trains=True, overlap=overlap)
+        # Counted before take_baselines removes the greedy responses, which took time to generate too.
         generated = int((batch.lengths - batch.rows["prompt_length"]).sum())
         trained = sum_by(batch.tokens["response_mask"], batch.segment_ids(), len(batch))
         penalty = overlong_penalty(trained, self.reward.reward_kwargs)
@@ -172,6 +180,7 @@ class Source:
         penalty = penalty + missing_eos_penalty(batch.rows["finished"], self.reward.missing_eos_penalty)
         batch = batch.with_rows(reward=batch.rows["score"] + penalty)
         if self.with_baselines:
+            # After the penalties: a baseline is the reward of the greedy response, penalties included.
             batch = take_baselines(batch, self.n)
         return batch.with_meta({"generated_tokens": generated})
 
@@ -187,20 +196,24 @@ class Source:
         trains: bool = False,
         overlap: Overlap | None = None,
     ) -> Batch:
-        """``n`` answers to each prompt, scored. B = n * len(prompts) rows, a prompt's answers side by side.
+        """Generate and score ``n`` responses per prompt. B = n * len(prompts) rows, responses to a prompt adjacent.
 
-        trains: running moments of reward models see the scores; with_baselines, a greedy answer follows them, as sample n.
-        purpose: tells draws of the same step, prompt and sample apart.
-        overlap: see collect; its columns are here too.
-        tokens: input_ids, response_mask, rollout_log_probs; model_rewards, of models that score tokens.
+        trains: scores update the running moments of reward models; with_baselines, each group has a greedy response as sample n.
+        purpose: part of the seed, separates responses with the same step, prompt and sample.
+        overlap: see ``collect``; its columns are added.
+
+        Returns a batch with these columns:
+        tokens: input_ids, response_mask, rollout_log_probs; model_rewards if a model scores single tokens.
         rows: uid, sample, prompt_length, score, finished, weight_version, reward_failed.
         objects: prompt, response, ground_truth, data_source, reward_extra, reward_error.
         """
         each = n + (trains and self.with_baselines)
         asked = [prompt for prompt in prompts for _ in range(each)]
         samples = list(range(each)) * len(prompts)
+        # One seed per response, from values that do not depend on batching, engines or ranks.
         seeds = [seed_of(self.seed, purpose, step, prompt.uid, sample) for prompt, sample in zip(asked, samples, strict=True)]
         with phases("gen"):
+            # Sample n exists with with_baselines only: the greedy response after n sampled ones.
             questions = ask(asked, seeds, greedy=torch.tensor(samples) == n)
             answers = self.rollout.generate(questions, sampling, each)
         with phases("reward"), self.watchdog.own("reward", "scoring", f"{len(asked)} answers"):
@@ -210,12 +223,15 @@ class Source:
             scores = self.rewards.score(to_score(asked, texts, batch, self.tokenizer, for_servers=by_servers))
         scores = self._with_late(scores)
         if self.models is not None:
+            # Neither greedy responses nor validation may change the moments that normalise training scores.
             learn_from = (torch.tensor(samples) < n) & trains
             judge = partial(self._judge, self.models, scores, batch, asked, texts, learn_from, phases)
             (scores, at_tokens), columns = (judge(), Batch(batch.lengths)) if overlap is None else overlap(batch, judge)
+            # A colocated engine sleeps while the reward model works; it gets its weights again before the next generation.
             self.rollout.rest(self.models.group)
             batch |= columns
             batch = batch if at_tokens is None else batch.with_tokens(model_rewards=at_tokens)
+            # Again: reward models on servers can time out as well.
             scores = self._with_late(scores)
         self.failures.add(step, "training" if trains else "validation", scores)
         score = torch.tensor([0.0 if item.value is None else item.value for item in scores])
@@ -229,7 +245,7 @@ class Source:
         return batch
 
     def _with_late(self, scores: Sequence[Score]) -> list[Score]:
-        """With ``reward.timeout_score`` for those that came too late."""
+        """Replace the missing value of scores that timed out by ``reward.timeout_score``."""
         late = self.reward.timeout_score
         return [replace(score, value=late) if score.timed_out and score.value is None else score for score in scores]
 
@@ -243,19 +259,21 @@ class Source:
         learn_from: Tensor,
         phases: Phases,
     ) -> Judged:
+        """Add the reward models' scores to the rules' scores (B); see RewardModels.add."""
         with phases("reward_model"):
             return models.add(rules, answers, asked, texts, learn_from=learn_from)
 
 
 def token_rewards(batch: Batch, reward: Tensor) -> Tensor:
-    """(T,): what models give to single tokens (tokens model_rewards), and the rest of each row's ``reward`` (B,) at its last."""
+    """Distribute ``reward`` (B,) over tokens (T,): model_rewards at their tokens, the remainder at the last token of each row."""
+    # The remainder keeps each row's sum equal to its reward, whatever penalties and shaping have changed since scoring.
     found = batch.tokens.get("model_rewards", torch.zeros(batch.total_tokens)).clone()
     found[batch.offsets[1:] - 1] += reward - sum_by(found, batch.segment_ids(), len(batch)).float()
     return found
 
 
 def describe(asked: Sequence[Prompt], texts: Sequence[str], scores: Sequence[Score]) -> dict[str, list]:
-    """What people and loggers read of each row."""
+    """Object columns for logs and dumps, one entry per row."""
     return {
         "prompt": [prompt.text for prompt in asked],
         "response": list(texts),
@@ -267,9 +285,9 @@ def describe(asked: Sequence[Prompt], texts: Sequence[str], scores: Sequence[Sco
 
 
 def take_baselines(batch: Batch, n: int) -> Batch:
-    """Without the greedy answers (sample n of each prompt), whose rewards become rows["baseline"] (B,) of the prompt's others.
+    """Remove the greedy responses (sample n of each prompt); their rewards become rows["baseline"] (B,) of the remaining rows.
 
-    Where the greedy answer's reward failed, so have those of the prompt's others: they have nothing to be compared with.
+    If the reward of a greedy response failed, its group's rewards count as failed too: they have no baseline.
     """
     is_greedy = batch.rows["sample"] == n
     greedy = batch.select(is_greedy.nonzero().flatten())
@@ -286,12 +304,12 @@ def take_baselines(batch: Batch, n: int) -> Batch:
 
 
 def of_groups(batch: Batch, uids: Sequence[int]) -> Batch:
-    """The rows of these groups, in the batch's order."""
+    """Rows of the groups ``uids``, in the order of the batch."""
     return batch.select(torch.isin(batch.rows["uid"], torch.tensor(uids, dtype=torch.int64)).nonzero().flatten())
 
 
 def check_some_scored(answered: Batch, n_scored: int) -> None:
-    """Raises ValueError if no answer of the step has a score so far, with the first error in ``answered``."""
+    """Raises ValueError, with the first error in ``answered``, if no response of the step has a score so far."""
     if not n_scored:
         first = next(error for error in answered.objects["reward_error"] if error is not None)
         raise ValueError(f"all {len(answered)} rewards of the step failed; the first: {first}")

@@ -1,4 +1,4 @@
-"""The present policy on held-out prompts."""
+"""Validation of the current policy on held-out prompts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from workers.rollout.base import Sampling
 
 
 class Validation:
+    """Generates and scores responses to held-out prompts. first, last: metrics of the first and the latest validation."""
+
     def __init__(
         self, data: PromptDataset, source: Source, tracker: Tracker, *, n: int, sampling: Sampling, batch_size: int | None
     ) -> None:
-        """n answers a prompt by ``sampling``; batch_size: prompts a generation call, None all."""
+        """n: responses per prompt. batch_size: prompts per generation call; None: all."""
         self.data = data
         self.source = source
         self.tracker = tracker
@@ -27,11 +29,15 @@ class Validation:
         self.last: dict[str, float] = {}
 
     def run(self, step: int) -> dict[str, float]:
-        """Metrics over all held-out prompts; the same answers whatever was trained in between. Failed rewards are counted,
-        and left out of the means; what reward models with running moments give counts raw (RewardModels.add)."""
+        """Metrics over all held-out prompts. Failed rewards are counted and excluded from means.
+
+        Seeds depend on step, prompt and sample alone, not on what was sampled for training. Scores of reward models with running
+        moments enter without normalisation (see RewardModels.add).
+        """
         parts = []
         for start in range(0, len(self.data), self.batch_size):
             prompts = [self.data[row] for row in range(start, min(start + self.batch_size, len(self.data)))]
+            # Its own Phases: the time is reported as «testing», not added to the step's generation and reward phases.
             parts.append(self.source.answer(prompts, self.n, self.sampling, Phases(), purpose="validation", step=step))
         batch = Batch.concat(parts)
         scored = batch.select((~batch.rows["reward_failed"]).nonzero().flatten())

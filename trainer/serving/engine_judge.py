@@ -1,4 +1,4 @@
-"""A language model on a rollout engine of ours that judges answers: reward.judge without a server of others."""
+"""Generative judge on a colocated rollout engine: reward.judge without an external server."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from workers.seeding import seed_of
 
 
 class EngineJudge:
+    """Scores responses by prompting a language model and parsing its reply."""
+
     def __init__(
         self,
         rollout: RemoteRollout,
@@ -36,7 +38,7 @@ class EngineJudge:
         longest: int,
         seed: int,
     ) -> None:
-        """longest: tokens of a prompt that the engine takes. seed: of all draws; what is asked twice is answered alike."""
+        """longest: maximum tokens of a judge prompt. seed: of the judge's replies; equal prompts get equal replies."""
         self._rollout = rollout
         self._tokenizer = tokenizer
         self._config = config
@@ -46,14 +48,14 @@ class EngineJudge:
         self._seed = seed
 
     def score(self, answers: Sequence[Answer]) -> list[Score]:
-        """What the judge's reply to each says (see trainer.rewards.rules.judge.parse); of what it could not judge, why."""
+        """One score per response, parsed from the judge's reply (see trainer.rewards.rules.judge.parse), or an error."""
         asked = [self._question(answer) for answer in answers]
         rows = [ids for ids in asked if not isinstance(ids, str)]
         replies = iter(self._replies(rows) if rows else ())
         return [Score(None, {}, ids) if isinstance(ids, str) else self._read(next(replies)) for ids in asked]
 
     def _question(self, answer: Answer) -> torch.Tensor | str:
-        """int64 (n,): reward.judge.prompt, filled in, as a user's message; or why there is none."""
+        """Token ids of reward.judge.prompt, filled in, as a user message: int64 (n,); or the reason why there are none."""
         told = {"question": answer.prompt} | answer.extra_info
         text = prompt(self._config.prompt, answer.solution_str, answer.ground_truth, told)
         ((_, ids),) = encode(self._tokenizer, [[{"role": "user", "content": text}]], self._template_kwargs)
@@ -66,8 +68,9 @@ class EngineJudge:
             lengths=torch.tensor([len(ids) for ids in rows]),
             tokens={"input_ids": torch.cat(list(rows))},
             rows={
+                # A function of the prompt alone: a reply does not depend on the batch that a request happens to be in.
                 "seed": torch.tensor([seed_of(self._seed, "judge", str(ids.tolist())) for ids in rows]),
-                "greedy": torch.zeros(len(rows), dtype=torch.bool),  # unless the temperature says so
+                "greedy": torch.zeros(len(rows), dtype=torch.bool),  # temperature 0 is greedy regardless
             },
         )
         return texts_of(self._rollout.generate(questions, self._sampling, 1), self._tokenizer)
@@ -80,7 +83,7 @@ class EngineJudge:
 
 
 def start_judge(config: ServeRewardConfig, hosts: WorkerGroup, watchdog: Watchdog) -> EngineJudge:
-    """Raises ValueError, one line, for a model or a tokenizer that is not there."""
+    """Start the judge's engine on ``hosts``. Raises ValueError, one line, if model or tokenizer is missing."""
     engine, judge = config.judge_engine, config.reward.judge
     tokenizer = load_tokenizer(engine.model)
     spec = RolloutSpec(

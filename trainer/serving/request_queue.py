@@ -1,4 +1,4 @@
-"""Where requests wait to be scored. They come from the thread that listens, and are scored by the one that owns the scorer."""
+"""Queue of scoring requests between the HTTP thread, which receives them, and the main thread, which owns the scorer."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ from trainer.rewards.scoring import Answer, Score
 
 
 class Closed(Exception):
-    """The server ends: nothing more is scored."""
+    """The server is stopping: no further requests are scored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A request. scores: what it waits for, one for each of its answers."""
+    """A queued request. scores: resolves to one score per response."""
 
     answers: Sequence[Answer]
     scores: Future[list[Score]] = field(default_factory=Future)
 
 
 class Desk:
+    """Request queue that forms batches."""
+
     def __init__(self, batch_size: int) -> None:
-        """batch_size: answers that are taken together at most, unless one request has more."""
+        """batch_size: maximum number of responses per batch; a larger single request forms a batch of its own."""
         self._batch_size = batch_size
         self._queue: SimpleQueue[Waiting] = SimpleQueue()
-        self._next: Waiting | None = None  # it did not go together with those before it
+        self._next: Waiting | None = None  # a request that did not fit into the previous batch
         self._closed = False
 
     async def scores(self, answers: Sequence[Answer]) -> list[Score]:
-        """For the event loop: waits until they are there. Raises Closed."""
+        """Queue a request and await its scores; called in the event loop. Raises Closed."""
         if self._closed:
             raise Closed
         waiting = Waiting(answers)
@@ -40,13 +42,14 @@ class Desk:
         return await asyncio.wrap_future(waiting.scores)
 
     def take(self, patience: float) -> list[Waiting]:
-        """Requests to be scored together, the oldest first; [] if none comes within ``patience`` seconds."""
+        """Take a batch of requests, oldest first; [] if none arrives within ``patience`` seconds."""
         try:
             taken = [self._next or self._queue.get(timeout=patience)]
         except Empty:
             return []
         self._next, size = None, len(taken[0].answers)
         while self._next is None and not self._queue.empty():
+            # A request is never split. One that does not fit is first in the next batch, so that the order is kept.
             waiting = self._queue.get()
             size += len(waiting.answers)
             if size <= self._batch_size:
@@ -56,7 +59,8 @@ class Desk:
         return taken
 
     def close(self, taken: Sequence[Waiting]) -> None:
-        """Those that wait, and those that were ``taken``, are told that they will get no scores."""
+        """Fail all queued requests and those in ``taken`` with Closed."""
+        # Set before the queue is drained: later requests are refused at once instead of waiting for a scorer that has ended.
         self._closed = True
         waiting = [*taken, *([] if self._next is None else [self._next])]
         while not self._queue.empty():

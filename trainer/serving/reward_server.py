@@ -1,4 +1,8 @@
-"""From a configuration to a server: the scorer in the main thread, whose children end with it, and HTTP in another."""
+"""Run a reward server: the scorer in the main thread, HTTP in a second thread.
+
+The main thread starts and calls the scorer, because time limits and signals are handled there (Watchdog.own) and its child
+processes end with it. The HTTP thread parses requests and queues them; concurrent requests are scored in one batch.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +28,17 @@ from workers.controller.stop import graceful_stop, shielded
 
 ScoreAll = Callable[[Sequence[Answer]], list[Score]]
 
-_LOOK = 0.2  # seconds between looks at whether the listener is still there
-_LAST_REPLIES = 5.0  # seconds for what is on its way when the server ends
+_LOOK = 0.2  # seconds between checks that the HTTP thread is alive
+_LAST_REPLIES = 5.0  # seconds to deliver pending replies when the server stops
 
 
 def run(config: ServeRewardConfig) -> None:
-    """Serve until a signal ends it. Raises ValueError for what the user can mend, before anything listens."""
+    """Serve until a signal arrives. Raises ValueError for user errors, before the server listens."""
     check_installed()
     desk, count = Desk(config.server.batch_size), Count(config.server.log_every)
     watchdog = Watchdog(asdict(config.timeouts), Path(config.trainer.default_local_dir))
     with graceful_stop(), ExitStack() as stack:
+        # Bind first: an occupied port is reported before a model is loaded. The socket listens only once the scorer is ready.
         place = stack.enter_context(bound(config.server))
         serve = judge if config.judge_engine.enable else rules if config.model.path is None else model
         score = serve(config, watchdog, stack)
@@ -44,7 +49,7 @@ def run(config: ServeRewardConfig) -> None:
 
 
 def rules(config: ServeRewardConfig, watchdog: Watchdog, stack: ExitStack) -> ScoreAll:
-    """Scoring processes, which end with the stack."""
+    """Start rule-based scoring processes, which end with ``stack``."""
     runner = stack.enter_context(RewardRunner(config.reward))
     runner.wait_ready()
 
@@ -56,7 +61,7 @@ def rules(config: ServeRewardConfig, watchdog: Watchdog, stack: ExitStack) -> Sc
 
 
 def model(config: ServeRewardConfig, watchdog: Watchdog, stack: ExitStack) -> ScoreAll:
-    """A model on workers, which end with the stack."""
+    """Start a reward model on workers, which end with ``stack``."""
     from trainer.cluster.launch import open_backend, start_hosts  # load torch, which rules do without
     from trainer.serving.served_scorer import check_model, start_scorer
 
@@ -68,7 +73,7 @@ def model(config: ServeRewardConfig, watchdog: Watchdog, stack: ExitStack) -> Sc
 
 
 def judge(config: ServeRewardConfig, watchdog: Watchdog, stack: ExitStack) -> ScoreAll:
-    """A language model that writes what it thinks of answers, on workers, which end with the stack."""
+    """Start a generative judge, a language model on a rollout engine, on workers, which end with ``stack``."""
     from trainer.cluster.launch import open_backend, start_hosts  # load torch, which rules do without
     from trainer.serving.engine_judge import start_judge
     from workers.roles.rollout_engines import check_installed as check_engine_installed
@@ -81,13 +86,14 @@ def judge(config: ServeRewardConfig, watchdog: Watchdog, stack: ExitStack) -> Sc
 
 
 def work(desk: Desk, score: ScoreAll, count: Count, *, goes_on: Callable[[], bool]) -> None:
-    """Score what waits at the desk, together; whatever ends this is told to those that still wait."""
+    """Score queued requests in batches until ``goes_on`` is false; requests left at the end fail with Closed."""
     taken = []
     try:
         while goes_on():
             taken = desk.take(_LOOK)
             scores = score([answer for waiting in taken for answer in waiting.answers]) if taken else []
             for waiting in taken:
+                # Scores are flat, in the order of the requests: each request takes its share from the front.
                 own, scores = scores[: len(waiting.answers)], scores[len(waiting.answers) :]
                 waiting.scores.set_result(own)
                 count.add(own)
@@ -96,7 +102,7 @@ def work(desk: Desk, score: ScoreAll, count: Count, *, goes_on: Callable[[], boo
 
 
 class Count:
-    """Requests and answers so far; a line on stderr after each ``log_every`` requests."""
+    """Counters of requests and responses; prints a line to stderr every ``log_every`` requests."""
 
     def __init__(self, log_every: int) -> None:
         self._log_every = log_every
@@ -116,7 +122,7 @@ class Count:
 
 
 class Listener:
-    """uvicorn in a thread of its own, where it leaves signals alone."""
+    """uvicorn in a second thread, where it does not install signal handlers."""
 
     def __init__(self, place: socket.socket, desk: Desk, config: ServeRewardConfig, count: Count) -> None:
         import uvicorn
@@ -147,6 +153,7 @@ class Listener:
         return self
 
     def __exit__(self, *ended: Any) -> None:
+        # Signals are held back here: pending replies are delivered before the process ends.
         with shielded():
             self._server.should_exit = True
             self._thread.join(_LAST_REPLIES)
@@ -157,7 +164,7 @@ class Listener:
 
 @contextmanager
 def bound(server: ServerConfig) -> Iterator[socket.socket]:
-    """A socket at server.host and port that does not listen yet. Raises ValueError if they cannot be had."""
+    """A socket bound to server.host and server.port that does not listen yet. Raises ValueError if binding fails."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM)[0]
         place = socket.socket(family, kind, protocol)
@@ -170,13 +177,14 @@ def bound(server: ServerConfig) -> Iterator[socket.socket]:
 
 
 def check_answers(config: ServeRewardConfig, answers: Sequence[Answer]) -> None:
-    """Raises ValueError for a data source that has no scorer, before its request waits among others."""
+    """Raises ValueError for a data source without a scorer, before the request is queued."""
+    # In the HTTP thread: within a batch the error would fail the requests of other clients too.
     if config.model.path is None and not config.judge_engine.enable and scores_by_source(config.reward):
         check_data_sources(answer.data_source for answer in answers)
 
 
 def name_of(config: ServeRewardConfig) -> str:
-    """What is served, for people."""
+    """Name of the served scorer, for logs and GET /health."""
     reward, custom = config.reward, config.reward.custom_reward_function
     return (
         (f"{config.judge_engine.model.path} as a judge" if config.judge_engine.enable else config.model.path)
@@ -186,7 +194,7 @@ def name_of(config: ServeRewardConfig) -> str:
 
 
 def check_installed() -> None:
-    """Raises ValueError, which says what to run, if the extra is not there."""
+    """Raises ValueError, with the pip command, if the extra «serve» is not installed."""
     missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
     if missing:
         raise ValueError(f"{' and '.join(missing)}: not installed here; run pip install 'tandem[serve]'")

@@ -1,4 +1,4 @@
-"""A reward model of ours behind the server."""
+"""Scoring of requests with a reward model on workers."""
 
 from __future__ import annotations
 
@@ -23,25 +23,27 @@ NAME = "model"
 
 
 class ServedScorer:
-    """Scores of ``model``, which reads conversations by its own tokenizer and template."""
+    """Scores responses with ``model``, which encodes conversations with its own tokenizer and template."""
 
     def __init__(self, model: RewardModel, conversations: Conversations, words: str) -> None:
-        """words: of the tokenizer and template whose tokens are read as they come; "": of none."""
+        """words: hash of the tokenizer and template whose token ids are used unchanged; "": always encode the text."""
         self._model = model
         self._conversations = conversations
         self._words = words
 
     def score(self, answers: Sequence[Answer]) -> list[Score]:
-        """One score an answer, in order, normalised; that of a conversation which the template refuses says why."""
+        """One normalised score per response, in order; the score of a conversation that the template rejects has an error."""
         read = [self._read(answer) for answer in answers]
         rows = [ids for ids in read if isinstance(ids, Tensor)]
         raw = iter(self._of_rows(rows) if rows else ())
         return [next(raw) if isinstance(ids, Tensor) else Score(None, {}, ids) for ids in read]
 
     def _read(self, answer: Answer) -> Tensor | str:
-        """Token ids, int64 (n,), or why there are none. Those that our own tokenizer has made are taken as they are: of its text
-        it might make others. Messages go through the template. A text that came without them, as OpenRLHF sends it, has been
-        through one: its special tokens are written out, and none is added.
+        """Token ids of a conversation, int64 (n,), or the reason why there are none.
+
+        Token ids of the same tokenizer are used unchanged, since encoding their text may give different ones. Messages are
+        rendered with the template. A text without messages, as OpenRLHF sends it, is already rendered: its special tokens are
+        written out, and none is added.
         """
         conversations = self._conversations
         try:
@@ -50,7 +52,8 @@ class ServedScorer:
             if answer.messages is not None:
                 return torch.from_numpy(conversations.ids(answer.messages, answer.solution_str, finished=answer.finished))
             (ids,) = token_ids(conversations.tokenizer, [answer.query], special=False)
-        except (ValueError, TypeError, RuntimeError) as error:  # of a template; of ids that are none
+        # One unreadable conversation must not fail the others of its batch: errors of template and token ids become its score's.
+        except (ValueError, TypeError, RuntimeError) as error:
             return " ".join(str(error).split())
         return torch.from_numpy(ids).long() if len(ids) else "there is no token to score"
 
@@ -67,24 +70,25 @@ class ServedScorer:
 
 
 def checked(ids: Tensor) -> Tensor:
-    """Raises ValueError for what is no row of tokens."""
+    """``ids``, if it is a row of non-negative token ids; raises ValueError otherwise."""
     if ids.dim() != 1 or int(ids.min()) < 0:
         raise ValueError("token_ids has something that is no list of numbers from 0")
     return ids
 
 
 def check_model(config: ServeRewardConfig) -> None:
-    """Before any process starts. Raises ValueError, one line."""
+    """Check the model before any process starts. Raises ValueError, one line."""
     check_one(NAME, served_model(config.model), config.trainer)
 
 
 def start_scorer(config: ServeRewardConfig, hosts: WorkerGroup, watchdog: Watchdog) -> ServedScorer:
-    """Raises ValueError, one line, for a tokenizer or template that is not there."""
+    """Start the reward model on ``hosts``. Raises ValueError, one line, if tokenizer or template is missing."""
     model = served_model(config.model)
     try:
         tokenizer = with_template(load_tokenizer(engine_model(model)), model.chat_template)
         conversations = Conversations(tokenizer, model.apply_chat_template_kwargs)
     except ValueError as error:
         raise ValueError(f"{NAME}: {error}") from error
+    # Template arguments change the rendering but are not part of the hash: with them, token ids of clients are not used.
     words = "" if model.apply_chat_template_kwargs else words_of(tokenizer)
     return ServedScorer(start_one(NAME, model, None, hosts, config.trainer, config.trainer, watchdog), conversations, words)

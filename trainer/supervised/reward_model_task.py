@@ -1,4 +1,4 @@
-"""A reward model: the preferred answer of each pair is to have the higher score."""
+"""Reward-model training on preference pairs: the chosen response should score higher than the rejected one."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from workers.batch import Batch
 from workers.engine.base import Head, LossSpec
 from workers.engine.hf.hf_model import vocab_size
 
-PAIRS_AT_ONCE = 1024  # that are sent to the workers in a forward
+PAIRS_AT_ONCE = 1024  # pairs per forward call; bounds the size of a batch sent to the workers
 
 
 class RewardModelTask:
-    """See Task. A unit of the data is a pair, two rows."""
+    """Task of reward-model training. A unit of the data is a pair, two adjacent rows: chosen, rejected."""
 
     head: Head = "reward"
     together = 2
@@ -37,7 +37,8 @@ class RewardModelTask:
         self._data = self._read(config.data.train_files, tokenizer)
         self._held_out = self._read(config.data.val_files, tokenizer) if config.data.val_files else None
         self.notices = [*self._data.notices, *(self._held_out.notices if self._held_out is not None else ())]
-        self._scored: tuple[int, Tensor] | None = None  # after which step, and the scores of the held-out answers
+        # (step, scores): validation and a checkpoint after the same step need the same scores.
+        self._scored: tuple[int, Tensor] | None = None
 
     def _read(self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> PreferenceDataset:
         data = self.config.data
@@ -57,13 +58,14 @@ class RewardModelTask:
         return len(self._data)
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """The loss is the mean over the pairs: a chosen answer's last token weighs 1 / P."""
+        """Global mini-batch of P pairs. loss_weight is 1 / P at the last token of each chosen response: a mean over the pairs."""
         batch = self._data.batch(indices)
+        # Only on chosen rows: the loss reads both scores of a pair there, so each pair is counted once.
         chosen = (batch.rows["side"] > 0)[batch.segment_ids()]
         return batch.with_tokens(loss_weight=batch.tokens["response_mask"] * chosen / len(indices))
 
     def validate(self, model: RemoteModel, step: int) -> dict[str, float]:
-        """Loss, accuracy, calibration error and mean difference over the held-out pairs; mean and deviation of their scores."""
+        """Loss, accuracy, calibration error and mean score difference over held-out pairs; mean and deviation of their scores."""
         assert self._held_out is not None
         scores = self._scores(model, step, self._held_out)
         chosen, rejected = scores.unbind(1)
@@ -77,7 +79,7 @@ class RewardModelTask:
         }
 
     def extra_files(self, model: RemoteModel, step: int) -> dict[str, bytes]:
-        """Mean and standard deviation of the scores of all held-out answers, of the training data's where none are held out."""
+        """Score statistics for reward normalisation: mean and deviation over held-out responses, else over the training data."""
         data = self._data if self._held_out is None else self._held_out
         scores = self._scores(model, step, data)
         of = "train" if self._held_out is None else "validation"
@@ -85,7 +87,7 @@ class RewardModelTask:
         return {STATISTICS: json.dumps(told, indent=2).encode()}
 
     def _scores(self, model: RemoteModel, step: int, data: PreferenceDataset) -> Tensor:
-        """Of the chosen and the rejected answers: float64 (P, 2). Those of the last step asked for are kept."""
+        """Scores of chosen and rejected responses, float64 (P, 2). The scores of the last ``step`` are cached."""
         if self._scored is None or self._scored[0] != step:
             found = []
             for start in range(0, len(data), PAIRS_AT_ONCE):
@@ -96,9 +98,11 @@ class RewardModelTask:
 
 
 def with_padding(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> ModelConfig:
-    """Names the tokenizer's padding in the model's configuration, where it ends no answer: whoever loads the reward model with
-    transformers can score several rows at once.
+    """Set pad_token_id in the model's configuration, so that transformers can score batches with the exported reward model.
+
+    Unchanged if the padding token is missing, equals EOS or is outside the vocabulary.
     """
+    # The score is read at the last token that is not padding: with padding equal to EOS, the EOS of a response would be skipped.
     pad = tokenizer.pad_token_id
     if pad is None or pad == tokenizer.eos_token_id or pad >= vocab_size(model):
         return model

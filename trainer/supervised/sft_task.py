@@ -1,4 +1,4 @@
-"""Fine-tuning: cross-entropy of the answers' tokens."""
+"""Supervised fine-tuning: cross-entropy over response tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workers.engine.base import Head, LossSpec
 
 
 class SFT:
-    """See Task."""
+    """Task of supervised fine-tuning. A unit of the data is a row."""
 
     head: Head = "lm"
     together = 1
@@ -47,16 +47,18 @@ class SFT:
         return len(self._data)
 
     def batch(self, indices: Sequence[int]) -> Batch:
+        """Global mini-batch with loss_weight (T,): a mean over all response tokens of the mini-batch."""
         batch = self._data.batch(indices).with_meta({"temperature": 1.0})
         weights = token_weights("token-mean", batch.tokens["response_mask"], batch.lengths, norm_length=1)
         return batch.with_tokens(loss_weight=weights)
 
     def validate(self, model: RemoteModel, step: int) -> dict[str, float]:
-        """val/loss: mean cross-entropy of the answers' tokens over all held-out rows."""
+        """val/loss: mean cross-entropy per response token over all held-out rows."""
         assert self._held_out is not None
         batch = self._held_out.batch(range(len(self._held_out))).with_meta({"temperature": 1.0})
         log_probs = model.forward(batch, ["log_probs"]).tokens["log_probs"].double()
         return {"val/loss": float(-log_probs.sum() / batch.tokens["response_mask"].sum())}
 
     def extra_files(self, model: RemoteModel, step: int) -> dict[str, bytes]:
+        """No files: weights, configuration and tokenizer are a complete model."""
         return {}

@@ -1,4 +1,4 @@
-"""From a configuration to a running supervised loop."""
+"""Build and run the supervised loop from a configuration."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ Config = SFTConfig | RewardModelConfig
 
 
 def run(config: Config, notices: Sequence[str]) -> None:
-    """Train as ``config`` says, and export the model if it says so. notices: what the user was told about the configuration."""
+    """Train, and export the model if trainer.export_dir is set. notices: warnings about the configuration."""
     head = SFT.head if isinstance(config, SFTConfig) else RewardModelTask.head
     check_engine("engine", config.engine, config.model, head, config.trainer.device)
     harness.run(config, lambda life: attempt(config, life))
 
 
 def attempt(config: Config, life: Lifetime) -> None:
-    """From the last checkpoint on, in processes of its own, none of which is left."""
+    """Run once, from the last checkpoint if there is one, in new worker processes; all of them have ended on return."""
     trainer, run_dir, resume = config.trainer, life.run_dir, harness.resume_from(config, life)
     with ExitStack() as stack:
         backend = stack.enter_context(open_backend(trainer, config.ray_kwargs, config.timeouts, run_dir))
@@ -48,6 +48,8 @@ def attempt(config: Config, life: Lifetime) -> None:
         environment = worker_environment(deterministic)
         hosts = start_hosts(backend, trainer, config.timeouts, deterministic=deterministic, env=environment)
         watchdog = Watchdog(asdict(config.timeouts), run_dir)
+        # Before the tracker, which truncates the records of the run directory to the resumed step: a damaged checkpoint is found
+        # while the directory is still unchanged.
         if resume is not None:
             check_weights(resume, {"model": hosts}, watchdog)
         tokenizer = load_tokenizer(config.model)
@@ -88,7 +90,7 @@ def attempt(config: Config, life: Lifetime) -> None:
                 limits=cut,
                 budget=life.budget("model"),
                 steps=total_steps,
-                updates=1,
+                updates=1,  # optimizer steps per training step
             ),
             watchdog=watchdog,
         )
@@ -113,6 +115,7 @@ def attempt(config: Config, life: Lifetime) -> None:
         with life.stopping, run_trainer.saver:
             loop.fit()
         life.stopping.check()
+        # An interrupted run does not get here: check() raises, and an unfinished model is not exported.
         if trainer.export_dir is not None:
             model.export_hf(trainer.export_dir)
             tokenizer.save_pretrained(trainer.export_dir)

@@ -1,4 +1,4 @@
-"""The supervised loop (SFT, reward models), on the engine, the plan and the harness that PPO uses."""
+"""Supervised training loop (SFT, reward models); shares engines, batch plans and harness with PPO."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workers.metric import plain_numbers
 
 @dataclass
 class SupervisedLoop:
-    """Built by supervised_builder.py; ``fit`` runs it."""
+    """Supervised loop; built by supervised_builder.py, run by ``fit``. task: what distinguishes SFT from reward models."""
 
     config: SupervisedConfig
     trainer: Trainer
@@ -26,10 +26,12 @@ class SupervisedLoop:
     model: RemoteModel
 
     def fit(self) -> None:
+        """Run all remaining steps."""
         trainer = self.trainer
         trainer.begin()
         for step in trainer.steps():
-            batch = self.task.batch(self.order.batch(step - 1))  # the rows of a step are a function of the step alone
+            # The rows of a step are a function of the step alone: no sampler state is saved or restored.
+            batch = self.task.batch(self.order.batch(step - 1))
             with trainer.phases("step"):
                 self.train(step, batch)
             self.measure(step, batch)
@@ -37,7 +39,7 @@ class SupervisedLoop:
             trainer.save_if_due()
 
     def train(self, step: int, batch: Batch) -> None:
-        """One optimizer step on a global batch of T tokens."""
+        """Run one optimizer step on a global mini-batch of T tokens and record its metrics."""
         trainer = self.trainer
         metrics = plain_numbers(self.model.train_step(batch, columns=(), rows=self.task.rows, together=self.task.together))
         trainer.health.skips.see("model", step, batch, metrics)
@@ -46,7 +48,7 @@ class SupervisedLoop:
         trainer.metrics["training/epoch"] = (step - 1) // self.order.steps_per_epoch
 
     def measure(self, step: int, batch: Batch) -> None:
-        """Validation where it is due, times and throughput (tokens per second and worker)."""
+        """Validate if due; record times in seconds and throughput in tokens per second and worker."""
         trainer = self.trainer
         if trainer.is_due(step, steps_between(self.config.trainer.test_freq, self.order)):
             with trainer.phases("testing"):
@@ -57,5 +59,5 @@ class SupervisedLoop:
 
 
 def steps_between(frequency: Frequency, order: DataOrder) -> int:
-    """A frequency in steps; -1: never."""
+    """A frequency in steps, -1 for never; after_each_epoch is the number of steps in an epoch."""
     return order.steps_per_epoch if isinstance(frequency, str) else frequency

@@ -1,4 +1,4 @@
-"""What supervised training is of: everything in which fine-tuning and reward models differ."""
+"""Interface of a supervised task: everything in which fine-tuning and reward models differ."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from workers.engine.base import Head, LossSpec
 
 
 class Task(Protocol):
-    """together: so many rows, one behind the other in a batch, are a unit of the data, and in the same micro-batch. rows: columns
-    that the loss reads. notices: lines for the user about the data.
+    """A supervised task: data, loss, validation.
+
+    together: number of consecutive rows that form a unit of the data and stay in one micro-batch. rows: row columns that the loss
+    reads. notices: warnings about the data.
     """
 
     head: Head
@@ -24,13 +26,13 @@ class Task(Protocol):
     notices: list[str]
 
     def __len__(self) -> int:
-        """Units of the training data, which data.train_batch_size counts."""
+        """Number of units of the training data; data.train_batch_size counts the same units."""
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """These units as a global mini-batch; it carries loss_weight (T,)."""
+        """Global mini-batch of these units, with loss_weight (T,)."""
 
     def validate(self, model: RemoteModel, step: int) -> dict[str, float]:
-        """Metrics of the held-out data, under val/."""
+        """Metrics over the held-out data, prefix val/."""
 
     def extra_files(self, model: RemoteModel, step: int) -> dict[str, bytes]:
-        """Files that go with the model as it is after ``step``, by their names."""
+        """Files to save with the model after ``step``: {name: content}."""

@@ -1,4 +1,8 @@
-"""A command line of OpenRLHF, read as its own argparse would, by the flags of configs/openrlhf.yaml."""
+"""Parse a command line of OpenRLHF as its own argparse does, with the flags of configs/openrlhf.yaml.
+
+There are two spellings of the flags; the newer one has dots (--actor.adam.lr). Both are accepted, and the spelling that is used
+decides which defaults apply.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -14,30 +18,30 @@ NUMBER = re.compile(r"-?\.?\d.*")
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """newer: the spelling with dots. typed: {name of a flag: (as it is spelt, the words behind it)}, in their order."""
+    """A parsed command line. newer: it uses the spelling with dots. typed: {flag: (spelling used, values)}, in order."""
 
     source: FlagSource
     newer: bool
     typed: Mapping[str, tuple[str, tuple[str, ...]]]
 
     def has(self, name: str) -> bool:
-        """The flag ``name`` is typed."""
+        """Whether the flag ``name`` is on the command line."""
         return name in self.typed
 
     def words(self, name: str) -> tuple[str, ...]:
-        """What stands behind ``name``, or would by default; () where this spelling has no such flag."""
+        """Values of ``name``, or its default; () if this spelling has no such flag."""
         flag = self.source.flags[name]
         if name in self.typed:
             return self.typed[name][1]
         return flag.words(self.newer) if flag.is_of(self.newer) else ()
 
     def text(self, name: str) -> str | None:
-        """The one word behind ``name``; None for nothing."""
+        """The first value of ``name``; None without a value."""
         words = self.words(name)
         return words[0] if words else None
 
     def number(self, name: str) -> float:
-        """Raises ConfigError if it is none."""
+        """Value of ``name`` as a number. Raises ConfigError if it is not one."""
         text = self.text(name)
         assert text is not None, f"{name} has no default"
         return number(text, self.spelt(name))
@@ -46,7 +50,7 @@ class Arguments:
         return int(self.number(name))
 
     def spelt(self, name: str) -> str:
-        """As it was typed, or would be."""
+        """Spelling of ``name`` as used, or as the command line's spelling would have it."""
         if name in self.typed:
             return self.typed[name][0]
         newer = self.source.flags[name].newer
@@ -61,9 +65,9 @@ def number(text: str, flag: str) -> float:
 
 
 def read(words: Sequence[str], table: Table) -> Arguments:
-    """``words``: a program of OpenRLHF, with whatever launched it, and its flags; the flags alone are train_ppo_ray's.
+    """Parse ``words``: a program of OpenRLHF, optionally after a launcher, and its flags; flags alone are train_ppo_ray's.
 
-    Raises ConfigError with a line for each thing that is wrong.
+    Raises ConfigError with a line for each error.
     """
     name, flags = _program(words, table)
     if name in table.others:
@@ -76,12 +80,13 @@ def read(words: Sequence[str], table: Table) -> Arguments:
     typed, problems = _typed(flags, spellings, name)
     if problems:
         raise ConfigError("\n".join(problems))
+    # One dotted flag is enough: only the newer command line has dots. The defaults of absent flags follow from it.
     newer = any("." in spelling for spelling, _ in typed.values())
     return Arguments(source, newer, typed)
 
 
 def _program(words: Sequence[str], table: Table) -> tuple[str, Sequence[str]]:
-    """The program, and the words behind it. A launcher in front (python -m, deepspeed, ray job submit ... --) is left out."""
+    """The program and the words after it, without a launcher in front (python -m, deepspeed, ray job submit ... --)."""
     for i, word in enumerate(words):
         if match := PROGRAM.fullmatch(word):
             return match[1], words[i + 1 :]
@@ -93,7 +98,7 @@ def _program(words: Sequence[str], table: Table) -> tuple[str, Sequence[str]]:
 def _typed(
     words: Sequence[str], spellings: Mapping[str, Flag], program: str
 ) -> tuple[dict[str, tuple[str, tuple[str, ...]]], list[str]]:
-    """Flags with their words, of a flag that is typed twice the last; and what is wrong."""
+    """Flags with their values, and errors. The last occurrence of a repeated flag counts, as in argparse."""
     typed: dict[str, tuple[str, tuple[str, ...]]] = {}
     problems: list[str] = []
     waiting = list(words)
@@ -116,4 +121,5 @@ def _typed(
 
 
 def _is_value(word: str) -> bool:
+    """Whether ``word`` is a value, not a flag; a negative number is a value."""
     return not word.startswith("-") or NUMBER.fullmatch(word) is not None

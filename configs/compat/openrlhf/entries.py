@@ -1,4 +1,4 @@
-"""What becomes of the flags of a command line: one entry for each, or for several that make something together."""
+"""Translate the flags of a command line to entries, one per flag or per group of flags that only translate together."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from configs.compat.openrlhf.table import Flag, Settings
 
 Kind = Literal["mapped", "implied", "none", "idle"]
 Rule = Callable[[Arguments], Iterable["Entry"]]
-"""Several flags to several keys. Raises ConfigError for what cannot be translated."""
+"""Translates several flags to several keys. Raises ConfigError if a value cannot be translated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """flags: names. said: to the reader, behind the verdict. idle: the keys are of a model that the run does not have."""
+    """Translation of one or more flags.
+
+    flags: names. kind: mapped: keys are set; implied: the behaviour is always on here; none: no counterpart; idle: the keys
+    belong to a model that the run does not have. said: remark after the verdict. settings: keys to set.
+    """
 
     flags: tuple[str, ...]
     kind: Kind
@@ -39,26 +43,32 @@ def implied(flags: Iterable[str], said: str) -> Entry:
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """typed: what the flags say. defaults: what OpenRLHF does where no flag says anything."""
+    """Entries of a command line. typed: of flags on it. defaults: of OpenRLHF's behaviour for absent flags."""
 
     typed: tuple[Entry, ...]
     defaults: tuple[Entry, ...]
 
 
 def translate(arguments: Arguments, rules: Mapping[str, Rule], without: Mapping[str, str]) -> Translation:
-    """without: {beginning of keys: why the run has no use for them}. Raises ConfigError, a line for each problem."""
+    """Translate all flags. without: {prefix of keys: reason why the run does not use them}.
+
+    Raises ConfigError with a line for each problem.
+    """
     problems: list[str] = []
     typed: list[Entry] = []
     defaults = [mapped((), settings, why) for why, settings in arguments.source.always]
+    # Flags on the command line first, in their order, so that the comments of the script follow it; then absent flags.
     order = [*arguments.typed, *(name for name in arguments.source.flags if not arguments.has(name))]
     done: set[str] = set()
     for name in order:
         flag = arguments.source.flags[name]
+        # A rule covers all flags that name it: it is applied once, at the first of them.
         if flag.rule in done:
             continue
         done |= {flag.rule} if flag.rule else set()
         try:
             found = list(rules[flag.rule](arguments) if flag.rule else plain(flag, arguments))
+        # Collected, so that one call reports all problems of a command line.
         except ConfigError as error:
             problems.append(str(error))
             continue
@@ -70,7 +80,7 @@ def translate(arguments: Arguments, rules: Mapping[str, Rule], without: Mapping[
 
 
 def plain(flag: Flag, arguments: Arguments) -> Iterator[Entry]:
-    """A flag that stands for itself."""
+    """Translate a flag without a rule, by its entry in configs/openrlhf.yaml. Raises ConfigError for an unknown value."""
     name, typed, words = flag.name, arguments.has(flag.name), arguments.words(flag.name)
     if not typed and not words:
         if flag.absent and flag.is_of(arguments.newer):
@@ -91,7 +101,7 @@ def plain(flag: Flag, arguments: Arguments) -> Iterator[Entry]:
 
 
 def _useful(entry: Entry, without: Mapping[str, str]) -> Entry:
-    """Less the keys of what the run does not have."""
+    """Remove keys of models that the run does not have; an entry without remaining keys becomes idle."""
     left = {key: value for key, value in entry.settings.items() if not key.startswith(tuple(without))}
     if left or not entry.settings:
         return replace(entry, settings=left)

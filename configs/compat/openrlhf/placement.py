@@ -1,4 +1,4 @@
-"""Which models have which GPUs: rules of configs/openrlhf.yaml."""
+"""Rules of configs/openrlhf.yaml for the placement of models on GPUs."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -8,13 +8,13 @@ from configs.compat.openrlhf.arguments import Arguments
 from configs.compat.openrlhf.entries import Entry, implied, mapped
 
 ROLLOUT = "actor_rollout_ref.rollout"
-NODE = 8  # GPUs of a node, where no flag says more
+NODE = 8  # GPUs per node, unless a flag requests more
 SIZES = [f"{role}_{size}" for role in ("actor", "ref", "critic", "reward") for size in ("num_nodes", "num_gpus_per_node")]
 TOGETHER = ("colocate_all_models", "colocate_actor_ref", "colocate_critic_reward")
 
 
 def models(arguments: Arguments) -> list[str]:
-    """Those of the run, the actor first. A reference that is the actor without its adapter is none of its own."""
+    """Models of the run, the actor first. Under LoRA the reference is the actor without its adapter, not a separate model."""
     has = {
         "actor": True,
         "ref": arguments.number("init_kl_coef") > 0 and arguments.count("lora_rank") == 0,
@@ -25,6 +25,7 @@ def models(arguments: Arguments) -> list[str]:
 
 
 def placement(arguments: Arguments) -> Iterator[Entry]:
+    """Nodes, GPUs and pools. Raises ConfigError if colocated models have different sizes or engines do not fit."""
     here = models(arguments)
     absent = [name for name in SIZES if name.split("_")[0] not in here and arguments.has(name)]
     if absent:
@@ -47,7 +48,7 @@ def placement(arguments: Arguments) -> Iterator[Entry]:
 
 
 def sleep(arguments: Arguments) -> Iterator[Entry]:
-    """Of the rollout engine, where it shares GPUs."""
+    """Sleep mode of the rollout engine, which needs it only if it shares GPUs."""
     key = f"{ROLLOUT}.free_cache_engine"
     if arguments.has("colocate_all_models"):
         yield mapped(("vllm_enable_sleep",), {key: arguments.has("vllm_enable_sleep")})
@@ -68,12 +69,13 @@ def _one_pool(arguments: Arguments, used: tuple[str, ...], engines: int) -> Entr
 
 
 def _pools(arguments: Arguments, here: list[str], engines: int) -> tuple[dict[str, tuple[int, int]], dict[str, str], list[str]]:
-    """({pool: (nodes, GPUs of each)}, {role: its pool}, what to tell)."""
+    """({pool: (nodes, GPUs per node)}, {role: pool}, remarks)."""
     pools: dict[str, tuple[int, int]] = {}
     roles: dict[str, str] = {}
     told = []
     shared = {"ref": ("actor", "colocate_actor_ref"), "reward": ("critic", "colocate_critic_reward")}
     for role in here:
+        # A role shares another's pool only if that role exists and the flag for it is set.
         host, flag = shared.get(role, ("", ""))
         if host not in pools or not arguments.has(flag):
             pools[role], roles[role] = _size(arguments, role), role
@@ -93,7 +95,7 @@ def _pools(arguments: Arguments, here: list[str], engines: int) -> tuple[dict[st
 
 
 def _of_engines(arguments: Arguments, engines: int, node: int) -> tuple[int, int]:
-    """The fewest nodes, with as many whole engines on each."""
+    """(nodes, GPUs per node) for the engines: the fewest nodes with the same number of whole engines on each."""
     cut = arguments.count("vllm_tensor_parallel_size")
     for nodes in range(1, engines + 1):
         if engines % nodes == 0 and engines // nodes * cut <= node:
@@ -104,7 +106,10 @@ def _of_engines(arguments: Arguments, engines: int, node: int) -> tuple[int, int
 
 
 def _nodes(sizes: list[tuple[int, int]]) -> tuple[int, int]:
-    """(nodes, GPUs of each) that the pools fit on: one node if it does; else each is beside the one before it, or on new ones."""
+    """(nodes, GPUs per node) that hold all pools: one node if possible; otherwise each pool follows the one before it.
+
+    A pool that fits into the GPUs left on the last node shares that node; any other pool starts on new nodes.
+    """
     total = sum(gpus for _, gpus in sizes)
     if len(sizes) == 1 or (all(nodes == 1 for nodes, _ in sizes) and total <= NODE):
         return sizes[0][0], total
@@ -119,11 +124,12 @@ def _nodes(sizes: list[tuple[int, int]]) -> tuple[int, int]:
 
 
 def _size(arguments: Arguments, role: str) -> tuple[int, int]:
+    """(nodes, GPUs per node) of a role."""
     return arguments.count(f"{role}_num_nodes"), arguments.count(f"{role}_num_gpus_per_node")
 
 
 def useless(arguments: Arguments) -> Mapping[str, str]:
-    """{beginning of keys: why the run has no use for them}."""
+    """{prefix of keys: reason why the run does not use them}."""
     here = models(arguments)
     reasons = {
         "ref": ("actor_rollout_ref.ref.", "there is no reference in this run"),

@@ -1,4 +1,4 @@
-"""The algorithm and its rewards: rules of configs/openrlhf.yaml."""
+"""Rules of configs/openrlhf.yaml for the algorithm and its rewards."""
 
 import math
 from collections.abc import Iterator
@@ -9,11 +9,11 @@ from configs.compat.openrlhf.arguments import Arguments, number
 from configs.compat.openrlhf.entries import Entry, implied, mapped, none
 
 ACTOR = "actor_rollout_ref.actor"
-NO_BOUND = 1_000_000  # of weights that are not truncated
+NO_BOUND = 1_000_000  # threshold that truncates no importance weight
 
 
 def critic(arguments: Arguments) -> Iterator[Entry]:
-    """With gae. Where no flag names it, it begins as the first reward model, or as the policy where rewards come from afar."""
+    """Critic of gae. Without a flag it is initialised from the first reward model, or from the policy with a remote one."""
     others = ("pretrain",) if arguments.text("remote_rm_url") else ("reward_pretrain", "pretrain")
     names = [name for name in ("critic_pretrain", *others) if arguments.text(name)]
     if names:
@@ -66,7 +66,7 @@ def warmup(arguments: Arguments) -> Iterator[Entry]:
 
 
 def correction(arguments: Arguments) -> Iterator[Entry]:
-    """What there is of importance sampling between trainer and engine."""
+    """Importance sampling correction between trainer and rollout engine."""
     names = ["enable_vllm_is_correction", "vllm_is_correction_type", "vllm_is_truncated_threshold", "use_icepop"]
     used = [name for name in names if arguments.has(name)]
     if not arguments.has(names[0]):
@@ -85,6 +85,7 @@ def correction(arguments: Arguments) -> Iterator[Entry]:
             f"{key}.rollout_is": "token",
             f"{key}.rollout_is_threshold": str(NO_BOUND),
             f"{key}.rollout_rs": "seq_mean_k1",
+            # seq_mean_k1 bounds the mean of the inverse ratio: bounds are inverted and swapped.
             f"{key}.rollout_rs_threshold": "_".join(f"{1 / value if value else math.inf:.9g}" for value in reversed(values)),
         }
         said = "answers whose mean ratio is outside are left out, the others' weights are not truncated"
@@ -112,7 +113,7 @@ def overlong(arguments: Arguments) -> Iterator[Entry]:
 
 
 def filtering(arguments: Arguments) -> Iterator[Entry]:
-    """Groups that teach nothing are replaced."""
+    """Dynamic sampling: replace groups whose responses have equal scores."""
     bounds, size = "dynamic_filtering_reward_range", "vllm_generate_batch_size"
     if not arguments.has("dynamic_filtering"):
         if arguments.has(bounds):
@@ -133,7 +134,7 @@ def filtering(arguments: Arguments) -> Iterator[Entry]:
 
 
 def rewards(arguments: Arguments) -> Iterator[Entry]:
-    """What gives the scores: servers, a function, or reward models on the run's own GPUs."""
+    """Source of the scores: servers, a function, or reward models on the run's GPUs."""
     path, url, normal = "reward_pretrain", "remote_rm_url", "normalize_reward"
     text = arguments.text(url)
     if text and text.endswith(".py"):

@@ -1,4 +1,4 @@
-"""Files, columns, lengths and validation: rules of configs/openrlhf.yaml."""
+"""Rules of configs/openrlhf.yaml for files, columns, lengths and validation."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ WRITE_IT = "a data set is written as a file with our columns first: docs/coming_
 
 
 def files_of(text: str, split: str) -> list[str]:
-    """Where the rows of a data set of OpenRLHF's are once they are written as files; a file is taken as it is."""
+    """Paths of data sets after conversion to files: data/<name>/<split>.parquet; names of files are kept."""
     found = []
     for name in text.split(","):
         directory = name if name.startswith(ON_DISK) else f"data/{name}"
@@ -65,7 +65,7 @@ def ptx(arguments: Arguments) -> Iterator[Entry]:
 
 
 def lengths(arguments: Arguments) -> Iterator[Entry]:
-    """The older command line bounds prompt and answer, the newer their sum and the answer."""
+    """Maximum lengths: the older command line limits prompt and response, the newer one their sum and the response."""
     names: tuple[str, ...] = ("prompt_max_len", "generate_max_len")
     said = "a longer prompt loses its end, as there"
     if not arguments.newer:
@@ -89,7 +89,7 @@ def lengths(arguments: Arguments) -> Iterator[Entry]:
 
 
 def validation(arguments: Arguments) -> Iterator[Entry]:
-    """Of PPO."""
+    """Validation of PPO."""
     names = ("eval_dataset", "eval_split", "eval_steps", "eval_temperature", "eval_n_samples_per_prompt")
     text = arguments.text("eval_dataset")
     if not text:
@@ -113,7 +113,7 @@ def validation(arguments: Arguments) -> Iterator[Entry]:
 
 
 def held_out(arguments: Arguments) -> Iterator[Entry]:
-    """Of supervised training."""
+    """Validation of supervised training."""
     text, steps = arguments.text("eval_dataset"), arguments.count("eval_steps")
     names = ("eval_dataset", "eval_split", "eval_steps")
     if not text:
@@ -127,7 +127,7 @@ def held_out(arguments: Arguments) -> Iterator[Entry]:
 
 
 def columns(arguments: Arguments) -> Iterator[Entry]:
-    """What train_sft learns: the answers of a column, or those in conversations."""
+    """Columns that train_sft trains on: a response column, or the assistant's turns of conversations."""
     names = ("input_key", "output_key", "apply_chat_template", "multiturn")
     prompt, answer = arguments.text("input_key"), arguments.text("output_key")
     chats = arguments.has("apply_chat_template") or arguments.has("multiturn")

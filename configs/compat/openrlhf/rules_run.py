@@ -1,4 +1,4 @@
-"""Batches, schedules, engines, loggers and checkpoints: rules of configs/openrlhf.yaml."""
+"""Rules of configs/openrlhf.yaml for batches, schedules, engines, loggers and checkpoints."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,17 +8,21 @@ from configs.compat.openrlhf.arguments import Arguments
 from configs.compat.openrlhf.entries import Entry, implied, mapped, none
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-AT_THE_END = 1_000_000_000  # steps: the last one is saved, and no other
+AT_THE_END = 1_000_000_000  # save_freq in steps beyond any run: only the last step is saved
 
 
 def batches(arguments: Arguments) -> Iterator[Entry]:
-    """There a rollout is counted in prompts and a mini-batch in answers; here both are counted in prompts."""
+    """Batch sizes. OpenRLHF counts a rollout in prompts and a mini-batch in responses; both are prompts here.
+
+    Raises ConfigError if a mini-batch is not a whole number of groups, or a rollout not a multiple of it.
+    """
     rollout, train, n = (arguments.count(name) for name in ("rollout_batch_size", "train_batch_size", "n_samples_per_prompt"))
     typed = f"--{arguments.spelt('train_batch_size')} {train}"
     if n < 1 or train % n:
         raise ConfigError(
             f"{typed}: a mini-batch is whole groups of {n} answers here, and {train} / {n} = {train / max(n, 1):.4g}"
         )
+    # Groups stay whole here: a mini-batch is counted in prompts, with all n responses to each.
     mini = train // n
     if rollout % mini:
         raise ConfigError(
@@ -88,7 +92,7 @@ def schedule(arguments: Arguments) -> Iterator[Entry]:
 
 
 def _schedule(arguments: Arguments, names: tuple[str, ...], floor: float, optims: tuple[str, ...]) -> Entry:
-    """names: of its flags, that of the schedule first. floor: of cosine_with_min_lr."""
+    """Learning rate schedule. names: its flags, the schedule's first. floor: min_lr_ratio of cosine_with_min_lr."""
     shape, said = arguments.text(names[0]), ""
     changes: dict[str, Any]
     match shape:
@@ -134,7 +138,7 @@ def loggers(arguments: Arguments) -> Iterator[Entry]:
 
 
 def checkpoints(arguments: Arguments) -> Iterator[Entry]:
-    """Of PPO, whose model is made of a checkpoint."""
+    """Checkpoints of PPO. A model is exported from a checkpoint afterwards, not saved by the run itself."""
     directory, model, steps = arguments.text("ckpt_path"), arguments.text("save_path"), arguments.count("save_steps")
     yield mapped(("ckpt_path",), {"trainer.default_local_dir": directory}, "the run directory, checkpoints and all else")
     export = f"the model is made afterwards: python -m trainer.main_export checkpoint={directory} output={model}"
@@ -150,7 +154,7 @@ def ema(arguments: Arguments) -> Iterator[Entry]:
 
 
 def task(arguments: Arguments) -> Iterator[Entry]:
-    """Which engine batch_inference answers with."""
+    """Rollout engine of batch_inference. Raises ConfigError for a task without a counterpart."""
     wanted = arguments.text("eval_task")
     names = {"generate_vllm": "vllm", "generate_sglang": "sglang", "generate": "embedded"}
     if wanted not in names:

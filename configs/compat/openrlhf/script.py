@@ -1,4 +1,4 @@
-"""A translation as text that bash runs: a comment for each flag, and below them the command."""
+"""Render a translation as a bash script: a comment per flag, then the command."""
 
 import re
 import shlex
@@ -45,12 +45,12 @@ RULES: dict[str, Rule] = {
         rules_run.task,
     )
 }
-"""By their names in configs/openrlhf.yaml."""
+"""Rules by their names in configs/openrlhf.yaml."""
 VERDICTS = {"mapped": "mapped", "implied": "implied", "none": "no counterpart", "idle": "no use"}
 
 
 def script(words: Sequence[str], table: Table) -> str:
-    """Of a command line of OpenRLHF. Raises ConfigError with a line for each thing that is wrong."""
+    """Translate a command line of OpenRLHF to a script. Raises ConfigError with a line for each error."""
     arguments = read(words, table)
     source = arguments.source
     ours = Ours(source.root)
@@ -58,6 +58,7 @@ def script(words: Sequence[str], table: Table) -> str:
     settings: dict[str, Any] = {}
     for entry in found.typed:
         settings |= entry.settings
+    # Flags on the command line take precedence. A default of OpenRLHF is written only if the default here differs.
     defaults = []
     for entry in found.defaults:
         differ = {key: value for key, value in entry.settings.items() if key not in settings and not ours.is_default(key, value)}
@@ -77,7 +78,7 @@ def script(words: Sequence[str], table: Table) -> str:
 
 
 def _comment(entry: Entry, arguments: Arguments, ours: Ours) -> str:
-    """The flags as they are typed, what became of them, and why."""
+    """Comment line of an entry: flags as typed, verdict, reason or remark."""
     flags = ", ".join(_flag(name, arguments) for name in entry.flags if arguments.has(name))
     keys = _words(entry.settings, ours)
     if entry.kind == "mapped":
@@ -86,6 +87,7 @@ def _comment(entry: Entry, arguments: Arguments, ours: Ours) -> str:
 
 
 def _default(entry: Entry, settings: Settings, arguments: Arguments, ours: Ours) -> str:
+    """Comment line of a default of OpenRLHF that differs from the default here."""
     flags = ", ".join(_flag(name, arguments) for name in entry.flags if arguments.words(name))
     without = f"without {', '.join(f'--{arguments.spelt(name)}' for name in entry.flags)}" if entry.flags else "always"
     return f"# {flags or without}: {_words(settings, ours)}{f' ({entry.said})' if entry.said else ''}"
@@ -96,11 +98,12 @@ def _words(settings: Settings, ours: Ours) -> str:
 
 
 def _flag(name: str, arguments: Arguments) -> str:
-    """A secret's value is not shown."""
+    """A flag with its values, quoted for the shell; values of secrets are replaced by ***."""
     words = ("***",) if arguments.source.flags[name].secret else arguments.words(name)
     return shlex.join([f"--{arguments.spelt(name)}", *words])
 
 
 def _one_line(text: str) -> str:
-    """A comment ends where its line does, so that no value may break it."""
+    """Escape line breaks and control characters."""
+    # A line break in a value would end the comment, and bash would run the rest of the value as a command.
     return re.sub(r"[^\x20-\x7e\xa0-\u2027\u202a-\U0010ffff]", lambda odd: repr(odd[0])[1:-1], text)

@@ -1,4 +1,4 @@
-"""Our side of a translation: which keys a program has, their types and defaults, and how a setting is written."""
+"""Target side of a translation: keys of a program of this repository, their types and defaults, and override syntax."""
 
 import re
 from collections.abc import Mapping
@@ -18,22 +18,22 @@ SCHEMAS: Mapping[str, type] = {
     "reward_model_trainer": RewardModelConfig,
     "generation": GenerationConfig,
 }
-PLAIN = re.compile(r"[A-Za-z0-9_./~:@%+-]+")  # what Hydra reads as one word, whatever it means
+PLAIN = re.compile(r"[A-Za-z0-9_./~:@%+-]+")  # values that Hydra reads as a single word without quotes
 
 
 class Ours:
-    """A program of ours, by its root YAML."""
+    """Keys and defaults of a program of this repository, by its root YAML."""
 
     def __init__(self, root: str) -> None:
         self.keys = keys_of(SCHEMAS[root])
         self._defaults = _defaults(root)
 
     def is_default(self, key: str, value: Any) -> bool:
-        """``key`` is ``value`` where nobody says anything."""
+        """Whether ``value`` is the default of ``key``."""
         return key in self._defaults and _comparable(self._defaults[key]) == _comparable(value)
 
     def word(self, key: str, value: Any) -> str:
-        """``key=value`` as Hydra reads it. Raises ConfigError if the value is none that the key takes."""
+        """``key=value`` in Hydra's override syntax. Raises ConfigError if the value does not fit the key's type."""
         kind = bare_type(self.keys.leaves.get(key, Any))
         if get_origin(kind) is Annotated:
             kind = get_args(kind)[0]
@@ -43,7 +43,7 @@ class Ours:
 
 
 def _number(key: str, text: str, kind: type) -> str:
-    """1e8 for a whole number is 100000000."""
+    """``text`` as a number of type ``kind``; an integer key accepts 1e8 as 100000000. Raises ConfigError."""
     try:
         found = float(text)
     except ValueError as error:
@@ -67,12 +67,13 @@ def _written(value: Any) -> str:
     text = str(value)
     if PLAIN.fullmatch(text):
         return text
+    # Backslashes are doubled before a quote and at the end of the text, where Hydra reads them as escapes.
     escaped = re.sub(r"(\\*)('|\Z)", lambda end: end[1] * 2 + ("\\'" if end[2] else ""), text)
     return f"'{escaped}'"
 
 
 def _comparable(value: Any) -> Any:
-    """Numbers and their texts alike."""
+    """``value`` with numbers and texts of numbers converted to float, for comparison of YAML values and command-line words."""
     if isinstance(value, list):
         return [_comparable(item) for item in value]
     if isinstance(value, bool) or value is None:
@@ -85,7 +86,7 @@ def _comparable(value: Any) -> Any:
 
 @cache
 def _defaults(root: str) -> dict[str, Any]:
-    """{dotted key: value} of a root YAML; an interpolation stays as it is written."""
+    """{dotted key: value} of a root YAML, interpolations unresolved."""
     found: dict[str, Any] = {}
 
     def walk(node: Mapping[str, Any], prefix: str) -> None:

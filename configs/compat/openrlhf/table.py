@@ -1,4 +1,4 @@
-"""configs/openrlhf.yaml: what becomes of each flag of OpenRLHF."""
+"""Load configs/openrlhf.yaml: the translation of each flag of OpenRLHF."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,12 +10,12 @@ import yaml
 from configs.base.keys import CONFIG_DIR
 
 Settings = Mapping[str, Any]
-"""{key of ours: value}. A text is the command line's own and is read as the key's type asks."""
+"""{target key: value}. A text comes from the command line and is converted to the key's type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
-    """name: the older spelling, or the newer where there is none. The head of configs/openrlhf.yaml has the other fields."""
+    """A flag. name: the older spelling, or the newer one if there is none. Other fields: head of configs/openrlhf.yaml."""
 
     name: str
     newer: tuple[str, ...]
@@ -34,18 +34,21 @@ class Flag:
     secret: bool = False
 
     def is_of(self, newer: bool) -> bool:
-        """The newer (else the older) command line has it."""
+        """Whether the newer (else the older) command line has this flag."""
         return bool(self.newer) if newer else "." not in self.name
 
     def words(self, newer: bool) -> tuple[str, ...]:
-        """What stands behind it where it is not typed; () for nothing."""
+        """Default values for an absent flag; () without a default."""
         value = self.newer_default if newer and self.newer_default is not None else self.default
         return () if value is None else tuple(map(str, value if isinstance(value, list) else [value]))
 
 
 @dataclass(frozen=True, slots=True)
 class FlagSource:
-    """A program of OpenRLHF. program: ours. root: its YAML. always: what it does and no flag says, (why, settings)."""
+    """A program of OpenRLHF. program: its counterpart here. root: the counterpart's YAML.
+
+    always: behaviour of OpenRLHF that no flag controls, as (reason, settings).
+    """
 
     name: str
     program: str
@@ -56,7 +59,7 @@ class FlagSource:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """others: programs without a counterpart, and why."""
+    """Contents of configs/openrlhf.yaml. others: {program without a counterpart: reason}."""
 
     sources: Mapping[str, FlagSource]
     others: Mapping[str, str]
@@ -64,6 +67,7 @@ class Table:
 
 @cache
 def openrlhf() -> Table:
+    """The parsed table."""
     tree: Any = yaml.safe_load((CONFIG_DIR / "openrlhf.yaml").read_text(encoding="utf-8"))
     sources = {}
     for name, entry in tree["programs"].items():
