@@ -1,8 +1,8 @@
 """The embedded rollout engine: transformers' modules with a KV cache and a scheduler, in the trainer's process.
 
 Continuous batching: one step is one forward over flat tokens, one of each running sequence and the whole prompts of requests that
-enter. Equal prompts (the responses of a group) are computed once and copied in the cache. If the trainer's weights are not sharded
-and have the same dtype, the engine uses them without a copy.
+enter. Equal prompts (the responses of a group) are computed once and copied in the cache. If the trainer's weights are not
+sharded and have the same dtype, the engine uses them without a copy.
 
 Cost: when weights change or the engine sleeps, the cache is dropped. Unfinished sequences return to the queue with their tokens,
 and are processed again like prompts.
@@ -34,7 +34,7 @@ MOVE_COST = 3  # cost of moving a chunk, in units of one read of a chunk by atte
 
 
 class EmbeddedRollout(Rollout):
-    """Rollout engine on the trainer's device and in its process; single rank."""
+    """Rollout engine in the trainer's process and on its device; each rank is an engine of its own."""
 
     def __init__(self, spec: RolloutSpec) -> None:
         self.device = torch.device(spec.device)
