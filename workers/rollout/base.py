@@ -221,8 +221,10 @@ class Rollout(ABC):
 
     @abstractmethod
     def stats(self) -> dict[str, float]:
-        """Counters since the last call: prompt_tokens, response_tokens, decode_steps, cache_bytes and, if the engine reports it,
-        cached_tokens: prompt tokens found in the cache instead of computed.
+        """Counters since the last call.
+
+        prompt_tokens, response_tokens, decode_steps, cache_bytes and, if the engine reports it, cached_tokens: prompt tokens that
+        were found in the cache instead of computed.
         """
 
     def _check_awake(self) -> None:

@@ -217,8 +217,9 @@ class EmbeddedRollout(Rollout):
     # Weights and memory
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Copy weights. Raises ValueError, naming weights that are missing, unexpected or of another shape; the engine then has
-        no weights.
+        """Copy weights from the stream.
+
+        Raises ValueError, naming weights that are missing, unexpected or of another shape; the engine then has no weights.
         """
         self._begin_weights("load_weights")
         self.model.load(weights)

@@ -222,7 +222,7 @@ class SGLangRollout(Rollout):
                 pass
         else:
             self.engine.begin("begin_update")
-            # Buckets bypass SGLang's scheduler. An empty update goes through it first: if SGLang refuses updates, it says so here.
+            # Buckets bypass SGLang's scheduler. An empty update goes through it first, and fails if SGLang refuses updates.
             self.engine.begin("update", [NO_WEIGHTS] * self.tensor_parallel_size)
             fitting, shared = self.expected.fitting(weights, came), cycle(self._shared)
             for named in buckets(fitting, lambda item: item[1].numel() * self.dtype.itemsize, self.bucket_bytes):
