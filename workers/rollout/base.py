@@ -95,14 +95,14 @@ def check_requests(requests: Sequence[Request], unfinished: Collection[int], *, 
     naming the request, for an id that is unfinished, an empty or too long prompt, a token outside the vocabulary, or
     max_tokens < 1.
     """
-    ids = set(unfinished)
+    ids = set(unfinished)  # a copy: a rejected call must not change what the caller regards as unfinished
     for request in requests:
         length = len(request.prompt_ids)
         if request.id in ids:
             raise ValueError(f"request {request.id}: this id is unfinished")
         if not length:
             raise ValueError(f"request {request.id}: empty prompt")
-        if length + 1 > max_length:
+        if length + 1 > max_length:  # a response has at least one token
             raise ValueError(f"request {request.id}: prompt of {length} tokens + 1 > max_model_len {max_length}")
         for token in (min(request.prompt_ids), max(request.prompt_ids)):  # the extremes bound all others
             if not 0 <= token < vocab_size:
@@ -228,6 +228,7 @@ class Rollout(ABC):
         """
 
     def _check_awake(self) -> None:
+        # In the order of a sync (wake weights, load, wake cache), so that the message names the first call that is missing.
         if not self._weights_awake:
             raise EngineAsleep("step: the weights are asleep; call wake(weights=True), then load_weights or share_weights")
         if not self._weights_there:

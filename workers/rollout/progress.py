@@ -29,6 +29,7 @@ class Progress:
     """Writer of one engine's progress file. Each update is one small write, so a reader never sees half a record."""
 
     def __init__(self, path: Path) -> None:
+        # First the private log directory: with parents=True alone mkdir would create it with default permissions.
         path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
@@ -60,6 +61,7 @@ def progress_file(run_dir: Path, engine: int) -> Path:
 def read_progress(run_dir: Path) -> Standing:
     """Sum the progress of all engines whose files this machine can read; ``begun`` is the earliest of them."""
     files = (run_dir / "logs" / "progress").glob("engine_*")
+    # A file of another size was created a moment ago and not written yet.
     found = [_NUMBERS.unpack(told) for path in files if len(told := path.read_bytes()) == _NUMBERS.size]
     if not found:
         return Standing(0, 0, 0, 0.0)

@@ -70,6 +70,7 @@ def _sample(
 
     logits = logits.float()
     greedy = temperature == 0
+    # Greedy rows are divided by 1: their log-probs are those of the unscaled logits, and 0 would give infinities.
     divisor = np.where(greedy, 1.0, temperature)
     if (divisor != 1).any():
         logits = logits / column(divisor.astype(np.float32))
@@ -79,7 +80,7 @@ def _sample(
     else:
         probs = log_probs.exp()
         cut = np.flatnonzero(~greedy & ((top_p < 1) | ((top_k > 0) & (top_k < logits.shape[1]))))
-        if len(cut):
+        if len(cut):  # sort only the rows that truncate, not the whole batch
             chosen = torch.from_numpy(cut).to(logits.device)
             probs[chosen] = _most_likely(probs[chosen], column(top_k[cut]), column(top_p[cut]))
         tokens = draw(probs, column(uniform))

@@ -130,7 +130,7 @@ def due(weights: Sequence[HeldWeight], turn: int) -> Iterator[Lines]:
         whole = sum(cost for _, cost in alike)
         low, high = (whole * (turn % TURNS + i) // TURNS for i in range(2))
         for held, cost in alike:
-            if low < cost and high > 0:
+            if low < cost and high > 0:  # rounded up at both ends: a line that begins before ``low`` belongs to an earlier turn
                 start, stop = (min(max(0, -(-bound // held.cost)), held.lines) for bound in (low, high))
                 if start < stop:
                     yield Lines(held, start, stop)
@@ -156,6 +156,7 @@ class Findings:
         """Compare one tensor; differences up to ``slack`` are accepted, and NaN equals NaN."""
         if same_bits(got, want):
             return
+        # At least float32: a difference in bfloat16 would itself be rounded.
         wide = torch.promote_types(got.dtype, torch.float32)
         difference = (got.to(wide) - want.to(wide)).abs()
         # Negated, so that a NaN difference counts as wrong: every comparison with NaN is false.

@@ -85,6 +85,7 @@ class RunningRows:
         for sequence, key in zip(sequences, keys, strict=True):
             request, count, known = sequence.request, len(sequence.token_ids), sequence.known
             sampling = request.sampling
+            # A response also ends when prompt and response together reach the maximum length.
             limit = min(sampling.max_tokens, self.max_length - len(request.prompt_ids))
             stop_set = self._stop_set(() if sampling.ignore_eos else sampling.stop_token_ids)
             self.table[self.n] = (
@@ -102,7 +103,7 @@ class RunningRows:
         rows, count = np.arange(self.n), self["count"]
         self.token_ids[rows, count], self.log_probs[rows, count] = token_ids, log_probs
         self["cached"][:] += 1
-        count += 1
+        count += 1  # a view: this updates the column, after the token was stored at the old count
         self["last_token"][:] = token_ids
         stopped = self.stop_table[self["stop_set"], token_ids]
         return stopped, stopped | (count >= self["limit"])
@@ -119,6 +120,7 @@ class RunningRows:
 
     def move(self, source: np.ndarray, target: np.ndarray) -> None:
         """Copy rows ``source`` to rows ``target``, both (k,). The cache's rows must be moved in the same way."""
+        # Copy as many columns as the longest response needs, not max_length.
         longest = int(self.table["count"][source].max(initial=0))
         self.token_ids[target, :longest] = self.token_ids[source, :longest]
         self.log_probs[target, :longest] = self.log_probs[source, :longest]

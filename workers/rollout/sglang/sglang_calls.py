@@ -46,6 +46,7 @@ class Calls:
     def wait(self, left: int = 0) -> Any:
         """Wait until at most ``left`` calls are outstanding; returns the last result received. Raises as ``call`` does."""
         value = None
+        # Answers arrive in the order of the calls, so the oldest outstanding call is the one that is answered next.
         while len(self._begun) > left:
             value = self._answer(self._begun.popleft())
         return value
@@ -58,6 +59,7 @@ class Calls:
         try:
             done, value = self._connection.recv()
         except (EOFError, ConnectionResetError):
+            # The connection closes when the process behind it ends, and the first process ends with it: wait for its status.
             status = self._process.wait()
             raise EngineDied(
                 f"SGLang died in {method}: process {self._process.pid} ended with {status}\n{last_written()}"

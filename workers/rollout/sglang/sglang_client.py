@@ -42,10 +42,11 @@ class Client(Calls):
                     start_new_session=True,  # Ctrl-C in a terminal reaches the controller only
                 )
             super().__init__(process, Connection(ours.detach()))
-            # The key authenticates the ranks' connections to the listener; it travels over the socket pair only.
+            # multiprocessing authenticates processes that open shared tensors by this key: it must be the same on both sides.
             self._send(bytes(multiprocessing.current_process().authkey), dict(arguments))
             try:
                 self.facts: dict[str, Any] = self._answer("start")
+                # The ranks' threads connected during the start; the backlog of the listener holds their connections until here.
                 self.ranks = [Calls(process, listener.accept()) for _ in range(arguments["tp_size"])]
             except BaseException:  # includes KeyboardInterrupt: no caller has this object yet that could close it
                 self._end()
@@ -128,5 +129,6 @@ class SharedBucket:
         sizes = [tensor.numel() for _, tensor in named]
         places = starts(sizes, ALIGNMENT // self.dtype.itemsize)
         memory = self.room(places[-1])
+        # strict=False: places has one element more than sizes, the total.
         rooms = [memory[start : start + size] for start, size in zip(places, sizes, strict=False)]
         return [(name, room.view(tensor.shape).copy_(tensor)) for (name, tensor), room in zip(named, rooms, strict=True)]

@@ -62,6 +62,7 @@ def completed(arguments: dict[str, Any], spec: RolloutSpec, token_bytes: int, en
 
 def install_stand_ins() -> None:
     """Make the missing packages of CUDA_ONLY importable in this process, with any name in them; they have no effect."""
+    # Determined before the hook is installed, which would find all of them.
     missing = frozenset(name for name in CUDA_ONLY if find_spec(name) is None)
     sys.meta_path.append(_Finder(missing))
     if "torchvision" in missing:
@@ -104,7 +105,6 @@ class _Finder(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         module.__file__ = __file__
-
         module.__version__ = "3.0.0"  # type: ignore[attr-defined]
 
 

@@ -105,7 +105,7 @@ class SGLangRollout(Rollout):
         self._base_there = False
         self.engine: Client | None = None
         self._cache_bytes = 0.0
-        self._wait_for_replica()
+        self._wait_for_replica()  # before the engine starts, which allocates on every rank's device
         if place.rank % self.tensor_parallel_size == 0:
             arguments, environment = engine_arguments(spec, place.local_rank), ENVIRONMENT
             if self.adapter is not None:

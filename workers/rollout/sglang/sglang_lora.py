@@ -51,6 +51,7 @@ class AdapterInSGLang:
         self.zeros: dict[str, tuple[int, int]] = {}
         self.places: dict[str, AdapterPlace] = {}
         self.sizes = packed.hf.config.get_text_config()
+        # A dict as an ordered set: several tensors of the adapter belong to the same layer.
         places = dict.fromkeys(map(block_and_layer, self.expected.shapes))
         self.layers = {layer for _, layer in places}
         self.modules = sorted(leaf for layer in self.layers for leaf in FUSED[layer])

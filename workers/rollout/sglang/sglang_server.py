@@ -67,6 +67,7 @@ class Server:
         self.engine = TokenEngine(**arguments)
         self.manager, self.loop = self.engine.tokenizer_manager, self.engine.loop
         self.bracketed = "begin_weight_update" in dir(Engine)  # since 0.5.21 updates are bracketed by begin and end calls
+        # Rank processes that SGLang started; they are killed on exit.
         self.children = multiprocessing.active_children()
         self.adapter: str | None = None
         self.running: set[str] = set()
@@ -144,6 +145,7 @@ class Server:
             self.aborted.add(name)
             self.manager.abort_request(name)
         answers = self._take_ended()
+        # SGLang ends aborted requests asynchronously: wait until none of them runs.
         while not self.running.isdisjoint(names):
             answers += await self._ended()
         return answers
@@ -159,6 +161,7 @@ class Server:
         """Update weights through SGLang's own call. payloads: for each rank a pickled list of (name, tensor)."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
+        # flush_cache=False: the worker flushes once at the end, not after each update.
         request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=payloads, flush_cache=False)
         check(self.loop.run_until_complete(self.manager.update_weights_from_tensor(request, None)))
 
@@ -214,6 +217,7 @@ def check(answer: tuple[bool, str]) -> None:
 
 def serve(connection: Connection) -> None:
     """Build the engine and serve calls until the worker closes the connection."""
+    # Set the key before SGLang starts its ranks: they inherit it, and need it to open tensors that the worker shares.
     multiprocessing.current_process().authkey, arguments = connection.recv()
     server = Server(arguments)
     connection.send((True, server.facts()))

@@ -148,6 +148,7 @@ class Channel:
         for (name, tensor), of, start in zip(weights, dtypes, places, strict=False):
             place(flat, start, of, tensor.shape).copy_(tensor.detach())
             header.append([name, str(of).removeprefix("torch."), list(tensor.shape), start])
+        # Header first: receivers allocate the buffer from its size.
         self.tell(TRAINER, [header, len(flat), checksum(flat)])
         self.wait_for_others(lambda: self._weights.broadcast(flat, TRAINER))
 
@@ -205,6 +206,7 @@ class Sender:
         """The requested pass (dtype, kind, bucket bytes) on all ranks of the trainer; None ends the sync."""
         told: list[Any] = [None]
         try:
+            # The trainer always votes for another pass: only receivers end a sync.
             if self._channel is not None and self._channel.all_want(True):
                 told = [self._channel.tell(SPOKESMAN)]
         finally:  # also if the channel is lost: the trainer's other ranks wait in this broadcast
@@ -245,6 +247,7 @@ class Receiver:
 
     def export_weights(self, *, dtype: torch.dtype | None = None, kind: Weights = "merged") -> Iterator[tuple[str, Tensor]]:
         """Request and receive one pass, within ``sync``. Also raises WeightMismatch for a bucket with a wrong checksum."""
+        # Vote first: a receiver that failed in an earlier pass takes part in the vote, but sends and receives nothing after it.
         if not self._channel.all_want(True):
             raise ChannelLost("another rank of the rollout engines has ended this sync")
         named = None if dtype is None else str(dtype).removeprefix("torch.")

@@ -45,6 +45,7 @@ class ExpectedWeights:
 
     def check(self, came: Mapping[str, torch.Size]) -> None:
         """Raises ValueError, naming weights that are missing, unexpected or of another shape."""
+        # A tied weight is missing only if it came under none of its names.
         missing = [
             f"{names[0]} {tuple(self._shapes[names[0]])}" for names in self._tied if not any(name in came for name in names)
         ]
@@ -96,6 +97,7 @@ class BorrowedModel:
         self.module.set_attn_implementation(CACHED_ATTENTION)
         self.vocab_size = vocab_size(model)
         self.cache_shape = probe_cache_shape(self.module)
+        # Group by tensor identity: tied names share one _Weight, so that loading any of them serves all places.
         weights: dict[int, _Weight] = {}
         for name, tensor in self.module.state_dict(keep_vars=True).items():
             weight = weights.setdefault(id(tensor), _Weight([], [], tensor))
@@ -129,7 +131,7 @@ class BorrowedModel:
         came: dict[str, torch.Size] = {}
         for name, tensor in self.expected.fitting(tensors, came):
             weight = self._by_name[name]
-            if weight.owned is None:
+            if weight.owned is None:  # allocated when it first arrives, reused in later syncs
                 weight.owned = torch.empty_like(weight.empty, device=self.device)
                 weight.bind(weight.owned)
             weight.owned.copy_(tensor)

@@ -28,6 +28,7 @@ def fenced() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+        # Restore the function before calling it: vLLM's replacement is still installed.
         torch.set_num_threads = set_threads
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)

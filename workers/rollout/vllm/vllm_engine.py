@@ -111,6 +111,7 @@ class VLLMRollout(Rollout):
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests. Also raises ValueError for an id that is unfinished. On any error none of the requests is queued."""
+        # Not at the top of the module: vLLM reads environment variables on import, see import_vllm.
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -121,7 +122,7 @@ class VLLMRollout(Rollout):
             params = SamplingParams(**sampling_arguments(request, self.max_length), output_kind=RequestOutputKind.FINAL_ONLY)
             prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
             asked = processor.process_inputs(str(request.id), prompt, params, supported_tasks=tasks)
-            processor.assign_request_id(asked)
+            processor.assign_request_id(asked)  # vLLM's own id, under which outputs arrive
             self.engine.engine_core.add_request(asked)
             self._answers[asked.request_id] = RunningAnswer(request, asked.request_id)
             self._counters["prompt_tokens"] += len(request.prompt_ids)
@@ -185,6 +186,7 @@ class VLLMRollout(Rollout):
         of another shape; the engine then has no weights.
         """
         self._check_takes_weights("load_weights")
+        # Cleared first: if loading fails, the engine may hold a mixture of old and new weights.
         self._weights_there = self._base_there = False
         self._drop_cached()
         came: dict[str, torch.Size] = {}
@@ -263,6 +265,7 @@ class VLLMRollout(Rollout):
 
     def _drop_cached(self) -> None:
         """Invalidate the KV cache: forget prefixes, and return running requests to the queue."""
+        # Keys and values of old weights must not be continued with new ones: a refusal is an error.
         if not self.engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM did not drop its prefix cache: answers would go on from keys and values of old weights")
 
@@ -384,6 +387,7 @@ def make_engine(arguments: dict[str, Any]) -> Any:
     from vllm.v1.engine import core
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    # Called when the engine shuts down; vLLM's own function would destroy the trainer's process group.
     core.cleanup_dist_env_and_memory = leave_groups
     return LLMEngine.from_engine_args(EngineArgs(**arguments))
 

@@ -109,6 +109,7 @@ def layers_of(runner: Any) -> Mapping[str, Any]:
 @contextmanager
 def unwrapped(model: nn.Module) -> Iterator[None]:
     """Context in which the LoRA layers are replaced by the base layers that they wrap, so that weights have their usual names."""
+    # Collected before anything is replaced: set_submodule changes the tree that named_modules iterates over.
     wrapped = [
         (path, layer) for path, layer in model.named_modules(remove_duplicate=False) if isinstance(layer, BaseLayerWithLoRA)
     ]
@@ -149,6 +150,7 @@ def held_adapter(worker: Any, expected: ExpectedAdapter) -> list[HeldWeight]:
     for path, layer in layers_of(runner).items():
         weight = f"{path}.weight"
         whole = Part(weight, 0, sum(layer.output_slices), 0, 0, sum(layer.output_slices))
+        # No parts: the layer is the trainer's as a whole.
         for i, part in enumerate(parts_of(path, "weight", layer.base_layer, fused, {}) or [whole]):
             a, b = (f"{PREFIX}{part.name.removesuffix('.weight')}.lora_{side}.weight" for side in "AB")
             if a in expected.weights.shapes:  # the adapter may leave out members of a fused layer

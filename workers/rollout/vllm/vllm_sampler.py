@@ -56,6 +56,7 @@ class SeededSampler(Sampler):
                 kept = apply_top_k_top_p(logits.float() / temperature, asked.top_k, asked.top_p)
                 given, _ = self._drawn(kept, torch.ones_like(temperature), uniform, None)
             if not asked.all_random:
+                # Greedy rows get their token here; -1 leaves the others to be sampled below.
                 given = torch.where(greedy, logits.argmax(-1, keepdim=True), -1 if given is None else given)
         tokens, log_probs = self._drawn(logits, temperature, uniform, given)
         ids, ranks = tokens.int(), torch.zeros(len(tokens), dtype=torch.int32, device=tokens.device)

@@ -63,6 +63,7 @@ def held_weights(model: nn.Module, tied: Mapping[str, str], dtype: torch.dtype, 
     for path, module in model.named_modules():
         for leaf in dict(module.named_parameters(recurse=False)):
             parts = parts_of(path, leaf, module, fused, tied)
+            # Packed copies take precedence: the layer does not compute with the parameter then.
             if own := packed(module, leaf, parts):
                 found += own
             elif parts:
