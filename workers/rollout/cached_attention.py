@@ -33,7 +33,7 @@ class CacheSpan:
 
 
 class Attends(Protocol):
-    """What the model's forward accepts as ``step``."""
+    """Interface of the model forward's argument ``step``."""
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
@@ -87,7 +87,7 @@ class StepAttention:
         assert isinstance(layer, int)
         # Write before reading: a decoding token attends to itself through the cache.
         self.cache.write(layer, self.places, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        parts = []
+        parts = []  # outputs in the order of the tokens: decoding rows first
         if n:
             parts.append(self._decode(layer, query[0, :, :n].transpose(0, 1), scaling, sliding_window)[None])
         if self.prompts is not None:

@@ -196,6 +196,7 @@ class EmbeddedRollout(Rollout):
         if not ended.any():
             return []
         sequences = rows.collect(np.flatnonzero(ended))
+        # Request ids, not rows: removing rows below renumbers them.
         by_stop = {sequence.request.id for sequence in rows["sequence"][stopped]}
         self._remove(ended)
         return self._completed(sequences, ["stop" if s.request.id in by_stop else "length" for s in sequences])

@@ -90,7 +90,7 @@ class SharedBucket:
         self._mapped = False
 
     def handle(self) -> tuple[int, Tensor]:
-        """What other processes open the filled bucket by: its number and its memory, empty if they have it mapped already.
+        """Handle by which other processes open the filled bucket: its number and memory, empty if they have it mapped already.
 
         Call once per use, and send the result to all processes.
         """

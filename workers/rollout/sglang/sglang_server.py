@@ -204,7 +204,7 @@ class Server:
         self.engine.resume_memory_occupation(tags=tags)
 
     def facts(self) -> dict[str, Any]:
-        """What the first rank's scheduler reported after start-up."""
+        """Report of the first rank's scheduler after start-up, such as the size of the KV cache."""
         return dict(self.engine._scheduler_init_result.scheduler_infos[0])
 
 

@@ -23,6 +23,7 @@ class FileNames:
         """
         weights = model.state_dict(keep_vars=True)
         self._names: dict[str, list[str]] = {}
+        # Fused experts have three dimensions; a model without such weights keeps all names.
         if not any(weight.dim() == 3 for weight in weights.values()):
             return
         for name, weight in weights.items():

@@ -116,7 +116,7 @@ class WeightSync:
             self._version = version
             sampled = self.config.verify_weights == "sample" and not self._base_stays
             sample = WeightSample(self._due() if sampled else [])
-        came: dict[str, None] = {}
+        came: dict[str, None] = {}  # names of the stream, in order
 
         def sampled_stream() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in self._stream():
