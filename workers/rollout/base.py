@@ -1,4 +1,9 @@
-"""What every rollout engine is: token ids in, token ids out. No tokenizer, no algorithm."""
+"""The interface of rollout engines: token ids in, token ids and log-probs out. No tokenizer, no algorithm.
+
+An engine (embedded, vLLM, SGLang) implements ``Rollout``: requests are submitted, ``step`` returns the completions that finished,
+weights arrive with ``load_weights`` or ``share_weights``, and ``sleep`` and ``wake`` hand device memory back and forth between
+trainer and engine.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """temperature 0 is greedy. top_k -1 and top_p 1 keep all tokens. max_tokens counts the response.
+    """Sampling parameters of a request.
 
-    stop_token_ids end an answer and are part of it; with ignore_eos they do not end it.
+    temperature: 0 is greedy. top_k: -1 keeps all tokens. top_p: 1 keeps all tokens. max_tokens: maximum length of the response.
+    stop_token_ids: tokens that end a response and are part of it. ignore_eos: stop_token_ids do not end the response.
     """
 
     temperature: float
@@ -36,7 +42,10 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """seed fixes every draw of this answer, whatever else is in the batch."""
+    """A prompt to generate a response for.
+
+    seed: determines the random number of every token of the response, independently of the other requests in the batch.
+    """
 
     id: int
     prompt_ids: tuple[int, ...]
@@ -46,8 +55,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """log_probs: log_softmax(logits / temperature) over the whole vocabulary, before top-k and top-p, of each token;
-    at temperature 0, of the logits as they are. weight_version: what the last load_weights was given.
+    """The response to a request.
+
+    log_probs: of each token, log_softmax(logits / temperature) over the whole vocabulary, before top-k and top-p; at temperature
+    0, log_softmax(logits). finish_reason: "stop" by a stop token, "length" by max_tokens or max_model_len, "abort" by ``abort``.
+    weight_version: version of the engine's weights when the response finished.
     """
 
     id: int
@@ -59,8 +71,11 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class RolloutSpec:
-    """All a rollout engine is built from. max_model_len: prompt and response together, tokens. run_dir: where it tells how far it
-    is, see progress.py; None: nowhere."""
+    """Everything that a rollout engine is built from.
+
+    max_model_len: maximum length of prompt and response together, in tokens. run_dir: directory for progress reports
+    (progress.py); None: no reports.
+    """
 
     model: ModelConfig
     rollout: RolloutEngineConfig
@@ -70,24 +85,26 @@ class RolloutSpec:
 
 
 class EngineAsleep(RuntimeError):
-    """The engine was asked to work while its weights or its cache were away."""
+    """A call needs weights or a KV cache that are asleep or not loaded."""
 
 
 def check_requests(requests: Sequence[Request], unfinished: Collection[int], *, max_length: int, vocab_size: int) -> set[int]:
-    """Refuses what no engine can answer, before one is asked. max_length: prompt and response together, tokens.
+    """Validate ``requests`` before they reach an engine; returns the ids that are unfinished once they are queued.
 
-    Returns the ids that are unfinished with these. Raises ValueError.
+    unfinished: ids of earlier requests. max_length: maximum length of prompt and response together, in tokens. Raises ValueError,
+    naming the request, for an id that is unfinished, an empty or too long prompt, a token outside the vocabulary, or
+    max_tokens < 1.
     """
-    ids = set(unfinished)
+    ids = set(unfinished)  # a copy: a rejected call must not change what the caller regards as unfinished
     for request in requests:
         length = len(request.prompt_ids)
         if request.id in ids:
             raise ValueError(f"request {request.id}: this id is unfinished")
         if not length:
             raise ValueError(f"request {request.id}: empty prompt")
-        if length + 1 > max_length:
+        if length + 1 > max_length:  # a response has at least one token
             raise ValueError(f"request {request.id}: prompt of {length} tokens + 1 > max_model_len {max_length}")
-        for token in (min(request.prompt_ids), max(request.prompt_ids)):
+        for token in (min(request.prompt_ids), max(request.prompt_ids)):  # the extremes bound all others
             if not 0 <= token < vocab_size:
                 raise ValueError(f"request {request.id}: token {token} is outside the vocabulary of {vocab_size}")
         if request.sampling.max_tokens < 1:
@@ -97,39 +114,45 @@ def check_requests(requests: Sequence[Request], unfinished: Collection[int], *, 
 
 
 class Rollout(ABC):
+    """A rollout engine as seen by one rank.
+
+    State: weights and KV cache sleep and wake independently. ``step`` requires both to be awake and weights to have been loaded
+    or shared since they woke; EngineAsleep names what is missing, so that a forgotten sync cannot go unnoticed.
+    """
+
     tensor_parallel_size = 1
-    """Consecutive ranks that are one engine: they get the same calls with the same arguments, and answer alike."""
+    """Number of consecutive ranks that form one engine. They receive the same calls with the same arguments."""
     takes_driver_memory = False
-    """On CUDA its memory does not come from this process's torch allocator: what that caches is not free for the engine."""
+    """On CUDA, the engine allocates outside this process's torch allocator; blocks that torch caches are not free for it."""
     keeps_weights = False
-    """What load_weights has brought outlives sleep, so that load_adapter alone has to follow."""
+    """Weights loaded by load_weights survive sleep, so that only load_adapter has to follow."""
     _weights_awake = _cache_awake = True
     _weights_there = False
-    """Loaded or shared, since the engine was made or its weights woke."""
+    """Weights were loaded or shared since the engine was built or its weights woke."""
     _version = -1
-    """Of these weights."""
+    """Version of these weights."""
     progress: Progress | None = None
-    """Is told how far ``generate`` is."""
+    """Receives the progress of ``generate``."""
 
     @abstractmethod
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests. Raises ValueError, naming the request, for an empty or too long prompt or a foreign token."""
+        """Queue requests. Raises ValueError, naming the request, for an empty or too long prompt or a token out of range."""
 
     @abstractmethod
     def step(self) -> list[Completion]:
-        """One decode step for all that run; the completions that ended in it. Raises EngineAsleep."""
+        """Run one decode step for all running requests; returns the completions that finished in it. Raises EngineAsleep."""
 
     @abstractmethod
     def abort(self, ids: Sequence[int] | None = None) -> list[Completion]:
-        """End these requests (all, if None) now, with what they have."""
+        """End these requests (None: all) now; returns their partial responses."""
 
     @property
     @abstractmethod
     def unfinished(self) -> int:
-        """Requests that wait or run."""
+        """Number of requests that wait or run."""
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """All completions, in the order of the requests."""
+        """Generate a completion for each request, in the order of the requests."""
         self.submit(requests)
         done: dict[int, Completion] = {}
         tokens = 0
@@ -144,60 +167,68 @@ class Rollout(ABC):
         return [done[request.id] for request in requests]
 
     def in_its_names(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        """The trainer's weights, which have the names of transformers' modules, as load_weights takes them and held_weights names
-        them: views. An engine that is transformers' own takes them as they are."""
+        """Rename and split the trainer's weights into the tensors that load_weights takes and held_weights names, as views.
+
+        weights: named as transformers' modules. An engine that runs transformers' modules takes them unchanged.
+        """
         return weights
 
     @abstractmethod
     def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Copy weights (names of in_its_names, full tensors) into the engine and drop what depends on the old ones."""
+        """Copy weights into the engine and drop whatever depends on the old ones (KV and prefix caches).
+
+        weights: full tensors, named as by in_its_names.
+        """
 
     def share_weights(self, weights: dict[str, Tensor], version: int) -> bool:
-        """Use the trainer's own tensors, no copy. False: this engine, or these tensors, cannot; call load_weights."""
+        """Use the trainer's own tensors without a copy. Returns False if this engine cannot use them; then call load_weights."""
         return False
 
     def load_adapter(self, config: LoraConfig, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Replace the LoRA adapter that lies beside the weights, which load_weights has brought; answers from now on are with it.
+        """Replace the LoRA adapter on top of the base weights that load_weights copied; later responses use the new one.
 
-        weights: under peft's names for files, full tensors. With ``lora_sync=adapter`` alone; raises ValueError for what does not
-        fit. Engines that have no adapters are refused when the configuration is checked.
+        weights: full tensors under the names of peft's files. Used only with ``lora_sync=adapter``. Raises ValueError for weights
+        that do not fit. Engines without adapters are rejected when the configuration is checked.
         """
         raise ValueError(f"actor_rollout_ref.rollout.lora_sync=adapter: {type(self).__name__} takes no adapters")
 
     @abstractmethod
     def held_weights(self, *, exact: bool) -> Sequence[HeldWeight]:
-        """What this rank computes with, all of it, for verification: read when its weights have been loaded, or are shared.
+        """All weights that this rank computes with, for verification. Read after weights were loaded or shared.
 
-        Of the trainer's tied names, the first. exact: each number by itself is wanted, even where that is dear.
+        Tied tensors have the first of their names in the trainer. exact: compare element-wise even if expensive.
         """
 
     def held_adapter(self) -> Sequence[HeldWeight]:
-        """The same of the adapter that load_adapter has brought, under peft's names for files."""
+        """All tensors of the adapter from load_adapter, under the names of peft's files; empty without an adapter."""
         return ()
 
     def read_held(self, lines: Sequence[Lines]) -> Iterable[list[Tensor]]:
-        """``HeldWeight.read`` for each; an engine that is asked over a wire answers all at once."""
+        """Call ``HeldWeight.read`` for each item. Engines in another process override this to read all in one round trip."""
         return (chosen.held.read(chosen.start, chosen.stop) for chosen in lines)
 
     @abstractmethod
     def sleep(self) -> None:
-        """Give back the memory of the cache and of weights that are not shared."""
+        """Release the memory of the KV cache and of weights that are not shared."""
 
     @abstractmethod
     def wake(self, *, weights: bool, kv_cache: bool) -> None:
-        """Take memory back. After waking weights, load_weights or share_weights must follow."""
+        """Reacquire memory. Waking weights leaves them undefined: load_weights or share_weights must follow."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of what the engine holds of this process, so that it can hold another engine."""
+        """Release all resources that the engine holds in this process, so that the process can build another engine."""
 
     @abstractmethod
     def stats(self) -> dict[str, float]:
-        """Counters since the last call: prompt_tokens, response_tokens, decode_steps, cache_bytes; and cached_tokens, of prompts,
-        which the cache had and nothing computed, where the engine tells.
+        """Counters since the last call.
+
+        prompt_tokens, response_tokens, decode_steps, cache_bytes and, if the engine reports it, cached_tokens: prompt tokens that
+        were found in the cache instead of computed.
         """
 
     def _check_awake(self) -> None:
+        # In the order of a sync (wake weights, load, wake cache), so that the message names the first call that is missing.
         if not self._weights_awake:
             raise EngineAsleep("step: the weights are asleep; call wake(weights=True), then load_weights or share_weights")
         if not self._weights_there:

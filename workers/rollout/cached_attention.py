@@ -1,4 +1,8 @@
-"""Attention of the embedded engine: one token of each running row over the KV cache, and whole prompts beside them."""
+"""Attention of the embedded engine: one forward mixes decoding rows, which attend to the KV cache, and whole prompts.
+
+transformers calls ``cached_attention`` in every layer, as the attention implementation CACHED_ATTENTION. The state of the step is
+not global: it travels as the keyword argument ``step`` of the model's forward.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ CACHED_ATTENTION = "tandem_cached"
 
 @dataclass(frozen=True, slots=True)
 class CacheSpan:
-    """rows: how many read this chunk; start, stop: the positions they read in it."""
+    """One chunk of the cache as read in a step: rows [0, rows) read the positions [start, stop)."""
 
     chunk: int
     rows: int
@@ -29,20 +33,24 @@ class CacheSpan:
 
 
 class Attends(Protocol):
+    """Interface of the model forward's argument ``step``."""
+
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> Tensor: ...
 
 
 class StepAttention:
-    """Attention in one forward over flat tokens: one token of each decoding row, then whole prompts, end to end.
+    """Attention in one forward over flat tokens: one token of each decoding row, then the prompts, concatenated.
 
-    Both go into the cache. Decoding rows attend to their row of the cache, prompts to themselves.
+    Keys and values of both are written to the cache. Decoding rows attend to their row of the cache, prompts to themselves.
     """
 
     def __init__(self, cache: KVCache, lengths: np.ndarray, prompt_lengths: Sequence[int]) -> None:
-        """lengths: tokens the n decoding rows have in the cache so far; theirs are rows [0, n). prompt_lengths: of the
-        prompts, the longest first, which fill rows [n, n + prompts)."""
+        """lengths (n,): tokens already in the cache for the decoding rows, which are rows [0, n).
+
+        prompt_lengths: lengths of the prompts, in descending order; they fill rows [n, n + prompts).
+        """
         self.cache, self.lengths = cache, lengths
         self.decoding = len(lengths)
         self.prompts = PackedRows.of(prompt_lengths, cache.device) if prompt_lengths else None
@@ -51,9 +59,10 @@ class StepAttention:
         self.positions = np.concatenate([lengths, *prompt_positions])
         self.places = cache.places(np.concatenate([np.arange(self.decoding), prompt_rows]), self.positions)
         chunks = cache.chunks_of(lengths + 1)
+        # A span is a prefix of the rows, so a row is read as far as any row after it reaches: maximum over the suffix.
         last_reader = np.maximum.accumulate(chunks[::-1])[::-1]
         self.excess = int((last_reader - chunks).sum())
-        """Chunks that are read for rows which do not reach so far."""
+        """Number of chunks that are read for rows that do not reach them; 0 if rows are ordered by length."""
         longest = int(lengths.max(initial=-1)) + 1
         self.spans = [
             CacheSpan(chunk, int((last_reader > chunk).sum()), start, min(start + cache.chunk, round_up(longest, LANES)))
@@ -73,11 +82,12 @@ class StepAttention:
         sliding_window: int | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """query (1, heads, T, D), key and value (1, kv heads, T, D) -> (1, T, heads, D)."""
+        """Attend over the flat tokens: query (1, heads, T, D), key and value (1, kv heads, T, D) -> (1, T, heads, D)."""
         n, layer = self.decoding, module.layer_idx
         assert isinstance(layer, int)
+        # Write before reading: a decoding token attends to itself through the cache.
         self.cache.write(layer, self.places, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        parts = []
+        parts = []  # outputs in the order of the tokens: decoding rows first
         if n:
             parts.append(self._decode(layer, query[0, :, :n].transpose(0, 1), scaling, sliding_window)[None])
         if self.prompts is not None:
@@ -87,12 +97,16 @@ class StepAttention:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _decode(self, layer: int, query: Tensor, scaling: float | None, window: int | None) -> Tensor:
-        """query (n, heads, D) -> (n, heads, D). The heads that share a kv head are the rows of one matrix product."""
+        """Attend one token per row to the cache: query (n, heads, D) -> (n, heads, D).
+
+        The heads that share a kv head (grouped-query attention) are the rows of one matrix product.
+        """
         n, heads, head_dim = query.shape
         kv_heads = self.cache.shape.kv_heads
         keys, values = (pool[layer].flatten(1, 2) for pool in self.cache.pools)
         query = (query * (head_dim**-0.5 if scaling is None else scaling)).reshape(n * kv_heads, heads // kv_heads, head_dim)
         mask = self._mask(window)
+        # Rows that end before a chunk are not computed there: their scores stay -inf, hence probability 0.
         scores = query.new_full((n, heads, mask.shape[-1]), -math.inf)
         for span in self.spans:
             rows, width = span.rows, span.stop - span.start
@@ -101,6 +115,7 @@ class StepAttention:
             columns = slice(span.start, span.stop)
             torch.add(products, mask[:rows, :, columns], out=scores[:rows, :, columns])
         probs = scores.softmax(-1, dtype=torch.float32).to(query.dtype).view(n * kv_heads, heads // kv_heads, -1)
+        # All rows read the first chunk, which creates the output; later chunks add to the rows that reach them.
         first, *others = self.spans
         out = torch.bmm(probs[:, :, : first.stop], values[0, : n * kv_heads, : first.stop])
         for span in others:
@@ -110,7 +125,7 @@ class StepAttention:
         return out.view(n, heads, -1)
 
     def _mask(self, window: int | None) -> Tensor:
-        """0 where a decoding row may look, -inf elsewhere: (n, 1, columns)."""
+        """Additive mask (n, 1, columns): 0 where a decoding row attends, -inf elsewhere. Cached per window size."""
         if window not in self._masks:
             column, last = np.arange(self.spans[-1].stop), self.lengths[:, None]
             seen = (column <= last) if window is None else (column <= last) & (column > last - window)
@@ -129,12 +144,15 @@ def cached_attention(
     step: Attends,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers calls this in every attention layer, with the ``step`` that the forward was given."""
+    """Attention implementation for transformers, called in every attention layer with the forward's ``step``."""
     return step.attend(module, query, key, value, attention_mask, **kwargs), None
 
 
 class ShapeProbe:
-    """Finds the shapes of keys and values by a forward on the meta device, instead of from a config's many dialects."""
+    """Record the shapes of keys and values in a forward on the meta device.
+
+    Configs name these sizes in too many ways to read them from there.
+    """
 
     def __init__(self) -> None:
         self.layers: dict[int, tuple[int, int, int]] = {}
@@ -149,11 +167,14 @@ class ShapeProbe:
 
 
 def probe_cache_shape(model: PreTrainedModel) -> CacheShape:
-    """model: a causal LM on the meta device. Raises ValueError for attention that the cache cannot hold."""
+    """Determine the shape of the KV cache of ``model``, a causal LM on the meta device.
+
+    Raises ValueError if layers differ in the shapes of keys and values, which the cache cannot hold.
+    """
     probe = ShapeProbe()
     tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     experts = model.get_experts_implementation()
-    model.set_experts_implementation("batched_mm")  # the others have no meta device
+    model.set_experts_implementation("batched_mm")  # the other implementations do not run on the meta device
     model(input_ids=tokens, position_ids=tokens, use_cache=False, step=probe)
     model.set_experts_implementation(experts)
     shapes = set(probe.layers.values())

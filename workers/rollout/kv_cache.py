@@ -1,10 +1,15 @@
-"""The embedded engine's keys and values.
+"""KV cache of the embedded engine: chunked along the sequence, with rows ordered by length.
 
-Rows [0, n) of the cache are the running sequences, the longest first as far as that is cheap to keep. Time is cut into chunks.
-A chunk holds all rows' tokens of its span, and attention reads, chunk by chunk, rows up to the last one that reaches so
-far: nobody pays for the longest row, growing copies little, and a full chunk is one stream of memory. That reads at about
-twice the speed of strips cut from a cache with room at the end of every row (256 rows of 64 tokens, 2 heads of 64, fp32,
-one thread: 1.35 ms a layer against 2.9).
+Problem: decoding reads the whole cache in every step, and rows have different lengths. A dense (rows, longest) cache reads
+padding for every short row, and growing it copies everything.
+
+Idea: positions are divided into chunks of equal length. A chunk stores the tokens of all rows in its span contiguously. Rows
+[0, n) are the running sequences, the longest first as far as that order is cheap to maintain. Attention reads chunk by chunk, in
+each only the rows up to the last one that reaches it. Short rows therefore do not pay for the longest one, growing copies little,
+and a full chunk is one sequential read: about twice as fast as slices of a cache with spare room at the end of every row (256
+rows of 64 tokens, 2 heads of 64, fp32, one thread: 1.35 ms per layer instead of 2.9 ms).
+
+Cost: rows out of order are read beyond their end (``StepAttention.excess``), and restoring the order copies rows.
 """
 
 from __future__ import annotations
@@ -16,12 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LANES = 16  # lengths of chunks and widths of score matrices are multiples of this: softmax over fewer columns runs unvectorised
+# Chunk lengths and widths of score matrices are multiples of this: softmax over fewer columns is not vectorised.
+LANES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What one token needs in each layer."""
+    """Number of layers, and the dimensions of one token's keys and values in each."""
 
     layers: int
     kv_heads: int
@@ -30,45 +36,53 @@ class CacheShape:
 
 
 class KVCache:
-    """pools: keys and values, each (layers, chunks, slots, kv heads, chunk length, head dim)."""
+    """Keys and values of the running rows.
+
+    pools: keys and values, each (layers, chunks, slots, kv heads, chunk length, head dim). Allocated by ``reserve``; a new cache
+    holds no memory.
+    """
 
     def __init__(self, shape: CacheShape, max_rows: int, max_length: int, dtype: torch.dtype, device: torch.device) -> None:
+        """max_rows: maximum number of running sequences. max_length: maximum length of prompt and response, in tokens."""
         self.shape, self.max_rows, self.dtype, self.device = shape, max_rows, dtype, device
-        # Small chunks waste little at the end of rows, many of them cost dispatch: on a GPU that is what counts.
+        # Small chunks waste little at the end of rows, but each chunk costs kernel launches, which dominate on a GPU.
         smallest, most = (64, 16) if device.type == "cpu" else (512, 4)
         self.chunk = round_up(min(max_length, max(smallest, math.ceil(max_length / most))), LANES)
         self.max_chunks = math.ceil(max_length / self.chunk)
         self.drop()
 
     def drop(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self.slots = 0
         self.pools: list[Tensor] = []
-        self.clean: list[int] = []  # of each chunk, rows [0, clean) are finite
+        self.clean: list[int] = []  # per chunk: rows [0, clean) contain finite numbers
 
     @property
     def nbytes(self) -> int:
         return sum(pool.nbytes for pool in self.pools)
 
     def chunks_of(self, lengths: np.ndarray) -> np.ndarray:
+        """Number of chunks that rows of these lengths reach into, int64 (n,)."""
         return -(-lengths // self.chunk)
 
     def reserve(self, rows: int, length: int, *, kept: int, expected_rows: int) -> None:
-        """Make room for ``rows`` rows of up to ``length`` tokens. The first ``kept`` rows keep what they have.
+        """Allocate room for ``rows`` rows of up to ``length`` tokens. The first ``kept`` rows keep their contents.
 
-        expected_rows: how many may come soon, so that slots grow once.
+        expected_rows: number of rows expected soon, so that slots grow only once.
         """
         chunks, capacity = int(self.chunks_of(np.array(length))), len(self.clean)
         if kept == 0:
             self.clean = [0] * capacity
         if rows > self.slots or chunks > capacity:
             if chunks > capacity:
+                # Doubling makes the total cost of copies linear in the final length.
                 capacity = min(max(chunks, 2 * capacity, math.ceil(256 / self.chunk)), self.max_chunks)
             self.slots = max(rows, min(expected_rows, self.max_rows))
             before = [min(clean, kept) for clean in self.clean]
             self.clean = before + [0] * (capacity - len(before))
             self.pools = [self._grown(i, len(before), kept) for i in range(2)]
-        # Stale numbers are masked, but 0 * NaN is NaN: what attention may read must be finite.
+        # Attention masks stale positions with probability 0, but 0 * NaN is NaN: uninitialised memory that it may read must be
+        # finite, so it is zeroed once.
         for chunk in range(chunks):
             if self.clean[chunk] < rows:
                 for pool in self.pools:
@@ -85,14 +99,17 @@ class KVCache:
         return pool
 
     def copy(self, source: np.ndarray, target: np.ndarray, lengths: np.ndarray) -> None:
-        """Rows ``source`` to rows ``target``, the first ``lengths`` tokens of each. Every source is read before it is written."""
-        runs: list[list[int]] = []  # source, length, first and last of neighbouring targets that get the same
+        """Copy the first ``lengths`` tokens of rows ``source`` to rows ``target``; all int64 (n,).
+
+        Every source is read before any target is written, so that source and target may overlap (a permutation of rows).
+        """
+        runs: list[list[int]] = []  # source, length, first and last of adjacent targets with the same source
         for row, place, length in zip(source.tolist(), target.tolist(), lengths.tolist(), strict=True):
             if runs and runs[-1][:2] == [row, length] and runs[-1][3] == place - 1:
                 runs[-1][3] = place
             else:
                 runs.append([row, length, place, place])
-        # One strip at a time: indexing with tensors copies element by element, 6 times slower for a single row.
+        # One slice at a time: advanced indexing copies element by element, 6 times slower for a single row.
         for pool in self.pools:
             strips = []
             for row, length, first, last in runs:
@@ -102,13 +119,13 @@ class KVCache:
                 pool[:, chunk, first : last + 1, :, : strip.shape[3]] = strip
 
     def places(self, rows: np.ndarray, positions: np.ndarray) -> Tensor:
-        """Where ``write`` puts the tokens of these rows at these positions: int64 (T * kv heads,)."""
+        """Indices at which ``write`` stores tokens; rows and positions (T,). Returns int64 (T * kv heads,)."""
         chunk, offset = np.divmod(positions, self.chunk)
         strip = (chunk * self.slots + rows)[:, None] * self.shape.kv_heads + np.arange(self.shape.kv_heads)
         return torch.from_numpy((strip * self.chunk + offset[:, None]).ravel()).to(self.device)
 
     def write(self, layer: int, places: Tensor, key: Tensor, value: Tensor) -> None:
-        """key, value: (T, kv heads, D)."""
+        """Store key and value (T, kv heads, D) of one layer at ``places``."""
         for pool, states in zip(self.pools, (key, value), strict=True):
             pool[layer].view(-1, states.shape[-1]).index_copy_(0, places, states.reshape(-1, states.shape[-1]))
 

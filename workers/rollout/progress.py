@@ -1,4 +1,8 @@
-"""How far an engine is with the answers that it was asked for: a few numbers in a file, for whoever looks meanwhile."""
+"""Progress of a generation: each engine writes a few counters to a file that the display of the controller polls.
+
+A generation is one long remote call, so the worker cannot report by its return value. A fixed-size record at offset 0 of a file
+needs neither a lock nor a connection, and costs one system call per SECONDS.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,12 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-SECONDS = 0.1  # between writes
+SECONDS = 0.1  # minimum interval between writes
 _NUMBERS = struct.Struct("<qqqd")
 
 
 class Standing(NamedTuple):
-    """done: answers that have ended, of ``asked``, with so many tokens. begun: seconds since 1970."""
+    """done: finished responses. asked: requested responses. tokens: total of the finished ones. begun: seconds since 1970."""
 
     done: int
     asked: int
@@ -22,20 +26,22 @@ class Standing(NamedTuple):
 
 
 class Progress:
-    """The writing end. What it writes is read whole or not at all: one small write at a time."""
+    """Writer of one engine's progress file. Each update is one small write, so a reader never sees half a record."""
 
     def __init__(self, path: Path) -> None:
+        # First the private log directory: with parents=True alone mkdir would create it with default permissions.
         path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
         self._asked, self._begun, self._next = 0, 0.0, 0.0
 
     def begin(self, asked: int) -> None:
+        """Start a generation of ``asked`` responses."""
         self._asked, self._begun = asked, time.time()
         self._write(0, 0)
 
     def tell(self, done: int, tokens: int) -> None:
-        """Cheap enough for every step of an engine."""
+        """Record progress; writes at most every SECONDS, and always the last response, so that every engine step may call it."""
         if done == self._asked or time.monotonic() >= self._next:
             self._write(done, tokens)
 
@@ -48,12 +54,14 @@ class Progress:
 
 
 def progress_file(run_dir: Path, engine: int) -> Path:
+    """Path of the progress file of engine number ``engine``."""
     return run_dir / "logs" / "progress" / f"engine_{engine}"
 
 
 def read_progress(run_dir: Path) -> Standing:
-    """Of all engines whose files are within reach, together; begun: the first of them."""
+    """Sum the progress of all engines whose files this machine can read; ``begun`` is the earliest of them."""
     files = (run_dir / "logs" / "progress").glob("engine_*")
+    # A file of another size was created a moment ago and not written yet.
     found = [_NUMBERS.unpack(told) for path in files if len(told := path.read_bytes()) == _NUMBERS.size]
     if not found:
         return Standing(0, 0, 0, 0.0)

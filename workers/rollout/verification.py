@@ -1,7 +1,14 @@
-"""Proof, read on the engine's side, that it computes with the trainer's weights; see docs/rollout.md.
+"""Weight verification: read back the engine's weights after a sync and compare them with the trainer's; see docs/rollout.md.
 
-What an engine holds is cut into lines. In a sample, a sync reads some lines of it, others each time, and all of them within
-TURNS syncs. What they must be is taken from the stream while it goes by, so there is no second copy of the model.
+Problem: an engine's loader fuses, shards, casts and packs weights. A tensor that is dropped or misplaced there need not raise an
+error, and the run would silently sample from another model than it trains. Comparing everything after each sync would gather
+the trainer's weights twice and read the whole model.
+
+Idea: the engine's weights are divided into lines. With verify_weights=sample each sync reads 1/TURNS of all lines, different ones
+each time, and any TURNS consecutive syncs read every line once. The expected values are copied from the weight stream while it
+passes, so there is no second copy of the model. Equality is bitwise unless an engine can only be probed with a computation.
+
+Cost: 1/TURNS of the model in memory and reads per sync; an error in a single number is found after at most TURNS syncs.
 """
 
 from __future__ import annotations
@@ -15,22 +22,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-TURNS = 64
-CALL = 2**16  # bytes that are read and compared while a weight is looked at
-AT_ONCE = 2**24  # bytes of a weight, when all are read
+TURNS = 64  # syncs until every line has been read
+CALL = 2**16  # fixed cost of reading one weight, in bytes that could be read and compared in the same time
+AT_ONCE = 2**24  # bytes of a weight read at a time, when all lines are compared
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers as wide as a number of so many bytes."""
+"""{bytes per number: integer type of that width}, for bitwise comparison."""
 
 
 class WeightMismatch(RuntimeError):
-    """The engine does not hold what the trainer has."""
+    """The engine's weights differ from the trainer's."""
 
 
 class HeldWeight(ABC):
-    """A tensor of an engine as the engine computes with it, cut into ``lines`` that can be read.
+    """A tensor as the engine computes with it, divided into ``lines`` that can be read separately.
 
-    names: the trainer's tensors it is made of, one for each part. line_bytes: of a line of all parts. cost: of comparing a line;
-    computed: it is the cost of computing, else of reading. The two are not weighed against each other.
+    names: the trainer's tensors that it consists of, one per part. line_bytes: bytes of a line over all parts. cost: relative
+    cost of comparing a line. computed: the cost is one of computing instead of reading; the two are never added up.
     """
 
     names: tuple[str, ...]
@@ -41,16 +48,18 @@ class HeldWeight(ABC):
 
     @abstractmethod
     def expected(self, part: int, tensor: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor | float]:
-        """What lines [start, stop) of this part must be if the trainer's tensor ``names[part]`` is ``tensor``, and how far
-        off rounding may put each number. Copies."""
+        """Expected values of lines [start, stop) of a part, and the tolerance of each number; both are copies.
+
+        tensor: the trainer's tensor ``names[part]``.
+        """
 
     @abstractmethod
     def read(self, start: int, stop: int) -> list[Tensor]:
-        """Lines [start, stop) of each part, as the engine holds them now."""
+        """Current values of lines [start, stop) of each part in the engine."""
 
 
 class PlainWeight(HeldWeight):
-    """A parameter, or some rows of it, that equals the trainer's tensor, or a part of it, in the engine's dtype."""
+    """A parameter (or rows of it) that equals the trainer's tensor (or a part of it) in the engine's dtype. A line is a row."""
 
     def __init__(
         self,
@@ -59,9 +68,9 @@ class PlainWeight(HeldWeight):
         part: Callable[[Tensor], Tensor] = torch.atleast_1d,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """held: the engine's numbers, now; part: where in the trainer's tensor they are. Both give views, of one shape.
+        """held: returns the engine's current tensor. part: selects the same numbers from the trainer's tensor. Both return views.
 
-        dtype: which the engine takes weights in, if some parameters are wider.
+        dtype: the dtype in which the engine receives weights, if it keeps some parameters in a wider one.
         """
         self.names = (name,)
         self._held, self._part = held, part
@@ -79,6 +88,7 @@ class PlainWeight(HeldWeight):
                 f"{len(rows)}; which is not known here. verify_weights=off leaves weights unproven"
             )
         rows = rows[start:stop]
+        # A wider parameter holds the rounded number: round as the engine did on loading, then widen.
         if self._taken_in != self._dtype:
             rows = rows.to(self._taken_in)
         return rows.to(self._dtype, copy=True), 0.0
@@ -89,7 +99,7 @@ class PlainWeight(HeldWeight):
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """[start, stop) of a held weight."""
+    """Lines [start, stop) of a held weight."""
 
     held: HeldWeight
     start: int
@@ -104,47 +114,52 @@ Read = Callable[[Sequence[Lines]], Iterable[list[Tensor]]]
 
 
 def cost_of_reading(line_bytes: int, lines: int) -> int:
-    """Of each line: its bytes, and its share of the call."""
+    """Cost of reading one line: its bytes plus its share of the weight's fixed cost CALL."""
     return line_bytes + CALL // max(1, lines)
 
 
 def due(weights: Sequence[HeldWeight], turn: int) -> Iterator[Lines]:
-    """What is read in this turn. Any TURNS turns in a row read every line of every weight once, and cost much the same each.
+    """Select the lines to read in this turn. Any TURNS consecutive turns read every line once, at about equal cost per turn.
 
-    A turn has a TURNS-th of the cost in one piece: few weights, for each is a call. A line is read in the turn that its beginning
-    falls into.
+    All lines are placed end to end on an axis of cost; a turn gets one contiguous interval of 1/TURNS of it. Contiguous, because
+    every weight that is touched costs a call. A line belongs to the turn in which it begins.
     """
+    # Reading and computing have separate axes: their costs are not comparable, and each turn should contain its share of both.
     for computed in (False, True):
         alike = [(held, held.lines * held.cost) for held in weights if held.computed == computed]
         whole = sum(cost for _, cost in alike)
         low, high = (whole * (turn % TURNS + i) // TURNS for i in range(2))
         for held, cost in alike:
-            if low < cost and high > 0:
+            if low < cost and high > 0:  # rounded up at both ends: a line that begins before ``low`` belongs to an earlier turn
                 start, stop = (min(max(0, -(-bound // held.cost)), held.lines) for bound in (low, high))
                 if start < stop:
                     yield Lines(held, start, stop)
-            low, high = low - cost, high - cost
+            low, high = low - cost, high - cost  # relative to the beginning of the next weight
 
 
 def everything(held: HeldWeight) -> Iterator[Lines]:
+    """All lines of a weight, about AT_ONCE bytes at a time."""
     step = max(1, AT_ONCE // max(1, held.line_bytes))
     for start in range(0, held.lines, step):
         yield Lines(held, start, min(start + step, held.lines))
 
 
 class Findings:
-    """What comparing has found so far. nbytes: of the engine's weights, compared."""
+    """Accumulated result of comparisons. nbytes: bytes of the engine's weights that were compared."""
 
     def __init__(self) -> None:
         self.nbytes = 0
         self.wrong: dict[str, tuple[int, int, float]] = {}
-        """{trainer's name: (numbers that are off, numbers read, by how much at most)}"""
+        """{trainer's name: (numbers that differ, numbers compared, largest difference)}"""
 
     def compare(self, name: str, got: Tensor, want: Tensor, slack: Tensor | float) -> None:
+        """Compare one tensor; differences up to ``slack`` are accepted, and NaN equals NaN."""
         if same_bits(got, want):
             return
+        # At least float32: a difference in bfloat16 would itself be rounded.
         wide = torch.promote_types(got.dtype, torch.float32)
         difference = (got.to(wide) - want.to(wide)).abs()
+        # Negated, so that a NaN difference counts as wrong: every comparison with NaN is false.
         off = ~(difference <= slack) & ~(got.isnan() & want.isnan())
         if off.any():
             count, read, by = self.wrong.get(name, (0, 0, 0.0))
@@ -152,6 +167,7 @@ class Findings:
             self.wrong[name] = count + int(off.sum()), read + off.numel(), max(by, worst)
 
     def raise_if_wrong(self, version: int, engine: str, rank: int) -> None:
+        """Raises WeightMismatch, naming the first tensor that differs."""
         if not self.wrong:
             return
         name, (count, read, by) = next(iter(self.wrong.items()))
@@ -163,8 +179,11 @@ class Findings:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """False proves nothing. On CPU numpy compares, 5 (float32) to 9 (bfloat16) times as fast as torch.equal in the processor's
-    cache, 1.5 to 2.4 times outside of it."""
+    """Fast path: whether two tensors are bitwise identical. False does not imply that numbers differ (dtype, -0.0).
+
+    On CPU numpy compares: 5 (float32) to 9 (bfloat16) times as fast as torch.equal within the processor's cache, 1.5 to 2.4 times
+    outside of it.
+    """
     if one.dtype != other.dtype:
         return False
     one, other = (tensor.view(WORDS[tensor.itemsize]) for tensor in (one, other))
@@ -172,7 +191,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 class WeightSample:
-    """One turn's lines, taken from the stream on the way, and read from the engine when it has loaded."""
+    """The lines of one turn: expected values are copied from the stream, and compared once the engine has loaded."""
 
     def __init__(self, lines: Sequence[Lines]) -> None:
         self._lines = lines
@@ -181,11 +200,13 @@ class WeightSample:
         self.names = self._places.keys()
 
     def take(self, name: str, tensor: Tensor) -> None:
+        """Copy what this turn needs of one tensor of the stream."""
         for i, part in self._places.get(name, ()):
             chosen = self._lines[i]
             self._wanted[i, part] = chosen.held.expected(part, tensor, chosen.start, chosen.stop)
 
     def compare(self, found: Findings, read: Read) -> None:
+        """Read the lines from the engine and compare; each expected value is released once it was used."""
         for i, (chosen, got) in enumerate(zip(self._lines, read(self._lines), strict=True)):
             found.nbytes += chosen.nbytes
             for part, name in enumerate(chosen.held.names):
@@ -193,7 +214,7 @@ class WeightSample:
 
 
 def compare_all(weights: Sequence[HeldWeight], stream: Iterator[tuple[str, Tensor]], found: Findings, read: Read) -> None:
-    """Every line, with a second stream of the trainer's tensors. A weight of several parts waits until all have come."""
+    """Compare every line with a second stream of the trainer's tensors. A fused weight waits until all its parts have arrived."""
     places = places_of(weights)
     came: list[dict[int, Tensor]] = [{} for _ in weights]
     for name, tensor in stream:
@@ -207,11 +228,11 @@ def compare_all(weights: Sequence[HeldWeight], stream: Iterator[tuple[str, Tenso
                 found.nbytes += lines.nbytes
                 for k, got in enumerate(values):
                     found.compare(held.names[k], got, *held.expected(k, parts[k], lines.start, lines.stop))
-            parts.clear()
+            parts.clear()  # releases the gathered tensors before the stream yields the next one
 
 
 def compare_identity(weights: Sequence[HeldWeight], shared: Mapping[str, Tensor], found: Findings) -> None:
-    """Where the engine works with the trainer's own tensors, they are equal because they are the same."""
+    """Verify shared weights: the engine's tensors must be the trainer's own (same address, shape and dtype)."""
     for held in weights:
         for name, got in zip(held.names, held.read(0, held.lines), strict=True):
             theirs = shared[name]
@@ -222,7 +243,7 @@ def compare_identity(weights: Sequence[HeldWeight], shared: Mapping[str, Tensor]
 
 
 def places_of(weights: Sequence[HeldWeight]) -> dict[str, list[tuple[int, int]]]:
-    """{trainer's name: (which weight, which part of it), for all it is in}."""
+    """Index by trainer's name: {name: [(index of a held weight, part of it), ...]}."""
     places: dict[str, list[tuple[int, int]]] = {}
     for i, held in enumerate(weights):
         for part, name in enumerate(held.names):
@@ -231,7 +252,10 @@ def places_of(weights: Sequence[HeldWeight]) -> dict[str, list[tuple[int, int]]]
 
 
 def check_places(weights: Sequence[HeldWeight], came: Collection[str]) -> None:
-    """On a rank that holds any, every tensor of the trainer has its place, and the other way round. Raises ValueError."""
+    """Raises ValueError unless the trainer's tensors and the names of held weights match one to one.
+
+    Ranks without held weights are skipped. came: names of the trainer's tensors in the stream.
+    """
     known = {name for held in weights for name in held.names}
     if weights and (unknown := sorted(known ^ set(came))):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What vLLM's worker takes for the parts of its start, under the names of StartTimes."""
+"""Start-up timing of vLLM's worker: device, model, profiling and graph capture, recorded in ``START``."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from workers.start_times import START
 
 
 class TimedStart:
-    """Stands before a worker of vLLM's among the bases of a class."""
+    """Mixin that times the start-up methods of a vLLM worker. List it before the worker among the base classes."""
 
     def init_device(self) -> Any:
         with START("device"):
-            return super().init_device()  # type: ignore[misc] # the worker's
+            return super().init_device()  # type: ignore[misc] # method of the vLLM worker, the next base
 
     def load_model(self, **kwargs: Any) -> Any:
         with START("model"):
             return super().load_model(**kwargs)  # type: ignore[misc]
 
     def determine_available_memory(self) -> Any:
-        """A pass over the longest batch, for which the model is compiled."""
+        """Profile the longest batch. The model is compiled for this pass, so compilation is part of this time."""
         with START("compile and profile"):
             return super().determine_available_memory()  # type: ignore[misc]
 

@@ -1,6 +1,11 @@
-"""The embedded rollout engine: transformers' own modules, a cache and a scheduler of ours, in the trainer's process.
+"""The embedded rollout engine: transformers' modules with a KV cache and a scheduler, in the trainer's process.
 
-One step is one forward over flat tokens: one of each running answer, and whole prompts of requests that enter.
+Continuous batching: one step is one forward over flat tokens, one of each running sequence and the whole prompts of requests that
+enter. Equal prompts (the responses of a group) are computed once and copied in the cache. If the trainer's weights are not
+sharded and have the same dtype, the engine uses them without a copy.
+
+Cost: when weights change or the engine sleeps, the cache is dropped. Unfinished sequences return to the queue with their tokens,
+and are processed again like prompts.
 """
 
 from __future__ import annotations
@@ -21,13 +26,16 @@ from workers.rollout.sampling import sample, uniforms
 from workers.rollout.sync.expected_weights import BorrowedModel
 from workers.rollout.verification import HeldWeight
 
-PROMPT_TOKENS_AT_ONCE = 8192  # a step's prompts, not counting repeated ones; bounds the memory of activations
-WORTH_GIVING_BACK = 64 << 20  # bytes; the process pays for it with all that the trainer's next step takes anew
+PROMPT_TOKENS_AT_ONCE = 8192  # prompt tokens per step, repeated prompts counted once; bounds the memory of activations
+# Bytes from which sleep returns freed memory to the system: afterwards the trainer's next step has to request its pages again.
+WORTH_GIVING_BACK = 64 << 20
 COUNTERS = ("prompt_tokens", "response_tokens", "decode_steps", "cache_bytes", "cached_tokens")
-MOVE_COST = 3  # of a chunk, in reads of a chunk by attention: what putting rows in order must earn back
+MOVE_COST = 3  # cost of moving a chunk, in units of one read of a chunk by attention
 
 
 class EmbeddedRollout(Rollout):
+    """Rollout engine in the trainer's process and on its device; each rank is an engine of its own."""
+
     def __init__(self, spec: RolloutSpec) -> None:
         self.device = torch.device(spec.device)
         dtype = getattr(torch, spec.rollout.dtype)
@@ -44,7 +52,7 @@ class EmbeddedRollout(Rollout):
     # Requests
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Also raises ValueError for an id that is unfinished. On any error none of the requests is queued."""
+        """Queue requests. Also raises ValueError for an id that is unfinished. On any error none of the requests is queued."""
         ids = check_requests(requests, self._ids, max_length=self.max_length, vocab_size=self.model.vocab_size)
         for request in requests:
             self._waiting.append(RowSequence(request, self._submitted))
@@ -57,7 +65,10 @@ class EmbeddedRollout(Rollout):
 
     @torch.inference_mode()
     def abort(self, ids: Sequence[int] | None = None) -> list[Completion]:
-        """In order of submission. An id that is not unfinished is passed over: it may have ended meanwhile."""
+        """End requests and return their partial responses in order of submission.
+
+        Ids that are not unfinished are ignored: the request may have finished in the meantime.
+        """
         chosen = self._ids if ids is None else self._ids.intersection(ids)
         gone = np.array([sequence.request.id in chosen for sequence in self.rows.sequences], dtype=bool)
         aborted = self.rows.collect(np.flatnonzero(gone))
@@ -74,15 +85,21 @@ class EmbeddedRollout(Rollout):
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        """Raises FloatingPointError, naming a request, where the model's logits are not finite."""
+        """Run one decode step. Raises FloatingPointError, naming a request, where the model's logits are not finite.
+
+        Rows of the step, in this order: running ones; forks, whose prompt a running row has in the cache; one row for each new
+        prompt; repeats of these prompts. The forward computes all but the repeats.
+        """
         self._check_awake()
         if not self._ids:
             return []
+        # Before anything enters: it moves rows, and the indices below refer to their final places.
         self._put_in_order()
         rows, kept = self.rows, self.rows.n
         holders, prompts, repeated = self._enter()
         longest = int(rows["cached"].max()) + 1
         self.cache.reserve(rows.n, longest, kept=kept, expected_rows=rows.n + len(self._waiting))
+        # A fork copies the cache of its prompt except for the last token, which it decodes in this step.
         forks = np.arange(kept, kept + len(holders))
         self.cache.copy(holders, forks, rows["cached"][forks])
 
@@ -90,6 +107,7 @@ class EmbeddedRollout(Rollout):
         attention = StepAttention(self.cache, rows["cached"][:decoding].copy(), [len(prompt) for prompt in prompts])
         self._excess += attention.excess
         logits = self._forward(attention, [rows["last_token"][:decoding], *prompts])
+        # Repeats copy the complete prompt, which only now is in the cache, and share its logits: each samples with its own seed.
         if len(repeated):
             source, target = repeated + decoding, np.arange(rows.n - len(repeated), rows.n)
             self.cache.copy(source, target, rows["cached"][target] + 1)
@@ -101,7 +119,7 @@ class EmbeddedRollout(Rollout):
         return self._append(answer[0].astype(np.int64), answer[1].astype(np.float32))
 
     def _put_in_order(self) -> None:
-        """The rows that reach furthest first, once rows out of place have cost attention as much as moving them will."""
+        """Sort rows by length, longest first, once attention has wasted as much on unsorted rows as moving them costs."""
         if not self._excess:
             return
         chunks = self.cache.chunks_of(self.rows["cached"] + 1)
@@ -111,11 +129,11 @@ class EmbeddedRollout(Rollout):
             self._excess = 0
 
     def _enter(self) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
-        """Waiting requests become rows, in order of submission, while there is room.
+        """Turn waiting requests into rows, in order of submission, while there is room.
 
-        First those whose prompt a running row has in the cache: they copy it and decode its last token. Then one for each
-        other prompt, the longest first, then the repeats of these. Returns the running row of each of the first, the
-        prompts, and which prompt each repeat repeats.
+        Row order: forks (a running row has the prompt in its cache), one row per other prompt with the longest first, repeats of
+        these prompts. Returns the running row that each fork copies (forks,), the prompts, and the index of the prompt that each
+        repeat copies (repeats,).
         """
         rows = self.rows
         room = min(self.max_rows - rows.n, len(self._waiting))
@@ -130,7 +148,7 @@ class EmbeddedRollout(Rollout):
                 continue
             if known not in groups:
                 tokens += len(known)
-                if groups and tokens > PROMPT_TOKENS_AT_ONCE:
+                if groups and tokens > PROMPT_TOKENS_AT_ONCE:  # a single longer prompt still enters, by itself
                     break
                 groups[known] = []
             groups[known].append(self._waiting.popleft())
@@ -138,6 +156,7 @@ class EmbeddedRollout(Rollout):
         repeats = [(i, sequence) for i, prompt in enumerate(prompts) for sequence in groups[prompt][1:]]
         entered = forks + [groups[prompt][0] for prompt in prompts] + [sequence for _, sequence in repeats]
         rows.add(entered)
+        # Sequences with tokens were requeued by new weights: their prompt was counted when they first entered.
         self._counters["prompt_tokens"] += sum(len(s.request.prompt_ids) for s in entered if not s.token_ids)
         found = [(fork, 1) for fork in forks] + [(sequence, 0) for _, sequence in repeats]  # a fork computes its last token
         self._counters["cached_tokens"] += sum(len(s.request.prompt_ids) - anew for s, anew in found if not s.token_ids)
@@ -145,9 +164,12 @@ class EmbeddedRollout(Rollout):
         return holders, [np.array(prompt) for prompt in prompts], np.array([i for i, _ in repeats], dtype=np.int64)
 
     def _forward(self, attention: StepAttention, token_ids: list[np.ndarray]) -> Tensor:
-        """token_ids: the decoding rows' last tokens, and each prompt. The next token's logits of each: (rows + prompts, V)."""
+        """Logits of the next token of each decoding row and each prompt: (rows + prompts, V).
+
+        token_ids: the decoding rows' last tokens, then the tokens of each prompt.
+        """
         ends = np.cumsum([len(ids) for ids in token_ids])
-        wanted: Tensor | int = 0  # all
+        wanted: Tensor | int = 0  # all positions
         if len(token_ids) > 1:
             wanted = self._tensor(np.concatenate([np.arange(ends[0]), ends[1:] - 1]))
         output = self.model.module(
@@ -160,6 +182,7 @@ class EmbeddedRollout(Rollout):
         return output.logits[0]
 
     def _append(self, token_ids: np.ndarray, log_probs: np.ndarray) -> list[Completion]:
+        """Append a token to every row, remove the rows that ended, and return their completions."""
         rows = self.rows
         if not np.isfinite(log_probs).all():
             request = rows["sequence"][np.flatnonzero(~np.isfinite(log_probs))[0]].request
@@ -173,17 +196,19 @@ class EmbeddedRollout(Rollout):
         if not ended.any():
             return []
         sequences = rows.collect(np.flatnonzero(ended))
+        # Request ids, not rows: removing rows below renumbers them.
         by_stop = {sequence.request.id for sequence in rows["sequence"][stopped]}
         self._remove(ended)
         return self._completed(sequences, ["stop" if s.request.id in by_stop else "length" for s in sequences])
 
     def _remove(self, gone: np.ndarray) -> None:
-        """gone: bool (n,). The last rows fill the holes."""
+        """Remove the rows in ``gone``, bool (n,), and fill the gaps with the last rows: few copies instead of shifting all."""
         left = len(gone) - int(gone.sum())
         self._move(left + np.flatnonzero(~gone[left:]), np.flatnonzero(gone[:left]))
         self.rows.truncate(left)
 
     def _move(self, source: np.ndarray, target: np.ndarray) -> None:
+        """Copy rows in cache and table; the cache first, since it needs the lengths before the table changes."""
         self.cache.copy(source, target, self.rows["cached"][source])
         self.rows.move(source, target)
 
@@ -193,13 +218,16 @@ class EmbeddedRollout(Rollout):
     # Weights and memory
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Raises ValueError, naming weights that are missing, unexpected or of another shape; the engine then has none."""
+        """Copy weights from the stream.
+
+        Raises ValueError, naming weights that are missing, unexpected or of another shape; the engine then has no weights.
+        """
         self._begin_weights("load_weights")
         self.model.load(weights)
         self._weights_there, self._version = True, version
 
     def share_weights(self, weights: dict[str, Tensor], version: int) -> bool:
-        """False for another dtype or device than the engine's. Raises ValueError as load_weights does."""
+        """Use the trainer's tensors. Returns False if dtype or device differ from the engine's. Raises as load_weights does."""
         self._begin_weights("share_weights")
         self._weights_there = self.model.share(weights)
         if self._weights_there:
@@ -210,18 +238,19 @@ class EmbeddedRollout(Rollout):
         return self.model.held()
 
     def _begin_weights(self, call: str) -> None:
-        """Running answers wait for the new weights: what they have is kept, and computed anew."""
+        """Requeue running sequences: they keep their tokens, whose keys and values are recomputed with the new weights."""
         self._check_takes_weights(call)
         self._weights_there = False
         self._requeue()
 
     def _requeue(self) -> None:
+        """Return all rows to the front of the queue, in order of submission."""
         self._waiting.extendleft(reversed(self.rows.collect(np.arange(self.rows.n))))
         self.rows.truncate(0)
         self._excess = 0
 
     def sleep(self) -> None:
-        """Unfinished requests stay, and go on where they are once the engine works again."""
+        """Release cache and copied weights. Unfinished requests are kept and resume after wake and new weights."""
         self._requeue()
         freed = self.cache.nbytes + self.model.owned_bytes
         self.cache.drop()
@@ -231,7 +260,7 @@ class EmbeddedRollout(Rollout):
         self._weights_awake = self._weights_there = self._cache_awake = False
 
     def wake(self, *, weights: bool, kv_cache: bool) -> None:
-        """The cache takes memory as requests need it, weights as they are loaded."""
+        """Allocates nothing: the cache grows as requests need it, and weights are allocated as they are loaded."""
         self._weights_awake |= weights
         self._cache_awake |= kv_cache
 
@@ -239,7 +268,7 @@ class EmbeddedRollout(Rollout):
         self.sleep()
 
     def stats(self) -> dict[str, float]:
-        """cache_bytes is the largest since the last call; a prompt counts for each request that has it."""
+        """Counters since the last call. cache_bytes is the maximum; a prompt counts once for each of its requests."""
         counters = dict(self._counters)
         self._counters = dict.fromkeys(counters, 0.0)
         return counters

@@ -1,4 +1,4 @@
-"""The worker's side of SGLang's own processes: start, end, and weights through shared memory."""
+"""The worker's side of SGLang's processes: start, shutdown, and buckets of weights in shared memory."""
 
 from __future__ import annotations
 
@@ -24,57 +24,63 @@ CLOSE_SECONDS = 10.0
 
 
 class Client(Calls):
-    """An engine in a process of its own, which ends with this one. ranks: the weights of each (sglang_scheduler.Weights)."""
+    """An engine in a child process, which ends with this process.
+
+    facts: SGLang's report of the first rank after start-up. ranks: one connection per rank, to its sglang_scheduler.Weights.
+    """
 
     def __init__(self, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-        """Returns when the engine has started. arguments: of SGLang's ServerArgs. Raises EngineDied."""
+        """Start the engine and wait until it is ready. arguments: of SGLang's ServerArgs. Raises EngineDied."""
         ours, theirs = socket.socketpair()
-        with Listener(family="AF_UNIX", backlog=arguments["tp_size"]) as listener:  # in a folder that is this process's alone
-            with theirs:
+        with Listener(family="AF_UNIX", backlog=arguments["tp_size"]) as listener:  # in a private temporary directory
+            with theirs:  # closes this process's copy after the start: only then does the engine's exit show as end of file
                 process = subprocess.Popen(
                     [sys.executable, "-m", "workers.rollout.sglang.sglang_server", str(os.getpid()), str(theirs.fileno())],
                     env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(import_path()), RANKS: str(listener.address)},
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # a terminal's Ctrl-C is for the controller
+                    start_new_session=True,  # Ctrl-C in a terminal reaches the controller only
                 )
             super().__init__(process, Connection(ours.detach()))
+            # multiprocessing authenticates processes that open shared tensors by this key: it must be the same on both sides.
             self._send(bytes(multiprocessing.current_process().authkey), dict(arguments))
             try:
                 self.facts: dict[str, Any] = self._answer("start")
+                # The ranks' threads connected during the start; the backlog of the listener holds their connections until here.
                 self.ranks = [Calls(process, listener.accept()) for _ in range(arguments["tp_size"])]
-            except BaseException:  # Ctrl-C among them: nobody has it yet who could close it
+            except BaseException:  # includes KeyboardInterrupt: no caller has this object yet that could close it
                 self._end()
                 raise
 
     def begin_on_ranks(self, method: str, *args: Any) -> None:
-        """The same on each."""
+        """Send a call to each rank."""
         for rank in self.ranks:
             rank.begin(method, *args)
 
     def wait_for_ranks(self, left: int = 0) -> None:
+        """Wait until each rank has at most ``left`` outstanding calls."""
         for rank in self.ranks:
             rank.wait(left)
 
     def close(self) -> None:
-        """Its processes have ended when this returns."""
-        self._connection.close()
+        """Stop the engine; its processes have ended when this returns."""
+        self._connection.close()  # the server exits at the end of its calls
         try:
             self._process.wait(CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
             self._end()
 
     def _end(self) -> None:
-        """Now, whatever it does; its children go with it."""
+        """Kill the engine at once; its children end with it."""
         self._process.kill()
         self._process.wait()
 
 
 class SharedBucket:
-    """Memory that other processes see, for one bucket of weights after the other. number: they know it by that.
+    """Shared memory for one bucket of weights at a time. number: identifies the bucket in the other processes.
 
-    On CPU it is kept from one sync to the next, and stays mapped there: to take new pages, or to map them anew, costs several
-    times what filling them does.
+    On CPU the memory is kept between syncs and stays mapped in the other processes: allocating or mapping pages costs several
+    times as much as filling them. On CUDA it is released after each sync.
     """
 
     def __init__(self, number: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -84,7 +90,11 @@ class SharedBucket:
         self._mapped = False
 
     def handle(self) -> tuple[int, Tensor]:
-        """What the others find it by, when it is filled: its number, and the memory, empty if they have it. For all of them."""
+        """Handle by which other processes open the filled bucket: its number and memory, empty if they have it mapped already.
+
+        Call once per use, and send the result to all processes.
+        """
+        # Copies on the trainer's stream must be complete: other processes do not wait for it.
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         memory = self._nothing if self._mapped else self._memory
@@ -92,18 +102,21 @@ class SharedBucket:
         return self.number, memory
 
     def let_go(self) -> None:
-        """Of memory of a GPU, which others need now; torch keeps what other processes had open until it is collected."""
+        """Release GPU memory, which the engine needs now. torch keeps blocks that other processes had open until ipc_collect."""
         if self.device.type == "cuda":
             self._memory = self._nothing
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
 
     def room(self, numel: int) -> Tensor:
-        """(numel,) of the bucket's type. What was there before is lost. Raises RuntimeError if there is too little."""
+        """Memory for ``numel`` numbers of the bucket's dtype, (numel,); earlier contents are lost.
+
+        Raises RuntimeError if /dev/shm has too little free space.
+        """
         if numel > len(self._memory):
-            self._memory, self._mapped = self._nothing, False  # let go of the old before taking the new
+            self._memory, self._mapped = self._nothing, False  # free the old memory before allocating the new
             nbytes = numel * self.dtype.itemsize
-            if self.device.type == "cpu" and (free := shutil.disk_usage(SHARED).free) < nbytes:  # else: killed by SIGBUS
+            if self.device.type == "cpu" and (free := shutil.disk_usage(SHARED).free) < nbytes:  # else: SIGBUS
                 raise RuntimeError(
                     f"{SHARED} has {free} bytes free, and {nbytes} bytes of weights go to SGLang at once: make it larger, or "
                     "actor_rollout_ref.rollout.update_weights_bucket_megabytes smaller"
@@ -112,9 +125,10 @@ class SharedBucket:
         return self._memory[:numel]
 
     def views(self, named: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """The weights, cast, in the shared memory. What was there before is lost. Raises RuntimeError if there is too little."""
+        """Copy weights into the shared memory, cast to its dtype; returns them as views. Raises RuntimeError as ``room`` does."""
         sizes = [tensor.numel() for _, tensor in named]
         places = starts(sizes, ALIGNMENT // self.dtype.itemsize)
         memory = self.room(places[-1])
+        # strict=False: places has one element more than sizes, the total.
         rooms = [memory[start : start + size] for start, size in zip(places, sizes, strict=False)]
         return [(name, room.view(tensor.shape).copy_(tensor)) for (name, tensor), room in zip(named, rooms, strict=True)]

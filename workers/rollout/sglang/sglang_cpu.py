@@ -1,4 +1,8 @@
-"""What SGLang needs on CPU alone: arguments, environment, and stand-ins for packages made for CUDA. Not loaded on CUDA."""
+"""SGLang on CPU: arguments, environment, and stand-ins for CUDA-only packages. Not used on CUDA.
+
+SGLang imports sgl_kernel, torchvision and triton also on CPU, without calling anything in them. An import hook in SGLang's own
+processes provides empty modules for those that are not installed; nothing on disk and nothing in the trainer changes.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +23,14 @@ from torch.overrides import TorchFunctionMode
 from workers.rollout.base import RolloutSpec
 
 CUDA_ONLY = ("sgl_kernel", "torchvision", "triton")
-"""SGLang imports them on CPU too, and calls none of them there."""
+"""Packages that SGLang imports on CPU too, but does not call there."""
 
 
 def environment(tensor_parallel_size: int) -> dict[str, str]:
-    """SGLang wants a set of cores for each of its ranks; without its own kernels it does nothing with them."""
+    """Environment variables of SGLang's processes.
+
+    SGLANG_CPU_OMP_THREADS_BIND needs one set of cores per rank; without sgl_kernel SGLang does not use it.
+    """
     return {
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * tensor_parallel_size),
@@ -32,9 +39,9 @@ def environment(tensor_parallel_size: int) -> dict[str, str]:
 
 
 def completed(arguments: dict[str, Any], spec: RolloutSpec, token_bytes: int, engines: int) -> dict[str, Any]:
-    """Arguments with what there is on CPU, and a cache for all sequences at once, within gpu_memory_utilization.
+    """Complete ServerArgs for CPU: backends that exist there, and a KV cache for all sequences within gpu_memory_utilization.
 
-    token_bytes: a token's keys and values. engines: on this machine; they share the memory.
+    token_bytes: bytes of a token's keys and values. engines: number of engines on this machine, which share its memory.
     """
     share = int(psutil.virtual_memory().total * spec.rollout.gpu_memory_utilization) // engines
     wanted = spec.rollout.max_num_seqs * spec.max_model_len
@@ -43,6 +50,7 @@ def completed(arguments: dict[str, Any], spec: RolloutSpec, token_bytes: int, en
         "attention_backend": "torch_native",
         "lora_backend": "torch_native",
     }
+    # The right-most wins: engine_kwargs may override the defaults in ``plain``, but not the settings that CPU requires.
     return plain | arguments | {
         "device": "cpu",
         "base_gpu_id": 0,
@@ -53,16 +61,17 @@ def completed(arguments: dict[str, Any], spec: RolloutSpec, token_bytes: int, en
 
 
 def install_stand_ins() -> None:
-    """For this process: those of CUDA_ONLY that are not installed can be imported, and every name in them, to no effect."""
+    """Make the missing packages of CUDA_ONLY importable in this process, with any name in them; they have no effect."""
+    # Determined before the hook is installed, which would find all of them.
     missing = frozenset(name for name in CUDA_ONLY if find_spec(name) is None)
     sys.meta_path.append(_Finder(missing))
     if "torchvision" in missing:
-        for name in ("torchvision.transforms", "torchvision.transforms.v2"):  # the only value that SGLang takes from there
+        for name in ("torchvision.transforms", "torchvision.transforms.v2"):  # the only value that SGLang uses from there
             vars(importlib.import_module(name))["InterpolationMode"] = Interpolation
 
 
 class PageableMemory(TorchFunctionMode):
-    """SGLang's LoRA asks for pinned memory on CPU too, which there is with an accelerator alone: it gets ordinary memory."""
+    """Ignore requests for pinned memory: SGLang's LoRA makes them on CPU too, where torch raises without an accelerator."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.pin_memory:
@@ -71,6 +80,8 @@ class PageableMemory(TorchFunctionMode):
 
 
 class Interpolation(enum.Enum):
+    """Stand-in for torchvision's InterpolationMode."""
+
     NEAREST = "nearest"
     NEAREST_EXACT = "nearest-exact"
     BILINEAR = "bilinear"
@@ -81,6 +92,8 @@ class Interpolation(enum.Enum):
 
 
 class _Finder(MetaPathFinder, Loader):
+    """Import hook that provides a StandIn for every module below ``roots``. Appended to sys.meta_path: real modules win."""
+
     def __init__(self, roots: frozenset[str]) -> None:
         self.roots = roots
 
@@ -96,11 +109,14 @@ class _Finder(MetaPathFinder, Loader):
 
 
 class StandIn(ModuleType):
-    """A module in which every name is there: a class if it is spelt like one, else another of these. As a decorator it does
-    nothing; called for a result, it has none."""
+    """A module in which every name exists: a class if it is capitalised, otherwise another StandIn.
+
+    Usable as a decorator, with or without arguments, which returns the function unchanged; subscripts, unions and iteration have
+    no effect.
+    """
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__"):  # special names keep their meaning: absent unless they were set
             raise AttributeError(name)
         value = type(name, (), {"__init__": _ignore}) if name[0].isupper() else StandIn(f"{self.__name__}.{name}")
         setattr(self, name, value)

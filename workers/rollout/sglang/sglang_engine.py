@@ -1,7 +1,11 @@
-"""SGLang beside the trainer: the first rank of a replica drives one engine for all its ranks; the same code on CUDA and on CPU.
+"""Rollout engine SGLang: the first rank of a replica drives one engine for all its ranks, on CUDA and on CPU.
 
-The engine lives in processes of its own (sglang_server.py), children of that rank's worker. It generates on its
-own time, not step by step. What CPU alone needs is in sglang_cpu.py.
+The engine runs in processes of its own (sglang_server.py), children of that rank's worker. It generates continuously, not step by
+step: ``step`` returns what has finished since the last one. Before weights change or the engine sleeps, unfinished requests are
+aborted in SGLang; their tokens are kept here and become part of the prompt when they are submitted again.
+
+Weights travel through shared memory, two buckets alternately: one is filled while SGLang loads the other. Parts that are specific
+to CPU are in sglang_cpu.py.
 """
 
 from __future__ import annotations
@@ -35,18 +39,19 @@ if TYPE_CHECKING:
 
     from workers.rollout.sglang.sglang_lora import AdapterInSGLang
 
-AHEAD = 2**25  # bytes that are filled on CPU while SGLang takes as many: of a larger bucket less would be
+# Bucket size on CPU, in bytes. Filling overlaps with loading only between buckets, so larger buckets overlap less.
+AHEAD = 2**25
 NO_WEIGHTS = bytes(ForkingPickler.dumps([]))
-RESERVED = 8  # tokens of its context that SGLang keeps from prompts and answers (6 of them at 0.5.23)
+RESERVED = 8  # tokens of its context that SGLang does not give to prompts and responses (6 at 0.5.23)
 ENVIRONMENT = {
-    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by RESERVED; what requests may have is checked here
-    "SYNC_TOKEN_IDS_ACROSS_TP": "1",  # ranks of an engine go on with the same token, whatever they drew
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by RESERVED; request lengths are checked in submit
+    "SYNC_TOKEN_IDS_ACROSS_TP": "1",  # all ranks of an engine continue with the same token, whatever each of them sampled
 }
 
 
 @dataclass(slots=True)
 class Asked:
-    """A request that has not ended, and what has come of its answer. begun: SGLang is at it."""
+    """An unfinished request and its response so far. begun: it is submitted to SGLang."""
 
     request: Request
     token_ids: list[int] = field(default_factory=list)
@@ -55,10 +60,11 @@ class Asked:
 
     @property
     def name(self) -> str:
+        """Name in SGLang. The slash keeps names from being prefixes of each other: SGLang aborts by prefix."""
         return f"{self.request.id}/"
 
     def ended(self, reason: str, max_length: int) -> Literal["stop", "length", "abort"]:
-        """Why, when SGLang said ``reason``: one that is aborted at its last token has ended by itself."""
+        """Finish reason, given SGLang's. A request that was aborted right at its last token has finished by itself."""
         sampling = self.request.sampling
         if reason == "stop" or (
             self.token_ids[-1:] and self.token_ids[-1] in sampling.stop_token_ids and not sampling.ignore_eos
@@ -68,7 +74,10 @@ class Asked:
 
 
 class SGLangRollout(Rollout):
-    """On the other ranks of a replica there is no engine: they are told the same, answer nothing, and give their weights."""
+    """One rank of a replica. Only the first rank has an engine (``engine`` is None on the others).
+
+    The other ranks receive the same calls, return no completions, and take part in gathering weights.
+    """
 
     takes_driver_memory = True
 
@@ -76,7 +85,7 @@ class SGLangRollout(Rollout):
         self.tensor_parallel_size = spec.rollout.tensor_model_parallel_size
         self.max_length = spec.max_model_len
         self.dtype = DTYPES[spec.rollout.dtype]
-        allowed = spec.rollout.update_weights_bucket_megabytes * 2**20 // 2  # as many are gathered meanwhile
+        allowed = spec.rollout.update_weights_bucket_megabytes * 2**20 // 2  # half: the next bucket is gathered at the same time
         self.bucket_bytes = min(allowed, AHEAD) if spec.device == "cpu" else allowed
         self.device = torch.device("cpu") if spec.device == "cpu" else torch.device("cuda", place.local_rank)
         model = empty_model(spec.model, model_config(spec.model, "lm"), "lm", self.dtype).hf
@@ -91,11 +100,12 @@ class SGLangRollout(Rollout):
             self.adapter = AdapterInSGLang(spec.model)
             if spec.device == "cpu":
                 self.adapter.check_even(self.tensor_parallel_size)
+        # With an adapter the base survives sleep: in host memory on CUDA (enable_weights_cpu_backup), in place on CPU.
         self.keeps_weights = self.adapter is not None
         self._base_there = False
         self.engine: Client | None = None
         self._cache_bytes = 0.0
-        self._wait_for_replica()
+        self._wait_for_replica()  # before the engine starts, which allocates on every rank's device
         if place.rank % self.tensor_parallel_size == 0:
             arguments, environment = engine_arguments(spec, place.local_rank), ENVIRONMENT
             if self.adapter is not None:
@@ -106,7 +116,7 @@ class SGLangRollout(Rollout):
                 engines = place.world_size // self.tensor_parallel_size
                 arguments = sglang_cpu.completed(arguments, spec, token_bytes(spec, model), engines)
                 environment = ENVIRONMENT | sglang_cpu.environment(self.tensor_parallel_size)
-            with hold_port() as held:  # until the engine listens on it
+            with hold_port() as held:  # reserved until the engine listens on it
                 self.engine = Client({"nccl_port": held.getsockname()[1], **arguments}, environment)
             self._cache_bytes = float(self.engine.facts["max_total_num_tokens"] * token_bytes(spec, model))
         self._asked: dict[int, Asked] = {}
@@ -116,7 +126,7 @@ class SGLangRollout(Rollout):
     # Requests
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Also raises ValueError for an id that is unfinished. On any error none of the requests is queued."""
+        """Queue requests. Also raises ValueError for an id that is unfinished. On any error none of the requests is queued."""
         unfinished = {*self._asked, *(completion.id for completion in self._ended)}
         check_requests(requests, unfinished, max_length=self.max_length, vocab_size=self.vocab_size)
         if self.engine is not None:
@@ -129,7 +139,7 @@ class SGLangRollout(Rollout):
         return len(self._asked) + len(self._ended)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """All completions, in the order of the requests; none on ranks that have no engine."""
+        """Generate all completions, in the order of the requests; returns [] on ranks without an engine."""
         if self.engine is None:
             self._check_awake()
             self.submit(requests)
@@ -137,10 +147,13 @@ class SGLangRollout(Rollout):
         return super().generate(requests)
 
     def step(self) -> list[Completion]:
-        """What has ended since the last step; waits until something has. Raises FloatingPointError, naming a request, where
-        the model's logits are not finite."""
+        """Return what has finished since the last step, after waiting for at least one response.
+
+        Raises FloatingPointError, naming a request, where the model's logits are not finite.
+        """
         self._check_awake()
         waiting = [asked for asked in self._asked.values() if not asked.begun]
+        # _ended is filled by _recall, when a request finished just before its abort: return these without waiting for others.
         if self.engine is not None and not self._ended and self._asked:
             for asked in waiting:
                 asked.begun = True
@@ -151,7 +164,7 @@ class SGLangRollout(Rollout):
         return ended
 
     def _take(self, answers: list[tuple[str, list[int], list[float], str]]) -> None:
-        """Answers, or parts of them, that have come."""
+        """Append responses, or parts of aborted ones, to their requests; completes those that have finished."""
         for name, token_ids, log_probs, reason in answers:
             asked = self._asked[int(name.removesuffix("/"))]
             if not all(map(math.isfinite, log_probs)):
@@ -170,7 +183,10 @@ class SGLangRollout(Rollout):
         return Completion(asked.request.id, tuple(asked.token_ids), tuple(asked.log_probs), why, self._version)
 
     def abort(self, ids: Sequence[int] | None = None) -> list[Completion]:
-        """In order of submission. An id that is not unfinished is passed over; an answer that had ended says how."""
+        """End requests and return their completions: first those that had finished, with their finish reason, then partial ones.
+
+        Ids that are not unfinished are ignored. Partial responses are in order of submission.
+        """
         self._recall(ids)
         had_ended = {completion.id: completion for completion in self._ended if ids is None or completion.id in ids}
         self._ended = [completion for completion in self._ended if completion.id not in had_ended]
@@ -180,7 +196,7 @@ class SGLangRollout(Rollout):
         return [*had_ended.values(), *parts]
 
     def _recall(self, ids: Sequence[int] | None = None) -> None:
-        """SGLang is no longer at these (all, if None). What came of their answers is kept: they go on from there."""
+        """Abort these requests (None: all) in SGLang, but keep them with their tokens; the next step resumes them."""
         begun = [asked.name for asked in self._asked.values() if asked.begun and (ids is None or asked.request.id in ids)]
         if self.engine is not None and begun:
             self._take(self.engine.call("abort", begun))
@@ -191,43 +207,44 @@ class SGLangRollout(Rollout):
         return self._file_names.split(weights)
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Raises ValueError, naming weights that are missing, unexpected or of another shape; the engine then has none. Raises
-        RuntimeError with SGLang's words where it does not take them.
+        """Copy weights in buckets, cast to the engine's dtype; SGLang loads one and slices it per rank while the next is filled.
 
-        They go over a bucket at a time, cast to the engine's dtype, the next one being filled while SGLang takes one and cuts
-        out each rank's part. Running answers wait for the new weights: what they have is kept, and computed anew.
+        Running requests are recalled: they keep their tokens, whose keys and values are recomputed with the new weights. Raises
+        ValueError, naming weights that are missing, unexpected or of another shape, and RuntimeError with SGLang's message if it
+        rejects them; the engine then has no weights.
         """
         self._check_takes_weights("load_weights")
         self._recall()
         self._weights_there = self._base_there = False
         came: dict[str, torch.Size] = {}
-        if self.engine is None:
+        if self.engine is None:  # the stream is collective: consume it, and note what came for the check below
             for _ in self.expected.fitting(weights, came):
                 pass
         else:
             self.engine.begin("begin_update")
-            self.engine.begin("update", [NO_WEIGHTS] * self.tensor_parallel_size)  # or SGLang says why it takes none
+            # Buckets bypass SGLang's scheduler. An empty update goes through it first, and fails if SGLang refuses updates.
+            self.engine.begin("update", [NO_WEIGHTS] * self.tensor_parallel_size)
             fitting, shared = self.expected.fitting(weights, came), cycle(self._shared)
             for named in buckets(fitting, lambda item: item[1].numel() * self.dtype.itemsize, self.bucket_bytes):
-                self.engine.wait_for_ranks(left=1)  # the bucket before the last one has been taken: it is filled now
+                self.engine.wait_for_ranks(left=1)  # the bucket before the last one has been loaded: its memory can be refilled
                 bucket = next(shared)
                 filled = [(name, tuple(view.shape), view.storage_offset()) for name, view in bucket.views(named)]
-                named.clear()
-                self.engine.wait()
+                named.clear()  # releases the gathered tensors
+                self.engine.wait()  # raises what the calls above failed with, before any weight is written
                 self.engine.begin_on_ranks("load", *bucket.handle(), filled)
             self.engine.wait_for_ranks()
             self.engine.begin("end_update")
-            self.engine.call("flush")
+            self.engine.call("flush")  # cached keys and values are those of the old weights
             self._let_go()
         self.expected.check(came)
+        # With lora_sync=adapter the base alone is not the model that is trained: load_adapter completes it.
         self._base_there, self._weights_there, self._version = True, self.adapter is None, version
 
     def load_adapter(self, config: LoraConfig, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Raises ValueError, naming weights that are missing, unexpected or of another shape, RuntimeError with SGLang's words
-        where it does not take them, and EngineAsleep if it has no weights that the adapter could be beside. The engine then has
-        none.
+        """Replace the adapter, in a single transfer; SGLang keeps the shared memory until the next adapter.
 
-        It goes over at once; SGLang keeps its memory until the next comes.
+        Raises ValueError, naming weights that are missing, unexpected or of another shape, RuntimeError with SGLang's message if
+        it rejects them, and EngineAsleep without base weights. The engine then has no weights to generate with.
         """
         self._check_takes_weights("load_adapter")
         assert self.adapter is not None, "lora_sync=adapter alone"
@@ -239,6 +256,7 @@ class SGLangRollout(Rollout):
         if not self._base_there:
             raise EngineAsleep("load_adapter: the engine has no weights that it could be beside; call load_weights")
         if self.engine is not None:
+            # A new bucket each time, as SGLang keeps the memory of the current one.
             memory = SharedBucket(len(self._shared), torch.device("cpu"), self.dtype)
             views = memory.views(self.adapter.complete(named))
             filled = [(name, tuple(view.shape), view.storage_offset()) for name, view in views]
@@ -249,7 +267,7 @@ class SGLangRollout(Rollout):
         self._weights_there, self._version = True, version
 
     def held_weights(self, *, exact: bool) -> Sequence[HeldWeight]:
-        """On ranks that have no engine nothing can be read."""
+        """All weights of the engine; empty ones on ranks without an engine, where nothing can be read."""
         return self._held(self.expected)
 
     def held_adapter(self) -> Sequence[HeldWeight]:
@@ -265,15 +283,16 @@ class SGLangRollout(Rollout):
         return [[values] for values in self.read_weights(wanted)]
 
     def read_weights(self, wanted: Sequence[tuple[Any, int, int]]) -> list[Tensor]:
-        """wanted: (WeightInSGLang, start, stop). Numbers [start, stop) of the trainer's flattened tensor, as SGLang computes with
-        them, in the engine's dtype.
+        """Read numbers of the trainer's flattened tensors as SGLang computes with them, in the engine's dtype.
 
-        Every rank of the engine says what it has. NaN: none has it, or ranks have not the same. Raises RuntimeError with
-        the traceback from SGLang's process.
+        wanted: (WeightInSGLang, start, stop): numbers [start, stop) of that tensor. Every rank of the engine reports what it
+        holds. NaN means that no rank holds a number, or that ranks disagree. Raises RuntimeError with the traceback from SGLang's
+        process.
         """
         if self.engine is None or not wanted:
             return []
         sizes, ranks = [stop - start for _, start, stop in wanted], self.engine.ranks
+        # One copy per rank, in one shared buffer: each rank fills its own row, all at the same time.
         copies = self._shared[0].room(len(ranks) * sum(sizes)).view(len(ranks), -1)
         handle, which = self._shared[0].handle(), [(held.names[0], held.shape, start, stop) for held, start, stop in wanted]
         for rank, copy in zip(ranks, copies, strict=True):
@@ -283,11 +302,12 @@ class SGLangRollout(Rollout):
         return list(agreed(copies).split(sizes))
 
     def _let_go(self) -> None:
+        """Release the GPU memory of the buckets."""
         for bucket in self._shared:
             bucket.let_go()
 
     def sleep(self) -> None:
-        """Unfinished requests stay, and go on where they are once the engine works again. On CPU SGLang gives nothing back."""
+        """Unfinished requests are kept and resume after wake and new weights. On CPU SGLang releases no memory."""
         self._recall()
         awake = {"weights": self._weights_awake, "kv_cache": self._cache_awake}
         if self.engine is not None and any(awake.values()):
@@ -304,17 +324,20 @@ class SGLangRollout(Rollout):
         self._cache_awake |= kv_cache
 
     def _wait_for_replica(self) -> None:
-        """The engine's processes take memory of every rank's device: all ranks have released theirs when this returns."""
+        """Barrier: the engine allocates on every rank's device, so all ranks must have released their memory first."""
         if self.tensor_parallel_size > 1 and self.device.type == "cuda":
-            dist.all_reduce(torch.zeros(1))  # on CPU: a barrier of nccl's would itself take memory
+            dist.all_reduce(torch.zeros(1))  # over gloo: an NCCL barrier would allocate device memory
 
     def close(self) -> None:
         if self.engine is not None:
             self.engine.close()
 
     def stats(self) -> dict[str, float]:
-        """decode_steps: how often answers were waited for; SGLang's own steps it does not tell. cache_bytes: what the KV cache
-        takes while it is awake; a prompt counts for each request that has it."""
+        """Counters since the last call.
+
+        decode_steps: number of waits for responses, as SGLang does not report its own steps. cache_bytes: size of the KV cache
+        while it is awake. A prompt counts once for each of its requests.
+        """
         counters, self._counters = self._counters, self._zeros()
         return counters
 
@@ -323,7 +346,7 @@ class SGLangRollout(Rollout):
 
 
 class WeightInSGLang(HeldWeight):
-    """A tensor under the trainer's name, wherever SGLang has its numbers. A line is a number. Read by read_weights."""
+    """A tensor under the trainer's name, wherever SGLang keeps its numbers. A line is one number; read by read_weights only."""
 
     def __init__(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
         self.names, self.lines, self.line_bytes = (name,), math.prod(shape) if shape else 0, dtype.itemsize
@@ -338,18 +361,19 @@ class WeightInSGLang(HeldWeight):
 
 
 def agreed(copies: Tensor) -> Tensor:
-    """copies (ranks, n), NaN where a rank has none. What those say that have one, (n,); NaN where none has, or they differ.
+    """Combine the ranks' numbers: (ranks, n), NaN where a rank holds none, to (n,), NaN where none holds one or they differ.
 
-    Of one rank, a view.
+    With one rank, a view.
     """
     if len(copies) == 1:
         return copies[0]
+    # NaN becomes +inf for the minimum and -inf for the maximum; these are equal only if all numbers that are there agree.
     low = copies.nan_to_num(torch.inf, torch.inf, -torch.inf).amin(0)
     return torch.where(low == copies.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(0), low, torch.nan)
 
 
 def engine_arguments(spec: RolloutSpec, first_gpu: int) -> dict[str, Any]:
-    """Our keys as arguments of SGLang's ServerArgs."""
+    """Translate the rollout configuration to SGLang's ServerArgs. first_gpu: device index of the replica's first rank."""
     rollout = spec.rollout
     return {
         "model_path": spec.model.path,
@@ -377,19 +401,19 @@ def engine_arguments(spec: RolloutSpec, first_gpu: int) -> dict[str, Any]:
 
 
 def token_bytes(spec: RolloutSpec, model: PreTrainedModel) -> int:
-    """Of a token's keys and values, over all ranks of an engine. model: on the meta device."""
+    """Bytes of a token's keys and values, over all ranks of an engine. model: on the meta device."""
     model.set_attn_implementation(CACHED_ATTENTION)
     shape = probe_cache_shape(model)
-    heads = max(shape.kv_heads, spec.rollout.tensor_model_parallel_size)  # fewer heads than ranks: each rank has one
+    heads = max(shape.kv_heads, spec.rollout.tensor_model_parallel_size)  # with fewer heads than ranks, heads are replicated
     return shape.layers * heads * (shape.key_dim + shape.value_dim) * DTYPES[spec.rollout.dtype].itemsize
 
 
 def sampling_arguments(asked: Asked, max_length: int) -> dict[str, Any]:
-    """The sampling of what is left of an answer, as SGLang's SamplingParams. max_length: prompt and response together, tokens."""
+    """SamplingParams of SGLang for the rest of a response. max_length: of prompt and response together, in tokens."""
     sampling = asked.request.sampling
     return {
         "temperature": sampling.temperature,
-        "top_k": sampling.top_k or -1,
+        "top_k": sampling.top_k or -1,  # 0 keeps all, which SGLang spells -1
         "top_p": sampling.top_p,
         "max_new_tokens": new_tokens(asked.request, max_length) - len(asked.token_ids),
         "stop_token_ids": list(sampling.stop_token_ids),
@@ -399,10 +423,10 @@ def sampling_arguments(asked: Asked, max_length: int) -> dict[str, Any]:
 
 
 def new_tokens(request: Request, max_length: int) -> int:
-    """How many an answer may have."""
+    """Maximum number of tokens of a response, limited by max_tokens and by max_length of prompt and response together."""
     return min(request.sampling.max_tokens, max_length - len(request.prompt_ids))
 
 
 def prompt_of(asked: Asked) -> list[int]:
-    """What an answer goes on from."""
+    """Tokens that SGLang continues from: the prompt and the response so far."""
     return [*asked.request.prompt_ids, *asked.token_ids]

@@ -1,4 +1,8 @@
-"""A LoRA adapter as SGLang takes it: of linear layers that it has as one, all or none, and of those it has known ones alone."""
+"""SGLang's constraints on LoRA adapters: fused layers are adapted together, and only supported modules.
+
+SGLang fuses q, k and v, and gate and up, and expects an adapter for all members of a fused layer or none. For members that the
+trainer's adapter leaves out it receives zeros, which change nothing. Modules other than the seven of a dense block are rejected.
+"""
 
 from __future__ import annotations
 
@@ -24,27 +28,30 @@ FUSED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "down_proj": ("down_proj",),
 }
-"""SGLang's linear layers, and which of transformers' they are, in this order."""
+"""{SGLang's linear layer: transformers' layers that it consists of, in this order}."""
 PADDED_TO = 32
-"""A rank's part of the MLP, on CPU."""
+"""On CPU, SGLang pads each rank's part of the MLP to a multiple of this."""
 LAYER_OF = {leaf: layer for layer, leaves in FUSED.items() for leaf in leaves}
 TAKEN = re.compile(rf"{re.escape(lora.PREFIX)}(.+\.layers\.\d+\.(?:self_attn|mlp))\.({'|'.join(LAYER_OF)})\.lora_[AB]\.weight")
 
 
 class AdapterInSGLang:
-    """expected: what comes from the trainer, under peft's names for files; places: where SGLang has it.
+    """Names, shapes and locations of an adapter's tensors in SGLang.
 
-    zeros: what SGLang wants besides. To it, an adapter of q_proj alone is one of k_proj and v_proj too, that changes nothing.
+    expected: tensors from the trainer, under the names of peft's files. places: {name: location in SGLang}. zeros: {name: shape}
+    of the tensors that SGLang requires in addition: an adapter of q_proj alone, for example, gets zeros for k_proj and v_proj.
     """
 
     def __init__(self, model: ModelConfig) -> None:
-        """Raises ValueError for modules on which SGLang takes none."""
+        """Raises ValueError for modules that SGLang cannot adapt."""
+        # An empty model with the adapter injected: its names and shapes come from peft, not from a copy of peft's rules.
         packed = empty_model(model, model_config(model, "lm"), "lm", torch.float32)
         self.rank = lora.inject(packed, model, trained=False, seed=0).r
         self.expected = ExpectedWeights(lora.Adapter(packed).own)
         self.zeros: dict[str, tuple[int, int]] = {}
         self.places: dict[str, AdapterPlace] = {}
         self.sizes = packed.hf.config.get_text_config()
+        # A dict as an ordered set: several tensors of the adapter belong to the same layer.
         places = dict.fromkeys(map(block_and_layer, self.expected.shapes))
         self.layers = {layer for _, layer in places}
         self.modules = sorted(leaf for layer in self.layers for leaf in FUSED[layer])
@@ -52,6 +59,7 @@ class AdapterInSGLang:
             self._place(packed.hf.get_submodule(path), path, layer)
 
     def _place(self, block: nn.Module, path: str, layer: str) -> None:
+        """Record where SGLang keeps the adapter of ``layer`` in ``block``, and which members need zeros."""
         linear = [cast(nn.Linear, block.get_submodule(leaf)) for leaf in FUSED[layer]]
         stacks = {
             "A": [(self.rank, one.in_features) for one in linear],
@@ -66,7 +74,7 @@ class AdapterInSGLang:
                     self.zeros[name] = shapes[part]
 
     def check_even(self, ranks: int) -> None:
-        """On CPU SGLang makes layers larger that its ranks could not share, but not an adapter of them. Raises ValueError."""
+        """Raises ValueError if layers do not divide evenly over ``ranks``: on CPU SGLang pads them, but not their adapters."""
         attention, mlp, config = {"qkv_proj", "o_proj"}, {"gate_up_proj", "down_proj"}, self.sizes
         for layers, key, size, step in (
             (attention, "num_attention_heads", config.num_attention_heads, ranks),
@@ -81,8 +89,11 @@ class AdapterInSGLang:
                 )
 
     def arguments(self, device: str) -> dict[str, Any]:
-        """Of SGLang's ServerArgs. There is room for two: one is none, which SGLang starts with. While it sleeps, the host has the
-        base."""
+        """The adapter's part of SGLang's ServerArgs.
+
+        max_loras_per_batch=2: SGLang starts with the empty adapter, which takes one of the slots. enable_weights_cpu_backup: the
+        base weights stay in host memory during sleep, because they are synchronised only once.
+        """
         return {
             "enable_weights_cpu_backup": device == "cuda",
             "enable_lora": True,
@@ -93,16 +104,20 @@ class AdapterInSGLang:
         }
 
     def complete(self, named: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Add zeros for the members of fused layers that the adapter leaves out."""
         return [*named, *((name, torch.zeros(shape)) for name, shape in self.zeros.items())]
 
     def in_words(self, config: LoraConfig) -> dict[str, Any]:
-        """peft's configuration as SGLang reads it, which takes lora_alpha / r for the scaling, whatever ``use_rslora`` says."""
+        """peft's configuration for SGLang, which always scales by lora_alpha / r and ignores ``use_rslora``.
+
+        lora_alpha is therefore chosen such that lora_alpha / r is the scaling of peft.
+        """
         scaling = config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
         return {"peft_type": "LORA", "r": config.r, "lora_alpha": scaling * config.r, "target_modules": self.modules}
 
 
 def block_and_layer(name: str) -> tuple[str, str]:
-    """What a weight of the adapter is in: a block of the model, and there a linear layer of SGLang's. Raises ValueError."""
+    """Path of the block and name of SGLang's linear layer that an adapter weight belongs to. Raises ValueError if unsupported."""
     match = TAKEN.fullmatch(name)
     if match is None:
         raise ValueError(

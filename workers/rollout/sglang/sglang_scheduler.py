@@ -1,4 +1,10 @@
-"""What runs in SGLang's own processes, one for each of its ranks."""
+"""Code that runs in SGLang's rank processes: the scheduler with a thread that loads and reads weights.
+
+Problem: SGLang's own update call goes through its scheduler loop and costs 3 to 4 ms more per bucket. Idea: a daemon thread in
+each rank process serves ``Weights`` over a pipe, and hands buckets to the model's own loader. For verification it reads weights
+back: where the loader puts each number of a tensor is found by running it on a meta tensor and recording its copies (``Watch``),
+so that fused, sharded and padded layers need no table of rules here.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +27,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from workers.rollout.sglang.sglang_calls import RANKS, answer_calls
 
 Shape = tuple[int, ...]
-ATTEMPTS, PAUSE = 6000, 0.005  # the first rank alone says that it has an adapter; others are behind by a moment
+# Only the first rank reports that it has an adapter; the others get it a moment later and are polled. Seconds between attempts.
+ATTEMPTS, PAUSE = 6000, 0.005
 
 
 def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:
-    """SGLang's process of one rank; but only what a request says ends an answer, not the model's directory. And the worker can
-    reach the model's weights, by a thread that waits for it: a round of SGLang's own calls takes milliseconds."""
+    """Entry point of a rank process: SGLang's scheduler, with two changes.
+
+    Only a request's stop tokens end a response, not those of the model's directory. A thread gives the worker access to the
+    model's weights.
+    """
     from sglang.srt.managers import scheduler
 
     from workers.rollout.sglang.sglang_cpu import PageableMemory
@@ -35,7 +45,8 @@ def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.model_config.hf_eos_token_id = set()
-            gc.freeze()  # on CPU SGLang collects garbage in each flush: 0.3 s, of what lives as long as this process
+            # On CPU SGLang runs the garbage collector in each flush: 0.3 s over objects that live as long as this process.
+            gc.freeze()
             runner = self.tp_worker.model_runner
             weights = Weights(runner.model, runner.lora_manager if self.enable_lora else None)
             Thread(target=answer_calls, args=(Client(os.environ[RANKS]), weights), daemon=True).start()
@@ -46,27 +57,30 @@ def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:
 
 
 class Weights:
-    """A rank's model, and the worker's memory that weights come and go in (SharedBucket.handle)."""
+    """A rank's model, loaded from and read into the worker's shared memory. number, memory: a SharedBucket.handle."""
 
     def __init__(self, model: Any, adapters: Any = None) -> None:
-        """adapters: SGLang's LoRAManager, if it has one."""
+        """adapters: SGLang's LoRAManager, None without LoRA."""
         self.model, self.adapters = model, adapters
         self._mapped: dict[int, Tensor] = {}
         self._adapter: HeldAdapter | None = None
 
     @torch.no_grad()
     def load(self, number: int, memory: Tensor, named: Sequence[tuple[str, Shape, int]]) -> None:
-        """By SGLang's own loader, within an update. named: the trainer's name and shape, and where its numbers begin in there."""
-        # Another rank's bucket is copied over whole: SGLang's parameters are memory of torch_memory_saver, which only kernels of
-        # their own device may write to (a copy from another device fails with «invalid argument»).
+        """Load a bucket with SGLang's own loader, within an update. named: trainer's name, shape, and offset in the memory."""
+        # A bucket on another rank's GPU is copied to this device as a whole first: SGLang's parameters are memory of
+        # torch_memory_saver, which only kernels of their own device may write to (a copy from another device fails with «invalid
+        # argument»).
         memory = self._opened(number, memory).to(next(self.model.parameters()).device)
         self.model.load_weights([(name, memory[start : start + math.prod(shape)].view(shape)) for name, shape, start in named])
         finish(memory)
 
     @torch.no_grad()
     def read(self, number: int, memory: Tensor, wanted: Sequence[tuple[str, Shape, int, int]], offset: int) -> None:
-        """wanted: (name, shape, start, stop), numbers [start, stop) of the trainer's flattened tensor, one after the other from
-        ``offset`` on in the memory. Those that this rank has not are NaN there."""
+        """Write the requested numbers to the memory from ``offset`` on; NaN where this rank does not hold a number.
+
+        wanted: (name, shape, start, stop): numbers [start, stop) of the trainer's flattened tensor.
+        """
         memory = self._opened(number, memory)
         for name, shape, start, stop in wanted:
             out = memory[offset : offset + stop - start].fill_(torch.nan)
@@ -78,6 +92,7 @@ class Weights:
         finish(memory)
 
     def _read_base(self, name: str, shape: Shape, start: int, out: Tensor) -> None:
+        """Write the numbers of a base weight that this rank holds, of [start, start + len(out)), to ``out``."""
         try:
             places = places_of(self.model, name, shape)
         except Exception as error:
@@ -87,9 +102,10 @@ class Weights:
 
     @torch.no_grad()
     def take_adapter(self, name: str, places: Mapping[str, AdapterPlace], attempts: int = ATTEMPTS) -> None:
-        """Now, and not with the next request, where what does not fit ends the process. Raises what SGLang does.
+        """Make the adapter active on this rank now. Raises SGLang's error if it does not fit.
 
-        name: what SGLang knows it by, once the main thread of this rank has come to it.
+        SGLang would do this with the next request, where an error ends the process. name: SGLang's id of the adapter, which
+        exists once this rank's main thread has processed the load.
         """
         for _ in range(attempts):
             if name in self.adapters.lora_refs:
@@ -103,22 +119,24 @@ class Weights:
             torch.cuda.synchronize(self.adapters.device)
 
     def _opened(self, number: int, memory: Tensor) -> Tensor:
-        """On CPU it stays mapped until another of this number comes. A GPU's comes each time: it is the trainer's afterwards."""
+        """The memory of a handle. On CPU it stays mapped, and an empty tensor stands for it until another one replaces it.
+
+        GPU memory is sent each time and not kept: the trainer reuses it after the sync.
+        """
         if not memory.is_cuda:
             memory = self._mapped[number] = memory if len(memory) else self._mapped[number]
         return memory
 
 
 def finish(memory: Tensor) -> None:
-    """What is copied to or from it. It is the worker's again when the call has its answer."""
+    """Wait for copies to or from ``memory``: the worker reuses it as soon as the call returns."""
     if memory.is_cuda:
         torch.cuda.synchronize(memory.device)
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterPlace:
-    """Where a tensor of an adapter is: side A or B of SGLang's ``layer``, among others (shapes) on one another, its own the one
-    at ``part``."""
+    """Location of an adapter tensor: side A or B of SGLang's ``layer``, the one at index ``part`` of a stack of ``shapes``."""
 
     layer: str
     side: str
@@ -127,15 +145,16 @@ class AdapterPlace:
 
 
 class HeldAdapter:
-    """The adapter that SGLang's LoRAManager has under ``name``, as it computes with it."""
+    """Reads the adapter ``name`` from the buffers of SGLang's LoRAManager that its kernels use. places: {tensor: location}."""
 
     def __init__(self, manager: Any, name: str, places: Mapping[str, AdapterPlace]) -> None:
         self.manager, self.name, self.places = manager, name, places
 
     def read(self, name: str, start: int, out: Tensor) -> None:
-        """Write those numbers of the trainer's tensor that this rank has, of [start, start + len(out)), to ``out``.
+        """Write the numbers that this rank holds, of [start, start + len(out)) of the trainer's tensor, to ``out``.
 
-        SGLang cuts for a rank what it is given whole: so it is given where each number comes from, -1 if from another tensor.
+        SGLang's own slicing for this rank is applied to a tensor of indices (-1: another member of the stack). The result shows
+        which number of the trainer's tensor each number in the buffer is.
         """
         place, pool = self.places[name], self.manager.memory_pool
         sources = [torch.full(shape, -1) for shape in place.shapes]
@@ -154,9 +173,9 @@ class HeldAdapter:
 
 @dataclass(frozen=True, slots=True)
 class WeightPlace:
-    """Some numbers of the trainer's tensor, and where the model has them. held: a view of the model's own memory.
+    """Numbers of the trainer's tensor and their location in the model.
 
-    offset, strides: of the same numbers in the trainer's tensor, flattened.
+    held: view of the model's memory. offset, strides: of the same numbers in the trainer's flattened tensor.
     """
 
     held: Tensor
@@ -164,19 +183,19 @@ class WeightPlace:
     strides: tuple[int, ...]
 
     def read(self, start: int, out: Tensor) -> None:
-        """Write those of them that are in [start, start + len(out)) of the trainer's tensor to where they belong in ``out``."""
+        """Write those that are in [start, start + len(out)) of the trainer's flattened tensor to their positions in ``out``."""
         copy_inside(self.held, self.offset - start, self.strides, out)
 
 
 def copy_inside(held: Tensor, offset: int, strides: Sequence[int], out: Tensor) -> None:
-    """held's number (i, j, ...) belongs at offset + i * strides[0] + j * strides[1] + ... of ``out`` (n,): if that is there.
+    """Copy held[i, j, ...] to out[offset + i * strides[0] + j * strides[1] + ...] wherever that index is inside ``out`` (n,).
 
-    Rows that are inside as a whole are copied at once, others each by itself.
+    Rows that lie completely inside are copied at once; rows that cross a boundary are handled recursively.
     """
     step, count, n = strides[0], len(held), len(out)
     extent = sum((size - 1) * stride for size, stride in zip(held.shape[1:], strides[1:], strict=True))
-    first = max(0, -(offset // step))  # that begins inside; rows before it may end there
-    stop = max(first, min(count, (n - 1 - extent - offset) // step + 1))  # rows from here on end outside
+    first = max(0, -(offset // step))  # first row that begins inside; rows before it may still end inside
+    stop = max(first, min(count, (n - 1 - extent - offset) // step + 1))  # first row that ends outside
     if first < stop:
         there = out.as_strided(held[first:stop].shape, strides, out.storage_offset() + offset + first * step)
         there.copy_(held[first:stop])
@@ -187,7 +206,10 @@ def copy_inside(held: Tensor, offset: int, strides: Sequence[int], out: Tensor) 
 
 @cache
 def places_of(model: Any, name: str, shape: Shape) -> list[WeightPlace]:
-    """SGLang's own loader shows them: it is given a tensor without numbers, and what it would copy where is written down."""
+    """Locations of a trainer's tensor in the model, found by running SGLang's own loader on a meta tensor.
+
+    Cached per tensor. Raises ValueError if the loader copies nothing of it.
+    """
     given = torch.empty(shape, device="meta")
     with torch.no_grad(), Watch(given) as watch:
         model.load_weights([(name, given)])
@@ -197,7 +219,10 @@ def places_of(model: Any, name: str, shape: Shape) -> list[WeightPlace]:
 
 
 class Watch(TorchDispatchMode):
-    """Copies of ``given``, or of views of it, are noted and not made; nor is any other tensor changed that was there before."""
+    """Dispatch mode that records copies from ``given``, or from views of it, instead of executing them.
+
+    The model stays unchanged. Raises ValueError for a copy from any other tensor.
+    """
 
     def __init__(self, given: Tensor) -> None:
         super().__init__()
@@ -207,11 +232,12 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default:
             held, source = args[0], args[1]
+            # Views share the storage of ``given``; offset and strides then say which numbers of it are copied.
             if source.untyped_storage()._cdata != self.given.untyped_storage()._cdata:
                 raise ValueError("SGLang's loader copies something else than a part of what it is given")
             held, source = torch.atleast_1d(held.detach()), torch.atleast_1d(source)
             self.places.append(WeightPlace(held, source.storage_offset(), source.stride()))
             return args[0]
-        if func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):  # of padding
+        if func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):  # the loader fills padding: skipped
             return args[0]
         return func(*args, **(kwargs or {}))

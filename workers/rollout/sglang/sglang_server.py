@@ -1,7 +1,9 @@
 """SGLang's engine in a process of its own: `python -m workers.rollout.sglang.sglang_server PARENT DESCRIPTOR`.
 
-SGLang takes the process over in which it runs: its signals, its event loop, its logging, its limits, its start method, and every
-child of it when it ends. None of that is to happen to the trainer. The processes of its ranks are children of this one.
+SGLang takes over the process in which it runs: signal handlers, event loop, logging, resource limits, multiprocessing start
+method, and it ends every child of the process when it stops. This must not happen to the trainer. SGLang's rank processes are
+children of this one. PARENT: process id of the worker, whose death ends this process. DESCRIPTOR: file descriptor of the socket
+over which the worker calls ``Server``.
 """
 
 from __future__ import annotations
@@ -28,20 +30,27 @@ from workers.rollout.sglang.sglang_calls import answer_calls
 if __name__ in ("__main__", "__mp_main__") and os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     from workers.rollout.sglang.sglang_cpu import install_stand_ins
 
-    install_stand_ins()  # in the processes of the ranks too: they load this module first
+    install_stand_ins()  # in the rank processes too: as spawned processes they load this module first
 if __name__ == "__mp_main__":
-    die_with_parent(os.getppid())  # SGLang sees to it too, once it has been imported
+    die_with_parent(os.getppid())  # SGLang does the same, but only once it has been imported
     answer_for_stacks()
 
 Asked = tuple[str, list[int], dict[str, Any]]
-"""Name, prompt, sampling. No name begins as another one does: SGLang aborts what begins with a name."""
+"""Name, prompt, sampling parameters. No name may be a prefix of another: SGLang aborts every request that starts with a name."""
 Answer = tuple[str, list[int], list[float], str]
-"""Name, tokens, log-probs, and why it ended: stop, length or abort."""
+"""Name, tokens, log-probs, and the finish reason: stop, length or abort."""
 ADAPTER = "policy"
-FLUSH_ATTEMPTS, FLUSH_PAUSE = 200, 0.02  # the step in which the last answers ended is still being cleared away
+# A flush fails while SGLang still cleans up after the step in which the last responses ended. Attempts, and seconds in between.
+FLUSH_ATTEMPTS, FLUSH_PAUSE = 200, 0.02
 
 
 class Server:
+    """The engine, called by the worker over a pipe (sglang_calls.answer_calls), one method at a time.
+
+    SGLang generates in its own processes, whether or not a call is running. Responses that finish are collected as asyncio tasks
+    and returned by the next ``step`` or ``abort``.
+    """
+
     def __init__(self, arguments: dict[str, Any]) -> None:
         from sglang.srt.entrypoints.engine import Engine
 
@@ -52,12 +61,13 @@ class Server:
 
             @classmethod
             def _launch_detokenizer_subprocesses(cls, *args: Any, **kwargs: Any) -> tuple[list[Any], list[str]]:
-                """Its process would take 0.4 GB, and make text of tokens for nobody."""
+                """Start none: the process takes 0.4 GB, and the text that it decodes is not used."""
                 return [], []
 
         self.engine = TokenEngine(**arguments)
         self.manager, self.loop = self.engine.tokenizer_manager, self.engine.loop
-        self.bracketed = "begin_weight_update" in dir(Engine)  # since 0.5.21 an update has a beginning and an end
+        self.bracketed = "begin_weight_update" in dir(Engine)  # since 0.5.21 updates are bracketed by begin and end calls
+        # Rank processes that SGLang started; they are killed on exit.
         self.children = multiprocessing.active_children()
         self.adapter: str | None = None
         self.running: set[str] = set()
@@ -67,14 +77,18 @@ class Server:
         self.loop.run_until_complete(self._take_signals_back())
 
     async def _take_signals_back(self) -> None:
-        self.manager.auto_create_handle_loop()
+        """Replace SGLang's handlers of SIGTERM and SIGQUIT."""
+        self.manager.auto_create_handle_loop()  # installs SGLang's handlers now, so that they can be replaced
         for number in (signal.SIGTERM, signal.SIGQUIT):
             self.loop.remove_signal_handler(number)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGQUIT, self._tell_of_the_dead)
 
     def _tell_of_the_dead(self, number: int, frame: FrameType | None) -> None:
-        """SGLang sends SIGQUIT when the process of a rank has failed. Some have ended by then, some not yet."""
+        """Handle SIGQUIT, which SGLang sends when a rank process has failed: report exit codes, and exit.
+
+        Some processes have ended by then, some have not.
+        """
         ended = [f"process {child.pid} ended with {child.exitcode}" for child in self.children if child.exitcode]
         print(f"SGLang: {'; '.join(ended) or 'the process of a rank failed'}", file=sys.stderr, flush=True)
         leave(self.children, 1)
@@ -82,16 +96,17 @@ class Server:
     # Requests
 
     def step(self, requests: Sequence[Asked]) -> list[Answer]:
-        """Begin with these, then wait until an answer has ended. Those that have."""
+        """Start these requests, then wait until at least one response has finished; returns all that have."""
         for request in requests:
             self._begin(request)
         return self.loop.run_until_complete(self._ended()) if self.running else []
 
     def abort(self, names: Sequence[str]) -> list[Answer]:
-        """End these. Returns them, and others that have ended meanwhile."""
+        """Abort these requests; returns their partial responses, and others that finished in the meantime."""
         return self.loop.run_until_complete(self._abort(names))
 
     def _begin(self, request: Asked) -> None:
+        """Start a task that completes with the response."""
         name, prompt_ids, sampling = request
         work = self.engine.async_generate(
             input_ids=prompt_ids, sampling_params=sampling, return_logprob=True, rid=name, lora_path=self.adapter
@@ -109,12 +124,14 @@ class Server:
         return self._take_ended()
 
     def _take_ended(self) -> list[Answer]:
+        """Return and clear the finished responses."""
         tasks, self.ended = self.ended, []
         self.news.clear()
         self.running.difference_update(task.get_name() for task in tasks)
         return [self._answer_of(task.get_name(), task.result()) for task in tasks]
 
     def _answer_of(self, name: str, output: dict[str, Any]) -> Answer:
+        """Convert SGLang's output. Raises RuntimeError if SGLang aborted a request that ``abort`` was not called for."""
         said = output["meta_info"]
         pairs, reason = said["output_token_logprobs"], said["finish_reason"]
         if reason["type"] == "abort" and name not in self.aborted:
@@ -123,11 +140,12 @@ class Server:
         return name, [token for _, token, *_ in pairs], [value for value, *_ in pairs], reason["type"]
 
     async def _abort(self, names: Sequence[str]) -> list[Answer]:
-        await asyncio.sleep(0)  # what was submitted a moment ago is known to SGLang from here on
+        await asyncio.sleep(0)  # lets tasks that were just created submit their requests, so that SGLang knows them
         for name in self.running.intersection(names):
             self.aborted.add(name)
             self.manager.abort_request(name)
         answers = self._take_ended()
+        # SGLang ends aborted requests asynchronously: wait until none of them runs.
         while not self.running.isdisjoint(names):
             answers += await self._ended()
         return answers
@@ -135,28 +153,31 @@ class Server:
     # Weights and memory
 
     def begin_update(self) -> None:
+        """Begin an update of weights, if this version of SGLang requires it. Raises RuntimeError if SGLang refuses."""
         if self.bracketed:
             check(self.engine.begin_weight_update())
 
     def update(self, payloads: list[bytes]) -> None:
-        """payloads: for each rank a list of (name, tensor), as torch pickles tensors for other processes."""
+        """Update weights through SGLang's own call. payloads: for each rank a pickled list of (name, tensor)."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
+        # flush_cache=False: the worker flushes once at the end, not after each update.
         request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=payloads, flush_cache=False)
         check(self.loop.run_until_complete(self.manager.update_weights_from_tensor(request, None)))
 
     def end_update(self) -> None:
+        """End an update of weights, if this version of SGLang requires it."""
         if self.bracketed:
             check(self.engine.end_weight_update())
 
     def load_adapter(self, config: dict[str, Any], memory: Tensor, named: Sequence[tuple[str, tuple[int, ...], int]]) -> str:
-        """In the place of the one before. config: peft's; named: its name for a tensor, its shape, and where it begins in there.
-        What SGLang knows it by; the first rank has it now, the others will.
+        """Replace the adapter; returns SGLang's id of it. The first rank has it now, the others follow asynchronously.
 
-        SGLang takes no second one under a name that it knows, and keeps the first: it says so in its result.
+        config: peft's. named: peft's name of each tensor, its shape, and its offset in ``memory``. The previous adapter is
+        unloaded first: SGLang rejects a second one under a known name, keeps the first, and reports that only in its result.
         """
         if self.adapter is not None:
-            forgotten, self.adapter = self.adapter, None
+            forgotten, self.adapter = self.adapter, None  # requests use none if a call below fails
             answer = self.engine.unload_lora_adapter(forgotten)
             check((answer.success, answer.error_message))
         tensors = {name: memory[start : start + math.prod(shape)].view(shape) for name, shape, start in named}
@@ -166,7 +187,7 @@ class Server:
         return str(self.manager.lora_ref_cache[ADAPTER].lora_id)
 
     def flush(self) -> None:
-        """Forget keys and values of the past. Raises RuntimeError if SGLang does not."""
+        """Drop the KV cache. Raises RuntimeError if SGLang still refuses after FLUSH_ATTEMPTS."""
         for _ in range(FLUSH_ATTEMPTS):
             if self.engine.flush_cache().success:
                 return
@@ -174,26 +195,29 @@ class Server:
         raise RuntimeError("SGLang did not drop its cache: answers would go on from keys and values of old weights")
 
     def release(self, tags: list[str]) -> None:
-        self.flush()  # SGLang releases nothing while it is busy: its process would end
+        """Release the memory of ``tags`` (weights, kv_cache)."""
+        self.flush()  # also waits until SGLang is idle: a release while it is busy ends its process
         self.engine.release_memory_occupation(tags=tags)
 
     def resume(self, tags: list[str]) -> None:
+        """Reallocate the memory of ``tags``."""
         self.engine.resume_memory_occupation(tags=tags)
 
     def facts(self) -> dict[str, Any]:
-        """Of the first rank, when it had started."""
+        """Report of the first rank's scheduler after start-up, such as the size of the KV cache."""
         return dict(self.engine._scheduler_init_result.scheduler_infos[0])
 
 
 def check(answer: tuple[bool, str]) -> None:
-    """SGLang says in its result that something failed, and raises nothing."""
+    """Raises RuntimeError for a failed call: SGLang reports failure in the result instead of raising."""
     success, message = answer
     if not success:
         raise RuntimeError(f"SGLang: {message}")
 
 
 def serve(connection: Connection) -> None:
-    """Until the worker closes."""
+    """Build the engine and serve calls until the worker closes the connection."""
+    # Set the key before SGLang starts its ranks: they inherit it, and need it to open tensors that the worker shares.
     multiprocessing.current_process().authkey, arguments = connection.recv()
     server = Server(arguments)
     connection.send((True, server.facts()))
@@ -202,7 +226,7 @@ def serve(connection: Connection) -> None:
 
 
 def leave(children: Sequence[BaseProcess], status: int) -> NoReturn:
-    """With what this process started, and without what SGLang would do at its end."""
+    """Kill all children and exit with ``status``, without running SGLang's exit handlers."""
     for child in children:
         child.kill()
     for child in children:

@@ -1,4 +1,4 @@
-"""Weights a bucket at a time: which tensors go together, and where in the bucket each is."""
+"""Buckets of weights: group tensors up to a size limit, and lay them out in one buffer."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from itertools import accumulate
 from typing import TypeVar
 
 T = TypeVar("T")
-ALIGNMENT = 64  # bytes, of each tensor in a bucket
+ALIGNMENT = 64  # bytes; each tensor in a bucket starts at a multiple of it
 
 
 def buckets(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Runs of items of at most ``limit`` bytes together; a larger item is a bucket of its own. Reads one item ahead."""
+    """Group consecutive items into lists of at most ``limit`` bytes; a larger item is a bucket of its own.
+
+    Reads one item ahead of the bucket that it yields. The caller should clear the list after use: otherwise its own reference
+    keeps these tensors alive while the next bucket is collected.
+    """
     bucket: list[T] = []
     size = 0
     for item in items:
@@ -25,5 +29,5 @@ def buckets(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Itera
 
 
 def starts(sizes: Sequence[int], step: int) -> list[int]:
-    """Where each of so many begins, at a multiple of ``step``; and at last, the size of all."""
+    """Offsets of consecutive items of these sizes, each a multiple of ``step``; the last element is the total size."""
     return list(accumulate((-(-size // step) * step for size in sizes), initial=0))

@@ -1,7 +1,14 @@
-"""The trainer's weights for rollout engines in other processes: a process group of the trainer's first rank and all of theirs.
+"""Weight transfer to rollout engines in other processes: a process group of the trainer's first rank and all engine ranks.
 
-In a sync the trainer gives passes over its weights for as long as all engines want one. Words go by gloo, buckets on the device
-that the weights are on. A rank that is at its end says so: nobody waits for it, on neither side.
+Problem: trainer and engines may differ in number of ranks, sharding and tensor parallelism, and a rank of either side may fail in
+the middle of a sync. All calls are collective, so a rank that just raised would leave the others waiting until the timeout.
+
+Idea: the receivers drive. A sync is a sequence of passes over the weights. Before each pass all ranks agree (all-reduce MIN) on
+whether there is one; the first receiver then broadcasts what it wants, and the trainer broadcasts bucket after bucket. A receiver
+that fails keeps consuming the current pass and then votes against the next one; a trainer that fails broadcasts its error in
+place of a bucket. Headers travel as JSON over gloo, buckets over NCCL on CUDA and gloo on CPU.
+
+Cost: every receiver gets all weights and keeps its shard. Each bucket carries a checksum of its bytes.
 """
 
 from __future__ import annotations
@@ -26,17 +33,17 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 TRAINER, SPOKESMAN = 0, 1
-"""Ranks in the channel: the trainer's, and the first of the engines', whose wish stands for that of all. Rank n of the engines'
-process group is n + 1."""
+"""Ranks in the channel: the trainer, and the first engine rank, which announces the requested pass for all. Rank n of the
+engines' process group is rank n + 1 here."""
 
 
 class ChannelLost(RuntimeError):
-    """Another rank of the channel has left it, died or not come: its own error says why."""
+    """Another rank of the channel left, died or never joined; its own error states the cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where engines get a trainer's weights. receivers: how many ranks they are. adapter: the trainer's, if it has one."""
+    """Rendezvous of a trainer and its engines. receivers: number of engine ranks. adapter: the trainer's LoRA config, if any."""
 
     address: str
     port: int
@@ -46,17 +53,17 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """intact: it came as it left."""
+    """Received weights. intact: their checksum equals the sender's."""
 
     weights: list[tuple[str, Tensor]]
     intact: bool
 
 
 class Channel:
-    """One rank's end. All methods are collective over the channel; they raise ChannelLost."""
+    """One rank's end of the channel. All methods are collective over the channel and raise ChannelLost."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: Literal["cpu", "cuda"], limit: timedelta) -> None:
-        """limit: so long a rank waits for the others."""
+        """limit: timeout for each wait on the other ranks."""
         self.rank, self.device = rank, device
         self._store, self._size, self._limit = store, size, limit
         self._gloo: dist.ProcessGroup | None = None
@@ -64,7 +71,8 @@ class Channel:
 
     @classmethod
     def offered(cls, address: str, receivers: int, device: Literal["cpu", "cuda"], limit: timedelta) -> tuple[Channel, int]:
-        """The trainer's end, and the port where others find it. It listens on ``address`` only."""
+        """Create the trainer's end; returns it and its port. It listens on ``address`` only."""
+        # The store would listen on all interfaces: it gets a socket that is already bound. Port 0: the kernel chooses a free one.
         listener = socket.create_server((address, 0))
         port: int = listener.getsockname()[1]
         store = dist.TCPStore(
@@ -74,24 +82,30 @@ class Channel:
 
     @classmethod
     def joined(cls, meeting: Meeting, rank: int, device: Literal["cpu", "cuda"], limit: timedelta) -> Channel:
-        """The end of an engine's rank; ``rank``: in the engines' own process group."""
+        """Create an engine rank's end. rank: in the engines' own process group."""
         store = dist.TCPStore(meeting.address, meeting.port, timeout=limit, wait_for_workers=False)
         return cls(store, 1 + rank, 1 + meeting.receivers, device, limit)
 
     @property
     def _words(self) -> dist.ProcessGroup:
+        """The gloo group for headers and votes, created on first use."""
         self._gloo = self._gloo or self.meet_others("gloo")
         return self._gloo
 
     @property
     def _weights(self) -> dist.ProcessGroup:
+        """The group for buckets: NCCL on CUDA, created on first use; the gloo group on CPU."""
         if self.device == "cpu":
             return self._words
         self._nccl = self._nccl or self.meet_others("nccl")
         return self._nccl
 
     def meet_others(self, backend: Literal["gloo", "nccl"]) -> dist.ProcessGroup:
-        """In the first sync. A backend by itself, which is used like a group: torch's default groups know nothing of it."""
+        """Join a process group over the channel; blocks until all ranks have joined, so this happens in the first sync.
+
+        Builds the backend directly: torch's default group belongs to the trainer or to the engines, and must not know this one.
+        """
+        # Both backends rendezvous through one store: the prefix keeps their keys apart.
         store = dist.PrefixStore(backend, self._store)
         if backend == "gloo":
             return cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, self.rank, self._size, self._limit))
@@ -100,20 +114,21 @@ class Channel:
         return cast(dist.ProcessGroup, dist.ProcessGroupNCCL(store, self.rank, self._size, options))
 
     def wait_for_others(self, start: Callable[[], dist.Work]) -> None:
-        """In here and in meet_others this rank waits for others: trainer/cluster/hang_report.py knows both by their names."""
+        """Run one collective. trainer/cluster/hang_report.py recognises waiting ranks by the names of this and meet_others."""
         try:
             start().wait()
-        except RuntimeError as error:  # torch's words for a rank that is gone, and for one that is late
+        except RuntimeError as error:  # torch raises it both for a lost connection and for a timeout
             raise ChannelLost(f"the channel between trainer and rollout engines: {error}") from error
 
     def all_want(self, wanted: bool) -> bool:
-        """Whether every rank says so."""
+        """Vote: True if every rank passes True."""
         answer = torch.tensor(int(wanted))
         self.wait_for_others(lambda: self._words.allreduce(answer, dist.ReduceOp.MIN))
         return bool(answer)
 
     def tell(self, source: int, words: Any = None) -> Any:
-        """What the rank ``source`` says. words: its own, as JSON has them."""
+        """Broadcast a JSON value from rank ``source``; returns it on all ranks. words: the value, on the source only."""
+        # The length goes first: receivers need it to allocate the buffer.
         text = torch.frombuffer(bytearray(json.dumps(words), "utf-8"), dtype=torch.uint8)
         length = torch.tensor(len(text))
         self.wait_for_others(lambda: self._words.broadcast(length, source))
@@ -123,7 +138,7 @@ class Channel:
         return json.loads(text.numpy().tobytes())
 
     def send(self, weights: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None) -> None:
-        """A bucket; none of them: the pass is over. dtype: those that are wider go in it."""
+        """Broadcast a bucket; an empty one ends the pass. dtype: wider floating-point tensors are cast to it."""
         if not weights:
             return self.tell(TRAINER, [])
         dtypes = [narrower(tensor, dtype) for _, tensor in weights]
@@ -133,11 +148,15 @@ class Channel:
         for (name, tensor), of, start in zip(weights, dtypes, places, strict=False):
             place(flat, start, of, tensor.shape).copy_(tensor.detach())
             header.append([name, str(of).removeprefix("torch."), list(tensor.shape), start])
+        # Header first: receivers allocate the buffer from its size.
         self.tell(TRAINER, [header, len(flat), checksum(flat)])
         self.wait_for_others(lambda: self._weights.broadcast(flat, TRAINER))
 
     def receive(self) -> Bucket | None:
-        """The next bucket; None: the pass is over. Its tensors share memory that nothing else is put in."""
+        """Receive the next bucket, or None at the end of the pass.
+
+        Its tensors are views of one buffer that is not reused: an engine may keep them until a layer is complete.
+        """
         match self.tell(TRAINER):
             case []:
                 return None
@@ -151,79 +170,84 @@ class Channel:
 
 
 def narrower(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """What a tensor goes in that will be copied into ``dtype``."""
+    """Dtype for the transfer of a tensor that the receiver casts to ``dtype``: the narrower of the two, never a widening."""
     narrows = dtype is not None and tensor.is_floating_point() and dtype.itemsize < tensor.itemsize
     return dtype if dtype is not None and narrows else tensor.dtype
 
 
 def nbytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
+    """Bytes of a tensor in a bucket."""
     return tensor.numel() * narrower(tensor, dtype).itemsize
 
 
 def place(flat: Tensor, start: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """A view of bytes."""
+    """View bytes of ``flat`` (uint8) from ``start`` as a tensor of this dtype and shape."""
     whole = torch.empty(shape, dtype=dtype, device="meta")
     return flat[start : start + whole.nbytes].view(dtype).view(shape)
 
 
 def checksum(flat: Tensor) -> int:
-    """Of bytes, a multiple of ALIGNMENT."""
+    """Sum of bytes as int64 words, modulo 2^64. The number of bytes must be a multiple of ALIGNMENT."""
     return int(flat.view(torch.int64).sum())
 
 
 class Sender:
-    """The trainer's side. Its first rank is in the channel; the others take part in what the weights are gathered by."""
+    """The trainer's side. Only its first rank is in the channel; the others (channel None) take part in gathering the weights."""
 
     def __init__(self, engine: TrainEngine, channel: Channel | None) -> None:
         self._engine, self._channel = engine, channel
 
     def serve(self) -> None:
-        """Give passes until an engine wants no more. Collective over the trainer's ranks."""
+        """Serve passes until the engines want no more. Collective over the trainer's ranks."""
         while (wanted := self._next()) is not None:
             self._give(*wanted)
 
     def _next(self) -> tuple[str | None, Weights, int] | None:
+        """The requested pass (dtype, kind, bucket bytes) on all ranks of the trainer; None ends the sync."""
         told: list[Any] = [None]
         try:
+            # The trainer always votes for another pass: only receivers end a sync.
             if self._channel is not None and self._channel.all_want(True):
                 told = [self._channel.tell(SPOKESMAN)]
-        finally:  # also if nobody is there any more: the other ranks wait
+        finally:  # also if the channel is lost: the trainer's other ranks wait in this broadcast
             dist.broadcast_object_list(told, 0, device=torch.device("cpu"))
         return told[0]
 
     def _give(self, named: str | None, kind: Weights, limit: int) -> None:
+        """Send one pass over the weights, in buckets of at most ``limit`` bytes."""
         dtype = None if named is None else getattr(torch, named)
         weights = self._engine.export_weights(dtype=dtype, kind=kind)
-        if self._channel is None:
+        if self._channel is None:  # export_weights is collective: iterate to the end without using the tensors
             for _ in weights:
                 pass
             return
         try:
             for bucket in buckets(weights, lambda item: nbytes(item[1], dtype), limit):
                 self._channel.send(bucket, dtype)
-                bucket.clear()
+                bucket.clear()  # releases the tensors before the next bucket is gathered
         except ChannelLost:
             raise
         except Exception as error:
-            self._channel.tell(TRAINER, f"{type(error).__name__}: {error}")
+            self._channel.tell(TRAINER, f"{type(error).__name__}: {error}")  # receivers wait for a header: send the cause instead
             raise
         self._channel.send([], dtype)
 
 
 class Receiver:
-    """The side of an engine's rank: a source of weights (weight_sync.WeightSource) that come from elsewhere."""
+    """The side of an engine rank: a weight_sync.WeightSource for weights from another process."""
 
     def __init__(self, channel: Channel, adapter: LoraConfig | None, bucket_bytes: int) -> None:
-        """bucket_bytes: so much comes at a time, if no tensor is larger."""
+        """bucket_bytes: size limit of a bucket; a larger tensor is a bucket of its own."""
         self.adapter_config = adapter
         self._channel, self._bucket_bytes = channel, bucket_bytes
         self._in_pass = False
 
     def live_weights(self) -> None:
-        """They are another process's."""
+        """None: tensors of another process cannot be shared."""
 
     def export_weights(self, *, dtype: torch.dtype | None = None, kind: Weights = "merged") -> Iterator[tuple[str, Tensor]]:
-        """A pass, in ``sync``. Also raises WeightMismatch for a bucket that came otherwise than it left."""
+        """Request and receive one pass, within ``sync``. Also raises WeightMismatch for a bucket with a wrong checksum."""
+        # Vote first: a receiver that failed in an earlier pass takes part in the vote, but sends and receives nothing after it.
         if not self._channel.all_want(True):
             raise ChannelLost("another rank of the rollout engines has ended this sync")
         named = None if dtype is None else str(dtype).removeprefix("torch.")
@@ -237,11 +261,11 @@ class Receiver:
 
     @contextmanager
     def sync(self) -> Iterator[None]:
-        """In here passes can be had; afterwards the trainer is at its end too, however this one's was."""
+        """Context of one sync, in which passes can be requested. On leaving it, also by an error, the trainer's sync ends too."""
         self._in_pass = False
         try:
             yield
-        except ChannelLost:
+        except ChannelLost:  # no rank waits for this one: the connection is lost, or the vote has ended the sync
             raise
         except BaseException:
             self._leave()
@@ -249,12 +273,13 @@ class Receiver:
         self._leave()
 
     def _leave(self) -> None:
-        """The others are not kept waiting for the rest of a pass."""
+        """Consume the rest of the current pass, then vote against another: the other ranks wait for this one in both."""
         while self._in_pass:
             self._next()
         self._channel.all_want(False)
 
     def _next(self) -> Bucket | None:
+        """Receive a bucket, and keep track of whether the pass continues."""
         bucket = self._channel.receive()
         self._in_pass = bucket is not None
         return bucket

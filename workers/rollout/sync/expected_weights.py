@@ -1,4 +1,4 @@
-"""A transformers model whose weights are lent or loaded, and can be gone."""
+"""The embedded engine's model with shared or copied weights, and the check that a stream of weights fits a model."""
 
 from __future__ import annotations
 
@@ -17,21 +17,27 @@ from workers.rollout.verification import HeldWeight, PlainWeight
 
 
 class ExpectedWeights:
-    """Names and shapes that a model's weights come with. Tied ones may come under any of their names, or all."""
+    """Names and shapes of the weights that a model requires. Tied weights may arrive under any of their names, or all of them.
+
+    first_name: {name: first name of the same tensor}. shapes: {first name: shape}.
+    """
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        """weights: with names of one tensor for tied ones."""
+        """weights: {name: tensor}; tied names refer to the same tensor object (state_dict(keep_vars=True))."""
         self._shapes: dict[str, torch.Size] = {}
         tied: dict[int, list[str]] = {}
         for name, tensor in weights.items():
             self._shapes[name] = tensor.shape
-            tied.setdefault(id(tensor), []).append(name)
+            tied.setdefault(id(tensor), []).append(name)  # by identity: without keep_vars each name gets a tensor of its own
         self._tied = list(tied.values())
         self.first_name = {name: names[0] for names in self._tied for name in names}
         self.shapes = {names[0]: self._shapes[names[0]] for names in self._tied}
 
     def fitting(self, weights: Iterator[tuple[str, Tensor]], came: dict[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
-        """Those that fit. What came is noted, for ``check``."""
+        """Yield the weights that fit, and record all names and shapes in ``came`` for ``check``.
+
+        Misfits are skipped instead of raised: the stream is collective, and other ranks wait until it is consumed.
+        """
         for name, tensor in weights:
             came[name] = tensor.shape
             if self._shapes.get(name) == tensor.shape:
@@ -39,6 +45,7 @@ class ExpectedWeights:
 
     def check(self, came: Mapping[str, torch.Size]) -> None:
         """Raises ValueError, naming weights that are missing, unexpected or of another shape."""
+        # A tied weight is missing only if it came under none of its names.
         missing = [
             f"{names[0]} {tuple(self._shapes[names[0]])}" for names in self._tied if not any(name in came for name in names)
         ]
@@ -52,7 +59,10 @@ class ExpectedWeights:
 
 @dataclass(slots=True)
 class _Weight:
-    """One tensor and the places that use it; more than one if it is tied."""
+    """A tensor and the module attributes that use it, more than one if it is tied.
+
+    empty: its placeholder on the meta device. owned: the copy if it was loaded, None if it is shared or dropped.
+    """
 
     names: list[str]
     places: list[tuple[nn.Module, str]]
@@ -60,6 +70,7 @@ class _Weight:
     owned: Tensor | None = None
 
     def bind(self, tensor: Tensor) -> None:
+        """Make all places use ``tensor``."""
         for module, leaf in self.places:
             if leaf in module._parameters:
                 module._parameters[leaf] = nn.Parameter(tensor.detach(), requires_grad=False)
@@ -68,13 +79,17 @@ class _Weight:
 
 
 def bound(module: nn.Module, leaf: str) -> Tensor:
+    """The parameter or buffer that ``module`` currently uses under ``leaf``."""
     tensor = module._parameters[leaf] if leaf in module._parameters else module._buffers[leaf]
     assert tensor is not None, "it is in the model's state"
     return tensor
 
 
 class BorrowedModel:
-    """Built from the config alone: no weights are read from disk, and none take memory before they come."""
+    """A transformers model whose weights are shared by the trainer or copied from it, and can be dropped.
+
+    Built from the config alone: no weights are read from disk, and parameters stay on the meta device until they arrive.
+    """
 
     def __init__(self, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.device = device
@@ -82,6 +97,7 @@ class BorrowedModel:
         self.module.set_attn_implementation(CACHED_ATTENTION)
         self.vocab_size = vocab_size(model)
         self.cache_shape = probe_cache_shape(self.module)
+        # Group by tensor identity: tied names share one _Weight, so that loading any of them serves all places.
         weights: dict[int, _Weight] = {}
         for name, tensor in self.module.state_dict(keep_vars=True).items():
             weight = weights.setdefault(id(tensor), _Weight([], [], tensor))
@@ -91,35 +107,38 @@ class BorrowedModel:
         self._weights = list(weights.values())
         self._by_name = {name: weight for weight in self._weights for name in weight.names}
         self.expected = ExpectedWeights(self.module.state_dict(keep_vars=True))
-        make_buffers(self.module, device)
+        make_buffers(self.module, device)  # such as rotary tables, which no stream of weights contains
 
     def share(self, tensors: dict[str, Tensor]) -> bool:
-        """Use these very tensors. False if one has another dtype or device. Raises ValueError as load does."""
+        """Use these tensors without a copy. Returns False if one has another dtype or device; raises ValueError as load does."""
         self.expected.check({name: tensor.shape for name, tensor in tensors.items()})
         matching = all(
             tensor.dtype == self._by_name[name].empty.dtype and tensor.device.type == self.device.type
             for name, tensor in tensors.items()
         )
         if matching:
-            self.drop()
+            self.drop()  # frees earlier copies
             for name, tensor in tensors.items():
                 self._by_name[name].bind(tensor)
         return matching
 
     @torch.no_grad()
     def load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Copy. Raises ValueError, once all have come, naming those that are missing, unexpected or of another shape."""
+        """Copy weights from a stream.
+
+        Raises ValueError at the end of the stream, naming weights that are missing, unexpected or of another shape.
+        """
         came: dict[str, torch.Size] = {}
         for name, tensor in self.expected.fitting(tensors, came):
             weight = self._by_name[name]
-            if weight.owned is None:
+            if weight.owned is None:  # allocated when it first arrives, reused in later syncs
                 weight.owned = torch.empty_like(weight.empty, device=self.device)
                 weight.bind(weight.owned)
             weight.owned.copy_(tensor)
         self.expected.check(came)
 
     def held(self) -> list[HeldWeight]:
-        """Every place of every weight, also of one that is tied."""
+        """Every place of every weight for verification; a tied weight has several, and each of them is verified."""
         return [
             PlainWeight(weight.names[0], partial(bound, module, leaf))
             for weight in self._weights
@@ -128,11 +147,11 @@ class BorrowedModel:
 
     @property
     def owned_bytes(self) -> int:
-        """Of weights that were loaded, not lent."""
+        """Bytes of weights that were copied, not shared."""
         return sum(weight.owned.nbytes for weight in self._weights if weight.owned is not None)
 
     def drop(self) -> None:
-        """Let go of all weights; the memory of owned ones is free."""
+        """Drop all weights; frees the memory of copies."""
         for weight in self._weights:
             weight.owned = None
             weight.bind(weight.empty)

@@ -1,6 +1,6 @@
-"""The names that weights have in files, for engines that load them as from a file.
+"""Checkpoint-file names of weights, for engines whose loaders expect the tensors of a file.
 
-transformers keeps all experts of a layer in one tensor (E, rows, columns); in a file each is a tensor of its own.
+transformers fuses all experts of a layer into one tensor (E, rows, columns); a file has one tensor per expert and projection.
 """
 
 from __future__ import annotations
@@ -14,16 +14,20 @@ from transformers.core_model_loading import revert_weight_conversion
 
 
 class FileNames:
-    def __init__(self, model: PreTrainedModel) -> None:
-        """model: on the meta device. What has no experts has the same names in both.
+    """Map fused expert tensors to views under the names of files. Models without experts keep their names."""
 
-        Raises ValueError for experts that are no rows of the one tensor, so that a file has other numbers than views of it.
+    def __init__(self, model: PreTrainedModel) -> None:
+        """model: on the meta device.
+
+        Raises ValueError if the tensors of a file are not slices of the fused tensor: views of it would be wrong numbers.
         """
         weights = model.state_dict(keep_vars=True)
         self._names: dict[str, list[str]] = {}
+        # Fused experts have three dimensions; a model without such weights keeps all names.
         if not any(weight.dim() == 3 for weight in weights.values()):
             return
         for name, weight in weights.items():
+            # Distinct numbers, run through transformers' own conversion for saving: they show which slice gets which name.
             probe = torch.arange(8 * len(weight)).view(-1, 4, 2) if weight.dim() == 3 else weight
             told = revert_weight_conversion(model, {name: probe})
             self._names[name] = list(told)
@@ -31,12 +35,12 @@ class FileNames:
                 raise ValueError(f"{model.config.model_type}: {name} is laid out in files in a way that is not known here")
 
     def split(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Views; under their own name those that are unknown."""
+        """Yield views of the tensors under the names of files; unknown tensors keep their name."""
         for name, weight in weights:
             yield from self._split(name, weight)
 
     def _split(self, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """An expert's tensors follow one another along its rows; in a file, all first ones come before all second ones."""
+        """Split one tensor. An expert's projections are stacked along its rows; files list a projection of all experts first."""
         names = self._names.get(name, [name])
         if weight.dim() != 3 or len(names) % len(weight):
             yield from zip(names, [weight], strict=True)

@@ -1,4 +1,9 @@
-"""The trainer's weights go to the rollout engine a bucket at a time, and are proven to be there."""
+"""Weight synchronisation from trainer to rollout engine: full weights, shared weights or a LoRA adapter, with verification.
+
+Three paths. Shared: the engine uses the trainer's tensors, nothing is copied. Full: tensors are exported (gathered, merged and
+cast) one at a time and loaded by the engine, so that the peak is about two buckets. Adapter: the base weights go over once and
+only the adapter follows each step. Verification (verification.py) reads the engine's side after each of them.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class WeightSource(Protocol):
-    """The trainer as an engine sees it: a TrainEngine beside it, or a channel.Receiver. See TrainEngine for what these are."""
+    """The trainer as seen by an engine: a colocated TrainEngine, or a channel.Receiver. TrainEngine documents the methods."""
 
     adapter_config: LoraConfig | None
 
@@ -41,7 +46,7 @@ class WeightSource(Protocol):
 
 
 class Stopwatch:
-    """Adds up the seconds spent in it."""
+    """Context manager that accumulates the seconds spent in it."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -54,21 +59,25 @@ class Stopwatch:
 
 
 class WeightSync:
-    """From one trainer to one engine, again and again."""
+    """Transfer the weights of one trainer to one engine, once per call.
+
+    Remembers which lines the next sample verifies, and whether the engine has base weights for an adapter.
+    """
 
     def __init__(self, rollout: Rollout, source: WeightSource, config: RolloutEngineConfig, rank: int) -> None:
         self.rollout, self.source, self.config, self.rank = rollout, source, config, rank
         self._places: Sequence[HeldWeight] | None = None
         self._turns: list[list[Lines]] = []
-        self._found: Collection[str] = ()  # names that have their places
+        self._found: Collection[str] = ()  # names of the stream that were last checked against the engine's
         self._version = -1
         self._turn = 0
-        self._base_is_there = False  # of what an adapter lies beside
+        self._base_is_there = False  # the engine holds the base weights that an adapter applies to
 
     def __call__(self, version: int) -> tuple[bool, Metrics]:
-        """Whether the engine now works with the trainer's own tensors; and what was verified, unless nothing is. Collective.
+        """Synchronise the weights of step ``version``. Collective over the ranks of trainer and engine.
 
-        Raises WeightMismatch once all ranks have their weights, ValueError for weights that do not fit.
+        Returns whether the engine now uses the trainer's own tensors, and metrics of the verification (empty if it is off).
+        Raises ValueError for weights that do not fit, and WeightMismatch if verification fails.
         """
         found, watch = Findings(), Stopwatch()
         live, adapter = self.source.live_weights(), self._adapter_alone
@@ -76,6 +85,7 @@ class WeightSync:
         if adapter is not None:
             if not self._base_is_there:
                 self._load(version, found, watch)
+            # Unless the base survives sleep, the next sync has to load it again.
             self._base_is_there = self._base_stays
             self._load_adapter(adapter, version, found, watch)
         elif not shared:
@@ -83,6 +93,7 @@ class WeightSync:
         elif live is not None and self.config.verify_weights != "off":
             with watch:
                 compare_identity(self._held_weights(), live, found)
+        # Only now: exporting is collective, and a rank that raised earlier would leave the others waiting in a gather.
         found.raise_if_wrong(version, self.config.name, self.rank)
         if self.config.verify_weights == "off":
             return shared, {}
@@ -93,17 +104,19 @@ class WeightSync:
 
     @property
     def _adapter_alone(self) -> LoraConfig | None:
-        """The adapter that goes to the engine by itself; None: whole weights go, with it if there is one."""
+        """The adapter if it is synchronised by itself (lora_sync=adapter); None: full weights, any adapter merged into them."""
         return self.source.adapter_config if self.config.lora_sync == "adapter" else None
 
     def _load(self, version: int, found: Findings, watch: Stopwatch) -> None:
         with watch:
-            went_back = version < self._version  # a rollback: what is verified is what a resumed run verifies
+            # After a rollback restart at the turn of the version, so that a rolled-back and a resumed run verify the same lines.
+            # Otherwise count syncs, since the same version may be synchronised repeatedly.
+            went_back = version < self._version
             self._turn = version if self._version < 0 or went_back else self._turn + 1
             self._version = version
             sampled = self.config.verify_weights == "sample" and not self._base_stays
             sample = WeightSample(self._due() if sampled else [])
-        came: dict[str, None] = {}
+        came: dict[str, None] = {}  # names of the stream, in order
 
         def sampled_stream() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in self._stream():
@@ -117,7 +130,7 @@ class WeightSync:
         if self.config.verify_weights == "off":
             return
         with watch:
-            if came.keys() != self._found:
+            if came.keys() != self._found:  # in the first sync, and whenever the names of the stream change
                 check_places(self._held_weights(), came)
                 self._found = came.keys()
             if sampled:
@@ -127,11 +140,11 @@ class WeightSync:
 
     @property
     def _base_stays(self) -> bool:
-        """It comes once: no later sync could read the rest of a sample."""
+        """The base weights are loaded only once. Then they are verified completely: no later sync could continue a sample."""
         return self._adapter_alone is not None and (self.rollout.keeps_weights or not self.config.free_cache_engine)
 
     def _load_adapter(self, adapter: LoraConfig, version: int, found: Findings, watch: Stopwatch) -> None:
-        """It is small: all of it is verified each time."""
+        """Load the adapter and verify all of it: it is small enough to compare completely in each sync."""
         weights = dict(self.source.export_weights(kind="adapter"))
         self.rollout.load_adapter(adapter, iter(weights.items()), version)
         if self.config.verify_weights != "off":
@@ -141,12 +154,18 @@ class WeightSync:
                 compare_all(held, iter(weights.items()), found, self.rollout.read_held)
 
     def _stream(self) -> Iterator[tuple[str, Tensor]]:
-        """A tensor at a time: with what an engine keeps until a layer or a bucket is whole, two buckets are not passed."""
+        """Stream the exported weights, renamed for the engine, one tensor at a time.
+
+        Together with what an engine buffers until a layer or a bucket is complete, this stays below two buckets of memory.
+        """
         kind: Weights = "merged" if self._adapter_alone is None else "full"
         return iter(self.rollout.in_its_names(self.source.export_weights(dtype=DTYPES[self.config.dtype], kind=kind)))
 
     def _due(self) -> list[Lines]:
-        """Found for all turns at once: a sync empties the processor's caches, and going through all weights then takes time."""
+        """The lines to verify in this turn.
+
+        Selected for all turns at once: selection visits all weights, which is slow right after a load has evicted the CPU caches.
+        """
         self._turns = self._turns or [list(due(self._held_weights(), turn)) for turn in range(TURNS)]
         return self._turns[self._turn % TURNS]
 

@@ -1,4 +1,4 @@
-"""Random state that vLLM shares with its process, and where a request's own draws start."""
+"""Isolation of the process's random state from vLLM, and the key of a request's random stream."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-KEY = "tandem_key"  # among a request's extra_args: where its draws start
+KEY = "tandem_key"  # in a request's extra_args: its random stream, sampling.stream_keys
 
 
 @contextmanager
 def fenced() -> Iterator[None]:
-    """vLLM seeds and draws from the global generators, and on CPU replaces torch.set_num_threads: the trainer sees none of it."""
+    """Restore global random state and thread settings on exit.
+
+    vLLM seeds and uses the global generators, and replaces torch.set_num_threads on CPU. Without this context the trainer, in the
+    same process, would depend on what the engine does.
+    """
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     python, numpy = random.getstate(), np.random.get_state()
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
@@ -24,6 +28,7 @@ def fenced() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+        # Restore the function before calling it: vLLM's replacement is still installed.
         torch.set_num_threads = set_threads
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)

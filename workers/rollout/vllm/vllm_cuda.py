@@ -1,4 +1,8 @@
-"""What vLLM needs on CUDA alone: arguments, and a worker whose parts sleep and wake in any order. Not loaded on CPU."""
+"""vLLM on CUDA: arguments, and a worker whose weights and KV cache sleep and wake in any order. Not loaded on CPU.
+
+The colocated trainer wakes the weights first, for the sync, and the KV cache once its own memory is released. vLLM's sleep mode
+(0.26) assumes that everything was awake before a sleep, and that the weights wake first.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,9 @@ from workers.rollout.vllm_times import TimedStart
 
 
 def completed(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of EngineArgs with the worker below; and for float32 attention that computes in float32.
+    """Complete EngineArgs with the worker below, and with an attention backend that computes in float32 for dtype float32.
 
-    vLLM's own choice there, Triton's kernel, multiplies in TF32: log-probs are 1e-3 beside the trainer's.
+    vLLM's own choice for float32, a Triton kernel, multiplies in TF32: log-probs then differ from the trainer's by 1e-3.
     """
     exact = {}
     if arguments["dtype"] == "float32" and not {"attention_backend", "attention_config"} & arguments.keys():
@@ -22,7 +26,7 @@ def completed(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 class StagedWorker(TimedStart, Worker):
-    """vLLM's worker. Its sleep mode takes for granted that all was awake before, and that the weights wake first (0.26)."""
+    """vLLM's worker with a sleep mode for which any part may be asleep already and any part may wake first."""
 
     def load_model(self, **kwargs: Any) -> None:
         super().load_model(**kwargs)
@@ -32,19 +36,27 @@ class StagedWorker(TimedStart, Worker):
             for_every_token(self.model_runner)
 
     def sleep(self, level: int = 1) -> None:
-        """vLLM would give back the memory of what sleeps already a second time, an error: it does not see that here."""
+        """Put everything to sleep that is awake. Allocations that sleep already are hidden from vLLM meanwhile.
+
+        vLLM would otherwise release their memory a second time, which is an error.
+        """
         allocator = get_mem_allocator_instance()
         asleep = {pointer: data for pointer, data in allocator.pointer_to_data.items() if data.is_asleep}
         for pointer in asleep:
             del allocator.pointer_to_data[pointer]
         if any(data.tag == "weights" for data in asleep.values()):
+            # The worker's own sleep would save the model's buffers, whose memory is gone: only the allocator sleeps.
             allocator.sleep(offload_tags=())
         else:
-            super().sleep(level)  # keeps the model's buffers, which are among the weights
+            super().sleep(level)  # also saves the model's buffers, which are allocated with the weights
         allocator.pointer_to_data.update(asleep)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """vLLM puts the model's buffers back whatever wakes: that must wait for the memory of the weights."""
+        """Wake the parts ``tags``.
+
+        vLLM restores the model's buffers on every wake-up, even if only the cache wakes. That requires the memory of the weights:
+        while they sleep, only the allocator wakes.
+        """
         assert tags is not None
         allocator = get_mem_allocator_instance()
         sleeping = {data.tag for data in allocator.pointer_to_data.values() if data.is_asleep}

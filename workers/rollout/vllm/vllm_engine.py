@@ -1,8 +1,12 @@
-"""The vLLM engine in the worker's own process, beside the trainer's shards; the same code on CUDA and on CPU.
+"""Rollout engine vLLM in the worker's own process, colocated with the trainer's shards, on CUDA and on CPU.
 
-Every rank makes an engine («external launcher»). The ranks of a replica get the same requests in the same order, so they
-schedule alike and need not talk about it. What CPU alone needs is in workers/rollout/vllm/vllm_cpu.py, what CUDA
-alone in vllm_cuda.py.
+Every rank builds an engine («external launcher»). The ranks of a replica receive the same requests in the same order, so their
+schedulers make the same decisions without communication. Parts that are specific to CPU are in vllm_cpu.py, those of CUDA in
+vllm_cuda.py.
+
+vLLM is built for a process of its own. Sharing one with a trainer means that its use of global random state is undone
+(rng.fenced), that the trainer's process group outlives the engine (leave_groups), and that its freezing of the garbage collector
+is reverted.
 """
 
 from __future__ import annotations
@@ -36,14 +40,14 @@ if TYPE_CHECKING:
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other runner has another sampler than SeededSampler fits
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # SeededSampler replaces the sampler of the V1 runner
     "VLLM_NO_USAGE_STATS": "1",
 }
 
 
 @dataclass(slots=True)
 class RunningAnswer:
-    """A request, its name within vLLM, and what there is of the answer."""
+    """An unfinished request, its id within vLLM, and its response so far."""
 
     request: Request
     name: str
@@ -52,15 +56,21 @@ class RunningAnswer:
 
 
 class VLLMRollout(Rollout):
+    """One rank of a vLLM engine.
+
+    _fenced: context for every call that computes or draws random numbers. _packed: how to verify layers that compute with packed
+    copies (CPU). _adapter: the LoRA adapter's names and shapes with lora_sync=adapter, else None.
+    """
+
     takes_driver_memory = True
     _fenced: Callable[[], AbstractContextManager[None]]
     _packed: Callable[..., list[HeldWeight]]
     _adapter: ExpectedAdapter | None = None
     _base_there = False
-    """The weights that an adapter is beside; they outlive sleep."""
+    """The base weights of an adapter are loaded; they survive sleep."""
 
     def __init__(self, spec: RolloutSpec, place: WorkerInfo) -> None:
-        """Collective over all ranks: the process group of the trainer is there, and vLLM's groups are made of its ranks."""
+        """Collective over all ranks: vLLM builds its groups from the ranks of the trainer's process group, which must exist."""
         self.tensor_parallel_size = spec.rollout.tensor_model_parallel_size
         self.max_length = spec.max_model_len
         self._dtype = DTYPES[spec.rollout.dtype]
@@ -91,16 +101,17 @@ class VLLMRollout(Rollout):
             with self._fenced():
                 self.engine = make_engine(arguments)
                 self._cache_bytes = float(self._on_worker(prepare_worker))
-            self._opened = opening.pop_all()
-        gc.unfreeze()  # vLLM takes all objects of the process, the trainer's too, from the garbage collector
+            self._opened = opening.pop_all()  # the environment is restored by close, or at once if the engine did not start
+        gc.unfreeze()  # vLLM calls gc.freeze, which exempts all objects of the process from collection, the trainer's too
         self._answers: dict[str, RunningAnswer] = {}
-        """Unfinished ones by vLLM's names, in order of submission."""
+        """Unfinished requests by vLLM's ids, in order of submission."""
         self._counters = self._zeros()
 
     # Requests
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Also raises ValueError for an id that is unfinished. On any error none of the requests is queued."""
+        """Queue requests. Also raises ValueError for an id that is unfinished. On any error none of the requests is queued."""
+        # Not at the top of the module: vLLM reads environment variables on import, see import_vllm.
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -111,7 +122,7 @@ class VLLMRollout(Rollout):
             params = SamplingParams(**sampling_arguments(request, self.max_length), output_kind=RequestOutputKind.FINAL_ONLY)
             prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
             asked = processor.process_inputs(str(request.id), prompt, params, supported_tasks=tasks)
-            processor.assign_request_id(asked)
+            processor.assign_request_id(asked)  # vLLM's own id, under which outputs arrive
             self.engine.engine_core.add_request(asked)
             self._answers[asked.request_id] = RunningAnswer(request, asked.request_id)
             self._counters["prompt_tokens"] += len(request.prompt_ids)
@@ -121,10 +132,10 @@ class VLLMRollout(Rollout):
         return len(self._answers)
 
     def step(self) -> list[Completion]:
-        """Raises FloatingPointError, naming a request, where the model's logits are not finite.
+        """Run one decode step. Raises FloatingPointError, naming a request, where the model's logits are not finite.
 
-        What the engine's core gives is taken as it is: vLLM's own collector makes objects of each token's log-prob, which
-        for hundreds of answers takes as long as the rest of a step.
+        Reads the output of the engine core directly: vLLM's output processor builds objects for each token's log-prob, which for
+        hundreds of responses takes as long as the rest of a step.
         """
         self._check_awake()
         if not self._answers:
@@ -152,7 +163,10 @@ class VLLMRollout(Rollout):
         return Completion(id, tuple(answer.token_ids), values, reason, self._version)
 
     def abort(self, ids: Sequence[int] | None = None) -> list[Completion]:
-        """In order of submission. An id that is not unfinished is passed over: it may have ended meanwhile."""
+        """End requests and return their partial responses in order of submission.
+
+        Ids that are not unfinished are ignored: the request may have finished in the meantime.
+        """
         chosen = [answer for answer in self._answers.values() if ids is None or answer.request.id in ids]
         self.engine.engine_core.abort_requests([answer.name for answer in chosen])
         for answer in chosen:
@@ -165,12 +179,14 @@ class VLLMRollout(Rollout):
         return self._file_names.split(weights)
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Raises ValueError, naming weights that are missing, unexpected or of another shape; the engine then has none.
+        """Copy weights: vLLM takes one tensor after the other, slices this rank's part and casts it.
 
-        vLLM takes them one after the other, cuts out this rank's part and casts it. Running answers wait for the new weights:
-        what they have is kept, and computed anew. Those that an adapter is beside are nothing without it.
+        Running requests return to the queue with their tokens, which are recomputed with the new weights. With lora_sync=adapter
+        the engine cannot generate until load_adapter follows. Raises ValueError, naming weights that are missing, unexpected or
+        of another shape; the engine then has no weights.
         """
         self._check_takes_weights("load_weights")
+        # Cleared first: if loading fails, the engine may hold a mixture of old and new weights.
         self._weights_there = self._base_there = False
         self._drop_cached()
         came: dict[str, torch.Size] = {}
@@ -181,8 +197,11 @@ class VLLMRollout(Rollout):
         self._weights_there, self._base_there, self._version = self._adapter is None, self._adapter is not None, version
 
     def load_adapter(self, config: LoraConfig, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Raises ValueError, naming weights that are missing, unexpected or of another shape, and EngineAsleep if there are no
-        weights that it could be beside; the engine then has none. Running answers go on as with other new weights."""
+        """Replace the adapter. Running requests are treated as in load_weights.
+
+        Raises ValueError, naming weights that are missing, unexpected or of another shape, and EngineAsleep without base weights;
+        the engine then has no weights to generate with.
+        """
         self._check_takes_weights("load_adapter")
         assert self._adapter is not None, "lora_sync=adapter alone"
         if not self._base_there:
@@ -193,6 +212,7 @@ class VLLMRollout(Rollout):
         self._drop_cached()
         came: dict[str, torch.Size] = {}
         expected = self._adapter.weights
+        # Copies even if already on CPU: vLLM scales B in place, and the stream may yield the trainer's own tensors.
         tensors = {name: tensor.to("cpu", copy=True) for name, tensor in expected.fitting(weights, came)}
         expected.check(came)
         with self._fenced(), torch.no_grad():
@@ -214,7 +234,7 @@ class VLLMRollout(Rollout):
         return self._on_worker(partial(held_adapter, expected=self._adapter))
 
     def _with_own_layers(self, call: Callable[[Any], Any]) -> Any:
-        """``call`` on the worker, with vLLM's layers as they are without an adapter."""
+        """Run ``call`` on the worker, with vLLM's layers unwrapped from their LoRA layers and named as without an adapter."""
         if self._adapter is None:
             return self._on_worker(call)
         from workers.rollout.vllm.vllm_lora import unwrapped
@@ -226,8 +246,10 @@ class VLLMRollout(Rollout):
         return self._on_worker(calling)
 
     def sleep(self) -> None:
-        """Unfinished requests stay, and go on where they are once the engine works again. Weights that an adapter is beside wait
-        in the host's memory."""
+        """Unfinished requests are kept and resume after wake and new weights.
+
+        With an adapter the base weights move to host memory (level 1); otherwise weights are dropped (level 2): a sync follows.
+        """
         self._drop_cached()
         if self._weights_awake or self._cache_awake:
             self._on_worker("sleep", level=1 if self._base_there else 2)
@@ -242,23 +264,29 @@ class VLLMRollout(Rollout):
             self._cache_awake = True
 
     def _drop_cached(self) -> None:
-        """Nothing in the cache counts any more: prefixes are forgotten, running answers go back to the queue."""
+        """Invalidate the KV cache: forget prefixes, and return running requests to the queue."""
+        # Keys and values of old weights must not be continued with new ones: a refusal is an error.
         if not self.engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM did not drop its prefix cache: answers would go on from keys and values of old weights")
 
     def _on_worker(self, method: str | Callable[[Any], Any], **kwargs: Any) -> Any:
+        """Call a method of vLLM's worker, or a function of it; returns its result."""
         (result,) = self.engine.collective_rpc(method, kwargs=kwargs)
         return result
 
     def close(self) -> None:
+        """Shut the engine down and restore the environment. Collect before empty_cache: only then is its memory unused."""
         self.engine.engine_core.shutdown()
         del self.engine
         gc.collect()
-        torch.cuda.empty_cache()  # so that vLLM's pools, of which a process can have one engine's, are empty
+        torch.cuda.empty_cache()  # empties vLLM's memory pools: a process can hold those of one engine only
         self._opened.close()
 
     def stats(self) -> dict[str, float]:
-        """cache_bytes: what the KV cache takes while it is awake; a prompt counts for each request that has it."""
+        """Counters since the last call.
+
+        cache_bytes: size of the KV cache while it is awake. A prompt counts once for each of its requests.
+        """
         counters, self._counters = self._counters, self._zeros()
         return counters
 
@@ -268,7 +296,7 @@ class VLLMRollout(Rollout):
 
 
 def engine_arguments(spec: RolloutSpec) -> dict[str, Any]:
-    """Our keys as arguments of vLLM's EngineArgs."""
+    """Translate the rollout configuration to vLLM's EngineArgs."""
     rollout = spec.rollout
     return {
         "model": spec.model.path,
@@ -290,16 +318,16 @@ def engine_arguments(spec: RolloutSpec) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "enable_sleep_mode": spec.device == "cuda",
         "skip_tokenizer_init": True,
-        "generation_config": "vllm",  # sampling is what a request says, nothing from the model's directory
+        "generation_config": "vllm",  # sampling parameters come from requests only, not from the model's directory
         "disable_log_stats": True,
         **rollout.engine_kwargs.vllm,
     }
 
 
 def sampling_arguments(request: Request, max_length: int) -> dict[str, Any]:
-    """A request's sampling as arguments of vLLM's SamplingParams. max_length: prompt and response together, tokens.
+    """Translate a request's sampling to vLLM's SamplingParams. max_length: of prompt and response together, in tokens.
 
-    stop_token_ids alone end an answer: ignore_eos stands for the end token that vLLM would find in the model's directory.
+    Only stop_token_ids end a response. vLLM's ignore_eos refers to the end token in the model's directory and is always true.
     """
     sampling = request.sampling
     return {
@@ -309,14 +337,14 @@ def sampling_arguments(request: Request, max_length: int) -> dict[str, Any]:
         "max_tokens": min(sampling.max_tokens, max_length - len(request.prompt_ids)),
         "stop_token_ids": [] if sampling.ignore_eos else list(sampling.stop_token_ids),
         "ignore_eos": True,
-        "extra_args": {KEY: int(stream_keys([request.seed])[0])},  # with a seed vLLM would keep a generator for it
-        "logprobs": 0,  # of the drawn token alone
+        "extra_args": {KEY: int(stream_keys([request.seed])[0])},  # a ``seed`` would make vLLM keep a generator
+        "logprobs": 0,  # of the sampled token only
         "detokenize": False,
     }
 
 
 def prepare_worker(worker: Any) -> int:
-    """Put our sampler into it. The bytes of its KV cache."""
+    """Replace the worker's sampler by SeededSampler; returns the size of its KV cache in bytes."""
     from workers.rollout.vllm.vllm_sampler import SeededSampler
 
     runner = worker.model_runner
@@ -325,12 +353,12 @@ def prepare_worker(worker: Any) -> int:
 
 
 def nothing_packed(module: nn.Module, leaf: str, parts: Sequence[Any], *, exact: bool) -> list[HeldWeight]:
-    """Parameters are what vLLM computes with."""
+    """No layer computes with packed copies (CUDA)."""
     return []
 
 
 def addresses(place: WorkerInfo) -> dict[str, str]:
-    """What an external launcher would have said in the environment."""
+    """Environment variables that an external launcher such as torchrun would have set."""
     return {
         "RANK": str(place.rank),
         "LOCAL_RANK": str(place.local_rank),
@@ -341,7 +369,7 @@ def addresses(place: WorkerInfo) -> dict[str, str]:
 
 
 def import_vllm(device: Literal["cpu", "cuda"]) -> None:
-    """What make_engine will load. Before, whatever has to be said in the environment by then."""
+    """Import what make_engine needs, after setting the environment variables that vLLM reads on import."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     with set_environment(ENVIRONMENT), fenced():
         if device == "cuda":
@@ -354,16 +382,18 @@ def import_vllm(device: Literal["cpu", "cuda"]) -> None:
 
 
 def make_engine(arguments: dict[str, Any]) -> Any:
+    """Build vLLM's LLMEngine. Its shutdown is replaced by leave_groups."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine import core
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    # Called when the engine shuts down; vLLM's own function would destroy the trainer's process group.
     core.cleanup_dist_env_and_memory = leave_groups
     return LLMEngine.from_engine_args(EngineArgs(**arguments))
 
 
 def leave_groups() -> None:
-    """What vLLM does when an engine ends, but for destroying the process group, which is the trainer's."""
+    """vLLM's cleanup at the end of an engine, except that it keeps the default process group, which belongs to the trainer."""
     from vllm import envs
     from vllm.distributed import parallel_state
 

@@ -1,4 +1,4 @@
-"""Stands for vLLM's sampler: one pass over the logits for all rows, and draws that are the embedded engine's."""
+"""Replacement for vLLM's sampler: one pass over the logits for all rows, with the random numbers of the embedded engine."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from vllm.v1.sample.sampler import Sampler
 from workers.rollout.sampling import draw_from_logits, uniforms
 from workers.rollout.vllm.rng import KEY
 
-GREEDY_BELOW = 1e-5  # temperature, in vLLM
+GREEDY_BELOW = 1e-5  # temperature below which vLLM decodes greedily
 
 
 class SeededSampler(Sampler):
-    """Draws depend on seed and position alone; log-probs are of the drawn token, over the whole vocabulary.
+    """Sampler whose random numbers depend only on seed and position (workers/rollout/sampling.py).
 
-    vLLM's own takes a generator for each request, and a call for each generator; it writes the whole vocabulary's log-probs and
-    noise, and ranks that nobody asked for.
+    Returns the log-prob of the sampled token over the whole vocabulary. vLLM's own sampler needs a generator per request, each
+    with a call of its own; it also materialises log-probs and noise of the whole vocabulary, and ranks that are not used.
     """
 
     def __init__(self, runner: Any) -> None:
+        """runner: vLLM's model runner, read for the requests and their positions in each step."""
         super().__init__(logprobs_mode="processed_logprobs")
         self._runner = runner
         compiled = runner.device.type == "cuda" and not runner.model_config.enforce_eager
@@ -37,7 +38,7 @@ class SeededSampler(Sampler):
         predict_bonus_token: bool = False,
         logprobs_mode_override: Any = None,
     ) -> SamplerOutput:
-        """logits (n, V). Tokens int32 (n, 1), and of each its log-prob; its rank is said to be 0."""
+        """Sample from logits (n, V). Returns tokens int32 (n, 1) and the log-prob of each; ranks are reported as 0."""
         asked = sampling_metadata
         logits = self.apply_logits_processors(logits, asked, predict_bonus_token)
         for processor in asked.logitsprocs.argmax_invariant:
@@ -51,25 +52,31 @@ class SeededSampler(Sampler):
             if not asked.all_random:
                 temperature = temperature.masked_fill(greedy, 1.0)
             if asked.top_k is not None or asked.top_p is not None:
+                # The token comes from the truncated distribution, its log-prob from the full one below.
                 kept = apply_top_k_top_p(logits.float() / temperature, asked.top_k, asked.top_p)
                 given, _ = self._drawn(kept, torch.ones_like(temperature), uniform, None)
             if not asked.all_random:
+                # Greedy rows get their token here; -1 leaves the others to be sampled below.
                 given = torch.where(greedy, logits.argmax(-1, keepdim=True), -1 if given is None else given)
         tokens, log_probs = self._drawn(logits, temperature, uniform, given)
         ids, ranks = tokens.int(), torch.zeros(len(tokens), dtype=torch.int32, device=tokens.device)
         return SamplerOutput(ids, LogprobsTensors(ids, log_probs, ranks))
 
     def _drawn(self, logits: Tensor, temperature: Tensor, uniform: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What is compiled is for any number of rows, but for one, which is compiled for itself."""
+        """Call the (compiled) kernel with a dynamic number of rows, so that batch sizes do not recompile it.
+
+        torch specialises on a size of 1 in any case: one row is a second compilation.
+        """
         for tensor in (logits, temperature, uniform, *([] if given is None else [given])):
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
         return self._draw(logits, temperature, uniform, given)
 
     def _uniforms(self) -> Tensor:
-        """float64 (n, 1), on CPU. Where a prompt goes on entering, the token is drawn for nobody, and its position below 0.
+        """Random numbers of this step, float64 (n, 1), on CPU.
 
-        A row's position is what its cache holds after the step, less its prompt: as long as no token is guessed ahead, vLLM
-        knows that without a look at the device, also with the last step's tokens still under way.
+        The position of a row in its response is its cache length after the step minus its prompt length. Without speculative
+        decoding vLLM knows it without a device synchronisation, even if the previous step's tokens are still in flight. During a
+        chunked prefill the position is negative, and the sampled token is discarded by vLLM.
         """
         batch = self._runner.input_batch
         n = batch.num_reqs
@@ -79,5 +86,5 @@ class SeededSampler(Sampler):
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """From CPU, without waiting for what the device has under way."""
+    """Copy from CPU without synchronising with the device: pinned memory makes the copy asynchronous."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values

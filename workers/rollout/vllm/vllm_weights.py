@@ -1,6 +1,7 @@
-"""Where vLLM keeps the trainer's tensors: fused, cut over tensor-parallel ranks, padded, tied. For verification.
+"""Locations of the trainer's tensors in vLLM (fused, sharded over tensor-parallel ranks, padded, tied), for verification.
 
-It follows from the sizes that layers compute with, not from what their loaders did.
+They are derived from the sizes that layers compute with, not from what their loaders did: a loader that misplaces a tensor must
+not be able to confirm itself.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ from workers.rollout.verification import HeldWeight, PlainWeight
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows [row, row + rows) of vLLM's tensor, of one expert's if it is one of many, are rows (dim 0) or columns (dim 1)
-    [start, start + size) of the trainer's."""
+    """Correspondence of rows of vLLM's tensor and a slice of the trainer's tensor ``name``.
+
+    Rows [row, row + rows) of vLLM's tensor (of ``expert``, if it stacks several) are rows (dim 0) or columns (dim 1)
+    [start, start + size) of the trainer's.
+    """
 
     name: str
     row: int
@@ -40,20 +44,26 @@ class Part:
     expert: int | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
+        """View of the slice of the trainer's tensor."""
         return tensor.narrow(self.dim, self.start, self.size)
 
 
 Packed = Callable[[nn.Module, str, Sequence[Part]], list[HeldWeight]]
+"""(layer, parameter name, parts) -> held weights, for layers that do not compute with the parameter itself; else []."""
 
 
 def held_weights(model: nn.Module, tied: Mapping[str, str], dtype: torch.dtype, packed: Packed) -> list[HeldWeight]:
-    """tied: the first name for others. dtype: what vLLM was told to keep weights in. packed: for a layer that computes with
-    something else than rows of this parameter, else nothing."""
+    """All weights that this rank of vLLM computes with.
+
+    tied: {name: first name of the same tensor}. dtype: the dtype that vLLM was configured with. packed: for layers that compute
+    with something other than rows of the parameter.
+    """
     fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})  # models without fused layers have none
     found: list[HeldWeight] = []
     for path, module in model.named_modules():
         for leaf in dict(module.named_parameters(recurse=False)):
             parts = parts_of(path, leaf, module, fused, tied)
+            # Packed copies take precedence: the layer does not compute with the parameter then.
             if own := packed(module, leaf, parts):
                 found += own
             elif parts:
@@ -65,15 +75,20 @@ def held_weights(model: nn.Module, tied: Mapping[str, str], dtype: torch.dtype, 
 
 
 def rows_of(module: nn.Module, leaf: str, part: Part) -> Tensor:
+    """View of the rows of a part in vLLM's parameter. Looked up on each call: sleep replaces the parameter's data."""
     parameter = module.get_parameter(leaf)
     return (parameter if part.expert is None else parameter[part.expert]).narrow(0, part.row, part.rows)
 
 
 def parts_of(path: str, leaf: str, module: nn.Module, fused: Mapping[str, Sequence[str]], tied: Mapping[str, str]) -> list[Part]:
-    """What the parameter ``leaf`` of the layer at ``path`` is made of on this rank; nothing: it is the trainer's, whole."""
+    """Parts of the parameter ``leaf`` of the layer at ``path`` on this rank; empty if it is the trainer's tensor as a whole.
+
+    fused: {vLLM's layer: names of the layers that it fuses}.
+    """
     name = f"{path}.{leaf}"
     match module:
         case VocabParallelEmbedding():
+            # Only the original vocabulary: padding rows correspond to nothing in the trainer.
             start, stop = module.shard_indices.org_vocab_start_index, module.shard_indices.org_vocab_end_index
             return [Part(tied.get(name, name), 0, stop - start, 0, start, stop - start)]
         case RowParallelLinear() if leaf == "weight":
@@ -89,6 +104,7 @@ def parts_of(path: str, leaf: str, module: nn.Module, fused: Mapping[str, Sequen
             return []
     above, _, own = path.rpartition(".")
     names = [f"{above}.{part}.{leaf}" for part in fused.get(own, [own])]
+    # Blocks follow each other in vLLM's tensor by their size on this rank, in a tensor fused in the trainer by their full size.
     rows = accumulate((size for size, _, _ in blocks), initial=0)
     begins = accumulate((whole for _, _, whole in blocks), initial=0)
     if len(names) == 1:  # fused in the trainer too
@@ -100,9 +116,9 @@ def parts_of(path: str, leaf: str, module: nn.Module, fused: Mapping[str, Sequen
 
 
 def blocks_of(layer: Any) -> list[tuple[int, int, int]]:
-    """(rows here, which share of them this is, rows in all) of each block that is cut by itself, in vLLM's order.
+    """Blocks of a layer that are sharded separately, in vLLM's order: (rows on this rank, index of the shard, rows in total).
 
-    Where there are fewer heads of keys and values than ranks, ranks share one.
+    With fewer kv heads than ranks, heads are replicated: several ranks hold the same shard.
     """
     match layer:
         case QKVParallelLinear():
@@ -120,9 +136,10 @@ def blocks_of(layer: Any) -> list[tuple[int, int, int]]:
 
 
 def experts_of(path: str, leaf: str, experts: Any) -> list[Part]:
-    """Each expert's parts of ``w13_weight`` (experts, gate and up, hidden) or ``w2_weight`` (experts, hidden, down)."""
+    """Parts of every expert in ``w13_weight`` (experts, gate and up, hidden) or ``w2_weight`` (experts, hidden, down)."""
     config, above = experts.moe_config, path.removesuffix(".experts.routed_experts")
     size, hidden = config.intermediate_size_per_partition_unpadded, config.hidden_dim_unpadded
+    # vLLM pads what its kernel needs wider: sizes are the unpadded ones, but up (w3) begins at half of the padded rows.
     start, half = config.tp_rank * size, experts.get_parameter(leaf).shape[1] // 2
     places = {"w1": (0, size, 0), "w3": (half, size, 0), "w2": (0, hidden, 1)}
     found = []
