@@ -51,7 +51,8 @@ def loaded(page: Path) -> Loaded:
 
 
 def test_every_page_is_there(site: Path) -> None:
-    pages = {path.relative_to(ROOT / "docs").with_suffix("").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    docs = ROOT / "docs"
+    pages = {path.relative_to(docs).with_suffix("").as_posix().removesuffix("/index") for path in docs.rglob("*.md")}
     built = {path.parent.relative_to(site).as_posix() for path in site.rglob("index.html")} | {"index"}
     assert pages | {"CONTRIBUTING", "CHANGELOG", "SECURITY"} <= built
 
