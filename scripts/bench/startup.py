@@ -7,7 +7,7 @@
 
 check: `python -m trainer.main_ppo recipe=quickstart trainer.dry_run=config`, a process from its start to its end. first step:
 the quick start (data/sort_digits of the usual sizes, a model with random weights), a process from its start to its end; the parts
-until the first generation are in the run's events, then come validation and a step, and the end of all processes.
+until the first generation are in the run's logs/start.json, then come validation and a step, and the end of all processes.
 Seconds; medians over rounds, after each other. CPU: of the process and its children.
 """
 
@@ -75,8 +75,7 @@ def first_step(words: list[str], run_dir: Path) -> dict[str, float]:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     total = time.perf_counter() - started
     *_, metrics = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    events = map(json.loads, (run_dir / "events.jsonl").read_text().splitlines())
-    parts: dict[str, float] = next(event["seconds"] for event in events if event["kind"] == "start")
+    parts: dict[str, float] = json.loads((run_dir / "logs/start.json").read_text())
     first, step = parts.pop("total"), metrics["timing_s/step"]
     rest = {"first generation": first, "step": step, "validation and end": total - first - step}
     return {"total": total, **rest, **parts, "cpu": cpu_since(before)}

@@ -17,8 +17,7 @@ from configs.base.keys import ConfigError
 from configs.compose import compose_with_notes
 from configs.schema.ppo import PPOConfig
 from configs.validation.placement import placement_of
-from trainer.cli.preflight import ppo_inputs
-from trainer.main_ppo import check
+from trainer.cli.preflight import check_ppo_config, ppo_inputs
 from trainer.planner.dry_run import doubts, measured, uses_of
 from trainer.ppo.engine_checks import wants_critic
 from workers.rollout.base import Sampling
@@ -27,7 +26,7 @@ from workers.rollout.base import Sampling
 def main() -> None:
     try:
         config, typed, _ = compose_with_notes("ppo_trainer", PPOConfig, sys.argv[1:])
-        check(config, typed)
+        check_ppo_config(config, typed)
         if problems := [*ppo_inputs(config)]:
             raise ConfigError("\n".join(problems))
     except ValueError as error:

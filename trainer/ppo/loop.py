@@ -8,6 +8,7 @@ critic run through the same loop; a role that the algorithm does not need is Non
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -37,10 +38,12 @@ from trainer.rewards.models.local_model import LocalModel
 from trainer.rollout.sampler import Judged, Source
 from trainer.rollout.validation import Validation
 from trainer.run.errors import Found
+from trainer.run.run_dir import START, write_atomic
 from trainer.run.start_times import Start, sentence
 from trainer.tracking.metrics import data_metrics, peak_flops, performance_metrics, reward_metrics
 from trainer.tracking.token_dump import AnswerLog
 from workers.batch import Batch
+from workers.controller.logs import tell
 from workers.metric import plain_numbers
 
 
@@ -106,17 +109,17 @@ class Loop:
             trainer.total_steps = trainer.step
 
     def report_start(self) -> None:
-        """Record the duration of each part of the start, in seconds, as an event."""
+        """Print how long the start took, and write the seconds of each part to logs/start.json."""
         self.start.ended("sync")
         trainer = self.trainer
-        roles = [
-            role for role in (self.actor, self.ref, self.critic, self.rollout) if isinstance(role, RemoteModel | RemoteRollout)
-        ]
         # By name: colocated roles share one worker group, which is asked once.
-        groups = {role.group.name: role.group for role in roles}.values()
+        groups = {group.name: group for group in self.together.hosts.values()}.values()
         asked = (trainer.watchdog.call(group, "ask", "times of the start", "start_times") for group in groups)
         seconds = self.start.seconds([times for of_group in asked for times in of_group])
-        trainer.events.add(trainer.step, "start", sentence(seconds), seconds)
+        path = trainer.life.run_dir / START
+        path.parent.mkdir(exist_ok=True)
+        write_atomic(path, json.dumps({name: round(spent, 3) for name, spent in seconds.items()}))
+        tell(f"start: {sentence(seconds)}")
 
     def collect(self, step: int) -> Batch | None:
         """Generate and score the step's batch: one round of prompts, or several with algorithm.filter_groups.

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import TypedDict
 
 from configs.base.secrets import hidden
 from trainer.run.run_dir import EVENTS, json_line
@@ -16,14 +15,13 @@ class Event(TypedDict):
     """One line of events.jsonl.
 
     step: training step in which it happened. time: local time. kind: short label, equal for events of the same sort. text: one
-    line for people. seconds: duration of each named part of a long operation, for programs.
+    line for people.
     """
 
     step: int
     time: str
     kind: str
     text: str
-    seconds: NotRequired[dict[str, float]]
 
 
 class Events:
@@ -32,15 +30,13 @@ class Events:
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / EVENTS
 
-    def add(self, step: int, kind: str, text: str, seconds: Mapping[str, float] | None = None) -> None:
+    def add(self, step: int, kind: str, text: str) -> None:
         """Print the event to stderr and append it to the file, flushed to the kernel on return.
 
-        seconds: rounded to milliseconds in the file. If the file cannot be written, the event and the error are printed only.
+        If the file cannot be written, the event and the error are printed only.
         """
         # Texts quote errors and commands: hidden() masks credentials, split() joins several lines into one.
         event = Event(step=step, time=time.strftime("%Y-%m-%d %H:%M:%S"), kind=kind, text=" ".join(hidden(text).split()))
-        if seconds is not None:
-            event["seconds"] = {name: round(spent, 3) for name, spent in seconds.items()}
         tell(f"{kind}: step {step}: {event['text']}")
         # An event may report a failing disk; a second failure here must not end the run.
         try:

@@ -61,6 +61,6 @@ class Start:
 
 
 def sentence(seconds: Mapping[str, float]) -> str:
-    """One line for the console: the total, and the controller's parts of a second or more. The event has all of them."""
+    """One line for the console: the total, and the controller's parts of a second or more. logs/start.json has all of them."""
     parts = [f"{name} {spent:.1f}" for name, spent in seconds.items() if "/" not in name and name != "total" and spent >= 1.0]
     return f"{seconds['total']:.1f} s to the first generation" + (f": {', '.join(parts)}" if parts else "")

@@ -239,7 +239,7 @@ def test_what_vllm_cannot_do() -> None:
     for words, said in (
         (f"{ROLLOUT}.dtype=float64", "dtype=float64: not supported by vLLM"),
         (f"{ROLLOUT}.temperature=0.005", "temperature=0.005: the minimum of vLLM is 0.01"),
-        (f"{ROLLOUT}.val_kwargs.temperature=0.005", "val_kwargs.temperature=0.005: vLLM takes"),
+        (f"{ROLLOUT}.val_kwargs.temperature=0.005", "val_kwargs.temperature=0.005: the minimum of vLLM is"),
         (f"+{ROLLOUT}.engine_kwargs.vllm.model=a", "engine_kwargs.vllm.model: set by another key"),
     ):
         (line,) = ppo_lines(*one, words)

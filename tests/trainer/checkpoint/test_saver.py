@@ -135,7 +135,8 @@ import os, sys, time
 from pathlib import Path
 import torch
 from tests.trainer.checkpoints import models, saver
-from workers.engine import checkpoint, saving
+from workers.engine import saving
+from workers.engine.hf import checkpoint
 from workers.engine.hf.checkpoint import Shard
 
 saving.PIECE = checkpoint.FILE = 1000

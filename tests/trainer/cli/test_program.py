@@ -206,7 +206,7 @@ def test_help_names_groups_keys_and_examples(flag: str, capsys: pytest.CaptureFi
     assert program()([flag]) == 0
     page = capsys.readouterr().out
     assert "About." in page and "python -m trainer.main_sft optim.lr=1e-4" in page
-    assert "optim.lr=1.0e-5" in page and "largest learning rate" in page
+    assert "optim.lr=1.0e-5" in page and "Peak learning rate" in page
 
 
 def test_a_word_of_an_example_stays_whole() -> None:

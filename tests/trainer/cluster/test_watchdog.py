@@ -168,7 +168,7 @@ def test_c_code_that_does_not_come_back_ends_the_process_with_its_stacks(tmp_pat
 import ctypes
 from pathlib import Path
 from tests.trainer.watchdogs import watchdog
-from trainer import watchdog as module
+from trainer.cluster import watchdog as module
 module.LAST_RESORT = 0.5
 with watchdog(Path({str(tmp_path)!r}), reward=0.2).own("reward", "scoring", ""):
     while True:
