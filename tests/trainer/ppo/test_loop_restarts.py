@@ -18,7 +18,8 @@ from trainer.resilience.restart import Lifetime, keep_going
 from workers.controller.group import PhaseTimeout, WorkerError
 from workers.plan import Limits
 
-FOUR = ("trainer.total_training_steps=4",)
+FOUR = ("trainer.total_training_steps=4", "trainer.checkpoint.async_save=false")
+"""Waits for each checkpoint: one that is still being written when a step fails is given up, and the one before is resumed from."""
 
 
 @pytest.fixture(scope="module")
