@@ -25,7 +25,7 @@ def written_files() -> tuple[Path, ...]:
         sorted(
             path.relative_to(ROOT)
             for path in paths
-            if path.is_file() and "__pycache__" not in path.parts and path.suffix not in {".pyc", ".png", ".parquet"}
+            if path.is_file() and "__pycache__" not in path.parts and path.suffix not in {".pyc", ".png", ".parquet", ".safetensors"}
         )
     )
 

@@ -1,6 +1,6 @@
 """A run directory of version 62017dd, before modules moved to folders, is resumed with the same command and continues alike.
 
-written_before_the_move/ has a run of PPO after four steps with its checkpoint of step 2, a model of 2,592 parameters, data and
+before_the_move/ has a run of PPO after four steps with its checkpoint of step 2, a model of 2,592 parameters, data and
 reward.
 """
 
@@ -12,7 +12,7 @@ import pytest
 
 from trainer import main_ppo
 
-RUN = Path(__file__).with_name("written_before_the_move")
+RUN = Path(__file__).with_name("before_the_move")
 COMMAND = [
     "recipe=quickstart",
     "data.train_files=data/train.parquet",
