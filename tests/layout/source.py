@@ -10,6 +10,9 @@ PACKAGES = ("configs", "workers", "trainer", "data_preprocess")
 
 
 @cache
+BINARY = {".pyc", ".png", ".parquet", ".safetensors"}
+
+
 def python_files(*trees: str) -> tuple[Path, ...]:
     """Paths relative to ROOT of the .py files under ``trees`` (all packages, if none is named)."""
     return tuple(sorted(path.relative_to(ROOT) for tree in trees or PACKAGES for path in (ROOT / tree).rglob("*.py")))
@@ -25,7 +28,9 @@ def written_files() -> tuple[Path, ...]:
         sorted(
             path.relative_to(ROOT)
             for path in paths
-            if path.is_file() and "__pycache__" not in path.parts and path.suffix not in {".pyc", ".png", ".parquet", ".safetensors"}
+            if path.is_file()
+            and "__pycache__" not in path.parts
+            and path.suffix not in {".pyc", ".png", ".parquet", ".safetensors"}
         )
     )
 

@@ -19,7 +19,7 @@ from workers.controller.group import PhaseTimeout, WorkerError
 from workers.plan import Limits
 
 FOUR = ("trainer.total_training_steps=4", "trainer.checkpoint.async_save=false")
-"""Waits for each checkpoint: one that is still being written when a step fails is given up, and the one before is resumed from."""
+"""Waits for each checkpoint: one that is still being written when a step fails is given up, and the run resumes from another."""
 
 
 @pytest.fixture(scope="module")
