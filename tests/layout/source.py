@@ -9,10 +9,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("configs", "workers", "trainer", "data_preprocess")
 
 
-@cache
 BINARY = {".pyc", ".png", ".parquet", ".safetensors"}
 
 
+@cache
 def python_files(*trees: str) -> tuple[Path, ...]:
     """Paths relative to ROOT of the .py files under ``trees`` (all packages, if none is named)."""
     return tuple(sorted(path.relative_to(ROOT) for tree in trees or PACKAGES for path in (ROOT / tree).rglob("*.py")))
