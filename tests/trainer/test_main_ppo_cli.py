@@ -40,9 +40,11 @@ def test_what_only_shows_or_checks_is_quick_and_light(argv: list[str], shown: st
         process.returncode = os.waitstatus_to_exitcode(status)
         out.seek(0), err.seek(0)
         assert process.returncode == 0 and shown in out.read()
-        imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in err}
+        modules = [line.rpartition("|")[2].strip() for line in err]
+    imported = {module.partition(".")[0] for module in modules}
     assert "configs" in imported and not imported & {"torch", "ray", "transformers", "numpy"}
-    assert used.ru_utime + used.ru_stime < 2.0
+    # 530 modules and 1.1 s on an idle core; on a core shared with another test the same work takes twice as long.
+    assert len(modules) < 600 and used.ru_utime + used.ru_stime < 4.0
     assert list(tmp_path.iterdir()) == []
 
 

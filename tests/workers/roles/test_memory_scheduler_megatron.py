@@ -97,15 +97,18 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dic
 
 
 def test_gradients_give_their_memory_back_while_others_work(found: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    """Of 240 MB, all but 5 %: from run to run 8 MB come and go."""
+    """Of 240 MB, all but 5 %.
+
+    Two processes differ by up to 40 MB in what the C library holds, so each phase is compared with ``train`` of the same process.
+    """
     stays, leaves = found
     buffer = sum(weight.nbytes for weight in stays["weights"].values())
     assert buffer > 100 * MB
     for here, gone in zip(stays["rss"], leaves["rss"], strict=True):
-        assert abs(here["train"] - gone["train"]) < 0.05 * buffer, "at work they are there"
         assert gone["train"] - gone["another forward"] > 0.95 * buffer
         for phase in AWAY:
-            assert here[phase] - gone[phase] == pytest.approx(buffer, rel=0.05), phase
+            left = (gone["train"] - gone[phase]) - (here["train"] - here[phase])
+            assert left == pytest.approx(buffer, rel=0.05), phase
 
 
 def test_training_and_generation_go_on_to_the_same_bits(found: tuple[dict[str, Any], dict[str, Any]]) -> None:
