@@ -1,6 +1,6 @@
 """Checkpoints of made-up models, written by the real Saver."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from trainer.checkpoint.saver import Saver
 from trainer.cluster.remote import RemoteModel, SaveFailed
 from trainer.run.events import Events
 from workers.engine.base import Saved
-from workers.engine.saving import in_background, saved_files
+from workers.engine.saving import declare_written, in_background, saved_files
 
 CONFIG: dict[str, Any] = {
     "data": {"train_files": ["a.parquet"], "train_batch_size": 32},
@@ -51,13 +51,14 @@ class Model:
         self.gate = gate
         self.seconds = seconds
         self.waited_for = waited_for
+        self.writing: Future[Saved] | None = None
 
     def save(self, path: str, *, background: bool = False) -> None:
-        self.writing = in_background(partial(self._write, Path(path)))
+        self.writing = in_background(partial(self._write, Path(path), background))
         if not background:
             wait([self.writing])
 
-    def _write(self, folder: Path) -> Saved:
+    def _write(self, folder: Path, background: bool) -> Saved:
         if self.gate is not None:
             self.gate.result()
         if self.problem is not None:
@@ -65,9 +66,13 @@ class Model:
         for rank in range(2):
             (folder / f"shard-{rank}.safetensors").write_text(content(self.role, rank, self.step))
         files = saved_files(folder, [f"shard-{rank}.safetensors" for rank in range(2)])
+        if background:
+            for rank, file in enumerate(files, 1):
+                declare_written(folder, f"shard-{rank:05d}-of-00002", [file])
         return Saved(files=files, seconds=self.seconds, waited_for=self.waited_for)
 
     def saved(self, *, patient: bool = True) -> Saved | None:
+        assert self.writing is not None
         if patient:
             wait([self.writing])
         if not self.writing.done():
@@ -84,6 +89,11 @@ def content(role: str, rank: int, step: int) -> str:
 
 def models(step: int, roles: Sequence[str] = ROLES, **how: Any) -> dict[str, RemoteModel]:
     return {role: cast(RemoteModel, Model(role, step, **how)) for role in roles}
+
+
+def wait_for_threads(written: Mapping[str, RemoteModel]) -> None:
+    """In these tests they outlive the process that is killed."""
+    wait([model.writing for model in cast(Mapping[str, Model], written).values() if model.writing is not None])
 
 
 def saver(

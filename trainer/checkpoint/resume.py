@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from trainer.checkpoint.manifest import INCOMPLETE, MANIFEST, Checkpoint, Damaged, read_checkpoint
 from trainer.checkpoint.remote_copies import RemoteCopies, is_url
+from trainer.checkpoint.unfinished import complete_interrupted, remove_announcements
 from trainer.run.events import Events
 from trainer.run.run_dir import LATEST, checkpoint_dir, checkpoint_steps, leaves_of, redact
 
@@ -116,7 +117,7 @@ def find_up_to(run_dir: Path, step: int, check: Callable[[Checkpoint], None]) ->
 def resolve_resume(
     resume_mode: str, resume_from_path: str | None, run_dir: Path, remote_dir: str | None = None, *, weights: bool = True
 ) -> Checkpoint | None:
-    """The checkpoint from which a run in ``run_dir`` resumes, None for a new run. Removes the leftovers of interrupted saves.
+    """The checkpoint from which a run in ``run_dir`` resumes, None for a new run. Completes or removes an interrupted save.
 
     resume_mode: auto, disable or resume_path. remote_dir: address of remote copies; with auto, the newest complete one is fetched
     if ``run_dir`` has no checkpoint. weights: see read_checkpoint. Raises ValueError with advice if the checkpoint is unusable.
@@ -124,6 +125,8 @@ def resolve_resume(
     # Opened also when it is not needed: an address that no package supports is refused before training starts.
     copies = RemoteCopies(remote_dir) if remote_dir is not None else None
     if run_dir.exists():
+        if resume_mode == "auto":
+            complete_interrupted(run_dir)
         _remove_leftovers(run_dir)
     if resume_mode == "disable":
         return None
@@ -210,6 +213,7 @@ def _remove_leftovers(run_dir: Path) -> None:
                 shutil.rmtree(path)
     for step in checkpoint_steps(run_dir):
         path = checkpoint_dir(run_dir, step)
+        remove_announcements(path)
         # A checkpoint without any role: its last one was removed, and a kill came before its own removal (saver._drop_old).
         if not any(child.is_dir() for child in path.iterdir()):
             shutil.rmtree(path)

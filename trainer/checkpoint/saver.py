@@ -10,10 +10,11 @@ writes guarantees that:
 
 Directories with an incomplete name are leftovers of a killed run; the next start removes them.
 
-With async_save training waits only until the state is copied to host memory (12 bytes per parameter in float32, over all ranks).
-Threads on the workers write while the next steps run, and the controller performs steps 2 to 4 when it next polls them. One save
-is in progress at a time. An OSError abandons the save, is reported as an event, and the next save is tried as usual; only the
-last save of a run makes the run fail.
+With async_save training waits only until the state is copied to host memory (12 bytes per parameter in float32, over all
+ranks). Threads on the workers write while the next steps run, and the controller performs steps 2 to 4 when it next polls them.
+If the run is killed between the last written byte and that poll, its next start performs steps 2 and 3 (see unfinished.py). One
+save is in progress at a time. An OSError abandons the save, is reported as an event, and the next save is tried as usual; only
+the last save of a run makes the run fail.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -40,17 +41,17 @@ from trainer.checkpoint.manifest import (
     MANIFEST,
     Checkpoint,
     Damaged,
-    FileEntry,
     Manifest,
     best_step,
     code_version,
     read_manifest,
 )
 from trainer.checkpoint.remote_copies import RemoteCopies
+from trainer.checkpoint.unfinished import announce, complete_interrupted, entries, make_whole
 from trainer.cluster.remote import RemoteModel, SaveFailed
 from trainer.run.errors import Found, NotSaved
 from trainer.run.events import Events
-from trainer.run.run_dir import BEST, LATEST, checkpoint_dir, checkpoint_steps, fsync_directory, fsync_tree, redact, write_atomic
+from trainer.run.run_dir import BEST, LATEST, checkpoint_dir, checkpoint_steps, redact, write_atomic
 from workers.controller.group import PhaseTimeout
 from workers.controller.logs import tell
 from workers.engine.base import Saved
@@ -62,19 +63,19 @@ from workers.host_memory import GB
 class Pending:
     """A checkpoint that is being written.
 
-    folder: its directory, under the incomplete name. models: by role, which write into it. state, metrics: for the manifest.
-    extra_files: files of each role that the controller writes. started: time.monotonic() at the start of the save. waited:
-    seconds for which training waited.
+    folder: its directory, under the incomplete name. models: by role, which write into it. manifest: without their files.
+    started: time.monotonic() at the start of the save. waited: seconds for which training waited.
     """
 
     folder: Path
-    step: int
     models: Mapping[str, RemoteModel]
-    state: dict[str, Any]
-    metrics: dict[str, float]
-    extra_files: tuple[str, ...]
+    manifest: Manifest
     started: float
     waited: float
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
 
 
 class Saver:
@@ -139,14 +140,24 @@ class Saver:
             controller_files = self._tokenizer_files | dict(extra_files or {})
             for role in models:
                 _write(controller_files, folder / role)
+            manifest = Manifest(
+                step=step,
+                roles=sorted(models),
+                world_size=self.world_size,
+                code=code_version(),
+                config=self.config,
+                state=json.loads(json.dumps(state)),  # a deep copy: in the background training modifies the state meanwhile
+                metrics=self._measured(step, metrics),
+                files=entries(saved_files(folder, [f"{role}/{name}" for role in models for name in controller_files])),
+            )
+            if self.background:
+                announce(folder, manifest)
             for role, model in models.items():
                 # In the foreground each model is written before the next one starts. In the background they write concurrently.
                 model.save(str(folder / role), background=self.background)
                 if not self.background:
                     model.saved()
-            plain_state = json.loads(json.dumps(state))  # a deep copy: in the background training modifies the state meanwhile
-            chosen_by, waited = self._measured(step, metrics), time.monotonic() - started
-            self._pending = Pending(folder, step, models, plain_state, chosen_by, tuple(controller_files), started, waited)
+            self._pending = Pending(folder, models, manifest, started, time.monotonic() - started)
         if not self.background:
             self.settle()
 
@@ -161,7 +172,9 @@ class Saver:
                 saved = self._written(pending, patient=patient)
                 if saved is not None:
                     self._pending = None
-                    checkpoint = self._make_whole(pending, saved)
+                    files = {role: one.files for role, one in saved.items()}
+                    checkpoint = make_whole(pending.folder, pending.manifest, files)
+                    self.problem = None
                     self._record(pending, [*saved.values()])
                     self._completed(checkpoint)
         if self._copying is not None and (patient or self._copying[1].done()):
@@ -191,12 +204,15 @@ class Saver:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Complete the pending save after a normal end, or after Found: a run that an alarm stops keeps what it saved.
 
-        After any other exception the workers may be gone, and the files they were writing are lost with them.
+        After any other exception the workers may be gone: the save is completed only if they had written all files.
         """
         if kind is None:
             self.finish()
         elif issubclass(kind, Found):
             self.settle()
+        elif self._pending is not None:
+            with suppress(OSError):  # must not replace the exception of the run; the next start tries again
+                complete_interrupted(self.run_dir)
 
     def finish(self) -> None:
         """Complete the last save and print its figures. Raises NotSaved if it, or its remote copy, failed."""
@@ -240,33 +256,6 @@ class Saver:
         self._longest = max(self._longest, pending.waited + (seconds if self.background else 0.0))
         for reason in dict.fromkeys(one.waited_for for one in saved if one.waited_for is not None):
             self.events.add(pending.step, "checkpoint", f"written while training waited: {reason}")
-
-    def _make_whole(self, pending: Pending, saved: Mapping[str, Saved]) -> Checkpoint:
-        """Write the manifest and rename the directory: the checkpoint exists from the rename on."""
-        controller_files = [f"{role}/{name}" for role in pending.models for name in pending.extra_files]
-        files = {
-            file.name: FileEntry(size=file.size, sha256=file.sha256) for file in saved_files(pending.folder, controller_files)
-        }
-        for role, one in saved.items():
-            files |= {f"{role}/{file.name}": FileEntry(size=file.size, sha256=file.sha256) for file in one.files}
-        manifest = Manifest(
-            step=pending.step,
-            roles=sorted(pending.models),
-            world_size=self.world_size,
-            code=code_version(),
-            config=self.config,
-            state=pending.state,
-            metrics=pending.metrics,
-            files=dict(sorted(files.items())),
-        )
-        write_atomic(pending.folder / MANIFEST, json.dumps(asdict(manifest), indent=1))
-        # Everything is on disk before the rename, and the rename before LATEST names the step.
-        fsync_tree(pending.folder)
-        final = pending.folder.rename(checkpoint_dir(self.run_dir, pending.step))
-        fsync_directory(self.run_dir)
-        write_atomic(self.run_dir / LATEST, str(pending.step))
-        self.problem = None
-        return Checkpoint(final, manifest)
 
     def _completed(self, checkpoint: Checkpoint) -> None:
         """Update the best checkpoint, remove old ones and start the remote copy.

@@ -8,6 +8,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict
 from pathlib import Path
 from threading import Thread
 from typing import Any, TypeVar
@@ -16,6 +17,9 @@ import torch
 from torch import Tensor
 
 from workers.engine.base import SavedFile
+
+WRITTEN = ".written"
+"""Suffix of the file that lists what a rank has written in the background, see ``declare_written``."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -113,6 +117,29 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 def bytes_of(tensor: Tensor) -> memoryview:
     """View of the tensor's memory if it is contiguous and on the host; else of a copy."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def declare_written(directory: Path, shard: str, files: Sequence[SavedFile]) -> None:
+    """Write ``<shard>.written``: all ``files`` of this rank are on disk.
+
+    The controller normally learns it from a call. If the run is killed before that call, its next start reads these files and
+    completes the checkpoint. The file appears complete or not at all.
+    """
+    partial = directory / f"{shard}{WRITTEN}.partial"
+    with partial.open("w", encoding="utf-8") as file:
+        json.dump([asdict(one) for one in files], file)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(directory / f"{shard}{WRITTEN}")
+
+
+def declared_files(directory: Path) -> list[SavedFile] | None:
+    """Files that all ranks have declared as written; None if a rank has not, or if none wrote in the background."""
+    declared = {path.name.removesuffix(WRITTEN): path for path in directory.glob(f"*{WRITTEN}")}
+    # Each name contains the number of ranks: shard-00001-of-00008.
+    if not declared or len(declared) < int(next(iter(declared)).rpartition("-")[2]):
+        return None
+    return [SavedFile(**one) for path in declared.values() for one in json.loads(path.read_text(encoding="utf-8"))]
 
 
 def saved_files(directory: Path, names: Iterable[str]) -> list[SavedFile]:

@@ -14,7 +14,7 @@ import pytest
 
 import trainer
 from tests.layout.source import ROOT
-from tests.trainer.checkpoints import CONFIG, ROLES, content, is_whole, models, names, save, saver
+from tests.trainer.checkpoints import CONFIG, ROLES, content, is_whole, models, names, save, saver, wait_for_threads
 from trainer.checkpoint.resume import check_config, find_latest, resolve_resume
 from trainer.run.errors import Found, NotSaved
 from trainer.run.run_dir import EVENTS, read_lines, start_run
@@ -90,10 +90,11 @@ def test_killed_at_any_point_a_checkpoint_is_whole_or_absent(background: bool, t
         save(run_dir, 2)
         with pytest.MonkeyPatch.context() as monkeypatch:
             saving = saver(run_dir, actor=1, critic=1, async_save=background)
-            calls = kill_at(monkeypatch, count)
+            calls, written = kill_at(monkeypatch, count), models(4)
             with contextlib.suppress(Killed):
-                saving.save(4, models(4), {}, {})
+                saving.save(4, written, {}, {})
                 saving.finish()
+            wait_for_threads(written)
             if calls() < count:
                 break
         checkpoint = resolve_resume("auto", None, run_dir)
@@ -147,7 +148,7 @@ class Slow:
         os.write(1, b"writing\\n")  # one call a line: print from several threads mixes them
         time.sleep(60)
 
-def write(model, folder):
+def write(model, folder, background):
     saving.hashlib.sha256 = lambda data: Slow()
     return Shard(parts, 0, 1).write(folder)
 
@@ -286,6 +287,48 @@ def test_in_the_background_it_is_written_while_the_run_goes_on(tmp_path: Path) -
     assert resume_state(tmp_path, 2) == {"kl": {"coefficient": 0.1}}, "complete before the next one begins"
     saving.finish()
     assert (tmp_path / LATEST).read_text() == "4" and resume_state(tmp_path, 4) == {"kl": {"coefficient": 0.2}}
+
+
+def written_and_not_completed(run_dir: Path) -> None:
+    """A run that was killed when all ranks had written step 4 and before the controller knew."""
+    save(run_dir, 2)
+    written = models(4)
+    saver(run_dir, actor=1, async_save=True).save(4, written, {"kl": {"coefficient": 0.2}}, {})
+    wait_for_threads(written)
+    assert "global_step_4.incomplete" in checkpoints(run_dir)
+
+
+def test_a_save_that_was_written_when_the_run_was_killed_is_completed_by_the_next_start(tmp_path: Path) -> None:
+    written_and_not_completed(tmp_path)
+    checkpoint = resolve_resume("auto", None, tmp_path)
+    assert checkpoint is not None and is_whole(checkpoint.path, 4) and (tmp_path / LATEST).read_text() == "4"
+    assert resume_state(tmp_path, 4) == {"kl": {"coefficient": 0.2}}
+    files = {path.relative_to(checkpoint.path).as_posix() for path in checkpoint.path.rglob("*") if path.is_file()}
+    assert files == {*checkpoint.manifest.files, "manifest.json"}
+    assert told(tmp_path) == [(4, "checkpoint", "completed now: all files were written when the run was killed")]
+
+
+def test_a_save_that_one_rank_had_not_written_is_not_completed(tmp_path: Path) -> None:
+    written_and_not_completed(tmp_path)
+    (tmp_path / "global_step_4.incomplete/critic/shard-00002-of-00002.written").unlink()
+    assert resume(tmp_path) == 2 and checkpoints(tmp_path) == {"global_step_2"} and told(tmp_path) == []
+
+
+@pytest.mark.parametrize("chosen", ["1", "2"])
+def test_the_user_s_choice_of_an_earlier_checkpoint_comes_before_a_written_save(chosen: str, tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    written_and_not_completed(tmp_path)
+    (tmp_path / LATEST).write_text(chosen)
+    assert resume(tmp_path) == (1 if chosen == "1" else 4)
+
+
+def test_a_save_is_completed_when_the_run_ends_by_an_error(tmp_path: Path) -> None:
+    written = models(2)
+    with pytest.raises(RuntimeError, match="of the run"), saver(tmp_path, async_save=True) as saving:
+        saving.save(2, written, {}, {})
+        wait_for_threads(written)
+        raise RuntimeError("of the run")
+    assert checkpoints(tmp_path) == {"global_step_2"} and resume(tmp_path) == 2
 
 
 def resume_state(run_dir: Path, step: int) -> dict[str, Any]:

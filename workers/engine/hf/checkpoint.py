@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from workers.engine.base import Saved, SavedFile
 from workers.engine.hf.hf_model import write_description
-from workers.engine.saving import in_background, in_threads, saved_files, write_tensors
+from workers.engine.saving import declare_written, in_background, in_threads, saved_files, write_tensors
 from workers.engine.staging import copied, shortage
 
 if TYPE_CHECKING:
@@ -111,6 +111,8 @@ def save_shard(
         if shell is not None and adapter is not None:
             described.append(write_adapter_config(adapter, directory))
         files = [*written, *saved_files(directory, described)]
+        if staged:
+            declare_written(directory, shard.name, files)
         return Saved(files=files, seconds=time.monotonic() - started, waited_for=waited_for)
 
     saving = in_background(write)
