@@ -17,7 +17,7 @@ from trainer.cluster import watchdog as module
 from trainer.cluster.watchdog import MEASURED, WIDENED, Watchdog
 from trainer.rewards.pool.runner import RewardRunner
 from trainer.rewards.scoring import Answer
-from workers.controller.group import PhaseTimeout
+from workers.controller.group import Limit, PhaseTimeout
 
 ROOT = Path(__file__).parents[3]
 
@@ -31,16 +31,16 @@ class Clocked:
         self.now, self.limits = 0.0, [0.0]
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
 
-    def call(self, seconds: float, *, mesh: None, timeout: float) -> Any:
-        self.limits.append(timeout)
+    def call(self, seconds: float, *, mesh: None, phase: str, limit: Limit) -> Any:
+        self.limits.append(limit.seconds)
 
         def result() -> list[None]:
             self.now += seconds
-            if seconds > timeout:
-                raise PhaseTimeout("run", [0], timeout)
+            if seconds > limit.seconds:
+                raise PhaseTimeout(limit.of(phase), [0], limit.seconds)
             return []
 
-        return SimpleNamespace(begun=0.0, ended=[0.0], result=result)
+        return SimpleNamespace(begun=0.0, replies=SimpleNamespace(ended={0: 0.0}), result=result)
 
 
 def test_a_limit_is_widened_by_what_was_measured_and_never_narrowed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -52,14 +52,14 @@ def test_a_limit_is_widened_by_what_was_measured_and_never_narrowed(monkeypatch:
 
     assert [took(seconds) for seconds in (1.0, 9.0, 5.0)] == [20.0] * MEASURED
     assert took(1.0) == WIDENED * 9.0
-    assert limits.limit("forward") == 300.0, "each phase by itself"
+    assert limits.limit("forward").seconds == 300.0, "each phase by itself"
     with pytest.raises(PhaseTimeout, match=r"timeouts\.update=20, widened by what was measured, took more than 90 s"):
         took(91.0)
     assert took(1.0) == 90.0, "who was late does not count"
     quick = watchdog(tmp_path, update=20.0)
     for _ in range(MEASURED):
         quick.call(cast(Any, group), "update", "update", cast(Any, 0.1))
-    assert quick.limit("update") == 20.0
+    assert quick.limit("update").seconds == 20.0
 
 
 def scorers(tmp_path: Path, body: str, **changes: Any) -> RewardRunner:
@@ -95,7 +95,7 @@ def test_calls_of_two_pools_that_are_late_at_once_are_kept_one_after_the_other(
 
     monkeypatch.setattr(module, "record", record)
     limits = watchdog(tmp_path)
-    threads = [threading.Thread(target=limits._tell, args=("update", "update", (), list)) for _ in range(2)]
+    threads = [threading.Thread(target=limits._report, args=("update", "update", (), list)) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -148,7 +148,7 @@ def test_a_block_that_ends_while_its_stacks_are_taken_is_not_interrupted(tmp_pat
         return ""
 
     limits = watchdog(tmp_path, reward=0.05)
-    monkeypatch.setattr(limits, "_tell", slow)
+    monkeypatch.setattr(limits, "_report", slow)
     with limits.own("reward", "scoring", ""):
         assert told.wait(5)
     time.sleep(0.4)
