@@ -102,8 +102,8 @@ class RemoteModel:
             except WorkerError as error:
                 if error.kind not in ("OutOfMemory", "RepeatableOutOfMemory"):
                     raise
-                said = error.message.partition(": ")[2]
-                self.budget.halve(self.train_limits, shared.sizes(plan), max(shared.lengths), said)
+                message = error.message.partition(": ")[2]
+                self.budget.halve(self.train_limits, shared.sizes(plan), max(shared.lengths), message)
                 # Only after halving: the budget outlives a restart.
                 if error.kind == "OutOfMemory":
                     raise

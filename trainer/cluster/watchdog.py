@@ -31,10 +31,10 @@ from workers.controller.stacks import answer_for_stacks
 MEASURED = 3  # number of measurements from which a limit may be widened
 WIDENED = 10.0  # the widened limit, in multiples of the longest duration
 MOST_SPANS = 512  # of one phase and the same ranks, see CallSpans; even
-NEWS_SECONDS = 3.0  # to learn a group's own error, after another group has lost it
+CAUSE_SECONDS = 3.0  # to learn a group's own error, after another group has lost it
 LOST = "ChannelLost"  # workers/rollout/sync/channel.py: the error of another rank is the cause
 HURRIED = 5.0  # seconds that scoring may still take after a signal to stop; or its longest duration, if that is more
-LAST_RESORT = 60.0  # seconds after the limit: the process ends if it could not be interrupted
+EXIT_SECONDS = 60.0  # seconds after the limit: the process ends if it could not be interrupted
 _EXPIRED = signal.SIGRTMIN + 6
 R = TypeVar("R")
 
@@ -105,7 +105,7 @@ class Watchdog:
         self._limits = limits
         self._run_dir = run_dir
         self._events = Events(run_dir)
-        self._seen: dict[str, tuple[int, float]] = {}
+        self._durations: dict[str, tuple[int, float]] = {}
         self._lock = threading.Lock()
         """Calls come from several threads if pools work concurrently."""
         self._hurried = False
@@ -116,7 +116,7 @@ class Watchdog:
         """Limit of a phase: as configured, or 10 x the longest of at least three durations, if that is more."""
         configured = self._limits[phase]
         source = f"timeouts.{phase}={configured:g}"
-        count, longest = self._seen.get(phase, (0, 0.0))
+        count, longest = self._durations.get(phase, (0, 0.0))
         if count < MEASURED or WIDENED * longest <= configured:
             return Limit(configured, source)
         return Limit(WIDENED * longest, f"{source}, widened by what was measured")
@@ -140,7 +140,7 @@ class Watchdog:
             future = group.call(call, mesh=mesh, phase=what, limit=self.limit(phase))
         result = self._result(future, group.name, phase, what, work)
         # Measured after success only: a phase that was late must not widen its own limit.
-        self._saw(phase, time.monotonic() - started)
+        self._add_duration(phase, time.monotonic() - started)
         return result
 
     def take_calls(self) -> list[CallSpan]:
@@ -167,7 +167,7 @@ class Watchdog:
                     results[future] = self._result(future, pool, phase, what)
                 except (WorkerError, PhaseTimeout) as error:
                     raise self._cause(error, phase, waiting) from None
-        self._saw(phase, time.monotonic() - started)
+        self._add_duration(phase, time.monotonic() - started)
         return [results[future] for future in in_order]
 
     def _cause(
@@ -181,7 +181,7 @@ class Watchdog:
             for future, (what, _) in others.items():
                 error.last_words += f"\n{what}: {self._report(phase, what, future.examine(), list)}"
             return error
-        deadline = time.monotonic() + NEWS_SECONDS
+        deadline = time.monotonic() + CAUSE_SECONDS
         waiting = list(others)
         while error.kind == LOST and waiting and (remaining := deadline - time.monotonic()) > 0:
             for future in wait_any(waiting, remaining):
@@ -228,10 +228,10 @@ class Watchdog:
         def report() -> str:
             return "" if self._hurried else self._report(phase, what, controller_state(), lambda: [work])
 
-        patience = min(limit.seconds, max(HURRIED, self._seen.get(phase, (0, 0.0))[1]))
+        patience = min(limit.seconds, max(HURRIED, self._durations.get(phase, (0, 0.0))[1]))
         alarm = _Alarm(patience if self._hurried else limit.seconds, report)
         self._own = (alarm, started + patience)
-        faulthandler.dump_traceback_later(limit.seconds + LAST_RESORT, exit=True, file=USERS[-1])
+        faulthandler.dump_traceback_later(limit.seconds + EXIT_SECONDS, exit=True, file=USERS[-1])
         try:
             with alarm:
                 yield
@@ -242,7 +242,7 @@ class Watchdog:
         finally:
             faulthandler.cancel_dump_traceback_later()
             self._own = None
-        self._saw(phase, time.monotonic() - started)
+        self._add_duration(phase, time.monotonic() - started)
 
     def hurry(self) -> None:
         """From now on abandon work of this process that takes long, see ``own``. May be called by a signal handler."""
@@ -251,11 +251,11 @@ class Watchdog:
             alarm, due = self._own
             alarm.ring_in(max(HURRIED, due - time.monotonic()))
 
-    def _saw(self, phase: str, seconds: float) -> None:
+    def _add_duration(self, phase: str, seconds: float) -> None:
         """Record the duration of a phase."""
         with self._lock:
-            count, longest = self._seen.get(phase, (0, 0.0))
-            self._seen[phase] = count + 1, max(longest, seconds)
+            count, longest = self._durations.get(phase, (0, 0.0))
+            self._durations[phase] = count + 1, max(longest, seconds)
 
     def _stuck(
         self, future: Future[Any], error: WorkerError, phase: str, what: str, work: Callable[[], Sequence[str]]

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,7 +15,7 @@ import pytest
 from tests.trainer.rewards.config import reward_config
 from tests.trainer.watchdogs import watchdog
 from trainer.cluster import watchdog as module
-from trainer.cluster.watchdog import MEASURED, WIDENED, Watchdog
+from trainer.cluster.watchdog import MEASURED, MOST_SPANS, WIDENED, CallSpan, CallSpans, Watchdog
 from trainer.rewards.pool.runner import RewardRunner
 from trainer.rewards.scoring import Answer
 from workers.controller.group import Limit, PhaseTimeout
@@ -60,6 +61,32 @@ def test_a_limit_is_widened_by_what_was_measured_and_never_narrowed(monkeypatch:
     for _ in range(MEASURED):
         quick.call(cast(Any, group), "update", "update", cast(Any, 0.1))
     assert quick.limit("update").seconds == 20.0
+
+
+@pytest.mark.parametrize("count", [3, MOST_SPANS, MOST_SPANS + 1, 5 * MOST_SPANS + 7])
+def test_records_of_many_calls_are_merged_in_order_and_cover_the_whole_time(count: int) -> None:
+    spans = CallSpans()
+    for call in range(count):
+        spans.add("generation", "workers", float(call), {0: call + 0.5, 1: call + 0.75})
+    taken = spans.taken()
+    assert len(taken) == count if count <= MOST_SPANS else MOST_SPANS / 2 <= len(taken) <= MOST_SPANS
+    assert sum(span.calls for span in taken) == count and taken[0].start == 0.0
+    assert taken[-1].ends == (count - 0.5, count - 0.25)
+    for first, second in pairwise(taken):
+        assert first.start + first.calls == second.start and first.ends == (second.start - 0.5, second.start - 0.25)
+        assert first.calls == taken[0].calls
+
+
+def test_records_of_replicas_and_phases_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_SPANS", 2)
+    spans = CallSpans()
+    for call in range(4):
+        spans.add("generation", "workers", float(call), {call % 2: call + 0.5})
+    spans.add("update", "workers", 4.0, {0: 5.0, 1: 5.0})
+    kept = [CallSpan("generation", "workers", call, (call + 0.5,) if call % 2 == 0 else (call, call + 0.5)) for call in range(4)]
+    assert spans.taken() == [*kept, CallSpan("update", "workers", 4.0, (5.0, 5.0))]
+    spans.add("generation", "workers", 6.0, {1: 6.5})
+    assert spans.taken()[1] == CallSpan("generation", "workers", 1.0, (1.0, 3.5), calls=2)
 
 
 def scorers(tmp_path: Path, body: str, **changes: Any) -> RewardRunner:
@@ -169,7 +196,7 @@ import ctypes
 from pathlib import Path
 from tests.trainer.watchdogs import watchdog
 from trainer.cluster import watchdog as module
-module.LAST_RESORT = 0.5
+module.EXIT_SECONDS = 0.5
 with watchdog(Path({str(tmp_path)!r}), reward=0.2).own("reward", "scoring", ""):
     while True:
         ctypes.PyDLL(None).sleep(600)

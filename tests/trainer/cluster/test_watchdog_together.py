@@ -97,7 +97,7 @@ def test_who_lost_another_waits_for_what_that_one_says(first: bool, tmp_path: Pa
 
 @pytest.mark.parametrize("other", [NEVER, 0.0])
 def test_if_nobody_says_more_the_loss_is_told(other: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "NEWS_SECONDS", 0.2)
+    monkeypatch.setattr(module, "CAUSE_SECONDS", 0.2)
     with pytest.raises(WorkerError, match="rank 0 failed in part 0: ChannelLost: it closed"):
         together(watchdog(tmp_path), Group(0.05, lost()), Group(other))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.workers.controller.toy import Toy
-from workers.controller.group import Backend, WorkerError, WorkerGroup
+from workers.controller.group import Backend, WorkerError, WorkerGroup, wait_any
 from workers.controller.local_backend import LocalBackend
 from workers.controller.ray.ray_backend import RayBackend
 from workers.controller.resource_pool import ResourcePool
@@ -83,6 +83,34 @@ def test_calls_keep_their_order(backend: Backend) -> None:
     group.shutdown()
 
 
+def test_a_call_on_one_replica_leaves_the_other_ranks_alone(four: WorkerGroup) -> None:
+    before = four.call(worker_call(Toy.noted)).result()
+    future = four.call(worker_call(Toy.note, "one replica"), mesh="rollout", replica=1)
+    assert future.result() == [len(before[3]) + 1], "the answering rank of the replica is its second"
+    after = [calls[len(old) :] for calls, old in zip(four.call(worker_call(Toy.noted)).result(), before, strict=True)]
+    assert after == [[], [], ["one replica"], ["one replica"]]
+    assert future.replies.ended.keys() == {2, 3}
+
+
+def test_calls_queue_on_a_replica_and_replicas_run_independently(backend: Backend, four: WorkerGroup) -> None:
+    """Two calls are queued on each replica. On Ray the slow replica does not delay the fast one."""
+    pause = 2.0 if isinstance(backend, RayBackend) else 0.0
+    slow = [four.call(worker_call(Toy.note, name, pause=pause), mesh="rollout", replica=0) for name in ("a", "b")]
+    fast = [four.call(worker_call(Toy.note, name), mesh="rollout", replica=1) for name in ("c", "d")]
+    done = wait_any([*slow, *fast])
+    if pause:
+        assert done and not set(done) & set(slow) and not slow[1].done()
+    (first,), (second,) = slow[0].result(), slow[1].result()
+    assert second == first + 1, "in the order of the calls"
+    assert wait_any([*slow, *fast]) == [*slow, *fast], "all that are done, in the given order"
+    assert [noted[-2:] for noted in four.call(worker_call(Toy.noted)).result()] == [["a", "b"]] * 2 + [["c", "d"]] * 2
+
+
+def test_errors_contain_the_phase_of_the_call(four: WorkerGroup) -> None:
+    with pytest.raises(WorkerError, match=r"^rank 2 failed in update of actor: KeyError"):
+        four.call(worker_call(Toy.fail, 2), phase="update of actor").result()
+
+
 def test_neither_side_sees_the_others_changes(four: WorkerGroup) -> None:
     """Also where a large argument lies once in the store for all ranks."""
     tensor = torch.zeros(100_000)
@@ -154,6 +182,12 @@ def test_calls_that_do_not_fit_are_refused(four: WorkerGroup) -> None:
         four.call(worker_call(Toy.echo), mesh="train")
     with pytest.raises(ValueError, match=r"echo: arguments \['x'\] are Sharded, but the call names no mesh"):
         four.call(worker_call(Toy.echo, x=Sharded([1, 2])))
+    with pytest.raises(ValueError, match=r"echo: mesh 'rollout' has 2 shards, no replica 2"):
+        four.call(worker_call(Toy.echo), mesh="rollout", replica=2)
+    with pytest.raises(ValueError, match=r"echo: arguments \[0\] are Sharded, but the call is for replica 0 alone"):
+        four.call(worker_call(Toy.echo, Sharded([1, 2])), mesh="rollout", replica=0)
+    with pytest.raises(ValueError, match=r"echo: it is for replica 0, but the call names no mesh"):
+        four.call(worker_call(Toy.echo), replica=0)
     with pytest.raises(ValueError, match="mesh 'small' has 1 ranks, group 'four' 4"):
         four.register_mesh("small", Mesh((0,), (0,)))
     with pytest.raises(ValueError, match="has a mesh 'rollout' already"):

@@ -169,10 +169,10 @@ def end_ray(places: Collection[str]) -> None:
     """End the Ray instance of this run, with everything that it or its workers started. places: of the session."""
     # Found before the shutdown: descendants cannot be recognised once their parents are gone.
     known = family(places)
-    hammer = threading.Timer(SHUTDOWN_SECONDS, end_processes, (places, known))
-    hammer.start()
+    killer = threading.Timer(SHUTDOWN_SECONDS, end_processes, (places, known))
+    killer.start()
     ray.shutdown()  # waits for its daemons without limit, also for one that is stopped
-    hammer.cancel()
+    killer.cancel()
     end_processes(places, known)
 
 
@@ -387,12 +387,12 @@ def without_exception(answer: Parcel | Failure) -> Parcel | Failure:
     return replace(answer, error=None) if isinstance(answer, Failure) else answer
 
 
-def cause_of_death(said: str) -> str:
+def cause_of_death(message: str) -> str:
     """Ray's message about a dead actor, in one line."""
-    pid = re.search(r"pid: (\d+)", said)
-    detail = re.search(r"Worker exit detail: (.*?)(?: Some common causes|$)", said)
+    pid = re.search(r"pid: (\d+)", message)
+    detail = re.search(r"Worker exit detail: (.*?)(?: Some common causes|$)", message)
     if detail is None:
-        return f"its process or its node is lost: {' '.join(said.split())}"
+        return f"its process or its node is lost: {' '.join(message.split())}"
     cause = detail[1]
     if "connection error code 2" in cause:
         cause = "killed by a signal (SIGKILL: out of memory? SIGSEGV: see its last lines), or ended by os._exit"

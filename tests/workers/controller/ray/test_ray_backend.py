@@ -20,7 +20,7 @@ import torch
 from tests.nodes import cluster
 from tests.workers.controller.toy import Toy
 from workers.batch import Batch
-from workers.controller.group import Limit, PhaseTimeout, WorkerError, WorkerGroup
+from workers.controller.group import Limit, PhaseTimeout, WorkerError, WorkerGroup, wait_any
 from workers.controller.ray import ray_backend
 from workers.controller.ray.ray_backend import RayBackend, RayTransport, Shipper, cause_of_death
 from workers.controller.ray.ray_session import MARK, bears
@@ -317,6 +317,24 @@ def test_no_call_waits_for_ever(backend: RayBackend) -> None:
     assert (first.value.phase, first.value.missing, first.value.seconds) == ("hang", [0, 2], 0.5)
     assert "hang took more than 0.5 s: no answer from ranks [0, 2]" in str(first.value)
     assert second.value.missing == [0, 2], "rank 1 was done and has answered; the others are busy"
+
+
+def test_waiting_for_several_calls_ends_with_the_first_with_a_limit_or_after_a_time(backend: RayBackend) -> None:
+    with started(backend, "busy", 1) as busy, started(backend, "idle", 1) as idle:
+        assert [group.call(worker_call(Toy.pid)).result() for group in (busy, idle)]
+        limit = Limit(4.0, "timeouts.update=4")
+        hanging = busy.call(worker_call(Toy.hang), phase="update of actor", limit=limit)
+        queued = busy.call(worker_call(Toy.echo))
+        assert wait_any([], 5.0) == [] and wait_any([hanging, queued], 0.1) == []
+        other = idle.call(worker_call(Toy.echo))
+        assert wait_any([hanging, queued, other], 60.0) == [other]
+        assert wait_any([queued, hanging]) == [hanging], "its limit has passed"
+        with pytest.raises(PhaseTimeout) as late:
+            hanging.result()
+    line = "update of actor, limited by timeouts.update=4, took more than 4 s: no answer from ranks [0]"
+    assert str(late.value).splitlines()[0] == line
+    with pytest.raises(WorkerError, match="rank 0 failed in echo: "):
+        queued.result(timeout=30)
 
 
 def test_who_is_late_says_where_it_is(backend: RayBackend) -> None:
