@@ -66,7 +66,7 @@ def role_of(process: psutil.Process, driver: psutil.Process) -> str:
     if process.pid == driver.pid:
         return "driver"
     words = process.cmdline()
-    if words[0].startswith("ray::RayShell"):
+    if words[0].startswith("ray::RayExecutor"):
         return "worker"
     return next((Path(word).stem for word in words if "/ray/" in word or "trainer" in word), words[0]) + f" {process.pid}"
 

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 import psutil
 
-from workers.controller.actor import free_port
+from workers.controller.ports import free_port
 from workers.controller.ray.ray_places import SLOT
 
 HEAD = ("--head", "--include-dashboard=false", "--disable-usage-stats")

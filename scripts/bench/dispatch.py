@@ -39,10 +39,10 @@ from scripts.bench.dummies import CLOCK, Dummies
 from trainer import main_ppo
 from trainer.run.timing import WITHIN
 from workers.batch import Batch
-from workers.controller.dispatch import Mesh, Sharded
 from workers.controller.group import WorkerInfo
 from workers.controller.ray.ray_backend import RayBackend
 from workers.controller.resource_pool import ResourcePool
+from workers.controller.rpc import Mesh, Sharded, worker_call
 from workers.plan import Limits, make_plan
 
 N, PROMPT = 8, 17
@@ -133,7 +133,7 @@ def store(megabytes: int, workers: int, rounds: int, folder: Path) -> dict[str, 
         group = backend.start_group("readers", ResourcePool((workers,), "cpu", "readers"), Reader)
         alone = backend.start_group("alone", ResourcePool((1,), "cpu", "alone"), Reader)
         group.register_mesh("all", Mesh(tuple(range(workers)), tuple(range(workers))))
-        group.call("same", None).result()
+        group.call(worker_call(Reader.same, None)).result()
         plain = ray.remote(lambda value: value).options(num_cpus=0)
         state = get_state_from_address(ray.get_runtime_context().gcs_address)
         taken, read, gather, times = [], [], [], []
@@ -141,15 +141,15 @@ def store(megabytes: int, workers: int, rounds: int, folder: Path) -> dict[str, 
         def dispatch() -> None:
             shares = Sharded()
             gather.append(seconds(lambda: shares.extend(make_plan(lengths, workers, Limits(max_tokens=16384)).split(batch))))
-            read.append(sum(group.call("read", shares, mesh="all").result()))
+            read.append(sum(group.call(worker_call(Reader.read, shares), mesh="all").result()))
 
         for _ in range(rounds + 1):
             before = get_memory_info_reply(state).store_stats.cumulative_created_bytes
             times.append((seconds(dispatch), seconds(lambda: [target[name].copy_(sent[name]) for name in sent])))
             taken.append(get_memory_info_reply(state).store_stats.cumulative_created_bytes - before)
         trips: dict[str, Callable[[], object]] = {
-            "call": lambda: alone.call("same", None).result(),
-            "batch": lambda: alone.call("same", back).result(),
+            "call": lambda: alone.call(worker_call(Reader.same, None)).result(),
+            "batch": lambda: alone.call(worker_call(Reader.same, back)).result(),
             "numpy": lambda: ray.get(plain.remote(arrays)),
             "torch": lambda: ray.get(plain.remote(back)),
         }

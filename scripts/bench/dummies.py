@@ -2,6 +2,8 @@
 
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from operator import methodcaller
 from typing import Any
 
@@ -38,12 +40,23 @@ class Clock:
 CLOCK = Clock()
 
 
+class Role:
+    """A role whose every method is ``call`` with the method's name."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return partial(self._call, method)
+
+
 class Dummy:
     """In the place of workers/roles/worker.py's Host."""
 
     def __init__(self, info: WorkerInfo, *_: Any, **__: Any) -> None:
         self.info = info
         self.losses: dict[str, Loss] = {}
+        self.roles = {role: Role(partial(self._timed, role)) for role in ("actor", "ref", "critic", "rollout")}
 
     def build_model(self, role: str, spec: EngineSpec, loss: LossSpec | None) -> tuple[int, bool]:
         if loss is not None:
@@ -53,7 +66,7 @@ class Dummy:
     def build_rollout(self, role: str, spec: RolloutSpec, source: str) -> tuple[int, bool]:
         return self.info.rank, True
 
-    def run(self, role: str, method: str, *args: Any) -> Any:
+    def _timed(self, role: str, method: str, *args: Any) -> Any:
         if method == "generate" and self.info.rank == 0:
             CLOCK.mark()
         started, used = time.perf_counter(), time.process_time()

@@ -80,10 +80,10 @@ def phases(args: argparse.Namespace) -> dict[str, Any]:
     found = {}
     with closing(Bench(args, trained=True)) as bench:
         steps: dict[str, Callable[[], Any]] = {
-            "sync": lambda: bench.host.run("rollout", "sync_weights", 0),
+            "sync": lambda: bench.host.roles["rollout"].sync_weights(0),
             "generate": lambda: bench.generate(requests),
-            "log-probs": lambda: bench.host.run("actor", "forward", rows, plan, ["log_probs"], True),
-            "update": lambda: bench.host.run("actor", "train_step", rows, plan),
+            "log-probs": lambda: bench.host.roles["actor"].forward(rows, plan, ["log_probs"], True),
+            "update": lambda: bench.host.roles["actor"].train_step(rows, plan),
             "rest": lambda: bench.host.residency.enter("rest"),
         }
         kept = [*bench.weights().values(), *bench.actor.engine._optimizer.moments().values()]

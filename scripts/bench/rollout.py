@@ -34,8 +34,8 @@ from transformers.utils import logging
 from configs.compose import compose
 from configs.schema.generation import GenerationConfig
 from scripts.bench.shapes import SHAPES
-from workers.controller.actor import free_port
 from workers.controller.group import WorkerInfo
+from workers.controller.ports import free_port
 from workers.roles.rollout_engines import ENGINES, check_installed, make_rollout
 from workers.roles.worker import Host
 from workers.rollout.base import Request, Rollout, RolloutSpec, Sampling

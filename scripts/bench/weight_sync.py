@@ -34,8 +34,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from configs.compose import compose
 from configs.schema.common import FSDPConfig
 from configs.schema.ppo import PPOConfig
-from workers.controller.actor import free_port
 from workers.controller.group import WorkerInfo
+from workers.controller.ports import free_port
 from workers.engine.base import EngineSpec, TrainEngine
 from workers.engine.hf.hf_model import DTYPES
 from workers.metric import Metric
@@ -159,7 +159,7 @@ def receive(rank: int, args: argparse.Namespace, spec: RolloutSpec, port: int, o
     host = Host(WorkerInfo(rank, args.ranks, rank, 0, "127.0.0.1", port), "cpu", 1800.0)
     host.build_rollout_apart("rollout", spec, offers.get())
     for version in range(args.rounds + 1):
-        host.run("rollout", "sync_weights", version)
+        host.roles["rollout"].sync_weights(version)
     host.close()
 
 

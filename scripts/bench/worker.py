@@ -22,8 +22,8 @@ from configs.compose import compose
 from configs.schema.ppo import PPOConfig
 from data_preprocess.tiny_model import character_tokenizer
 from scripts.bench.shapes import ADAMW, SHAPES, likelihood, qwen2
-from workers.controller.actor import free_port
 from workers.controller.group import WorkerInfo
+from workers.controller.ports import free_port
 from workers.engine.base import EngineSpec, LossSpec
 from workers.engine.hf.hf_model import DTYPES
 from workers.roles.model_role import ModelRole

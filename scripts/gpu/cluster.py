@@ -13,7 +13,7 @@ from types import TracebackType
 
 import psutil
 
-from workers.controller.actor import free_port
+from workers.controller.ports import free_port
 from workers.controller.ray.ray_places import SLOT
 
 START_SECONDS = 60.0

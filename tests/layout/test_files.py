@@ -17,7 +17,6 @@ PROBING: dict[tuple[str, str], str] = {
     ("trainer/rewards/sandbox/proxies.py", "_encode"): "a named tuple is a tuple whose class has _fields",
     ("workers/batch.py", "concat"): "tokens, rows and objects are checked in the same way",
     ("workers/engine/base.py", "resolve"): "a loss is named by its import path",
-    ("workers/roles/worker.py", "run"): "a remote call names its method",
     ("workers/rollout/vllm/vllm_weights.py", "held_weights"): "vLLM's models without fused layers do not say so",
 }
 

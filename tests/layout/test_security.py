@@ -17,7 +17,7 @@ LOADERS = {
 # (file, call) -> where the bytes come from.
 ALLOWED = {
     ("trainer/data/processes.py", "pickle.load"): "rows and tokens, between a process and those that it started",
-    ("workers/controller/wire.py", "pickle.loads"): "Ray, between processes of one run",
+    ("workers/controller/rpc.py", "pickle.loads"): "Ray, between processes of one run",
     ("trainer/rewards/pool/worker.py", "pickle.load"): "the socket that its parent made for it",
     ("configs/compat/translate.py", "yaml.load"): "our own YAML, by a safe loader",
     ("trainer/rewards/sandbox/sandbox.py", "exec"): "the answer to be scored, confined (trainer/rewards/sandbox/seccomp.py)",

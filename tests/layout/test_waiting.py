@@ -36,5 +36,5 @@ def test_workers_are_called_through_the_watchdog_alone() -> None:
 
 def test_the_watchdog_gives_every_call_a_limit() -> None:
     made = list(calls(WATCHDOG, "call"))
-    assert made and all("timeout" in {keyword.arg for keyword in call.keywords} for call in made)
+    assert made and all("limit" in {keyword.arg for keyword in call.keywords} for call in made)
     assert [receiver(call) for call in calls(WATCHDOG, "result")] == ["future"]

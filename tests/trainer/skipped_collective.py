@@ -20,6 +20,7 @@ from tests.trainer.watchdogs import watchdog
 from workers.controller.group import PhaseTimeout, WorkerGroup
 from workers.controller.ray.ray_backend import RayBackend
 from workers.controller.resource_pool import ResourcePool
+from workers.controller.rpc import worker_call
 from workers.roles.worker import Host
 
 LIMIT = 3.0
@@ -54,9 +55,9 @@ def skip(backend: RayBackend, folder: Path, device: Literal["cpu", "cuda"], **li
 def late(group: WorkerGroup, folder: Path, limits: dict[str, float]) -> PhaseTimeout:
     guard = watchdog(folder, **limits)
     for _ in range(NUMBER - 1):
-        guard.call(group, "start", "before", "enter")
+        guard.call(group, "start", "before", worker_call(SkippingHost.enter))
     try:
-        guard.call(group, "update", "the update", "enter", 1)
+        guard.call(group, "update", "the update", worker_call(SkippingHost.enter, 1))
     except PhaseTimeout as error:
         return error
     raise AssertionError("the collective that rank 1 skipped came to an end")

@@ -36,7 +36,8 @@ from trainer.rewards.scoring import Answer
 from trainer.run.errors import Found
 from trainer.run.start_times import Start
 from workers.batch import Batch
-from workers.controller.dispatch import Sharded
+from workers.controller.group import Limit
+from workers.controller.rpc import Call, Sharded
 from workers.engine.base import TrainEngine
 from workers.metric import Metric, plain_numbers
 from workers.roles.rollout_engines import make_rollout
@@ -69,8 +70,9 @@ class Hosts:
     def register_mesh(self, name: str, mesh: Any) -> None:
         pass
 
-    def call(self, *words: Any, mesh: str | None = None, timeout: float) -> Any:
-        self.calls.append((words, timeout))
+    def call(self, call: Call[Any], *, mesh: str | None = None, phase: str, limit: Limit) -> Any:
+        words = (*(("run", call.role) if call.role else ()), call.method, *call.args)
+        self.calls.append((words, limit.seconds))
         shares = [word for word in words if isinstance(word, Sharded)]
         replies: list[Any] = [None] * self.world_size
         if words[0].startswith("build_"):
@@ -81,7 +83,7 @@ class Hosts:
             replies = [{}] * self.world_size
         elif shares:
             replies = list(shares[0])
-        return SimpleNamespace(result=lambda: replies, begun=0.0, ended=[0.0])
+        return SimpleNamespace(result=lambda: replies, begun=0.0, replies=SimpleNamespace(ended={0: 0.0}))
 
     def asked(self, method: str) -> list[tuple[Any, ...]]:
         """The arguments of each call of it."""

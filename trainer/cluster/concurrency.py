@@ -17,7 +17,7 @@ AT_WORK = {
     "save_checkpoint": ("actor", "critic"),
 }  # fmt: skip
 """Roles that are active in a phase; phases of the controller itself are missing."""
-Found = TypeVar("Found")
+R = TypeVar("R")
 END_SECONDS = 20.0
 """Seconds for the other parts to return, after their workers were ended."""
 
@@ -30,7 +30,7 @@ class Together:
         self.hosts = hosts
         self.n_gpus = n_gpus
 
-    def __call__(self, parts: Mapping[str, Callable[[], Found]]) -> dict[str, Found]:
+    def __call__(self, parts: Mapping[str, Callable[[], R]]) -> dict[str, R]:
         """Call all parts; returns {role: result}.
 
         Parts of roles in the same processes are called one after the other, in the given order; different pools run
@@ -43,7 +43,7 @@ class Together:
         # One pool: nothing can run concurrently, so no thread is needed.
         if len(queues) <= 1:
             return {role: part() for role, part in parts.items()}
-        ended: SimpleQueue[tuple[str, dict[str, Found] | BaseException]] = SimpleQueue()
+        ended: SimpleQueue[tuple[str, dict[str, R] | BaseException]] = SimpleQueue()
 
         def work(pool: str, roles: list[str]) -> None:
             try:
@@ -54,7 +54,7 @@ class Together:
         threads = {
             pool: threading.Thread(target=work, args=(pool, roles), name=pool, daemon=True) for pool, roles in queues.items()
         }
-        found: dict[str, Found] = {}
+        found: dict[str, R] = {}
         waiting = dict(threads)
         try:
             for thread in threads.values():
@@ -66,14 +66,14 @@ class Together:
                     raise result
                 found |= result
         except BaseException:
-            self._give_up({pool: queues[pool][0] for pool in waiting})
+            self._end_workers({pool: queues[pool][0] for pool in waiting})
             for thread in waiting.values():
                 thread.join(END_SECONDS)
             raise
         # In the order of the parts, not in that of their ends.
         return {role: found[role] for role in parts}
 
-    def _give_up(self, pools: Mapping[str, str]) -> None:
+    def _end_workers(self, pools: Mapping[str, str]) -> None:
         """End the workers of pools that are still running. pools: {pool: one of its roles}.
 
         Their calls end with the workers: no thread is left that uses a Ray instance after its end.

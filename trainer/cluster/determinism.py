@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from trainer.cluster.watchdog import Watchdog
 from trainer.run.events import Events
 from workers.controller.group import WorkerGroup
+from workers.controller.rpc import worker_call
 from workers.determinism import ENVIRONMENT, VLLM_ENVIRONMENT
+from workers.roles.worker import Host
 
 
 def worker_environment(deterministic: bool, rollout: str | None = None) -> dict[str, str]:
@@ -24,12 +26,13 @@ class KernelWatch:
         self.hosts = {group.name: group for group in hosts}  # by name: roles may share a group
         self.watchdog = watchdog
         self.events = events
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def look(self, step: int) -> None:
         """Query all workers, and record kernels that are new as events of ``step``."""
-        by_rank = [self.watchdog.call(group, "ask", "kernels", "doubtful_kernels") for group in self.hosts.values()]
+        asking = worker_call(Host.doubtful_kernels)
+        by_rank = [self.watchdog.call(group, "ask", "kernels", asking) for group in self.hosts.values()]
         found = {kernel for of_group in by_rank for kernels in of_group for kernel in kernels}
-        for kernel in sorted(found - self._told):
+        for kernel in sorted(found - self._reported):
             self.events.add(step, "not deterministic", f"{kernel} has no deterministic implementation: this run may not repeat")
-        self._told |= found
+        self._reported |= found

@@ -24,10 +24,10 @@ from workers.controller.stacks import Frame, frames_by_thread
 
 CONTROLLER = -1
 """Stands for a rank: the process that runs the loop."""
-TOLD_RANKS = 4
+SHOWN_RANKS = 4
 RAY_LINES = 20
 GPU_SECONDS = 10.0
-_OURS = Path(workers.__file__).parents[1]
+_SOURCE = Path(workers.__file__).parents[1]
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _MEETINGS = ("meeting_point", "meet_others", "wait_for_others")
 """Functions of workers/roles/worker.py and workers/rollout/sync/channel.py in which ranks also wait for each other."""
@@ -96,9 +96,9 @@ def unlike_the_others(states: Sequence[RankState]) -> list[int]:
     return [state.rank for state, place in zip(states, places, strict=True) if places.count(place) == fewest]
 
 
-def ended_in_collective(said: str) -> bool:
+def ended_in_collective(message: str) -> bool:
     """Whether an error message is that of a collective that timed out."""
-    return _COLLECTIVE_ENDED.search(said) is not None
+    return _COLLECTIVE_ENDED.search(message) is not None
 
 
 def waits_for_others(state: RankState) -> bool:
@@ -122,8 +122,8 @@ def where(process: ProcessState) -> str:
     frames = threads[-1] if threads else []
     for frame in frames:
         path = Path(frame.file)
-        if path.is_relative_to(_OURS / "workers") or path.is_relative_to(_OURS / "trainer"):
-            return f"{path.relative_to(_OURS)}:{frame.line} in {frame.function}"
+        if path.is_relative_to(_SOURCE / "workers") or path.is_relative_to(_SOURCE / "trainer"):
+            return f"{path.relative_to(_SOURCE)}:{frame.line} in {frame.function}"
         if not frame.file.startswith((*_LIBRARIES, "<")):
             return f"{frame.file}:{frame.line} in {frame.function}"
     return f"{frames[0].file}:{frames[0].line} in {frames[0].function}" if frames else ""
@@ -153,14 +153,14 @@ def summary(stall: Stall, run_dir: Path, directory: str) -> str:
         lines += [f"held up by {', '.join(map(name_of, blamed))}: {stall.verdict.why}"]
     # Blamed ranks first, then those without an answer.
     order = sorted(stall.states, key=lambda state: (state.rank not in blamed, state.answered, state.rank))
-    records = records_of(order[:TOLD_RANKS])
-    for state in order[:TOLD_RANKS]:
+    records = records_of(order[:SHOWN_RANKS])
+    for state in order[:SHOWN_RANKS]:
         lines += [line_of(stall, state), *(f"  {line}" for line in in_words(records.get(state.rank, {})))]
         lines += [
             f"  its child {child.pid} is {child.status}: {child.command:.80}" for child in state.processes[1:] if child.stopped
         ]
-    if len(order) > TOLD_RANKS:
-        lines += [f"... and {len(order) - TOLD_RANKS} more ranks"]
+    if len(order) > SHOWN_RANKS:
+        lines += [f"... and {len(order) - SHOWN_RANKS} more ranks"]
     lines += machine_memory(run_dir)[:1]
     lines += [f"last line of {state.log}: {state.last_lines[-1]:.200}" for state in order[:1] if state.last_lines]
     return "\n".join([*lines, f"stacks, memory, logs: {directory}"])

@@ -21,7 +21,7 @@ class Budget:
     def __init__(self, role: str) -> None:
         self.role = role
         self.most: Limits | None = None  # None: as configured
-        self.untold = ""
+        self.unreported = ""
 
     def limits(self, configured: Limits, lengths: Sequence[int]) -> Limits:
         """Limits for rows of these lengths (tokens). A row longer than the budget is a micro-batch of its own."""
@@ -31,10 +31,10 @@ class Budget:
             return Limits(max_rows=min(configured.max_rows, self.most.max_rows))
         return configured
 
-    def halve(self, configured: Limits, sizes: Sequence[tuple[int, int]], longest: int, said: str) -> None:
+    def halve(self, configured: Limits, sizes: Sequence[tuple[int, int]], longest: int, message: str) -> None:
         """Reduce the budget to half of the largest micro-batch, which did not fit.
 
-        sizes: (rows, tokens) of each micro-batch. longest: tokens of the longest row. said: message of the allocator. Raises
+        sizes: (rows, tokens) of each micro-batch. longest: tokens of the longest row. message: message of the allocator. Raises
         ValueError if that micro-batch is a single row: it cannot be split.
         """
         rows, tokens = (max(column) for column in zip(*sizes, strict=True))
@@ -42,14 +42,14 @@ class Budget:
         if rows == 1 or (by_tokens and tokens <= longest):
             raise ValueError(
                 f"{self.role}: memory ran out in the update, and micro-batches are as small as can be: one row, the longest of "
-                f"{longest} tokens ({said}); allow shorter rows, set enable_gradient_checkpointing or offloading, or take "
+                f"{longest} tokens ({message}); allow shorter rows, set enable_gradient_checkpointing or offloading, or take "
                 "more GPUs"
             )
         self.most = Limits(max_tokens=tokens // 2) if by_tokens else Limits(max_rows=rows // 2)
         had, kept = (f"{tokens} tokens", f"{tokens // 2}") if by_tokens else (f"{rows} rows", f"{rows // 2}")
-        self.untold = (
+        self.unreported = (
             f"{self.role}: memory ran out in the update, at micro-batches of up to {had}; from now on they have {kept} at most "
-            f"({said})"
+            f"({message})"
         )
 
     @property
@@ -60,9 +60,9 @@ class Budget:
 
     def tell(self, events: Events, step: int) -> None:
         """Record an event, once for each time that memory ran out."""
-        if self.untold:
-            events.add(step, "out of memory", self.untold)
-            self.untold = ""
+        if self.unreported:
+            events.add(step, "out of memory", self.unreported)
+            self.unreported = ""
 
     def state(self) -> dict[str, Any]:
         return {} if self.most is None else {"max_tokens": self.most.max_tokens, "max_rows": self.most.max_rows}

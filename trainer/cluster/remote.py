@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TypeVar, cast
 
 from trainer.cluster.oom_backoff import Budget
 from trainer.cluster.watchdog import Watchdog
 from workers.batch import Batch
-from workers.controller.dispatch import Mesh, Sharded
 from workers.controller.group import WorkerError, WorkerGroup
+from workers.controller.rpc import Call, Mesh, role_call, sharded, worker_call
 from workers.engine.base import EngineSpec, LossSpec, Saved
 from workers.metric import Metric, Metrics, join_metrics
 from workers.plan import Limits, Plan, SharedRows
+from workers.roles.model_role import ModelRole
+from workers.roles.rollout_role import RolloutRole
+from workers.roles.worker import Host
 from workers.rollout.base import RolloutSpec, Sampling
 
 PROMPT = {"prompt_length"}
 """Row columns with which engines share prompts, see EngineSpec.shares_prompts."""
+ROLE = "rollout"
 PHASES = {"start": "engine start", "generate": "generation", "sync": "weight sync", "ask": "counters"}
+R = TypeVar("R")
 
 
 class SaveFailed(OSError):
@@ -54,7 +59,8 @@ class RemoteModel:
         self.attention_cost = attention_cost
         self._shares_prompts = spec.shares_prompts
         self._flops = 0.0
-        self.mesh = mesh_of(watchdog.call(group, "start", f"start of {role}", "build_model", role, spec, loss))
+        building = worker_call(Host.build_model, role, spec, loss)
+        self.mesh = mesh_of(watchdog.call(group, "start", f"start of {role}", building))
         group.register_mesh(role, self.mesh)
 
     def forward(self, batch: Batch, outputs: Sequence[str], *, limits: Limits | None = None, adapter: bool = True) -> Batch:
@@ -64,7 +70,10 @@ class RemoteModel:
         """
         plan = self._plan(self._rows(batch), limits or self.forward_limits)
         needed = batch.only(tokens=["input_ids", "response_mask"], rows=sorted(PROMPT & batch.rows.keys()))
-        return plan.collect(self._call("forward", "forward", plan, needed, list(outputs), adapter))
+        cuts = sharded(plan.micro_batches)
+        call = role_call(self.role, ModelRole.forward, sharded(plan.split(needed)), cuts, list(outputs), adapter)
+        # The ranks that answer are those whose engine returns a batch, see Host.build_model.
+        return plan.collect(cast(list[Batch], self._call("forward", plan, needed, call)))
 
     def train_step(self, mini_batch: Batch, columns: Sequence[str], *, rows: Sequence[str] = (), together: int = 1) -> Metrics:
         """One optimizer step on a global mini-batch, which has the token column loss_weight.
@@ -85,13 +94,16 @@ class RemoteModel:
         while True:
             plan = self._plan(shared, self.budget.limits(self.train_limits, shared.lengths))
             try:
-                metrics = join_metrics(self._call("update", "train_step", plan.of_rows(units), needed))
+                rows_plan = plan.of_rows(units)
+                cuts = sharded(rows_plan.micro_batches)
+                call = role_call(self.role, ModelRole.train_step, sharded(rows_plan.split(needed)), cuts)
+                metrics = join_metrics(self._call("update", rows_plan, needed, call))
                 break
             except WorkerError as error:
                 if error.kind not in ("OutOfMemory", "RepeatableOutOfMemory"):
                     raise
-                said = error.message.partition(": ")[2]
-                self.budget.halve(self.train_limits, shared.sizes(plan), max(shared.lengths), said)
+                message = error.message.partition(": ")[2]
+                self.budget.halve(self.train_limits, shared.sizes(plan), max(shared.lengths), message)
                 # Only after halving: the budget outlives a restart.
                 if error.kind == "OutOfMemory":
                     raise
@@ -113,28 +125,28 @@ class RemoteModel:
 
         background: return as soon as the state is copied to the host.
         """
-        self._save("save", path, background)
+        self._save(role_call(self.role, ModelRole.save, path, background))
 
     def saved(self, *, patient: bool = True) -> Saved | None:
         """What the ranks wrote in the last ``save``; None if a rank is still writing and ``patient`` is false.
 
         Raises SaveFailed when all ranks have ended and at least one could not write.
         """
-        answers: list[Saved | str | None] = self._save("saved", patient)
+        answers = self._save(role_call(self.role, ModelRole.saved, patient))
         if any(answer is None for answer in answers):
             return None
         if problems := dict.fromkeys(answer for answer in answers if isinstance(answer, str)):
             raise SaveFailed("; ".join(problems))
         return Saved.join([answer for answer in answers if isinstance(answer, Saved)])
 
-    def _save(self, method: str, *args: Any) -> list[Any]:
-        return self.watchdog.call(self.group, "save", f"save of {self.role}", "run", self.role, method, *args)
+    def _save(self, call: Call[R]) -> list[R]:
+        return self.watchdog.call(self.group, "save", f"save of {self.role}", call)
 
     def load(self, path: str) -> None:
-        self.watchdog.call(self.group, "load", f"load of {self.role}", "run", self.role, "load", path)
+        self.watchdog.call(self.group, "load", f"load of {self.role}", role_call(self.role, ModelRole.load, path))
 
     def export_hf(self, path: str) -> None:
-        self.watchdog.call(self.group, "save", f"export of {self.role}", "run", self.role, "export_hf", path)
+        self.watchdog.call(self.group, "save", f"export of {self.role}", role_call(self.role, ModelRole.export_hf, path))
 
     def _rows(self, batch: Batch) -> SharedRows:
         """Rows for planning: rows of a group share their prompt if the engine computes one copy of it."""
@@ -147,12 +159,9 @@ class RemoteModel:
     def _plan(self, rows: SharedRows, limits: Limits) -> Plan:
         return rows.plan(len(self.mesh.answers), limits, attention_cost=self.attention_cost)
 
-    def _call(self, phase: str, method: str, plan: Plan, batch: Batch, *args: Any) -> list[Any]:
-        shares, cuts = Sharded(plan.split(batch)), Sharded(plan.micro_batches)
-        what = f"{phase} of {self.role}"
+    def _call(self, phase: str, plan: Plan, batch: Batch, call: Call[R]) -> list[R]:
         work = partial(work_by_rank, plan, batch.lengths.tolist(), self.mesh)
-        words = ("run", self.role, method, shares, cuts, *args)
-        return self.watchdog.call(self.group, phase, what, *words, mesh=self.role, work=work)
+        return self.watchdog.call(self.group, phase, f"{phase} of {self.role}", call, mesh=self.role, work=work)
 
 
 class BaseModel:
@@ -184,23 +193,24 @@ class RemoteRollout:
         self._gives_way = spec.rollout.free_cache_engine and self.trainers is None
         self._version, self._slept = 0, False
         if self.trainers is None:
-            places = self._call("start", "build_rollout", "rollout", spec, source)
+            places = self._call("start", worker_call(Host.build_rollout, ROLE, spec, source))
         else:
-            offering = ("offer_weights", source, group.world_size)
-            meeting, *_ = watchdog.call(self.trainers, "start", f"start of {source}", *offering)
-            places = self._call("start", "build_rollout_apart", "rollout", spec, meeting)
+            offering = worker_call(Host.offer_weights, source, group.world_size)
+            meeting, *_ = watchdog.call(self.trainers, "start", f"start of {source}", offering)
+            assert meeting is not None, "rank 0 returns it"
+            places = self._call("start", worker_call(Host.build_rollout_apart, ROLE, spec, meeting))
         self.mesh = mesh_of(places)
-        group.register_mesh("rollout", self.mesh)
+        group.register_mesh(ROLE, self.mesh)
 
     def sync_weights(self, version: int) -> Metrics:
         """Give every engine the weights of the source; completions have ``version`` from now on."""
         self._version, self._slept = version, False
-        words = ("run", "rollout", "sync_weights", version)
+        receiving = role_call(ROLE, RolloutRole.sync_weights, version)
         if self.trainers is None:
-            return join_metrics(self._call("sync", *words))
-        sending = (self.trainers, f"weight sync ({self.source} sends)", ("run", self.source, "send_weights"))
+            return join_metrics(self._call("sync", receiving))
+        sending = (self.trainers, f"weight sync ({self.source} sends)", role_call(self.source, ModelRole.send_weights))
         # Both sides at the same time: the transfer is collective over senders and receivers.
-        metrics, _ = self.watchdog.together("sync", (self.group, self._what("sync"), words), sending)
+        metrics, _ = self.watchdog.together("sync", (self.group, self._what("sync"), receiving), sending)
         return join_metrics(metrics)
 
     def rest(self, group: WorkerGroup | None) -> None:
@@ -222,20 +232,20 @@ class RemoteRollout:
         # Whole groups in turn to the engines. An engine has no micro-batches: it schedules its requests itself.
         shares = tuple(tuple(row for group in groups[engine::n_engines] for row in group) for engine in range(n_engines))
         plan = Plan(shares=shares, micro_batches=tuple(() for _ in shares))
-        what = ("run", "rollout", "generate", Sharded(plan.split(prompts)), sampling)
+        call = role_call(ROLE, RolloutRole.generate, sharded(plan.split(prompts)), sampling)
         work = partial(work_by_rank, plan, prompts.lengths.tolist(), self.mesh)
-        return plan.collect(self._call("generate", *what, mesh="rollout", work=work))
+        return plan.collect(self._call("generate", call, mesh=ROLE, work=work))
 
-    def _call(self, phase: str, *words: Any, mesh: str | None = None, work: Callable[[], Sequence[str]] = list) -> list[Any]:
+    def _call(self, phase: str, call: Call[R], *, mesh: str | None = None, work: Callable[[], Sequence[str]] = list) -> list[R]:
         """Result of a call, see Watchdog.call. The group has no other call in progress: the phase's time is that of this call."""
-        return self.watchdog.call(self.group, phase, self._what(phase), *words, mesh=mesh, work=work)
+        return self.watchdog.call(self.group, phase, self._what(phase), call, mesh=mesh, work=work)
 
     def _what(self, phase: str) -> str:
         return f"{PHASES[phase]} (rollout engine {self.engine})"
 
     def stats(self) -> dict[str, float]:
         """Counters of all engines since the last call, summed; see Rollout.stats."""
-        parts = self._call("ask", "run", "rollout", "stats", mesh="rollout")
+        parts = self._call("ask", role_call(ROLE, RolloutRole.stats), mesh=ROLE)
         return {name: sum(part[name] for part in parts) for name in parts[0]}
 
 

@@ -13,40 +13,80 @@ import os
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from trainer.cluster.hang_report import CONTROLLER, Stall, ended_in_collective, record, summary, verdict
 from trainer.run.events import Events
-from workers.controller.group import Future, PhaseTimeout, WorkerError, WorkerGroup
+from workers.controller.group import Future, Limit, PhaseTimeout, WorkerError, WorkerGroup, wait_any
 from workers.controller.logs import USERS
 from workers.controller.process_inspection import RankState, examine
+from workers.controller.rpc import Call
 from workers.controller.stacks import answer_for_stacks
 
 MEASURED = 3  # number of measurements from which a limit may be widened
 WIDENED = 10.0  # the widened limit, in multiples of the longest duration
-MOST_CALLS = 1000  # calls that are kept for take_calls
-LOOK = 0.005  # seconds between polls of calls on several groups
-NEWS_SECONDS = 3.0  # to learn a group's own error, after another group has lost it
+MOST_SPANS = 512  # of one phase and the same ranks, see CallSpans; even
+CAUSE_SECONDS = 3.0  # to learn a group's own error, after another group has lost it
 LOST = "ChannelLost"  # workers/rollout/sync/channel.py: the error of another rank is the cause
 HURRIED = 5.0  # seconds that scoring may still take after a signal to stop; or its longest duration, if that is more
-LAST_RESORT = 60.0  # seconds after the limit: the process ends if it could not be interrupted
+EXIT_SECONDS = 60.0  # seconds after the limit: the process ends if it could not be interrupted
 _EXPIRED = signal.SIGRTMIN + 6
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A call on the workers of a pool: from ``start``, in seconds since 1970, to the end of each rank."""
+class CallSpan:
+    """A call on the workers of a pool, or several neighbouring ones: from ``start``, in seconds since 1970.
+
+    ends: by rank, the end of its last call; ``start`` for a rank that was not called. calls: number of calls in it.
+    """
 
     what: str
     pool: str
     start: float
     ends: tuple[float, ...]
+    calls: int = 1
+
+
+class CallSpans:
+    """Spans of calls, at most MOST_SPANS for each phase of the same ranks: a step may make thousands of calls.
+
+    When there are more, neighbours are merged in pairs, so that the spans still cover the whole time evenly.
+    """
+
+    def __init__(self) -> None:
+        self._spans: dict[tuple[str, str, frozenset[int]], list[CallSpan]] = {}
+        self._each: dict[tuple[str, str, frozenset[int]], int] = {}
+        """Calls in each span that is full."""
+
+    def add(self, what: str, pool: str, start: float, ended: Mapping[int, float]) -> None:
+        """ended: by rank that was called, in seconds since 1970."""
+        ends = tuple(ended.get(rank, start) for rank in range(max(ended, default=-1) + 1))
+        key = (what, pool, frozenset(ended))
+        spans, each = self._spans.setdefault(key, []), self._each.setdefault(key, 1)
+        new = CallSpan(what, pool, start, ends)
+        if spans and spans[-1].calls < each:
+            spans[-1] = merged(spans[-1], new)
+            return
+        if len(spans) == MOST_SPANS:
+            self._spans[key] = spans = [merged(first, second) for first, second in zip(spans[::2], spans[1::2], strict=True)]
+            self._each[key] = 2 * each
+        spans.append(new)
+
+    def taken(self) -> list[CallSpan]:
+        """All spans, by their start."""
+        return sorted((span for spans in self._spans.values() for span in spans), key=lambda span: span.start)
+
+
+def merged(first: CallSpan, second: CallSpan) -> CallSpan:
+    """One span for two of the same ranks, ``second`` after ``first``."""
+    ends = tuple(new if new > second.start else old for old, new in zip(first.ends, second.ends, strict=True))
+    return replace(first, ends=ends, calls=first.calls + second.calls)
 
 
 class LeftUndone(Exception):
@@ -61,113 +101,118 @@ class Watchdog:
         answer_for_stacks()
         self.step = 0
         """Current step of the run, for reports."""
-        self._calls: deque[Call] = deque(maxlen=MOST_CALLS)
+        self._calls = CallSpans()
         self._limits = limits
         self._run_dir = run_dir
         self._events = Events(run_dir)
-        self._seen: dict[str, tuple[int, float]] = {}
+        self._durations: dict[str, tuple[int, float]] = {}
         self._lock = threading.Lock()
         """Calls come from several threads if pools work concurrently."""
         self._hurried = False
         self._own: tuple[_Alarm, float] | None = None
         """Alarm of the work in progress, and the time.monotonic() at which it exceeds all earlier durations."""
 
-    def limit(self, phase: str) -> float:
-        """Seconds that a phase may take: as configured, or 10 x the longest of at least three durations, if that is more."""
-        count, longest = self._seen.get(phase, (0, 0.0))
-        return max(self._limits[phase], WIDENED * longest) if count >= MEASURED else self._limits[phase]
+    def limit(self, phase: str) -> Limit:
+        """Limit of a phase: as configured, or 10 x the longest of at least three durations, if that is more."""
+        configured = self._limits[phase]
+        source = f"timeouts.{phase}={configured:g}"
+        count, longest = self._durations.get(phase, (0, 0.0))
+        if count < MEASURED or WIDENED * longest <= configured:
+            return Limit(configured, source)
+        return Limit(WIDENED * longest, f"{source}, widened by what was measured")
 
     def call(
         self,
         group: WorkerGroup,
         phase: str,
         what: str,
-        method: str,
-        *args: Any,
+        call: Call[R],
+        *,
         mesh: str | None = None,
         work: Callable[[], Sequence[str]] = list,
-    ) -> list[Any]:
-        """Result of ``group.call(method, *args)``. what: the phase, for the user. work: by rank, what it works on.
+    ) -> list[R]:
+        """Result of ``group.call(call)``. what: the phase, for the user. work: by rank, what it works on.
 
         Raises WorkerError, and PhaseTimeout when the phase, or a collective in it, has taken too long; both contain ``what``.
         """
-        limit, started = self.limit(phase), time.monotonic()
+        started = time.monotonic()
+        with self._reported(phase, what, work):
+            future = group.call(call, mesh=mesh, phase=what, limit=self.limit(phase))
+        result = self._result(future, group.name, phase, what, work)
         # Measured after success only: a phase that was late must not widen its own limit.
-        result = self._result(lambda: group.call(method, *args, mesh=mesh, timeout=limit), phase, what, work, group.name)
-        self._saw(phase, time.monotonic() - started)
+        self._add_duration(phase, time.monotonic() - started)
         return result
 
-    def take_calls(self) -> list[Call]:
-        """Calls that have ended since the last time, the latest MOST_CALLS of them."""
-        taken = list(self._calls)
-        self._calls.clear()
-        return taken
+    def take_calls(self) -> list[CallSpan]:
+        """Calls that have ended since the last time, those of a phase merged if they are many; see CallSpans."""
+        with self._lock:
+            spans, self._calls = self._calls, CallSpans()
+        return spans.taken()
 
-    def together(self, phase: str, *calls: tuple[WorkerGroup, str, tuple[Any, ...]]) -> list[list[Any]]:
+    def together(self, phase: str, *calls: tuple[WorkerGroup, str, Call[Any]]) -> list[list[Any]]:
         """Results of calls on groups that wait for one another, within the time for one. calls: (group, what, call).
 
         Raises what ``call`` does as soon as one group has failed; if that group only lost another one, the error of the
         other.
         """
         limit, started = self.limit(phase), time.monotonic()
-        pools = {what: group.name for group, what, _ in calls}
-        waiting = [(what, group.call(*words, timeout=limit)) for group, what, words in calls]
-        results: dict[str, list[Any]] = {}
+        waiting = {group.call(call, phase=what, limit=limit): (what, group.name) for group, what, call in calls}
+        in_order = list(waiting)
+        results: dict[Future[Any], list[Any]] = {}
         while waiting:
-            over = time.monotonic() > started + limit
-            # Polled, because waiting for one group would delay the error of another. After the limit all calls are asked,
-            # and raise PhaseTimeout.
-            for what, future in [one for one in waiting if over or one[1].done()]:
-                waiting.remove((what, future))
+            # Of all: waiting for one group would delay the error of another.
+            for future in wait_any(list(waiting)):
+                what, pool = waiting.pop(future)
                 try:
-                    results[what] = self._answer(future, phase, what, pools[what])
+                    results[future] = self._result(future, pool, phase, what)
                 except (WorkerError, PhaseTimeout) as error:
                     raise self._cause(error, phase, waiting) from None
-            time.sleep(LOOK)
-        self._saw(phase, time.monotonic() - started)
-        return [results[what] for _, what, _ in calls]
+        self._add_duration(phase, time.monotonic() - started)
+        return [results[future] for future in in_order]
 
     def _cause(
-        self, error: WorkerError | PhaseTimeout, phase: str, others: Sequence[tuple[str, Future]]
+        self, error: WorkerError | PhaseTimeout, phase: str, others: Mapping[Future[Any], tuple[str, str]]
     ) -> WorkerError | PhaseTimeout:
-        """The error to report after a group failed while others had not answered.
+        """The error to report after a group failed while others had not answered. others: {future: (what, pool)}.
 
         The rank that is late may be in one of the others: after a timeout their states are reported too.
         """
         if isinstance(error, PhaseTimeout):
-            error.last_words += "".join(f"\n{what}: {self._tell(phase, what, future.examine(), list)}" for what, future in others)
+            for future, (what, _) in others.items():
+                error.last_words += f"\n{what}: {self._report(phase, what, future.examine(), list)}"
             return error
-        deadline = time.monotonic() + NEWS_SECONDS
-        while error.kind == LOST and others and time.monotonic() < deadline:
-            for what, future in others:
-                if future.done():
-                    try:
-                        self._answer(future, phase, what)
-                    except (WorkerError, PhaseTimeout) as cause:
-                        return cause
-            time.sleep(LOOK)
+        deadline = time.monotonic() + CAUSE_SECONDS
+        waiting = list(others)
+        while error.kind == LOST and waiting and (remaining := deadline - time.monotonic()) > 0:
+            for future in wait_any(waiting, remaining):
+                waiting.remove(future)
+                what, pool = others[future]
+                try:
+                    self._result(future, pool, phase, what)
+                except (WorkerError, PhaseTimeout) as cause:
+                    return cause
         return error
 
-    def _answer(self, future: Future, phase: str, what: str, pool: str = "") -> list[Any]:
-        return self._result(lambda: future, phase, what, pool=pool)
-
-    def _result(
-        self, ask: Callable[[], Future], phase: str, what: str, work: Callable[[], Sequence[str]] = list, pool: str = ""
-    ) -> list[Any]:
-        """Wait for a call and record it. Errors get ``what`` as their method, and timeouts a report."""
+    def _result(self, future: Future[R], pool: str, phase: str, what: str, work: Callable[[], Sequence[str]] = list) -> list[R]:
+        """Wait for a call and record it. A timeout gets a report, also that of a collective, which is a WorkerError."""
         try:
-            future = ask()
-            result = future.result()
-            self._calls.append(Call(what.partition(" (")[0], pool, future.begun, tuple(future.ended)))
-            return result
+            with self._reported(phase, what, work):
+                result = future.result()
         except WorkerError as error:
-            error.method = what
             if ended_in_collective(str(error)):
                 raise self._stuck(future, error, phase, what, work) from error
             raise
+        with self._lock:
+            self._calls.add(what.partition(" (")[0], pool, future.begun, future.replies.ended)
+        return result
+
+    @contextmanager
+    def _reported(self, phase: str, what: str, work: Callable[[], Sequence[str]]) -> Iterator[None]:
+        """Add a report to a PhaseTimeout of a call."""
+        try:
+            yield
         except PhaseTimeout as error:
-            error.method = self._limited(what, phase)
-            error.last_words = self._tell(phase, what, error.states, work)
+            error.last_words = self._report(phase, what, error.states, work)
             raise
 
     @contextmanager
@@ -181,23 +226,23 @@ class Watchdog:
         limit, started = self.limit(phase), time.monotonic()
 
         def report() -> str:
-            return "" if self._hurried else self._tell(phase, what, controller_state(), lambda: [work])
+            return "" if self._hurried else self._report(phase, what, controller_state(), lambda: [work])
 
-        patience = min(limit, max(HURRIED, self._seen.get(phase, (0, 0.0))[1]))
-        alarm = _Alarm(patience if self._hurried else limit, report)
+        patience = min(limit.seconds, max(HURRIED, self._durations.get(phase, (0, 0.0))[1]))
+        alarm = _Alarm(patience if self._hurried else limit.seconds, report)
         self._own = (alarm, started + patience)
-        faulthandler.dump_traceback_later(limit + LAST_RESORT, exit=True, file=USERS[-1])
+        faulthandler.dump_traceback_later(limit.seconds + EXIT_SECONDS, exit=True, file=USERS[-1])
         try:
             with alarm:
                 yield
         except _Expired:
             if self._hurried:
                 raise LeftUndone(what) from None
-            raise PhaseTimeout(self._limited(what, phase), [], limit, alarm.told) from None
+            raise PhaseTimeout(limit.of(what), [], limit.seconds, alarm.report) from None
         finally:
             faulthandler.cancel_dump_traceback_later()
             self._own = None
-        self._saw(phase, time.monotonic() - started)
+        self._add_duration(phase, time.monotonic() - started)
 
     def hurry(self) -> None:
         """From now on abandon work of this process that takes long, see ``own``. May be called by a signal handler."""
@@ -206,28 +251,23 @@ class Watchdog:
             alarm, due = self._own
             alarm.ring_in(max(HURRIED, due - time.monotonic()))
 
-    def _saw(self, phase: str, seconds: float) -> None:
+    def _add_duration(self, phase: str, seconds: float) -> None:
         """Record the duration of a phase."""
         with self._lock:
-            count, longest = self._seen.get(phase, (0, 0.0))
-            self._seen[phase] = count + 1, max(longest, seconds)
-
-    def _limited(self, what: str, phase: str) -> str:
-        """``what`` with its limit and the key of that limit."""
-        widened = ", widened by what was measured" if self.limit(phase) > self._limits[phase] else ""
-        return f"{what}, limited by timeouts.{phase}={self._limits[phase]:g}{widened},"
+            count, longest = self._durations.get(phase, (0, 0.0))
+            self._durations[phase] = count + 1, max(longest, seconds)
 
     def _stuck(
-        self, future: Future, error: WorkerError, phase: str, what: str, work: Callable[[], Sequence[str]]
+        self, future: Future[Any], error: WorkerError, phase: str, what: str, work: Callable[[], Sequence[str]]
     ) -> PhaseTimeout:
         """PhaseTimeout after a rank gave up waiting in a collective: the others are late, not that rank."""
         states = future.examine()
         late = verdict(states, [error.rank]).ranks
-        words = self._tell(phase, what, states, work, [error.rank])
-        limited = f"a collective in {what}, limited by timeouts.collective={self._limits['collective']:g},"
-        return PhaseTimeout(limited, late, self._limits["collective"], words)
+        words = self._report(phase, what, states, work, [error.rank])
+        limit = Limit(self._limits["collective"], f"timeouts.collective={self._limits['collective']:g}")
+        return PhaseTimeout(limit.of(f"a collective in {what}"), late, limit.seconds, words)
 
-    def _tell(
+    def _report(
         self,
         phase: str,
         what: str,
@@ -252,11 +292,12 @@ class _Expired(BaseException):
 
 
 class _Alarm:
-    """Within the block, raise _Expired in the main thread after ``seconds``, wherever it is. ``tell`` is called first."""
+    """Within the block, raise _Expired in the main thread after ``seconds``, wherever it is. ``report`` is called first."""
 
-    def __init__(self, seconds: float, tell: Callable[[], str]) -> None:
-        self.told = ""
-        self._tell = tell
+    def __init__(self, seconds: float, report: Callable[[], str]) -> None:
+        self.report = ""
+        """What it returned."""
+        self._make_report = report
         self._timer = threading.Timer(seconds, self._ring)
         self._timer.daemon = True
         self._lock = threading.Lock()
@@ -280,7 +321,7 @@ class _Alarm:
     def _ring(self) -> None:
         try:
             # First, while the main thread is still where it hangs.
-            self.told = self._tell()
+            self.report = self._make_report()
         finally:
             with self._lock:
                 if self._armed:

@@ -18,6 +18,8 @@ from trainer.rollout.responses import ask, join
 from trainer.rollout.rollout_builder import start_source
 from workers.batch import Batch
 from workers.controller.group import WorkerGroup
+from workers.controller.rpc import worker_call
+from workers.roles.worker import Host
 from workers.rollout.base import RolloutSpec, Sampling
 from workers.seeding import seed_of
 
@@ -81,7 +83,7 @@ def measure(hosts: WorkerGroup, spec: RolloutSpec, task: ParityTask, watchdog: W
 
 def memory(hosts: WorkerGroup, watchdog: Watchdog) -> int:
     """Bytes in use, summed over all workers; see Host.memory."""
-    return sum(watchdog.call(hosts, "ask", "memory", "memory"))
+    return sum(watchdog.call(hosts, "ask", "memory", worker_call(Host.memory)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,9 @@ from trainer.tracking.metrics import data_metrics, peak_flops, performance_metri
 from trainer.tracking.token_dump import AnswerLog
 from workers.batch import Batch
 from workers.controller.logs import tell
+from workers.controller.rpc import worker_call
 from workers.metric import plain_numbers
+from workers.roles.worker import Host
 
 
 @dataclass
@@ -114,7 +116,8 @@ class Loop:
         trainer = self.trainer
         # By name: colocated roles share one worker group, which is asked once.
         groups = {group.name: group for group in self.together.hosts.values()}.values()
-        asked = (trainer.watchdog.call(group, "ask", "times of the start", "start_times") for group in groups)
+        asking = worker_call(Host.start_times)
+        asked = (trainer.watchdog.call(group, "ask", "times of the start", asking) for group in groups)
         seconds = self.start.seconds([times for of_group in asked for times in of_group])
         path = trainer.life.run_dir / START
         path.parent.mkdir(exist_ok=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.base.keys import did_you_mean
-from trainer.cluster.watchdog import Call
+from trainer.cluster.watchdog import CallSpan
 from trainer.run.logger import Logger, Sample
 from trainer.run.run_dir import (
     ENVIRONMENT,
@@ -113,7 +113,7 @@ class Tracker:
         for logger in self._loggers:
             logger.log(numbers, step)
 
-    def log_spans(self, spans: Sequence[Span], calls: Sequence[Call], step: int) -> None:
+    def log_spans(self, spans: Sequence[Span], calls: Sequence[CallSpan], step: int) -> None:
         """Write one line of timeline.jsonl, rounded to milliseconds.
 
         spans: start, end and pools of the step's phases. calls: calls of workers, with the seconds that each rank took. Calls

@@ -102,15 +102,15 @@ def collectives_of(pid: int) -> str:
 
 def _asked(memory: Path, ask: Path) -> str:
     """Request a dump through the pipe ``ask`` and read it from ``memory``; "" if it is not complete after ANSWER_SECONDS."""
-    said, deadline = b"", time.monotonic() + ANSWER_SECONDS
+    answer, deadline = b"", time.monotonic() + ANSWER_SECONDS
     with memory.open("rb") as file:
         # Skip earlier answers, and only then ask.
         file.seek(0, os.SEEK_END)
         ask.write_bytes(b"?")
-        while not said.endswith(b"\n") and time.monotonic() < deadline:
+        while not answer.endswith(b"\n") and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
-            said += file.read()
-    return said.splitlines()[-1].decode() if said.endswith(b"\n") else ""
+            answer += file.read()
+    return answer.splitlines()[-1].decode() if answer.endswith(b"\n") else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +226,7 @@ def stragglers(records: Mapping[int, Records]) -> tuple[list[int], str] | None:
             if group.in_flight is not None:
                 number = group.in_flight.number
                 # The recorder does not know the members of a gloo group: use the ranks that have a record of it.
-                members = group.members or [other for other, theirs in records.items() if key in theirs]
+                members = group.members or [other for other, entered in records.items() if key in entered]
                 behind = [member for member in members if member in records and _entered(records[member], key) < number]
                 waits.setdefault(rank, {}).update(dict.fromkeys(behind, (key, number)))
     waited_for = sorted({member for behind in waits.values() for member in behind})

@@ -1,19 +1,21 @@
-"""Worker groups: the same class on many ranks, called together by method name. Independent of what the workers compute."""
+"""Worker groups: the same class on many ranks, called together. Independent of what the workers compute."""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Generic, Protocol, Self, TypeVar
 
-from workers.controller.dispatch import Call, Mesh, Sharded, collect, split
 from workers.controller.process_inspection import RankState
 from workers.controller.resource_pool import ResourcePool
+from workers.controller.rpc import Arguments, Call, Failure, Mesh, Sharded, split
 
-TOLD_RANKS = 4  # number of late ranks whose logs and stacks a PhaseTimeout quotes
+QUOTED_RANKS = 4  # number of late ranks whose logs and stacks a PhaseTimeout quotes
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +35,12 @@ class WorkerInfo:
 
 
 class WorkerError(RuntimeError):
-    """A rank failed in ``method`` (``__init__``: its constructor), or its process died. Other ranks may still be running."""
+    """A rank failed in ``phase`` (the name of the method if the call had none), or its process died. Others may be running."""
 
-    def __init__(self, rank: int, method: str, message: str, remote_traceback: str = "") -> None:
-        super().__init__(rank, method, message, remote_traceback)
+    def __init__(self, rank: int, phase: str, message: str, remote_traceback: str = "") -> None:
+        super().__init__(rank, phase, message, remote_traceback)
         self.rank = rank
-        self.method = method
+        self.phase = phase
         self.message = message
         self.remote_traceback = remote_traceback
 
@@ -48,18 +50,18 @@ class WorkerError(RuntimeError):
         return self.message.partition(":")[0]
 
     def __str__(self) -> str:
-        return "\n".join(filter(None, (f"rank {self.rank} failed in {self.method}: {self.message}", self.remote_traceback)))
+        return "\n".join(filter(None, (f"rank {self.rank} failed in {self.phase}: {self.message}", self.remote_traceback)))
 
 
 class PhaseTimeout(TimeoutError):
-    """``method`` exceeded its time limit.
+    """``phase`` exceeded its time limit.
 
     missing: ranks without a result. seconds: the limit. last_words: what is known of these ranks, for the user.
     """
 
-    def __init__(self, method: str, missing: Sequence[int], seconds: float, last_words: str = "") -> None:
-        super().__init__(method, missing, seconds, last_words)
-        self.method = method
+    def __init__(self, phase: str, missing: Sequence[int], seconds: float, last_words: str = "") -> None:
+        super().__init__(phase, missing, seconds, last_words)
+        self.phase = phase
         self.missing = list(missing)
         self.seconds = seconds
         self.last_words = last_words
@@ -67,38 +69,53 @@ class PhaseTimeout(TimeoutError):
         """State of all ranks when the limit passed."""
 
     def __str__(self) -> str:
-        said = f"{self.method} took more than {self.seconds:g} s"
+        line = f"{self.phase} took more than {self.seconds:g} s"
         if self.missing:
-            said += f": no answer from ranks {self.missing}"
-        return "\n".join(filter(None, (said, self.last_words)))
+            line += f": no answer from ranks {self.missing}"
+        return "\n".join(filter(None, (line, self.last_words)))
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Time limit of a call. source: the setting that it comes from, quoted in messages: "timeouts.update=20"."""
+
+    seconds: float
+    source: str = ""
+
+    def of(self, phase: str) -> str:
+        """``phase`` with the source of its limit."""
+        return f"{phase}, limited by {self.source}," if self.source else phase
+
+
 class Replies(ABC):
     """Results of one call, filled as they arrive.
 
     values: by rank. missing: ranks without a result. ended: by rank, when its result arrived, in seconds since 1970.
     """
 
-    world_size: int
-    values: list[Any] = field(init=False)
-    missing: set[int] = field(init=False)
-    ended: list[float] = field(init=False)
+    def __init__(self, ranks: Collection[int]) -> None:
+        """ranks: on which the call was made."""
+        self.values: dict[int, Any] = {}
+        self.missing = set(ranks)
+        self.ended: dict[int, float] = {}
 
-    def __post_init__(self) -> None:
-        self.values = [None] * self.world_size
-        self.missing = set(range(self.world_size))
-        self.ended = [0.0] * self.world_size
-
-    def came(self, rank: int, value: Any, at: float) -> None:
+    def add(self, rank: int, value: Any, at: float) -> None:
         """Record the result of a rank. at: when it arrived, in seconds since 1970."""
         self.values[rank] = value
         self.missing.remove(rank)
         self.ended[rank] = at
 
     @abstractmethod
-    def receive(self, timeout: float | None) -> None:
-        """Record what has arrived; wait at most ``timeout`` seconds for at least one result. Raises WorkerError."""
+    def receive(self, timeout: float | None) -> tuple[int, Failure] | None:
+        """Record what has arrived; wait at most ``timeout`` seconds for at least one result.
+
+        Returns (rank, failure) to report if a rank has failed.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def wait(several: Sequence[Any], timeout: float | None) -> None:
+        """Wait until something has arrived for one of several calls of this kind, at most ``timeout`` seconds."""
 
     def examine(self) -> list[RankState]:
         """Current state of every rank, also of those with a result. Empty if the workers run in this process."""
@@ -108,85 +125,109 @@ class Replies(ABC):
 class Transport(Protocol):
     """Connection from a group to its workers; each backend has its own."""
 
-    def send(self, method: str, calls: Sequence[Call], wanted: Sequence[bool], timeout: float | None) -> Replies:
-        """Start a call on every rank.
+    def send(
+        self, call: Call[Any], arguments: Mapping[int, Arguments], wanted: Collection[int], seconds: float | None
+    ) -> Replies:
+        """Start a call on some ranks. It runs after the calls that were sent to them before.
 
-        calls: arguments by rank. wanted: by rank, whether its result is used; the others return None. timeout: seconds after
-        which a backend that cannot abandon the call reports where it is.
+        arguments: by rank, on which the call is made. wanted: ranks whose result is used; the others return None. seconds: the
+        limit, after which a backend that cannot abandon the call reports where it is. Raises TimeoutError if the arguments
+        cannot be sent within it.
         """
 
     def close(self) -> None:
         """End the workers."""
 
 
-class Future:
+class Future(Generic[R]):
     """Result of a call that may still be running. Its error is lost if ``result`` is never called."""
 
     def __init__(
-        self, method: str, replies: Replies, mesh: Mesh | None, timeout: float | None, begun: float | None = None
+        self,
+        method: str,
+        replies: Replies,
+        answering: Sequence[int],
+        *,
+        phase: str | None = None,
+        limit: Limit | None = None,
+        begun: float,
     ) -> None:
-        """begun: when the call was made, in seconds since 1970; None: now."""
-        self.begun = time.time() if begun is None else begun
-        self._method = method
-        self._replies = replies
-        self._mesh = mesh
-        self._timeout = timeout
-        self._started = time.monotonic()
-        self._error: WorkerError | None = None
+        """answering: ranks that return the results, in their order. phase: for messages; None: the method.
 
-    @property
-    def ended(self) -> list[float]:
-        """By rank, when its result arrived, in seconds since 1970; 0: not yet."""
-        return self._replies.ended
+        begun: when the call was made, in seconds since 1970.
+        """
+        self.replies = replies
+        self.begun = begun
+        self.deadline = inf if limit is None else time.monotonic() + limit.seconds
+        """time.monotonic() at which the limit passes."""
+        self._method = method
+        self._answering = answering
+        self._phase = phase
+        self._limit = limit
+        self._error: WorkerError | None = None
 
     def done(self) -> bool:
         """Whether ``result`` would return, or raise, without waiting."""
         self._receive(0.0)
-        return self._error is not None or not self._replies.missing
+        return self._error is not None or not self.replies.missing or time.monotonic() >= self.deadline
 
-    def result(self, timeout: float | None = None) -> list[Any]:
-        """Wait for the results: a list by shard for a call with a mesh, else by rank.
+    def result(self, timeout: float | None = None) -> list[R]:
+        """Wait for the results: a list by shard for a call with a mesh, of one item for a replica, else by rank.
 
         Raises WorkerError as soon as any rank has failed, without waiting for the others: they may hang in a collective.
         Raises PhaseTimeout after ``timeout`` seconds from now or when the call's own limit passes, whichever is first.
         """
-        limits = [(self._started + self._timeout, self._timeout)] if self._timeout is not None else []
-        limits += [(time.monotonic() + timeout, timeout)] if timeout is not None else []
-        deadline, seconds = min(limits, default=(None, 0.0))
-        while self._replies.missing and self._error is None:
-            remaining = None if deadline is None else deadline - time.monotonic()
-            self._receive(None if remaining is None else max(remaining, 0.0))
+        deadline, limit = self.deadline, self._limit
+        if timeout is not None and time.monotonic() + timeout < deadline:
+            deadline, limit = time.monotonic() + timeout, Limit(timeout)
+        while self.replies.missing and self._error is None:
+            remaining = deadline - time.monotonic()
+            self._receive(None if remaining == inf else max(remaining, 0.0))
             # The deadline is checked after receiving: a result that has arrived by then is not late.
-            if self._replies.missing and self._error is None and remaining is not None and remaining <= 0:
-                raise self._late(seconds)
+            if self.replies.missing and self._error is None and remaining <= 0:
+                assert limit is not None
+                raise self._late(limit)
         if self._error is not None:
             raise self._error
-        return collect(self._mesh, self._replies.values) if self._mesh else list(self._replies.values)
+        return [self.replies.values[rank] for rank in self._answering]
 
     def examine(self) -> list[RankState]:
         """Current state of every rank, also of those with a result."""
-        return self._replies.examine()
+        return self.replies.examine()
 
-    def _late(self, seconds: float) -> PhaseTimeout:
-        """PhaseTimeout with the state of all ranks, and the logs and stacks of the first TOLD_RANKS that are late."""
+    def _late(self, limit: Limit) -> PhaseTimeout:
+        """PhaseTimeout with the state of all ranks, and the logs and stacks of the first QUOTED_RANKS that are late."""
         states = self.examine()
-        missing = sorted(self._replies.missing)
-        words = "\n".join(filter(None, (state.words() for state in states if state.rank in missing[:TOLD_RANKS])))
-        late = PhaseTimeout(self._method, missing, seconds, words)
+        missing = sorted(self.replies.missing)
+        words = "\n".join(filter(None, (state.words() for state in states if state.rank in missing[:QUOTED_RANKS])))
+        late = PhaseTimeout(limit.of(self._phase or self._method), missing, limit.seconds, words)
         late.states = states
         return late
 
     def _receive(self, timeout: float | None) -> None:
         """Record what has arrived. An error is stored: ``done`` must not raise, and every call of ``result`` must."""
-        if self._replies.missing and self._error is None:
-            try:
-                self._replies.receive(timeout)
-            except WorkerError as error:
-                self._error = error
+        if self.replies.missing and self._error is None and (failed := self.replies.receive(timeout)):
+            rank, failure = failed
+            self._error = WorkerError(rank, self._phase or failure.method, failure.message, failure.traceback)
+            self._error.__cause__ = failure.error
+
+
+def wait_any(futures: Sequence[Future[R]], timeout: float | None = None) -> list[Future[R]]:
+    """Wait until a future is done or its limit passes; returns all of these, in order. Empty after ``timeout`` seconds.
+
+    The futures may be of several groups of one backend.
+    """
+    end = inf if timeout is None else time.monotonic() + timeout
+    while not (done := [future for future in futures if future.done()]) and futures:
+        remaining = min(end, *(future.deadline for future in futures)) - time.monotonic()
+        if time.monotonic() >= end:
+            break
+        futures[0].replies.wait([future.replies for future in futures], None if remaining == inf else max(remaining, 0.0))
+    return done
 
 
 class WorkerGroup:
-    """One worker on each rank of a pool. Calls on one group run in the order in which they were made.
+    """One worker on each rank of a pool. Calls on one rank run in the order in which they were made.
 
     Arguments and results are copies: a worker or the caller may modify them without affecting the other side.
     """
@@ -206,32 +247,60 @@ class WorkerGroup:
             raise ValueError(f"group {self.name!r} has a mesh {name!r} already")
         self._meshes[name] = mesh
 
-    def call(self, method: str, /, *args: Any, mesh: str | None = None, timeout: float | None = None, **kwargs: Any) -> Future:
-        """Call ``method`` on every rank; returns at once.
+    def call(
+        self,
+        call: Call[R],
+        *,
+        mesh: str | None = None,
+        replica: int | None = None,
+        phase: str | None = None,
+        limit: Limit | None = None,
+    ) -> Future[R]:
+        """Start a call on every rank, or on those of one replica; returns at once.
 
         Without a mesh all arguments go to all ranks, and the result is a list by rank. With a mesh, Sharded arguments are
-        split and the result is a list by shard. timeout: seconds from now, including the time behind earlier calls. Raises
-        ValueError if the arguments do not fit the mesh, RuntimeError after shutdown.
+        split and the result is a list by shard. replica: only the ranks that hold this shard of the mesh are called, and the
+        result has one item; calls on other replicas run concurrently. phase: what the workers do, for the messages of
+        WorkerError and PhaseTimeout; None: the method's name. limit: counts from now, including the time behind earlier calls.
+
+        Raises ValueError if the arguments do not fit the mesh, RuntimeError after shutdown, PhaseTimeout if the arguments
+        cannot be sent.
         """
         if not self._open:
-            raise RuntimeError(f"{method} was called on group {self.name!r} after its shutdown")
+            raise RuntimeError(f"{call.method} was called on group {self.name!r} after its shutdown")
+        arguments, answering = self._addressed(call, mesh, replica)
         begun = time.time()
-        if mesh is None:
-            sharded = [name for name, value in (*enumerate(args), *kwargs.items()) if isinstance(value, Sharded)]
-            if sharded:
-                raise ValueError(f"{method}: arguments {sharded} are Sharded, but the call names no mesh")
-            replies = self._transport.send(method, [(args, kwargs)] * self.world_size, [True] * self.world_size, timeout)
-            return Future(method, replies, None, timeout, begun)
-        if mesh not in self._meshes:
-            raise ValueError(f"{method}: group {self.name!r} has no mesh {mesh!r}, only {sorted(self._meshes)}")
-        chosen = self._meshes[mesh]
         try:
-            calls = split(chosen, args, kwargs)
-        except ValueError as error:
-            raise ValueError(f"{method} on mesh {mesh!r}: {error}") from None
-        # The other ranks of a shard hold the same result: it is not sent.
-        wanted = [rank in chosen.answers for rank in range(self.world_size)]
-        return Future(method, self._transport.send(method, calls, wanted, timeout), chosen, timeout, begun)
+            # The other ranks of a shard hold the same result: it is not sent.
+            replies = self._transport.send(call, arguments, set(answering), None if limit is None else limit.seconds)
+        except TimeoutError as error:
+            assert limit is not None
+            raise PhaseTimeout(limit.of(phase or call.method), sorted(arguments), limit.seconds, str(error)) from None
+        return Future(call.method, replies, answering, phase=phase, limit=limit, begun=begun)
+
+    def _addressed(self, call: Call[Any], mesh: str | None, replica: int | None) -> tuple[dict[int, Arguments], Sequence[int]]:
+        """(arguments by rank, ranks that return the results)."""
+        own: Arguments = (call.args, dict(call.kwargs))
+        split_up = [name for name, value in (*enumerate(call.args), *call.kwargs.items()) if isinstance(value, Sharded)]
+        if mesh is None:
+            if split_up or replica is not None:
+                what = f"arguments {split_up} are Sharded" if split_up else f"it is for replica {replica}"
+                raise ValueError(f"{call.method}: {what}, but the call names no mesh")
+            return dict.fromkeys(range(self.world_size), own), range(self.world_size)
+        if mesh not in self._meshes:
+            raise ValueError(f"{call.method}: group {self.name!r} has no mesh {mesh!r}, only {sorted(self._meshes)}")
+        chosen = self._meshes[mesh]
+        if replica is None:
+            try:
+                return dict(enumerate(split(chosen, *own))), chosen.answers
+            except ValueError as error:
+                raise ValueError(f"{call.method} on mesh {mesh!r}: {error}") from None
+        if not 0 <= replica < chosen.n_shards:
+            raise ValueError(f"{call.method}: mesh {mesh!r} has {chosen.n_shards} shards, no replica {replica}")
+        if split_up:
+            raise ValueError(f"{call.method}: arguments {split_up} are Sharded, but the call is for replica {replica} alone")
+        ranks = [rank for rank, shard in enumerate(chosen.shard_of_rank) if shard == replica]
+        return dict.fromkeys(ranks, own), [chosen.answers[replica]]
 
     def shutdown(self) -> None:
         """End the workers, whatever they are doing, and release their slots."""
@@ -256,10 +325,10 @@ class Backend(ABC):
     ) -> WorkerGroup:
         """Start ``worker(WorkerInfo, *args, **kwargs)`` on each slot of the pool; returns while they are being built.
 
-        worker: a class, or its name "package.module:Class" (the controller does not import it). Its ``close()`` is called at
-        shutdown where its process continues. env: set before the worker is imported. If a constructor fails, every call on
-        the group raises WorkerError with method ``__init__``. Raises ValueError, with the arithmetic, if there are not enough
-        slots.
+        worker: a class, or its name "package.module:Class" (it is imported by the worker's process). Its ``close()`` is called
+        at shutdown where its process continues. env: set before the worker is imported. If a constructor fails, every call on
+        the group raises WorkerError, with phase ``__init__`` unless the call has a phase. Raises ValueError, with the
+        arithmetic, if there are not enough slots.
         """
 
     @abstractmethod

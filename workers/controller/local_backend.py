@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import faulthandler
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from workers.controller.actor import Failure, Shell, hold_port, pack_call
-from workers.controller.dispatch import Call
 from workers.controller.environment import set_environment
-from workers.controller.group import Backend, Replies, Transport, WorkerError, WorkerGroup, WorkerInfo
+from workers.controller.group import Backend, Replies, Transport, WorkerGroup, WorkerInfo
 from workers.controller.logs import USERS
+from workers.controller.ports import hold_port
 from workers.controller.resource_pool import ResourcePool
-from workers.controller.wire import Parcel, pack, unpack
+from workers.controller.rpc import Arguments, Call, Executor, Failure, Parcel, pack, pack_arguments, unpack
 
 
 class LocalBackend(Backend):
@@ -41,17 +40,17 @@ class LocalBackend(Backend):
         **kwargs: Any,
     ) -> WorkerGroup:
         self._opened.enter_context(set_environment(env or {}))
-        shells = [Shell() for _ in range(pool.world_size)]
+        executors = [Executor() for _ in range(pool.world_size)]
         # Held until shutdown, so that the port stays free for the workers.
         port = self._opened.enter_context(hold_port()).getsockname()[1]
-        names, parcels = pack_call((args, kwargs), pack)
-        for rank, shell in enumerate(shells):
+        names, parcels = pack_arguments((args, kwargs), pack)
+        for rank, executor in enumerate(executors):
             node, local_rank = pool.place(rank)
             info = WorkerInfo(rank, pool.world_size, local_rank, node, "127.0.0.1", port)
             # Every call on the group now reports this failure: the other ranks need not be built.
-            if isinstance(shell.start(info, pack(worker), names, *parcels), Failure):
+            if isinstance(executor.start(info, pack(worker), names, *parcels), Failure):
                 break
-        group = WorkerGroup(name, pool.world_size, _LocalTransport(shells))
+        group = WorkerGroup(name, pool.world_size, _LocalTransport(executors))
         self._opened.callback(group.shutdown)
         return group
 
@@ -60,21 +59,24 @@ class LocalBackend(Backend):
 
 
 class _LocalTransport(Transport):
-    def __init__(self, shells: list[Shell]) -> None:
-        self._shells = shells
+    def __init__(self, executors: Sequence[Executor]) -> None:
+        self._executors = executors
 
-    def send(self, method: str, calls: Sequence[Call], wanted: Sequence[bool], timeout: float | None) -> Replies:
-        replies = _LocalReplies(len(self._shells))
-        with stacks_after(timeout):
-            for rank, (shell, call) in enumerate(zip(self._shells, calls, strict=True)):
-                names, parcels = pack_call(call, pack)
-                if not replies.take(rank, shell.call(method, wanted[rank], names, *parcels)):
+    def send(
+        self, call: Call[Any], arguments: Mapping[int, Arguments], wanted: Collection[int], seconds: float | None
+    ) -> Replies:
+        replies = _LocalReplies(arguments)
+        with stacks_after(seconds):
+            for rank, own in arguments.items():
+                names, parcels = pack_arguments(own, pack)
+                result = self._executors[rank].call(call.role, call.method, rank in wanted, names, *parcels)
+                if not replies.record(rank, result):
                     break
         return replies
 
     def close(self) -> None:
-        for shell in self._shells:
-            shell.close()
+        for executor in self._executors:
+            executor.close()
 
 
 @contextmanager
@@ -92,16 +94,19 @@ def stacks_after(seconds: float | None) -> Iterator[None]:
 
 
 class _LocalReplies(Replies):
-    error: WorkerError | None = None
+    failed: tuple[int, Failure] | None = None
 
-    def take(self, rank: int, answer: Parcel | Failure) -> bool:
+    def record(self, rank: int, result: Parcel | Failure) -> bool:
         """Record the result or failure of a rank. Returns whether it succeeded."""
-        if isinstance(answer, Failure):
-            self.error = answer.raised(rank)
+        if isinstance(result, Failure):
+            self.failed = rank, result
             return False
-        self.came(rank, unpack(answer), time.time())
+        self.add(rank, unpack(result), time.time())
         return True
 
-    def receive(self, timeout: float | None) -> None:
-        if self.error:
-            raise self.error
+    def receive(self, timeout: float | None) -> tuple[int, Failure] | None:
+        return self.failed
+
+    @staticmethod
+    def wait(several: Sequence[Any], timeout: float | None) -> None:
+        raise AssertionError("every local call has ended")

@@ -104,6 +104,6 @@ def last_lines(path: Path | None) -> tuple[str, ...]:
     """Last lines of the last process that wrote to a log. If NCCL's watchdog ended it, the reason comes first."""
     if path is None or not path.is_file():
         return ()
-    said = path.read_text(errors="replace").rpartition("--- process ")[2]
-    lines = said.splitlines()[1:]
+    text = path.read_text(errors="replace").rpartition("--- process ")[2]
+    lines = text.splitlines()[1:]
     return (*[line for line in lines[:-LOG_TAIL] if NCCL_TIMEOUT in line][-1:], *lines[-LOG_TAIL:])

@@ -76,11 +76,11 @@ class RankState:
 
     def words(self) -> str:
         """Text for the user: last lines of the rank's log, and the stack of its main thread, innermost call first."""
-        said = [f"last lines of {self.log}:", *(self.last_lines or ["(none)"])] if self.log is not None else []
+        log = [f"last lines of {self.log}:", *(self.last_lines or ["(none)"])] if self.log is not None else []
         stacks = self.processes[0].stacks if self.processes else ""
         # "Thread 0x" or "Current thread 0x"; the main thread comes last.
         lines = stacks.rpartition("hread 0x")[2].splitlines()[1:]
-        return "\n".join([*said, *(["where it is:", *lines[:STACKS_SHOWN]] if lines else [])])
+        return "\n".join([*log, *(["where it is:", *lines[:STACKS_SHOWN]] if lines else [])])
 
 
 def examine(pids: Sequence[int]) -> list[tuple[ProcessState, ...]]:
@@ -142,14 +142,14 @@ def _stacks(pid: int) -> str:
 
 def _written(file: BinaryIO) -> bytes:
     """Read until nothing more arrives."""
-    said, deadline = b"", time.monotonic() + ANSWER_SECONDS
+    stacks, deadline = b"", time.monotonic() + ANSWER_SECONDS
     while time.monotonic() < deadline:
         time.sleep(SETTLED_SECONDS)
         more = file.read()
-        if said and not more:
+        if stacks and not more:
             break
-        said += more
-    return said
+        stacks += more
+    return stacks
 
 
 def _native_stacks(pid: int) -> str:

@@ -13,7 +13,7 @@ from workers.rollout.sync.channel import Sender
 
 
 class ModelRole:
-    """One rank's part of a model role. ``Host.run`` calls its methods by name."""
+    """One rank's part of a model role. The controller calls its methods by ``rpc.role_call``."""
 
     def __init__(self, name: str, engine: TrainEngine, loss: LossSpec | None, residency: Residency) -> None:
         """loss: minimised by train_step; None for a role that is never trained."""

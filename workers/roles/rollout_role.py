@@ -16,7 +16,7 @@ from workers.rollout.sync.weight_sync import WeightSync
 
 
 class RolloutRole:
-    """One rank's part of the rollout role. ``Host.run`` calls its methods by name."""
+    """One rank's part of the rollout role. The controller calls its methods by ``rpc.role_call``."""
 
     def __init__(
         self,

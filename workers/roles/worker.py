@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 import torch
@@ -36,7 +36,10 @@ from workers.start_times import START
 
 
 class Host:
-    """Worker process of a pool; holds this rank's part of every role of the pool."""
+    """Worker process of a pool; holds this rank's part of every role of the pool.
+
+    The controller calls its methods by ``rpc.worker_call``, and those of ``roles`` by ``rpc.role_call``.
+    """
 
     def __init__(
         self,
@@ -148,10 +151,6 @@ class Host:
         model = self.roles[role]
         assert isinstance(model, ModelRole)
         return model
-
-    def run(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of a role."""
-        return getattr(self.roles[role], method)(*args, **kwargs)
 
     def hash_files(self, directory: Path, names: Sequence[str]) -> dict[str, str]:
         """{name: sha256} of this rank's part of the files: consecutive ones, as many as on any other rank or one fewer."""

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from trainer.algorithms.registry import Registry
-from workers.controller.wire import pack, unpack
+from workers.controller.rpc import pack, unpack
 
 FILE = """
 from tests.trainer.algorithms.test_registry import REGISTRY

@@ -2,15 +2,16 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping
 from functools import partial
+from typing import Any
 
 import pytest
 
 from configs.pools import Placement, Pool
 from trainer.cluster.concurrency import Together, phases_of
-from workers.controller.dispatch import Call
 from workers.controller.group import Replies, Transport, WorkerGroup
+from workers.controller.rpc import Arguments, Call
 
 SECONDS = 20.0  # more than any of this takes
 
@@ -21,7 +22,9 @@ class Workers(Transport):
     def __init__(self) -> None:
         self.ended = threading.Event()
 
-    def send(self, method: str, calls: Sequence[Call], wanted: Sequence[bool], timeout: float | None) -> Replies:
+    def send(
+        self, call: Call[Any], arguments: Mapping[int, Arguments], wanted: Collection[int], seconds: float | None
+    ) -> Replies:
         raise AssertionError("nobody calls them")
 
     def close(self) -> None:

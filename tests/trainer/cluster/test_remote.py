@@ -15,9 +15,10 @@ from trainer.cluster.oom_backoff import Budget
 from trainer.cluster.remote import RemoteModel, RemoteRollout, SaveFailed, mesh_of, work_by_rank
 from trainer.cluster.watchdog import Watchdog
 from workers.batch import Batch
-from workers.controller.group import PhaseTimeout, WorkerError, WorkerInfo
+from workers.controller.group import Limit, PhaseTimeout, WorkerError, WorkerInfo
 from workers.controller.local_backend import LocalBackend
 from workers.controller.resource_pool import ResourcePool
+from workers.controller.rpc import Call, worker_call
 from workers.engine.base import Saved, SavedFile
 from workers.metric import Metric
 from workers.plan import Limits, MicroBatches, make_plan
@@ -28,6 +29,7 @@ class Mirror:
 
     def __init__(self, info: WorkerInfo) -> None:
         self.rank = info.rank
+        self.roles = dict.fromkeys(("actor", "rollout"), self)
 
     def close(self) -> None:
         """Holds nothing."""
@@ -54,9 +56,6 @@ class Mirror:
 
     def has_sent(self) -> bool:
         return "sent" in vars(self)
-
-    def run(self, role: str, method: str, *args: Any) -> Any:
-        return getattr(self, method)(*args)
 
     def forward(self, batch: Batch, plan: MicroBatches, outputs: list[str], adapter: bool) -> Batch:
         assert sorted(row for part in plan for row in part) == list(range(len(batch)))
@@ -219,12 +218,15 @@ def test_engines_on_other_ranks_than_the_trainers_meet_these_and_sync_while_they
         assert rollout.mesh.shard_of_rank == (0, 0, 1) and rollout.mesh.answers == (0, 2)
         metrics = rollout.sync_weights(4)
         assert (metrics["version"].value, metrics["ranks"].value) == (4, 3)
-        assert trainers.call("has_sent").result() == [True, True] and model.call("has_sent").result() == [False] * 3
+        assert (
+            trainers.call(worker_call(Mirror.has_sent)).result() == [True, True]
+            and model.call(worker_call(Mirror.has_sent)).result() == [False] * 3
+        )
 
 
 def test_the_trainers_own_group_is_no_other(model: Any) -> None:
     rollout = RemoteRollout(model, spec_of("somewhere"), "actor", PATIENT, trainers=model)
-    assert rollout.sync_weights(4)["ranks"].value == 3 and model.call("has_sent").result() == [False] * 3
+    assert rollout.sync_weights(4)["ranks"].value == 3 and model.call(worker_call(Mirror.has_sent)).result() == [False] * 3
 
 
 def test_a_prompts_answers_come_from_one_engine_and_in_order(model: Any) -> None:
@@ -247,25 +249,27 @@ def test_the_first_rank_that_answers_speaks_for_its_share() -> None:
 
 
 class Unhappy:
-    """A group on which a call ends in ``error``; the others do what they should."""
+    """A group on which the calls of a method are late, or end in a death; the others do what they should."""
 
     name = "workers"
 
-    def __init__(self, method: str, error: Exception) -> None:
-        self.method, self.error = method, error
+    def __init__(self, method: str, kind: str) -> None:
+        self.method, self.kind = method, kind
         self.limits: dict[str, float] = {}
 
     def register_mesh(self, name: str, mesh: object) -> None:
         """It has one engine, and needs none."""
 
-    def call(self, *words: Any, mesh: str | None, timeout: float) -> Any:
-        method = words[2] if words[0] == "run" else words[0]
-        self.limits[method] = timeout
-        return SimpleNamespace(result=partial(self._result, method), begun=0.0, ended=[])
+    def call(self, call: Call[Any], *, mesh: str | None, phase: str, limit: Limit) -> Any:
+        self.limits[call.method] = limit.seconds
+        replies = SimpleNamespace(ended={})
+        return SimpleNamespace(result=partial(self._result, call.method, phase, limit), begun=0.0, replies=replies)
 
-    def _result(self, method: str) -> list[Any]:
+    def _result(self, method: str, phase: str, limit: Limit) -> list[Any]:
+        if method == self.method and self.kind == "late":
+            raise PhaseTimeout(limit.of(phase), [1], 9.0)
         if method == self.method:
-            raise self.error
+            raise WorkerError(1, phase, "it died", "last words")
         return {"sync_weights": [{}], "stats": [{}], "generate": [ONE], "forward": [ONE]}.get(method, [(0, True)])
 
 
@@ -302,8 +306,7 @@ def call_everything(group: Any, limits: Watchdog) -> None:
 def test_who_is_late_or_dead_is_named_with_the_phase_and_every_call_has_its_limit(kind: str, method: str, tmp_path: Path) -> None:
     phase, key = PHASES_OF[method]
     limits = {phase: 100.0 + number for number, phase in enumerate(PHASES)}
-    raised = PhaseTimeout("run", [1], 9.0, "") if kind == "late" else WorkerError(1, "run", "it died", "last words")
-    group = Unhappy(method, raised)
+    group = Unhappy(method, kind)
     with pytest.raises((PhaseTimeout, WorkerError)) as told:
         call_everything(group, watchdog(tmp_path, **limits))
     assert group.limits[method] == limits[key]

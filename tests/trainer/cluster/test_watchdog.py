@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,10 +15,10 @@ import pytest
 from tests.trainer.rewards.config import reward_config
 from tests.trainer.watchdogs import watchdog
 from trainer.cluster import watchdog as module
-from trainer.cluster.watchdog import MEASURED, WIDENED, Watchdog
+from trainer.cluster.watchdog import MEASURED, MOST_SPANS, WIDENED, CallSpan, CallSpans, Watchdog
 from trainer.rewards.pool.runner import RewardRunner
 from trainer.rewards.scoring import Answer
-from workers.controller.group import PhaseTimeout
+from workers.controller.group import Limit, PhaseTimeout
 
 ROOT = Path(__file__).parents[3]
 
@@ -31,16 +32,16 @@ class Clocked:
         self.now, self.limits = 0.0, [0.0]
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
 
-    def call(self, seconds: float, *, mesh: None, timeout: float) -> Any:
-        self.limits.append(timeout)
+    def call(self, seconds: float, *, mesh: None, phase: str, limit: Limit) -> Any:
+        self.limits.append(limit.seconds)
 
         def result() -> list[None]:
             self.now += seconds
-            if seconds > timeout:
-                raise PhaseTimeout("run", [0], timeout)
+            if seconds > limit.seconds:
+                raise PhaseTimeout(limit.of(phase), [0], limit.seconds)
             return []
 
-        return SimpleNamespace(begun=0.0, ended=[0.0], result=result)
+        return SimpleNamespace(begun=0.0, replies=SimpleNamespace(ended={0: 0.0}), result=result)
 
 
 def test_a_limit_is_widened_by_what_was_measured_and_never_narrowed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -52,14 +53,40 @@ def test_a_limit_is_widened_by_what_was_measured_and_never_narrowed(monkeypatch:
 
     assert [took(seconds) for seconds in (1.0, 9.0, 5.0)] == [20.0] * MEASURED
     assert took(1.0) == WIDENED * 9.0
-    assert limits.limit("forward") == 300.0, "each phase by itself"
+    assert limits.limit("forward").seconds == 300.0, "each phase by itself"
     with pytest.raises(PhaseTimeout, match=r"timeouts\.update=20, widened by what was measured, took more than 90 s"):
         took(91.0)
     assert took(1.0) == 90.0, "who was late does not count"
     quick = watchdog(tmp_path, update=20.0)
     for _ in range(MEASURED):
         quick.call(cast(Any, group), "update", "update", cast(Any, 0.1))
-    assert quick.limit("update") == 20.0
+    assert quick.limit("update").seconds == 20.0
+
+
+@pytest.mark.parametrize("count", [3, MOST_SPANS, MOST_SPANS + 1, 5 * MOST_SPANS + 7])
+def test_records_of_many_calls_are_merged_in_order_and_cover_the_whole_time(count: int) -> None:
+    spans = CallSpans()
+    for call in range(count):
+        spans.add("generation", "workers", float(call), {0: call + 0.5, 1: call + 0.75})
+    taken = spans.taken()
+    assert len(taken) == count if count <= MOST_SPANS else MOST_SPANS / 2 <= len(taken) <= MOST_SPANS
+    assert sum(span.calls for span in taken) == count and taken[0].start == 0.0
+    assert taken[-1].ends == (count - 0.5, count - 0.25)
+    for first, second in pairwise(taken):
+        assert first.start + first.calls == second.start and first.ends == (second.start - 0.5, second.start - 0.25)
+        assert first.calls == taken[0].calls
+
+
+def test_records_of_replicas_and_phases_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_SPANS", 2)
+    spans = CallSpans()
+    for call in range(4):
+        spans.add("generation", "workers", float(call), {call % 2: call + 0.5})
+    spans.add("update", "workers", 4.0, {0: 5.0, 1: 5.0})
+    kept = [CallSpan("generation", "workers", call, (call + 0.5,) if call % 2 == 0 else (call, call + 0.5)) for call in range(4)]
+    assert spans.taken() == [*kept, CallSpan("update", "workers", 4.0, (5.0, 5.0))]
+    spans.add("generation", "workers", 6.0, {1: 6.5})
+    assert spans.taken()[1] == CallSpan("generation", "workers", 1.0, (1.0, 3.5), calls=2)
 
 
 def scorers(tmp_path: Path, body: str, **changes: Any) -> RewardRunner:
@@ -95,7 +122,7 @@ def test_calls_of_two_pools_that_are_late_at_once_are_kept_one_after_the_other(
 
     monkeypatch.setattr(module, "record", record)
     limits = watchdog(tmp_path)
-    threads = [threading.Thread(target=limits._tell, args=("update", "update", (), list)) for _ in range(2)]
+    threads = [threading.Thread(target=limits._report, args=("update", "update", (), list)) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -148,7 +175,7 @@ def test_a_block_that_ends_while_its_stacks_are_taken_is_not_interrupted(tmp_pat
         return ""
 
     limits = watchdog(tmp_path, reward=0.05)
-    monkeypatch.setattr(limits, "_tell", slow)
+    monkeypatch.setattr(limits, "_report", slow)
     with limits.own("reward", "scoring", ""):
         assert told.wait(5)
     time.sleep(0.4)
@@ -169,7 +196,7 @@ import ctypes
 from pathlib import Path
 from tests.trainer.watchdogs import watchdog
 from trainer.cluster import watchdog as module
-module.LAST_RESORT = 0.5
+module.EXIT_SECONDS = 0.5
 with watchdog(Path({str(tmp_path)!r}), reward=0.2).own("reward", "scoring", ""):
     while True:
         ctypes.PyDLL(None).sleep(600)

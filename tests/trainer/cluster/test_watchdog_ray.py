@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import save_tiny_model
-from tests.trainer.faults import COLLECTIVE, FAULT
+from tests.trainer.faults import COLLECTIVE, FAULT, FaultyHost
 from tests.trainer.watchdogs import watchdog
 from tests.workers.engine.toy import toy_batch
 from tests.workers.rollout.engines import spec_of
@@ -20,6 +20,7 @@ from trainer.cluster.remote import RemoteModel
 from workers.controller.group import PhaseTimeout, WorkerError
 from workers.controller.ray.ray_backend import RayBackend
 from workers.controller.resource_pool import ResourcePool
+from workers.controller.rpc import worker_call
 from workers.engine.base import LossSpec
 from workers.plan import Limits
 
@@ -99,7 +100,7 @@ def test_a_collective_that_one_rank_enters(run: Run, limit: float) -> None:
     """Whoever of the two is first out of time. The second call waits until the first has given up."""
     limits = watchdog(run.folder, update=limit, collective=COLLECTIVE)
     with pytest.raises(PhaseTimeout) as raised:
-        limits.call(run.group, "update", "lonely", "enter_alone")
+        limits.call(run.group, "update", "lonely", worker_call(FaultyHost.enter_alone))
     first = str(raised.value).splitlines()[0]
     if limit < COLLECTIVE:
         assert first == "lonely, limited by timeouts.update=1, took more than 1 s: no answer from ranks [0]"

@@ -1,6 +1,7 @@
 """Calls on groups that wait for one another: who is told of, and when."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,28 +10,33 @@ import pytest
 from tests.trainer.watchdogs import watchdog
 from trainer.cluster import watchdog as module
 from trainer.cluster.watchdog import MEASURED, WIDENED
-from workers.controller.group import Future, PhaseTimeout, Replies, WorkerError
+from workers.controller.group import Future, Limit, PhaseTimeout, Replies, WorkerError
 from workers.controller.process_inspection import ProcessState, RankState
+from workers.controller.rpc import Call, Failure
 from workers.rollout.sync.channel import ChannelLost
 
 NEVER = 1e9
 
 
-class Told(Replies):
-    """One rank's answer, or error, after so many seconds."""
+class Later(Replies):
+    """One rank's result, or failure, after some seconds."""
 
-    def __init__(self, after: float, answer: Any) -> None:
-        super().__init__(1)
-        self.at, self.answer = time.monotonic() + after, answer
+    def __init__(self, after: float, result: Any) -> None:
+        super().__init__([0])
+        self.at, self.result = time.monotonic() + after, result
 
-    def receive(self, timeout: float | None) -> None:
-        remaining = self.at - time.monotonic()
-        if timeout is not None and remaining > timeout:
-            return time.sleep(timeout)
-        time.sleep(max(remaining, 0.0))
-        if isinstance(self.answer, WorkerError):
-            raise self.answer
-        self.values, self.missing = [self.answer], set()
+    def receive(self, timeout: float | None) -> tuple[int, Failure] | None:
+        self.wait([self], timeout)
+        if time.monotonic() >= self.at:
+            if isinstance(self.result, tuple):
+                return self.result
+            self.add(0, self.result, 0.0)
+        return None
+
+    @staticmethod
+    def wait(several: Sequence[Any], timeout: float | None) -> None:
+        remaining = min(later.at for later in several) - time.monotonic()
+        time.sleep(max(remaining if timeout is None else min(remaining, timeout), 0.0))
 
     def examine(self) -> list[RankState]:
         stopped = ProcessState(pid=7, status="stopped", command="x", rss=0, stacks="", waits_in=())
@@ -40,36 +46,42 @@ class Told(Replies):
 class Group:
     name = "workers"
 
-    def __init__(self, after: float, answer: Any = "fine") -> None:
-        self.after, self.answer = after, answer
+    def __init__(self, after: float, result: Any = "fine") -> None:
+        self.after, self.result = after, result
         self.limits: list[float] = []
 
-    def call(self, method: str, *args: Any, timeout: float) -> Future:
-        self.limits.append(timeout)
-        return Future(method, Told(self.after, self.answer), None, timeout)
+    def call(self, call: Call[Any], *, phase: str, limit: Limit) -> Future[Any]:
+        self.limits.append(limit.seconds)
+        return Future(call.method, Later(self.after, self.result), [0], phase=phase, limit=limit, begun=0.0)
 
 
 def together(limits: module.Watchdog, *groups: Group) -> Any:
-    return limits.together("sync", *((cast(Any, group), f"part {i}", ("run", i)) for i, group in enumerate(groups)))
+    return limits.together(
+        "sync", *((cast(Any, group), f"part {i}", Call(None, "work", (i,), {})) for i, group in enumerate(groups))
+    )
 
 
-def lost() -> WorkerError:
-    return WorkerError(0, "run", f"{ChannelLost.__name__}: it closed")
+def failed(rank: int, message: str) -> tuple[int, Failure]:
+    return rank, Failure("work", message, "", None)
+
+
+def lost() -> tuple[int, Failure]:
+    return failed(0, f"{ChannelLost.__name__}: it closed")
 
 
 def test_results_come_in_the_order_of_the_calls_and_the_time_is_known(tmp_path: Path) -> None:
     limits = watchdog(tmp_path, sync=1.0)
     for _ in range(MEASURED):
         assert together(limits, Group(0.2, "slow"), Group(0.0, "quick")) == [["slow"], ["quick"]]
-    assert limits.limit("sync") >= WIDENED * 0.2
+    assert limits.limit("sync").seconds >= WIDENED * 0.2
     group = Group(0.0)
     together(limits, group, group)
-    assert group.limits == [limits.limit("sync")] * 2
+    assert group.limits == [limits.limit("sync").seconds] * 2
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_who_fails_is_told_at_once_whatever_the_others_do(first: bool, tmp_path: Path) -> None:
-    groups = [Group(0.1, WorkerError(3, "run", "OSError: no room")), Group(NEVER)]
+    groups = [Group(0.1, failed(3, "OSError: no room")), Group(NEVER)]
     begun = time.monotonic()
     with pytest.raises(WorkerError, match=rf"^rank 3 failed in part {int(not first)}: OSError: no room"):
         together(watchdog(tmp_path), *(groups if first else groups[::-1]))
@@ -78,25 +90,21 @@ def test_who_fails_is_told_at_once_whatever_the_others_do(first: bool, tmp_path:
 
 @pytest.mark.parametrize("first", [True, False])
 def test_who_lost_another_waits_for_what_that_one_says(first: bool, tmp_path: Path) -> None:
-    groups = [Group(0.0, lost()), Group(0.3, WorkerError(0, "run", "process 7 died"))]
+    groups = [Group(0.0, lost()), Group(0.3, failed(0, "process 7 died"))]
     with pytest.raises(WorkerError, match=rf"^rank 0 failed in part {int(first)}: process 7 died"):
         together(watchdog(tmp_path), *(groups if first else groups[::-1]))
 
 
 @pytest.mark.parametrize("other", [NEVER, 0.0])
 def test_if_nobody_says_more_the_loss_is_told(other: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "NEWS_SECONDS", 0.2)
+    monkeypatch.setattr(module, "CAUSE_SECONDS", 0.2)
     with pytest.raises(WorkerError, match="rank 0 failed in part 0: ChannelLost: it closed"):
         together(watchdog(tmp_path), Group(0.05, lost()), Group(other))
 
 
 @pytest.mark.parametrize("collective", [False, True])
 def test_where_time_is_over_all_that_have_not_answered_are_told_of(collective: bool, tmp_path: Path) -> None:
-    late = (
-        Group(0.0, WorkerError(0, "run", "ChannelLost: Timed out waiting 4000ms for recv operation"))
-        if collective
-        else Group(NEVER)
-    )
+    late = Group(0.0, failed(0, "ChannelLost: Timed out waiting 4000ms for recv operation")) if collective else Group(NEVER)
     begun = time.monotonic()
     with pytest.raises(PhaseTimeout) as raised:
         together(watchdog(tmp_path, sync=0.3), late, Group(NEVER))

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from trainer.cluster.watchdog import Call
+from trainer.cluster.watchdog import CallSpan
 from trainer.report.run_report import (
     MOST_ANSWERS,
     MOST_WORKERS,
@@ -172,10 +172,10 @@ def test_the_timeline_has_a_lane_for_each_pool_and_the_last_steps(tmp_path: Path
 
 def test_each_worker_of_the_last_step_has_a_lane(tmp_path: Path) -> None:
     tracker = Tracker([], tmp_path, "project", "experiment", CONFIG)
-    before = Call("weight sync", "a", 0.5, (0.9, 0.9))
+    before = CallSpan("weight sync", "a", 0.5, (0.9, 0.9))
     for step in (1, 2):
         spans = [Span("gen", ("a",), step, step + 0.5), Span("adv", (), step + 0.5, step + 0.6), Span("step", (), step, step + 1)]
-        calls = [Call("update", "b", step + 0.6, (step + 0.9,)), Call("generation", "a", step, (step + 0.5, step + 0.25))]
+        calls = [CallSpan("update", "b", step + 0.6, (step + 0.9,)), CallSpan("generation", "a", step, (step + 0.5, step + 0.25))]
         tracker.log_spans(spans, [before, *calls], step)
     tracker.close()
     found = workers_of(read_lines(tmp_path / "timeline.jsonl"), {"adv": 1, "gen": 3})

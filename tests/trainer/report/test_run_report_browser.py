@@ -14,7 +14,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
 
 from tests.trainer.report.test_run_report import HOSTILE, make_run
-from trainer.cluster.watchdog import Call
+from trainer.cluster.watchdog import CallSpan
 from trainer.report.run_report import write_report
 from trainer.run.events import Events
 from trainer.run.run_dir import GLOBAL_STEP, json_line
@@ -50,10 +50,10 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tracker = Tracker([], run_dir / "other", "p", "e", {"trainer": {}})
     spans = [Span("gen", ("workers",), 100.0, 102.0), Span("adv", (), 102.0, 102.1), Span("step", (), 100.0, 104.5)]
     generation, update = (
-        Call("generation", "workers", 100.0, (102.0, 101.5)),
-        Call("update of actor", "workers", 102.2, (104.4, 104.3)),
+        CallSpan("generation", "workers", 100.0, (102.0, 101.5)),
+        CallSpan("update of actor", "workers", 102.2, (104.4, 104.3)),
     )
-    tracker.log_spans(spans, [Call("weight sync", "workers", 90.0, (99.0, 99.0)), generation, update], 40)
+    tracker.log_spans(spans, [CallSpan("weight sync", "workers", 90.0, (99.0, 99.0)), generation, update], 40)
     tracker.close()
     (run_dir / "other" / "timeline.jsonl").rename(run_dir / "timeline.jsonl")
     (run_dir / "answers.jsonl").write_text("".join(told(step, row) for step in (10, 20, 30, 40) for row in range(3)))

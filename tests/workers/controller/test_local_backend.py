@@ -5,8 +5,10 @@ import time
 import pytest
 
 from tests.workers.controller.toy import Toy
+from workers.controller.group import Limit
 from workers.controller.local_backend import LocalBackend, stacks_after
 from workers.controller.resource_pool import ResourcePool
+from workers.controller.rpc import worker_call
 
 
 def test_stacks_of_who_is_late(capfd: pytest.CaptureFixture[str]) -> None:
@@ -27,12 +29,12 @@ def test_who_is_in_time_says_nothing(seconds: float | None, capfd: pytest.Captur
 def test_in_this_process_a_late_call_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
     with LocalBackend() as backend:
         group = backend.start_group("toy", ResourcePool((1,), "cpu", "p"), Toy)
-        assert group.call("note", "x", pause=0.2, timeout=0.05).result() == [1]
+        assert group.call(worker_call(Toy.note, "x", pause=0.2), limit=Limit(0.05)).result() == [1]
     assert "in note" in capfd.readouterr().err
 
 
 def test_the_time_is_that_of_all_ranks_together(capfd: pytest.CaptureFixture[str]) -> None:
     with LocalBackend() as backend:
         group = backend.start_group("toy", ResourcePool((3,), "cpu", "p"), Toy)
-        assert group.call("note", "x", pause=0.15, timeout=0.2).result() == [1, 1, 1]
+        assert group.call(worker_call(Toy.note, "x", pause=0.15), limit=Limit(0.2)).result() == [1, 1, 1]
     assert "in note" in capfd.readouterr().err

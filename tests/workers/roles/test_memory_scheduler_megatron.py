@@ -47,7 +47,7 @@ def main(offloads: int, path: str) -> None:
         rss = {}
         metrics = actor.train_step(share, plan)
         rss["train"] = resident()
-        host.run("ref", "forward", share, plan, ["log_probs"], True)
+        host.roles["ref"].forward(share, plan, ["log_probs"], True)
         rss["another forward"] = resident()
         engine.sync_weights(version)
         rss["sync"] = resident()

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from tests.tiny import save_tiny_model
 from tests.workers.rollout.engines import spec_of
-from workers.controller.actor import free_port
 from workers.controller.group import WorkerInfo
+from workers.controller.ports import free_port
 from workers.roles.rollout_role import RolloutRole
 from workers.roles.worker import Host, interface_to
 from workers.rollout.sync.channel import Channel, Meeting, Receiver
@@ -89,15 +89,6 @@ def test_every_file_is_hashed_by_one_rank(tmp_path: Path, world_size: int) -> No
         found |= part
         assert part.keys() == set(names[len(found) - len(part) : len(found)]), "neighbours, as a rank wrote them"
     assert found == {name: hashlib.sha256(name.encode()).hexdigest() for name in names}
-
-
-def test_a_role_that_is_not_here_is_named() -> None:
-    host = Host(info(), "cpu", 600.0)
-    try:
-        with pytest.raises(KeyError, match="critic"):
-            host.run("critic", "forward")
-    finally:
-        host.close()
 
 
 def test_a_hosts_memory_is_that_of_its_process_and_of_those_it_started() -> None:

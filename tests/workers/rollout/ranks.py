@@ -10,14 +10,16 @@ from configs.schema.common import Dtype, Sharding
 from tests.trainer.watchdogs import watchdog
 from tests.workers.engine.toy import toy_batch
 from tests.workers.rollout.engines import ragged_prompts, request, spec_of
-from tests.workers.rollout.vllm_hosts import ACTOR_LOSS, FSDP, LENGTH, actor_spec, greedy_error, make_small
+from tests.workers.rollout.vllm_hosts import ACTOR_LOSS, FSDP, LENGTH, SpoilingHost, actor_spec, greedy_error, make_small
 from trainer.cluster.oom_backoff import Budget
 from trainer.cluster.remote import RemoteModel, RemoteRollout
 from workers.batch import Batch
 from workers.controller.group import WorkerGroup
 from workers.controller.ray.ray_backend import RayBackend
 from workers.controller.resource_pool import ResourcePool
+from workers.controller.rpc import role_call, worker_call
 from workers.plan import Limits
+from workers.roles.model_role import ModelRole
 from workers.rollout.base import Completion, Sampling
 
 TEMPERATURE, GROUP = 0.7, 2
@@ -66,15 +68,15 @@ class Run:
 
     def sync_spoiled(self, name: str, place: int) -> list[str]:
         """See SpoilingHost."""
-        spoiled = self.groups[0].call("sync_spoiled", name, place)
+        spoiled = self.groups[0].call(worker_call(SpoilingHost.sync_spoiled, name, place))
         for trainers in self.groups[1:]:
-            trainers.call("run", "actor", "send_weights").result()
+            trainers.call(role_call("actor", ModelRole.send_weights)).result()
         return spoiled.result()
 
     def start_over(self) -> None:
         """Others can be there after it."""
         for group in self.groups:
-            group.call("start_over").result()
+            group.call(worker_call(SpoilingHost.start_over)).result()
             group._meshes.clear()
 
     def answers(self, *, greedy: bool) -> tuple[Batch, Batch]:

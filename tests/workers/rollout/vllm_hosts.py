@@ -27,8 +27,8 @@ from tests.workers.rollout.engines import (
     spoil_loading,
 )
 from workers.batch import Batch
-from workers.controller.actor import free_port
 from workers.controller.group import WorkerInfo
+from workers.controller.ports import free_port
 from workers.engine.base import EngineSpec, LossSpec, OptimizerSpec
 from workers.roles.memory_scheduler import Residency
 from workers.roles.rollout_engines import make_rollout

@@ -20,19 +20,18 @@ from ray._private import ray_constants
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from workers.controller.actor import Failure, Shell, hold_port, pack_call
-from workers.controller.dispatch import Call
 from workers.controller.environment import import_path, set_environment
-from workers.controller.group import Backend, PhaseTimeout, Replies, Transport, WorkerError, WorkerGroup, WorkerInfo
+from workers.controller.group import Backend, Replies, Transport, WorkerGroup, WorkerInfo
 from workers.controller.logs import last_lines, tail, write_to
+from workers.controller.ports import hold_port
 from workers.controller.process_inspection import ProcessState, RankState, examine
 from workers.controller.ray.guard import Guard
 from workers.controller.ray.ray_places import SLOT, Places
 from workers.controller.ray.ray_session import MARK, SessionDir, end_processes, family
 from workers.controller.resource_pool import ResourcePool
+from workers.controller.rpc import Arguments, Call, Executor, Failure, Parcel, pack, pack_arguments, unpack
 from workers.controller.stacks import answer_for_stacks
 from workers.controller.stop import die_with_parent, handlers_kept, shielded
-from workers.controller.wire import Parcel, pack, unpack
 
 INLINE_BYTES = 64 * 1024  # larger parcels go through the object store; Ray sends up to 100 KB with the call itself
 STORE_BYTES = 8 * 2**30  # size limit of the object store, see store_bytes
@@ -141,10 +140,12 @@ class RayBackend(Backend):
         for rank in range(pool.world_size):
             node, _ = pool.place(rank)
             strategy = PlacementGroupSchedulingStrategy(place.group, placement_group_bundle_index=node)
-            actors.append(ray.remote(RayShell).options(num_cpus=0, max_restarts=0, scheduling_strategy=strategy, **slot).remote())
+            actors.append(
+                ray.remote(RayExecutor).options(num_cpus=0, max_restarts=0, scheduling_strategy=strategy, **slot).remote()
+            )
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} if pool.device == "cpu" else {}
         ship = Shipper()
-        names, parcels = pack_call((args, kwargs), ship)
+        names, parcels = pack_arguments((args, kwargs), ship)
         homes = [actor.home.remote() for actor in actors]
         logs = [self._logs and self._logs / f"rank_{rank}_{name}.log" for rank in range(pool.world_size)]
         address = actors[0].address.remote()  # a reference: Ray passes the value on when it is there, nothing waits here
@@ -168,14 +169,14 @@ def end_ray(places: Collection[str]) -> None:
     """End the Ray instance of this run, with everything that it or its workers started. places: of the session."""
     # Found before the shutdown: descendants cannot be recognised once their parents are gone.
     known = family(places)
-    hammer = threading.Timer(SHUTDOWN_SECONDS, end_processes, (places, known))
-    hammer.start()
+    killer = threading.Timer(SHUTDOWN_SECONDS, end_processes, (places, known))
+    killer.start()
     ray.shutdown()  # waits for its daemons without limit, also for one that is stopped
-    hammer.cancel()
+    killer.cancel()
     end_processes(places, known)
 
 
-class RayShell(Shell):
+class RayExecutor(Executor):
     """Actor that holds one worker. It imports the worker in ``launch``, after the environment is set.
 
     An environment through Ray's runtime_env would cost 0.65 s, because prestarted processes could not be used.
@@ -212,8 +213,8 @@ class RayShell(Shell):
         os.environ.update(env)
         return without_exception(self.start(WorkerInfo(*standing, *address), worker, names, *parcels))
 
-    def call(self, method: str, wanted: bool, names: tuple[str, ...], *parcels: Parcel) -> Parcel | Failure:
-        return without_exception(super().call(method, wanted, names, *parcels))
+    def call(self, role: str | None, method: str, wanted: bool, names: tuple[str, ...], *parcels: Parcel) -> Parcel | Failure:
+        return without_exception(super().call(role, method, wanted, names, *parcels))
 
 
 class Shipper:
@@ -257,18 +258,18 @@ class RayTransport(Transport):
         self._ranks = ranks
         self._place = place
 
-    def send(self, method: str, calls: Sequence[Call], wanted: Sequence[bool], timeout: float | None) -> Replies:
-        ship = Shipper(timeout)
-        refs = []
-        for actor, call, wants in zip(self._actors, calls, wanted, strict=True):
+    def send(
+        self, call: Call[Any], arguments: Mapping[int, Arguments], wanted: Collection[int], seconds: float | None
+    ) -> Replies:
+        ship = Shipper(seconds)
+        refs = {}
+        for rank, own in arguments.items():
             try:
-                names, parcels = pack_call(call, ship)
+                names, parcels = pack_arguments(own, ship)
             except TimeoutError:
-                raise PhaseTimeout(
-                    method, range(len(calls)), timeout or 0.0, "Ray's object store does not take the batch"
-                ) from None
-            refs.append(actor.call.remote(method, wants, names, *parcels))
-        return RayReplies(method, refs, self._ranks)
+                raise TimeoutError("Ray's object store does not take the batch") from None
+            refs[rank] = self._actors[rank].call.remote(call.role, call.method, rank in wanted, names, *parcels)
+        return RayReplies(call.method, refs, self._ranks)
 
     def close(self) -> None:
         for actor in self._actors:
@@ -281,7 +282,7 @@ class Ranks:
     """Locations and logs of a group's ranks."""
 
     def __init__(self, homes: Sequence[ray.ObjectRef], logs: Sequence[Path | None]) -> None:
-        """homes: results of ``RayShell.home``, perhaps not there yet."""
+        """homes: results of ``RayExecutor.home``, perhaps not there yet."""
         self._homes = list(homes)
         self.logs = logs
 
@@ -300,7 +301,7 @@ class Ranks:
         ]
 
     def _known(self) -> dict[int, tuple[str, int]]:
-        """{rank: result of ``RayShell.home``} of the ranks that lived long enough to return it."""
+        """{rank: result of ``RayExecutor.home``} of the ranks that lived long enough to return it."""
         arrived, _ = ray.wait(list(self._homes), num_returns=len(self._homes), timeout=HOMES_SECONDS)
         known = {}
         for ref in arrived:
@@ -321,60 +322,64 @@ def examine_on(node: str, pids: Sequence[int]) -> list[tuple[ProcessState, ...]]
 class RayReplies(Replies):
     """Results of a call on Ray actors."""
 
-    def __init__(self, method: str, refs: Sequence[ray.ObjectRef], ranks: Ranks) -> None:
-        super().__init__(len(refs))
+    def __init__(self, method: str, refs: Mapping[int, ray.ObjectRef], ranks: Ranks) -> None:
+        """refs: by rank."""
+        super().__init__(refs)
         self._method = method
-        self._refs = dict(enumerate(refs))
+        self._refs = dict(refs)
         self._ranks = ranks
 
-    def receive(self, timeout: float | None) -> None:
-        if errors := self._take_in(timeout):
-            raise self._first_cause(errors)
+    def receive(self, timeout: float | None) -> tuple[int, Failure] | None:
+        failures = self._take_in(timeout)
+        return self._first_cause(failures) if failures else None
+
+    @staticmethod
+    def wait(several: Sequence[RayReplies], timeout: float | None) -> None:
+        ray.wait([ref for replies in several for ref in replies._refs.values()], num_returns=1, timeout=timeout)
 
     def examine(self) -> list[RankState]:
         return self._ranks.examine(self.missing)
 
-    def _first_cause(self, errors: list[WorkerError]) -> WorkerError:
-        """The error to report: that of a rank that died if there is one, else the first that arrived.
+    def _first_cause(self, failures: list[tuple[int, Failure]]) -> tuple[int, Failure]:
+        """The failure to report: that of a rank that died if there is one, else the first that arrived.
 
-        A rank that dies takes others with it, and their errors may arrive first: wait DEATH_SECONDS for news of a death. If
-        all errors are about a lost peer, wait NODE_DEATH_SECONDS, which Ray takes to notice that a node is lost.
+        A rank that dies takes others with it, and their failures may arrive first: wait DEATH_SECONDS for news of a death. If
+        all failures are about a lost peer, wait NODE_DEATH_SECONDS, which Ray takes to notice that a node is lost.
         """
-        peer_lost = all(PEER_LOST.search(error.message) for error in errors)
+        peer_lost = all(PEER_LOST.search(failure.message) for _, failure in failures)
         deadline = time.monotonic() + (NODE_DEATH_SECONDS if peer_lost else DEATH_SECONDS)
-        while not any(map(died, errors)) and self._refs and (remaining := deadline - time.monotonic()) > 0:
-            errors = errors + self._take_in(remaining)
-        return min(errors, key=lambda error: (not died(error), errors.index(error)))
+        while not any(map(died, failures)) and self._refs and (remaining := deadline - time.monotonic()) > 0:
+            failures = failures + self._take_in(remaining)
+        return min(failures, key=lambda failed: (not died(failed), failures.index(failed)))
 
-    def _take_in(self, timeout: float | None) -> list[WorkerError]:
-        """Record what has arrived, after at least one result or ``timeout`` seconds. Returns the errors among it."""
+    def _take_in(self, timeout: float | None) -> list[tuple[int, Failure]]:
+        """Record what has arrived, after at least one result or ``timeout`` seconds. Returns the failures among it."""
         pending = list(self._refs.values())
         arrived, _ = ray.wait(pending, num_returns=1, timeout=timeout)
         if arrived:
             # The first call returned one result; take all others that are there, without waiting.
             arrived, _ = ray.wait(pending, num_returns=len(pending), timeout=0)
         here, now = set(arrived), time.time()
-        errors = []
+        failures = []
         for rank in [rank for rank, ref in self._refs.items() if ref in here]:
-            try:
-                self.came(rank, self._unpacked(rank, self._refs.pop(rank)), now)
-            except WorkerError as error:
-                errors.append(error)
-        return errors
+            result = self._received(rank, self._refs.pop(rank))
+            if isinstance(result, Failure):
+                failures.append((rank, result))
+            else:
+                self.add(rank, unpack(result), now)
+        return failures
 
-    def _unpacked(self, rank: int, ref: ray.ObjectRef) -> Any:
+    def _received(self, rank: int, ref: ray.ObjectRef) -> Parcel | Failure:
         try:
-            answer = ray.get(ref, timeout=NODE_SECONDS)  # it is there, unless its node is lost
+            result: Parcel | Failure = ray.get(ref, timeout=NODE_SECONDS)  # it is there, unless its node is lost
         except ray.exceptions.RayError as error:
-            raise WorkerError(rank, self._method, cause_of_death(str(error)), tail(self._ranks.logs[rank])) from error
-        if isinstance(answer, Failure):
-            raise answer.raised(rank)
-        return unpack(answer)
+            return Failure(self._method, cause_of_death(str(error)), tail(self._ranks.logs[rank]), error)
+        return result
 
 
-def died(error: WorkerError) -> bool:
+def died(failed: tuple[int, Failure]) -> bool:
     """Whether the process died, rather than a call in it."""
-    return isinstance(error.__cause__, ray.exceptions.RayError)
+    return isinstance(failed[1].error, ray.exceptions.RayError)
 
 
 def without_exception(answer: Parcel | Failure) -> Parcel | Failure:
@@ -382,12 +387,12 @@ def without_exception(answer: Parcel | Failure) -> Parcel | Failure:
     return replace(answer, error=None) if isinstance(answer, Failure) else answer
 
 
-def cause_of_death(said: str) -> str:
+def cause_of_death(message: str) -> str:
     """Ray's message about a dead actor, in one line."""
-    pid = re.search(r"pid: (\d+)", said)
-    detail = re.search(r"Worker exit detail: (.*?)(?: Some common causes|$)", said)
+    pid = re.search(r"pid: (\d+)", message)
+    detail = re.search(r"Worker exit detail: (.*?)(?: Some common causes|$)", message)
     if detail is None:
-        return f"its process or its node is lost: {' '.join(said.split())}"
+        return f"its process or its node is lost: {' '.join(message.split())}"
     cause = detail[1]
     if "connection error code 2" in cause:
         cause = "killed by a signal (SIGKILL: out of memory? SIGSEGV: see its last lines), or ended by os._exit"

@@ -77,15 +77,15 @@ class Places:
 
     def _slots(self, kind: str, need: Sequence[int], wish: str) -> list[int]:
         """Slots of each node, largest number first. Waits for nodes that are still to join, and reports every change."""
-        deadline, told = time.monotonic() + (self._join_seconds or 0.0), list[int]()
+        deadline, reported = time.monotonic() + (self._join_seconds or 0.0), list[int]()
         while True:
             have = sorted((int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]), reverse=True)
             if suffices(have, need) or time.monotonic() >= deadline:
                 return have
-            if have != told:
+            if have != reported:
                 limit = f"waiting for more, {self._join_seconds:g} s at most (timeouts.join)"
                 tell(f"{wish}; the nodes of this Ray have {have}: {limit}")
-                told = have
+                reported = have
             time.sleep(LOOK_SECONDS)
 
 

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from workers.controller.actor import hold_port
 from workers.controller.group import WorkerInfo
+from workers.controller.ports import hold_port
 from workers.engine.hf.hf_model import DTYPES, empty_model, model_config, vocab_size
 from workers.rollout.base import Completion, EngineAsleep, Request, Rollout, RolloutSpec, check_requests
 from workers.rollout.cached_attention import CACHED_ATTENTION, probe_cache_shape

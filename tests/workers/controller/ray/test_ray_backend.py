@@ -18,12 +18,14 @@ import ray
 import torch
 
 from tests.nodes import cluster
+from tests.workers.controller.toy import Toy
 from workers.batch import Batch
-from workers.controller.group import PhaseTimeout, WorkerError, WorkerGroup
+from workers.controller.group import Limit, PhaseTimeout, WorkerError, WorkerGroup, wait_any
 from workers.controller.ray import ray_backend
 from workers.controller.ray.ray_backend import RayBackend, RayTransport, Shipper, cause_of_death
 from workers.controller.ray.ray_session import MARK, bears
 from workers.controller.resource_pool import ResourcePool
+from workers.controller.rpc import worker_call
 
 ROOT = Path(__file__).parents[4]
 TOY = "tests.workers.controller.toy:Toy"
@@ -168,19 +170,19 @@ def test_a_batch_larger_than_the_object_store_still_travels(tmp_path: Path) -> N
     rows, store = torch.arange(20 * 2**20), {"object_store_memory": 75 * 2**20}
     with RayBackend(run_dir=tmp_path, nnodes=1, n_gpus_per_node=2, device="cpu", ray_init=store) as small:
         group = small.start_group("mirrors", ResourcePool((2,), "cpu", "mirrors"), TOY)
-        for arrived in group.call("same", rows, timeout=100.0).result():
+        for arrived in group.call(worker_call(Toy.same, rows), limit=Limit(100.0)).result():
             assert torch.equal(arrived, rows)
 
 
 def test_an_object_store_that_takes_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of a node which is stopped: ray.put would never return."""
     monkeypatch.setattr(ray, "put", lambda parcel: time.sleep(600))
-    transport = RayTransport([None, None], cast(Any, None), cast(Any, None))
-    call, begun = ((torch.zeros(100_000),), {}), time.monotonic()
+    group = WorkerGroup("stopped", 2, RayTransport([None, None], cast(Any, None), cast(Any, None)))
+    begun = time.monotonic()
     with pytest.raises(
         PhaseTimeout, match=r"same took more than 0.2 s: no answer from ranks \[0, 1\]\nRay's object store does not"
     ):
-        transport.send("same", [call, call], [True, True], 0.2)
+        group.call(worker_call(Toy.same, torch.zeros(100_000)), limit=Limit(0.2))
     assert time.monotonic() - begun < 4
 
 
@@ -205,7 +207,7 @@ def started(backend: RayBackend, name: str, n: int = 2) -> Iterator[WorkerGroup]
 
 
 def test_ray_listens_on_the_loopback_alone(pair: WorkerGroup) -> None:
-    mark = pair.call("environment", MARK).result()[0][0]
+    mark = pair.call(worker_call(Toy.environment, MARK)).result()[0][0]
     ours = [process for process in psutil.process_iter() if process.pid == os.getpid() or bears(process, [mark])]
     assert len(ours) > 5
     listening = {
@@ -241,34 +243,34 @@ def test_on_cuda_a_slot_is_a_gpu_of_those_that_ray_has_given(backend: RayBackend
     with pytest.raises(ValueError, match=r"needs 3 GPUs, \[3\] on 1 node\(s\); the nodes of this Ray have \[2\], 2 together"):
         backend.start_group("gpus", ResourcePool((3,), "cuda", "gpus"), TOY)
     group = backend.start_group("gpus", ResourcePool((2,), "cuda", "gpus"), TOY)
-    assert [info.local_rank for info in group.call("stands").result()] == [0, 1]
-    assert group.call("environment", "CUDA_VISIBLE_DEVICES").result() == [["0,1"]] * 2
+    assert [info.local_rank for info in group.call(worker_call(Toy.stands)).result()] == [0, 1]
+    assert group.call(worker_call(Toy.environment, "CUDA_VISIBLE_DEVICES")).result() == [["0,1"]] * 2
     group.shutdown()
 
 
 def test_two_groups_on_cuda_have_gpus_of_their_own(backend: RayBackend) -> None:
     """Both have a rank with local rank 0. Groups that share a room have the same GPUs, each its own slot."""
     groups = [backend.start_group(name, ResourcePool((1,), "cuda", name), TOY) for name in ("first", "second")]
-    seen = [group.call("environment", "CUDA_VISIBLE_DEVICES").result()[0][0] for group in groups]
+    seen = [group.call(worker_call(Toy.environment, "CUDA_VISIBLE_DEVICES")).result()[0][0] for group in groups]
     assert sorted(seen) == ["0", "1"]
-    assert [info.local_rank for group in groups for info in group.call("stands").result()] == [0, 0]
+    assert [info.local_rank for group in groups for info in group.call(worker_call(Toy.stands)).result()] == [0, 0]
     for group in groups:
         group.shutdown()
     room = ResourcePool((2,), "cuda", "room")
     halves = [
         backend.start_group(f"half_{n}", ResourcePool((1,), "cuda", f"half {n}", room=room, first_slot=n), TOY) for n in (0, 1)
     ]
-    assert [half.call("environment", "CUDA_VISIBLE_DEVICES").result() for half in halves] == [[["0,1"]]] * 2
-    assert [half.call("stands").result()[0].local_rank for half in halves] == [0, 1]
+    assert [half.call(worker_call(Toy.environment, "CUDA_VISIBLE_DEVICES")).result() for half in halves] == [[["0,1"]]] * 2
+    assert [half.call(worker_call(Toy.stands)).result()[0].local_rank for half in halves] == [0, 1]
     for half in halves:
         half.shutdown()
 
 
 def test_groups_work_at_the_same_time(backend: RayBackend, pair: WorkerGroup) -> None:
     with started(backend, "other", 1) as other:
-        other.call("stands").result()
-        hanging = other.call("hang", 0)
-        assert pair.call("echo").result() == [(0, (), {}), (1, (), {})]
+        other.call(worker_call(Toy.stands)).result()
+        hanging = other.call(worker_call(Toy.hang, 0))
+        assert pair.call(worker_call(Toy.echo)).result() == [(0, (), {}), (1, (), {})]
         assert not hanging.done()
     with pytest.raises(WorkerError, match="rank 0 failed in hang"):
         hanging.result(timeout=30)
@@ -276,10 +278,10 @@ def test_groups_work_at_the_same_time(backend: RayBackend, pair: WorkerGroup) ->
 
 def test_a_failure_does_not_wait_for_ranks_that_hang(backend: RayBackend) -> None:
     with started(backend, "collective") as group:
-        group.call("stands").result()
+        group.call(worker_call(Toy.stands)).result()
         begun = time.monotonic()
         with pytest.raises(WorkerError, match="rank 1 failed in fail"):
-            group.call("fail", 1, hangs=True).result(timeout=30)
+            group.call(worker_call(Toy.fail, 1, hangs=True)).result(timeout=30)
         assert time.monotonic() - begun < 20
 
 
@@ -289,10 +291,10 @@ def test_a_failure_does_not_wait_for_ranks_that_hang(backend: RayBackend) -> Non
 )
 def test_a_dead_worker_is_named_with_its_cause(backend: RayBackend, how: str, cause: str, words: str) -> None:
     with started(backend, how) as group:
-        pid = group.call("pid").result()[1]
+        pid = group.call(worker_call(Toy.pid)).result()[1]
         with pytest.raises(WorkerError) as raised:
-            group.call("die", 1, how).result(timeout=30)
-    assert (raised.value.rank, raised.value.method) == (1, "die")
+            group.call(worker_call(Toy.die, 1, how)).result(timeout=30)
+    assert (raised.value.rank, raised.value.phase) == (1, "die")
     assert f"process {pid} died" in raised.value.message and cause in raised.value.message
     assert words in raised.value.remote_traceback
 
@@ -306,24 +308,42 @@ def test_an_exit_code_is_named() -> None:
 
 def test_no_call_waits_for_ever(backend: RayBackend) -> None:
     with started(backend, "late", 3) as group:
-        group.call("stands").result()
-        future = group.call("hang", 0, 2, timeout=0.5)
+        group.call(worker_call(Toy.stands)).result()
+        future = group.call(worker_call(Toy.hang, 0, 2), limit=Limit(0.5))
         with pytest.raises(PhaseTimeout) as first:
             future.result()
         with pytest.raises(PhaseTimeout) as second:
-            group.call("echo").result(timeout=0.5)
-    assert (first.value.method, first.value.missing, first.value.seconds) == ("hang", [0, 2], 0.5)
+            group.call(worker_call(Toy.echo)).result(timeout=0.5)
+    assert (first.value.phase, first.value.missing, first.value.seconds) == ("hang", [0, 2], 0.5)
     assert "hang took more than 0.5 s: no answer from ranks [0, 2]" in str(first.value)
     assert second.value.missing == [0, 2], "rank 1 was done and has answered; the others are busy"
+
+
+def test_waiting_for_several_calls_ends_with_the_first_with_a_limit_or_after_a_time(backend: RayBackend) -> None:
+    with started(backend, "busy", 1) as busy, started(backend, "idle", 1) as idle:
+        assert [group.call(worker_call(Toy.pid)).result() for group in (busy, idle)]
+        limit = Limit(4.0, "timeouts.update=4")
+        hanging = busy.call(worker_call(Toy.hang), phase="update of actor", limit=limit)
+        queued = busy.call(worker_call(Toy.echo))
+        assert wait_any([], 5.0) == [] and wait_any([hanging, queued], 0.1) == []
+        other = idle.call(worker_call(Toy.echo))
+        assert wait_any([hanging, queued, other], 60.0) == [other]
+        assert wait_any([queued, hanging]) == [hanging], "its limit has passed"
+        with pytest.raises(PhaseTimeout) as late:
+            hanging.result()
+    line = "update of actor, limited by timeouts.update=4, took more than 4 s: no answer from ranks [0]"
+    assert str(late.value).splitlines()[0] == line
+    with pytest.raises(WorkerError, match="rank 0 failed in echo: "):
+        queued.result(timeout=30)
 
 
 def test_who_is_late_says_where_it_is(backend: RayBackend) -> None:
     """Also where a C extension holds the interpreter's lock, or the process is stopped: then its last lines are all there is."""
     with started(backend, "stuck") as group:
-        pids = group.call("pid").result()
+        pids = group.call(worker_call(Toy.pid)).result()
         os.kill(pids[1], signal.SIGSTOP)
         with pytest.raises(PhaseTimeout) as raised:
-            group.call("hang_with_lock", "on my way", timeout=1.0).result()
+            group.call(worker_call(Toy.hang_with_lock, "on my way"), limit=Limit(1.0)).result()
     first, second = str(raised.value).split("last lines of ")[1:]
     assert raised.value.missing == [0, 1]
     assert "rank_0_stuck.log:\non my way\nwhere it is:\n" in first and "in hang_with_lock" in first.splitlines()[3]
@@ -332,9 +352,9 @@ def test_who_is_late_says_where_it_is(backend: RayBackend) -> None:
 
 def test_who_has_answered_says_where_it_is_too(backend: RayBackend) -> None:
     with started(backend, "half") as group:
-        pids = group.call("pid").result()
+        pids = group.call(worker_call(Toy.pid)).result()
         with pytest.raises(PhaseTimeout) as raised:
-            group.call("hang", 1).result(timeout=0.5)
+            group.call(worker_call(Toy.hang, 1)).result(timeout=0.5)
     first, second = raised.value.states
     assert [(state.answered, state.processes[0].pid) for state in (first, second)] == [(True, pids[0]), (False, pids[1])]
     assert "in hang\n" in second.processes[0].stacks and "in main_loop" in first.processes[0].stacks
@@ -343,10 +363,10 @@ def test_who_has_answered_says_where_it_is_too(backend: RayBackend) -> None:
 
 def test_a_death_is_named_and_not_who_complains_of_it_first(backend: RayBackend) -> None:
     with started(backend, "chain", 3) as group:
-        group.call("stands").result()
+        group.call(worker_call(Toy.stands)).result()
         begun = time.monotonic()
         with pytest.raises(WorkerError, match=r"rank 2 failed in die_later: process .* died"):
-            group.call("die_later", 2, 0.3).result(timeout=30)
+            group.call(worker_call(Toy.die_later, 2, 0.3)).result(timeout=30)
         assert time.monotonic() - begun < 10
 
 
@@ -383,7 +403,7 @@ def test_a_large_batch_travels_at_the_speed_of_numpy(backend: RayBackend) -> Non
             begun = time.perf_counter()
             ray.get(plain.remote(arrays))
             middle = time.perf_counter()
-            (arrived,) = mirror.call("same", batch).result()
+            (arrived,) = mirror.call(worker_call(Toy.same, batch)).result()
             ours.append(time.perf_counter() - middle)
             numpys.append(middle - begun)
     assert all(torch.equal(arrived.tokens[name], column) for name, column in columns.items())

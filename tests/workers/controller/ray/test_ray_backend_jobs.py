@@ -16,7 +16,7 @@ from tests.nodes import Nodes, cluster
 from tests.runs import make_task, metrics_of, ppo_arguments
 from trainer.run.run_dir import checkpoint_steps
 from trainer.run.run_status import read_outcome
-from workers.controller.actor import free_port
+from workers.controller.ports import free_port
 
 REWARD = """
 import os

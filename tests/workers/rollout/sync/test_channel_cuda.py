@@ -14,8 +14,8 @@ from configs.schema.common import Dtype
 from tests.workers.engine.toy import cut, toy_batch
 from tests.workers.rollout.engines import ragged_prompts, request, spec_of
 from tests.workers.rollout.vllm_hosts import ACTOR_LOSS, LENGTH, actor_spec, greedy_error, make_small, prompts_of
-from workers.controller.actor import free_port
 from workers.controller.group import WorkerInfo
+from workers.controller.ports import free_port
 from workers.metric import plain_numbers
 from workers.roles.model_role import ModelRole
 from workers.roles.worker import Host
@@ -41,8 +41,8 @@ def main(gpu: int, trainers: int, engines: int, path: str, dtype: Dtype, ports: 
         host.build_rollout_apart("rollout", spec, offers.get())
         found: list[Any] = []
         for version in range(ROUNDS):
-            metrics = plain_numbers(host.run("rollout", "sync_weights", version))
-            answers = host.run("rollout", "generate", prompts_of(True), Sampling(1.0, -1, 1.0, 24, stop_token_ids=(1,)))
+            metrics = plain_numbers(host.roles["rollout"].sync_weights(version))
+            answers = host.roles["rollout"].generate(prompts_of(True), Sampling(1.0, -1, 1.0, 24, stop_token_ids=(1,)))
             found.append((metrics["rollout/verified_bytes"], answers.lengths, answers.tokens))
         torch.save(found, f"{path}/{rank}.pt")
     host.close()

@@ -12,8 +12,8 @@ from scripts.bench.weight_sync import extra_memory
 from tests.workers.rollout.engines import make_model, spec_of
 from tests.workers.rollout.sync.test_weight_sync_memory import BUCKET, SIZES
 from tests.workers.rollout.vllm_hosts import CPU_BUILD, actor_spec
-from workers.controller.actor import free_port
 from workers.controller.group import WorkerInfo
+from workers.controller.ports import free_port
 from workers.roles.worker import Host
 
 pytestmark = CPU_BUILD
@@ -26,11 +26,11 @@ def main(engine: int, path: str, ports: list[int], offers: "SimpleQueue[Any]") -
     spec = spec_of(path, slots=4, update_weights_bucket_megabytes=BUCKET, verify_weights="full")
     if engine:
         host.build_rollout_apart("rollout", spec, offers.get())
-        syncs = [lambda version=version: host.run("rollout", "sync_weights", version) for version in range(3)]
+        syncs = [lambda version=version: host.roles["rollout"].sync_weights(version) for version in range(3)]
     else:
         host.build_model("actor", actor_spec(spec.model), None)
         offers.put(host.offer_weights("actor", 1))
-        syncs = [lambda: host.run("actor", "send_weights")] * 3
+        syncs = [lambda: host.roles["actor"].send_weights()] * 3
     syncs[0]()
     syncs[1]()
     torch.save(extra_memory(syncs[2]), f"{path}/{engine}.pt")

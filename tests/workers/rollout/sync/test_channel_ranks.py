@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM
 from tests.tiny import fsdp_config
 from tests.trainer.watchdogs import watchdog
 from tests.workers.rollout.ranks import Groups, Run, start_hosts
-from tests.workers.rollout.vllm_hosts import CPU_BUILD
+from tests.workers.rollout.vllm_hosts import CPU_BUILD, SpoilingHost
 from workers.controller.group import PhaseTimeout, WorkerError
 from workers.controller.ray.ray_backend import RayBackend
+from workers.controller.rpc import worker_call
 from workers.metric import plain_numbers
 
 pytestmark = CPU_BUILD
@@ -78,7 +79,7 @@ def test_who_dies_in_a_sync_is_named_at_once(who: str, groups: Groups, tmp_path:
     run = Run(engines, tmp_path, "embedded", 1, verify_weights="full", trainers=trainers)
     run.rollout.sync_weights(0)
     group, said = FAULTS[who]
-    ({"engines": engines, "trainers": trainers}[group]).call("signal_at", 5, signal.SIGKILL).result()
+    ({"engines": engines, "trainers": trainers}[group]).call(worker_call(SpoilingHost.signal_at, 5, signal.SIGKILL)).result()
     begun = time.monotonic()
     with pytest.raises(WorkerError, match=said):
         run.rollout.sync_weights(1)
@@ -94,7 +95,7 @@ def test_who_is_late_in_a_sync_is_among_those_that_are_told_of(groups: Groups, t
     run = Run(engines, tmp_path, "embedded", 1, verify_weights="full", trainers=trainers)
     run.rollout.watchdog = watchdog(tmp_path, collective=2.0)
     run.rollout.sync_weights(0)
-    trainers.call("signal_at", 5, signal.SIGSTOP).result()
+    trainers.call(worker_call(SpoilingHost.signal_at, 5, signal.SIGSTOP)).result()
     begun = time.monotonic()
     with pytest.raises(PhaseTimeout) as raised:
         run.rollout.sync_weights(1)

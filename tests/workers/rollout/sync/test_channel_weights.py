@@ -8,8 +8,9 @@ import pytest
 
 from tests.workers.engine.megatron.cases import megatron_config
 from tests.workers.rollout.ranks import Groups, Run
-from tests.workers.rollout.vllm_hosts import CPU_BUILD
+from tests.workers.rollout.vllm_hosts import CPU_BUILD, SpoilingHost
 from workers.controller.ray.ray_backend import RayBackend
+from workers.controller.rpc import worker_call
 
 pytestmark = [CPU_BUILD, pytest.mark.soak]
 LORA: dict[str, object] = {"lora_rank": 4, "lora_alpha": 32.0}
@@ -43,7 +44,7 @@ def special(request: pytest.FixtureRequest, groups: Groups, tmp_path: Path) -> I
         yield run
     finally:
         for group in (groups.engines, trainers):
-            group.call("start_over").result()
+            group.call(worker_call(SpoilingHost.start_over)).result()
             group._meshes.clear()
 
 

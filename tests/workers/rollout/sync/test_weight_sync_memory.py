@@ -10,8 +10,8 @@ from torch.multiprocessing import spawn
 from scripts.bench.weight_sync import extra_memory
 from tests.workers.rollout.engines import make_model, spec_of
 from tests.workers.rollout.vllm_hosts import CPU_BUILD, actor_spec
-from workers.controller.actor import free_port
 from workers.controller.group import WorkerInfo
+from workers.controller.ports import free_port
 from workers.roles.rollout_role import RolloutRole
 from workers.roles.worker import Host
 

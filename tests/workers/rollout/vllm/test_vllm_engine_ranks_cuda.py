@@ -16,8 +16,8 @@ from tests.workers.engine.toy import cut, toy_batch
 from tests.workers.rollout.engines import ragged_prompts, request, spec_of
 from tests.workers.rollout.vllm_hosts import ACTOR_LOSS, FSDP, LENGTH, actor_spec, greedy_error, make_small, prompts_of
 from workers.batch import Batch
-from workers.controller.actor import free_port
 from workers.controller.group import WorkerInfo
+from workers.controller.ports import free_port
 from workers.roles.model_role import ModelRole
 from workers.roles.rollout_role import RolloutRole
 from workers.roles.worker import Host
@@ -49,11 +49,11 @@ def main(rank: int, path: str, port: int, name: str) -> None:
     for version in range(3):
         if version:
             shares, plans = cut(toy_batch([9, 5, 12, 7], seed=version), mesh.dp_size, max_rows=2)
-            host.run("actor", "train_step", shares[mesh.dp_rank], plans[mesh.dp_rank])
-        host.run("rollout", "sync_weights", version)
+            host.roles["actor"].train_step(shares[mesh.dp_rank], plans[mesh.dp_rank])
+        host.roles["rollout"].sync_weights(version)
         for greedy in (True, False):
             prompts = prompts_of(greedy)
-            answers = host.run("rollout", "generate", prompts, Sampling(TEMPERATURE, -1, 1.0, 24, stop_token_ids=(1,)))
+            answers = host.roles["rollout"].generate(prompts, Sampling(TEMPERATURE, -1, 1.0, 24, stop_token_ids=(1,)))
             if greedy:
                 found["greedy"].append((answers.lengths, answers.tokens))
             else:

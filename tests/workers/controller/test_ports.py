@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from workers.controller import actor
-from workers.controller.actor import hold_port, ports_outside
+from workers.controller import ports
+from workers.controller.ports import hold_port, ports_outside
 
 BIND = "import socket, sys; socket.socket().bind(('127.0.0.1', int(sys.argv[1])))"
 
@@ -31,7 +31,7 @@ def test_two_that_draw_the_same_port_do_not_both_get_it(monkeypatch: pytest.Monk
     """The second draws again."""
     with hold_port() as one, hold_port() as other:
         free = {port_of(one), port_of(other)}
-    monkeypatch.setattr(actor, "RANK_PORTS", sorted(free))
+    monkeypatch.setattr(ports, "RANK_PORTS", sorted(free))
     for _ in range(20):  # each time the second would draw the first one's port in every other case
         with hold_port() as one, hold_port() as other:
             assert {port_of(one), port_of(other)} == free
@@ -43,8 +43,8 @@ def test_ports_are_neither_kubernetes_nor_those_of_connections(monkeypatch: pyte
     assert list(ports_outside(1024, 65535)) == list(range(20000, 30000)), "they are held: no connection gets them"
     with hold_port() as held:
         free = port_of(held)
-    monkeypatch.setattr(actor, "PORTS_OF_CONNECTIONS", tmp_path / "range")
-    monkeypatch.setattr(actor, "RANK_PORTS", [free, free + 1])
+    monkeypatch.setattr(ports, "PORTS_OF_CONNECTIONS", tmp_path / "range")
+    monkeypatch.setattr(ports, "RANK_PORTS", [free, free + 1])
     (tmp_path / "range").write_text(f"{free + 1}\t60999\n")
     with hold_port() as held:
         assert port_of(held) == free

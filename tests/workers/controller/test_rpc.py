@@ -1,0 +1,191 @@
+"""Remote calls: arguments reach their ranks, arrive equal in memory of their own, and tensors are sent as buffers."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.batch import Batch
+from workers.controller.rpc import (
+    Call,
+    Executor,
+    Failure,
+    Mesh,
+    Sharded,
+    pack,
+    pack_arguments,
+    role_call,
+    sharded,
+    split,
+    unpack,
+    worker_call,
+)
+
+NOTE = "defined here"
+TENSORS = [
+    torch.randn(3, 4),
+    torch.randn(3, 4).to(torch.bfloat16),
+    torch.randn(3).to(torch.float16),
+    torch.randn(2, 2, dtype=torch.float64),
+    torch.randn(5).to(torch.float8_e4m3fn),
+    torch.arange(6),
+    torch.tensor([True, False]),
+    torch.randn(2, dtype=torch.complex64),
+    torch.tensor(2.5),
+    torch.empty(0, 3),
+    torch.randn(4, 6).t(),
+    torch.randn(10)[::3],
+]
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("tensor", TENSORS, ids=lambda tensor: f"{tensor.dtype}{list(tensor.shape)}")
+def test_a_tensor_arrives_as_it_was(tensor: torch.Tensor) -> None:
+    (arrived,) = unpack(pack([tensor]))
+    assert (arrived.dtype, arrived.shape) == (tensor.dtype, tensor.shape)
+    assert torch.equal(bits(arrived), bits(tensor))
+
+
+def test_tensors_and_arrays_are_not_in_the_pickle() -> None:
+    tensor, array = torch.zeros(10_000, dtype=torch.bfloat16), np.zeros(5_000)
+    parcel = pack({"tensor": tensor, "array": array})
+    assert len(parcel.data) < 1_000
+    assert [buffer.nbytes for buffer in parcel.buffers] == [20_000, 40_000]
+    assert parcel.buffers[0].ctypes.data == tensor.data_ptr(), "packing copies nothing"
+
+
+def test_a_view_leaves_the_rest_of_its_storage_behind() -> None:
+    assert pack(torch.zeros(1_000_000)[10:20]).nbytes < 1_000
+
+
+def test_what_arrives_is_the_receivers_own() -> None:
+    sent = {"tensor": torch.zeros(4), "array": np.zeros(4), "list": [0]}
+    parcel = pack(sent)
+    first, second = unpack(parcel), unpack(parcel)
+    first["tensor"] += 1
+    first["array"] += 1
+    first["list"].append(1)
+    for other in (sent, second):
+        assert other["tensor"].sum() == 0 and other["array"].sum() == 0 and other["list"] == [0]
+
+
+def test_a_batch_arrives_whole() -> None:
+    batch = Batch(
+        lengths=torch.tensor([2, 3]),
+        tokens={"input_ids": torch.arange(5), "log_probs": torch.randn(5).bfloat16()},
+        rows={"uid": torch.tensor([7, 8])},
+        meta={"temperature": 0.5},
+    )
+    arrived = unpack(pack(batch))
+    assert isinstance(arrived, Batch) and arrived.meta == batch.meta
+    for name in ("input_ids", "log_probs"):
+        assert torch.equal(arrived.tokens[name], batch.tokens[name])
+    assert torch.equal(arrived.rows["uid"], batch.rows["uid"])
+
+
+def test_the_graph_stays_at_home() -> None:
+    tensor = torch.ones(2, requires_grad=True) * 2
+    arrived = unpack(pack(tensor))
+    assert not arrived.requires_grad and arrived.tolist() == [2.0, 2.0]
+
+
+def test_sparse_tensors_and_functions_travel_too() -> None:
+    sparse, function = unpack(pack((torch.eye(3).to_sparse(), lambda x: f"{NOTE} {x}")))
+    assert torch.equal(sparse.to_dense(), torch.eye(3))
+    assert function(1) == "defined here 1"
+    assert unpack(pack(functools.partial(max, 3)))(5) == 5
+
+
+PAIRS = Mesh(shard_of_rank=(0, 0, 1, 1), answers=(0, 3))
+
+
+def test_ranks_of_a_replica_get_the_same_shard() -> None:
+    everyone = object()
+    calls = split(PAIRS, ("x", Sharded(["left", "right"])), {"plan": Sharded([1, 2]), "all": everyone})
+    assert [args for args, _ in calls] == [("x", "left"), ("x", "left"), ("x", "right"), ("x", "right")]
+    assert [kwargs["plan"] for _, kwargs in calls] == [1, 1, 2, 2]
+    assert all(kwargs["all"] is everyone for _, kwargs in calls)
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> Mesh:
+    n_shards = draw(st.integers(1, 6))
+    extra = draw(st.lists(st.integers(0, n_shards - 1), max_size=10))
+    shard_of_rank = tuple(draw(st.permutations([*range(n_shards), *extra])))
+    holders = [[rank for rank, shard in enumerate(shard_of_rank) if shard == s] for s in range(n_shards)]
+    return Mesh(shard_of_rank, tuple(draw(st.sampled_from(ranks)) for ranks in holders))
+
+
+@given(meshes())
+def test_what_is_split_comes_back_in_order(mesh: Mesh) -> None:
+    items = [f"item {shard}" for shard in range(mesh.n_shards)]
+    calls = split(mesh, (Sharded(items),), {})
+    assert len(calls) == mesh.world_size
+    assert [calls[rank][0][0] for rank in mesh.answers] == items
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "said"),
+    [
+        ((0, Sharded([1])), {}, "argument 1 has 1 items, the mesh 2 shards over 4 ranks"),
+        ((), {"batch": Sharded([1, 2, 3])}, "argument 'batch' has 3 items, the mesh 2 shards over 4 ranks"),
+    ],
+)
+def test_a_wrong_number_of_items_is_counted(args: tuple[object, ...], kwargs: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        split(PAIRS, args, kwargs)
+
+
+@pytest.mark.parametrize(
+    ("shard_of_rank", "answers", "said"),
+    [
+        ((0, 2), (0, 1), r"2 answering ranks, its ranks get shards \[0, 2\]"),
+        ((0, 0, 1), (0,), r"1 answering ranks, its ranks get shards \[0, 1\]"),
+        ((0, 0, 1, 1), (2, 3), r"rank 2 cannot answer for shard 0: ranks \[0, 1\] hold it"),
+        ((0, 1), (0, 2), r"rank 2 cannot answer for shard 1: ranks \[1\] hold it"),
+    ],
+)
+def test_a_mesh_that_cannot_be(shard_of_rank: tuple[int, ...], answers: tuple[int, ...], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Mesh(shard_of_rank, answers)
+
+
+class Role:
+    def add(self, one: int, other: int = 0) -> int:
+        return one + other
+
+
+class Holder:
+    def __init__(self, info: object) -> None:
+        self.info = info
+        self.roles = {"adder": Role()}
+
+    def info_twice(self) -> list[object]:
+        return [self.info] * 2
+
+
+def executed(executor: Executor, call: Call[object], wanted: bool = True) -> object:
+    names, parcels = pack_arguments((call.args, dict(call.kwargs)), pack)
+    result = executor.call(call.role, call.method, wanted, names, *parcels)
+    return result if isinstance(result, Failure) else unpack(result)
+
+
+def test_a_call_reaches_the_worker_or_one_of_its_roles_by_the_name_of_the_method() -> None:
+    executor = Executor()
+    executor.start("info", pack(Holder), ())
+    assert executed(executor, worker_call(Holder.info_twice)) == ["info", "info"]
+    assert executed(executor, role_call("adder", Role.add, 2, other=3)) == 5
+    assert executed(executor, role_call("adder", Role.add, 2), wanted=False) is None
+    failure = executed(executor, role_call("critic", Role.add, 2))
+    assert isinstance(failure, Failure) and (failure.method, failure.message) == ("add", "KeyError: 'critic'")
+
+
+def test_a_sharded_argument_is_split_and_others_are_not() -> None:
+    call = role_call("adder", Role.add, sharded([1, 2]), other=3)
+    assert split(PAIRS, call.args, call.kwargs) == [((shard,), {"other": 3}) for shard in (1, 1, 2, 2)]
