@@ -74,7 +74,7 @@ def test_command_lines_of_verl_compose_as_they_are_typed(command: str, tmp_path:
         (["trainer.n_gpu_per_node=2"], "trainer.n_gpu_per_node: there is no such key; did you mean trainer.n_gpus_per_node?"),
         (
             ["recipe=quikstart"],
-            "recipe=quikstart: unknown option; known: gsm8k_0.5b, quickstart; did you mean quickstart?",
+            "recipe=quikstart: unknown option; known: gsm8k_0.5b, gsm8k_math, gsm8k_math_ppo, quickstart; did you mean quickstart?",
         ),
         (
             ["algorithm.adv_estimator=grop", "trainer.dry_run=config"],

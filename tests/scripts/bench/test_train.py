@@ -64,3 +64,11 @@ def test_rows_are_ragged_and_fill_the_micro_batch() -> None:
     assert sum(rows) == 4096 and max(rows) <= PROMPT + 256 and len(set(rows)) > 20
     assert rows == ragged(4096, 256)
     assert 60 < sum(rows[:-1]) / len(rows[:-1]) < 100  # 17, and a quarter of 256, less what is cut
+
+
+def test_shared_prompts_cost_less_than_whole_rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    report, table = quick(monkeypatch, capsys, "--groups", "64x8")
+    case = report["cases"]["64x8"]
+    assert case["tokens"] == 56 * 72 and case["computed"] == 7 * 64 + 56 * 8
+    assert 0.1 < case["f+b"]["of_whole"] < 0.8 and 0.1 < case["log-probs"]["of_whole"] < 0.8
+    assert "| 64 x 8 | 4032 | 896 |" in table
