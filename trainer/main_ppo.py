@@ -25,8 +25,8 @@ def plan(config: PPOConfig) -> None:
 PROGRAM = Program(
     name="trainer.main_ppo",
     about=(
-        "Trains a language model with reinforcement learning. Generation and training share the GPUs; with trainer.device=cpu all "
-        "of it runs on a laptop."
+        "Trains a language model with reinforcement learning. Generation and training share the GPUs; with trainer.device=cpu "
+        "all of it runs on a laptop."
     ),
     root="ppo_trainer",
     schema=PPOConfig,
