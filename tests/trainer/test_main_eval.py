@@ -109,10 +109,3 @@ def test_what_is_wrong_is_one_line(overrides: list[str], line: str, tmp_path: Pa
     assert main_eval.PROGRAM(["reward.num_workers=0", *typed]) == 2
     lines = [text for text in capsys.readouterr().err.splitlines() if not text.startswith("note: reward.num_workers has no")]
     assert len(lines) == 1 and lines[0].startswith(f"error: {line.format(tmp=tmp_path)}")
-
-
-def test_a_dry_run_needs_no_workers(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main_eval.PROGRAM(["trainer.dry_run=config", "data.score_key=scores", "reward.scorer=math"]) == 0
-    out, err = capsys.readouterr()
-    assert out == "configuration is fine: run directory evaluated\n"
-    assert err == "note: reward.scorer has no effect: scores are read from data.score_key=scores\n"

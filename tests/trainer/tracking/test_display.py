@@ -10,9 +10,8 @@ from rich.console import Console
 
 from tests.terminal import CONTROL
 from trainer.run.timing import Phases
-from trainer.tracking.console import ConsoleLogger, step_line
+from trainer.tracking.console import ConsoleLogger
 from trainer.tracking.display import PERIOD, Display
-from workers.controller.logs import tell
 from workers.rollout.progress import Progress, progress_file
 
 
@@ -83,21 +82,6 @@ def test_a_thousand_steps_a_second_cost_no_more_pictures_than_one(tmp_path: Path
     assert screen.getvalue().count("\u256d") <= elapsed / PERIOD + 2
     assert spent / 1000 < 2e-3, "on the loop's thread"
     assert seen(screen).count("score 0.500") == 1000, "no line is lost"
-
-
-def test_lines_scroll_above_and_the_panel_goes_when_it_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    screen = Screen()
-    display = open_display(tmp_path, screen)
-    logger = ConsoleLogger(Console(), 10, display)
-    logger.log({"critic/score/mean": 0.5}, 1)
-    time.sleep(2.5 * PERIOD)
-    logger.close()
-    assert step_line({"critic/score/mean": 0.5}, 1, 10) in seen(screen)
-    assert {len(line) for line in seen(screen).splitlines() if line.endswith("\u256e")} == {118}, "there is room for ^C"
-    last = screen.getvalue().rpartition("\u256f")[2]
-    assert "\x1b[2K" in last and "\x1b[?25h" in last, "wiped, and the cursor is back"
-    tell("after it")
-    assert capsys.readouterr().err == "after it\n"
 
 
 def test_the_panel_is_never_behind_the_lines_above_it(tmp_path: Path) -> None:
