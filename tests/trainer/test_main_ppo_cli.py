@@ -24,10 +24,7 @@ def main_ppo(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     ("argv", "shown"),
     [
         (["--help"], "recipe=quickstart"),
-        (["-h"], "trainer.dry_run=config"),
-        (["--cfg", "job"], "adv_estimator: gae"),
         (["recipe=quickstart", "--cfg", "job", "--resolve"], "default_local_dir: runs/quickstart"),
-        (["--info"], "pkg://configs"),
         (["--info", "defaults"], "ppo_trainer"),
         (["recipe=quickstart", "trainer.dry_run=config"], "configuration is fine"),
     ],
