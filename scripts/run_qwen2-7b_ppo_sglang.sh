@@ -6,29 +6,14 @@
 #     scripts/run_qwen2-7b_ppo_sglang.sh trainer.total_epochs=1                     # arguments are overrides
 set -euo pipefail
 
-data=${DATA:-$HOME/data}
 settings=(
-  algorithm.use_kl_in_reward=true # beside PPO with a critic, which is the default
-  data.train_files="['$data/gsm8k/train.parquet','$data/math/train.parquet']" # 14,973 prompts: 14 steps of 1,024 an epoch
-  data.val_files="['$data/gsm8k/test.parquet','$data/math/test.parquet']"
-  data.max_prompt_length=1024
+  recipe=gsm8k_math_ppo # data, model, PPO with KL in the reward, validation, checkpoints
   data.max_response_length=3072
-  data.filter_overlong_prompts=true # a few of MATH's
-
-  actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct
-  critic.model.path=Qwen/Qwen2-7B-Instruct
 
   rollout=sglang
-  actor_rollout_ref.rollout.tensor_model_parallel_size=1 # 15 GB of weights fit a GPU: 8 engines
   actor_rollout_ref.rollout.gpu_memory_utilization=0.6   # SGLang's: of the 59 GB that the models at rest leave free
 
-  trainer.project_name=gsm8k_math
   trainer.experiment_name=qwen2-7b_ppo_sglang
-  trainer.total_epochs=15
-  trainer.test_freq=5
-  trainer.save_freq=20
-  trainer.max_actor_ckpt_to_keep=1 # 91 GB each, and the critic's 85
-  trainer.max_critic_ckpt_to_keep=1
 )
 set -x
 exec python -m trainer.main_ppo "${settings[@]}" "$@"

@@ -4,34 +4,20 @@
 # Qwen2-7B-Instruct on GSM8K and MATH. 8 GPUs of 80 GB, FSDP, vLLM; 200 GB of the host's memory. Not run here.
 set -euo pipefail
 
-data=${DATA:-$HOME/data}
 settings=(
-  algorithm.use_kl_in_reward=true # beside PPO with a critic, which is the default
-  data.train_files="['$data/gsm8k/train.parquet','$data/math/train.parquet']"
-  data.val_files="['$data/gsm8k/test.parquet','$data/math/test.parquet']"
-  data.max_prompt_length=1024
+  recipe=gsm8k_math_ppo # data, model, PPO with KL in the reward, validation, checkpoints
   data.max_response_length=7168
-  data.filter_overlong_prompts=true
 
-  actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct
   actor_rollout_ref.actor.fsdp_config.param_offload=true # 3.8 GB a GPU, over the bus twice a step
   actor_rollout_ref.actor.fsdp_config.optimizer_offload=true # 7.6
   actor_rollout_ref.ref.fsdp_config.param_offload=true
-  critic.model.path=Qwen/Qwen2-7B-Instruct
   critic.fsdp_config.param_offload=true
   critic.fsdp_config.optimizer_offload=true
 
   rollout=vllm
-  actor_rollout_ref.rollout.tensor_model_parallel_size=1
   actor_rollout_ref.rollout.gpu_memory_utilization=0.85 # of 80 GB: 15 for weights, some 55 for a cache of 900,000 tokens
 
-  trainer.project_name=gsm8k_math
   trainer.experiment_name=qwen2-7b_ppo_vllm_sleep
-  trainer.total_epochs=15
-  trainer.test_freq=5
-  trainer.save_freq=20
-  trainer.max_actor_ckpt_to_keep=1
-  trainer.max_critic_ckpt_to_keep=1
 )
 set -x
 exec python -m trainer.main_ppo "${settings[@]}" "$@"

@@ -6,8 +6,8 @@
 #     scripts/run_qwen2.5-72b_grpo_megatron_split.sh # on the first; models and data where every node finds them
 set -euo pipefail
 
-data=${DATA:-$HOME/data}
 settings=(
+  recipe=gsm8k_math # data, validation, checkpoints (1 TB each)
   trainer.nnodes=4
   placement=split # docs/placement.md
   placement.pools='{actor: {nodes: 3, gpus: 8, fraction: 1}, rollout: {nodes: 1, gpus: 8, fraction: 1}}'
@@ -28,20 +28,13 @@ settings=(
   data.train_batch_size=256
   actor_rollout_ref.actor.ppo_mini_batch_size=64 # four updates a step
   actor_rollout_ref.rollout.n=8
-  data.train_files="['$data/gsm8k/train.parquet','$data/math/train.parquet']"
-  data.val_files="['$data/gsm8k/test.parquet','$data/math/test.parquet']"
-  data.max_prompt_length=1024
   data.max_response_length=2048
-  data.filter_overlong_prompts=true
 
   actor_rollout_ref.model.path=Qwen/Qwen2.5-72B-Instruct
 
-  trainer.project_name=gsm8k_math
   trainer.experiment_name=qwen2.5-72b_grpo_megatron_split
   trainer.total_epochs=3 # 58 steps each
   trainer.test_freq=10
-  trainer.save_freq=20
-  trainer.max_actor_ckpt_to_keep=1 # 1 TB each
 )
 set -x
 exec python -m trainer.main_ppo "${settings[@]}" "$@"

@@ -4,8 +4,8 @@
 # data. Qwen2.5-7B, the base model. 8 GPUs of 80 GB, FSDP, vLLM. Not run here.
 set -euo pipefail
 
-data=${DATA:-$HOME/data}
 settings=(
+  recipe=gsm8k_math # data, validation, checkpoints
   algorithm.adv_estimator=grpo
   actor_rollout_ref.actor.clip_ratio_high=0.28 # beside 0.2 below
   algorithm.filter_groups.enable=true # groups that are all right or all wrong are replaced
@@ -19,24 +19,15 @@ settings=(
   reward.reward_kwargs.overlong_buffer_cfg.len=1024 # the last fifth of the length, as there
   reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5 # half of what lies between right and wrong: here 0 and 1, there -1 and 1
 
-  data.train_files="['$data/gsm8k/train.parquet','$data/math/train.parquet']"
-  data.val_files="['$data/gsm8k/test.parquet','$data/math/test.parquet']"
-  data.max_prompt_length=1024
   data.max_response_length=5120
-  data.filter_overlong_prompts=true
 
   actor_rollout_ref.model.path=Qwen/Qwen2.5-7B
 
   rollout=vllm
-  actor_rollout_ref.rollout.tensor_model_parallel_size=1
   actor_rollout_ref.rollout.gpu_memory_utilization=0.75 # of 80 GB; the actor and its optimizer keep 11
 
-  trainer.project_name=gsm8k_math
   trainer.experiment_name=qwen2.5-7b_dapo
   trainer.total_epochs=10 # 29 steps each
-  trainer.test_freq=5
-  trainer.save_freq=20
-  trainer.max_actor_ckpt_to_keep=1
 )
 set -x
 exec python -m trainer.main_ppo "${settings[@]}" "$@"

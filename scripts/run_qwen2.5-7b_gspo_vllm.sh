@@ -4,8 +4,8 @@
 # Qwen2.5-7B, the base model, on GSM8K and MATH. 8 GPUs of 80 GB, FSDP, vLLM. Not run here.
 set -euo pipefail
 
-data=${DATA:-$HOME/data}
 settings=(
+  recipe=gsm8k_math # data, validation, checkpoints
   algorithm.adv_estimator=grpo # its eq. 6; no KL
   actor_rollout_ref.actor.policy_loss.loss_mode=gspo
   actor_rollout_ref.actor.clip_ratio_low=3e-4
@@ -15,24 +15,15 @@ settings=(
   data.train_batch_size=512
   actor_rollout_ref.actor.ppo_mini_batch_size=128 # four updates a step
 
-  data.train_files="['$data/gsm8k/train.parquet','$data/math/train.parquet']"
-  data.val_files="['$data/gsm8k/test.parquet','$data/math/test.parquet']"
-  data.max_prompt_length=1024
   data.max_response_length=4096
-  data.filter_overlong_prompts=true
 
   actor_rollout_ref.model.path=Qwen/Qwen2.5-7B
 
   rollout=vllm
-  actor_rollout_ref.rollout.tensor_model_parallel_size=1
   actor_rollout_ref.rollout.gpu_memory_utilization=0.75 # of 80 GB; the actor and its optimizer keep 11
 
-  trainer.project_name=gsm8k_math
   trainer.experiment_name=qwen2.5-7b_gspo
   trainer.total_epochs=10 # 29 steps each
-  trainer.test_freq=5
-  trainer.save_freq=20
-  trainer.max_actor_ckpt_to_keep=1
 )
 set -x
 exec python -m trainer.main_ppo "${settings[@]}" "$@"

@@ -4,8 +4,8 @@
 # script for it. Qwen2.5-7B-Instruct on GSM8K and MATH. 8 GPUs of 80 GB, FSDP, vLLM. Not run here.
 set -euo pipefail
 
-data=${DATA:-$HOME/data}
 settings=(
+  recipe=gsm8k_math # data, validation, checkpoints
   algorithm.adv_estimator=reinforce_plus_plus_baseline
   actor_rollout_ref.actor.use_kl_loss=true # times 0.001
   actor_rollout_ref.actor.kl_loss_type=mse # k2: its gradient is that of the KL
@@ -14,24 +14,17 @@ settings=(
   data.train_batch_size=128
   actor_rollout_ref.actor.ppo_mini_batch_size=16 # 128 answers an update
 
-  data.train_files="['$data/gsm8k/train.parquet','$data/math/train.parquet']"
-  data.val_files="['$data/gsm8k/test.parquet','$data/math/test.parquet']"
-  data.max_prompt_length=1024
   data.max_response_length=2048
-  data.filter_overlong_prompts=true
 
   actor_rollout_ref.model.path=Qwen/Qwen2.5-7B-Instruct
 
   rollout=vllm
-  actor_rollout_ref.rollout.tensor_model_parallel_size=1
   actor_rollout_ref.rollout.gpu_memory_utilization=0.7 # of 80 GB; actor, its optimizer and the reference keep 15
 
-  trainer.project_name=gsm8k_math
   trainer.experiment_name=qwen2.5-7b_reinforce_plus_plus_baseline
   trainer.total_epochs=3 # 116 steps each
   trainer.test_freq=20
   trainer.save_freq=50
-  trainer.max_actor_ckpt_to_keep=1
 )
 set -x
 exec python -m trainer.main_ppo "${settings[@]}" "$@"

@@ -6,11 +6,14 @@ import signal
 import time
 import uuid
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
+from hydra.plugins.config_source import ConfigResult
 from hypothesis import settings
 
 from tests.turns import pytest_runtest_protocol  # noqa: F401 - a hook
@@ -68,3 +71,21 @@ def no_process_left_behind() -> Iterator[None]:
     for process in left:
         process.kill()
     assert not named, f"left behind: {named}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def package_yaml_is_read_once() -> Iterator[None]:
+    """Hydra parses nine files of configs/ for every composition, which is half of its time. Tests compose a thousand times."""
+    read = ImportlibResourcesConfigSource._read_config
+
+    found: dict[tuple[str, int], ConfigResult] = {}
+
+    def copied(source: ImportlibResourcesConfigSource, resource: Path) -> ConfigResult:
+        key = str(resource), resource.stat().st_mtime_ns
+        if key not in found:
+            found[key] = read(source, resource)
+        return deepcopy(found[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ImportlibResourcesConfigSource, "_read_config", copied)
+        yield

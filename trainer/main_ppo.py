@@ -25,8 +25,8 @@ def plan(config: PPOConfig) -> None:
 PROGRAM = Program(
     name="trainer.main_ppo",
     about=(
-        "Trains a language model with reinforcement learning: it answers prompts, the answers are scored, and it learns from\n"
-        "the scores. Generation and training share the GPUs, in tandem; with trainer.device=cpu all of it runs on a laptop."
+        "Trains a language model with reinforcement learning. Generation and training share the GPUs; with trainer.device=cpu "
+        "all of it runs on a laptop."
     ),
     root="ppo_trainer",
     schema=PPOConfig,
@@ -43,9 +43,9 @@ PROGRAM = Program(
         "trainer.total_epochs",
     ),
     examples=(
-        "recipe=quickstart trainer.default_local_dir=runs/first",
+        "recipe=quickstart trainer.default_local_dir=runs/1",
         "algorithm=grpo actor_rollout_ref.rollout.n=8 actor_rollout_ref.model.path=Qwen/Qwen3-0.6B trainer.n_gpus_per_node=4",
-        "--multirun recipe=quickstart actor_rollout_ref.actor.optim.lr=1e-4,3e-4",
+        "--multirun recipe=quickstart trainer.seed=1,2,3",
     ),
     check=check_ppo_config,
     run=run,

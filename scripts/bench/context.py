@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
-from scripts.bench.lone_engine import LoneEngine
-from scripts.bench.shapes import SHAPES, Likelihood, random_rows
+from scripts.bench.shapes import SHAPES, Likelihood, LoneEngine, random_rows
 from trainer.planner.memory_model import Setting, Shape, longest, scoring, training
 from workers.engine.fsdp.fsdp_engine import FSDPEngine
 from workers.engine.hf.hf_model import DTYPES

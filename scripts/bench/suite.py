@@ -1,7 +1,7 @@
 """The whole suite on two CPU cores in ten minutes: a table on stderr, JSON on stdout, and a plot.
 
     python scripts/bench/suite.py --plot suite.svg > suite.json
-    python scripts/bench/suite.py --parts startup dispatch
+    python scripts/bench/suite.py --parts step dispatch
     python scripts/bench/suite.py --quick                    # smoke versions, whose figures mean nothing
 
 Each part is a bench of its own, with a time limit, after the other. One that fails, is late, or lacks a figure is told of in the
@@ -70,10 +70,6 @@ def gemm(said: Any, shape: str, part: str) -> float:
 
 TINY = ("--prompts", "2", "--n", "2", "--steps", "2", "--hidden_size", "64", "--num_hidden_layers", "1", "trainer.backend=local")
 PARTS = {
-    "startup": Part("startup", ("--rounds", "3"), ("--quick",), 120, {
-        "configuration checked, s": Figure(lambda said: said["check"]["total"], 1.0),
-        "end of the first step, s": Figure(lambda said: said["first_step"]["total"], 15.0),
-    }),
     "dispatch": Part("dispatch", ("--workers", "1", "64", "--megabytes", "500"), ("--quick",), 150, {
         "controller, us a token": Figure(lambda said: controller(said, said["settings"]["workers"][0], 4096)["us_per_token"]),
         "cost a token, most over fewest sequences": Figure(lambda said: flatness(said, said["settings"]["workers"][0]), 1.5),
@@ -85,11 +81,6 @@ PARTS = {
     "step": Part("step", ("--steps", "4"), TINY, 120, {
         "GRPO step, 3.4M, s": Figure(lambda said: said["seconds"]["step"]),
         "outside generate, log-prob, update": Figure(lambda said: said["share_outside_generate_log_prob_update"]),
-    }),
-    "scaling": Part("scaling", ("--rounds", "1", "--steps", "3"), ("--rounds", "1", "--workers", "1", *TINY), 150, {
-        "two workers, times one": Figure(
-            lambda said: said["workers"][str(said["settings"]["workers"][-1])]["times_as_fast"], 1.5, "higher"
-        ),
     }),
     "rollout": Part(
         "rollout", ("--workload", "ragged", "--engines", "embedded", "--rounds", "3", "--hf_batch_sizes", "64"),

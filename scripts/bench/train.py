@@ -4,6 +4,7 @@
     python scripts/bench/train.py --shapes 7b --dtypes bfloat16 --model_dtype bfloat16 --device cuda --tokens 8192 --recompute
     python scripts/bench/train.py --shapes 84m --dtypes float32 --profile    # and where the time goes
     python scripts/bench/train.py --shapes 0.5b --dtypes bfloat16 --device cuda --tokens 16384 --rounds 20 --entropy sampled
+    python scripts/bench/train.py --shapes 3m --dtypes float32 --groups 17x60 128x64    # shared prompts
     python scripts/bench/train.py --quick                              # a smoke version, seconds
 
 Rows are ragged, packed, and all their tokens count. gemm: matrix products of the model's own shapes, each of a whole micro-batch,
@@ -13,7 +14,8 @@ there is; on CUDA wall seconds. forward: log-probs without gradient. f+b: forwar
 optimizer. --entropy: one more part, the same update that also measures the policy's entropy (sampled: over a sixteenth of the
 tokens, the default of a run; full: over all of them, actor.calculate_entropy). Its line ends with how much longer it takes, the
 median of the rounds' ratios. waste: tokens that went through the model and are not real, of all; padded: what padding rows
-to the longest would waste. A table goes to stderr, JSON to stdout.
+to the longest would waste. --groups: groups of 8 rows with a shared prompt instead, of the first shape and dtype. A table goes to
+stderr, JSON to stdout.
 """
 
 import argparse
@@ -34,16 +36,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from scripts.bench.lone_engine import LoneEngine
-from scripts.bench.shapes import SHAPES, Likelihood, LikelihoodAndEntropy, random_rows
-from scripts.bench.worker import synchronize
+from scripts.bench.shapes import SHAPES, Likelihood, LikelihoodAndEntropy, LoneEngine, random_rows
 from trainer.algorithms.losses.actor_loss import entropy_mask
 from trainer.tracking.metrics import peak_flops
+from workers.batch import Batch
 from workers.engine import logprob
 from workers.engine.fsdp.fsdp_engine import FSDPEngine
 from workers.engine.hf.hf_model import DTYPES
 
 PROMPT = 17  # tokens of each row before its answer
+GROUPS, N = 7, 8  # of --groups: prompts, and responses of each
 COLUMNS = ("case", "part", "ms", "CPU ms", "tokens/s", "GFLOP/s", "of gemm", "of peak", "waste", "padded")
 Seconds = tuple[float, float]
 """Wall, and CPU of this process."""
@@ -61,6 +63,7 @@ def main() -> None:
     parser.add_argument("--recompute", action="store_true", help="layers in the backward")
     parser.add_argument("--chunk", type=int, default=None, help="of positions, in the language head (default: the engine's)")
     parser.add_argument("--entropy", choices=("sampled", "full"), help="measure the update with it too")
+    parser.add_argument("--groups", nargs="+", metavar="PROMPTxRESPONSE", help="measure shared prompts of these lengths instead")
     parser.add_argument("--rounds", type=int, default=5, help="after one that warms up (default: %(default)s)")
     parser.add_argument("--profile", action="store_true", help="one more forward and update, operation by operation")
     parser.add_argument("--quick", action="store_true", help="3.39M parameters, float32, 512 tokens, two rounds")
@@ -71,6 +74,13 @@ def main() -> None:
         logprob.chunk_size = lambda vocabulary: args.chunk
     if args.device == "cpu":
         torch.set_num_threads(1)
+    cases = measure_groups(args) if args.groups else measure_cases(args)
+    device = torch.cuda.get_device_name() if args.device == "cuda" else f"cpu, {torch.get_num_threads()} thread"
+    settings = vars(args) | {"torch": torch.__version__, "device": device}
+    print(json.dumps({"settings": settings, "cases": cases, "load": os.getloadavg()}, indent=1))
+
+
+def measure_cases(args: argparse.Namespace) -> dict[str, Any]:
     print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS), file=sys.stderr)
     cases = {}
     for shape in args.shapes:
@@ -78,9 +88,7 @@ def main() -> None:
             name = f"{shape} {dtype}"
             cases[name] = measure(args, shape, dtype)
             print(table(name, cases[name]), file=sys.stderr, flush=True)
-    device = torch.cuda.get_device_name() if args.device == "cuda" else f"cpu, {torch.get_num_threads()} thread"
-    settings = vars(args) | {"torch": torch.__version__, "device": device}
-    print(json.dumps({"settings": settings, "cases": cases, "load": os.getloadavg()}, indent=1))
+    return cases
 
 
 def ragged(tokens: int, longest: int) -> list[int]:
@@ -130,6 +138,11 @@ def counted(seconds: Seconds, device: str) -> float:
     """Those that a rate is made of."""
     wall, cpu = seconds
     return wall if device == "cuda" else cpu
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def timed(device: str, work: Callable[[], Any]) -> Seconds:
@@ -207,6 +220,52 @@ def measure(args: argparse.Namespace, shape: str, dtype: str) -> dict[str, Any]:
         "gigabytes": torch.cuda.max_memory_allocated() / 1e9 if args.device == "cuda" else None,
         "parts": found_parts,
     }
+
+
+def measure_groups(args: argparse.Namespace) -> dict[str, Any]:
+    """Log-probs and gradients of groups whose prompt is computed once, relative to the same rows whole. Both are one micro-batch
+    and alternate; medians of the ratios of the rounds."""
+    print(
+        "| prompt x response | tokens | computed | log-probs, ms | x whole | f+b, ms | x whole |\n" + "|---" * 7 + "|",
+        file=sys.stderr,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        engine = LoneEngine(
+            shape=args.shapes[0], device=args.device, model_dtype=args.model_dtype, dtype=args.dtypes[0], recompute=args.recompute
+        ).build(Path(folder))  # fmt: skip
+        cases = {lengths: measure_group(engine, args, *map(int, lengths.split("x"))) for lengths in args.groups}
+        dist.destroy_process_group()
+    return cases
+
+
+def measure_group(engine: FSDPEngine, args: argparse.Namespace, prompt: int, response: int) -> dict[str, Any]:
+    whole = random_rows(args.shapes[0], [prompt + response] * GROUPS * N)
+    ids = whole.tokens["input_ids"].view(GROUPS, N, -1).clone()
+    ids[:, :, :prompt] = ids[:, :1, :prompt]
+    mask = (whole.positions() >= prompt).long()
+    whole = whole.with_tokens(input_ids=ids.flatten(), response_mask=mask)
+    shared = whole.with_rows(prompt_length=torch.full((len(whole),), prompt))
+    plan = (tuple(range(len(whole))),)
+    found: dict[str, dict[str, list[float]]] = {"log-probs": {}, "f+b": {}}
+
+    def train(batch: Batch) -> None:
+        engine.accumulate(batch, plan, Likelihood())
+        engine.move(grads="cpu")
+
+    for _ in range(args.rounds + 1):
+        for side, batch in (("shared", shared), ("whole", whole)):
+            forward = timed(args.device, lambda rows=batch: engine.forward(rows, plan, {"log_probs"}))  # type: ignore[misc]
+            both = timed(args.device, lambda rows=batch: train(rows))  # type: ignore[misc]
+            found["log-probs"].setdefault(side, []).append(counted(forward, args.device))
+            found["f+b"].setdefault(side, []).append(counted(both, args.device))
+    tokens, computed = whole.total_tokens, GROUPS * (prompt + N * response)
+    case: dict[str, Any] = {"tokens": tokens, "computed": computed}
+    for part, sides in found.items():
+        ratios = [one / other for one, other in zip(sides["shared"][1:], sides["whole"][1:], strict=True)]
+        case[part] = {"seconds": statistics.median(sides["shared"][1:]), "of_whole": statistics.median(ratios), "all": ratios}
+    cells = [f"{case[part]['seconds'] * 1e3:.1f} | {case[part]['of_whole']:.2f}" for part in found]
+    print(f"| {prompt} x {response} | {tokens} | {computed} | " + " | ".join(cells) + " |", file=sys.stderr, flush=True)
+    return case
 
 
 def count_tokens(engine: FSDPEngine) -> list[int]:

@@ -24,10 +24,7 @@ def main_ppo(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     ("argv", "shown"),
     [
         (["--help"], "recipe=quickstart"),
-        (["-h"], "trainer.dry_run=config"),
-        (["--cfg", "job"], "adv_estimator: gae"),
         (["recipe=quickstart", "--cfg", "job", "--resolve"], "default_local_dir: runs/quickstart"),
-        (["--info"], "pkg://configs"),
         (["--info", "defaults"], "ppo_trainer"),
         (["recipe=quickstart", "trainer.dry_run=config"], "configuration is fine"),
     ],
@@ -65,31 +62,6 @@ def test_command_lines_of_verl_compose_as_they_are_typed(command: str, tmp_path:
         "actor_rollout_ref.rollout.tensor_model_parallel_size",
         "actor_rollout_ref.rollout.gpu_memory_utilization",
     }
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("argv", "line"),
-    [
-        (["trainer.n_gpu_per_node=2"], "trainer.n_gpu_per_node: there is no such key; did you mean trainer.n_gpus_per_node?"),
-        (
-            ["recipe=quikstart"],
-            "recipe=quikstart: unknown option; known: gsm8k_0.5b, quickstart; did you mean quickstart?",
-        ),
-        (
-            ["algorithm.adv_estimator=grop", "trainer.dry_run=config"],
-            "algorithm.adv_estimator=grop is not known (did you mean grpo?); known: gae, gdpo, gpg, grpo,",
-        ),
-        (
-            ["actor_rollout_ref.actor.policy_loss.loss_mode=vanila", "trainer.dry_run=config"],
-            "actor_rollout_ref.actor.policy_loss.loss_mode=vanila is not known (did you mean vanilla?)",
-        ),
-    ],
-)
-def test_a_mistake_is_one_line(argv: list[str], line: str, tmp_path: Path) -> None:
-    result = main_ppo(*argv, cwd=tmp_path)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"error: {line}") and result.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 

@@ -33,7 +33,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("overrides", [(), ("algorithm=ppo",)], ids=["grpo", "ppo"])
+@pytest.mark.parametrize("overrides", [(), pytest.param(("algorithm=ppo",), marks=pytest.mark.soak)], ids=["grpo", "ppo"])
 def test_the_recipe_learns(overrides: tuple[str, ...], tmp_path: Path) -> None:
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))

@@ -62,10 +62,7 @@ def test_a_signal_ends_it_and_all_that_it_has_started(number: int, code: int, bu
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["reward.scorer=gsm9k"], r"reward\.scorer=gsm9k is not known \(did you mean gsm8k\?\)"),
         (["reward.scorer=nowhere.py:f", "server.port=0"], r".*nowhere\.py.*"),
-        (["reward.scorrer=gsm8k"], r"reward\.scorrer: there is no such key; did you mean reward\.scorer\?"),
-        (["server.port=70000"], r"server\.port=70000: must be less than or equal to 65535"),
         (["server.port={taken}"], r"server\.host=127\.0\.0\.1 server\.port=\d+: .*in use"),
         (
             ["server.host=0.0.0.0"],

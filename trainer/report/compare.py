@@ -15,9 +15,9 @@ from typing import Any
 
 import yaml
 
-from trainer.report.charts import Chart, Curve, draw
+from trainer.report.charts import Chart, Curve, draw, smooth
 from trainer.report.page import render
-from trainer.report.run_report import CURVES, PNG_COLORS, CurveSpec, Series, series_of, smooth
+from trainer.report.run_report import CURVES, CurveSpec, Series, series_of
 from trainer.run.run_dir import CONFIG, GLOBAL_STEP, METRICS, leaves_of, read_metrics, write_atomic
 from trainer.run.run_status import NOT_THE_RUN, Outcome, read_outcome
 from trainer.tracking.formatting import number
@@ -33,6 +33,7 @@ NAMES = (
 MOST_IN_LABEL = 3
 NOT_SET = "(not set)"
 PNG_CHARTS, PNG_COLUMNS = 6, 3
+PNG_COLORS = ("#3b6fd8", "#e0792f", "#2a9d74", "#a45bd0", "#d1495b", "#c9a227", "#3aa6b9", "#7a8699", "#b86b8f", "#9aa5b1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from trainer.report.charts import Chart, Curve, Lanes, Stack, draw, lanes, smooth, stack
+from trainer.report.charts import Chart, Curve, Lanes, Stack, draw, lanes, stack
 from trainer.report.page import render
 from trainer.run.logger import Sample
 from trainer.run.run_dir import (
@@ -54,7 +54,6 @@ PHASE_OF = {
     "update of actor": "update_actor", "update of critic": "update_critic", "weight sync": "sync",
 }  # fmt: skip
 """{call of a worker: phase whose colour it has}."""
-PNG_COLORS = ("#3b6fd8", "#e0792f", "#2a9d74", "#a45bd0", "#d1495b", "#c9a227", "#3aa6b9", "#7a8699", "#b86b8f", "#9aa5b1")
 
 Series = dict[str, tuple[list[float], list[float]]]
 """{metric: (steps, values)}."""
@@ -228,44 +227,6 @@ class GrowingReport:
                 return
             if self._over.wait(max(SECONDS, (time.thread_time() - before) / SHARE)):
                 return
-
-
-def write_curve_png(run_dir: Path, path: Path) -> None:
-    """Draw accuracy with score, entropy (or the gradient norm), and the time of a step as a picture, for a README."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    steps = read_metrics(run_dir)
-    series = series_of(steps)
-    style: dict[Any, Any] = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}
-    with plt.rc_context(style | {"font.size": 9}):
-        figure, (learning, second, time) = plt.subplots(1, 3, figsize=(11, 3.1), layout="constrained")
-        learning.set_title("Learning", loc="left", fontweight="bold")
-        if "critic/score/mean" in series:
-            xs, ys = series["critic/score/mean"]
-            learning.plot(xs, ys, color="#8fb0f0", linewidth=0.8, alpha=0.7)
-            learning.plot(xs, smooth(ys), color="#3b6fd8", linewidth=1.4, label="score, training answers")
-        if ACCURACY in series:
-            learning.plot(*series[ACCURACY], color="#e0792f", marker="o", markersize=4, linewidth=1.8, label="held-out accuracy")
-        learning.set_ylim(0, 1.02)
-        learning.legend(frameon=False, loc="lower right")
-        name = "actor/entropy" if "actor/entropy" in series else "actor/grad_norm"
-        second.set_title("Entropy of the policy" if name == "actor/entropy" else "Gradient norm", loc="left", fontweight="bold")
-        if name in series:
-            second.plot(*series[name], color="#2a9d74", linewidth=1.4)
-            second.set_ylim(bottom=0)
-        time.set_title("Seconds a step, by phase", loc="left", fontweight="bold")
-        phases, xs, parts = phase_seconds(steps)
-        shown = {phase: [part[i] for part in parts] for i, phase in enumerate(phases) if phase not in AFTER_STEP}
-        if xs:
-            time.stackplot(xs, *shown.values(), labels=list(shown), colors=PNG_COLORS, linewidth=0)
-            time.legend(frameon=False, fontsize=7.5, loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True)
-        for axes in (learning, second, time):
-            axes.set_xlabel("step")
-        figure.savefig(path, dpi=160)
-        plt.close(figure)
 
 
 def series_of(steps: Sequence[Mapping[str, float]]) -> Series:

@@ -1,7 +1,6 @@
 """Reports that are written here: no rival is installed, nothing is measured."""
 
 import json
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +47,6 @@ def with_step(**changes: Any) -> dict[str, Any]:
 )
 def test_sides_that_did_not_do_the_same_are_not_compared(theirs: dict[str, Any], words: str) -> None:
     assert compare.unequal(report("tandem", 0.5, 0.5), theirs) == words
-
-
-def test_equal_work_is_compared() -> None:
-    assert compare.unequal(report("tandem", 0.5, 0.7), report("trl", 1.0, 9.0)) is None
 
 
 def test_a_ratio_is_of_medians_of_one_round() -> None:
@@ -119,13 +114,6 @@ def test_a_refusal_is_one_line_and_no_ratio(
     words = "no ratio, the sides differ in round 1: response tokens of measured step 2: tandem 64, trl 63"
     assert stopped.value.code == words
     assert capsys.readouterr().out == "" and not (tmp_path / "all.json").exists()
-
-
-def test_an_environment_that_is_there_is_used_again(tmp_path: Path) -> None:
-    """Its mark has a hash of install.sh and of verl's list: nothing is fetched."""
-    recipe = b"".join((compare.RIVALS / name).read_bytes() for name in ("install.sh", "verl_requirements.txt"))
-    (tmp_path / f"installed-trl-{sha256(recipe).hexdigest()[:16]}").touch()
-    assert compare.installed("trl", tmp_path) == tmp_path / "bin/python"
 
 
 def test_a_rival_that_fails_ends_the_comparison(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from scripts.bench.rivals import verl
 
-INSTALL = Path(verl.__file__).parent / "install.sh"
 TASK: dict[str, Any] = {
     "model": "/m", "train": "/t.parquet", "reward": "/r.py", "prompts": 4, "n": 2, "prompt_length": 17, "response_length": 60,
     "lengths": None, "lr": 1e-6, "kl_coef": 0.001, "steps": 3, "warmup": 1, "threads": 1, "ignore_eos": True,
@@ -58,34 +57,6 @@ def test_a_run_whose_parts_differ_is_refused(notes: list[dict[str, Any]]) -> Non
         verl.had(notes)
 
 
-def test_the_task_becomes_overrides() -> None:
-    options = dict(line.split("=", 1) for line in verl.settings(TASK, Path("/f")))
-    assert options["trainer.total_training_steps"] == "4"  # with the warm-up
-    assert options["actor_rollout_ref.actor.ppo_mini_batch_size"] == options["data.train_batch_size"] == "4"  # one update
-    assert options["actor_rollout_ref.actor.use_kl_loss"] == "True"
-    assert options["actor_rollout_ref.rollout.agent.default_agent_loop"] == "single_turn_agent"
-    assert options["actor_rollout_ref.model.use_remove_padding"] == "False"
-    ragged = dict(line.split("=", 1) for line in verl.settings({**TASK, "lengths": "/l.json", "kl_coef": 0.0}, Path("/f")))
-    assert ragged["actor_rollout_ref.rollout.agent.default_agent_loop"] == "forced"
-    assert ragged["actor_rollout_ref.actor.use_kl_loss"] == "False"
-    assert ragged["actor_rollout_ref.model.use_remove_padding"] == "True"
-    assert ragged["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"] == "77"  # the longest row fits
-
-
-def test_on_a_gpu_all_is_in_bfloat16_and_no_cpu_is_patched_in() -> None:
-    task = {**TASK, "device": "cuda"}
-    options = dict(line.split("=", 1) for line in verl.settings(task, Path("/f")))
-    plain = dict(line.split("=", 1) for line in verl.settings(TASK, Path("/f")))
-    assert options["actor_rollout_ref.rollout.dtype"] == options["actor_rollout_ref.actor.fsdp_config.model_dtype"] == "bfloat16"
-    assert "trainer.device" not in options and plain["trainer.device"] == "cpu"
-    assert options["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"] == "16384"
-    assert options["data.train_batch_size"] == plain["data.train_batch_size"]
-    workers = "actor_rollout_ref.rollout.agent.num_workers"
-    assert (options[workers], plain[workers]) == ("8", "1")  # verl's own choice; two cores are not for so many
-    hooks = [verl.environment(each, Path("/f"))["VERL_USE_EXTERNAL_MODULES"] for each in (TASK, task)]
-    assert hooks == ["verl_cpu_patches", "verl_measure"]
-
-
 @pytest.mark.parametrize("there", [True, False])
 def test_on_a_gpu_verl_takes_the_best_of_what_is_installed(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without flash-attn its log-probs would go token by token, and without FlashInfer vLLM would end."""
@@ -117,10 +88,3 @@ def test_a_run_ends_when_its_last_process_has(tmp_path: Path) -> None:
     code = f"from pathlib import Path; from scripts.bench.rivals import verl; {call}"
     subprocess.run([sys.executable, "-c", code], check=True)
     assert (tmp_path / "late").exists()
-
-
-@pytest.mark.parametrize("words", [("verl",), ("tlr", "env"), ()])
-def test_install_says_how_it_is_called_and_makes_nothing(words: tuple[str, ...], tmp_path: Path) -> None:
-    told = subprocess.run([INSTALL, *words], capture_output=True, text=True, cwd=tmp_path)
-    assert not any(tmp_path.iterdir())
-    assert told.returncode == 2 and "usage: scripts/bench/rivals/install.sh trl|verl DIR" in told.stderr

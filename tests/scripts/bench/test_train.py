@@ -43,7 +43,7 @@ def test_a_quick_run_is_beside_products_of_the_same_run(
 def test_padding_is_seen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     padded = partial(fsdp.flat_rows, unit=600)
     monkeypatch.setattr(fsdp, "flat_rows", lambda rows, unit: padded(rows))
-    report, _ = quick(monkeypatch, capsys, "--profile")
+    report, _ = quick(monkeypatch, capsys)
     assert report["cases"]["3m float32"]["padding_waste"] == pytest.approx(88 / 600)
 
 
@@ -64,3 +64,12 @@ def test_rows_are_ragged_and_fill_the_micro_batch() -> None:
     assert sum(rows) == 4096 and max(rows) <= PROMPT + 256 and len(set(rows)) > 20
     assert rows == ragged(4096, 256)
     assert 60 < sum(rows[:-1]) / len(rows[:-1]) < 100  # 17, and a quarter of 256, less what is cut
+
+
+def test_shared_prompts_cost_less_than_whole_rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(train, "GROUPS", 2)
+    report, table = quick(monkeypatch, capsys, "--groups", "64x8")
+    case = report["cases"]["64x8"]
+    assert case["tokens"] == 16 * 72 and case["computed"] == 2 * 64 + 16 * 8
+    assert 0.1 < case["f+b"]["of_whole"] < 0.8 and 0.1 < case["log-probs"]["of_whole"] < 0.8
+    assert "| 64 x 8 | 1152 | 256 |" in table

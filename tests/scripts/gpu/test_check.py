@@ -125,6 +125,7 @@ def test_rows_fit_together() -> None:
     assert Sizes(batch=16, mini=4, round=24).tiny() == Sizes(batch=4, mini=1, round=6, n=4, prompt=64, response=12)
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_a_row_runs_on_the_cpu_resumes_and_is_not_done_twice(tmp_path: Path) -> None:
     command = ["scripts/test_gpu.sh", "--cpu", "--rows", "quick-grpo", "--out", str(tmp_path)]

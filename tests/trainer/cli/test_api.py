@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-import trainer
 from configs.base.keys import ConfigError
 from configs.compose import compose
 from configs.schema.ppo import PPOConfig
@@ -61,11 +60,12 @@ def test_callbacks_see_every_step_and_the_end(task: Path, tmp_path: Path) -> Non
     assert outcome is not None and outcome.status == "finished"
 
 
-def test_a_configuration_does_what_its_words_do(task: Path, tmp_path: Path) -> None:
+def test_a_configuration_does_what_its_words_do(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain = compose("ppo_trainer", PPOConfig, ppo_arguments(task, tmp_path / "words", "trainer.total_training_steps=1"))
     config = replace(plain, trainer=replace(plain.trainer, default_local_dir=str(tmp_path / "config")))
     assert run_ppo(config).objective is None
-    run_ppo(ppo_arguments(task, tmp_path / "words", "trainer.total_training_steps=1"))
+    run_ppo(ppo_arguments(task, tmp_path / "words", "trainer.total_training_steps=1", "use_remove_padding=true"))
+    assert "note: use_remove_padding is left out: no batch is ever padded" in capsys.readouterr().err
     assert repeatable(metrics_of(tmp_path / "words")) == repeatable(metrics_of(tmp_path / "config"))
 
 
@@ -106,18 +106,6 @@ def test_what_cannot_work_is_raised_before_anything_begins(words: list[str], err
     with pytest.raises(error, match=re.escape(said)):
         run_ppo(words, callbacks=[seen])
     assert seen.calls == []
-
-
-def test_notes_are_told(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ppo_arguments(task, tmp_path, "trainer.total_training_steps=1", "use_remove_padding=true")
-    run_ppo(words)
-    assert "note: use_remove_padding is left out: no batch is ever padded" in capsys.readouterr().err
-
-
-def test_the_package_has_these_names_and_no_others() -> None:
-    assert trainer.run_ppo is run_ppo and trainer.Callback is Callback
-    with pytest.raises(AttributeError, match="'trainer' has no attribute 'run_sft'"):
-        trainer.run_sft  # noqa: B018
 
 
 def test_the_page_has_every_method() -> None:

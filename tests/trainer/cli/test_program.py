@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-import trainer
 from configs.argv import groups_of
 from configs.base.keys import CONFIG_DIR, described
 from configs.schema.supervised import SFTConfig
 from tests.broken import PROGRAMS
-from trainer.cli.program import Program, wrapped
+from trainer.cli.program import Program
 from trainer.run.errors import Found, NotSaved, Stopped
 from trainer.run.run_dir import GLOBAL_STEP, LATEST, METRICS, json_line, write_config
 from trainer.run.run_status import write_outcome
@@ -113,13 +112,6 @@ def test_an_error_tells_no_secret(words: list[str], capsys: pytest.CaptureFixtur
     assert "s3cret" not in err and "no answer from https://" in err and ("Traceback" in err) == bool(words)
 
 
-@pytest.mark.parametrize("word", ["trainer.full_traceback=true", "++trainer.full_traceback=True"])
-def test_the_traceback_of_what_comes_before_a_configuration(word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert program()([word, "optim.lrr=1"]) == 2
-    err = capsys.readouterr().err
-    assert "Traceback" in err and err.endswith("\nerror: optim.lrr: there is no such key; did you mean optim.lr?\n")
-
-
 def test_the_traceback_as_a_configuration_of_ones_own_asks_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "own.yaml").write_text("defaults: [sft_trainer, _self_]\ntrainer: {full_traceback: true}\n")
 
@@ -201,20 +193,6 @@ def test_jobs_of_a_sweep_run_on_when_one_fails(tmp_path: Path, monkeypatch: pyte
     assert seen == ["x/0", "x/1"]
 
 
-@pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_help_names_groups_keys_and_examples(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert program()([flag]) == 0
-    page = capsys.readouterr().out
-    assert "About." in page and "python -m trainer.main_sft optim.lr=1e-4" in page
-    assert "optim.lr=1.0e-5" in page and "Peak learning rate" in page
-
-
-def test_a_word_of_an_example_stays_whole() -> None:
-    words = [f"key{i}={'some-value-' * 3}" for i in range(9)]
-    lines = wrapped(" ".join(words), "  ", "    ", " \\").splitlines()
-    assert max(map(len, lines)) <= 80 and [word for line in lines for word in line.removesuffix(" \\").split()] == words
-
-
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_help_is_a_page(program: Program[Any]) -> None:
     """Of 80 columns and 60 lines: at most ten keys, each with its default and its comment, and every option of every group."""
@@ -232,14 +210,6 @@ def test_help_is_a_page(program: Program[Any]) -> None:
             comment = path.read_text().splitlines()[1].removeprefix("# ")
             assert comment and line.endswith(f"  {comment}")
     assert ("trainer.dry_run=full" in page) == (program.plan is not None)
-
-
-def test_the_help_page_loads_neither_torch_nor_numpy() -> None:
-    code = (
-        "import sys; from trainer.main_ppo import PROGRAM; PROGRAM(['--help']); print({'torch', 'numpy', 'ray'} & {*sys.modules})"
-    )
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert result.stdout.endswith("\nset()\n") and result.stdout.count("\n  python -m trainer.main_ppo ") == 3
 
 
 def test_a_full_dry_run_calls_the_plan_after_the_files_were_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
@@ -271,12 +241,6 @@ def test_the_guard_names_both_paths(name: str, marker: str | None, tmp_path: Pat
     assert result.returncode == 1
     last = result.stderr.splitlines()[-1]
     assert last.startswith("ImportError: ") and str(tmp_path / name) in last and str(ROOT / name) in last
-
-
-def test_importing_the_package_is_light() -> None:
-    code = "import sys, trainer; print(sorted({'torch', 'ray', 'hydra', 'omegaconf', 'pydantic'} & set(sys.modules)))"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert result.stdout == "[]\n" and trainer.__version__
 
 
 @pytest.mark.parametrize(("code", "jobs"), [(143, ["x/0"]), (4, ["x/0", "x/1"]), (0, ["x/0", "x/1"])])

@@ -18,7 +18,6 @@ from configs.sweeps.sweep_points import INTERRUPTED, Point, Result, read_results
 from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
 from trainer import main_ppo
 from trainer.cli.program import Program
-from trainer.cli.sweep import table
 from trainer.resilience.restart import Lifetime, keep_going
 from trainer.run.run_dir import GLOBAL_STEP, OUTCOME
 from trainer.run.run_status import write_outcome
@@ -167,15 +166,6 @@ def test_a_dry_run_leaves_no_table_and_no_file(runs: Runs, tmp_path: Path, capsy
     assert [line[:3] for line in rows(capsys.readouterr().out)] == [["configuration", "is", "fine:"]] * 2
     assert list(tmp_path.iterdir()) == []
     assert runs("trainer.total_epochs=1,0", "trainer.dry_run=config") == 2, "one of them cannot work"
-
-
-def test_the_table_has_its_columns_under_each_other() -> None:
-    results = [Result(9, ("a=1",), "finished", 0, 0.5, 1.0), Result(10, ("a=2", "b=3"), "not started", 0, None, 100.0)]
-    assert table(results) == [
-        "point  status       objective  seconds  overrides",
-        "9      finished     0.5        1.0      a=1",
-        "10     not started  -          100.0    a=2 b=3",
-    ]
 
 
 STOPPING_REWARD = """

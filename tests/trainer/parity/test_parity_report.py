@@ -1,6 +1,5 @@
 """The table and the page: what they show of made answers."""
 
-import io
 import json
 import re
 from dataclasses import replace
@@ -9,7 +8,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from tests.trainer.parity.made import EOS, made
 from tests.trainer.parity.test_bounds import NO_BOS, engine_of
@@ -18,7 +16,6 @@ from trainer.parity.agreement import EngineAnswers, Heads, agreement
 from trainer.parity.bounds import Engine
 from trainer.parity.measure import Measured, Timed
 from trainer.parity.parity_report import (
-    WIDTH,
     Parity,
     by_position,
     by_share,
@@ -27,7 +24,6 @@ from trainer.parity.parity_report import (
     plainest,
     plainest_first,
     survival,
-    table,
 )
 
 FIRST = made([[5, 6, EOS], [7, EOS], [5, 5, 5, EOS]], offset=1e-6)
@@ -57,15 +53,6 @@ def written(told: Parity) -> str:
     return page(told, {"embedded": measured(FIRST), "vllm": measured(SECOND)}, {"note": HOSTILE}, {"python": "3"})
 
 
-def test_the_page_shows_verdict_figures_and_where_answers_part() -> None:
-    text = Page(written(parity())).text
-    assert "within all bounds equal" in text and "embedded, vllm side by side" in text
-    assert "vllm 11 0 7, 8" in text and "vllm 12 2 5, 6" in text
-    assert "plainest difference from embedded - margin 1 (row 11, token 0)" in text
-    assert "draws, standard errors off +0.50 -" in text and "prompt tokens from a cache not told not told" in text
-    assert "The tokenizer has no BOS token." in text
-
-
 def test_the_page_shows_what_is_broken_and_how_prompts_begin() -> None:
     heads = Heads(bos="<s>", wanted=3, begun=2, doubled=0, lost=1)
     text = Page(written(parity(broken=["vllm: one", "vllm: two"], heads=heads))).text
@@ -89,13 +76,6 @@ def test_each_chart_has_a_line_for_each_engine() -> None:
     }  # fmt: skip
     assert [point[3] for point in lines["|engine - trainer|, greedy"][1]] == ["-3"] * 101
     assert html.count('data-x="at"') == 6
-
-
-def test_the_table_is_not_cut() -> None:
-    console = Console(width=WIDTH, file=io.StringIO(), record=True)
-    console.print(table(parity(model="m")))
-    text = console.export_text()
-    assert "m: 3 prompts, float32" in text and "sampled at 0.8" in text and "…" not in text
 
 
 def test_the_plainest_difference_is_the_one_with_the_widest_margin() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
+from tests.runs import make_task, ppo_arguments, repeatable, run_ppo
 from trainer import main_ppo
 from trainer.checkpoint.resume import find_latest
 from trainer.run.run_dir import START
@@ -143,22 +143,6 @@ def test_when_every_reward_fails_the_first_error_is_told(task: Path, tmp_path: P
     assert code == 2
     last = capfd.readouterr().err.splitlines()[-1]
     assert last.startswith("error: all 32 rewards of the step failed; the first: KeyError: 'no such thing' (reward.py:2)")
-
-
-def test_the_last_two_lines_tell_accuracy_and_report(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run_ppo(task, tmp_path, "trainer.val_before_train=true", "trainer.test_freq=2")
-    accuracy, report = capfd.readouterr().out.strip().splitlines()[-2:]
-    first, last = (metrics_of(tmp_path)[i]["val/accuracy"] for i in (0, -1))
-    assert accuracy == f"held-out accuracy: {first:.2f} -> {last:.2f} (32 problems)"
-    assert report == f"report: {tmp_path / 'report.html'}" and "<html" in (tmp_path / "report.html").read_text()
-
-
-def test_resuming_with_another_learning_rate_is_refused(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run_ppo(task, tmp_path, "trainer.save_freq=2")
-    changed = ("trainer.total_training_steps=3", "actor_rollout_ref.actor.optim.lr=1.0")
-    code = main_ppo.PROGRAM(ppo_arguments(task, tmp_path, *changed))
-    assert code == 2
-    assert "actor_rollout_ref.actor.optim.lr: 0.0003 -> 1.0" in capfd.readouterr().err
 
 
 def test_every_weight_is_trained(task: Path, tmp_path: Path) -> None:

@@ -56,13 +56,6 @@ def test_a_held_out_answer_without_a_score_is_no_zero(task: Path, tmp_path: Path
     assert "no score: KeyError" in (tmp_path / "run" / REPORT).read_text()
 
 
-def test_a_policy_without_any_reward_is_told(task: Path, tmp_path: Path) -> None:
-    steps = run_ppo(task, tmp_path / "run", *TEN, reward(tmp_path, "    return 0.0"))
-    assert [step["training/zero_signal_groups"] for step in steps] == [1.0] * 10
-    assert all(step["actor/entropy"] > 0.5 for step in steps), "of random weights, and measured by default"
-    assert told(tmp_path / "run") == [(5, "alarm", "no_learning"), (10, "alarm", "zero_signal")]
-
-
 def test_a_run_that_learns_tells_nothing(task: Path, tmp_path: Path) -> None:
     steps = run_ppo(task, tmp_path / "run", *TEN, "data.max_response_length=32", "trainer.test_freq=5")
     assert not (tmp_path / "run" / EVENTS).exists() and "val/accuracy" in steps[-1]

@@ -201,11 +201,8 @@ def test_each_token_may_have_a_reward_of_its_own(task: Path, tmp_path: Path) -> 
 
 
 REFUSED = {
-    "a wrong path": ("path: {task}/nowhere", "reward.models.a.path={task}/nowhere: no such directory"),
-    "a language model": ("path: {task}/base", "reward.models.a: model.path={task}/base: Qwen2ForCausalLM has no score head"),
     "no statistics": ("path: {task}/other, normalize: stored", "reward.models.a: normalize=stored: no reward_statistics.json"),
     "other words, token by token": ("path: {task}/other, kind: token", "reward.models.a: kind=token: the policy's tokens are"),
-    "no template": ("path: {task}/same, chat_template: {task}/none.jinja", "{task}/none.jinja: no such file"),
 }
 
 

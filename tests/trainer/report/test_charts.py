@@ -77,12 +77,6 @@ def test_ticks_are_a_few_and_within(low: float, span: float) -> None:
     assert all(low - span * 1e-6 <= tick <= high + span * 1e-6 for tick in ticks)
 
 
-def test_ticks_are_round() -> None:
-    assert nice_ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1.0]
-    assert nice_ticks(1, 100) == [20, 40, 60, 80, 100]
-    assert nice_ticks(0, 3e-4) == [0, 1e-4, 2e-4, 3e-4]
-
-
 def test_columns_of_a_stack_stand_on_each_other() -> None:
     steps = range(1, 151)
     drawn = stack(["gen", "update"], steps, [[1.0, 3.0]] * 150)

@@ -22,7 +22,6 @@ from trainer.report.run_report import (
     phase_seconds,
     timeline_of,
     workers_of,
-    write_curve_png,
     write_report,
 )
 from trainer.run.events import Events
@@ -326,11 +325,6 @@ def test_the_command(tmp_path: Path) -> None:
     assert done.stdout == f"report: {tmp_path}/run/report.html\n" and done.stderr == ""
     with pytest.raises(SystemExit, match="usage: "):
         main([str(tmp_path)])
-
-
-def test_the_picture_for_the_readme(tmp_path: Path) -> None:
-    write_curve_png(make_run(tmp_path), tmp_path / "curve.png")
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_what_happened_beside_the_steps_is_told(tmp_path: Path) -> None:

@@ -1,15 +1,11 @@
 """Whole runs, on the quick start's task, whose batches are filled in rounds and whose rewards are shaped."""
 
-import json
-import re
-import shutil
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
-from tests.runs import make_task, ppo_arguments, repeatable, run_ppo
-from trainer import main_ppo
+from tests.runs import make_task, repeatable, run_ppo
 
 # Right or wrong by the length of the answer, which even a model with random weights gets both ways.
 REWARD = """
@@ -54,25 +50,3 @@ def test_rounds_until_the_batch_is_full_and_resumed_to_the_bit(task: Path, tmp_p
 
     run_ppo(task, tmp_path / "broken", *dumps("broken"), "trainer.total_training_steps=1")
     assert repeatable(run_ppo(task, tmp_path / "broken", *dumps("broken"))) == repeatable(whole)
-
-
-def test_the_cap_ends_the_run_in_one_line(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    reward = tmp_path / "reward.py"
-    reward.write_text("def compute_score(**asked):\n    return 0.0\n")
-    overrides = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=2")
-    code = main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", *overrides, f"reward.custom_reward_function.path={reward}"))
-    assert code == 2
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert line.startswith("error: step 1: algorithm.filter_groups kept 0 of the 8 groups") and "of 16 groups 16 were all" in line
-
-
-def test_a_prompt_that_the_engine_could_not_read_is_refused_by_row(
-    task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    base = json.loads((task / "base/config.json").read_text())
-    small = tmp_path / "small"
-    shutil.copytree(task / "base", small)
-    (small / "config.json").write_text(json.dumps(base | {"vocab_size": 4}))
-    assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", f"actor_rollout_ref.model.path={small}")) == 2
-    said = capfd.readouterr().err.splitlines()[-1]
-    assert re.search(r"train\.parquet, row \d+: the prompt contains token", said) and "vocabulary has 4" in said

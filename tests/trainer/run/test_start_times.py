@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from trainer.run import start_times
-from trainer.run.start_times import Start, program_began, sentence
+from trainer.run.start_times import Start, program_began
 
 
 @pytest.fixture
@@ -38,11 +38,3 @@ def test_a_program_counts_from_the_start_of_its_process_and_the_next_run_in_it_d
     program_began()
     assert Start().seconds([])["program"] > 3600.0
     assert Start().seconds([]) == {"total": 0.0, "program": 0.0}
-
-
-def test_a_sentence(clock: list[float]) -> None:
-    said = sentence(started(clock).seconds([(109.5, {"actor": 2.0, "actor/read": 1.0})]))
-    assert said == (
-        "41.0 s to the first generation: checks 1.0, backend 3.0, data 2.0, workers 3.5, models 10.5, engine 20.0, sync 1.0"
-    )
-    assert sentence({"total": 0.4, "program": 0.4}) == "0.4 s to the first generation"

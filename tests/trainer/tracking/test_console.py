@@ -23,11 +23,6 @@ def test_a_line_fits_the_terminal_and_loses_what_matters_least() -> None:
     assert step_line(metrics, 7, 100, len(whole)) == whole != step_line(metrics, 7, 100, len(whole) - 1)
 
 
-def test_failed_rewards_show_only_when_there_are_some() -> None:
-    assert "failed" not in step_line({"reward/failed": 0.0}, 1, None)
-    assert "failed rewards 3" in step_line({"reward/failed": 3.0}, 1, None)
-
-
 def test_plain_lines_where_there_is_no_terminal() -> None:
     out = io.StringIO()
     logger = ConsoleLogger(Console(file=out, width=40), 2)

@@ -12,6 +12,7 @@ from tests.runs import make_task, ppo_arguments
 from tests.terminal import Terminal
 from tests.warm import warm_python
 
+pytestmark = pytest.mark.soak
 NOISY = """
 import logging, os, sys, time, warnings
 

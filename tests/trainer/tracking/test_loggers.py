@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.trainer.tracking.test_tracker import CONFIG, checkpoint, sample, track
-from trainer.tracking.loggers import LOGGERS, swanlab_can_start
+from trainer.tracking.loggers import swanlab_can_start
 
 
 class Recorder(ModuleType):
@@ -58,15 +58,6 @@ def swanlab(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recorder:
     return module
 
 
-def test_an_unknown_logger_is_a_line_with_those_that_there_are(tmp_path: Path) -> None:
-    with pytest.raises(ValueError) as raised:
-        track(tmp_path, "mlfow")
-    assert str(raised.value) == (
-        "trainer.logger=mlfow: no logger mlfow; there are console, tensorboard, wandb, mlflow, swanlab; did you mean mlflow?"
-    )
-    assert list(LOGGERS) == ["console", "tensorboard", "wandb", "mlflow", "swanlab"]
-
-
 @pytest.mark.parametrize("name", ["mlflow", "swanlab"])
 def test_one_that_is_not_installed_is_left_out(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -100,13 +91,6 @@ def test_an_mlflow_that_cannot_start_is_left_out(tmp_path: Path, mlflow: Recorde
     mlflow.failures["set_experiment"] = MlflowError("no\nserver")
     track(tmp_path, "mlflow").close()
     assert capsys.readouterr().err == "logger mlflow left out: no server\n"
-
-
-def test_swanlab_without_a_key_is_never_asked_to_start(
-    tmp_path: Path, swanlab: Recorder, capsys: pytest.CaptureFixture[str]
-) -> None:
-    track(tmp_path, "swanlab").close()
-    assert "logger swanlab left out: no key" in capsys.readouterr().err and swanlab.calls == []
 
 
 def test_swanlab_gets_numbers_samples_and_on_resume_the_same_run(

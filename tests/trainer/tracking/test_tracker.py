@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from trainer.run.logger import Sample
 from trainer.run.run_dir import GLOBAL_STEP, read_lines, read_metrics
 from trainer.tracking.loggers import wandb_can_start
-from trainer.tracking.tracker import KEPT_SAMPLES, Tracker, environment
+from trainer.tracking.tracker import KEPT_SAMPLES, Tracker
 from workers.batch import Batch
 
 CONFIG = {"trainer": {"project_name": "p", "logger": ["console"]}, "ray_kwargs": {"env": {"HF_TOKEN": "s3cret"}}}
@@ -121,10 +121,6 @@ def test_configuration_and_environment_are_kept_without_secrets(tmp_path: Path) 
         assert path.is_dir() or b"s3cret" not in path.read_bytes(), path
 
 
-def test_environment_knows_the_versions() -> None:
-    assert environment()["torch"].startswith(torch.__version__.split("+")[0])
-
-
 def test_an_unknown_logger_is_refused_before_anything_is_touched(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no logger wnadb; there are console, tensorboard, wandb"):
         track(tmp_path / "run", "console", "wnadb")
@@ -138,13 +134,6 @@ def test_samples_are_kept_up_to_a_number_and_shown_when_asked(tmp_path: Path, ca
     assert len(read_lines(tmp_path / "samples.jsonl")) == KEPT_SAMPLES
     shown = capsys.readouterr().out
     assert "0=" in shown and "1=" in shown and "2=" not in shown
-
-
-def test_no_rollouts_without_a_directory(tmp_path: Path) -> None:
-    tracker = track(tmp_path)
-    run_steps(tracker, 1)
-    tracker.close()
-    assert not list(tmp_path.rglob("*.parquet"))
 
 
 class FakeWandb(SimpleNamespace):

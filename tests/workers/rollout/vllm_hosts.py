@@ -150,7 +150,7 @@ class SpoilingHost(Host):
 
 def start(host: Host, model: PreTrainedModel, **settings: Any) -> VLLMRollout:
     """An engine without weights. On CUDA without graphs, which take a minute to make, and one step at a time, for steps are
-    counted. scripts/bench/rollout_gpu.py has both."""
+    counted."""
     quick = {"gpu_memory_utilization": 0.05, "enforce_eager": True, "async_scheduling": False} if DEVICE == "cuda" else {}
     spec = spec_of(model.config._name_or_path, name="vllm", **({"max_model_len": LENGTH, "slots": 16} | quick | settings))
     spec = replace(spec, device=DEVICE)

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.rewards.pool.custom import check_file, load_function
+from trainer.rewards.pool.custom import load_function
 
 
 def write(path: Path, text: str) -> str:
@@ -19,39 +19,6 @@ def test_loads_a_function_by_path_and_name(tmp_path: Path) -> None:
         "    return Result(math.sqrt(len(solution_str))).value\n",
     )
     assert load_function(path, "compute_score", {})("s", "four", "", {}) == 2.0
-
-
-def test_missing_file_names_what_is_there(tmp_path: Path) -> None:
-    write(tmp_path / "rewards.py", "")
-    with pytest.raises(ValueError, match=r"no such file; .* has rewards\.py$"):
-        check_file(str(tmp_path / "reward.py"))
-
-
-def test_missing_name_names_what_is_there(tmp_path: Path) -> None:
-    path = write(tmp_path / "rewards.py", "limit = 3\ndef score(**kwargs): ...\ndef other(): ...\n")
-    with pytest.raises(ValueError, match=r"rewards\.py: rewards\.py has no function compute_score; it has score, other$"):
-        load_function(path, "compute_score", {})
-    with pytest.raises(ValueError, match=r"has no function limit"):
-        load_function(path, "limit", {})
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("import no_such_package_at_all", "ModuleNotFoundError: No module named 'no_such_package_at_all' (rewards.py:1)"),
-        ("\ndef f(:\n", "SyntaxError: invalid syntax (rewards.py, line 2)"),
-        ("\n\nraise SystemExit(1)", "SystemExit: 1 (rewards.py:3)"),
-    ],
-)
-def test_a_file_that_does_not_load_says_where(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(ValueError) as error:
-        load_function(write(tmp_path / "rewards.py", text), "compute_score", {})
-    assert str(error.value).endswith(f"does not load: {message}") and "\n" not in str(error.value)
-
-
-def test_a_file_that_is_no_python_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"must end in \.py"):
-        load_function(write(tmp_path / "rewards.txt", ""), "compute_score", {})
 
 
 def test_further_arguments_of_the_configuration_reach_the_function(tmp_path: Path) -> None:

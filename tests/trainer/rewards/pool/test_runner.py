@@ -286,20 +286,6 @@ def test_a_batch_has_the_time_of_its_answers_and_fails_whole(rewards: Path) -> N
         expect(runner.score(answers("fine", "fine")), {})
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_function_that_is_not_there_is_an_error_of_the_start(rewards: Path, num_workers: int) -> None:
-    with RewardRunner(config(rewards, name="score", num_workers=num_workers)) as runner:
-        with pytest.raises(ValueError, match=r"has no function score; it has compute_score, all_at_once$"):
-            runner.wait_ready()
-        with pytest.raises(ValueError, match="no function score"):
-            runner.score(answers("fine"))
-
-
-def test_a_file_that_is_not_there_is_an_error_before_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no such file"):
-        RewardRunner(config(tmp_path / "rewards.py"))
-
-
 def test_a_file_that_kills_its_process_is_an_error_of_the_start(tmp_path: Path) -> None:
     path = tmp_path / "rewards.py"
     path.write_text("import os\nos._exit(7)\n")

@@ -57,6 +57,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
             yield Jobs(nodes, server)
 
 
+@pytest.mark.soak
 def test_a_wrong_key_is_one_line_in_the_jobs_log(jobs: Jobs) -> None:
     done = jobs("submit", "--working-dir=.", "--", *RUN, "recipe=quickstart", "trainer.sed=1")
     assert done.returncode == 1 and "Job entrypoint command failed with exit code 2" in done.stdout, done.stderr
