@@ -8,7 +8,6 @@ seed is a function of prompt and sample.
 from __future__ import annotations
 
 import hashlib
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -23,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from configs.base.locks import locked
 from configs.reward_sources import wants_truth
 from configs.schema.generation import GenerationConfig
-from trainer.cluster.launch import open_backend, start_hosts
+from trainer.cluster.launch import opened_workers
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.chat import load_tokenizer
 from trainer.data.dataset import PromptDataset
@@ -34,6 +33,7 @@ from trainer.rewards.models.reward_builder import check_reward_models, start_rew
 from trainer.rewards.remote.remote_rewards import needs_data_sources, open_rewards
 from trainer.rewards.rules.reward_registry import check_data_sources
 from trainer.rollout.rollout_builder import rollout_spec, sampling, start_engine
+from workers.controller.logs import announce
 from workers.engine.hf.hf_model import vocab_size
 from workers.roles.rollout_engines import check_installed
 from workers.roles.train_engines import check_adapter
@@ -65,8 +65,7 @@ def run(config: GenerationConfig, notices: Sequence[str]) -> None:
     prompts.check_tokens(vocab_size(config.actor_rollout_ref.model))
     if scored and needs_data_sources(config.reward):
         check_data_sources(prompts.data_sources)
-    for notice in prompts.notices:
-        print(f"note: {notice}", file=sys.stderr)
+    announce(prompts.notices)
     with locked(Path(data.output_path), "data.output_path"):
         complete(config, prompts, tokenizer, scored=scored)
 
@@ -84,13 +83,10 @@ def complete(config: GenerationConfig, prompts: PromptDataset, tokenizer: PreTra
             rewards = stack.enter_context(open_rewards(config.reward)) if scored else None
             if rewards is not None:
                 rewards.start()
-            run_dir = Path(config.trainer.default_local_dir)
-            watchdog = Watchdog(asdict(config.timeouts), run_dir)
-            backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, config.timeouts, run_dir))
-            hosts = start_hosts(backend, config.trainer, config.timeouts)
-            kwargs = data.apply_chat_template_kwargs
-            on = (hosts, config.trainer, config.trainer)
-            models = start_reward_models(config.reward, *on, watchdog, tokenizer, kwargs) if scored else None
+            watchdog = Watchdog(asdict(config.timeouts), Path(config.trainer.default_local_dir))
+            hosts = stack.enter_context(opened_workers(config))
+            on = (hosts, config.trainer, config.trainer, watchdog, tokenizer, data.apply_chat_template_kwargs)
+            models = start_reward_models(config.reward, *on) if scored else None
             spec = rollout_spec(config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, data, config.trainer.device)
             rollout = start_engine(hosts, spec, watchdog, seed=config.trainer.seed)
             generator = Generator(
