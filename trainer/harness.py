@@ -29,8 +29,7 @@ from trainer.cluster.remote import RemoteModel
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.order import DataOrder
 from trainer.report.run_report import GrowingReport, finish
-from trainer.resilience.alarms import Alarm, Alarms
-from trainer.resilience.health import Health
+from trainer.resilience.alarms import Alarm, Alarms, react
 from trainer.resilience.restart import Lifetime, keep_going
 from trainer.resilience.skipped_updates import Skips
 from trainer.run.events import Events
@@ -39,6 +38,27 @@ from trainer.run.timing import Phases
 from trainer.tracking.tracker import Tracker
 from workers.controller.group import WorkerGroup
 from workers.controller.logs import announce
+
+
+@dataclass
+class Health:
+    """The health checks of an attempt. kernels: None unless ``trainer.deterministic``."""
+
+    alarms: Alarms
+    skips: Skips
+    kernels: KernelWatch | None
+    events: Events
+
+    def check(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
+        """Evaluate all alarms on a step's metrics. Returns the alarm that requests a rollback, if any.
+
+        Raises Found if an alarm requests a stop.
+        """
+        # Before the alarms: the warnings of this step are reported even if an alarm ends the run.
+        if self.kernels is not None:
+            self.kernels.look(step)
+        return react(self.alarms.see(step, metrics), self.events, step)
+
 
 Config = PPOConfig | SupervisedConfig
 

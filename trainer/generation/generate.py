@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from trainer.cluster.watchdog import Watchdog
 from trainer.data.chat import load_tokenizer
 from trainer.data.dataset import PromptDataset
 from trainer.generation.generator import Generator
-from trainer.generation.selection import accepted, best_of_n, pairs
 from trainer.generation.shards import Row, Shards, write_rows
 from trainer.rewards.models.reward_builder import check_reward_models, start_reward_models
 from trainer.rewards.remote.remote_rewards import needs_data_sources, open_rewards
@@ -186,3 +186,49 @@ def leaves(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in node.items():
         found |= leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
     return found
+
+
+LISTS = ("responses", "log_probs", "lengths", "finish_reasons", "scores", "reward_errors", "score_parts")
+
+
+def best_of_n(row: Row) -> Row | None:
+    """The row with only its highest-scoring response; ties go to the first. None if every reward failed."""
+    ranked = by_score(row)
+    return None if not ranked else row | {name: [row[name][ranked[0]]] for name in LISTS if name in row}
+
+
+def accepted(row: Row, min_score: float | None, most: int) -> list[Row]:
+    """Rejection sampling: at most ``most`` rows {prompt, response} for SFT (Yuan et al. 2023, arXiv:2308.01825).
+
+    Takes distinct terminated responses with a score of at least ``min_score`` (None: any), best first. Truncated responses are
+    excluded: they would teach the model to stop anywhere.
+    """
+    enough = [text for text, score in ended(row).items() if min_score is None or score >= min_score]
+    return [{"prompt": row["prompt"], "response": text} for text in enough[:most]]
+
+
+def pairs(row: Row, most: int) -> list[Row]:
+    """Preference pairs: at most ``most`` rows {prompt, chosen, rejected} for trainer.main_reward_model.
+
+    Both are distinct terminated responses, the chosen one with the higher score. The best response is paired with each worse one
+    first, then the second best, and further on.
+    """
+    # Ordered best first, so the first of each combination never scores less than the second; ties are no preference.
+    scores = ended(row)
+    found = [(better, worse) for better, worse in combinations(scores, 2) if scores[better] > scores[worse]]
+    return [{"prompt": row["prompt"], "chosen": better, "rejected": worse} for better, worse in found[:most]]
+
+
+def ended(row: Row) -> dict[str, float]:
+    """{text: score} of distinct terminated responses that have a score, best first."""
+    scores: dict[str, float] = {}
+    for i in by_score(row):
+        if row["finish_reasons"][i] == "stop":
+            scores.setdefault(row["responses"][i], row["scores"][i])
+    return scores
+
+
+def by_score(row: Row) -> list[int]:
+    """Indices of the responses that have a score, best first; ties in order of generation."""
+    scores = row["scores"]
+    return sorted((i for i, score in enumerate(scores) if score is not None), key=lambda i: -scores[i])

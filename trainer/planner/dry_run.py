@@ -22,8 +22,7 @@ from configs.validation.rollout import world_size
 from trainer.checkpoint.resume import Checkpoint, check_config, whole_checkpoint
 from trainer.planner.memory_estimate import Use, estimate, memory_roles, shape_of
 from trainer.planner.memory_model import Shape
-from trainer.ppo.engine_checks import check_engines, reader, wants_critic
-from trainer.ppo.ppo_builder import Assembly
+from trainer.ppo.ppo_builder import Assembly, check_engines, reader, wants_critic
 from trainer.resilience.alarms import NO_END_TOKEN
 from trainer.resilience.restart import Lifetime
 from trainer.rewards.models.reward_builder import engine_model, head_of, own_conversations

@@ -17,31 +17,31 @@ from configs.pools import Placement
 from configs.reward_sources import wants_truth
 from configs.schema.common import ModelConfig, ShardedConfig
 from configs.schema.ppo import ActorConfig, CriticConfig, PPOConfig
-from configs.validation.batches import cuts, wants_ref
+from configs.validation.batches import cuts, roles_of, wants_ref
 from configs.validation.placement import placement_of
 from trainer import harness
 from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.kl import KLController
 from trainer.algorithms.losses.actor_loss import ActorLoss, ActorLossConfig
 from trainer.algorithms.moments import RunningMoments
-from trainer.checkpoint.resume import Checkpoint
-from trainer.checkpoint.schedule_changes import rate_changes
+from trainer.checkpoint.resume import Checkpoint, rate_changes
 from trainer.cluster.concurrency import Together, phases_of
 from trainer.cluster.launch import open_backend, start_pools
 from trainer.cluster.remote import BaseModel, RemoteModel, RemoteRollout
 from trainer.cluster.role_builder import Training, limits, start_model, value_head
 from trainer.cluster.watchdog import Watchdog
-from trainer.data.dataset import PromptDataset
+from trainer.data.chat import load_tokenizer
+from trainer.data.dataset import PromptDataset, PromptStream
+from trainer.data.encoding import encode
+from trainer.data.files import first_value
 from trainer.data.ptx_stream import ptx_stream
-from trainer.data.stream import PromptStream
-from trainer.ppo.engine_checks import check_engines, reader, wants_critic
 from trainer.ppo.loop import Loop, has_old_log_probs, old_log_probs_come_from_update
 from trainer.ppo.update import UpdateSpec
 from trainer.resilience.alarms import END_TOKENS, ppo_alarms
 from trainer.resilience.restart import Lifetime
 from trainer.resilience.rollback import Rollbacks
 from trainer.rewards.failures import Failures
-from trainer.rewards.models.reward_builder import start_reward_models
+from trainer.rewards.models.reward_builder import check_reward_models, start_reward_models
 from trainer.rewards.models.reward_models import RewardModels
 from trainer.rewards.remote.remote_rewards import needs_data_sources, open_rewards
 from trainer.rewards.rules.reward_registry import check_data_sources
@@ -52,15 +52,16 @@ from trainer.rollout.sampler import Source
 from trainer.rollout.validation import Validation
 from trainer.run.events import Events
 from trainer.run.logger import Logger
-from trainer.run.start_times import Start
+from trainer.run.timing import Start
 from trainer.tracking.token_dump import AnswerLog
-from trainer.tracking.tracker import Tracker
+from trainer.tracking.tracker import Tracker, check_loggers
 from workers.controller.group import WorkerGroup
 from workers.controller.logs import announce
 from workers.engine.base import Head, LossSpec
 from workers.engine.hf.hf_model import vocab_size
 from workers.model_path import read_ahead
 from workers.roles.rollout_engines import check_installed
+from workers.roles.train_engines import check_engine
 from workers.rollout.base import Sampling
 from workers.seeding import seed_of
 
@@ -120,6 +121,39 @@ def opened(assembly: type[Assembly], config: PPOConfig, life: Lifetime, resume: 
         # Only now does the run directory belong to this run: an earlier failure leaves no status and no report in it.
         life.started = True
         yield loop
+
+
+def check_engines(config: PPOConfig) -> None:
+    """Check loggers, training engines and reward models. Raises what check_engine and check_reward_models raise."""
+    check_loggers(config.trainer.logger)
+    device = config.trainer.device
+    for key, role in roles_of(config, has_critic=wants_critic(config)).items():
+        if role is config.critic:
+            check_engine(key, role, config.critic.model, "value", device)
+        elif key.startswith("actor_rollout_ref."):
+            check_engine(key, role, config.actor_rollout_ref.model, "lm", device)
+    check_reward_models(config.reward, config.trainer)
+
+
+def reader(config: PPOConfig) -> Tokenizer:
+    """Load the tokenizer, and check that the model is supported and the first row of each split can be encoded.
+
+    Raises ValueError, one line.
+    """
+    vocab_size(config.actor_rollout_ref.model)
+    tokenizer, data = load_tokenizer(config.actor_rollout_ref.model), config.data
+    # One row per split only: a fast check for errors that affect all rows. The data is read while the workers start.
+    for key, name in (("data.train_files", data.train_files[0]), ("data.val_files", data.val_files[0])):
+        try:
+            encode(tokenizer, [first_value(name, data.prompt_key)], data.apply_chat_template_kwargs)
+        except ValueError as error:
+            raise ValueError(f"{key}={name}, row 0: {error}") from error
+    return tokenizer
+
+
+def wants_critic(config: PPOConfig) -> bool:
+    """Whether the run has a critic: requested by critic.enable, or needed by the advantage estimator."""
+    return config.critic.enable is True or "values" in ADVANTAGES.needs(config.algorithm.adv_estimator)
 
 
 class Assembly:

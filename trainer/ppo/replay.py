@@ -18,7 +18,7 @@ from configs.schema.alarms import AlarmConfig
 from configs.schema.ppo import PPOConfig
 from trainer.checkpoint.resume import Checkpoint, check_config, resolve_resume
 from trainer.cluster.remote import RemoteModel, RemoteRollout
-from trainer.data.stream import PromptStream
+from trainer.data.dataset import PromptStream
 from trainer.ppo.loop import Loop
 from trainer.ppo.ppo_builder import Assembly, opened
 from trainer.ppo.replay_diff import MOST_LINES, Difference, compare_answers, compare_metrics, replayed, table

@@ -14,8 +14,7 @@ from configs.schema.ppo import FilterGroupsConfig, RewardConfig
 from trainer.algorithms.segments import sum_by
 from trainer.cluster.remote import RemoteRollout
 from trainer.cluster.watchdog import Watchdog
-from trainer.data.dataset import Prompt
-from trainer.data.stream import PromptStream
+from trainer.data.dataset import Prompt, PromptStream
 from trainer.resilience.rollback import Rollbacks
 from trainer.rewards.failures import Failures
 from trainer.rewards.models.reward_models import RewardModels

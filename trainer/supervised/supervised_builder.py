@@ -11,7 +11,7 @@ from configs.schema.supervised import RewardModelConfig, SFTConfig
 from configs.validation.batches import supervised_cut
 from configs.validation.programs import world_size
 from trainer import harness
-from trainer.checkpoint.schedule_changes import rate_changes
+from trainer.checkpoint.resume import rate_changes
 from trainer.cluster.determinism import worker_environment
 from trainer.cluster.launch import open_backend, start_hosts
 from trainer.cluster.role_builder import Training, limits, start_model
@@ -20,10 +20,8 @@ from trainer.data.chat import load_tokenizer
 from trainer.resilience.alarms import sft_alarms
 from trainer.resilience.restart import Lifetime
 from trainer.run.timing import Phases
-from trainer.supervised.reward_model_task import RewardModelTask
-from trainer.supervised.sft_task import SFT
 from trainer.supervised.supervised_loop import SupervisedLoop, steps_between
-from trainer.supervised.task import Task
+from trainer.supervised.tasks import SFT, RewardModelTask, Task
 from workers.controller.logs import announce
 from workers.roles.train_engines import check_engine
 from workers.seeding import seed_of

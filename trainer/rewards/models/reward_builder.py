@@ -22,8 +22,7 @@ from trainer.cluster.watchdog import Watchdog
 from trainer.data.chat import load_tokenizer
 from trainer.data.conversations import Conversations, same_words, with_template
 from trainer.rewards.models.local_model import LocalModel
-from trainer.rewards.models.reward_models import STATISTICS, Moments, RewardModel, RewardModels
-from trainer.rewards.models.served_model import ServedModel
+from trainer.rewards.models.reward_models import STATISTICS, Moments, RewardModel, RewardModels, ServedModel
 from trainer.rewards.remote.remote_rewards import RemoteRewards
 from workers.controller.group import WorkerGroup
 from workers.engine.base import Head
