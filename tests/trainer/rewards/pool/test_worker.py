@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.rewards.pool.custom import check_file, load_function
+from trainer.rewards.pool.worker import check_file, load_function
 
 
 def write(path: Path, text: str) -> str:
