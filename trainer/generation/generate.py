@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import combinations
@@ -33,6 +33,7 @@ from trainer.rewards.models.reward_builder import check_reward_models, start_rew
 from trainer.rewards.remote.remote_rewards import needs_data_sources, open_rewards
 from trainer.rewards.rules.reward_registry import check_data_sources
 from trainer.rollout.rollout_builder import rollout_spec, sampling, start_engine
+from trainer.run.run_dir import leaves
 from workers.controller.logs import announce
 from workers.engine.hf.hf_model import vocab_size
 from workers.roles.rollout_engines import check_installed
@@ -178,14 +179,6 @@ def manifest(config: GenerationConfig, prompts: PromptDataset, *, scored: bool) 
         digest.update(repr((prompt.uid, prompt.prompt_ids, *judged)).encode())
     decided = {key: value for key, value in leaves(parts).items() if key not in MAY_CHANGE}
     return decided | {"trainer.seed": config.trainer.seed, "scored": scored, "prompts": digest.hexdigest()}
-
-
-def leaves(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings to {dotted key: value}."""
-    found: dict[str, Any] = {}
-    for name, value in node.items():
-        found |= leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-    return found
 
 
 LISTS = ("responses", "log_probs", "lengths", "finish_reasons", "scores", "reward_errors", "score_parts")

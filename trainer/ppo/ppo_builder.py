@@ -40,12 +40,11 @@ from trainer.ppo.update import UpdateSpec
 from trainer.resilience.alarms import END_TOKENS, ppo_alarms
 from trainer.resilience.restart import Lifetime
 from trainer.resilience.rollback import Rollbacks
-from trainer.rewards.failures import Failures
 from trainer.rewards.models.reward_builder import check_reward_models, start_reward_models
 from trainer.rewards.models.reward_models import RewardModels
 from trainer.rewards.remote.remote_rewards import needs_data_sources, open_rewards
 from trainer.rewards.rules.reward_registry import check_data_sources
-from trainer.rewards.scoring import Rewards
+from trainer.rewards.scoring import Failures, Rewards
 from trainer.rewards.shaping import Shaping
 from trainer.rollout.rollout_builder import end_tokens, rollout_spec, sampling, validation_sampling
 from trainer.rollout.sampler import Source
