@@ -40,26 +40,6 @@ from workers.controller.group import WorkerGroup
 from workers.controller.logs import announce
 
 
-@dataclass
-class Health:
-    """The health checks of an attempt. kernels: None unless ``trainer.deterministic``."""
-
-    alarms: Alarms
-    skips: Skips
-    kernels: KernelWatch | None
-    events: Events
-
-    def check(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
-        """Evaluate all alarms on a step's metrics. Returns the alarm that requests a rollback, if any.
-
-        Raises Found if an alarm requests a stop.
-        """
-        # Before the alarms: the warnings of this step are reported even if an alarm ends the run.
-        if self.kernels is not None:
-            self.kernels.look(step)
-        return react(self.alarms.see(step, metrics), self.events, step)
-
-
 Config = PPOConfig | SupervisedConfig
 
 
@@ -92,6 +72,26 @@ def data_order(config: Config, n: int) -> tuple[DataOrder, int]:
     # data.seed changes the order of the data alone; sampling and initialisation keep trainer.seed.
     order = DataOrder(n, data.train_batch_size, trainer.seed if data.seed is None else data.seed, data.shuffle)
     return order, trainer.total_training_steps or trainer.total_epochs * order.steps_per_epoch
+
+
+@dataclass
+class Health:
+    """The health checks of an attempt. kernels: None unless ``trainer.deterministic``."""
+
+    alarms: Alarms
+    skips: Skips
+    kernels: KernelWatch | None
+    events: Events
+
+    def check(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
+        """Evaluate all alarms on a step's metrics. Returns the alarm that requests a rollback, if any.
+
+        Raises Found if an alarm requests a stop.
+        """
+        # Before the alarms: the warnings of this step are reported even if an alarm ends the run.
+        if self.kernels is not None:
+            self.kernels.look(step)
+        return react(self.alarms.see(step, metrics), self.events, step)
 
 
 @dataclass
