@@ -39,7 +39,6 @@ from trainer.tracking.tracker import Tracker
 from workers.controller.group import WorkerGroup
 from workers.controller.logs import announce
 
-
 Config = PPOConfig | SupervisedConfig
 
 
