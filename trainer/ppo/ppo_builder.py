@@ -199,7 +199,23 @@ class Assembly:
         # After the models: the engine is created next to the actor, or connects to the pool that has it.
         rollout = self.rollout()
         start.ended("engine")
-        source = self.source(rollout, rewards)
+        source = Source(
+            rollout,
+            rewards,
+            self.tokenizer,
+            self.watchdog,
+            n=config.actor_rollout_ref.rollout.n,
+            sampling=self.sampling(),
+            seed=config.trainer.seed,
+            groups=config.data.train_batch_size,
+            filter_groups=config.algorithm.filter_groups,
+            with_baselines="baselines" in ADVANTAGES.needs(config.algorithm.adv_estimator),
+            reward=config.reward,
+            shaping=Shaping(config.reward.shaping, RunningMoments()),
+            models=self.reward_models(),
+            rollbacks=Rollbacks(),
+            failures=Failures(Events(self.life.run_dir)),
+        )
         start.ended("rewards")
         self.phases.progress["reward"] = lambda: rewards.progress
         # A signal to stop shortens the time limit of scoring that is under way.
@@ -380,26 +396,6 @@ class Assembly:
         """Training prompts. With algorithm.filter_groups, a round may differ in size from a batch (data.gen_batch_size)."""
         gen_batch_size = self.config.data.gen_batch_size or self.order.batch_size
         return PromptStream(self.data, replace(self.order, batch_size=gen_batch_size))
-
-    def source(self, rollout: RemoteRollout, rewards: Rewards) -> Source:
-        config = self.config
-        return Source(
-            rollout,
-            rewards,
-            self.tokenizer,
-            self.watchdog,
-            n=config.actor_rollout_ref.rollout.n,
-            sampling=self.sampling(),
-            seed=config.trainer.seed,
-            groups=config.data.train_batch_size,
-            filter_groups=config.algorithm.filter_groups,
-            with_baselines="baselines" in ADVANTAGES.needs(config.algorithm.adv_estimator),
-            reward=config.reward,
-            shaping=Shaping(config.reward.shaping, RunningMoments()),
-            models=self.reward_models(),
-            rollbacks=Rollbacks(),
-            failures=Failures(Events(self.life.run_dir)),
-        )
 
     def reward_models(self) -> RewardModels | None:
         config, on = self.config, (self.hosts["reward"], self.place.pool("reward"), self.config.trainer, self.watchdog)
