@@ -21,14 +21,15 @@ from transformers import PreTrainedTokenizerBase
 from configs.base.locks import locked
 from configs.schema.ppo import PPOConfig
 from configs.schema.supervised import SupervisedConfig
+from trainer.checkpoint.manifest import check_weights
 from trainer.checkpoint.resume import Checkpoint, Stateful, check_config
 from trainer.checkpoint.saver import Saver
 from trainer.cluster.determinism import KernelWatch
 from trainer.cluster.remote import RemoteModel
 from trainer.cluster.watchdog import Watchdog
+from trainer.data.order import DataOrder
 from trainer.report.run_report import GrowingReport, finish
-from trainer.resilience.alarms import Alarm, Alarms
-from trainer.resilience.health import Health
+from trainer.resilience.alarms import Alarm, Alarms, react
 from trainer.resilience.restart import Lifetime, keep_going
 from trainer.resilience.skipped_updates import Skips
 from trainer.run.events import Events
@@ -36,7 +37,7 @@ from trainer.run.logger import Logger
 from trainer.run.timing import Phases
 from trainer.tracking.tracker import Tracker
 from workers.controller.group import WorkerGroup
-from workers.controller.logs import tell
+from workers.controller.logs import announce
 
 Config = PPOConfig | SupervisedConfig
 
@@ -60,9 +61,36 @@ def resume_from(config: Config, life: Lifetime) -> Checkpoint | None:
     """The checkpoint that this attempt resumes from; prints a note for each setting that differs from the checkpoint's."""
     resume = life.resume()
     if resume is not None:
-        for change in check_config(resume.manifest.config, asdict(config)):
-            tell(f"note: resumed with another {change}")
+        announce(f"resumed with another {change}" for change in check_config(resume.manifest.config, asdict(config)))
     return resume
+
+
+def data_order(config: Config, n: int) -> tuple[DataOrder, int]:
+    """Order of the ``n`` prompts, rows or pairs of the training data, and the number of training steps of the run."""
+    data, trainer = config.data, config.trainer
+    # data.seed changes the order of the data alone; sampling and initialisation keep trainer.seed.
+    order = DataOrder(n, data.train_batch_size, trainer.seed if data.seed is None else data.seed, data.shuffle)
+    return order, trainer.total_training_steps or trainer.total_epochs * order.steps_per_epoch
+
+
+@dataclass
+class Health:
+    """The health checks of an attempt. kernels: None unless ``trainer.deterministic``."""
+
+    alarms: Alarms
+    skips: Skips
+    kernels: KernelWatch | None
+    events: Events
+
+    def check(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
+        """Evaluate all alarms on a step's metrics. Returns the alarm that requests a rollback, if any.
+
+        Raises Found if an alarm requests a stop.
+        """
+        # Before the alarms: the warnings of this step are reported even if an alarm ends the run.
+        if self.kernels is not None:
+            self.kernels.look(step)
+        return react(self.alarms.see(step, metrics), self.events, step)
 
 
 @dataclass
@@ -154,14 +182,22 @@ def open_tracker(
     config: Config,
     life: Lifetime,
     resume: Checkpoint | None,
+    groups: Mapping[str, WorkerGroup],
+    watchdog: Watchdog,
     phases: Phases,
     total_steps: int,
     *,
     shown_samples: int = 0,
     rollout_dir: str | None = None,
 ) -> Tracker:
-    """The tracker of an attempt. Opened before anything is written: it brings the run directory to the step of ``resume``."""
+    """The tracker of an attempt. Opened before anything is written: it brings the run directory to the step of ``resume``.
+
+    groups: workers of each role that ``resume`` has. Raises Damaged if its weights are.
+    """
     trainer = config.trainer
+    # First: a damaged checkpoint is found while the records of the run directory are not yet truncated to its step.
+    if resume is not None:
+        check_weights(resume, groups, watchdog)
     return Tracker(
         trainer.logger,
         life.run_dir,

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from configs.pools import Placement
 from configs.reward_models import model_key, reward_models
 from configs.schema.common import ShardedConfig
-from configs.schema.ppo import PPOConfig
+from configs.schema.ppo import ActorConfig, CriticConfig, PPOConfig, RefConfig, RolloutConfig
+from configs.schema.scoring_model import ScoringModelConfig
+from configs.schema.supervised import SupervisedConfig
 from configs.validation.parallel import context_parallel_key, context_parallel_size, data_parallel_size
 from configs.validation.rollout import ROLLOUT, Workers, workers_in_words, world_size
 
@@ -78,9 +80,13 @@ class Cut:
     dynamic: bool
     max_tokens: int
 
+    def limits(self) -> tuple[int | None, int | None]:
+        """Maximum (tokens, rows) of a micro-batch; see micro_batch_limits."""
+        return micro_batch_limits(self.per_gpu, self.over_all, self.dynamic, self.max_tokens, self.role, self.workers)
+
     def tokens(self, longest: int) -> int:
         """Maximum tokens per micro-batch, assuming rows of ``longest`` tokens if the limit is a number of rows."""
-        tokens, rows = micro_batch_limits(self.per_gpu, self.over_all, self.dynamic, self.max_tokens, self.role, self.workers)
+        tokens, rows = self.limits()
         if tokens is not None:
             return tokens
         assert rows is not None  # exactly one of the two limits is set
@@ -89,7 +95,7 @@ class Cut:
     def problems(self, longest: int, longest_in_words: str) -> Iterator[str]:
         """Problems of the limits. longest: maximum tokens of a row."""
         try:
-            tokens, _ = micro_batch_limits(self.per_gpu, self.over_all, self.dynamic, self.max_tokens, self.role, self.workers)
+            tokens, _ = self.limits()
         except ValueError as error:
             key = f"{self.key}.{self.kind}micro_batch_size"
             yield f"{key}={self.over_all}: {error}; use {self.kind}micro_batch_size_per_gpu"
@@ -102,62 +108,44 @@ class Cut:
             yield f"{key}={self.max_tokens}: a micro-batch of {size} cannot hold the longest row, {longest_in_words}; increase it"
 
 
+def update_cut(key: str, role: ActorConfig | CriticConfig, workers: Workers) -> Cut:
+    """Micro-batch limits of updates, from ``<key>.ppo_*``."""
+    sizes = (role.ppo_micro_batch_size_per_gpu, role.ppo_micro_batch_size, role.use_dynamic_bsz, role.ppo_max_token_len_per_gpu)
+    return Cut(key, role, workers, "ppo_", *sizes)
+
+
+def log_prob_cut(key: str, keys: RolloutConfig | RefConfig, role: ShardedConfig, workers: Workers) -> Cut:
+    """Micro-batch limits of a log-prob pass of ``role``, from ``<key>.log_prob_*``. keys: the block that has them."""
+    rows = (keys.log_prob_micro_batch_size_per_gpu, keys.log_prob_micro_batch_size)
+    return Cut(key, role, workers, "log_prob_", *rows, keys.log_prob_use_dynamic_bsz, keys.log_prob_max_token_len_per_gpu)
+
+
+def forward_cut(key: str, role: CriticConfig | ScoringModelConfig, workers: Workers) -> Cut:
+    """Micro-batch limits of a forward pass for values or scores, from ``<key>.forward_*``."""
+    rows = (role.forward_micro_batch_size_per_gpu, role.forward_micro_batch_size)
+    return Cut(key, role, workers, "forward_", *rows, role.use_dynamic_bsz, role.forward_max_token_len_per_gpu)
+
+
+def supervised_cut(config: SupervisedConfig) -> Cut:
+    """Micro-batch limits of fine-tuning and of reward-model training, from ``data.*``."""
+    data = config.data
+    sizes = (data.micro_batch_size_per_gpu, None, data.use_dynamic_bsz, data.max_token_len_per_gpu)
+    return Cut("data", config.engine, config.trainer, "", *sizes)
+
+
 def cuts(config: PPOConfig, place: Placement, *, has_critic: bool) -> Iterator[Cut]:
     """Micro-batch limits of all roles that have their own keys."""
     models, critic = config.actor_rollout_ref, config.critic
-    actor, rollout, ref = models.actor, models.rollout, models.ref
-    yield Cut(
-        "actor_rollout_ref.actor",
-        actor,
-        place.pool("actor"),
-        "ppo_",
-        actor.ppo_micro_batch_size_per_gpu,
-        actor.ppo_micro_batch_size,
-        actor.use_dynamic_bsz,
-        actor.ppo_max_token_len_per_gpu,
-    )
-    yield Cut(
-        ROLLOUT,
-        actor,
-        place.pool("actor"),
-        "log_prob_",
-        rollout.log_prob_micro_batch_size_per_gpu,
-        rollout.log_prob_micro_batch_size,
-        rollout.log_prob_use_dynamic_bsz,
-        rollout.log_prob_max_token_len_per_gpu,
-    )
+    yield update_cut("actor_rollout_ref.actor", models.actor, place.pool("actor"))
+    # verl's keys: the limits of the actor's log-prob pass are in the rollout block.
+    yield log_prob_cut(ROLLOUT, models.rollout, models.actor, place.pool("actor"))
     if wants_ref(config):
-        yield Cut(
-            "actor_rollout_ref.ref",
-            actor if models.model.has_adapter else ref,  # with an adapter the actor's engine computes the reference
-            place.pool("ref"),
-            "log_prob_",
-            ref.log_prob_micro_batch_size_per_gpu,
-            ref.log_prob_micro_batch_size,
-            ref.log_prob_use_dynamic_bsz,
-            ref.log_prob_max_token_len_per_gpu,
-        )
+        # With an adapter the actor's engine computes the reference.
+        engine = models.actor if models.model.has_adapter else models.ref
+        yield log_prob_cut("actor_rollout_ref.ref", models.ref, engine, place.pool("ref"))
     if has_critic:
-        yield Cut(
-            "critic",
-            critic,
-            place.pool("critic"),
-            "ppo_",
-            critic.ppo_micro_batch_size_per_gpu,
-            critic.ppo_micro_batch_size,
-            critic.use_dynamic_bsz,
-            critic.ppo_max_token_len_per_gpu,
-        )
-        yield Cut(
-            "critic",
-            critic,
-            place.pool("critic"),
-            "forward_",
-            critic.forward_micro_batch_size_per_gpu,
-            critic.forward_micro_batch_size,
-            critic.use_dynamic_bsz,
-            critic.forward_max_token_len_per_gpu,
-        )
+        yield update_cut("critic", critic, place.pool("critic"))
+        yield forward_cut("critic", critic, place.pool("critic"))
 
 
 def batch_problems(config: PPOConfig, place: Placement, *, has_critic: bool) -> Iterator[str]:

@@ -7,7 +7,7 @@ from configs.reward_sources import NO_RULES, has_score
 from configs.schema.generation import GenerationConfig
 from configs.schema.ppo import ModelScoringConfig, PPOConfig
 from configs.schema.scoring_model import ScoringModelConfig
-from configs.validation.batches import Cut
+from configs.validation.batches import forward_cut
 from configs.validation.rollout import Workers
 from configs.validation.servers import served_problems
 
@@ -43,7 +43,7 @@ def model_problems(key: str, model: ScoringModelConfig, workers: Workers, prompt
     longest, in_words = prompt + response, f"data.max_prompt_length + data.max_response_length = {prompt} + {response}"
     if model.max_length is not None:
         longest, in_words = model.max_length, f"{key}.max_length = {model.max_length}"
-    yield from scoring_cut(key, model, workers).problems(longest, in_words)
+    yield from forward_cut(key, model, workers).problems(longest, in_words)
     if model.kind == "token" and model.normalize is not None:
         yield (
             f"{key}.normalize={model.normalize}: applies to scores of whole responses, but {key}.kind=token scores tokens; use "
@@ -51,20 +51,6 @@ def model_problems(key: str, model: ScoringModelConfig, workers: Workers, prompt
         )
     if model.kind == "token" and model.truncation != "fail":
         yield f"{key}.truncation={model.truncation}: {key}.kind=token needs a score for every token of the response; use fail"
-
-
-def scoring_cut(key: str, model: ScoringModelConfig, workers: Workers) -> Cut:
-    """Micro-batch limits of a reward model."""
-    return Cut(
-        key,
-        model,
-        workers,
-        "forward_",
-        model.forward_micro_batch_size_per_gpu,
-        model.forward_micro_batch_size,
-        model.use_dynamic_bsz,
-        model.forward_max_token_len_per_gpu,
-    )
 
 
 def generation_problems(config: GenerationConfig) -> Iterator[str]:

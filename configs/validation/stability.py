@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from configs.schema.alarms import SFTAlarmsConfig
 from configs.schema.ppo import PPOConfig
-from configs.validation.batches import micro_batch_limits
+from configs.validation.batches import update_cut
 from configs.validation.rollout import ROLLOUT
 
 ACTOR = "actor_rollout_ref.actor"
@@ -36,14 +36,7 @@ def stability_problems(config: PPOConfig) -> Iterator[str]:
             "computed at one temperature, and the pretraining loss is defined at temperature 1"
         )
     try:
-        most, _ = micro_batch_limits(
-            actor.ppo_micro_batch_size_per_gpu,
-            actor.ppo_micro_batch_size,
-            actor.use_dynamic_bsz,
-            actor.ppo_max_token_len_per_gpu,
-            actor,
-            config.trainer,
-        )
+        most, _ = update_cut(ACTOR, actor, config.trainer).limits()
     except ValueError:
         return  # reported by configs/validation/batches.py
     # Pretraining rows share micro-batches with the responses and are never split either.

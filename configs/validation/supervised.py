@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator
 from configs.base.keys import ConfigError
 from configs.schema.common import is_ever
 from configs.schema.supervised import RewardModelConfig, SFTConfig, SupervisedConfig
-from configs.validation.batches import Cut, shares_in_words
+from configs.validation.batches import shares_in_words, supervised_cut
 from configs.validation.megatron import megatron_notes, megatron_problems, repeat_problems
 from configs.validation.model import activation_problems, lora_notes, lora_problems, precision_problems
 from configs.validation.parallel import data_parallel_size, parallel_notes, parallel_problems
@@ -43,8 +43,7 @@ def _problems(config: SupervisedConfig, units: str, longest: int, longest_in_wor
     yield from sft_alarm_problems(config.alarms)
     if data.train_batch_size < shares:
         yield f"data.train_batch_size={data.train_batch_size}: fewer {units} than {shares_in_words(shares, trainer)}"
-    cut = Cut("data", engine, trainer, "", data.micro_batch_size_per_gpu, None, data.use_dynamic_bsz, data.max_token_len_per_gpu)
-    yield from cut.problems(longest, longest_in_words)
+    yield from supervised_cut(config).problems(longest, longest_in_words)
 
 
 def _checked(config: SupervisedConfig, typed: Collection[str], problems: list[str]) -> list[str]:

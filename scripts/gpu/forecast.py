@@ -19,7 +19,7 @@ from configs.schema.ppo import PPOConfig
 from configs.validation.placement import placement_of
 from trainer.cli.preflight import check_ppo_config, ppo_inputs
 from trainer.planner.dry_run import doubts, measured, uses_of
-from trainer.ppo.engine_checks import wants_critic
+from trainer.ppo.ppo_builder import wants_critic
 from workers.rollout.base import Sampling
 
 

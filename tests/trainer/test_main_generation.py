@@ -201,7 +201,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(task: Path, whole: Pa
 def test_a_finished_run_selects_anew_without_an_engine(
     task: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.generation.generate.open_backend", None)
+    monkeypatch.setattr("trainer.generation.generate.opened_workers", None)
     other = [f"data.output_path={whole}/answers", f"selection.sft={tmp_path}/sft.jsonl", "selection.min_score=0.5"]
     other += [f"timeouts.{phase}=77" for phase in ("start", "generate", "sync")]  # change no answer
     generate(task, tmp_path, *other)

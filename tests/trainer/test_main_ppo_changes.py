@@ -24,17 +24,16 @@ from tests.workers.engine.toy import one_rank
 from tests.workers.rollout.engines import request
 from tests.workers.rollout.vllm_hosts import place
 from trainer.algorithms.losses.actor_loss import ActorLoss, entropy_mask
-from trainer.ppo.engine_checks import reader, wants_critic
 from trainer.ppo.loop import Loop
-from trainer.ppo.ppo_builder import Assembly
+from trainer.ppo.ppo_builder import Assembly, reader, wants_critic
 from trainer.ppo.update import update
 from trainer.resilience.alarms import Alarm, react
 from trainer.resilience.restart import Lifetime
-from trainer.rewards.models.served_model import ServedModel
+from trainer.rewards.models.reward_models import ServedModel
 from trainer.rewards.remote.remote_rewards import open_rewards
 from trainer.rewards.scoring import Answer
 from trainer.run.errors import Found
-from trainer.run.start_times import Start
+from trainer.run.timing import Start
 from workers.batch import Batch
 from workers.controller.group import Limit
 from workers.controller.rpc import Call, Sharded

@@ -30,7 +30,7 @@ from configs.validation.programs import world_size
 from trainer.cli.sweep import earlier, table
 from trainer.run.errors import Found, NotSaved, Stopped
 from trainer.run.run_status import ended_with, objective_of
-from trainer.run.start_times import program_began
+from trainer.run.timing import program_began
 from workers.controller.group import PhaseTimeout, WorkerError
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from configs.pools import ROLES, Placement
 from configs.schema.common import RayConfig, RunConfig, WorkersConfig, WorkersTimeoutsConfig
+from configs.schema.generation import GenerationConfig
+from configs.schema.serve_reward import ServeRewardConfig
 from configs.validation.rollout import world_size
 from trainer.cluster.determinism import worker_environment
 from workers.controller.group import Backend, WorkerGroup
@@ -64,6 +67,14 @@ def start_hosts(
     pool = ResourcePool(n_per_node=(trainer.n_gpus_per_node,) * trainer.nnodes, device=trainer.device, name="workers")
     what = ("workers.roles.worker:Host", trainer.device, timeouts.collective)
     return backend.start_group("workers", pool, *what, env=env or {}, deterministic=deterministic, engine=engine)
+
+
+@contextmanager
+def opened_workers(config: GenerationConfig | ServeRewardConfig) -> Iterator[WorkerGroup]:
+    """Workers of a program without a run directory; they end with the block. See open_backend and start_hosts."""
+    directory = Path(config.trainer.default_local_dir)
+    with open_backend(config.trainer, config.ray_kwargs, config.timeouts, directory) as backend:
+        yield start_hosts(backend, config.trainer, config.timeouts)
 
 
 def start_pools(

@@ -7,9 +7,8 @@ from typing import Literal
 
 from transformers import AutoConfig
 
-from configs.schema.common import ModelConfig, OptimConfig, ShardedConfig, Sharding
-from configs.validation.batches import micro_batch_limits
-from configs.validation.rollout import Workers
+from configs.schema.common import ModelConfig, OptimConfig, Sharding
+from configs.validation.batches import Cut
 from trainer.cluster.oom_backoff import Budget
 from trainer.cluster.remote import RemoteModel
 from trainer.cluster.watchdog import Watchdog
@@ -122,15 +121,7 @@ def value_head(model: ModelConfig) -> str:
     return f"critic.model.path={model.path}: {architecture}; the critic begins {begins}"
 
 
-def limits(
-    role: ShardedConfig,
-    workers: Workers,
-    *,
-    per_gpu: int | None,
-    over_all: int | None,
-    dynamic: bool,
-    max_tokens: int,
-) -> Limits:
-    """Micro-batch limits of a role, see configs.validation.batches.micro_batch_limits. workers: of the role."""
-    tokens, rows = micro_batch_limits(per_gpu, over_all, dynamic, max_tokens, role, workers)
+def limits(cut: Cut) -> Limits:
+    """Micro-batch limits of a role, as the planner takes them."""
+    tokens, rows = cut.limits()
     return Limits(max_tokens=tokens, max_rows=rows)

@@ -1,4 +1,4 @@
-"""Prompt dataset of RL training, tokenised when it is constructed."""
+"""Prompt dataset of RL training, tokenised when it is constructed, and the stream of its prompts in rounds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from configs.schema.ppo import PromptConfig
 from trainer.data.encoding import Messages, encode_all, truncate
 from trainer.data.files import Rows, value_of
-from trainer.data.order import draw
+from trainer.data.order import DataOrder, draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,3 +121,37 @@ class PromptDataset:
             extra_info=row.get("extra_info") or {},
             messages=value_of(row, self._prompt_key),
         )
+
+
+@dataclass(slots=True)
+class PromptStream:
+    """Rounds of ``order.batch_size`` prompts in data order. Its only state is ``drawn``, the number of rounds so far.
+
+    A step takes one round, or with algorithm.filter_groups as many as it needs to fill its batch. No prompt repeats within an
+    epoch.
+    """
+
+    data: PromptDataset
+    order: DataOrder
+    drawn: int = 0
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next round, from 0."""
+        return self.drawn // self.rounds_per_epoch
+
+    @property
+    def rounds_per_epoch(self) -> int:
+        return self.order.steps_per_epoch
+
+    def draw(self) -> list[Prompt]:
+        """Prompts of the next round."""
+        rows = self.order.batch(self.drawn)
+        self.drawn += 1
+        return [self.data[row] for row in rows]
+
+    def state(self) -> dict[str, int]:
+        return {"drawn": self.drawn}
+
+    def load(self, state: dict[str, int]) -> None:
+        self.drawn = state["drawn"]

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from configs.schema.evaluation import EvaluationConfig, MetricsConfig
@@ -22,10 +21,10 @@ from trainer.rewards.remote.remote_rewards import needs_data_sources, open_rewar
 from trainer.rewards.rules.reward_registry import check_data_sources
 from trainer.rewards.scoring import Answer, Score, check_some_scored
 from trainer.run.run_dir import write_atomic
+from trainer.tracking.formatting import table_console
 from workers.seeding import seed_of
 
 ALL = "all"
-WIDTH = 160  # characters of the table without a terminal, so that no number is truncated
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +47,7 @@ def run(config: EvaluationConfig, notices: Sequence[str]) -> None:
     path = Path(config.data.output_path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    console = Console()
-    (console if console.is_terminal else Console(width=WIDTH)).print(table(found))
+    table_console().print(table(found))
     print(f"evaluation: {path}")
 
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from trainer.rewards.rules.boxed import last_boxed
 from trainer.rewards.rules.gsm8k import extract
+from trainer.rewards.rules.math import last_boxed
 from trainer.run.user_code import load_function
 
 Vote = Callable[[str], str | None]

@@ -8,11 +8,11 @@ seed is a function of prompt and sample.
 from __future__ import annotations
 
 import hashlib
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +23,18 @@ from transformers import PreTrainedTokenizerBase
 from configs.base.locks import locked
 from configs.reward_sources import wants_truth
 from configs.schema.generation import GenerationConfig
-from trainer.cluster.launch import open_backend, start_hosts
+from trainer.cluster.launch import opened_workers
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.chat import load_tokenizer
 from trainer.data.dataset import PromptDataset
 from trainer.generation.generator import Generator
-from trainer.generation.selection import accepted, best_of_n, pairs
 from trainer.generation.shards import Row, Shards, write_rows
 from trainer.rewards.models.reward_builder import check_reward_models, start_reward_models
 from trainer.rewards.remote.remote_rewards import needs_data_sources, open_rewards
 from trainer.rewards.rules.reward_registry import check_data_sources
 from trainer.rollout.rollout_builder import rollout_spec, sampling, start_engine
+from trainer.run.run_dir import leaves
+from workers.controller.logs import announce
 from workers.engine.hf.hf_model import vocab_size
 from workers.roles.rollout_engines import check_installed
 from workers.roles.train_engines import check_adapter
@@ -65,8 +66,7 @@ def run(config: GenerationConfig, notices: Sequence[str]) -> None:
     prompts.check_tokens(vocab_size(config.actor_rollout_ref.model))
     if scored and needs_data_sources(config.reward):
         check_data_sources(prompts.data_sources)
-    for notice in prompts.notices:
-        print(f"note: {notice}", file=sys.stderr)
+    announce(prompts.notices)
     with locked(Path(data.output_path), "data.output_path"):
         complete(config, prompts, tokenizer, scored=scored)
 
@@ -84,13 +84,10 @@ def complete(config: GenerationConfig, prompts: PromptDataset, tokenizer: PreTra
             rewards = stack.enter_context(open_rewards(config.reward)) if scored else None
             if rewards is not None:
                 rewards.start()
-            run_dir = Path(config.trainer.default_local_dir)
-            watchdog = Watchdog(asdict(config.timeouts), run_dir)
-            backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, config.timeouts, run_dir))
-            hosts = start_hosts(backend, config.trainer, config.timeouts)
-            kwargs = data.apply_chat_template_kwargs
-            on = (hosts, config.trainer, config.trainer)
-            models = start_reward_models(config.reward, *on, watchdog, tokenizer, kwargs) if scored else None
+            watchdog = Watchdog(asdict(config.timeouts), Path(config.trainer.default_local_dir))
+            hosts = stack.enter_context(opened_workers(config))
+            on = (hosts, config.trainer, config.trainer, watchdog, tokenizer, data.apply_chat_template_kwargs)
+            models = start_reward_models(config.reward, *on) if scored else None
             spec = rollout_spec(config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, data, config.trainer.device)
             rollout = start_engine(hosts, spec, watchdog, seed=config.trainer.seed)
             generator = Generator(
@@ -184,9 +181,47 @@ def manifest(config: GenerationConfig, prompts: PromptDataset, *, scored: bool) 
     return decided | {"trainer.seed": config.trainer.seed, "scored": scored, "prompts": digest.hexdigest()}
 
 
-def leaves(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings to {dotted key: value}."""
-    found: dict[str, Any] = {}
-    for name, value in node.items():
-        found |= leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-    return found
+LISTS = ("responses", "log_probs", "lengths", "finish_reasons", "scores", "reward_errors", "score_parts")
+
+
+def best_of_n(row: Row) -> Row | None:
+    """The row with only its highest-scoring response; ties go to the first. None if every reward failed."""
+    ranked = by_score(row)
+    return None if not ranked else row | {name: [row[name][ranked[0]]] for name in LISTS if name in row}
+
+
+def accepted(row: Row, min_score: float | None, most: int) -> list[Row]:
+    """Rejection sampling: at most ``most`` rows {prompt, response} for SFT (Yuan et al. 2023, arXiv:2308.01825).
+
+    Takes distinct terminated responses with a score of at least ``min_score`` (None: any), best first. Truncated responses are
+    excluded: they would teach the model to stop anywhere.
+    """
+    enough = [text for text, score in ended(row).items() if min_score is None or score >= min_score]
+    return [{"prompt": row["prompt"], "response": text} for text in enough[:most]]
+
+
+def pairs(row: Row, most: int) -> list[Row]:
+    """Preference pairs: at most ``most`` rows {prompt, chosen, rejected} for trainer.main_reward_model.
+
+    Both are distinct terminated responses, the chosen one with the higher score. The best response is paired with each worse one
+    first, then the second best, and further on.
+    """
+    # Ordered best first, so the first of each combination never scores less than the second; ties are no preference.
+    scores = ended(row)
+    found = [(better, worse) for better, worse in combinations(scores, 2) if scores[better] > scores[worse]]
+    return [{"prompt": row["prompt"], "chosen": better, "rejected": worse} for better, worse in found[:most]]
+
+
+def ended(row: Row) -> dict[str, float]:
+    """{text: score} of distinct terminated responses that have a score, best first."""
+    scores: dict[str, float] = {}
+    for i in by_score(row):
+        if row["finish_reasons"][i] == "stop":
+            scores.setdefault(row["responses"][i], row["scores"][i])
+    return scores
+
+
+def by_score(row: Row) -> list[int]:
+    """Indices of the responses that have a score, best first; ties in order of generation."""
+    scores = row["scores"]
+    return sorted((i for i, score in enumerate(scores) if score is not None), key=lambda i: -scores[i])

@@ -18,7 +18,6 @@ from trainer.report.charts import Chart, Curve, draw
 from trainer.report.page import render
 from trainer.tracking.formatting import duration, number
 
-WIDTH = 160  # characters of the table without a terminal, so that no number is truncated
 MOST_DIVERGENCES = 20  # per engine, on the page
 SMALLEST = 1e-9  # smallest difference that a logarithmic chart shows
 

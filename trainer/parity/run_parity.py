@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from configs.base.locks import locked
@@ -21,11 +19,13 @@ from trainer.data.files import value_of
 from trainer.parity.agreement import Heads, agreement, choices, differences, draw_z, ends, heads, length_figures
 from trainer.parity.bounds import Engine, Pass, broken, coarser, margin
 from trainer.parity.measure import Measured, ParityTask, Timed, measure
-from trainer.parity.parity_report import WIDTH, Parity, page, table
+from trainer.parity.parity_report import Parity, page, table
 from trainer.rollout.rollout_builder import rollout_spec, sampling
 from trainer.run.errors import Found
 from trainer.run.run_dir import redact, write_atomic
+from trainer.tracking.formatting import table_console
 from trainer.tracking.tracker import environment
+from workers.controller.logs import announce
 from workers.roles.rollout_engines import check_installed
 from workers.roles.train_engines import check_engine
 
@@ -43,8 +43,7 @@ def run(config: ParityConfig, notices: Sequence[str]) -> None:
     check_engine("actor_rollout_ref.actor", models.actor, models.model, "lm", config.trainer.device)
     tokenizer = load_tokenizer(models.model)
     prompts = PromptDataset(data.files, tokenizer, data, max_samples=data.max_samples, seed=config.trainer.seed, scored=False)
-    for notice in prompts.notices:
-        print(f"note: {notice}", file=sys.stderr)
+    announce(prompts.notices)
     task = ParityTask(
         prompts=[prompts[index] for index in range(len(prompts))],
         sampling=sampling(models.rollout, tokenizer, models.model, data),
@@ -145,8 +144,7 @@ def report(config: ParityConfig, parity: Parity, measured: Mapping[str, Measured
     found = asdict(parity) | {"config": told, "environment": versions}
     write_atomic(directory / JSON, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     write_atomic(directory / PAGE, page(parity, measured, told, versions))
-    console = Console()
-    (console if console.is_terminal else Console(width=WIDTH)).print(table(parity))
+    table_console().print(table(parity))
     print(f"report: {directory / PAGE}")
     print(f"figures: {directory / JSON}")
     if parity.broken:

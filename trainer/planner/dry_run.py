@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,8 +22,7 @@ from configs.validation.rollout import world_size
 from trainer.checkpoint.resume import Checkpoint, check_config, whole_checkpoint
 from trainer.planner.memory_estimate import Use, estimate, memory_roles, shape_of
 from trainer.planner.memory_model import Shape
-from trainer.ppo.engine_checks import check_engines, reader, wants_critic
-from trainer.ppo.ppo_builder import Assembly
+from trainer.ppo.ppo_builder import Assembly, check_engines, reader, wants_critic
 from trainer.resilience.alarms import NO_END_TOKEN
 from trainer.resilience.restart import Lifetime
 from trainer.rewards.models.reward_builder import engine_model, head_of, own_conversations
@@ -32,6 +30,7 @@ from trainer.rewards.pool.worker import resolve
 from trainer.rewards.rules.reward_registry import with_own_function
 from trainer.rollout.rollout_builder import end_tokens
 from trainer.run.run_dir import CONFIG, METRICS, write_config
+from workers.controller.logs import announce
 from workers.engine.base import Head
 from workers.engine.hf.hf_model import DTYPES, empty_model, model_config
 from workers.engine.staging import usable_memory
@@ -54,8 +53,7 @@ def dry_run(config: PPOConfig) -> None:
     resume = would_resume(config, life.run_dir)
     # Without worker groups: the assembly reads and checks the data, and computes steps and updates, but builds no model.
     parts = Assembly(config, place, {}, life, reader(config))
-    for change in parts.rate_changes(resume):
-        print(f"note: {change}", file=sys.stderr)
+    announce(parts.rate_changes(resume))
     check_rewards(config, parts)
     models = measured(config)
     lines = [*model_lines(models), *work_lines(parts), *place_lines(config, place)]
@@ -71,8 +69,7 @@ def would_resume(config: PPOConfig, run_dir: Path) -> Checkpoint | None:
     trainer = config.trainer
     found = whole_checkpoint(trainer.resume_mode, trainer.resume_from_path, run_dir)
     if found is not None:
-        for change in check_config(found.manifest.config, asdict(config)):
-            print(f"note: would be resumed with another {change}", file=sys.stderr)
+        announce(f"would be resumed with another {change}" for change in check_config(found.manifest.config, asdict(config)))
     return found
 
 

@@ -20,15 +20,14 @@ from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.correction import is_enabled, mismatch, rollout_correction
 from trainer.algorithms.kl import KLController, apply_kl_penalty
 from trainer.algorithms.losses.actor_loss import entropy_mask
-from trainer.algorithms.moments import RunningMoments
-from trainer.algorithms.whitening import whitened
+from trainer.algorithms.moments import RunningMoments, whitened
 from trainer.checkpoint.manifest import check_weights
 from trainer.checkpoint.resume import find_up_to
 from trainer.cluster.concurrency import Together
 from trainer.cluster.remote import BaseModel, RemoteModel, RemoteRollout
 from trainer.cluster.watchdog import LeftUndone
+from trainer.data.dataset import PromptStream
 from trainer.data.ptx_stream import PtxStream
-from trainer.data.stream import PromptStream
 from trainer.harness import Trainer
 from trainer.ppo.batch_columns import advantage_inputs, as_drawn, renamed
 from trainer.ppo.update import UpdateSpec, update
@@ -39,7 +38,7 @@ from trainer.rollout.sampler import Judged, Source
 from trainer.rollout.validation import Validation
 from trainer.run.errors import Found
 from trainer.run.run_dir import START, write_atomic
-from trainer.run.start_times import Start, sentence
+from trainer.run.timing import Start, sentence
 from trainer.tracking.metrics import data_metrics, peak_flops, performance_metrics, reward_metrics
 from trainer.tracking.token_dump import AnswerLog
 from workers.batch import Batch

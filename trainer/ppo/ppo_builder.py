@@ -15,55 +15,52 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from configs.pools import Placement
 from configs.reward_sources import wants_truth
+from configs.schema.common import ModelConfig, ShardedConfig
 from configs.schema.ppo import ActorConfig, CriticConfig, PPOConfig
-from configs.validation.batches import wants_ref
+from configs.validation.batches import cuts, roles_of, wants_ref
 from configs.validation.placement import placement_of
 from trainer import harness
 from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.kl import KLController
 from trainer.algorithms.losses.actor_loss import ActorLoss, ActorLossConfig
 from trainer.algorithms.moments import RunningMoments
-from trainer.checkpoint.manifest import check_weights
-from trainer.checkpoint.resume import Checkpoint, Stateful
-from trainer.checkpoint.schedule_changes import rate_changes
+from trainer.checkpoint.resume import Checkpoint, rate_changes
 from trainer.cluster.concurrency import Together, phases_of
 from trainer.cluster.launch import open_backend, start_pools
 from trainer.cluster.remote import BaseModel, RemoteModel, RemoteRollout
 from trainer.cluster.role_builder import Training, limits, start_model, value_head
 from trainer.cluster.watchdog import Watchdog
-from trainer.data.dataset import PromptDataset
-from trainer.data.order import DataOrder
+from trainer.data.chat import load_tokenizer
+from trainer.data.dataset import PromptDataset, PromptStream
+from trainer.data.encoding import encode
+from trainer.data.files import first_value
 from trainer.data.ptx_stream import ptx_stream
-from trainer.data.stream import PromptStream
-from trainer.harness import Trainer
-from trainer.ppo.engine_checks import check_engines, reader, wants_critic
 from trainer.ppo.loop import Loop, has_old_log_probs, old_log_probs_come_from_update
 from trainer.ppo.update import UpdateSpec
 from trainer.resilience.alarms import END_TOKENS, ppo_alarms
 from trainer.resilience.restart import Lifetime
 from trainer.resilience.rollback import Rollbacks
-from trainer.rewards.failures import Failures
-from trainer.rewards.models.reward_builder import start_reward_models
+from trainer.rewards.models.reward_builder import check_reward_models, start_reward_models
 from trainer.rewards.models.reward_models import RewardModels
 from trainer.rewards.remote.remote_rewards import needs_data_sources, open_rewards
 from trainer.rewards.rules.reward_registry import check_data_sources
-from trainer.rewards.scoring import Rewards
+from trainer.rewards.scoring import Failures, Rewards
 from trainer.rewards.shaping import Shaping
 from trainer.rollout.rollout_builder import end_tokens, rollout_spec, sampling, validation_sampling
 from trainer.rollout.sampler import Source
 from trainer.rollout.validation import Validation
 from trainer.run.events import Events
 from trainer.run.logger import Logger
-from trainer.run.start_times import Start
+from trainer.run.timing import Start
 from trainer.tracking.token_dump import AnswerLog
-from trainer.tracking.tracker import Tracker
+from trainer.tracking.tracker import Tracker, check_loggers
 from workers.controller.group import WorkerGroup
-from workers.controller.logs import tell
-from workers.engine.base import LossSpec
+from workers.controller.logs import announce
+from workers.engine.base import Head, LossSpec
 from workers.engine.hf.hf_model import vocab_size
 from workers.model_path import read_ahead
-from workers.plan import Limits
 from workers.roles.rollout_engines import check_installed
+from workers.roles.train_engines import check_engine
 from workers.rollout.base import Sampling
 from workers.seeding import seed_of
 
@@ -105,15 +102,13 @@ def opened(assembly: type[Assembly], config: PPOConfig, life: Lifetime, resume: 
         place = placement_of(config, has_critic=wants_critic(config))
         hosts = start_pools(backend, config.trainer, place, config.timeouts, engine=config.actor_rollout_ref.rollout.name)
         parts = assembly(config, place, hosts, life, tokenizer)
-        # Before the tracker, which truncates the records of the run directory to the resumed step: a damaged checkpoint is found
-        # while the directory is still unchanged.
-        if resume is not None:
-            check_weights(resume, hosts, parts.watchdog)
         rewards.wait_ready()
         tracker = harness.open_tracker(
             config,
             life,
             resume,
+            hosts,
+            parts.watchdog,
             parts.phases,
             parts.total_steps,
             shown_samples=config.trainer.log_val_generations,
@@ -125,6 +120,39 @@ def opened(assembly: type[Assembly], config: PPOConfig, life: Lifetime, resume: 
         # Only now does the run directory belong to this run: an earlier failure leaves no status and no report in it.
         life.started = True
         yield loop
+
+
+def check_engines(config: PPOConfig) -> None:
+    """Check loggers, training engines and reward models. Raises what check_engine and check_reward_models raise."""
+    check_loggers(config.trainer.logger)
+    device = config.trainer.device
+    for key, role in roles_of(config, has_critic=wants_critic(config)).items():
+        if role is config.critic:
+            check_engine(key, role, config.critic.model, "value", device)
+        elif key.startswith("actor_rollout_ref."):
+            check_engine(key, role, config.actor_rollout_ref.model, "lm", device)
+    check_reward_models(config.reward, config.trainer)
+
+
+def reader(config: PPOConfig) -> Tokenizer:
+    """Load the tokenizer, and check that the model is supported and the first row of each split can be encoded.
+
+    Raises ValueError, one line.
+    """
+    vocab_size(config.actor_rollout_ref.model)
+    tokenizer, data = load_tokenizer(config.actor_rollout_ref.model), config.data
+    # One row per split only: a fast check for errors that affect all rows. The data is read while the workers start.
+    for key, name in (("data.train_files", data.train_files[0]), ("data.val_files", data.val_files[0])):
+        try:
+            encode(tokenizer, [first_value(name, data.prompt_key)], data.apply_chat_template_kwargs)
+        except ValueError as error:
+            raise ValueError(f"{key}={name}, row 0: {error}") from error
+    return tokenizer
+
+
+def wants_critic(config: PPOConfig) -> bool:
+    """Whether the run has a critic: requested by critic.enable, or needed by the advantage estimator."""
+    return config.critic.enable is True or "values" in ADVANTAGES.needs(config.algorithm.adv_estimator)
 
 
 class Assembly:
@@ -144,45 +172,70 @@ class Assembly:
         self.watchdog = Watchdog(asdict(config.timeouts), life.run_dir)
         self.tokenizer = tokenizer
         self.phases = phases_of(place)
-        self.data, self.held_out = self.prompts()
-        # data.seed changes the order of the data alone; sampling and initialisation keep trainer.seed.
-        seed = config.trainer.seed if config.data.seed is None else config.data.seed
-        self.order = DataOrder(len(self.data), config.data.train_batch_size, seed, config.data.shuffle)
+        # {key of a role and prefix of its keys: limits}, such as critic.forward_.
+        self.limits = {f"{cut.key}.{cut.kind}": limits(cut) for cut in cuts(config, place, has_critic=wants_critic(config))}
+        data, seed, scored = config.data, config.trainer.seed, wants_truth(config.reward)
+        self.data = PromptDataset(data.train_files, tokenizer, data, max_samples=data.train_max_samples, seed=seed, scored=scored)
+        self.held_out = PromptDataset(data.val_files, tokenizer, data, max_samples=data.val_max_samples, seed=seed, scored=scored)
+        self.order, self.total_steps = harness.data_order(config, len(self.data))
         actor = config.actor_rollout_ref.actor
-        self.ptx = ptx_stream(config.data, actor.ptx_coef, actor.ptx_ratio, self.tokenizer, seed)
+        self.ptx = ptx_stream(data, actor.ptx_coef, actor.ptx_ratio, tokenizer, self.order.seed)
         for prompts in (self.data, self.held_out):
             prompts.check_tokens(vocab_size(config.actor_rollout_ref.model))
         if needs_data_sources(config.reward):
             check_data_sources(self.data.data_sources | self.held_out.data_sources)
         texts = () if self.ptx is None else self.ptx.data.notices
-        for notice in (*self.data.notices, *self.held_out.notices, *texts, self.stream().order.notice):
-            if notice is not None:
-                tell(f"note: {notice}")
-        self.total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * self.order.steps_per_epoch
+        announce((*self.data.notices, *self.held_out.notices, *texts, self.stream().order.notice))
 
     def loop(self, rewards: Rewards, resume: Checkpoint | None, tracker: Tracker, start: Start) -> Loop:
         """Build models and rollout engine, and assemble the loop."""
-        config, rollout_config = self.config, self.config.actor_rollout_ref.rollout
+        config, options, val = self.config, self.config.trainer, self.config.actor_rollout_ref.rollout.val_kwargs
         together = Together(self.hosts, self.place.n_gpus)
         actor, ref, critic = self.trained_and_reference(together)
         start.ended("models")
         if critic is not None and resume is None:
-            tell(f"note: {value_head(config.critic.model)}")
-        for change in self.rate_changes(resume):
-            tell(f"note: {change}")
+            announce([value_head(config.critic.model)])
+        announce(self.rate_changes(resume))
         # After the models: the engine is created next to the actor, or connects to the pool that has it.
         rollout = self.rollout()
         start.ended("engine")
-        source = self.source(rollout, rewards, Events(self.life.run_dir))
+        source = Source(
+            rollout,
+            rewards,
+            self.tokenizer,
+            self.watchdog,
+            n=config.actor_rollout_ref.rollout.n,
+            sampling=self.sampling(),
+            seed=config.trainer.seed,
+            groups=config.data.train_batch_size,
+            filter_groups=config.algorithm.filter_groups,
+            with_baselines="baselines" in ADVANTAGES.needs(config.algorithm.adv_estimator),
+            reward=config.reward,
+            shaping=Shaping(config.reward.shaping, RunningMoments()),
+            models=self.reward_models(),
+            rollbacks=Rollbacks(),
+            failures=Failures(Events(self.life.run_dir)),
+        )
         start.ended("rewards")
         self.phases.progress["reward"] = lambda: rewards.progress
         # A signal to stop shortens the time limit of scoring that is under way.
         self.life.stopping.hurry = self.watchdog.hurry
         prompts, kl, returns = self.stream(), KLController.start(config.algorithm.kl_ctrl), RunningMoments()
-        trainer = self.trainer(
-            tracker,
-            resume,
+        trainer = harness.build_trainer(
+            config,
+            self.life,
+            groups=self.hosts.values(),
+            n_gpus=self.place.n_gpus,
+            tokenizer=self.tokenizer,
+            tracker=tracker,
+            watchdog=self.watchdog,
+            phases=self.phases,
+            alarms=ppo_alarms(config),
             models={"actor": actor} | ({"critic": critic} if critic is not None else {}),
+            keep={"actor": options.max_actor_ckpt_to_keep, "critic": options.max_critic_ckpt_to_keep},
+            resume=resume,
+            total_steps=self.total_steps,
+            save_every=options.save_freq,
             stateful={
                 "kl": kl,
                 "returns": returns,
@@ -215,39 +268,21 @@ class Assembly:
                 self.held_out,
                 source,
                 tracker,
-                n=rollout_config.val_kwargs.n,
-                sampling=validation_sampling(self.sampling(), rollout_config.val_kwargs),
+                n=val.n,
+                sampling=validation_sampling(self.sampling(), val),
                 batch_size=config.data.val_batch_size,
             ),
             # Without old log-probs in the batch, the log runs a forward pass over the few responses that it keeps.
             answers=AnswerLog(self.life.run_dir, self.tokenizer, self.total_steps, forwards=not has_old_log_probs(config)),
         )
 
-    def trainer(
-        self,
-        tracker: Tracker,
-        resume: Checkpoint | None,
-        models: Mapping[str, RemoteModel],
-        stateful: Mapping[str, Stateful],
-    ) -> Trainer:
-        options = self.config.trainer
-        return harness.build_trainer(
-            self.config,
-            self.life,
-            groups=self.hosts.values(),
-            n_gpus=self.place.n_gpus,
-            tokenizer=self.tokenizer,
-            tracker=tracker,
-            watchdog=self.watchdog,
-            phases=self.phases,
-            alarms=ppo_alarms(self.config),
-            models=models,
-            keep={"actor": options.max_actor_ckpt_to_keep, "critic": options.max_critic_ckpt_to_keep},
-            resume=resume,
-            total_steps=self.total_steps,
-            save_every=options.save_freq,
-            stateful=stateful,
-        )
+    @property
+    def wants_ref(self) -> bool:
+        return wants_ref(self.config)
+
+    @property
+    def wants_critic(self) -> bool:
+        return wants_critic(self.config)
 
     def trained_and_reference(self, together: Together) -> tuple[RemoteModel, RemoteModel | BaseModel | None, RemoteModel | None]:
         """Build actor, reference and critic; models in different pools are built concurrently.
@@ -260,165 +295,56 @@ class Assembly:
         if self.wants_critic:
             parts["critic"] = self.critic
         built = together(parts)
-        base = BaseModel(built["actor"], self.ref_limits()) if self.wants_ref and "ref" not in built else None
-        return built["actor"], built.get("ref", base), built.get("critic")
-
-    def rate_changes(self, resume: Checkpoint | None) -> Iterator[str]:
-        """Warnings about learning rate schedules that a different number of steps changes in a resumed run."""
-        if resume is not None:
-            actor, critic = self.config.actor_rollout_ref.actor, self.config.critic
-            optims = {"actor_rollout_ref.actor.optim": (actor.optim, self.config.trainer.critic_warmup)}
-            optims |= {"critic.optim": (critic.optim, 0)} if self.wants_critic else {}
-            yield from rate_changes(resume, optims, self.total_steps, self.order.steps_per_epoch)
-
-    @property
-    def wants_ref(self) -> bool:
-        return wants_ref(self.config)
-
-    @property
-    def wants_critic(self) -> bool:
-        return wants_critic(self.config)
-
-    def stream(self) -> PromptStream:
-        """Training prompts. With algorithm.filter_groups, a round may differ in size from a batch (data.gen_batch_size)."""
-        gen_batch_size = self.config.data.gen_batch_size or self.order.batch_size
-        return PromptStream(self.data, replace(self.order, batch_size=gen_batch_size))
-
-    def source(self, rollout: RemoteRollout, rewards: Rewards, events: Events) -> Source:
-        config = self.config
-        return Source(
-            rollout,
-            rewards,
-            self.tokenizer,
-            self.watchdog,
-            n=config.actor_rollout_ref.rollout.n,
-            sampling=self.sampling(),
-            seed=config.trainer.seed,
-            groups=config.data.train_batch_size,
-            filter_groups=config.algorithm.filter_groups,
-            with_baselines="baselines" in ADVANTAGES.needs(config.algorithm.adv_estimator),
-            reward=config.reward,
-            shaping=Shaping(config.reward.shaping, RunningMoments()),
-            models=self.reward_models(),
-            rollbacks=Rollbacks(),
-            failures=Failures(events),
-        )
-
-    def reward_models(self) -> RewardModels | None:
-        config = self.config
-        kwargs = config.data.apply_chat_template_kwargs
-        hosts, workers = self.hosts["reward"], self.place.pool("reward")
-        return start_reward_models(config.reward, hosts, workers, config.trainer, self.watchdog, self.tokenizer, kwargs)
-
-    def prompts(self) -> tuple[PromptDataset, PromptDataset]:
-        data, seed, scored = self.config.data, self.config.trainer.seed, wants_truth(self.config.reward)
-        return (
-            PromptDataset(data.train_files, self.tokenizer, data, max_samples=data.train_max_samples, seed=seed, scored=scored),
-            PromptDataset(data.val_files, self.tokenizer, data, max_samples=data.val_max_samples, seed=seed, scored=scored),
-        )
+        if not self.wants_ref or "ref" in built:
+            return built["actor"], built.get("ref"), built.get("critic")
+        return built["actor"], BaseModel(built["actor"], self.limits["actor_rollout_ref.ref.log_prob_"]), built.get("critic")
 
     def actor(self) -> RemoteModel:
-        models = self.config.actor_rollout_ref
-        actor, rollout = models.actor, models.rollout
-        return start_model(
-            self.hosts["actor"],
-            "actor",
-            model=models.model,
-            head="lm",
-            sharding=actor.sharding,
-            device=self.config.trainer.device,
-            seed=seed_of(self.config.trainer.seed, "actor"),
-            # verl's keys: the limits of the actor's log-prob pass are in the rollout block.
-            forward_limits=limits(
-                actor,
-                self.place.pool("actor"),
-                per_gpu=rollout.log_prob_micro_batch_size_per_gpu,
-                over_all=rollout.log_prob_micro_batch_size,
-                dynamic=rollout.log_prob_use_dynamic_bsz,
-                max_tokens=rollout.log_prob_max_token_len_per_gpu,
-            ),
-            training=Training(
-                optim=actor.optim,
-                grad_clip=actor.grad_clip,
-                loss=LossSpec(ACTOR_LOSS if self.ptx is None else ACTOR_AND_PTX_LOSS, self.actor_loss()),
-                ema_decay=actor.ema_decay,
-                limits=limits(
-                    actor,
-                    self.place.pool("actor"),
-                    per_gpu=actor.ppo_micro_batch_size_per_gpu,
-                    over_all=actor.ppo_micro_batch_size,
-                    dynamic=actor.use_dynamic_bsz,
-                    max_tokens=actor.ppo_max_token_len_per_gpu,
-                ),
-                budget=self.life.budget("actor"),
-                steps=self.total_steps,
-                updates=self.actor_update().updates_a_step(self.config.data.train_batch_size),
-            ),
-            watchdog=self.watchdog,
+        models, loss = self.config.actor_rollout_ref, ACTOR_LOSS if self.ptx is None else ACTOR_AND_PTX_LOSS
+        training = self._training(
+            "actor", models.actor, LossSpec(loss, self.actor_loss()), self.actor_update(), "actor_rollout_ref.actor.ppo_"
         )
-
-    def ref_limits(self) -> Limits:
-        models, ref = self.config.actor_rollout_ref, self.config.actor_rollout_ref.ref
-        return limits(
-            models.actor if models.model.has_adapter else ref,
-            self.place.pool("ref"),
-            per_gpu=ref.log_prob_micro_batch_size_per_gpu,
-            over_all=ref.log_prob_micro_batch_size,
-            dynamic=ref.log_prob_use_dynamic_bsz,
-            max_tokens=ref.log_prob_max_token_len_per_gpu,
-        )
+        return self._model("actor", models.model, "lm", models.actor, "actor_rollout_ref.rollout.log_prob_", training)
 
     def ref(self) -> RemoteModel:
         """The reference: the actor's initial weights, never trained. Not built under LoRA (see trained_and_reference)."""
-        models, ref = self.config.actor_rollout_ref, self.config.actor_rollout_ref.ref
-        return start_model(
-            self.hosts["ref"],
-            "ref",
-            model=models.model,
-            head="lm",
-            sharding=ref.sharding,
-            device=self.config.trainer.device,
-            seed=seed_of(self.config.trainer.seed, "ref"),
-            forward_limits=self.ref_limits(),
-            training=None,
-            watchdog=self.watchdog,
-        )
+        models = self.config.actor_rollout_ref
+        return self._model("ref", models.model, "lm", models.ref, "actor_rollout_ref.ref.log_prob_", None)
 
     def critic(self) -> RemoteModel:
         critic = self.config.critic
+        loss = LossSpec("trainer.algorithms.losses.value_losses:CriticLoss", critic)
+        training = self._training("critic", critic, loss, self.critic_update(), "critic.ppo_")
+        return self._model("critic", critic.model, "value", critic, "critic.forward_", training)
+
+    def _model(
+        self, role: str, model: ModelConfig, head: Head, sharded: ShardedConfig, forward: str, training: Training | None
+    ) -> RemoteModel:
+        """Build a role on its workers. forward: key of the limits of its forward passes."""
         return start_model(
-            self.hosts["critic"],
-            "critic",
-            model=critic.model,
-            head="value",
-            sharding=critic.sharding,
+            self.hosts[role],
+            role,
+            model=model,
+            head=head,
+            sharding=sharded.sharding,
             device=self.config.trainer.device,
-            seed=seed_of(self.config.trainer.seed, "critic"),
-            forward_limits=limits(
-                critic,
-                self.place.pool("critic"),
-                per_gpu=critic.forward_micro_batch_size_per_gpu,
-                over_all=critic.forward_micro_batch_size,
-                dynamic=critic.use_dynamic_bsz,
-                max_tokens=critic.forward_max_token_len_per_gpu,
-            ),
-            training=Training(
-                optim=critic.optim,
-                grad_clip=critic.grad_clip,
-                loss=LossSpec("trainer.algorithms.losses.value_losses:CriticLoss", critic),
-                limits=limits(
-                    critic,
-                    self.place.pool("critic"),
-                    per_gpu=critic.ppo_micro_batch_size_per_gpu,
-                    over_all=critic.ppo_micro_batch_size,
-                    dynamic=critic.use_dynamic_bsz,
-                    max_tokens=critic.ppo_max_token_len_per_gpu,
-                ),
-                budget=self.life.budget("critic"),
-                steps=self.total_steps,
-                updates=self.critic_update().updates_a_step(self.config.data.train_batch_size),
-            ),
+            seed=seed_of(self.config.trainer.seed, role),
+            forward_limits=self.limits[forward],
+            training=training,
             watchdog=self.watchdog,
+        )
+
+    def _training(self, role: str, config: ActorConfig | CriticConfig, loss: LossSpec, update: UpdateSpec, key: str) -> Training:
+        """How a role is trained. key: of the limits of its updates."""
+        return Training(
+            optim=config.optim,
+            grad_clip=config.grad_clip,
+            loss=loss,
+            ema_decay=config.ema_decay if isinstance(config, ActorConfig) else None,
+            limits=self.limits[key],
+            budget=self.life.budget(role),
+            steps=self.total_steps,
+            updates=update.updates_a_step(self.config.data.train_batch_size),
         )
 
     def actor_loss(self) -> ActorLossConfig:
@@ -449,6 +375,14 @@ class Assembly:
             **own,
         )
 
+    def rate_changes(self, resume: Checkpoint | None) -> Iterator[str]:
+        """Warnings about learning rate schedules that a different number of steps changes in a resumed run."""
+        if resume is not None:
+            actor, critic = self.config.actor_rollout_ref.actor, self.config.critic
+            optims = {"actor_rollout_ref.actor.optim": (actor.optim, self.config.trainer.critic_warmup)}
+            optims |= {"critic.optim": (critic.optim, 0)} if self.wants_critic else {}
+            yield from rate_changes(resume, optims, self.total_steps, self.order.steps_per_epoch)
+
     def rollout(self) -> RemoteRollout:
         models = self.config.actor_rollout_ref
         spec = rollout_spec(models.model, models.rollout, self.config.data, self.config.trainer.device, self.life.run_dir)
@@ -457,3 +391,12 @@ class Assembly:
     def sampling(self) -> Sampling:
         models = self.config.actor_rollout_ref
         return sampling(models.rollout, self.tokenizer, models.model, self.config.data)
+
+    def stream(self) -> PromptStream:
+        """Training prompts. With algorithm.filter_groups, a round may differ in size from a batch (data.gen_batch_size)."""
+        gen_batch_size = self.config.data.gen_batch_size or self.order.batch_size
+        return PromptStream(self.data, replace(self.order, batch_size=gen_batch_size))
+
+    def reward_models(self) -> RewardModels | None:
+        config, on = self.config, (self.hosts["reward"], self.place.pool("reward"), self.config.trainer, self.watchdog)
+        return start_reward_models(config.reward, *on, self.tokenizer, config.data.apply_chat_template_kwargs)

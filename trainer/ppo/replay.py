@@ -8,33 +8,34 @@ parts replaced, and the results are compared. Cost: a checkpoint of the precedin
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from configs.base.locks import locked
 from configs.schema.alarms import AlarmConfig
 from configs.schema.ppo import PPOConfig
 from trainer.checkpoint.resume import Checkpoint, check_config, resolve_resume
 from trainer.cluster.remote import RemoteModel, RemoteRollout
-from trainer.data.stream import PromptStream
+from trainer.data.dataset import PromptStream
 from trainer.ppo.loop import Loop
 from trainer.ppo.ppo_builder import Assembly, opened
-from trainer.ppo.replay_diff import MOST_LINES, WIDTH, Difference, compare_answers, compare_metrics, replayed, table
+from trainer.ppo.replay_diff import MOST_LINES, Difference, compare_answers, compare_metrics, replayed, table
 from trainer.resilience.restart import Lifetime
 from trainer.rollout.sampler import Overlap, Source
 from trainer.run.errors import Found
 from trainer.run.run_dir import GLOBAL_STEP, METRICS, checkpoint_dir, checkpoint_steps, read_metrics
 from trainer.run.timing import Phases
 from trainer.tracking.batch_file import load_batch
+from trainer.tracking.formatting import table_console
 from trainer.tracking.token_dump import AnswerLog
 from workers.batch import Batch
+from workers.controller.logs import announce
 from workers.metric import Metrics
 from workers.roles.rollout_engines import check_installed
+
+OWN_KEYS = ("trainer.replay.", "trainer.resume_")  # of the replay itself: they always differ from the recorded ones
 
 
 def replay(config: PPOConfig) -> None:
@@ -48,10 +49,8 @@ def replay(config: PPOConfig) -> None:
     step = int(facts["step"])
     # A separate directory: the replay writes metrics and dumps too, and the run's files must stay as they are.
     directory = Path(config.trainer.default_local_dir) / f"replay_{asked.mode}_{step}"
-    # The keys of the replay itself always differ from the recorded configuration.
-    for change in check_config(facts["config"], asdict(config)):
-        if not change.startswith(("trainer.replay.", "trainer.resume_")):
-            print(f"note: replayed with another {change}", file=sys.stderr)
+    changes = (change for change in check_config(facts["config"], asdict(config)) if not change.startswith(OWN_KEYS))
+    announce(f"replayed with another {change}" for change in changes)
     with locked(directory, "trainer.default_local_dir", private=True):
         repeat(config, batch, facts, directory)
 
@@ -211,9 +210,7 @@ def logged_metrics(run_dir: Path, step: int) -> dict[str, float]:
 
 def tell(title: str, found: list[Difference], bound: float) -> None:
     """Print the table of differences. Raises Found if one is beyond the bound."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
+    console = table_console()
     if found:
         console.print(table(title, found))
     else:

@@ -12,7 +12,6 @@ from workers.batch import Batch
 
 NOT_REPLAYED = ("timing", "perf/", "rollout/", "val/", "val-")
 """Prefixes of metrics that a replayed update does not reproduce: times, throughput, weight sync and validation."""
-WIDTH = 160  # characters of the table without a terminal
 MOST_LINES = 20
 
 

@@ -1,4 +1,4 @@
-"""Records of responses and scores, and the calls of score functions. Does not import torch: scoring processes import it."""
+"""Records of responses and scores, calls of score functions, count of failures. Scoring processes import it: no torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from threading import Thread
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from trainer.run.user_code import describe
+
+if TYPE_CHECKING:
+    from trainer.run.events import Events
 
 ARGUMENTS = frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})
 BATCH_ARGUMENTS = frozenset(f"{name}s" for name in ARGUMENTS)
@@ -207,3 +210,40 @@ def check_some_scored(scores: Sequence[Score], of_what: str) -> None:
     """Raises ValueError, with the first error, if there is no score at all."""
     if scores and all(score.value is None for score in scores):
         raise ValueError(f"all {len(scores)} rewards of {of_what} failed; the first: {scores[0].error}")
+
+
+MOST_REPORTED = 10
+"""Maximum number of kinds of failure reported per run: a function may raise a different message each time."""
+
+
+class Failures:
+    """Counts failed rewards per step, and records the first failure of each kind as an event."""
+
+    def __init__(self, events: Events) -> None:
+        self._events = events
+        self._reported: set[str] = set()
+        self.start_step()
+
+    def start_step(self) -> None:
+        self._asked = self._failed = self._timed_out = 0
+
+    def add(self, step: int, purpose: str, scores: Sequence[Score]) -> None:
+        """Count the scores and failures. The first failure of each kind becomes an event (console, events.jsonl, report)."""
+        errors = [score.error for score in scores if score.error is not None]
+        self._asked += len(scores)
+        self._failed += len(errors)
+        self._timed_out += sum(score.timed_out for score in scores)
+        for error in errors:
+            if len(self._reported) < MOST_REPORTED and kind_of(error) not in self._reported:
+                self._reported.add(kind_of(error))
+                self._events.add(step, "reward", f"{len(errors)} of {len(scores)} rewards of {purpose} failed: {error}")
+
+    def metrics(self) -> dict[str, float]:
+        """Fractions of all responses scored in the step, including greedy baselines and dropped groups."""
+        asked = max(self._asked, 1)
+        return {"reward/failed_share": self._failed / asked, "reward/timed_out_share": self._timed_out / asked}
+
+
+def kind_of(error: str) -> str:
+    """Kind of an error: the start of its text and the location at its end, without the message in between."""
+    return f"{error[:12]} {error.rpartition('(')[2]}"

@@ -14,14 +14,12 @@ from configs.schema.ppo import FilterGroupsConfig, RewardConfig
 from trainer.algorithms.segments import sum_by
 from trainer.cluster.remote import RemoteRollout
 from trainer.cluster.watchdog import Watchdog
-from trainer.data.dataset import Prompt
-from trainer.data.stream import PromptStream
+from trainer.data.dataset import Prompt, PromptStream
 from trainer.resilience.rollback import Rollbacks
-from trainer.rewards.failures import Failures
 from trainer.rewards.models.reward_models import RewardModels
 from trainer.rewards.remote.remote_rewards import RemoteRewards
 from trainer.rewards.requests import to_score
-from trainer.rewards.scoring import Rewards, Score
+from trainer.rewards.scoring import Failures, Rewards, Score
 from trainer.rewards.shaping import Shaping, missing_eos_penalty, overlong_penalty
 from trainer.rollout.group_filtering import Tally, judge_groups, metric_values
 from trainer.rollout.responses import ask, join, texts_of

@@ -178,15 +178,17 @@ def write_config(run_dir: Path, config: Mapping[str, Any], name: str = CONFIG) -
     return plain
 
 
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten ``tree``: dotted key to value. An empty mapping contributes no key."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        found |= leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found
+
+
 def leaves_of(tree: Mapping[str, Any]) -> dict[str, str]:
-    """Flatten ``tree``: dotted key to value as JSON. An empty mapping contributes no key."""
-    leaves: dict[str, str] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            leaves |= {f"{key}.{below}": leaf for below, leaf in leaves_of(value).items()}
-        else:
-            leaves[key] = json.dumps(value)
-    return leaves
+    """Like ``leaves``, with values as JSON."""
+    return {key: json.dumps(value) for key, value in leaves(tree).items()}
 
 
 def start_run(run_dir: Path, resume_step: int | None, rollout_dir: Path | None, *, restarted: bool = False) -> None:

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
 from configs.schema.supervised import RewardModelConfig, SFTConfig
+from configs.validation.batches import supervised_cut
 from configs.validation.programs import world_size
 from trainer import harness
-from trainer.checkpoint.manifest import check_weights
-from trainer.checkpoint.schedule_changes import rate_changes
+from trainer.checkpoint.resume import rate_changes
 from trainer.cluster.determinism import worker_environment
 from trainer.cluster.launch import open_backend, start_hosts
 from trainer.cluster.role_builder import Training, limits, start_model
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.chat import load_tokenizer
-from trainer.data.order import DataOrder
 from trainer.resilience.alarms import sft_alarms
 from trainer.resilience.restart import Lifetime
 from trainer.run.timing import Phases
-from trainer.supervised.reward_model_task import RewardModelTask
-from trainer.supervised.sft_task import SFT
 from trainer.supervised.supervised_loop import SupervisedLoop, steps_between
-from trainer.supervised.task import Task
-from workers.controller.logs import tell
+from trainer.supervised.tasks import SFT, RewardModelTask, Task
+from workers.controller.logs import announce
 from workers.roles.train_engines import check_engine
 from workers.seeding import seed_of
 
@@ -44,36 +41,19 @@ def attempt(config: Config, life: Lifetime) -> None:
     trainer, run_dir, resume = config.trainer, life.run_dir, harness.resume_from(config, life)
     with ExitStack() as stack:
         backend = stack.enter_context(open_backend(trainer, config.ray_kwargs, config.timeouts, run_dir))
-        deterministic = trainer.deterministic
-        environment = worker_environment(deterministic)
-        hosts = start_hosts(backend, trainer, config.timeouts, deterministic=deterministic, env=environment)
-        watchdog = Watchdog(asdict(config.timeouts), run_dir)
-        # Before the tracker, which truncates the records of the run directory to the resumed step: a damaged checkpoint is found
-        # while the directory is still unchanged.
-        if resume is not None:
-            check_weights(resume, {"model": hosts}, watchdog)
+        environment = worker_environment(trainer.deterministic)
+        hosts = start_hosts(backend, trainer, config.timeouts, deterministic=trainer.deterministic, env=environment)
+        watchdog, phases = Watchdog(asdict(config.timeouts), run_dir), Phases()
         tokenizer = load_tokenizer(config.model)
         task: Task = SFT(config, tokenizer) if isinstance(config, SFTConfig) else RewardModelTask(config, tokenizer)
-        seed = trainer.seed if config.data.seed is None else config.data.seed
-        order = DataOrder(len(task), config.data.train_batch_size, seed, config.data.shuffle)
-        for notice in (*task.notices, order.notice):
-            if notice is not None:
-                tell(f"note: {notice}")
-        total_steps = trainer.total_training_steps or trainer.total_epochs * order.steps_per_epoch
+        order, total_steps = harness.data_order(config, len(task))
+        announce((*task.notices, order.notice))
         if resume is not None:
-            for change in rate_changes(resume, {"optim": (config.optim, 0)}, total_steps, order.steps_per_epoch):
-                tell(f"note: {change}")
-        phases = Phases()
-        tracker = stack.enter_context(closing(harness.open_tracker(config, life, resume, phases, total_steps)))
+            announce(rate_changes(resume, {"optim": (config.optim, 0)}, total_steps, order.steps_per_epoch))
+        tracker = harness.open_tracker(config, life, resume, {"model": hosts}, watchdog, phases, total_steps)
+        stack.callback(tracker.close)
         life.started = True
-        cut = limits(
-            config.engine,
-            trainer,
-            per_gpu=config.data.micro_batch_size_per_gpu,
-            over_all=None,
-            dynamic=config.data.use_dynamic_bsz,
-            max_tokens=config.data.max_token_len_per_gpu,
-        )
+        cut = limits(supervised_cut(config))
         model = start_model(
             hosts,
             "model",

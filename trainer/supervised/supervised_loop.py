@@ -10,7 +10,7 @@ from configs.validation.programs import world_size
 from trainer.cluster.remote import RemoteModel
 from trainer.data.order import DataOrder
 from trainer.harness import Trainer
-from trainer.supervised.task import Task
+from trainer.supervised.tasks import Task
 from workers.batch import Batch
 from workers.metric import plain_numbers
 

@@ -1,8 +1,18 @@
-"""Format numbers and durations as short text."""
+"""Format numbers and durations as short text, and print tables of them."""
 
 from __future__ import annotations
 
 import math
+
+from rich.console import Console
+
+WIDTH = 160  # characters of a table without a terminal, so that no number is truncated
+
+
+def table_console() -> Console:
+    """Console for a wide table: as wide as the terminal, or WIDTH without one."""
+    console = Console()
+    return console if console.is_terminal else Console(width=WIDTH)
 
 
 def number(value: float) -> str:

@@ -6,7 +6,7 @@ import faulthandler
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
@@ -20,6 +20,13 @@ _heard: list[TextIO] = []
 def tell(line: str) -> None:
     """Print a line for the user on stderr, also while the stderr of libraries is redirected."""
     print(line, file=heard_where(), flush=True)
+
+
+def announce(notices: Iterable[str | None]) -> None:
+    """Print a warning for the user, ``note: ...``, for each notice that is not None."""
+    for notice in notices:
+        if notice is not None:
+            tell(f"note: {notice}")
 
 
 def heard_where() -> TextIO:

@@ -283,7 +283,7 @@ def test_safe_keys_exist_and_no_key_of_the_algorithm_is_among_them() -> None:
     assert allowed == {
         "trainer.total_epochs",
         *("actor_rollout_ref.actor.optim.total_training_steps", "critic.optim.total_training_steps"),
-        "optim.total_training_steps",  # trainer.checkpoint.schedule_changes.rate_changes reports a rate that jumps
+        "optim.total_training_steps",  # trainer.checkpoint.resume.rate_changes reports a rate that jumps
         "trainer.resume_from_path",
         "trainer.replay.path",
         "actor_rollout_ref.rollout.val_kwargs.temperature",

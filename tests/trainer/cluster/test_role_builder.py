@@ -8,7 +8,7 @@ import pytest
 
 from tests.trainer.algorithms.plain import defaults
 from trainer.checkpoint.manifest import Checkpoint, Manifest
-from trainer.checkpoint.schedule_changes import rate_changes
+from trainer.checkpoint.resume import rate_changes
 
 OPTIM = replace(defaults().actor_rollout_ref.actor.optim, lr=1e-6)
 

@@ -1,12 +1,13 @@
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 import trainer.data.encoding
 from data_preprocess.writer import rl_row, write
 from tests.trainer.data.tokenizers import byte_tokenizer, data_config
-from trainer.data.dataset import Prompt, PromptDataset
+from trainer.data.dataset import Prompt, PromptDataset, PromptStream
+from trainer.data.order import DataOrder
 from trainer.data.processes import PART
 
 TOKENIZER = byte_tokenizer()
@@ -143,3 +144,32 @@ def test_tokenising_in_processes_equals_one_process(make: Any, monkeypatch: pyte
     monkeypatch.setattr(trainer.data.encoding, "encode", None)  # the children import their own
     pooled = make(rows(lengths), filter_overlong_prompts_workers=2, **settings)
     assert iter_prompts(pooled) == iter_prompts(alone) and pooled.notices == alone.notices != ()
+
+
+PROMPTS = [Prompt(uid, (uid,), str(uid), "math", None, {}, str(uid)) for uid in range(7)]
+
+
+def stream_of_prompts() -> PromptStream:
+    return PromptStream(cast(Any, PROMPTS), DataOrder(n=7, batch_size=2, seed=3, shuffle=True))
+
+
+def test_rounds_are_the_batches_of_the_order() -> None:
+    stream = stream_of_prompts()
+    rounds = [[prompt.uid for prompt in stream.draw()] for _ in range(6)]
+    assert rounds == [stream.order.batch(i) for i in range(6)]
+
+
+def test_the_epoch_is_that_of_the_next_round() -> None:
+    stream, epochs = stream_of_prompts(), []
+    for _ in range(7):
+        epochs.append(stream.epoch)
+        stream.draw()
+    assert stream.rounds_per_epoch == 3 and epochs == [0, 0, 0, 1, 1, 1, 2]
+
+
+def test_resumed_stream_continues() -> None:
+    stream, resumed = stream_of_prompts(), stream_of_prompts()
+    for _ in range(4):
+        stream.draw()
+    resumed.load(stream.state())
+    assert [resumed.draw() for _ in range(4)] == [stream.draw() for _ in range(4)]

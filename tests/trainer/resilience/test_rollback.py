@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
 from trainer import main_ppo
 from trainer.checkpoint.resume import find_latest
+from trainer.data.dataset import PromptStream
 from trainer.data.ptx_stream import PtxStream
-from trainer.data.stream import PromptStream
 from trainer.ppo.loop import Loop
 from trainer.resilience.alarms import Alarm
 from trainer.resilience.rollback import Rollbacks

@@ -1,9 +1,9 @@
-"""The equivalence server on such a kernel."""
+"""The math server on such a kernel."""
 
 from tests.trainer.rewards.old_kernel import forget_new_calls
-from trainer.rewards.rules import equivalence
+from trainer.rewards.rules import math
 
 
 def main(fd: int) -> None:
     forget_new_calls()
-    equivalence.main(fd)
+    math.main(fd)

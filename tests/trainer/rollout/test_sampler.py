@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from configs.compose import compose
 from configs.schema.ppo import FilterGroupsConfig, PPOConfig
 from tests.trainer.watchdogs import watchdog
-from trainer.data.dataset import Prompt
+from trainer.data.dataset import Prompt, PromptStream
 from trainer.data.order import DataOrder
-from trainer.data.stream import PromptStream
 from trainer.resilience.rollback import Rollbacks
-from trainer.rewards.failures import Failures
 from trainer.rewards.pool.runner import Answer, Score
+from trainer.rewards.scoring import Failures
 from trainer.rewards.shaping import RunningMoments, Shaping
 from trainer.rollout.responses import join, texts_of
 from trainer.rollout.sampler import Source

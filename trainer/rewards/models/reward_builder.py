@@ -14,6 +14,7 @@ from configs.reward_sources import has_score
 from configs.schema.common import ModelConfig, TiledMLPConfig, TokenizedModelConfig, WorkersConfig
 from configs.schema.ppo import ModelScoringConfig
 from configs.schema.scoring_model import ScoringModelConfig
+from configs.validation.batches import forward_cut
 from configs.validation.rollout import Workers
 from trainer.algorithms.moments import RunningMoments
 from trainer.cluster.role_builder import limits, start_model
@@ -21,8 +22,7 @@ from trainer.cluster.watchdog import Watchdog
 from trainer.data.chat import load_tokenizer
 from trainer.data.conversations import Conversations, same_words, with_template
 from trainer.rewards.models.local_model import LocalModel
-from trainer.rewards.models.reward_models import STATISTICS, Moments, RewardModel, RewardModels
-from trainer.rewards.models.served_model import ServedModel
+from trainer.rewards.models.reward_models import STATISTICS, Moments, RewardModel, RewardModels, ServedModel
 from trainer.rewards.remote.remote_rewards import RemoteRewards
 from workers.controller.group import WorkerGroup
 from workers.engine.base import Head
@@ -115,14 +115,7 @@ def start_one(
 ) -> RewardModel:
     """Start one reward model on the workers."""
     model, head = engine_model(config), head_of(config)
-    forward_limits = limits(
-        config,
-        workers,
-        per_gpu=config.forward_micro_batch_size_per_gpu,
-        over_all=config.forward_micro_batch_size,
-        dynamic=config.use_dynamic_bsz,
-        max_tokens=config.forward_max_token_len_per_gpu,
-    )
+    forward_limits = limits(forward_cut(f"reward/{name}", config, workers))
     remote = start_model(
         group,
         f"reward/{name}",

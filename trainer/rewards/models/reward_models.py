@@ -1,4 +1,4 @@
-"""Combine reward models with rule-based rewards: scores are normalised, clipped and summed with weights."""
+"""Combine reward models with rule-based rewards: scores are normalised, clipped and summed with weights; models on servers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from configs.schema.scoring_model import ScoringModelConfig
 from trainer.algorithms.moments import RunningMoments
+from trainer.cluster.watchdog import Watchdog
 from trainer.data.dataset import Prompt
+from trainer.rewards.remote.remote_rewards import RemoteRewards
+from trainer.rewards.requests import to_score
 from trainer.rewards.scoring import Score
 from workers.batch import Batch
 from workers.controller.group import WorkerGroup
@@ -134,3 +138,21 @@ def joined(so_far: Score, model: RewardModel, own: Score, part: float) -> Score:
     if so_far.value is None:
         return replace(so_far, extra=extra)
     return replace(so_far, value=so_far.value + model.config.weight * part, extra=extra)
+
+
+class ServedModel:
+    """A Scorer backed by servers; their extra numbers are prefixed with the model's name."""
+
+    def __init__(self, name: str, servers: RemoteRewards, tokenizer: PreTrainedTokenizerBase, watchdog: Watchdog) -> None:
+        """tokenizer: the policy's tokenizer."""
+        self.name = name
+        self.servers = servers
+        self.tokenizer = tokenizer
+        self.watchdog = watchdog
+
+    def score(self, answers: Batch, prompts: Sequence[Prompt], texts: Sequence[str]) -> tuple[list[Score], Tensor | None]:
+        with self.watchdog.own("reward", f"scoring by reward model {self.name}", f"{len(answers)} answers"):
+            scores = self.servers.score(to_score(prompts, texts, answers, self.tokenizer, for_servers=True))
+        return [
+            replace(score, extra={f"{self.name}_{key}": value for key, value in score.extra.items()}) for score in scores
+        ], None

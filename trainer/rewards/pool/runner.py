@@ -27,8 +27,7 @@ from types import TracebackType
 
 from configs.reward_sources import asks_rules
 from configs.schema.ppo import ScoringConfig
-from trainer.rewards.pool.custom import check_file
-from trainer.rewards.pool.worker import resolve
+from trainer.rewards.pool.worker import check_file, resolve
 from trainer.rewards.rules.reward_registry import check_data_sources, may_ask_judge, scores_by_source, with_own_function
 from trainer.rewards.sandbox.forkserver import close_fork_servers
 from trainer.rewards.scoring import Answer, Score, ScoreFunction, ScoringProgress, score_all

@@ -3,8 +3,7 @@
 import re
 from typing import Literal
 
-from trainer.rewards.rules.boxed import last_boxed
-from trainer.rewards.rules.number_parsing import Value, values
+from trainer.rewards.rules.math import Value, last_boxed, values
 
 Method = Literal["strict", "flexible", "math"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from configs.reward_sources import NO_RULES
 from configs.schema.ppo import ScoringConfig
-from trainer.rewards.rules import code, exact_match, gsm8k, judge, math, math_dapo
+from trainer.rewards.rules import code, gsm8k, judge, math, math_dapo
 from trainer.rewards.scoring import ScoreFunction
 
 Scorer = Callable[[str, Any, dict[str, Any], ScoringConfig], float | dict[str, Any]]
@@ -28,7 +28,8 @@ def _math_dapo(solution_str: str, ground_truth: Any, extra_info: dict[str, Any],
 
 
 def _exact_match(solution_str: str, ground_truth: Any, extra_info: dict[str, Any], config: ScoringConfig) -> float:
-    return exact_match.score(solution_str, str(ground_truth), finished=extra_info["finished"])
+    """1 if the response equals the ground truth and was ended by the model; 0 otherwise, also if it was truncated."""
+    return float(extra_info["finished"] and solution_str == str(ground_truth))
 
 
 def _code(solution_str: str, ground_truth: Any, extra_info: dict[str, Any], config: ScoringConfig) -> dict[str, float]:

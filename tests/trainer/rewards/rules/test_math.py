@@ -1,4 +1,6 @@
 import logging
+import signal
+import threading
 import time
 from fractions import Fraction
 
@@ -7,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from trainer.rewards.rules.math import same, score, spelt
+from trainer.rewards.rules.math import LIMITS, equivalent, is_cheap, last_boxed, same, score, spelt, value_of, values
 from trainer.rewards.sandbox.forkserver import fork_server
 
 SAME = [
@@ -183,7 +185,7 @@ ADVERSARIAL = {
 @pytest.mark.parametrize("name", ADVERSARIAL)
 def test_adversarial_answers_end_soon(name: str) -> None:
     """In CPU time they take 0.8 s at most, of the confined process; the bound leaves room for a busy machine."""
-    fork_server("trainer.rewards.rules.equivalence")  # it is there
+    fork_server("trainer.rewards.rules.math")  # it is there
     start = time.monotonic()
     assert score(ADVERSARIAL[name], "x+7") == 0.0
     assert time.monotonic() - start < 5.0
@@ -195,3 +197,180 @@ def test_adversarial_answers_end_soon(name: str) -> None:
 ])  # fmt: skip
 def test_a_space_groups_thousands_and_nothing_else(answer: str, truth: str, alike: bool) -> None:
     assert same(answer, truth) == alike
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"\boxed{5}", "5"),
+        (r"$\boxed{\frac{1}{\sqrt{2}}}$.", r"\frac{1}{\sqrt{2}}"),
+        (r"\boxed{1} then \boxed{2}", "2"),
+        (r"\boxed{1} then \fbox{2}", "2"),
+        (r"\boxed 5$ more", "5"),
+        (r"\boxed 5 more", "5"),
+        (r"\boxed{1} then \boxed 2", "2"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\left\{x \mid x>0\right\}}", r"\left\{x \mid x>0\right\}"),
+        (r"\boxed{\left\{1, 2\right.}", r"\left\{1, 2\right."),  # an escaped brace has no partner to wait for
+        (r"\boxed{\}} }", r"\}"),
+        (r"\boxed {3}", "3"),
+        (r"\boxed{}", ""),
+        (r"\boxed{1} and \boxed{2", None),  # the last one counts, and it stays open
+        (r"\boxed", None),
+        (r"\boxedx{1}", None),
+        ("5", None),
+        ("", None),
+        (r"\boxed{" + "1" * 3000 + "}", None),
+    ],
+)
+def test_last_boxed(text: str, content: str | None) -> None:
+    boxed = last_boxed(text)
+    assert (None if boxed is None else boxed.content) == content
+
+
+def test_last_boxed_reports_its_position() -> None:
+    boxed = last_boxed(r"12\boxed{5}")
+    assert boxed is not None and boxed.start == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("18", "18"),
+        ("1,234,567.25", "1234567.25"),
+        (r"1{,}234", "1234"),
+        (r"1\,234", "1234"),
+        ("-3", "-3"),
+        ("−3", "-3"),
+        ("-$3", "-3"),
+        ("$-3$", "-3"),
+        ("+3", "3"),
+        (".5", "1/2"),
+        ("-.5", "-1/2"),
+        ("5.", "5"),
+        ("1/2", "1/2"),
+        ("1 / -2", "-1/2"),
+        (r"\frac{1}{2}", "1/2"),
+        (r"-\dfrac{1}{2}", "-1/2"),
+        (r"\frac{-1}{2}", "-1/2"),
+        (r"\tfrac12", "1/2"),
+        (r"\frac1{12}", "1/12"),
+        ("2 1/2", "5/2"),
+        ("-2 1/2", "-5/2"),
+        (r"2\frac{1}{2}", "5/2"),
+        ("1.5e3", "1500"),
+        (r"2 \times 10^{-3}", "1/500"),
+        ("2*10^3", "2000"),
+        (r"90^\circ", "90"),
+        (r"10\text{ cm}^2", "10"),
+        ("**18**", "18"),
+    ],
+)
+def test_number_has_its_value(text: str, number: str) -> None:
+    value = value_of(text)
+    assert value is not None and value.number == Fraction(number)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "x",
+        "2x",
+        "1,2",
+        "(1,2)",
+        "3 4",
+        "1/0",
+        r"\frac{1}{0}",
+        "9" * 101,
+        "1e101",
+        "2^3",
+        r"\sqrt{4}",
+        "1\0",
+        "0,500",
+        "1-1/2",
+    ],
+)
+def test_text_that_is_not_one_number_has_no_value(text: str) -> None:
+    assert value_of(text) is None
+
+
+def test_a_minus_is_a_sign_where_nothing_stands_before_it() -> None:
+    assert [value.number for value in values("10-5 = 5, x=-3, (-2), 7 -4")] == [10, 5, 5, -3, -2, 7, -4]
+
+
+def test_a_number_in_a_sentence_groups_no_thousands_from_a_zero_on_and_may_be_hyphenated() -> None:
+    assert [value.number for value in values("0,500 and 1,000,500 of 1-1/2")] == [1000500, Fraction(3, 2)]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "equal"),
+    [("50%", "50", True), ("50%", "0.5", True), ("50%", "50%", True), ("50%", "0.5%", False), ("50", "0.5", False)],
+)
+def test_per_cent(one: str, other: str, equal: bool) -> None:
+    a, b = value_of(one), value_of(other)
+    assert a is not None and b is not None
+    assert a.equals(b) is equal and b.equals(a) is equal
+
+
+@given(st.integers(-(10**12), 10**12), st.integers(1, 999))
+def test_every_spelling_of_a_fraction_is_its_value(top: int, bottom: int) -> None:
+    wanted, sign = Fraction(top, bottom), "-" if top < 0 else ""
+    whole, rest = divmod(abs(top), bottom)
+    texts = [
+        f"{top}/{bottom}",
+        f"{sign}\\frac{{{abs(top)}}}{{{bottom}}}",
+        f"\\dfrac{{{top}}}{{{bottom}}}",
+        f"{sign}{whole} {rest}/{bottom}",
+    ]
+    for text in [*texts, f"{sign}{abs(top):,}/{bottom}", f"{sign}{whole}\\frac{{{rest}}}{{{bottom}}}"]:
+        value = value_of(text)
+        assert value is not None and value.number == wanted, text
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "9^9^9^9",
+        "9^{9^{9^9}}",
+        "9**9**9**9",
+        "(((9^9)^9)^9)",
+        "e^{e^{e^x}}",
+        "2^{10000}",
+        "2^(99999)",
+        "5000!",
+        "3!!",
+        "9" * 40,
+        "{" * 21 + "}" * 21,
+        "(" * 21 + ")" * 21,
+        "x\0",
+        "+".join(f"x^{n}" for n in range(13)),
+        "a" * 501,
+    ],
+)
+def test_costly_expressions_are_not_evaluated(expression: str) -> None:
+    assert not is_cheap(expression)
+
+
+@pytest.mark.parametrize(
+    "expression", [r"x^{100}", "2^{999}", r"\frac{\sqrt{x^2+y^2}}{(a+b)^2}", "x^4+x^3+x^2+x+1", "a^2b^2c^2d^2", "10!", "9" * 39]
+)
+def test_common_answers_are_evaluated(expression: str) -> None:
+    assert is_cheap(expression)
+
+
+def test_comparison_over_its_limits_is_false_and_the_next_one_works() -> None:
+    endless = r"x^{999}-y^{998}+(x+y)^{997}"
+    assert is_cheap(endless) and LIMITS.cpu_seconds < 1.0
+    assert not equivalent(endless, "5")
+    assert equivalent("y+1", "1+y")
+
+
+def test_comparisons_work_in_any_thread_and_set_no_alarm() -> None:
+    found: list[bool] = []
+    before = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0] > 0
+    thread = threading.Thread(target=lambda: found.append(equivalent("2(x+1)", "2x+2")))
+    thread.start()
+    thread.join()
+    assert found == [True] and equivalent("2(y+1)", "2y+2")
+    assert (signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0] > 0) == before

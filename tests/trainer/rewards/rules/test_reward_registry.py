@@ -6,7 +6,6 @@ import pytest
 from tests.trainer.rewards.config import reward_config
 from trainer.rewards.pool.runner import Answer, RewardRunner, Score
 from trainer.rewards.pool.worker import resolve
-from trainer.rewards.rules import exact_match
 from trainer.rewards.rules.reward_registry import (
     check_data_sources,
     compute_score,
@@ -17,9 +16,12 @@ from trainer.rewards.rules.reward_registry import (
 
 
 def test_exact_match_requires_equal_text_and_a_finished_response() -> None:
-    assert exact_match.score("012359", "012359", finished=True) == 1.0
-    assert exact_match.score("012359", "012359", finished=False) == 0.0
-    assert exact_match.score("012359 ", "012359", finished=True) == 0.0
+    def exact_match(answer: str, *, finished: bool) -> Any:
+        return compute_score("exact_match", answer, "012359", {"finished": finished}, reward_config())
+
+    assert exact_match("012359", finished=True) == 1.0
+    assert exact_match("012359", finished=False) == 0.0
+    assert exact_match("012359 ", finished=True) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.rewards.rules.equivalence import LIMITS as MATHEMATICS
+from trainer.rewards.rules.math import LIMITS as MATHEMATICS
 from trainer.rewards.sandbox.forkserver import ForkServer, JobLimits, JobOutcome, close_fork_servers, fork_server
 from trainer.rewards.sandbox.seccomp import _ALLOWED, _AUDIT_ARCH, _OPENING, _RULES, _SECCOMP, _THREADS, _column, _program
 

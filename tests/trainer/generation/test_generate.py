@@ -1,6 +1,6 @@
 from typing import Any
 
-from trainer.generation.selection import accepted, best_of_n, pairs
+from trainer.generation.generate import accepted, best_of_n, pairs
 
 
 def row(*answers: tuple[str, float | None, str]) -> dict[str, Any]:

@@ -4,15 +4,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from trainer.run import start_times
-from trainer.run.start_times import Start, program_began
+from trainer.run import timing
+from trainer.run.timing import Start, program_began
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """What the time is, in its one element."""
     now = [100.0]
-    monkeypatch.setattr(start_times.time, "time", lambda: now[0])
+    monkeypatch.setattr(timing.time, "time", lambda: now[0])
     yield now
 
 

@@ -14,7 +14,7 @@ from tests.runs import make_task, metrics_of, repeatable
 from tests.tiny import model_config
 from trainer import main_export, main_reward_model
 from trainer.rewards.models.reward_models import STATISTICS
-from trainer.supervised.reward_model_task import with_padding
+from trainer.supervised.tasks import with_padding
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.rewards.pool.custom import load_function
+from trainer.rewards.pool.worker import load_function
 
 
 def write(path: Path, text: str) -> str:
