@@ -35,8 +35,8 @@ from data_preprocess.tiny_model import character_tokenizer
 from scripts.bench.shapes import ADAMW, SHAPES, likelihood, qwen2, random_rows
 from scripts.bench.train import ragged
 from trainer.planner.memory_model import FLOAT32, Setting, Shape, layer_inputs, moments, parameters
-from workers.controller.actor import free_port
 from workers.controller.group import WorkerInfo
+from workers.controller.ports import free_port
 from workers.engine.base import EngineSpec, LossSpec
 from workers.engine.hf.hf_model import DTYPES
 from workers.engine.logprob import chunk_size

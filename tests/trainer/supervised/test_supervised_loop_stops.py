@@ -90,7 +90,12 @@ def test_an_update_without_memory_is_repeated(task: Path, tmp_path: Path, broken
 
 
 def test_it_starts_again_by_itself(task: Path, tmp_path: Path, broken_call: Any) -> None:
-    four = ("trainer.save_freq=2", "trainer.total_training_steps=4", "trainer.max_restarts=1")
+    four = (
+        "trainer.save_freq=2",
+        "trainer.total_training_steps=4",
+        "trainer.max_restarts=1",
+        "trainer.checkpoint.async_save=false",
+    )
     assert main_sft.PROGRAM(arguments(task, tmp_path / "whole", *four)) == 0
     broken_call(4, lambda: 1 / 0)
     assert main_sft.PROGRAM(arguments(task, tmp_path / "run", *four)) == 0
