@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from configs.pools import Placement
 from configs.reward_models import model_key, reward_models
-from configs.schema.common import ShardedConfig
+from configs.schema.common import MicroBatching, ShardedConfig
+from configs.schema.placement import Placement
 from configs.schema.ppo import PPOConfig
 from configs.validation.parallel import context_parallel_key, context_parallel_size, data_parallel_size
 from configs.validation.rollout import ROLLOUT, Workers, workers_in_words, world_size
@@ -30,7 +30,7 @@ def roles_of(config: PPOConfig, *, has_critic: bool) -> dict[str, ShardedConfig]
 
 
 def name_of(key: str) -> str:
-    """Name of the role with this key in configs/pools.py."""
+    """Name of the role with this key in configs/schema/placement.py."""
     return "reward" if key.startswith("reward.") else key.rpartition(".")[2]
 
 
@@ -70,17 +70,14 @@ class Cut:
     """
 
     key: str
+    kind: str
+    sizes: MicroBatching
     role: ShardedConfig
     workers: Workers
-    kind: str
-    per_gpu: int | None
-    over_all: int | None
-    dynamic: bool
-    max_tokens: int
 
     def tokens(self, longest: int) -> int:
         """Maximum tokens per micro-batch, assuming rows of ``longest`` tokens if the limit is a number of rows."""
-        tokens, rows = micro_batch_limits(self.per_gpu, self.over_all, self.dynamic, self.max_tokens, self.role, self.workers)
+        tokens, rows = micro_batch_limits(*self.sizes, self.role, self.workers)
         if tokens is not None:
             return tokens
         assert rows is not None  # exactly one of the two limits is set
@@ -89,75 +86,32 @@ class Cut:
     def problems(self, longest: int, longest_in_words: str) -> Iterator[str]:
         """Problems of the limits. longest: maximum tokens of a row."""
         try:
-            tokens, _ = micro_batch_limits(self.per_gpu, self.over_all, self.dynamic, self.max_tokens, self.role, self.workers)
+            tokens, _ = micro_batch_limits(*self.sizes, self.role, self.workers)
         except ValueError as error:
             key = f"{self.key}.{self.kind}micro_batch_size"
-            yield f"{key}={self.over_all}: {error}; use {self.kind}micro_batch_size_per_gpu"
+            yield f"{key}={self.sizes.over_all}: {error}; use {self.kind}micro_batch_size_per_gpu"
             return
         # Sequences are never split across micro-batches, so the longest row must fit into one.
         if tokens is not None and tokens < longest:
-            ranks, name = context_parallel_size(self.role), context_parallel_key(self.role)
-            size = f"{tokens} tokens" if ranks == 1 else f"{self.max_tokens} * {ranks} ({name}) = {tokens} tokens"
+            per_gpu, ranks, name = self.sizes.max_tokens, context_parallel_size(self.role), context_parallel_key(self.role)
+            size = f"{tokens} tokens" if ranks == 1 else f"{per_gpu} * {ranks} ({name}) = {tokens} tokens"
             key = f"{self.key}.{self.kind}max_token_len_per_gpu"
-            yield f"{key}={self.max_tokens}: a micro-batch of {size} cannot hold the longest row, {longest_in_words}; increase it"
+            yield f"{key}={per_gpu}: a micro-batch of {size} cannot hold the longest row, {longest_in_words}; increase it"
 
 
 def cuts(config: PPOConfig, place: Placement, *, has_critic: bool) -> Iterator[Cut]:
     """Micro-batch limits of all roles that have their own keys."""
     models, critic = config.actor_rollout_ref, config.critic
     actor, rollout, ref = models.actor, models.rollout, models.ref
-    yield Cut(
-        "actor_rollout_ref.actor",
-        actor,
-        place.pool("actor"),
-        "ppo_",
-        actor.ppo_micro_batch_size_per_gpu,
-        actor.ppo_micro_batch_size,
-        actor.use_dynamic_bsz,
-        actor.ppo_max_token_len_per_gpu,
-    )
-    yield Cut(
-        ROLLOUT,
-        actor,
-        place.pool("actor"),
-        "log_prob_",
-        rollout.log_prob_micro_batch_size_per_gpu,
-        rollout.log_prob_micro_batch_size,
-        rollout.log_prob_use_dynamic_bsz,
-        rollout.log_prob_max_token_len_per_gpu,
-    )
+    yield Cut("actor_rollout_ref.actor", "ppo_", actor.micro_batching, actor, place.pool("actor"))
+    yield Cut(ROLLOUT, "log_prob_", rollout.micro_batching, actor, place.pool("actor"))
     if wants_ref(config):
-        yield Cut(
-            "actor_rollout_ref.ref",
-            actor if models.model.has_adapter else ref,  # with an adapter the actor's engine computes the reference
-            place.pool("ref"),
-            "log_prob_",
-            ref.log_prob_micro_batch_size_per_gpu,
-            ref.log_prob_micro_batch_size,
-            ref.log_prob_use_dynamic_bsz,
-            ref.log_prob_max_token_len_per_gpu,
-        )
+        # With an adapter the actor's engine computes the reference.
+        role = actor if models.model.has_adapter else ref
+        yield Cut("actor_rollout_ref.ref", "log_prob_", ref.micro_batching, role, place.pool("ref"))
     if has_critic:
-        yield Cut(
-            "critic",
-            critic,
-            place.pool("critic"),
-            "ppo_",
-            critic.ppo_micro_batch_size_per_gpu,
-            critic.ppo_micro_batch_size,
-            critic.use_dynamic_bsz,
-            critic.ppo_max_token_len_per_gpu,
-        )
-        yield Cut(
-            "critic",
-            critic,
-            place.pool("critic"),
-            "forward_",
-            critic.forward_micro_batch_size_per_gpu,
-            critic.forward_micro_batch_size,
-            critic.use_dynamic_bsz,
-            critic.forward_max_token_len_per_gpu,
-        )
+        yield Cut("critic", "ppo_", critic.micro_batching, critic, place.pool("critic"))
+        yield Cut("critic", "forward_", critic.forward_micro_batching, critic, place.pool("critic"))
 
 
 def batch_problems(config: PPOConfig, place: Placement, *, has_critic: bool) -> Iterator[str]:

@@ -5,7 +5,6 @@ configs/validation/programs.py.
 from collections.abc import Collection, Iterator
 from dataclasses import asdict
 
-from configs.schema.alarms import SFTAlarmsConfig
 from configs.schema.ppo import PPOConfig
 from configs.validation.batches import micro_batch_limits
 from configs.validation.rollout import ROLLOUT
@@ -37,10 +36,7 @@ def stability_problems(config: PPOConfig) -> Iterator[str]:
         )
     try:
         most, _ = micro_batch_limits(
-            actor.ppo_micro_batch_size_per_gpu,
-            actor.ppo_micro_batch_size,
-            actor.use_dynamic_bsz,
-            actor.ppo_max_token_len_per_gpu,
+            *actor.micro_batching,
             actor,
             config.trainer,
         )
@@ -99,13 +95,4 @@ def alarm_problems(config: PPOConfig) -> Iterator[str]:
         yield (
             "alarms.end_token.action=rollback: checked before the first step, when there is no checkpoint to restore; use "
             "action=stop"
-        )
-
-
-def sft_alarm_problems(alarms: SFTAlarmsConfig) -> Iterator[str]:
-    """Problems of the `alarms` block of supervised training."""
-    if alarms.nonfinite.action == "rollback":
-        yield (
-            "alarms.nonfinite.action=rollback: supervised training has no rollback; use action=stop, and resume with other "
-            "settings"
         )

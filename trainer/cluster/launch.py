@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from configs.pools import ROLES, Placement
 from configs.schema.common import RayConfig, RunConfig, WorkersConfig, WorkersTimeoutsConfig
+from configs.schema.placement import ROLES, Placement
 from configs.validation.rollout import world_size
 from trainer.cluster.determinism import worker_environment
 from workers.controller.group import Backend, WorkerGroup

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
-from configs.pools import Placement, Pool
 from configs.schema.common import Dtype, FSDPConfig, MegatronConfig, ModelConfig, ShardedConfig
+from configs.schema.placement import Placement, Pool
 from configs.schema.ppo import PPOConfig
 from configs.schema.scoring_model import ScoringModelConfig
 from configs.validation.batches import cuts, name_of, roles_of

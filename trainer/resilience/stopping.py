@@ -18,8 +18,7 @@ from typing import Any
 
 import psutil
 
-from configs.base.walltime import seconds_of
-from configs.schema.common import RunConfig
+from configs.schema.common import RunConfig, seconds_of
 from trainer.resilience.host_monitor import HostMonitor
 from trainer.run.errors import Stopped
 from trainer.run.events import Events

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from configs.pools import Placement, Pool
+from configs.schema.placement import Placement, Pool
 from trainer.cluster.concurrency import Together, phases_of
 from workers.controller.dispatch import Call
 from workers.controller.group import Replies, Transport, WorkerGroup

@@ -10,9 +10,8 @@ from safetensors import safe_open
 from transformers import PreTrainedTokenizerBase
 
 from configs.reward_models import model_key, reward_models
-from configs.reward_sources import has_score
 from configs.schema.common import ModelConfig, TiledMLPConfig, TokenizedModelConfig, WorkersConfig
-from configs.schema.ppo import ModelScoringConfig
+from configs.schema.ppo import ModelScoringConfig, has_score
 from configs.schema.scoring_model import ScoringModelConfig
 from configs.validation.rollout import Workers
 from trainer.algorithms.moments import RunningMoments
