@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from configs.schema.supervised import RewardModelConfig, SFTConfig
-from configs.validation.programs import world_size
+from configs.validation.rollout import world_size
 from trainer import harness
 from trainer.checkpoint.manifest import check_weights
 from trainer.checkpoint.schedule_changes import rate_changes
