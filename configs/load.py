@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
 from configs.argv import normalise_tree
-from configs.base.keys import ConfigError, Keys, bare_type, did_you_mean, filled, followed, keys_of, takes_null
+from configs.base.keys import CONFIG_DIR, ConfigError, Keys, bare_type, did_you_mean, filled, followed, keys_of, takes_null
 from configs.clamp import within_bounds
 from configs.compat.translate import compat
 from configs.schema.ppo import PPOConfig
@@ -45,6 +45,37 @@ class Loaded(Generic[Config]):
 def load_ppo(tree: Mapping[str, Any]) -> PPOConfig:
     """The PPO configuration of a tree, without its warnings."""
     return load(tree, PPOConfig).config
+
+
+def ppo_config(nodes: tuple[str, ...] = (), changes: Mapping[str, Any] | None = None) -> PPOConfig:
+    """configs/ppo_trainer.yaml with ``changes``, validated like a user's configuration.
+
+    changes: values of leaves directly below one of ``nodes``, by the last part of their keys. Raises ValueError.
+    """
+    if not changes:
+        return _ppo_defaults()
+    known = {key.rpartition(".")[2]: key for key in keys_of(PPOConfig).leaves if key.rpartition(".")[0] in nodes}
+    unknown = sorted(changes.keys() - known.keys())
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)}: unknown option; known: {', '.join(sorted(known))}")
+    tree = _ppo_tree().copy()
+    for name, value in changes.items():
+        OmegaConf.update(tree, known[name], value)
+    return load_ppo(tree)
+
+
+@cache
+def _ppo_defaults() -> PPOConfig:
+    return load_ppo(_ppo_tree())
+
+
+@cache
+def _ppo_tree() -> DictConfig:
+    """The root YAML without Hydra: configuration groups set nothing unless they are selected."""
+    tree = OmegaConf.load(CONFIG_DIR / "ppo_trainer.yaml")
+    assert isinstance(tree, DictConfig)
+    del tree["defaults"]  # Hydra's defaults list, not a key of the schema
+    return tree
 
 
 def load_sft(tree: Mapping[str, Any]) -> SFTConfig:

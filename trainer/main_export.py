@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from configs.schema.export import ExportConfig
+from configs.schema.evaluation import ExportConfig
 from trainer.cli.program import Program
 
 

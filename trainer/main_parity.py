@@ -1,7 +1,7 @@
 """python -m trainer.main_parity: engines side by side, and beside the trainer."""
 
 from configs.schema.parity import ParityConfig
-from configs.validation.parity import check_parity
+from configs.validation.programs import check_parity
 from trainer.cli.program import Program
 
 

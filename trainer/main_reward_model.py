@@ -1,7 +1,7 @@
 """python -m trainer.main_reward_model: a model that scores answers, from pairs of which one was preferred."""
 
 from configs.schema.supervised import RewardModelConfig
-from configs.validation.supervised import check_reward_model
+from configs.validation.programs import check_reward_model
 from trainer.cli.preflight import reward_model_inputs
 from trainer.cli.program import Program
 

@@ -1,7 +1,7 @@
 """python -m trainer.main_sft: supervised fine-tuning on answers and on conversations."""
 
 from configs.schema.supervised import SFTConfig
-from configs.validation.supervised import check_sft
+from configs.validation.programs import check_sft
 from trainer.cli.preflight import sft_inputs
 from trainer.cli.program import Program
 

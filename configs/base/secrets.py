@@ -17,6 +17,15 @@ def is_secret(key: object) -> bool:
     return str(key).lower().replace("-", "").replace("_", "").endswith(ENDINGS)
 
 
+def secret_name_problems(key: str, name: str) -> Iterator[str]:
+    """Problems of the name of a token's variable: values are only hidden in logs if the name is recognized as a secret's."""
+    if not is_secret(name):
+        yield (
+            f"{key}={name}: the variable's name must end like that of a secret (..._TOKEN, ..._API_KEY), so that its value is "
+            "hidden in logs"
+        )
+
+
 def hidden(text: str) -> str:
     """``text`` without credentials in URLs and without the values of secret environment variables."""
     for name, value in os.environ.items():

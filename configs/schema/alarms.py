@@ -1,9 +1,10 @@
 """Schema of training-health alarms: bounds, and the action when an alarm fires."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from configs.schema.common import NonNegative, NonNegativeFloat, Positive
+from configs.schema.common import Checked, NonNegative, NonNegativeFloat, Positive
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -38,7 +39,14 @@ class AlarmsConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class SFTAlarmsConfig:
+class SFTAlarmsConfig(Checked):
     """The alarms of supervised training, which has neither rewards nor a policy to monitor."""
 
     nonfinite: AlarmConfig
+
+    def problems(self) -> Iterator[str]:
+        if self.nonfinite.action == "rollback":
+            yield (
+                "alarms.nonfinite.action=rollback: supervised training has no rollback; use action=stop, and resume with other "
+                "settings"
+            )

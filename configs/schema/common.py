@@ -3,8 +3,10 @@
 Only types and constraints. Defaults, and the comments that explain them, are in the YAML files of configs/.
 """
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from annotated_types import Ge, Gt, Le
 
@@ -30,6 +32,29 @@ Frequency = int | Literal["after_each_epoch"]
 def is_ever(frequency: Frequency) -> bool:
     """Whether validation or checkpoints are enabled at all."""
     return isinstance(frequency, str) or frequency > 0
+
+
+class Checked:
+    """A block with rules of its own; rules that span blocks are in configs/validation."""
+
+    __slots__ = ()
+
+    def problems(self) -> Iterator[str]:
+        """One line for each value, or combination of values, that cannot work."""
+        raise NotImplementedError
+
+
+class MicroBatching(NamedTuple):
+    """Keys that size the micro-batches of a role, see configs.validation.batches.micro_batch_limits.
+
+    per_gpu: rows per copy of the model. over_all: older key, rows over all copies. dynamic: max_tokens applies, not a number of
+    rows. max_tokens: per GPU.
+    """
+
+    per_gpu: int | None
+    over_all: int | None
+    dynamic: bool
+    max_tokens: int
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -159,13 +184,23 @@ class ProgramConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class WorkersConfig(ProgramConfig):
+class WorkersConfig(ProgramConfig, Checked):
     """The `trainer` block of every program that starts workers."""
 
     device: Literal["cuda", "cpu"]
     backend: Literal["ray", "local"]
     nnodes: Positive
     n_gpus_per_node: Positive
+
+    @property
+    def sizes(self) -> str:
+        """The number of workers as a product, for messages."""
+        return f"trainer.nnodes * trainer.n_gpus_per_node = {self.nnodes} * {self.n_gpus_per_node}"
+
+    def problems(self) -> Iterator[str]:
+        if self.backend == "local" and self.nnodes * self.n_gpus_per_node > 1:
+            remedy = f"not {self.nnodes * self.n_gpus_per_node} workers ({self.sizes}); use one worker, or trainer.backend=ray"
+            yield f"trainer.backend=local: runs a single worker in this process, {remedy}"
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -200,8 +235,34 @@ class RunConfig(WorkersConfig):
     resume_from_path: str | None
     deterministic: bool
     max_restarts: NonNegative
-    walltime: str | None  # parsed by configs/base/walltime.py
+    walltime: str | None  # parsed by seconds_of
     watch: WatchConfig
+
+    def problems(self) -> Iterator[str]:
+        yield from WorkersConfig.problems(self)
+        for key, name in (("project_name", self.project_name), ("experiment_name", self.experiment_name)):
+            # Both names are parts of default_local_dir's default; a path separator is allowed, leaving the directory is not.
+            if name.startswith("/") or ".." in name.split("/"):
+                yield f"trainer.{key}={name}: is part of the run directory's path and must not lead out of it"
+        if self.resume_mode == "resume_path" and self.resume_from_path is None:
+            yield "trainer.resume_mode=resume_path: trainer.resume_from_path is null; set it to a global_step_N directory"
+        if self.walltime is not None:
+            try:
+                seconds_of(self.walltime)
+            except ValueError as error:
+                yield f"trainer.walltime={self.walltime}: {error}"
+
+
+def seconds_of(walltime: str) -> float:
+    """Seconds of a time limit: "5400", "90:00", "01:30:00" and "0-01:30:00" are all 1.5 hours. Raises ValueError if invalid."""
+    match = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d\d)|(\d+(?:\.\d*)?)", walltime)
+    if match is None:
+        raise ValueError("must be seconds, or [[days-]hours:]minutes:seconds")
+    if match[5] is not None:  # a plain number of seconds
+        return float(match[5])
+    # Absent groups count as 0: "90:00" has no days and no hours.
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups()[:4])
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -1,6 +1,10 @@
-"""Schema of `trainer.main_eval`. Defaults are in configs/evaluation.yaml; a test compares the keys."""
+"""Schemas of the programs without workers: `trainer.main_eval` and `trainer.main_export`.
+
+Defaults are in configs/evaluation.yaml and configs/export.yaml; a test compares the keys.
+"""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from configs.schema.common import Positive, PositiveFloat, ProgramConfig
 from configs.schema.ppo import RemoteScoringConfig
@@ -38,3 +42,15 @@ class EvaluationConfig:
     reward: RemoteScoringConfig
     trainer: ProgramConfig
     timeouts: EvaluationTimeoutsConfig
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class ExportConfig:
+    # Not validated against known names: the roles are those of the checkpoint, which trainer.main_export reads first.
+    checkpoint: str
+    output: str
+    trust_remote_code: bool
+    merge: bool
+    role: str | None
+    which: Literal["trained", "ema"]
+    trainer: ProgramConfig

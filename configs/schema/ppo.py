@@ -1,17 +1,22 @@
 """Schema of `trainer.main_ppo`. Defaults are in configs/ppo_trainer.yaml; a test compares the keys."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
+from configs.base.addresses import url_problem
+from configs.base.secrets import USER_IN_ADDRESS, secret_name_problems
 from configs.schema.alarms import AlarmsConfig
 from configs.schema.common import (
     AggMode,
+    Checked,
     Dtype,
     FollowingConfig,
     Fraction,
     KLKind,
+    MicroBatching,
     ModelConfig,
     NonNegative,
     NonNegativeFloat,
@@ -61,7 +66,7 @@ class DataConfig(PromptConfig):
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class PolicyLossConfig:
+class PolicyLossConfig(Checked):
     # Not a Literal: besides the registered names, FILE.py:FUNCTION selects a user's loss.
     loss_mode: str
     clip_cov_ratio: Annotated[float, Gt(0.0), Le(1.0)]
@@ -70,6 +75,11 @@ class PolicyLossConfig:
     clip_cov_ub: float
     kl_cov_ratio: Annotated[float, Gt(0.0), Le(1.0)]
     ppo_kl_coef: NonNegativeFloat
+
+    def problems(self) -> Iterator[str]:
+        if self.clip_cov_lb >= self.clip_cov_ub:
+            bounds = f"clip_cov_lb={self.clip_cov_lb:g}: must be below clip_cov_ub={self.clip_cov_ub:g}"
+            yield f"actor_rollout_ref.actor.policy_loss.{bounds}"
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -102,6 +112,13 @@ class ActorConfig(ShardedConfig):
     grad_clip: PositiveFloat
     optim: OptimConfig
 
+    @property
+    def micro_batching(self) -> MicroBatching:
+        """Micro-batches of the update."""
+        return MicroBatching(
+            self.ppo_micro_batch_size_per_gpu, self.ppo_micro_batch_size, self.use_dynamic_bsz, self.ppo_max_token_len_per_gpu
+        )
+
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class RefConfig(FollowingConfig):
@@ -109,6 +126,16 @@ class RefConfig(FollowingConfig):
     log_prob_micro_batch_size_per_gpu: Positive | None
     log_prob_use_dynamic_bsz: bool
     log_prob_max_token_len_per_gpu: Positive
+
+    @property
+    def micro_batching(self) -> MicroBatching:
+        """Micro-batches of log-probs."""
+        return MicroBatching(
+            self.log_prob_micro_batch_size_per_gpu,
+            self.log_prob_micro_batch_size,
+            self.log_prob_use_dynamic_bsz,
+            self.log_prob_max_token_len_per_gpu,
+        )
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -169,6 +196,16 @@ class RolloutConfig(RolloutEngineConfig):
     log_prob_max_token_len_per_gpu: Positive
     val_kwargs: SamplingConfig
 
+    @property
+    def micro_batching(self) -> MicroBatching:
+        """Micro-batches of log-probs."""
+        return MicroBatching(
+            self.log_prob_micro_batch_size_per_gpu,
+            self.log_prob_micro_batch_size,
+            self.log_prob_use_dynamic_bsz,
+            self.log_prob_max_token_len_per_gpu,
+        )
+
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ActorRolloutRefConfig:
@@ -198,6 +235,23 @@ class CriticConfig(FollowingConfig):
     loss_scale_factor: Positive | None
     grad_clip: PositiveFloat
     optim: OptimConfig
+
+    @property
+    def micro_batching(self) -> MicroBatching:
+        """Micro-batches of the update."""
+        return MicroBatching(
+            self.ppo_micro_batch_size_per_gpu, self.ppo_micro_batch_size, self.use_dynamic_bsz, self.ppo_max_token_len_per_gpu
+        )
+
+    @property
+    def forward_micro_batching(self) -> MicroBatching:
+        """Micro-batches of values."""
+        return MicroBatching(
+            self.forward_micro_batch_size_per_gpu,
+            self.forward_micro_batch_size,
+            self.use_dynamic_bsz,
+            self.forward_max_token_len_per_gpu,
+        )
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -235,7 +289,7 @@ class FilterGroupsConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class AlgorithmConfig:
+class AlgorithmConfig(Checked):
     # Not a Literal: besides the registered names, FILE.py:FUNCTION selects a user's estimator.
     adv_estimator: str
     gamma: Fraction
@@ -251,6 +305,30 @@ class AlgorithmConfig:
     kl_ctrl: KLControlConfig
     rollout_correction: RolloutCorrectionConfig
     filter_groups: FilterGroupsConfig
+
+    def problems(self) -> Iterator[str]:
+        keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
+        if self.adv_estimator == "gdpo" and not keys:
+            yield (
+                "algorithm.gdpo_reward_keys=null: gdpo needs the names of the rewards; set them to keys of the dict that the "
+                "reward function returns"
+            )
+        if keys and weights and len(keys) != len(weights):
+            counted = f"{len(weights)} weights for {len(keys)} keys, {', '.join(keys)}"
+            yield f"algorithm.gdpo_reward_weights={weights}: {counted}; set one weight per key"
+        if self.rollout_correction.bypass_mode and self.use_kl_in_reward:
+            yield (
+                "algorithm.rollout_correction.bypass_mode=true: algorithm.use_kl_in_reward needs the actor's log-probs, which "
+                "are not computed; set actor_rollout_ref.actor.use_kl_loss instead"
+            )
+        if self.rollout_correction.bypass_mode and self.adv_estimator == "optimal_token_baseline":
+            needs = "optimal_token_baseline needs the actor's log-probs, which are not computed; set bypass_mode=false"
+            yield f"algorithm.rollout_correction.bypass_mode=true: {needs}"
+        if self.filter_groups.enable and self.filter_groups.metric == "seq_final_reward" and self.use_kl_in_reward:
+            yield (
+                "algorithm.filter_groups.metric=seq_final_reward: groups are filtered before algorithm.use_kl_in_reward "
+                "subtracts the KL; use seq_reward, the reward before the KL"
+            )
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -323,7 +401,7 @@ class ShapingConfig:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class ScoringConfig:
+class ScoringConfig(Checked):
     """Options for scoring responses on this machine."""
 
     num_workers: NonNegative
@@ -336,6 +414,29 @@ class ScoringConfig:
     code: CodeRewardConfig
     judge: JudgeRewardConfig
 
+    def problems(self) -> Iterator[str]:
+        judge = self.judge
+        if self.scorer == "judge":
+            yield from (
+                f"reward.scorer=judge: reward.judge.{name} is null; set the URL of an OpenAI-compatible server and its model"
+                for name, value in (("url", judge.url), ("model", judge.model))
+                if value is None
+            )
+        if judge.url is not None and USER_IN_ADDRESS.search(judge.url):
+            yield (
+                "reward.judge.url: contains a user name or a password; put the key into the variable named by "
+                "reward.judge.api_key_env"
+            )
+        if judge.url is not None:
+            # Worst case: every request times out, with exponential backoff in between (backoff * (1 + 2 + 4 + ...)).
+            requests, pauses = judge.retries + 1, judge.backoff * (2**judge.retries - 1)
+            longest = requests * judge.timeout + pauses
+            if longest > self.timeout:
+                yield (
+                    f"reward.timeout={self.timeout:g}: less than the judge's maximum time, (retries + 1) * timeout + pauses = "
+                    f"{requests} * {judge.timeout:g} + {pauses:g} = {longest:g} s (reward.judge.retries, timeout, backoff)"
+                )
+
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class RemoteScoringConfig(ScoringConfig):
@@ -343,6 +444,13 @@ class RemoteScoringConfig(ScoringConfig):
 
     remote_urls: list[str]
     remote: RemoteConfig
+
+    def problems(self) -> Iterator[str]:
+        for url in self.remote_urls:
+            if (problem := url_problem(url)) is not None:
+                yield f"reward.remote_urls{problem}"
+        yield from secret_name_problems("reward.remote.token_env", self.remote.token_env)
+        yield from ScoringConfig.problems(self)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -370,14 +478,56 @@ class RewardConfig(ModelScoringConfig):
     missing_eos_penalty: PositiveFloat | None
     shaping: ShapingConfig
 
+    def problems(self) -> Iterator[str]:
+        overlong, most, clip = self.reward_kwargs.overlong_buffer_cfg, self.reward_kwargs.max_resp_len, self.shaping.clip
+        if overlong.enable and not 0 < overlong.len <= most:
+            yield (
+                f"reward.reward_kwargs.overlong_buffer_cfg.len={overlong.len}: with enable=true it must be between 1 and "
+                f"reward.reward_kwargs.max_resp_len={most} tokens"
+            )
+        if clip is not None and clip[0] >= clip[1]:
+            yield f"reward.shaping.clip=[{clip[0]:g}, {clip[1]:g}]: the lower bound must be less than the upper"
+        yield from RemoteScoringConfig.problems(self)
+
+
+NO_RULES = "none"
+"""Value of reward.scorer that disables rule-based scoring."""
+
+
+def asks_rules(reward: ScoringConfig) -> bool:
+    """Whether a scorer or a user's function scores responses, with or without reward models."""
+    return reward.custom_reward_function.path is not None or reward.scorer != NO_RULES
+
+
+def has_score(reward: RemoteScoringConfig) -> bool:
+    """Whether there is a score other than those of reward models: from rules, or from servers that replace them."""
+    return bool(reward.remote_urls) or asks_rules(reward)
+
+
+def wants_truth(reward: RemoteScoringConfig) -> bool:
+    """Whether rows must have a data source and a ground truth, which rules need. Servers get these columns if they exist."""
+    return not reward.remote_urls and asks_rules(reward)
+
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class ReplayConfig:
+class ReplayConfig(Checked):
     """Replay of a single step from a file of trainer.rollout_data_dir."""
 
     mode: Literal["rollout", "train"] | None
     path: str | None
     bound: NonNegativeFloat
+
+    def problems(self) -> Iterator[str]:
+        if self.mode is not None and self.path is None:
+            yield (
+                f"trainer.replay.mode={self.mode}: trainer.replay.path is null; set it to a step_N.safetensors of "
+                "rollout_data_dir"
+            )
+        if self.mode is None and self.path is not None:
+            yield (
+                f"trainer.replay.path={self.path}: trainer.replay.mode is null; set it to rollout (generate the step again) or "
+                "train"
+            )
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from configs.schema.common import Positive, ShardedConfig
+from configs.schema.common import MicroBatching, Positive, ShardedConfig
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -22,6 +22,15 @@ class ReadingModelConfig(ShardedConfig):
     forward_micro_batch_size_per_gpu: Positive | None
     use_dynamic_bsz: bool
     forward_max_token_len_per_gpu: Positive
+
+    @property
+    def micro_batching(self) -> MicroBatching:
+        return MicroBatching(
+            self.forward_micro_batch_size_per_gpu,
+            self.forward_micro_batch_size,
+            self.use_dynamic_bsz,
+            self.forward_max_token_len_per_gpu,
+        )
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -1,17 +1,29 @@
 """Schema of `trainer.main_serve_reward`. Defaults are in configs/serve_reward.yaml; a test compares the keys."""
 
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 
-from configs.schema.common import Positive, PositiveFloat, RayConfig, TokenizedModelConfig, WorkersConfig, WorkersTimeoutsConfig
+from configs.base.addresses import is_loopback
+from configs.base.secrets import SHORTEST, secret_name_problems
+from configs.schema.common import (
+    Checked,
+    Positive,
+    PositiveFloat,
+    RayConfig,
+    TokenizedModelConfig,
+    WorkersConfig,
+    WorkersTimeoutsConfig,
+)
 from configs.schema.ppo import RolloutEngineConfig, ScoringConfig
 from configs.schema.scoring_model import ReadingModelConfig
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class ServerConfig:
+class ServerConfig(Checked):
     """The HTTP server of trainer.main_serve_reward."""
 
     host: str
@@ -22,6 +34,18 @@ class ServerConfig:
     max_connections: Positive
     max_request_mb: PositiveFloat
     log_every: Positive
+
+    def problems(self) -> Iterator[str]:
+        # An unauthenticated server is only acceptable if no other machine can reach it.
+        token = os.environ.get(self.token_env, "").strip()
+        yield from secret_name_problems("server.token_env", self.token_env)
+        if not token and not is_loopback(self.host):
+            yield (
+                f"server.host={self.host}: reachable from other machines without a token; set the environment variable "
+                f"{self.token_env} (server.token_env) here and where the trainer runs, or use 127.0.0.1"
+            )
+        if token and len(token) < SHORTEST:
+            yield f"{self.token_env}: a token of {len(token)} characters is too easy to guess; use at least {SHORTEST}"
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from configs.schema.alarms import SFTAlarmsConfig
 from configs.schema.common import (
     Frequency,
+    MicroBatching,
     NonNegativeFloat,
     OptimConfig,
     Positive,
@@ -34,6 +35,10 @@ class SupervisedDataConfig:
     shuffle: bool
     seed: int | None
     apply_chat_template_kwargs: dict[str, Any]
+
+    @property
+    def micro_batching(self) -> MicroBatching:
+        return MicroBatching(self.micro_batch_size_per_gpu, None, self.use_dynamic_bsz, self.max_token_len_per_gpu)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from configs.pools import Placement
 from configs.reward_models import model_key, reward_models
-from configs.schema.common import ShardedConfig
-from configs.schema.ppo import ActorConfig, CriticConfig, PPOConfig, RefConfig, RolloutConfig
+from configs.schema.common import MicroBatching, ShardedConfig
+from configs.schema.placement import Placement
+from configs.schema.ppo import PPOConfig
 from configs.schema.scoring_model import ScoringModelConfig
 from configs.schema.supervised import SupervisedConfig
 from configs.validation.parallel import context_parallel_key, context_parallel_size, data_parallel_size
@@ -32,7 +32,7 @@ def roles_of(config: PPOConfig, *, has_critic: bool) -> dict[str, ShardedConfig]
 
 
 def name_of(key: str) -> str:
-    """Name of the role with this key in configs/pools.py."""
+    """Name of the role with this key in configs/schema/placement.py."""
     return "reward" if key.startswith("reward.") else key.rpartition(".")[2]
 
 
@@ -72,17 +72,14 @@ class Cut:
     """
 
     key: str
+    kind: str
+    sizes: MicroBatching
     role: ShardedConfig
     workers: Workers
-    kind: str
-    per_gpu: int | None
-    over_all: int | None
-    dynamic: bool
-    max_tokens: int
 
     def limits(self) -> tuple[int | None, int | None]:
         """Maximum (tokens, rows) of a micro-batch; see micro_batch_limits."""
-        return micro_batch_limits(self.per_gpu, self.over_all, self.dynamic, self.max_tokens, self.role, self.workers)
+        return micro_batch_limits(*self.sizes, self.role, self.workers)
 
     def tokens(self, longest: int) -> int:
         """Maximum tokens per micro-batch, assuming rows of ``longest`` tokens if the limit is a number of rows."""
@@ -98,54 +95,40 @@ class Cut:
             tokens, _ = self.limits()
         except ValueError as error:
             key = f"{self.key}.{self.kind}micro_batch_size"
-            yield f"{key}={self.over_all}: {error}; use {self.kind}micro_batch_size_per_gpu"
+            yield f"{key}={self.sizes.over_all}: {error}; use {self.kind}micro_batch_size_per_gpu"
             return
         # Sequences are never split across micro-batches, so the longest row must fit into one.
         if tokens is not None and tokens < longest:
-            ranks, name = context_parallel_size(self.role), context_parallel_key(self.role)
-            size = f"{tokens} tokens" if ranks == 1 else f"{self.max_tokens} * {ranks} ({name}) = {tokens} tokens"
+            per_gpu, ranks, name = self.sizes.max_tokens, context_parallel_size(self.role), context_parallel_key(self.role)
+            size = f"{tokens} tokens" if ranks == 1 else f"{per_gpu} * {ranks} ({name}) = {tokens} tokens"
             key = f"{self.key}.{self.kind}max_token_len_per_gpu"
-            yield f"{key}={self.max_tokens}: a micro-batch of {size} cannot hold the longest row, {longest_in_words}; increase it"
+            yield f"{key}={per_gpu}: a micro-batch of {size} cannot hold the longest row, {longest_in_words}; increase it"
 
 
-def update_cut(key: str, role: ActorConfig | CriticConfig, workers: Workers) -> Cut:
-    """Micro-batch limits of updates, from ``<key>.ppo_*``."""
-    sizes = (role.ppo_micro_batch_size_per_gpu, role.ppo_micro_batch_size, role.use_dynamic_bsz, role.ppo_max_token_len_per_gpu)
-    return Cut(key, role, workers, "ppo_", *sizes)
-
-
-def log_prob_cut(key: str, keys: RolloutConfig | RefConfig, role: ShardedConfig, workers: Workers) -> Cut:
-    """Micro-batch limits of a log-prob pass of ``role``, from ``<key>.log_prob_*``. keys: the block that has them."""
-    rows = (keys.log_prob_micro_batch_size_per_gpu, keys.log_prob_micro_batch_size)
-    return Cut(key, role, workers, "log_prob_", *rows, keys.log_prob_use_dynamic_bsz, keys.log_prob_max_token_len_per_gpu)
-
-
-def forward_cut(key: str, role: CriticConfig | ScoringModelConfig, workers: Workers) -> Cut:
-    """Micro-batch limits of a forward pass for values or scores, from ``<key>.forward_*``."""
-    rows = (role.forward_micro_batch_size_per_gpu, role.forward_micro_batch_size)
-    return Cut(key, role, workers, "forward_", *rows, role.use_dynamic_bsz, role.forward_max_token_len_per_gpu)
+def scoring_cut(key: str, model: ScoringModelConfig, workers: Workers) -> Cut:
+    """Micro-batch limits of a reward model."""
+    return Cut(key, "forward_", model.micro_batching, model, workers)
 
 
 def supervised_cut(config: SupervisedConfig) -> Cut:
     """Micro-batch limits of fine-tuning and of reward-model training, from ``data.*``."""
-    data = config.data
-    sizes = (data.micro_batch_size_per_gpu, None, data.use_dynamic_bsz, data.max_token_len_per_gpu)
-    return Cut("data", config.engine, config.trainer, "", *sizes)
+    return Cut("data", "", config.data.micro_batching, config.engine, config.trainer)
 
 
 def cuts(config: PPOConfig, place: Placement, *, has_critic: bool) -> Iterator[Cut]:
     """Micro-batch limits of all roles that have their own keys."""
     models, critic = config.actor_rollout_ref, config.critic
-    yield update_cut("actor_rollout_ref.actor", models.actor, place.pool("actor"))
+    actor, rollout, ref = models.actor, models.rollout, models.ref
+    yield Cut("actor_rollout_ref.actor", "ppo_", actor.micro_batching, actor, place.pool("actor"))
     # verl's keys: the limits of the actor's log-prob pass are in the rollout block.
-    yield log_prob_cut(ROLLOUT, models.rollout, models.actor, place.pool("actor"))
+    yield Cut(ROLLOUT, "log_prob_", rollout.micro_batching, actor, place.pool("actor"))
     if wants_ref(config):
         # With an adapter the actor's engine computes the reference.
-        engine = models.actor if models.model.has_adapter else models.ref
-        yield log_prob_cut("actor_rollout_ref.ref", models.ref, engine, place.pool("ref"))
+        role = actor if models.model.has_adapter else ref
+        yield Cut("actor_rollout_ref.ref", "log_prob_", ref.micro_batching, role, place.pool("ref"))
     if has_critic:
-        yield update_cut("critic", critic, place.pool("critic"))
-        yield forward_cut("critic", critic, place.pool("critic"))
+        yield Cut("critic", "ppo_", critic.micro_batching, critic, place.pool("critic"))
+        yield Cut("critic", "forward_", critic.forward_micro_batching, critic, place.pool("critic"))
 
 
 def batch_problems(config: PPOConfig, place: Placement, *, has_critic: bool) -> Iterator[str]:

@@ -1,10 +1,9 @@
-"""Validate placements, and roles against the pools they run in; see programs.py and configs/pools.py."""
+"""Validate placements, and roles against the pools they run in; see programs.py and configs/schema/placement.py."""
 
 from collections.abc import Iterator, Mapping
 
-from configs.pools import Placement, place
 from configs.schema.common import ShardedConfig
-from configs.schema.placement import PlacementConfig
+from configs.schema.placement import Placement, PlacementConfig, place
 from configs.schema.ppo import PPOConfig
 from configs.validation.batches import name_of, roles_of
 from configs.validation.megatron import megatron_problems

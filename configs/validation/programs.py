@@ -5,20 +5,29 @@ combination that works but has no effect, or a surprising one: it is returned as
 """
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, get_args, get_type_hints
 
-from configs.base.keys import ConfigError
-from configs.base.secrets import USER_IN_ADDRESS
-from configs.base.walltime import seconds_of
+from configs.base.keys import ConfigError, did_you_mean
 from configs.reward_models import served_model
-from configs.reward_sources import has_score
-from configs.schema.common import ModelConfig, RunConfig, ShardedConfig, WorkersConfig, is_ever
+from configs.schema.common import Checked, ModelConfig, ShardedConfig, is_ever
 from configs.schema.evaluation import EvaluationConfig
 from configs.schema.generation import GenerationConfig
-from configs.schema.ppo import PPOConfig, RemoteScoringConfig, ReplayConfig, RewardConfig, ScoringConfig, TrainerConfig
+from configs.schema.parity import ParityConfig
+from configs.schema.ppo import PPOConfig, RolloutEngineConfig, TrainerConfig, has_score
 from configs.schema.serve_reward import ServeRewardConfig
-from configs.schema.supervised import SupervisedTrainerConfig
-from configs.validation.batches import batch_problems, length_problems, roles_of, room_problems, wants_ref
-from configs.validation.megatron import megatron_notes, repeat_problems
+from configs.schema.supervised import RewardModelConfig, SFTConfig, SupervisedConfig, SupervisedTrainerConfig
+from configs.validation.batches import (
+    batch_problems,
+    length_problems,
+    longest_in_words,
+    roles_of,
+    room_problems,
+    shares_in_words,
+    supervised_cut,
+    wants_ref,
+)
+from configs.validation.megatron import megatron_notes, megatron_problems, repeat_problems
 from configs.validation.model import (
     activation_problems,
     lora_notes,
@@ -28,23 +37,33 @@ from configs.validation.model import (
     precision_problems,
     reference_notes,
 )
-from configs.validation.parallel import parallel_notes
+from configs.validation.parallel import data_parallel_size, parallel_notes, parallel_problems
 from configs.validation.placement import placement_notes, placement_of, placement_problems, pool_problems
 from configs.validation.reward import (
     filter_notes,
     generation_problems,
     model_problems,
+    remote_notes,
     reward_model_notes,
     reward_model_problems,
     timeout_score_problems,
 )
-from configs.validation.rollout import ROLLOUT, determinism_problems, engine_notes, engine_problems, workers_in_words, world_size
-from configs.validation.servers import judge_engine_problems, remote_notes, remote_problems, server_problems
+from configs.validation.rollout import ROLLOUT, determinism_problems, engine_notes, engine_problems
 from configs.validation.stability import alarm_problems, stability_notes, stability_problems
 
 GROUP_ESTIMATORS = (
     "grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "gdpo", "optimal_token_baseline"
 )  # fmt: skip
+
+
+def block_problems(config: Any) -> Iterator[str]:
+    """Problems of single blocks, which their `problems` methods report, in the order of the schema."""
+    for field in fields(config):
+        block = getattr(config, field.name)
+        if isinstance(block, Checked):
+            yield from block.problems()
+        if is_dataclass(block):
+            yield from block_problems(block)
 
 
 def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) -> list[str]:
@@ -58,8 +77,7 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
     place = placement_of(config, has_critic=has_critic)
     # The placement comes first: all other sizes are checked against the pool of each role.
     problems = [
-        *run_problems(config.trainer),
-        *_replay_problems(config.trainer.replay),
+        *block_problems(config),
         *placement_problems(config, place),
         *pool_problems(roles, place),
         *repeat_problems(roles, config.trainer),
@@ -75,10 +93,7 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
         *lora_problems(_models(config, has_critic)),
         *precision_problems(_models(config, has_critic)),
         *lora_sync_problems(config.actor_rollout_ref.model, rollout),
-        *_algorithm_problems(config, has_critic),
         *_filter_problems(config),
-        *_shaping_problems(config.reward),
-        *_reward_problems(config.reward),
         *reward_model_problems(
             config.reward, place.pool("reward"), config.data.max_prompt_length, config.data.max_response_length
         ),
@@ -90,6 +105,10 @@ def check_ppo(config: PPOConfig, typed: Collection[str], *, needs_values: bool) 
         problems.append(
             f"critic.enable=false: algorithm.adv_estimator={config.algorithm.adv_estimator} needs the critic's values; "
             "set critic.enable=null, or use another estimator, such as grpo"
+        )
+    if config.algorithm.truncated_answers == "bootstrap" and not has_critic:
+        problems.append(
+            "algorithm.truncated_answers=bootstrap: needs the critic's values, but there is no critic; use keep or mask"
         )
     if problems:
         raise ConfigError("\n".join(problems))
@@ -130,11 +149,10 @@ def check_generation(config: GenerationConfig, typed: Collection[str]) -> list[s
     """Validate a generation configuration; see check_ppo."""
     rollout, selection = config.actor_rollout_ref.rollout, config.selection
     problems = [
-        *worker_problems(config.trainer),
+        *block_problems(config),
         *room_problems(rollout.max_model_len),
         *engine_problems(rollout, config.trainer, {"temperature": rollout.temperature}),
         *lora_sync_problems(config.actor_rollout_ref.model, rollout),
-        *_reward_problems(config.reward),
         *generation_problems(config),
         *_selection_problems(config),
     ]
@@ -151,7 +169,7 @@ def check_generation(config: GenerationConfig, typed: Collection[str]) -> list[s
 
 def check_evaluation(config: EvaluationConfig, typed: Collection[str]) -> list[str]:
     """Validate an evaluation configuration; see check_ppo."""
-    problems = list(_reward_problems(config.reward))
+    problems = list(block_problems(config))
     if not has_score(config.reward):
         problems.append(
             f"reward.scorer={config.reward.scorer}: nothing would score the responses; trainer.main_eval has no reward "
@@ -167,8 +185,7 @@ def check_evaluation(config: EvaluationConfig, typed: Collection[str]) -> list[s
 
 def check_serve_reward(config: ServeRewardConfig) -> list[str]:
     """Validate a reward server's configuration; see check_ppo."""
-    problems = [*judge_problems(config.reward), *server_problems(config.server), *worker_problems(config.trainer)]
-    problems += judge_engine_problems(config)
+    problems = [*block_problems(config), *_judge_engine_problems(config)]
     if config.model.path is not None:
         problems += model_problems("model", served_model(config.model), config.trainer, 1, 0)
         if config.reward.scorer is not None or config.reward.custom_reward_function.path is not None:
@@ -179,6 +196,110 @@ def check_serve_reward(config: ServeRewardConfig) -> list[str]:
     if problems:
         raise ConfigError("\n".join(problems))
     return []
+
+
+def check_parity(config: ParityConfig, typed: Collection[str]) -> list[str]:
+    """Validate a parity configuration; see check_ppo."""
+    data, rollout = config.data, config.actor_rollout_ref.rollout
+    roles = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor}
+    known = get_args(get_type_hints(RolloutEngineConfig)["name"])
+    problems = [
+        *block_problems(config),
+        *parallel_problems(roles, config.trainer),
+        *megatron_problems(roles, config.trainer),
+        *lora_problems({"actor_rollout_ref.model": (config.actor_rollout_ref.model, config.actor_rollout_ref.actor)}),
+    ]
+    if rollout.max_model_len is not None and rollout.max_model_len < data.max_prompt_length + data.max_response_length:
+        less = f"less than {longest_in_words(data.max_prompt_length, data.max_response_length)}; increase it, or use null"
+        problems.append(f"{ROLLOUT}.max_model_len={rollout.max_model_len}: {less}")
+    if f"{ROLLOUT}.name" in typed:
+        problems.append(f"{ROLLOUT}.name={rollout.name}: the engines are selected by engines=[{rollout.name}]; remove the key")
+    if "model" in typed and "actor_rollout_ref.model.path" in typed:
+        problems.append("model and actor_rollout_ref.model.path are the same key: set only one of them")
+    if not config.engines or len(set(config.engines)) < len(config.engines):
+        problems.append(f"engines=[{','.join(config.engines)}]: must list at least one engine, and none twice")
+    unknown = [name for name in config.engines if name not in known]
+    problems += [f"engines: {name}: unknown engine; known: {', '.join(known)}{did_you_mean(name, known)}" for name in unknown]
+    notes = [*parallel_notes(roles), *megatron_notes(roles)]
+    for name in config.engines:
+        if name in known:
+            # Each engine is checked as if it were the only one; its own notes would only repeat with several engines.
+            own = config.actor_rollout_ref.rollout_of(name)
+            problems += engine_problems(own, config.trainer, {"temperature": rollout.temperature})
+            problems += lora_sync_problems(config.actor_rollout_ref.model, own)
+            notes += engine_notes(own, typed) if len(config.engines) == 1 else []
+    if problems:
+        raise ConfigError("\n".join(problems))
+    if rollout.do_sample and rollout.temperature == 1.0:
+        notes.append(f"{ROLLOUT}.temperature=1: an engine that ignores the temperature is not detected; use for example 0.8")
+    if rollout.do_sample and (rollout.top_k != -1 or rollout.top_p != 1.0):
+        notes.append(f"bounds.draw_z has no effect: {ROLLOUT}.top_k or top_p truncate the distribution")
+    return notes
+
+
+def check_sft(config: SFTConfig, typed: Collection[str]) -> list[str]:
+    """Validate an SFT configuration; see check_ppo."""
+    longest = config.data.max_length
+    return _supervised_notes(config, typed, list(_supervised_problems(config, "rows", longest, f"data.max_length = {longest}")))
+
+
+def check_reward_model(config: RewardModelConfig, typed: Collection[str]) -> list[str]:
+    """Validate a reward-model configuration; see check_ppo."""
+    # Both responses of a pair must be in the same micro-batch, because the loss compares their scores.
+    data, trainer, longest = config.data, config.trainer, 2 * config.data.max_length
+    problems = list(_supervised_problems(config, "pairs", longest, f"a pair, 2 * data.max_length = {longest}"))
+    if is_ever(trainer.test_freq) and not data.val_files:
+        problems.append(f"trainer.test_freq={trainer.test_freq}: no validation data; set data.val_files")
+    return _supervised_notes(config, typed, problems)
+
+
+def _supervised_problems(config: SupervisedConfig, units: str, longest: int, in_words: str) -> Iterator[str]:
+    """Problems of both programs. units: what data.train_batch_size counts. longest: maximum tokens of one unit."""
+    data, engine, trainer = config.data, config.engine, config.trainer
+    roles, shares = {"engine": engine}, data_parallel_size(engine, trainer)
+    yield from block_problems(config)
+    yield from parallel_problems(roles, trainer)
+    yield from megatron_problems(roles, trainer)
+    yield from repeat_problems(roles, trainer)
+    yield from lora_problems({"model": (config.model, engine)})
+    yield from precision_problems({"model": (config.model, engine)})
+    yield from activation_problems("model", config.model, engine)
+    if data.train_batch_size < shares:
+        yield f"data.train_batch_size={data.train_batch_size}: fewer {units} than {shares_in_words(shares, trainer)}"
+    yield from supervised_cut(config).problems(longest, in_words)
+
+
+def _supervised_notes(config: SupervisedConfig, typed: Collection[str], problems: list[str]) -> list[str]:
+    if problems:
+        raise ConfigError("\n".join(problems))
+    roles = {"engine": config.engine}
+    return [
+        *run_notes(config.trainer),
+        *parallel_notes(roles),
+        *megatron_notes(roles),
+        *lora_notes("model", config.model, typed),
+    ]
+
+
+def _judge_engine_problems(config: ServeRewardConfig) -> Iterator[str]:
+    """Problems of a served language-model judge."""
+    engine, judge = config.judge_engine, config.reward.judge
+    if not engine.enable:
+        return
+    others = {"model.path": config.model.path, "reward.scorer": config.reward.scorer}
+    for key, value in (others | {"reward.custom_reward_function.path": config.reward.custom_reward_function.path}).items():
+        if value is not None:
+            yield (
+                f"judge_engine.enable=true: a server returns a single score, but {key}={value} also computes one; remove one of "
+                "them"
+            )
+    longest, bound = engine.max_prompt_length + judge.max_tokens, engine.rollout.max_model_len
+    if bound is not None and bound < longest:
+        words = f"judge_engine.max_prompt_length + reward.judge.max_tokens = {engine.max_prompt_length} + {judge.max_tokens}"
+        yield f"judge_engine.rollout.max_model_len={bound}: less than {words} = {longest}"
+    for problem in engine_problems(engine.rollout, config.trainer, {}):
+        # The engine checks name the keys of a training run; here the same block has another key.
+        yield problem.replace(ROLLOUT, "judge_engine.rollout")
 
 
 def _selection_problems(config: GenerationConfig) -> Iterator[str]:
@@ -196,39 +317,8 @@ def _selection_problems(config: GenerationConfig) -> Iterator[str]:
         places[key] = path
 
 
-def _algorithm_problems(config: PPOConfig, has_critic: bool) -> Iterator[str]:
-    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
-    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
-    if algorithm.adv_estimator == "gdpo" and not keys:
-        yield (
-            "algorithm.gdpo_reward_keys=null: gdpo needs the names of the rewards; set them to keys of the dict that the "
-            "reward function returns"
-        )
-    if keys and weights and len(keys) != len(weights):
-        counted = f"{len(weights)} weights for {len(keys)} keys, {', '.join(keys)}"
-        yield f"algorithm.gdpo_reward_weights={weights}: {counted}; set one weight per key"
-    if algorithm.truncated_answers == "bootstrap" and not has_critic:
-        yield "algorithm.truncated_answers=bootstrap: needs the critic's values, but there is no critic; use keep or mask"
-    if algorithm.rollout_correction.bypass_mode and algorithm.use_kl_in_reward:
-        yield (
-            "algorithm.rollout_correction.bypass_mode=true: algorithm.use_kl_in_reward needs the actor's log-probs, which are "
-            "not computed; set actor_rollout_ref.actor.use_kl_loss instead"
-        )
-    if algorithm.rollout_correction.bypass_mode and algorithm.adv_estimator == "optimal_token_baseline":
-        needs = "optimal_token_baseline needs the actor's log-probs, which are not computed; set bypass_mode=false"
-        yield f"algorithm.rollout_correction.bypass_mode=true: {needs}"
-    if actor.policy_loss.clip_cov_lb >= actor.policy_loss.clip_cov_ub:
-        bounds = f"clip_cov_lb={actor.policy_loss.clip_cov_lb:g}: must be below clip_cov_ub={actor.policy_loss.clip_cov_ub:g}"
-        yield f"actor_rollout_ref.actor.policy_loss.{bounds}"
-
-
 def _filter_problems(config: PPOConfig) -> Iterator[str]:
     groups, data = config.algorithm.filter_groups, config.data
-    if groups.enable and groups.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
-        yield (
-            "algorithm.filter_groups.metric=seq_final_reward: groups are filtered before algorithm.use_kl_in_reward subtracts "
-            "the KL; use seq_reward, the reward before the KL"
-        )
     if not groups.enable and data.gen_batch_size not in (None, data.train_batch_size):
         yield (
             f"data.gen_batch_size={data.gen_batch_size}: without algorithm.filter_groups.enable=true a step generates "
@@ -241,82 +331,6 @@ def _filter_problems(config: PPOConfig) -> Iterator[str]:
         yield (
             f"algorithm.filter_groups.max_num_gen_batches={groups.max_num_gen_batches}: {rounds}, which cannot fill "
             f"data.train_batch_size={data.train_batch_size}; increase it, or data.gen_batch_size"
-        )
-
-
-def _shaping_problems(reward: RewardConfig) -> Iterator[str]:
-    overlong, most, clip = reward.reward_kwargs.overlong_buffer_cfg, reward.reward_kwargs.max_resp_len, reward.shaping.clip
-    if overlong.enable and not 0 < overlong.len <= most:
-        yield (
-            f"reward.reward_kwargs.overlong_buffer_cfg.len={overlong.len}: with enable=true it must be between 1 and "
-            f"reward.reward_kwargs.max_resp_len={most} tokens"
-        )
-    if clip is not None and clip[0] >= clip[1]:
-        yield f"reward.shaping.clip=[{clip[0]:g}, {clip[1]:g}]: the lower bound must be less than the upper"
-
-
-def _reward_problems(reward: RemoteScoringConfig) -> Iterator[str]:
-    yield from remote_problems(reward)
-    yield from judge_problems(reward)
-
-
-def judge_problems(reward: ScoringConfig) -> Iterator[str]:
-    """Problems of the language-model judge: missing keys, credentials in its URL, and a timeout shorter than its retries."""
-    judge = reward.judge
-    if reward.scorer == "judge":
-        yield from (
-            f"reward.scorer=judge: reward.judge.{name} is null; set the URL of an OpenAI-compatible server and its model"
-            for name, value in (("url", judge.url), ("model", judge.model))
-            if value is None
-        )
-    if judge.url is not None and USER_IN_ADDRESS.search(judge.url):
-        yield (
-            "reward.judge.url: contains a user name or a password; put the key into the variable named by "
-            "reward.judge.api_key_env"
-        )
-    if judge.url is not None:
-        # Worst case: every request times out, with exponential backoff in between (backoff * (1 + 2 + 4 + ...)).
-        requests, pauses = judge.retries + 1, judge.backoff * (2**judge.retries - 1)
-        longest = requests * judge.timeout + pauses
-        if longest > reward.timeout:
-            yield (
-                f"reward.timeout={reward.timeout:g}: less than the judge's maximum time, (retries + 1) * timeout + pauses = "
-                f"{requests} * {judge.timeout:g} + {pauses:g} = {longest:g} s (reward.judge.retries, timeout, backoff)"
-            )
-
-
-def worker_problems(trainer: WorkersConfig) -> Iterator[str]:
-    """Problems of the number of workers and their backend."""
-    if trainer.backend == "local" and world_size(trainer) > 1:
-        remedy = f"not {workers_in_words(trainer)}; use one worker, or trainer.backend=ray"
-        yield f"trainer.backend=local: runs a single worker in this process, {remedy}"
-
-
-def run_problems(trainer: RunConfig) -> Iterator[str]:
-    """Problems of the `trainer` block of a training program."""
-    yield from worker_problems(trainer)
-    for key, name in (("project_name", trainer.project_name), ("experiment_name", trainer.experiment_name)):
-        # Both names are parts of default_local_dir's default; a path separator is allowed, leaving the directory is not.
-        if name.startswith("/") or ".." in name.split("/"):
-            yield f"trainer.{key}={name}: is part of the run directory's path and must not lead out of it"
-    if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
-        yield "trainer.resume_mode=resume_path: trainer.resume_from_path is null; set it to a global_step_N directory"
-    if trainer.walltime is not None:
-        try:
-            seconds_of(trainer.walltime)
-        except ValueError as error:
-            yield f"trainer.walltime={trainer.walltime}: {error}"
-
-
-def _replay_problems(replay: ReplayConfig) -> Iterator[str]:
-    if replay.mode is not None and replay.path is None:
-        yield (
-            f"trainer.replay.mode={replay.mode}: trainer.replay.path is null; set it to a step_N.safetensors of rollout_data_dir"
-        )
-    if replay.mode is None and replay.path is not None:
-        yield (
-            f"trainer.replay.path={replay.path}: trainer.replay.mode is null; set it to rollout (generate the step again) or "
-            "train"
         )
 
 

@@ -2,14 +2,13 @@
 
 from collections.abc import Collection, Iterator
 
+from configs.base.addresses import url_problem
 from configs.reward_models import SHORT_FORM, model_key, reward_models
-from configs.reward_sources import NO_RULES, has_score
 from configs.schema.generation import GenerationConfig
-from configs.schema.ppo import ModelScoringConfig, PPOConfig
+from configs.schema.ppo import NO_RULES, ModelScoringConfig, PPOConfig, RemoteScoringConfig, has_score
 from configs.schema.scoring_model import ScoringModelConfig
-from configs.validation.batches import forward_cut
+from configs.validation.batches import scoring_cut
 from configs.validation.rollout import Workers
-from configs.validation.servers import served_problems
 
 
 def reward_model_problems(reward: ModelScoringConfig, workers: Workers, prompt: int, response: int) -> Iterator[str]:
@@ -38,12 +37,19 @@ def model_problems(key: str, model: ScoringModelConfig, workers: Workers, prompt
         yield f"{key}.clip=[{model.clip[0]:g}, {model.clip[1]:g}]: the lower bound must be less than the upper"
     # The remaining checks are about local workers, which a model on servers does not have.
     if model.urls:
-        yield from served_problems(key, model)
+        for url in model.urls:
+            if (problem := url_problem(url)) is not None:
+                yield f"{key}.urls{problem}"
+        if model.kind == "token":
+            yield f"{key}.kind=token: a server returns one score per response; use sequence"
+        if model.normalize == "stored":
+            stored = "the statistics are stored with the model, so its server normalizes; use running or null"
+            yield f"{key}.normalize=stored: {stored}"
         return
     longest, in_words = prompt + response, f"data.max_prompt_length + data.max_response_length = {prompt} + {response}"
     if model.max_length is not None:
         longest, in_words = model.max_length, f"{key}.max_length = {model.max_length}"
-    yield from forward_cut(key, model, workers).problems(longest, in_words)
+    yield from scoring_cut(key, model, workers).problems(longest, in_words)
     if model.kind == "token" and model.normalize is not None:
         yield (
             f"{key}.normalize={model.normalize}: applies to scores of whole responses, but {key}.kind=token scores tokens; use "
@@ -90,3 +96,16 @@ def filter_notes(config: PPOConfig) -> Iterator[str]:
             "algorithm.filter_groups: scores of reward models are almost never equal, so no group is dropped; "
             "use algorithm.filter_groups.metric=acc to compare only the scorer's results"
         )
+
+
+def remote_notes(reward: RemoteScoringConfig, typed: Collection[str]) -> Iterator[str]:
+    """Warnings about server keys without servers, and scorers that servers replace."""
+    by_servers = isinstance(reward, ModelScoringConfig) and any(model.urls for model in reward_models(reward).values())
+    if not reward.remote_urls and not by_servers:
+        for key in sorted(key for key in typed if key.startswith("reward.remote.")):
+            yield f"{key} has no effect: reward.remote_urls is empty"
+    if not reward.remote_urls:
+        return
+    for key, value in (("scorer", reward.scorer), ("custom_reward_function.path", reward.custom_reward_function.path)):
+        if value is not None:
+            yield f"reward.{key}={value} has no effect: the servers in reward.remote_urls compute the scores"

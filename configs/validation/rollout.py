@@ -2,8 +2,8 @@
 
 from collections.abc import Collection, Iterator, Mapping
 
-from configs.pools import Pool, whole_in_words
 from configs.schema.common import RunConfig, WorkersConfig
+from configs.schema.placement import Pool
 from configs.schema.ppo import RolloutEngineConfig
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -56,7 +56,7 @@ def world_size(workers: Workers) -> int:
 
 def workers_in_words(workers: Workers) -> str:
     """Number of workers with its arithmetic, for messages."""
-    return f"{world_size(workers)} workers ({workers.sizes if isinstance(workers, Pool) else whole_in_words(workers)})"
+    return f"{world_size(workers)} workers ({workers.sizes})"
 
 
 def engine_problems(rollout: RolloutEngineConfig, place: Workers, temperatures: Mapping[str, float]) -> Iterator[str]:

@@ -5,9 +5,8 @@ configs/validation/programs.py.
 from collections.abc import Collection, Iterator
 from dataclasses import asdict
 
-from configs.schema.alarms import SFTAlarmsConfig
 from configs.schema.ppo import PPOConfig
-from configs.validation.batches import update_cut
+from configs.validation.batches import Cut
 from configs.validation.rollout import ROLLOUT
 
 ACTOR = "actor_rollout_ref.actor"
@@ -36,7 +35,7 @@ def stability_problems(config: PPOConfig) -> Iterator[str]:
             "computed at one temperature, and the pretraining loss is defined at temperature 1"
         )
     try:
-        most, _ = update_cut(ACTOR, actor, config.trainer).limits()
+        most, _ = Cut(ACTOR, "ppo_", actor.micro_batching, actor, config.trainer).limits()
     except ValueError:
         return  # reported by configs/validation/batches.py
     # Pretraining rows share micro-batches with the responses and are never split either.
@@ -92,13 +91,4 @@ def alarm_problems(config: PPOConfig) -> Iterator[str]:
         yield (
             "alarms.end_token.action=rollback: checked before the first step, when there is no checkpoint to restore; use "
             "action=stop"
-        )
-
-
-def sft_alarm_problems(alarms: SFTAlarmsConfig) -> Iterator[str]:
-    """Problems of the `alarms` block of supervised training."""
-    if alarms.nonfinite.action == "rollback":
-        yield (
-            "alarms.nonfinite.action=rollback: supervised training has no rollback; use action=stop, and resume with other "
-            "settings"
         )

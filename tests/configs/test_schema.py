@@ -9,8 +9,7 @@ from omegaconf import OmegaConf
 
 from configs.argv import groups_of
 from configs.base.keys import CONFIG_DIR, described, keys_of
-from configs.schema.evaluation import EvaluationConfig
-from configs.schema.export import ExportConfig
+from configs.schema.evaluation import EvaluationConfig, ExportConfig
 from configs.schema.generation import GenerationConfig
 from configs.schema.parity import ParityConfig
 from configs.schema.ppo import PPOConfig

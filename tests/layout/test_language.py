@@ -12,7 +12,7 @@ import pytest
 from tests.layout.source import ROOT
 
 CLEAN = (
-    "configs/base", "configs/schema", "configs/sweeps", "configs/validation", "data_preprocess", "examples",
+    "configs", "data_preprocess", "examples",
     "trainer/algorithms", "trainer/data", "trainer/rewards", "trainer/harness.py", "README.md", "docs/tutorial.md",
     "trainer/cluster", "workers/controller", "workers/roles",
 )  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 
 from configs.base.keys import keys_of
 from configs.compose import compose
-from configs.pools import ROLES
+from configs.schema.placement import ROLES
 from configs.schema.ppo import PPOConfig
 from configs.validation.placement import placement_of
 from data_preprocess import tiny_model

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from configs.base.locks import LOCK, locked
-from configs.schema.export import ExportConfig
+from configs.schema.evaluation import ExportConfig
 from trainer.checkpoint.manifest import INCOMPLETE, MANIFEST, Checkpoint, Damaged, read_checkpoint
 from trainer.checkpoint.remote_copies import RemoteCopies, is_url
 from trainer.checkpoint.resume import find_latest

@@ -8,10 +8,9 @@ from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from pathlib import Path
 
 from configs.reward_models import model_key, reward_models
-from configs.reward_sources import wants_truth
 from configs.schema.common import RunConfig, TokenizedModelConfig, is_ever
 from configs.schema.generation import GenerationConfig
-from configs.schema.ppo import ModelScoringConfig, PPOConfig, PromptConfig, RemoteScoringConfig
+from configs.schema.ppo import ModelScoringConfig, PPOConfig, PromptConfig, RemoteScoringConfig, wants_truth
 from configs.schema.supervised import RewardModelConfig, SFTConfig
 from configs.validation.programs import check_ppo
 from trainer.algorithms.correction_rules import rejection_rules, weight_bounds

@@ -26,7 +26,7 @@ from configs.compose import Tree, run_jobs
 from configs.load import load
 from configs.schema.common import ProgramConfig, RunConfig, WorkersConfig
 from configs.sweeps.sweep_points import INTERRUPTED, Point, Result, Status, Value, read_results, write_result
-from configs.validation.programs import world_size
+from configs.validation.rollout import world_size
 from trainer.cli.sweep import earlier, table
 from trainer.run.errors import Found, NotSaved, Stopped
 from trainer.run.run_status import ended_with, objective_of

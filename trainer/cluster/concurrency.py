@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 from typing import TypeVar
 
-from configs.pools import Placement
+from configs.schema.placement import Placement
 from trainer.run.timing import Phases
 from workers.controller.group import WorkerGroup
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from configs.pools import ROLES, Placement
 from configs.schema.common import RayConfig, RunConfig, WorkersConfig, WorkersTimeoutsConfig
 from configs.schema.generation import GenerationConfig
+from configs.schema.placement import ROLES, Placement
 from configs.schema.serve_reward import ServeRewardConfig
 from configs.validation.rollout import world_size
 from trainer.cluster.determinism import worker_environment

@@ -21,8 +21,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedTokenizerBase
 
 from configs.base.locks import locked
-from configs.reward_sources import wants_truth
 from configs.schema.generation import GenerationConfig
+from configs.schema.ppo import wants_truth
 from trainer.cluster.launch import opened_workers
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.chat import load_tokenizer

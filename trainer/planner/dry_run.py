@@ -9,11 +9,10 @@ from pathlib import Path
 import psutil
 import torch
 
-from configs.pools import Placement
 from configs.reward_models import model_key, reward_models
-from configs.reward_sources import asks_rules
 from configs.schema.common import ModelConfig
-from configs.schema.ppo import PPOConfig
+from configs.schema.placement import Placement
+from configs.schema.ppo import PPOConfig, asks_rules
 from configs.schema.scoring_model import ScoringModelConfig
 from configs.validation.batches import cuts, name_of, roles_of
 from configs.validation.parallel import data_parallel_size

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
-from configs.pools import Placement, Pool
 from configs.schema.common import Dtype, FSDPConfig, MegatronConfig, ModelConfig, ShardedConfig
+from configs.schema.placement import Placement, Pool
 from configs.schema.ppo import PPOConfig
 from configs.schema.scoring_model import ScoringModelConfig
-from configs.validation.batches import cuts, forward_cut, name_of, roles_of
+from configs.validation.batches import cuts, name_of, roles_of, scoring_cut
 from configs.validation.parallel import data_parallel_size
 from configs.validation.rollout import ROLLOUT, world_size
 from trainer.planner.memory_model import Setting, Shape, head_chunk, resident, scoring, training
@@ -150,7 +150,7 @@ def memory_roles(config: PPOConfig, place: Placement, shapes: Mapping[str, Shape
             mine = -(-mini_batches[key] * n // shares) * longest
             learns, several = min(held[key, "ppo_"], mine), held[key, "ppo_"] < mine
         if isinstance(role, ScoringModelConfig):
-            forwards = forward_cut(key, role, pool).tokens(longest)
+            forwards = scoring_cut(key, role, pool).tokens(longest)
         else:
             forwards = held[asked.get(key, (key, "forward_"))]
             model = config.critic.model if role is config.critic else models.model

@@ -13,10 +13,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from configs.pools import Placement
-from configs.reward_sources import wants_truth
 from configs.schema.common import ModelConfig, ShardedConfig
-from configs.schema.ppo import ActorConfig, CriticConfig, PPOConfig
+from configs.schema.placement import Placement
+from configs.schema.ppo import ActorConfig, CriticConfig, PPOConfig, wants_truth
 from configs.validation.batches import cuts, roles_of, wants_ref
 from configs.validation.placement import placement_of
 from trainer import harness

@@ -19,8 +19,7 @@ from typing import Any
 
 import psutil
 
-from configs.base.walltime import seconds_of
-from configs.schema.common import RunConfig, WatchConfig
+from configs.schema.common import RunConfig, WatchConfig, seconds_of
 from trainer.run.errors import Stopped
 from trainer.run.events import Events
 from trainer.run.run_dir import checkpoint_dir, checkpoint_steps, goes_on

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from configs.schema.supervised import RewardModelConfig, SFTConfig
 from configs.validation.batches import supervised_cut
-from configs.validation.programs import world_size
+from configs.validation.rollout import world_size
 from trainer import harness
 from trainer.checkpoint.resume import rate_changes
 from trainer.cluster.determinism import worker_environment

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from configs.schema.common import Frequency
 from configs.schema.supervised import SupervisedConfig
-from configs.validation.programs import world_size
+from configs.validation.rollout import world_size
 from trainer.cluster.remote import RemoteModel
 from trainer.data.order import DataOrder
 from trainer.harness import Trainer

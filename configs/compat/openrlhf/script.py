@@ -1,100 +1,203 @@
-"""Render a translation as a bash script: a comment per flag, then the command."""
+"""Translate a command line of OpenRLHF to a bash script: a comment per flag, then the command."""
 
 import re
 import shlex
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, get_args, get_origin
 
-from configs.compat.openrlhf import placement, rules_algorithm, rules_data, rules_run
-from configs.compat.openrlhf.arguments import Arguments, read
-from configs.compat.openrlhf.entries import Entry, Rule, translate
-from configs.compat.openrlhf.placement import useless
-from configs.compat.openrlhf.settings import Ours
-from configs.compat.openrlhf.table import Settings, Table
+import yaml
 
-RULES: dict[str, Rule] = {
-    rule.__name__: rule
-    for rule in (
-        placement.placement,
-        placement.sleep,
-        rules_algorithm.correction,
-        rules_algorithm.critic,
-        rules_algorithm.filtering,
-        rules_algorithm.kl,
-        rules_algorithm.overlong,
-        rules_algorithm.rewards,
-        rules_algorithm.warmup,
-        rules_data.answered_files,
-        rules_data.answered_samples,
-        rules_data.columns,
-        rules_data.held_out,
-        rules_data.lengths,
-        rules_data.prompt_files,
-        rules_data.ptx,
-        rules_data.training_files,
-        rules_data.training_samples,
-        rules_data.validation,
-        rules_run.batches,
-        rules_run.checkpoints,
-        rules_run.ema,
-        rules_run.engine,
-        rules_run.loggers,
-        rules_run.micro_batches,
-        rules_run.ppo_schedule,
-        rules_run.schedule,
-        rules_run.task,
-    )
+from configs.base.keys import CONFIG_DIR, ConfigError, bare_type, keys_of
+from configs.compat.openrlhf.rules import CONVERSIONS, RULES, Entry, implied, mapped, none, unused_prefixes
+from configs.compat.openrlhf.table import Arguments, Flag, Settings, Table, read
+from configs.schema.generation import GenerationConfig
+from configs.schema.ppo import PPOConfig
+from configs.schema.supervised import RewardModelConfig, SFTConfig
+
+SCHEMAS: Mapping[str, type] = {
+    "ppo_trainer": PPOConfig,
+    "sft_trainer": SFTConfig,
+    "reward_model_trainer": RewardModelConfig,
+    "generation": GenerationConfig,
 }
-"""Rules by their names in configs/openrlhf.yaml."""
+"""Schemas of the counterparts, by their root YAML."""
 VERDICTS = {"mapped": "mapped", "implied": "implied", "none": "no counterpart", "idle": "no use"}
+PLAIN = re.compile(r"[A-Za-z0-9_./~:@%+-]+")  # values that Hydra reads as a single word without quotes
 
 
 def script(words: Sequence[str], table: Table) -> str:
     """Translate a command line of OpenRLHF to a script. Raises ConfigError with a line for each error."""
     arguments = read(words, table)
     source = arguments.source
-    ours = Ours(source.root)
-    found = translate(arguments, RULES, useless(arguments) if source.root == "ppo_trainer" else {})
-    settings: dict[str, Any] = {}
-    for entry in found.typed:
-        settings |= entry.settings
+    keys, native = keys_of(SCHEMAS[source.root]).leaves, _defaults(source.root)
+    typed, absent = _entries(arguments)
+
+    def assigned(settings: Settings) -> list[str]:
+        return [_override(key, value, keys.get(key, Any)) for key, value in settings.items()]
+
+    settings = {key: value for entry in typed for key, value in entry.settings.items()}
     # Flags on the command line take precedence. A default of OpenRLHF is written only if the default here differs.
     defaults = []
-    for entry in found.defaults:
-        differ = {key: value for key, value in entry.settings.items() if key not in settings and not ours.is_default(key, value)}
+    for entry in absent:
+        differ = {
+            key: value
+            for key, value in entry.settings.items()
+            if key not in settings and not (key in native and _comparable(native[key]) == _comparable(value))
+        }
         if differ:
             settings |= differ
-            defaults.append(_default(entry, differ, arguments, ours))
+            flags = ", ".join(_flag(name, arguments) for name in entry.flags if arguments.words(name))
+            missing = ", ".join(f"--{arguments.spelt(name)}" for name in entry.flags)
+            cause = flags or (f"without {missing}" if missing else "always")
+            defaults.append(f"# {cause}: {' '.join(assigned(differ))}{f' ({entry.remark})' if entry.remark else ''}")
+    comments = []
+    for entry in typed:
+        flags = ", ".join(_flag(name, arguments) for name in entry.flags if arguments.has(name))
+        changed = " ".join(assigned(entry.settings))
+        if entry.kind == "mapped":
+            comments.append(f"# {flags}: mapped: {changed}{f' ({entry.remark})' if entry.remark else ''}")
+        else:
+            comments.append(f"# {flags}: {VERDICTS[entry.kind]}: {entry.remark}{f': {changed}' if changed else ''}")
     lines = [
         f"# OpenRLHF's {source.name}, as {source.program} (docs/coming_from_openrlhf.md)",
         "#",
-        *(_comment(entry, arguments, ours) for entry in found.typed),
+        *comments,
         "#",
-        "# What OpenRLHF does where no flag says anything, if our defaults are others:",
+        "# OpenRLHF's defaults for absent flags, where they differ from the defaults here:",
         *defaults,
     ]
-    command = [f"python -m {source.program}", *(shlex.quote(ours.word(key, value)) for key, value in settings.items())]
+    command = [f"python -m {source.program}", *map(shlex.quote, assigned(settings))]
     return "\n".join([*map(_one_line, lines), " \\\n    ".join(command)])
 
 
-def _comment(entry: Entry, arguments: Arguments, ours: Ours) -> str:
-    """Comment line of an entry: flags as typed, verdict, reason or remark."""
-    flags = ", ".join(_flag(name, arguments) for name in entry.flags if arguments.has(name))
-    keys = _words(entry.settings, ours)
-    if entry.kind == "mapped":
-        return f"# {flags}: mapped: {keys}{f' ({entry.said})' if entry.said else ''}"
-    return f"# {flags}: {VERDICTS[entry.kind]}: {entry.said}{f': {keys}' if keys else ''}"
+def _entries(arguments: Arguments) -> tuple[list[Entry], list[Entry]]:
+    """Entries of flags on the command line, and of OpenRLHF's behaviour without a flag.
+
+    Raises ConfigError with a line for each problem.
+    """
+    source = arguments.source
+    unused = unused_prefixes(arguments) if source.root == "ppo_trainer" else {}
+    problems: list[str] = []
+    typed: list[Entry] = []
+    absent = [mapped((), settings, why) for why, settings in source.always]
+    done: set[tuple[str, str]] = set()
+    # Flags on the command line first, in their order, so that the comments of the script follow it; then absent flags.
+    for name in [*arguments.typed, *(name for name in source.flags if not arguments.has(name))]:
+        head = source.flags[source.flags[name].part_of or name]
+        # A rule, or a flag with its parts, is translated once, at the first flag of it.
+        unit = (head.rule, "" if head.rule else head.name)
+        if unit in done:
+            continue
+        done.add(unit)
+        try:
+            found = list(_translated(head, arguments))
+        # Collected, so that one call reports all problems of a command line.
+        except ConfigError as error:
+            problems.append(str(error))
+            continue
+        for entry in found:
+            (typed if any(map(arguments.has, entry.flags)) else absent).append(_without(entry, unused))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return typed, [entry for entry in absent if entry.kind == "mapped"]
 
 
-def _default(entry: Entry, settings: Settings, arguments: Arguments, ours: Ours) -> str:
-    """Comment line of a default of OpenRLHF that differs from the default here."""
-    flags = ", ".join(_flag(name, arguments) for name in entry.flags if arguments.words(name))
-    without = f"without {', '.join(f'--{arguments.spelt(name)}' for name in entry.flags)}" if entry.flags else "always"
-    return f"# {flags or without}: {_words(settings, ours)}{f' ({entry.said})' if entry.said else ''}"
+def _translated(flag: Flag, arguments: Arguments) -> Iterator[Entry]:
+    """Translate a flag with its parts, by its rule or its fields in configs/openrlhf.yaml."""
+    parts = arguments.source.parts(flag.name)
+    is_set = arguments.has(flag.name) if flag.takes == 0 else bool(arguments.text(flag.name))
+    if not is_set and (typed := [part.name for part in parts if arguments.has(part.name)]):
+        yield none(typed, f"it belongs to {flag.name}")
+    if flag.rule:
+        yield from RULES[flag.rule](arguments)
+    elif not parts:
+        yield from _plain(flag, arguments)
+    elif is_set:
+        found = [entry for one in (flag, *parts) for entry in _plain(one, arguments)]
+        settings = {key: value for entry in found for key, value in entry.settings.items()}
+        names = [name for entry in found for name in entry.flags]
+        yield mapped(names, settings, "; ".join(entry.remark for entry in found if entry.remark))
 
 
-def _words(settings: Settings, ours: Ours) -> str:
-    return " ".join(ours.word(key, value) for key, value in settings.items())
+def _plain(flag: Flag, arguments: Arguments) -> Iterator[Entry]:
+    """Translate a flag by its fields. Raises ConfigError for an unknown value."""
+    name, typed, words = flag.name, arguments.has(flag.name), arguments.words(flag.name)
+    if not typed and not words:
+        if flag.absent and flag.is_of(arguments.newer):
+            yield mapped((name,), flag.absent)
+    elif flag.values is not None and words[0] in flag.values:
+        settings = flag.values[words[0]]
+        yield mapped((name,), settings, flag.note) if settings else implied((name,), flag.implied)
+    elif flag.values is not None and not flag.none:
+        raise ConfigError(f"--{arguments.spelt(name)} {words[0]}: is none of {', '.join(flag.values)}")
+    elif flag.none:
+        yield none((name,), flag.none)
+    elif flag.implied:
+        yield implied((name,), flag.implied)
+    else:
+        value: Any = words[0] if flag.takes == 1 else list(words)
+        note = flag.note
+        if flag.convert:
+            value, remark = CONVERSIONS[flag.convert](flag, arguments)
+            note = remark or note
+        settings = dict.fromkeys(flag.to, value) | dict(zip(flag.spread, words, strict=False)) | dict(flag.also)
+        yield mapped((name,), settings, note)
+
+
+def _without(entry: Entry, unused: Mapping[str, str]) -> Entry:
+    """Remove keys of models that the run does not have; an entry without remaining keys becomes idle."""
+    left = {key: value for key, value in entry.settings.items() if not key.startswith(tuple(unused))}
+    if left or not entry.settings:
+        return replace(entry, settings=left)
+    first = next(iter(entry.settings))
+    return Entry(entry.flags, "idle", next(why for prefix, why in unused.items() if first.startswith(prefix)))
+
+
+def _override(key: str, value: Any, annotation: Any) -> str:
+    """``key=value`` in Hydra's override syntax. Raises ConfigError if the value does not fit the key's type."""
+    kind = bare_type(annotation)
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    if isinstance(value, str) and kind in (int, float):
+        try:
+            number = float(value)
+        except ValueError as error:
+            raise ConfigError(f"{key}={value}: must be a number") from error
+        if kind is int and number != int(number):
+            raise ConfigError(f"{key}={value}: must be a whole number")
+        value = str(int(number)) if kind is int else value  # 1e8 is accepted as 100000000
+    return f"{key}={_written(value)}"
+
+
+def _written(value: Any) -> str:
+    """A value in Hydra's override grammar, quoted only if necessary."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{','.join(map(_written, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{name}:{_written(below)}' for name, below in value.items())}}}"
+    text = str(value)
+    if PLAIN.fullmatch(text):
+        return text
+    # Backslashes are doubled before a quote and at the end of the text, where Hydra reads them as escapes.
+    escaped = re.sub(r"(\\*)('|\Z)", lambda end: end[1] * 2 + ("\\'" if end[2] else ""), text)
+    return f"'{escaped}'"
+
+
+def _comparable(value: Any) -> Any:
+    """``value`` with numbers and texts of numbers converted to float, for comparison of YAML values and command-line words."""
+    if isinstance(value, list):
+        return [_comparable(item) for item in value]
+    if isinstance(value, bool) or value is None:
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return value
 
 
 def _flag(name: str, arguments: Arguments) -> str:
@@ -107,3 +210,17 @@ def _one_line(text: str) -> str:
     """Escape line breaks and control characters."""
     # A line break in a value would end the comment, and bash would run the rest of the value as a command.
     return re.sub(r"[^\x20-\x7e\xa0-\u2027\u202a-\U0010ffff]", lambda odd: repr(odd[0])[1:-1], text)
+
+
+def _defaults(root: str) -> dict[str, Any]:
+    """{dotted key: value} of a root YAML, interpolations unresolved."""
+    found: dict[str, Any] = {}
+
+    def walk(node: Mapping[str, Any], prefix: str) -> None:
+        for name, value in node.items():
+            found[f"{prefix}{name}"] = value
+            if isinstance(value, dict):
+                walk(value, f"{prefix}{name}.")
+
+    walk(yaml.load((CONFIG_DIR / f"{root}.yaml").read_text(encoding="utf-8"), Loader=yaml.CSafeLoader), "")
+    return found

@@ -17,8 +17,7 @@ from configs.base.keys import CONFIG_DIR, ConfigError, Keys, keys_of
 from configs.compat.translate import Accepted, compat
 from configs.compose import compose, compose_with_notes
 from configs.load import load_sft
-from configs.schema.evaluation import EvaluationConfig
-from configs.schema.export import ExportConfig
+from configs.schema.evaluation import EvaluationConfig, ExportConfig
 from configs.schema.generation import GenerationConfig
 from configs.schema.parity import ParityConfig
 from configs.schema.ppo import PPOConfig

@@ -10,7 +10,7 @@ from configs.compose import compose
 from configs.schema.common import ShardedConfig
 from configs.schema.parity import ParityConfig
 from configs.validation.megatron import megatron_notes, megatron_problems, repeat_problems
-from configs.validation.parity import check_parity
+from configs.validation.programs import check_parity
 from tests.configs.test_argv import VERL_MEGATRON
 from tests.configs.validation.test_batches import CP2, DEFAULTS, MEGATRON, PP2, TP2
 from tests.configs.validation.test_programs import ACTOR, REF, ppo_lines, sft_lines

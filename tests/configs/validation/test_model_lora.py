@@ -8,9 +8,7 @@ from configs.schema.generation import GenerationConfig
 from configs.schema.parity import ParityConfig
 from configs.schema.ppo import PPOConfig
 from configs.schema.supervised import SFTConfig
-from configs.validation.parity import check_parity
-from configs.validation.programs import check_generation, check_ppo
-from configs.validation.supervised import check_sft
+from configs.validation.programs import check_generation, check_parity, check_ppo, check_sft
 
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 UNREAD = "with a LoRA adapter the reference is the actor with its adapter disabled"

@@ -6,8 +6,7 @@ from configs.base.keys import ConfigError
 from configs.compose import compose
 from configs.schema.parity import ParityConfig
 from configs.schema.ppo import PPOConfig
-from configs.validation.parity import check_parity
-from configs.validation.programs import check_ppo
+from configs.validation.programs import check_parity, check_ppo
 from tests.configs.validation.test_programs import ACTOR, REF, ppo_lines, sft_lines
 
 FSDP = f"{ACTOR}.fsdp_config"

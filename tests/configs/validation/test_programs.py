@@ -7,8 +7,7 @@ from configs.compose import compose
 from configs.schema.generation import GenerationConfig
 from configs.schema.ppo import PPOConfig
 from configs.schema.supervised import SFTConfig
-from configs.validation.programs import check_generation, check_ppo
-from configs.validation.supervised import check_sft
+from configs.validation.programs import check_generation, check_ppo, check_sft
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 FILTER, OVERLONG = "algorithm.filter_groups", "reward.reward_kwargs.overlong_buffer_cfg"

@@ -188,6 +188,6 @@ def _config(nodes: tuple[str, ...], options: Mapping[str, Any]) -> PPOConfig:
 
 @lru_cache(maxsize=256)
 def _loaded(nodes: tuple[str, ...], options: str) -> PPOConfig:
-    from configs.defaults import ppo_config  # imports omegaconf, which the algorithms do not need
+    from configs.load import ppo_config  # imports omegaconf, which the algorithms do not need
 
     return ppo_config(nodes, json.loads(options))

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from configs.defaults import ppo_config
+from configs.load import ppo_config
 from trainer.algorithms.policy_losses import PolicyLossInputs
 
 defaults = ppo_config

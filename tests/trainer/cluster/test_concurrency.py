@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from configs.pools import Placement, Pool
+from configs.schema.placement import Placement, Pool
 from trainer.cluster.concurrency import Together, phases_of
 from workers.controller.group import Replies, Transport, WorkerGroup
 from workers.controller.rpc import Arguments, Call

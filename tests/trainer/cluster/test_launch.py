@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from configs.compose import compose
-from configs.pools import ROLES, place
+from configs.schema.placement import ROLES, place
 from configs.schema.ppo import PPOConfig
 from trainer.cluster.launch import start_pools
 from workers.controller.group import Backend, Transport, WorkerGroup

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig
 
-from configs.defaults import ppo_config
+from configs.load import ppo_config
 from configs.schema.common import ModelConfig, ShardedConfig, TiledMLPConfig
 from tests.tiny import model_config, save_tiny_model, tiny_config
 from workers.roles import train_engines

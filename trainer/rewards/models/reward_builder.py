@@ -10,11 +10,10 @@ from safetensors import safe_open
 from transformers import PreTrainedTokenizerBase
 
 from configs.reward_models import model_key, reward_models
-from configs.reward_sources import has_score
 from configs.schema.common import ModelConfig, TiledMLPConfig, TokenizedModelConfig, WorkersConfig
-from configs.schema.ppo import ModelScoringConfig
+from configs.schema.ppo import ModelScoringConfig, has_score
 from configs.schema.scoring_model import ScoringModelConfig
-from configs.validation.batches import forward_cut
+from configs.validation.batches import scoring_cut
 from configs.validation.rollout import Workers
 from trainer.algorithms.moments import RunningMoments
 from trainer.cluster.role_builder import limits, start_model
@@ -115,7 +114,7 @@ def start_one(
 ) -> RewardModel:
     """Start one reward model on the workers."""
     model, head = engine_model(config), head_of(config)
-    forward_limits = limits(forward_cut(f"reward/{name}", config, workers))
+    forward_limits = limits(scoring_cut(f"reward/{name}", config, workers))
     remote = start_model(
         group,
         f"reward/{name}",

@@ -25,8 +25,7 @@ from dataclasses import replace
 from math import inf
 from types import TracebackType
 
-from configs.reward_sources import asks_rules
-from configs.schema.ppo import ScoringConfig
+from configs.schema.ppo import ScoringConfig, asks_rules
 from trainer.rewards.pool.worker import check_file, resolve
 from trainer.rewards.rules.reward_registry import check_data_sources, may_ask_judge, scores_by_source, with_own_function
 from trainer.rewards.sandbox.forkserver import close_fork_servers

@@ -6,8 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from configs.reward_sources import NO_RULES
-from configs.schema.ppo import ScoringConfig
+from configs.schema.ppo import NO_RULES, ScoringConfig
 from trainer.rewards.rules import code, gsm8k, judge, math, math_dapo
 from trainer.rewards.scoring import ScoreFunction
 

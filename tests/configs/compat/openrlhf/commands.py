@@ -1,4 +1,4 @@
-"""Command lines of OpenRLHF, and what becomes of them."""
+"""Command lines of OpenRLHF, and their translations."""
 
 import shlex
 import subprocess
@@ -16,7 +16,7 @@ PROGRAMS: dict[str, Program] = {
     for module in (main_ppo, main_sft, main_reward_model, main_generation)
 }
 PPO = "--pretrain sft --reward_pretrain rm --prompt_data prompts.parquet --vllm_num_engines 1 "
-"""What a run of train_ppo_ray does not go without."""
+"""Required flags of train_ppo_ray."""
 
 
 def translated(line: str) -> str:

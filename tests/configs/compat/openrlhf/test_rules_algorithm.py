@@ -20,7 +20,7 @@ def test_kl_in_the_reward() -> None:
     assert found[f"{KL}.kl_coef"] == "0.05" and f"{KL}.type" not in found and f"{ACTOR}.use_kl_loss" not in found
     adaptive = chosen(PPO + "--kl_target 6 --kl_horizon 500", KL)
     assert adaptive == {"kl_coef": "0.01", "type": "adaptive", "target_kl": "6", "horizon": "500"}
-    assert comment(PPO + "--kl_horizon 500", "--kl_horizon").endswith("no counterpart: it goes with kl_target")
+    assert comment(PPO + "--kl_horizon 500", "--kl_horizon").endswith("no counterpart: it belongs to kl_target")
 
 
 def test_kl_in_the_loss() -> None:
@@ -29,7 +29,7 @@ def test_kl_in_the_loss() -> None:
     assert found[f"{ACTOR}.kl_loss_type"] == "k3" and "algorithm.use_kl_in_reward" not in found and f"{KL}.type" not in found
 
 
-def test_no_kl_is_no_reference() -> None:
+def test_no_reference_without_kl() -> None:
     found = settings(PPO + "--init_kl_coef 0 --micro_rollout_batch_size 4")
     assert not any("kl" in key or key.startswith("actor_rollout_ref.ref.") for key in found)
 
@@ -44,7 +44,7 @@ def test_no_kl_is_no_reference() -> None:
         ("--advantage_estimator rloo --n_samples_per_prompt 4", None),
     ],
 )
-def test_the_critic_begins_as(flags: str, path: str | None) -> None:
+def test_critic_is_initialized_from(flags: str, path: str | None) -> None:
     found = chosen(PPO + flags, "critic")
     assert found.get("model.path") == path
     assert bool(found) == (path is not None)
@@ -71,7 +71,7 @@ def test_reward_servers_come_first() -> None:
     assert comment(line, "--normalize_reward").startswith("# --reward_pretrain rm, --normalize_reward: implied: --remote_rm_url ")
 
 
-def test_a_reward_function_is_to_be_written_anew() -> None:
+def test_a_reward_function_has_no_counterpart() -> None:
     line = PPO + "--remote_rm_url mine.py"
     assert "no counterpart" in comment(line, "--remote_rm_url mine.py")
     assert "reward.remote_urls" not in settings(line) and "reward.scorer" not in settings(line)
@@ -100,7 +100,7 @@ def test_corrections(flags: str, wanted: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours"),
+    ("estimator", "expected"),
     [
         ("reinforce", "reinforce_plus_plus"),
         ("reinforce_baseline", "reinforce_plus_plus_baseline"),
@@ -108,8 +108,8 @@ def test_corrections(flags: str, wanted: dict[str, str]) -> None:
         ("group_norm", "grpo"),
     ],
 )
-def test_estimators(theirs: str, ours: str) -> None:
-    assert settings(f"{PPO} --advantage_estimator {theirs}")["algorithm.adv_estimator"] == ours
+def test_estimators(estimator: str, expected: str) -> None:
+    assert settings(f"{PPO} --advantage_estimator {estimator}")["algorithm.adv_estimator"] == expected
 
 
 def test_dr_grpo_divides_by_no_deviation() -> None:
@@ -118,7 +118,7 @@ def test_dr_grpo_divides_by_no_deviation() -> None:
         translated(PPO + "--advantage_estimator a2c")
 
 
-def test_what_goes_with_something_else_is_told() -> None:
+def test_parts_without_their_flag() -> None:
     for flag, other in (
         ("--overlong_penalty_factor 1", "overlong_buffer_len"),
         ("--dynamic_filtering_reward_range 0 1", "dynamic_filtering"),
@@ -126,7 +126,7 @@ def test_what_goes_with_something_else_is_told() -> None:
         ("--ema_beta 0.9", "enable_ema"),
         ("--ptx_coef 0.1", "pretrain_data"),
     ):
-        assert comment(PPO + flag, flag).endswith(f"no counterpart: it goes with {other}")
+        assert comment(PPO + flag, flag).endswith(f"no counterpart: it belongs to {other}")
 
 
 def test_smaller_parts() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from configs.base.keys import ConfigError
-from configs.compat.openrlhf.rules_data import files_of
+from configs.compat.openrlhf.rules import files_of
 from tests.configs.compat.openrlhf.commands import PPO, comment, settings, translated
 
 SAMPLING = "actor_rollout_ref.rollout.val_kwargs"
@@ -18,15 +18,15 @@ SAMPLING = "actor_rollout_ref.rollout.val_kwargs"
         ("./set,~/set", ["./set/test.parquet", "~/set/test.parquet"]),
     ],
 )
-def test_where_a_data_set_is_written(text: str, files: list[str]) -> None:
+def test_file_of_a_data_set(text: str, files: list[str]) -> None:
     assert files_of(text, "test") == files
 
 
-def test_nothing_is_validated_without_a_data_set() -> None:
+def test_no_validation_without_a_data_set() -> None:
     found = settings(PPO)
     assert found["data.val_files"] == "[prompts.parquet]" and found["data.val_max_samples"] == "1"
     assert found["trainer.val_before_train"] == "false" and "trainer.test_freq" not in found  # -1 in both
-    assert "nothing is validated" in comment(PPO + "--eval_steps 5", "--eval_steps 5")
+    assert comment(PPO + "--eval_steps 5", "--eval_steps 5").endswith("no counterpart: it belongs to eval_dataset")
 
 
 @pytest.mark.parametrize(("temperature", "sampled"), [("0.7", "true"), ("0", "false")])
@@ -68,7 +68,7 @@ def test_samples() -> None:
     assert settings(answers)["data.max_samples"] == "9"
 
 
-def test_texts_that_the_actor_goes_on_learning() -> None:
+def test_pretraining_files() -> None:
     found = settings(PPO + "--pretrain_data texts.jsonl --ptx_coef 0.1")
     assert found["data.ptx_files"] == "[texts.jsonl]" and found["actor_rollout_ref.actor.ptx_coef"] == "0.1"
     assert "data.ptx_files" not in settings(PPO)
@@ -84,16 +84,16 @@ def test_texts_that_the_actor_goes_on_learning() -> None:
         ("--input_key text --pretrain_mode", {}),
     ],
 )
-def test_what_supervised_training_learns(flags: str, wanted: dict[str, str]) -> None:
+def test_columns_of_supervised_training(flags: str, wanted: dict[str, str]) -> None:
     found = settings(f"train_sft --pretrain m --dataset d.jsonl {flags}")
-    ours = ("prompt_key", "response_key", "messages_key")
+    names = ("prompt_key", "response_key", "messages_key")
     # a key whose default is the same may be left out only where no flag was typed
-    assert {key: found[f"data.{key}"] for key in ours if f"data.{key}" in found} == wanted
+    assert {key: found[f"data.{key}"] for key in names if f"data.{key}" in found} == wanted
 
 
 def test_held_out_rows_of_supervised_training() -> None:
     base = "train_rm --pretrain m --dataset d.jsonl "
     found = settings(base + "--eval_dataset e.jsonl --eval_steps 20")
     assert found["data.val_files"] == "[e.jsonl]" and found["trainer.test_freq"] == "20"
-    assert "once an epoch there and never here" in comment(base + "--eval_dataset e.jsonl", "--eval_dataset e.jsonl")
+    assert "-1 = once per epoch in OpenRLHF, never here" in comment(base + "--eval_dataset e.jsonl", "--eval_dataset e.jsonl")
     assert "data.val_files" not in settings(base)

@@ -9,25 +9,26 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 NEWER = "--actor.model_name_or_path m --reward.model_name_or_path r --data.prompt_dataset p.jsonl "
 
 
-def test_prompts_and_answers() -> None:
+def test_prompts_and_responses() -> None:
     line = PPO + "--rollout_batch_size 256 --train_batch_size 512 --n_samples_per_prompt 8"
     found = settings(line)
     assert found["data.train_batch_size"] == "256" and found[f"{ROLLOUT}.n"] == "8"
-    assert found[f"{ACTOR}.ppo_mini_batch_size"] == "64"  # 512 answers of 8 a prompt
-    said = "a step has 256 prompts * 8 answers = 2048, a mini-batch 512 answers / 8 = 64 prompts, so 4 optimizer steps an epoch"
-    assert said in comment(line, "--train_batch_size 512")
+    assert found[f"{ACTOR}.ppo_mini_batch_size"] == "64"  # 512 responses, 8 per prompt
+    arithmetic = "256 prompts * 8 responses = 2048, a mini-batch 512 responses / 8 = 64 prompts: 4 optimizer steps per epoch"
+    assert arithmetic in comment(line, "--train_batch_size 512")
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
-        ("--train_batch_size 100 --n_samples_per_prompt 8", "a mini-batch is whole groups of 8 answers here, and 100 / 8 = 12.5"),
+        ("--train_batch_size 100 --n_samples_per_prompt 8", "whole groups of 8 responses here, and 100 / 8 = 12.5"),
         ("--train_batch_size 96 --rollout_batch_size 128", r"\(128 = 1 \* 96 \+ 32\)"),
-        ("--n_samples_per_prompt 0", "whole groups of 0 answers"),
+        ("--train_batch_size 0", "0 / 1 = 0"),
+        ("--n_samples_per_prompt 0", "whole groups of 0 responses"),
     ],
 )
-def test_batches_that_do_not_divide(flags: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_batches_that_do_not_divide(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         translated(PPO + flags)
 
 
@@ -41,7 +42,7 @@ def test_micro_batches() -> None:
     assert cut[f"{ACTOR}.use_dynamic_bsz"] == "true" and cut[f"{ACTOR}.ppo_max_token_len_per_gpu"] == "9000"
     assert {cut[f"{role}_max_token_len_per_gpu"] for role in forward} == {"9000"}
     assert f"{ACTOR}.ppo_micro_batch_size_per_gpu" not in cut
-    assert comment(line, "--micro_train_batch_size").endswith("implied: micro-batches are cut by tokens")
+    assert comment(line, "--micro_train_batch_size").endswith("implied: micro-batches are sized by tokens")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Whole translations: bash reads them, and our programs take them."""
+"""Whole translations: bash parses them, and the programs here accept them."""
 
 import shlex
 
@@ -42,15 +42,15 @@ ANSWERS = "batch_inference --eval_task generate_sglang --pretrain sft --dataset 
 
 
 @pytest.mark.parametrize("line", [*PUBLIC, NEWER, RARE, SFT, CHAT, RM, ANSWERS])
-def test_what_comes_out_is_taken(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_translation_is_accepted(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = translated(line)
     assert dry_run(text) == 0
     out, err = capsys.readouterr()
     assert out.startswith("configuration is fine: ") and "has no effect" not in err
     commented = text[: text.index("\npython -m ")].splitlines()
     assert all(one.startswith("#") for one in commented)
-    said = " ".join(commented)
-    assert [flag for flag in line.split() if flag.startswith("--") and flag not in ("--module",) and flag not in said] == []
+    text = " ".join(commented)
+    assert [flag for flag in line.split() if flag.startswith("--") and flag not in ("--module",) and flag not in text] == []
 
 
 def test_there_are_all_public_lines() -> None:
@@ -60,27 +60,27 @@ def test_there_are_all_public_lines() -> None:
     }
 
 
-def test_flags_are_told_by_what_becomes_of_them() -> None:
+def test_comments_of_flags() -> None:
     assert comment(PPO + "--top_p 0.9", "--top_p") == "# --top_p 0.9: mapped: actor_rollout_ref.rollout.top_p=0.9"
     assert comment(PPO + "--bf16", "--bf16") == "# --bf16: implied: the compute dtype is bfloat16"
     assert comment(PPO + "--async_train", "--async_train").startswith("# --async_train: no counterpart: ")
-    told = comment(PPO + "--critic_learning_rate 1e-5 --advantage_estimator reinforce", "--critic_learning_rate")
-    assert told == "# --critic_learning_rate 1e-5: no use: --advantage_estimator reinforce has no critic"
+    line = comment(PPO + "--critic_learning_rate 1e-5 --advantage_estimator reinforce", "--critic_learning_rate")
+    assert line == "# --critic_learning_rate 1e-5: no use: --advantage_estimator reinforce has no critic"
 
 
-def test_defaults_that_differ_from_ours_are_carried() -> None:
+def test_defaults_that_differ_are_written() -> None:
     text = translated(PPO)
-    _, defaults = text.split("# What OpenRLHF does where no flag says anything, if our defaults are others:\n")
+    _, defaults = text.split("# OpenRLHF's defaults for absent flags, where they differ from the defaults here:\n")
     assert "# --adam_betas 0.9 0.95: actor_rollout_ref.actor.optim.betas=[0.9,0.95] critic.optim.betas=[0.9,0.95]\n" in defaults
     assert "# without --enable_prefix_caching: actor_rollout_ref.rollout.enable_prefix_caching=false\n" in defaults
     found = settings(PPO)
     assert found["actor_rollout_ref.actor.optim.lr_warmup_steps_ratio"] == "0.03"
     assert found["data.prompt_key"] == "input" and found["trainer.seed"] == "42"
     assert "actor_rollout_ref.actor.clip_ratio" not in found  # 0.2 in both
-    assert settings(PPO + "--eps_clip 0.2")["actor_rollout_ref.actor.clip_ratio"] == "0.2"  # what is typed is said
+    assert settings(PPO + "--eps_clip 0.2")["actor_rollout_ref.actor.clip_ratio"] == "0.2"  # typed flags are always written
 
 
-def test_no_value_breaks_the_text() -> None:
+def test_values_with_special_characters() -> None:
     odd = [
         "a b",
         "a\nb",
@@ -102,12 +102,12 @@ def test_no_value_breaks_the_text() -> None:
     assert all(one.startswith("#") and one.isprintable() for one in comments)
     (word,) = (word for word in argv(text) if word.startswith("actor_rollout_ref.model.target_modules="))
     seen: list[str] = []
-    command = normalise([word], PPOConfig, "ppo_trainer")  # what Hydra makes of it
+    command = normalise([word], PPOConfig, "ppo_trainer")  # as parsed by Hydra
     run_jobs(command, "ppo_trainer", lambda tree, point: seen.extend(tree["actor_rollout_ref"]["model"]["target_modules"]))
     assert seen == odd
 
 
-def test_a_default_gives_way_to_what_is_typed() -> None:
+def test_typed_flags_override_defaults() -> None:
     flags = {
         "one": Flag(name="one", newer=(), to=("trainer.seed",)),
         "other": Flag(name="other", newer=(), to=("trainer.seed",), default=42),
@@ -124,13 +124,13 @@ def test_a_secret_is_not_shown() -> None:
     assert settings(PPO + "--use_wandb k")["trainer.logger"] == "[console,wandb]"
 
 
-def test_what_is_wrong_is_told_at_once() -> None:
+def test_all_errors_are_reported_together() -> None:
     with pytest.raises(ConfigError) as caught:
         translated(PPO + "--train_batch_size 100 --kl_estimator k7")
     assert sorted(str(caught.value).splitlines()) == [
         "--kl_estimator k7: is none of k1, k2, k3",
-        "--train_batch_size 100: 100 answers / 1 a prompt = 100 prompts, of which a rollout of 1024 prompts is no multiple "
-        "(1024 = 10 * 100 + 24)",
+        "--train_batch_size 100: 100 responses / 1 per prompt = 100 prompts, but a rollout of 1024 prompts is not a multiple "
+        "of that (1024 = 10 * 100 + 24)",
     ]
     with pytest.raises(ConfigError, match=r"trainer.seed=1.5: must be a whole number"):
         translated(PPO + "--seed 1.5")

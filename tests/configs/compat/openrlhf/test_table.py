@@ -1,10 +1,10 @@
-"""configs/openrlhf.yaml: every flag is there once and says something, and what it says are keys of ours."""
+"""configs/openrlhf.yaml: every flag has one entry, and the keys it sets exist."""
 
 import pytest
 
 from configs.base.keys import keys_of
-from configs.compat.openrlhf.script import RULES
-from configs.compat.openrlhf.settings import SCHEMAS
+from configs.compat.openrlhf.rules import CONVERSIONS, RULES
+from configs.compat.openrlhf.script import SCHEMAS
 from configs.compat.openrlhf.table import Flag, openrlhf
 from tests.configs.compat.openrlhf.flags import FLAGS
 
@@ -17,7 +17,7 @@ def targets(flag: Flag) -> set[str]:
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_targets_are_keys_of_ours(name: str) -> None:
+def test_targets_are_keys(name: str) -> None:
     source = SOURCES[name]
     keys = keys_of(SCHEMAS[source.root])
     always = {key for _, settings in source.always for key in settings}
@@ -27,20 +27,28 @@ def test_targets_are_keys_of_ours(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_every_flag_says_something(name: str) -> None:
+def test_every_flag_has_an_effect(name: str) -> None:
     for flag in SOURCES[name].flags.values():
-        says = bool(targets(flag) or flag.implied or flag.none or flag.rule)
-        assert says, flag.name
+        has_effect = bool(targets(flag) or flag.implied or flag.none or flag.rule or flag.part_of)
+        assert has_effect, flag.name
         assert not (flag.rule and (targets(flag) or flag.none or flag.implied)), f"{flag.name}: the rule says all"
         if flag.values is not None:
-            assert flag.none or flag.implied or all(flag.values.values()), f"{flag.name}: {{}} is said in `implied`"
+            assert flag.none or flag.implied or all(flag.values.values()), f"{flag.name}: {{}} needs `implied`"
             assert flag.default is None or str(flag.default) in flag.values, flag.name
             assert not {*flag.to, *flag.spread}, f"{flag.name}: `values` says all"
 
 
-def test_every_rule_is_there_and_has_a_flag() -> None:
+def test_every_rule_has_a_flag() -> None:
     named = {flag.rule for source in SOURCES.values() for flag in source.flags.values()} - {""}
     assert named == set(RULES)
+    converted = {flag.convert for source in SOURCES.values() for flag in source.flags.values()} - {""}
+    assert converted == set(CONVERSIONS)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_parts_belong_to_flags(name: str) -> None:
+    flags = SOURCES[name].flags
+    assert [flag.name for flag in flags.values() if flag.part_of and (flag.part_of not in flags or flag.rule)] == []
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -50,7 +58,7 @@ def test_no_spelling_stands_for_two_flags(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "version"), FLAGS)
-def test_every_flag_of_theirs_is_in_the_table(name: str, version: str) -> None:
+def test_every_flag_is_in_the_table(name: str, version: str) -> None:
     newer = version == "newer"
     flags = SOURCES[name].flags.values()
     known = {spelling for flag in flags for spelling in ((flag.name, *flag.newer) if newer else (flag.name,))}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import GPT2Config
 
-from configs.defaults import ppo_config
+from configs.load import ppo_config
 from configs.schema.common import MegatronConfig
 from tests.layout.source import imports, top_level
 from tests.tiny import tiny_config

@@ -1,7 +1,7 @@
 import pytest
 
 from configs.compose import compose
-from configs.defaults import ppo_config
+from configs.load import ppo_config
 from configs.schema.ppo import PPOConfig
 
 

@@ -3,7 +3,7 @@
 from configs.base.keys import ConfigError
 from configs.compose import compose
 from configs.schema.supervised import RewardModelConfig
-from configs.validation.supervised import check_reward_model
+from configs.validation.programs import check_reward_model
 from tests.configs.validation.test_programs import TOO_SMALL, WORKERS, sft_lines
 
 

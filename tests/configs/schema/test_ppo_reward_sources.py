@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from configs.compose import compose
-from configs.reward_sources import asks_rules, has_score, wants_truth
-from configs.schema.ppo import PPOConfig
+from configs.schema.ppo import PPOConfig, asks_rules, has_score, wants_truth
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ from omegaconf import OmegaConf
 
 from configs.base.keys import ConfigError
 from configs.compose import compose
-from configs.pools import ROLES, Placement, place
-from configs.schema.placement import PlacedRolesConfig, PlacementConfig, PoolConfig
+from configs.schema.placement import ROLES, PlacedRolesConfig, Placement, PlacementConfig, PoolConfig, place
 from configs.schema.ppo import PPOConfig
 
 DEFAULTS = compose("ppo_trainer", PPOConfig, [])

@@ -1,10 +1,9 @@
-"""How a command line of OpenRLHF is read."""
+"""Parsing of OpenRLHF's command lines."""
 
 import pytest
 
 from configs.base.keys import ConfigError
-from configs.compat.openrlhf.arguments import read
-from configs.compat.openrlhf.table import openrlhf
+from configs.compat.openrlhf.table import openrlhf, read
 
 TABLE = openrlhf()
 
@@ -36,7 +35,7 @@ def test_values_are_read_as_argparse_reads_them() -> None:
     assert arguments.count("rollout_batch_size") == 1024  # its default
 
 
-def test_the_spelling_tells_which_defaults_hold() -> None:
+def test_the_spelling_selects_the_defaults() -> None:
     older, newer = read(["--pretrain", "m"], TABLE), read(["--actor.model_name_or_path", "m"], TABLE)
     assert (older.newer, newer.newer) == (False, True)
     assert older.text("pretrain") == newer.text("pretrain") == "m"
@@ -58,7 +57,7 @@ def test_the_spelling_tells_which_defaults_hold() -> None:
         ("train_pppo", ["train_pppo: there is no such program of OpenRLHF; did you mean train_ppo?"]),
     ],
 )
-def test_what_is_wrong_has_a_line_each(words: str, lines: list[str]) -> None:
+def test_a_line_for_each_error(words: str, lines: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         read(words.split(), TABLE)
     assert str(caught.value).splitlines() == lines

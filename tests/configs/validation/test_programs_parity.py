@@ -5,7 +5,7 @@ import pytest
 from configs.base.keys import ConfigError
 from configs.compose import compose
 from configs.schema.parity import ParityConfig
-from configs.validation.parity import check_parity
+from configs.validation.programs import check_parity
 
 ROLLOUT = "actor_rollout_ref.rollout"
 

@@ -1,6 +1,6 @@
 import pytest
 
-from configs.base.walltime import seconds_of
+from configs.schema.common import seconds_of
 
 
 @pytest.mark.parametrize("said", ["5400", "5400.0", "90:00", "1:30:00", "01:30:00", "0-01:30:00"])

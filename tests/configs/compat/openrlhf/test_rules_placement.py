@@ -5,7 +5,7 @@ import re
 import pytest
 
 from configs.base.keys import ConfigError
-from configs.compat.openrlhf.placement import _nodes
+from configs.compat.openrlhf.rules import _nodes
 from tests.configs.compat.openrlhf.commands import PPO, comment, dry_run, settings, translated
 
 
@@ -25,7 +25,7 @@ def run_size(line: str) -> tuple[str, str]:
     return found["trainer.nnodes"], found.get("trainer.n_gpus_per_node", "8")
 
 
-def test_nothing_is_together_where_no_flag_says_so() -> None:
+def test_separate_pools_by_default() -> None:
     assert pools(PPO) == {"actor": (1, 8), "ref": (1, 8), "critic": (1, 8), "reward": (1, 8), "rollout": (1, 1)}
     assert roles(PPO) == {role: role for role in ("actor", "ref", "critic", "reward", "rollout")}
     assert run_size(PPO) == ("5", "8")
@@ -37,13 +37,13 @@ def test_pairs() -> None:
     assert pools(line) == {"actor": (1, 2), "critic": (1, 2), "rollout": (1, 4)}
     assert roles(line) == {"actor": "actor", "ref": "actor", "critic": "critic", "reward": "critic", "rollout": "rollout"}
     assert run_size(line) == ("1", "8")
-    assert "2 engines * 2 = 4 GPUs, apart from the models; actor 1 * 2 + critic 1 * 2 + rollout 1 * 4 = 8 GPUs" in translated(
+    assert "2 engines * 2 = 4 GPUs, separate from the models; actor 1 * 2 + critic 1 * 2 + rollout 1 * 4 = 8 GPUs" in translated(
         line
     )
 
 
 @pytest.mark.parametrize(
-    ("flags", "there"),
+    ("flags", "used"),
     [
         ("--advantage_estimator reinforce", {"actor", "ref", "reward"}),
         ("--init_kl_coef 0", {"actor", "critic", "reward"}),
@@ -52,17 +52,17 @@ def test_pairs() -> None:
         ("--colocate_critic_reward --advantage_estimator reinforce", {"actor", "ref", "reward"}),
     ],
 )
-def test_models_that_the_run_has_not_get_no_gpus(flags: str, there: set[str]) -> None:
-    assert set(pools(PPO + flags)) == there | {"rollout"}
+def test_unused_models_get_no_gpus(flags: str, used: set[str]) -> None:
+    assert set(pools(PPO + flags)) == used | {"rollout"}
     assert dry_run(translated(PPO + flags)) == 0  # a pool without a role would be refused
 
 
-def test_a_size_of_a_model_that_is_not_there_is_told() -> None:
-    told = comment(PPO + "--ref_num_nodes 2 --init_kl_coef 0", "--ref_num_nodes 2")
-    assert told == "# --ref_num_nodes 2: implied: the run has no such model"
+def test_size_of_an_unused_model() -> None:
+    line = comment(PPO + "--ref_num_nodes 2 --init_kl_coef 0", "--ref_num_nodes 2")
+    assert line == "# --ref_num_nodes 2: implied: the run has no such model"
 
 
-def test_all_together() -> None:
+def test_all_colocated() -> None:
     line = PPO + "--colocate_all_models --vllm_num_engines 4 --vllm_tensor_parallel_size 4 --actor_num_nodes 2"
     found = settings(line)
     assert (found["trainer.nnodes"], found["trainer.n_gpus_per_node"]) == ("2", "8")
@@ -74,12 +74,14 @@ def test_all_together() -> None:
 
 
 def test_an_engine_apart_does_not_sleep() -> None:
-    told = comment(PPO + "--vllm_enable_sleep", "--vllm_enable_sleep")
-    assert told == "# --vllm_enable_sleep: implied: an engine with GPUs of its own does not sleep"
+    line = comment(PPO + "--vllm_enable_sleep", "--vllm_enable_sleep")
+    assert line == "# --vllm_enable_sleep: implied: an engine with its own GPUs does not sleep"
 
 
-def test_those_that_share_must_have_one_size() -> None:
-    with pytest.raises(ConfigError, match=r"^--colocate_actor_ref: .* actor 1 \* 8 and ref 2 \* 8 \(nodes \* GPUs\) are not$"):
+def test_colocated_models_of_different_sizes() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^--colocate_actor_ref: .* actor 1 \* 8 and ref 2 \* 8 \(nodes \* GPUs\) are different$"
+    ):
         translated(PPO + "--colocate_actor_ref --ref_num_nodes 2")
     assert pools(PPO + "--colocate_actor_ref --ref_num_nodes 2 --init_kl_coef 0").keys() == {
         "actor",
@@ -89,7 +91,7 @@ def test_those_that_share_must_have_one_size() -> None:
     }
 
 
-def test_our_own_engine_is_where_the_actor_is() -> None:
+def test_embedded_engine_is_colocated_with_the_actor() -> None:
     line = "--pretrain sft --reward_pretrain rm --prompt_data p.parquet --colocate_actor_ref"
     assert roles(line) == {"actor": "actor", "ref": "actor", "critic": "critic", "reward": "reward"}
     assert settings(line).get("actor_rollout_ref.rollout.name", "embedded") == "embedded"
