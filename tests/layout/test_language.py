@@ -13,7 +13,9 @@ from tests.layout.source import ROOT
 
 CLEAN = (
     "configs/base", "configs/schema", "configs/sweeps", "configs/validation", "data_preprocess", "examples",
-    "trainer/algorithms", "trainer/data", "trainer/rewards", "trainer/harness.py", "README.md", "docs/tutorial.md",
+    "trainer/algorithms", "trainer/data", "trainer/rewards", "trainer/harness.py",
+    "docs", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "mkdocs.yml", "scripts/make_evidence.py",
+    "scripts/make_config_docs.py",
 )  # fmt: skip
 """Folders, or single files, that contain none of BANNED. Add a folder when it is done."""
 
@@ -31,6 +33,8 @@ BANNED = (
     r"to the bit",
     r"worth",
 )
+QUOTED = ("rollout_gpu_speed.py ours",)
+"""Command lines that contain such a word."""
 PATTERN = re.compile(rf"\b(?:{'|'.join(BANNED)})\b".replace(" ", r"\s+"), re.IGNORECASE)
 SUFFIXES = {".py", ".yaml", ".yml", ".md", ".sh", ".toml"}
 
@@ -43,6 +47,8 @@ def words_of(line: str) -> str:
 def hits(path: Path) -> list[str]:
     """«file:line: phrase: text» of each banned phrase in a file."""
     text = path.read_text(encoding="utf-8")
+    for command in QUOTED:
+        text = text.replace(command, "")
     lines = text.splitlines()
     found = []
     # Match over the whole text, so that a phrase broken over two lines is found too; positions keep their line.
