@@ -13,8 +13,10 @@ from tests.layout.source import ROOT
 
 CLEAN = (
     "configs", "data_preprocess", "examples",
-    "trainer/algorithms", "trainer/data", "trainer/rewards", "trainer/harness.py", "README.md", "docs/tutorial.md",
-    "trainer/cluster", "workers/controller", "workers/roles",
+    "trainer/algorithms", "trainer/cluster", "trainer/data", "trainer/rewards", "trainer/harness.py",
+    "workers/controller", "workers/roles",
+    "docs", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "mkdocs.yml", "scripts/make_evidence.py",
+    "scripts/make_config_docs.py",
 )  # fmt: skip
 """Folders, or single files, that contain none of BANNED. Add a folder when it is done."""
 
@@ -32,6 +34,8 @@ BANNED = (
     r"to the bit",
     r"worth",
 )
+QUOTED = ("rollout_gpu_speed.py ours",)
+"""Command lines that contain such a word."""
 PATTERN = re.compile(rf"\b(?:{'|'.join(BANNED)})\b".replace(" ", r"\s+"), re.IGNORECASE)
 SUFFIXES = {".py", ".yaml", ".yml", ".md", ".sh", ".toml"}
 
@@ -44,6 +48,8 @@ def words_of(line: str) -> str:
 def hits(path: Path) -> list[str]:
     """«file:line: phrase: text» of each banned phrase in a file."""
     text = path.read_text(encoding="utf-8")
+    for command in QUOTED:
+        text = text.replace(command, "")
     lines = text.splitlines()
     found = []
     # Match over the whole text, so that a phrase broken over two lines is found too; positions keep their line.
