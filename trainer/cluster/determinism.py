@@ -9,7 +9,6 @@ from trainer.run.events import Events
 from workers.controller.group import WorkerGroup
 from workers.controller.rpc import worker_call
 from workers.determinism import ENVIRONMENT, VLLM_ENVIRONMENT
-from workers.roles.worker import Host
 
 
 def worker_environment(deterministic: bool, rollout: str | None = None) -> dict[str, str]:
@@ -30,6 +29,8 @@ class KernelWatch:
 
     def look(self, step: int) -> None:
         """Query all workers, and record kernels that are new as events of ``step``."""
+        from workers.roles.worker import Host  # imported late: it loads transformers
+
         asking = worker_call(Host.doubtful_kernels)
         by_rank = [self.watchdog.call(group, "ask", "kernels", asking) for group in self.hosts.values()]
         found = {kernel for of_group in by_rank for kernels in of_group for kernel in kernels}

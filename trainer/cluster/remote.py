@@ -16,7 +16,6 @@ from workers.metric import Metric, Metrics, join_metrics
 from workers.plan import Limits, Plan, SharedRows
 from workers.roles.model_role import ModelRole
 from workers.roles.rollout_role import RolloutRole
-from workers.roles.worker import Host
 from workers.rollout.base import RolloutSpec, Sampling
 
 PROMPT = {"prompt_length"}
@@ -59,6 +58,8 @@ class RemoteModel:
         self.attention_cost = attention_cost
         self._shares_prompts = spec.shares_prompts
         self._flops = 0.0
+        from workers.roles.worker import Host  # imported late, here and below: it loads transformers
+
         building = worker_call(Host.build_model, role, spec, loss)
         self.mesh = mesh_of(watchdog.call(group, "start", f"start of {role}", building))
         group.register_mesh(role, self.mesh)
@@ -192,6 +193,8 @@ class RemoteRollout:
         # Colocated engines that free their memory lose their weights while a model is active, see ``rest``.
         self._gives_way = spec.rollout.free_cache_engine and self.trainers is None
         self._version, self._slept = 0, False
+        from workers.roles.worker import Host
+
         if self.trainers is None:
             places = self._call("start", worker_call(Host.build_rollout, ROLE, spec, source))
         else:

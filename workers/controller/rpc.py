@@ -1,6 +1,6 @@
 """Remote calls: a method and its arguments, their distribution over ranks, their format between processes, and their execution.
 
-Independent of the backend and of what workers compute. Imports neither ray nor torch: a controller without models stays light.
+Independent of the backend and of what workers compute. Imports no ray, torch or numpy: commands that start no worker stay light.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 import cloudpickle
-import numpy as np
 
 from workers.start_times import START
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 P = ParamSpec("P")
@@ -146,6 +146,8 @@ def pack(value: Any) -> Parcel:
 
     Tensors lose their graph and their device: they arrive on the CPU. A view is sent without the rest of its storage.
     """
+    import numpy as np
+
     buffers: list[pickle.PickleBuffer] = []
     with io.BytesIO() as stream:
         _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,7 +13,10 @@ from workers.batch import Batch
 from workers.metric import Metric, Metrics
 from workers.roles.memory_scheduler import GCTime, Residency
 from workers.rollout.base import Completion, Request, Rollout, Sampling
-from workers.rollout.sync.weight_sync import WeightSync
+
+# The controller imports this module to name the methods that it calls: it must not load transformers.
+if TYPE_CHECKING:
+    from workers.rollout.sync.weight_sync import WeightSync
 
 
 class RolloutRole:
