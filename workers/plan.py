@@ -47,7 +47,7 @@ class Plan:
         shares = [sorted(row for part in cut for row in part) for cut in by_rank]
         places = [{row: i for i, row in enumerate(share)} for share in shares]
         cuts = ([tuple(sorted(map(place.__getitem__, part))) for part in cut] for place, cut in zip(places, by_rank, strict=True))
-        return Plan(shares=tuple(map(tuple, shares)), micro_batches=tuple(map(tuple, cuts)))
+        return Plan(shards=tuple(map(tuple, shares)), micro_batches=tuple(map(tuple, cuts)))
 
     def collect(self, parts: Sequence[Batch]) -> Batch:
         """Concatenate the ranks' results and restore the row order of the global batch."""
@@ -106,7 +106,7 @@ def _plan(lengths: Sequence[int], costs: Sequence[float], n_ranks: int, limits: 
     for share, cut in zip(shares, cuts, strict=True):
         place = {row: i for i, row in enumerate(share)}
         micro_batches.append(tuple(tuple(place[row] for row in part) for part in cut))
-    return Plan(shares=tuple(tuple(share) for share in shares), micro_batches=tuple(micro_batches))
+    return Plan(shards=tuple(tuple(share) for share in shares), micro_batches=tuple(micro_batches))
 
 
 def repeats(rows: Sequence[int], groups: Sequence[int]) -> list[int]:

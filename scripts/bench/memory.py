@@ -42,7 +42,7 @@ from workers.engine.hf.hf_model import DTYPES
 from workers.engine.logprob import chunk_size
 from workers.roles.model_role import ModelRole
 from workers.roles.rollout_role import RolloutRole
-from workers.roles.worker import Host
+from workers.roles.worker import Worker
 from workers.rollout.base import Completion, Request, RolloutSpec, Sampling
 
 COLUMNS = ("phase", "peak MB", "after MB", "device, peak MB", "device, after MB", "largest tensor MB")
@@ -97,17 +97,17 @@ class Bench:
                 *args.overrides,
             ],
         ).actor_rollout_ref
-        self.host = Host(WorkerInfo(0, 1, 0, 0, "127.0.0.1", free_port()), args.device, 1800.0)
+        self.worker = Worker(WorkerInfo(0, 1, 0, 0, "127.0.0.1", free_port()), args.device, 1800.0)
         spec = EngineSpec(models.model, "lm", models.actor.sharding, ADAMW, args.device, 0)
-        self.host.build_model("actor", spec, LossSpec(f"{likelihood.__module__}:{likelihood.__name__}", None))
+        self.worker.build_model("actor", spec, LossSpec(f"{likelihood.__module__}:{likelihood.__name__}", None))
         longest = args.prompt_tokens + args.max_tokens
-        self.host.build_rollout("rollout", RolloutSpec(models.model, models.rollout, longest, args.device), "actor")
-        actor, rollout = self.host.roles["actor"], self.host.roles["rollout"]
+        self.worker.build_rollout("rollout", RolloutSpec(models.model, models.rollout, longest, args.device), "actor")
+        actor, rollout = self.worker.roles["actor"], self.worker.roles["rollout"]
         assert isinstance(actor, ModelRole) and isinstance(rollout, RolloutRole)
         self.actor, self.engine = actor, rollout.rollout
 
     def close(self) -> None:
-        self.host.close()
+        self.worker.close()
 
     def weights(self) -> dict[str, Tensor]:
         live = self.actor.engine.live_weights()
@@ -115,7 +115,7 @@ class Bench:
         return live
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        self.host.residency.enter("generate")
+        self.worker.memory_scheduler.enter("generate")
         return self.engine.generate(requests)
 
 
@@ -168,11 +168,11 @@ def phases(args: argparse.Namespace) -> dict[str, Any]:
     found = {}
     with closing(Bench(args)) as bench:
         steps: dict[str, Callable[[], Any]] = {
-            "sync": lambda: bench.host.roles["rollout"].sync_weights(0),
+            "sync": lambda: bench.worker.roles["rollout"].sync_weights(0),
             "generate": lambda: bench.generate(requests),
-            "log-probs": lambda: bench.host.roles["actor"].forward(rows, plan, ["log_probs"], True),
-            "update": lambda: bench.host.roles["actor"].train_step(rows, plan),
-            "rest": lambda: bench.host.residency.enter("rest"),
+            "log-probs": lambda: bench.worker.roles["actor"].forward(rows, plan, ["log_probs"], True),
+            "update": lambda: bench.worker.roles["actor"].train_step(rows, plan),
+            "rest": lambda: bench.worker.memory_scheduler.enter("rest"),
         }
         kept = [*bench.weights().values(), *bench.actor.engine._optimizer.moments().values()]
         alive = Alive(kept) if cpu else None

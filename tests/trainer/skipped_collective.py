@@ -21,7 +21,7 @@ from workers.controller.group import PhaseTimeout, WorkerGroup
 from workers.controller.ray.ray_backend import RayBackend
 from workers.controller.resource_pool import ResourcePool
 from workers.controller.rpc import worker_call
-from workers.roles.worker import Host
+from workers.roles.worker import Worker
 
 LIMIT = 3.0
 NUMBER = 3  # of the all_reduce that rank 1 skips
@@ -29,7 +29,7 @@ SIZE = 2**22
 FOREVER = 300.0
 
 
-class SkippingHost(Host):
+class SkippingWorker(Worker):
     def enter(self, skipping: int = -1) -> None:
         """An all_reduce, without the rank ``skipping``. On CUDA the others wait in its kernel."""
         if self.info.rank != skipping:
@@ -44,7 +44,7 @@ def skip(backend: RayBackend, folder: Path, device: Literal["cpu", "cuda"], **li
     env = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500"}  # its watchdog waits four times as long before it ends the process
     pool = ResourcePool((2,), device, "pool")
     group = backend.start_group(
-        f"skip_{'_'.join(limits)}", pool, "tests.trainer.skipped_collective:SkippingHost", device, limits["collective"], env=env
+        f"skip_{'_'.join(limits)}", pool, "tests.trainer.skipped_collective:SkippingWorker", device, limits["collective"], env=env
     )
     try:
         return late(group, folder, limits)
@@ -55,9 +55,9 @@ def skip(backend: RayBackend, folder: Path, device: Literal["cpu", "cuda"], **li
 def late(group: WorkerGroup, folder: Path, limits: dict[str, float]) -> PhaseTimeout:
     guard = watchdog(folder, **limits)
     for _ in range(NUMBER - 1):
-        guard.call(group, "start", "before", worker_call(SkippingHost.enter))
+        guard.call(group, "start", "before", worker_call(SkippingWorker.enter))
     try:
-        guard.call(group, "update", "the update", worker_call(SkippingHost.enter, 1))
+        guard.call(group, "update", "the update", worker_call(SkippingWorker.enter, 1))
     except PhaseTimeout as error:
         return error
     raise AssertionError("the collective that rank 1 skipped came to an end")

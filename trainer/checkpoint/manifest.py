@@ -148,11 +148,11 @@ def check_weights(checkpoint: Checkpoint, groups: Mapping[str, WorkerGroup], wat
     groups: {role: workers that will load it}. Each rank reads a part of the files. If as many ranks load as have written, that
     part is the rank's own shard, and the load that follows finds it in the page cache.
     """
-    from workers.roles.worker import Host  # imported late: it loads transformers
+    from workers.roles.worker import Worker  # imported late: it loads transformers
 
     for role in checkpoint.manifest.roles:
         names = sorted(name for name in checkpoint.manifest.files if name.startswith(f"{role}/") and name.endswith(WEIGHTS))
-        hashing = worker_call(Host.hash_files, checkpoint.path, names)
+        hashing = worker_call(Worker.hash_files, checkpoint.path, names)
         for found in watchdog.call(groups[role], "load", f"check of {role}", hashing):
             compare_hashes(checkpoint.path, checkpoint.manifest.files, found)
 

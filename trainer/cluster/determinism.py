@@ -21,18 +21,18 @@ def worker_environment(deterministic: bool, rollout: str | None = None) -> dict[
 class KernelWatch:
     """Reports each kernel that has run on a worker and may not be bitwise reproducible, once."""
 
-    def __init__(self, hosts: Iterable[WorkerGroup], events: Events, watchdog: Watchdog) -> None:
-        self.hosts = {group.name: group for group in hosts}  # by name: roles may share a group
+    def __init__(self, workers: Iterable[WorkerGroup], events: Events, watchdog: Watchdog) -> None:
+        self.workers = {group.name: group for group in workers}  # by name: roles may share a group
         self.watchdog = watchdog
         self.events = events
         self._reported: set[str] = set()
 
     def look(self, step: int) -> None:
         """Query all workers, and record kernels that are new as events of ``step``."""
-        from workers.roles.worker import Host  # imported late: it loads transformers
+        from workers.roles.worker import Worker  # imported late: it loads transformers
 
-        asking = worker_call(Host.doubtful_kernels)
-        by_rank = [self.watchdog.call(group, "ask", "kernels", asking) for group in self.hosts.values()]
+        asking = worker_call(Worker.nondeterministic_kernels)
+        by_rank = [self.watchdog.call(group, "ask", "kernels", asking) for group in self.workers.values()]
         found = {kernel for of_group in by_rank for kernels in of_group for kernel in kernels}
         for kernel in sorted(found - self._reported):
             self.events.add(step, "not deterministic", f"{kernel} has no deterministic implementation: this run may not repeat")

@@ -29,7 +29,7 @@ RAY_LINES = 20
 GPU_SECONDS = 10.0
 _SOURCE = Path(workers.__file__).parents[1]
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_MEETINGS = ("meeting_point", "meet_others", "wait_for_others")
+_MEETINGS = ("rendezvous_store", "join_process_group", "run_collective")
 """Functions of workers/roles/worker.py and workers/rollout/sync/channel.py in which ranks also wait for each other."""
 _COLLECTIVE_ENDED = re.compile(rf"[Tt]imed out waiting \d+ ?ms for|{NCCL_TIMEOUT}")
 

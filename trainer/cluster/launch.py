@@ -51,7 +51,7 @@ def check_device(trainer: WorkersConfig) -> None:
         )
 
 
-def start_hosts(
+def start_workers(
     backend: Backend,
     trainer: WorkersConfig,
     timeouts: WorkersTimeoutsConfig,
@@ -65,16 +65,16 @@ def start_hosts(
     engine: rollout engine that they will build.
     """
     pool = ResourcePool(n_per_node=(trainer.n_gpus_per_node,) * trainer.nnodes, device=trainer.device, name="workers")
-    what = ("workers.roles.worker:Host", trainer.device, timeouts.collective)
+    what = ("workers.roles.worker:Worker", trainer.device, timeouts.collective)
     return backend.start_group("workers", pool, *what, env=env or {}, deterministic=deterministic, engine=engine)
 
 
 @contextmanager
 def opened_workers(config: GenerationConfig | ServeRewardConfig) -> Iterator[WorkerGroup]:
-    """Workers of a program without a run directory; they end with the block. See open_backend and start_hosts."""
+    """Workers of a program without a run directory; they end with the block. See open_backend and start_workers."""
     directory = Path(config.trainer.default_local_dir)
     with open_backend(config.trainer, config.ray_kwargs, config.timeouts, directory) as backend:
-        yield start_hosts(backend, config.trainer, config.timeouts)
+        yield start_workers(backend, config.trainer, config.timeouts)
 
 
 def start_pools(
@@ -88,8 +88,8 @@ def start_pools(
     first = place.pools[0]
     # A pool of all GPUs shares them with no other pool, so it needs no room.
     if world_size(first) == world_size(trainer) and first.fraction == 1:
-        hosts = start_hosts(backend, trainer, timeouts, deterministic=deterministic, env=env, engine=engine)
-        return dict.fromkeys(ROLES, hosts)
+        workers = start_workers(backend, trainer, timeouts, deterministic=deterministic, env=env, engine=engine)
+        return dict.fromkeys(ROLES, workers)
     room = ResourcePool(n_per_node=(trainer.n_gpus_per_node,) * trainer.nnodes, device=trainer.device, name="workers")
     groups = {}
     for pool in place.pools:
@@ -101,7 +101,7 @@ def start_pools(
             first_node=pool.first_node,
             first_slot=pool.first_gpu,
         )
-        what = ("workers.roles.worker:Host", trainer.device, timeouts.collective)
+        what = ("workers.roles.worker:Worker", trainer.device, timeouts.collective)
         groups[pool.name] = backend.start_group(
             pool.name,
             slots,

@@ -58,9 +58,9 @@ class RemoteModel:
         self.attention_cost = attention_cost
         self._shares_prompts = spec.shares_prompts
         self._flops = 0.0
-        from workers.roles.worker import Host  # imported late, here and below: it loads transformers
+        from workers.roles.worker import Worker  # imported late, here and below: it loads transformers
 
-        building = worker_call(Host.build_model, role, spec, loss)
+        building = worker_call(Worker.build_model, role, spec, loss)
         self.mesh = mesh_of(watchdog.call(group, "start", f"start of {role}", building))
         group.register_mesh(role, self.mesh)
 
@@ -158,7 +158,7 @@ class RemoteModel:
         return SharedRows(lengths, batch.rows["prompt_length"].tolist(), batch.rows["uid"].tolist())
 
     def _plan(self, rows: SharedRows, limits: Limits) -> Plan:
-        return rows.plan(len(self.mesh.answers), limits, attention_cost=self.attention_cost)
+        return rows.plan(len(self.mesh.output_ranks), limits, attention_cost=self.attention_cost)
 
     def _call(self, phase: str, plan: Plan, batch: Batch, call: Call[R]) -> list[R]:
         work = partial(work_by_rank, plan, batch.lengths.tolist(), self.mesh)
@@ -193,15 +193,15 @@ class RemoteRollout:
         # Colocated engines that free their memory lose their weights while a model is active, see ``rest``.
         self._gives_way = spec.rollout.free_cache_engine and self.trainers is None
         self._version, self._slept = 0, False
-        from workers.roles.worker import Host
+        from workers.roles.worker import Worker
 
         if self.trainers is None:
-            places = self._call("start", worker_call(Host.build_rollout, ROLE, spec, source))
+            places = self._call("start", worker_call(Worker.build_rollout, ROLE, spec, source))
         else:
-            offering = worker_call(Host.offer_weights, source, group.world_size)
+            offering = worker_call(Worker.offer_weights, source, group.world_size)
             meeting, *_ = watchdog.call(self.trainers, "start", f"start of {source}", offering)
             assert meeting is not None, "rank 0 returns it"
-            places = self._call("start", worker_call(Host.build_rollout_apart, ROLE, spec, meeting))
+            places = self._call("start", worker_call(Worker.build_rollout_apart, ROLE, spec, meeting))
         self.mesh = mesh_of(places)
         group.register_mesh(ROLE, self.mesh)
 
@@ -230,11 +230,11 @@ class RemoteRollout:
         """
         if self._slept:
             self.sync_weights(self._version)
-        n_engines = len(self.mesh.answers)
+        n_engines = len(self.mesh.output_ranks)
         groups = [range(start, start + group_size) for start in range(0, len(prompts), group_size)]
         # Whole groups in turn to the engines. An engine has no micro-batches: it schedules its requests itself.
         shares = tuple(tuple(row for group in groups[engine::n_engines] for row in group) for engine in range(n_engines))
-        plan = Plan(shares=shares, micro_batches=tuple(() for _ in shares))
+        plan = Plan(shards=shares, micro_batches=tuple(() for _ in shares))
         call = role_call(ROLE, RolloutRole.generate, sharded(plan.split(prompts)), sampling)
         work = partial(work_by_rank, plan, prompts.lengths.tolist(), self.mesh)
         return plan.collect(self._call("generate", call, mesh=ROLE, work=work))
@@ -255,7 +255,7 @@ class RemoteRollout:
 def work_by_rank(plan: Plan, lengths: Sequence[int], mesh: Mesh) -> list[str]:
     """For the user: what each rank was given of a batch. lengths: tokens of each row."""
     by_shard = []
-    for rows, cuts in zip(plan.shares, plan.micro_batches, strict=True):
+    for rows, cuts in zip(plan.shards, plan.micro_batches, strict=True):
         mine = [lengths[row] for row in rows]
         cut = f", {len(cuts)} micro-batches" if cuts else ""
         by_shard.append(f"{len(mine)} rows, {sum(mine)} tokens{cut}, longest row {max(mine, default=0)}")

@@ -85,11 +85,11 @@ def complete(config: GenerationConfig, prompts: PromptDataset, tokenizer: PreTra
             if rewards is not None:
                 rewards.start()
             watchdog = Watchdog(asdict(config.timeouts), Path(config.trainer.default_local_dir))
-            hosts = stack.enter_context(opened_workers(config))
-            on = (hosts, config.trainer, config.trainer, watchdog, tokenizer, data.apply_chat_template_kwargs)
+            workers = stack.enter_context(opened_workers(config))
+            on = (workers, config.trainer, config.trainer, watchdog, tokenizer, data.apply_chat_template_kwargs)
             models = start_reward_models(config.reward, *on) if scored else None
             spec = rollout_spec(config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, data, config.trainer.device)
-            rollout = start_engine(hosts, spec, watchdog, seed=config.trainer.seed)
+            rollout = start_engine(workers, spec, watchdog, seed=config.trainer.seed)
             generator = Generator(
                 prompts,
                 rollout,

@@ -45,7 +45,7 @@ from workers.batch import Batch
 from workers.controller.logs import tell
 from workers.controller.rpc import worker_call
 from workers.metric import plain_numbers
-from workers.roles.worker import Host
+from workers.roles.worker import Worker
 
 
 @dataclass
@@ -114,8 +114,8 @@ class Loop:
         self.start.ended("sync")
         trainer = self.trainer
         # By name: colocated roles share one worker group, which is asked once.
-        groups = {group.name: group for group in self.together.hosts.values()}.values()
-        asking = worker_call(Host.start_times)
+        groups = {group.name: group for group in self.together.workers.values()}.values()
+        asking = worker_call(Worker.start_times)
         asked = (trainer.watchdog.call(group, "ask", "times of the start", asking) for group in groups)
         seconds = self.start.seconds([times for of_group in asked for times in of_group])
         path = trainer.life.run_dir / START

@@ -99,14 +99,14 @@ def opened(assembly: type[Assembly], config: PPOConfig, life: Lifetime, resume: 
         backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, config.timeouts, life.run_dir))
         start.ended("backend")
         place = placement_of(config, has_critic=wants_critic(config))
-        hosts = start_pools(backend, config.trainer, place, config.timeouts, engine=config.actor_rollout_ref.rollout.name)
-        parts = assembly(config, place, hosts, life, tokenizer)
+        workers = start_pools(backend, config.trainer, place, config.timeouts, engine=config.actor_rollout_ref.rollout.name)
+        parts = assembly(config, place, workers, life, tokenizer)
         rewards.wait_ready()
         tracker = harness.open_tracker(
             config,
             life,
             resume,
-            hosts,
+            workers,
             parts.watchdog,
             parts.phases,
             parts.total_steps,
@@ -162,11 +162,11 @@ class Assembly:
     """
 
     def __init__(
-        self, config: PPOConfig, place: Placement, hosts: Mapping[str, WorkerGroup], life: Lifetime, tokenizer: Tokenizer
+        self, config: PPOConfig, place: Placement, workers: Mapping[str, WorkerGroup], life: Lifetime, tokenizer: Tokenizer
     ) -> None:
         self.config = config
         self.place = place
-        self.hosts = hosts
+        self.workers = workers
         self.life = life
         self.watchdog = Watchdog(asdict(config.timeouts), life.run_dir)
         self.tokenizer = tokenizer
@@ -189,7 +189,7 @@ class Assembly:
     def loop(self, rewards: Rewards, resume: Checkpoint | None, tracker: Tracker, start: Start) -> Loop:
         """Build models and rollout engine, and assemble the loop."""
         config, options, val = self.config, self.config.trainer, self.config.actor_rollout_ref.rollout.val_kwargs
-        together = Together(self.hosts, self.place.n_gpus)
+        together = Together(self.workers, self.place.n_gpus)
         actor, ref, critic = self.trained_and_reference(together)
         start.ended("models")
         if critic is not None and resume is None:
@@ -223,7 +223,7 @@ class Assembly:
         trainer = harness.build_trainer(
             config,
             self.life,
-            groups=self.hosts.values(),
+            groups=self.workers.values(),
             n_gpus=self.place.n_gpus,
             tokenizer=self.tokenizer,
             tracker=tracker,
@@ -321,7 +321,7 @@ class Assembly:
     ) -> RemoteModel:
         """Build a role on its workers. forward: key of the limits of its forward passes."""
         return start_model(
-            self.hosts[role],
+            self.workers[role],
             role,
             model=model,
             head=head,
@@ -385,7 +385,7 @@ class Assembly:
     def rollout(self) -> RemoteRollout:
         models = self.config.actor_rollout_ref
         spec = rollout_spec(models.model, models.rollout, self.config.data, self.config.trainer.device, self.life.run_dir)
-        return RemoteRollout(self.hosts["rollout"], spec, "actor", self.watchdog, trainers=self.hosts["actor"])
+        return RemoteRollout(self.workers["rollout"], spec, "actor", self.watchdog, trainers=self.workers["actor"])
 
     def sampling(self) -> Sampling:
         models = self.config.actor_rollout_ref
@@ -397,5 +397,5 @@ class Assembly:
         return PromptStream(self.data, replace(self.order, batch_size=gen_batch_size))
 
     def reward_models(self) -> RewardModels | None:
-        config, on = self.config, (self.hosts["reward"], self.place.pool("reward"), self.config.trainer, self.watchdog)
+        config, on = self.config, (self.workers["reward"], self.place.pool("reward"), self.config.trainer, self.watchdog)
         return start_reward_models(config.reward, *on, self.tokenizer, config.data.apply_chat_template_kwargs)

@@ -13,7 +13,7 @@ from configs.validation.rollout import world_size
 from trainer import harness
 from trainer.checkpoint.resume import rate_changes
 from trainer.cluster.determinism import worker_environment
-from trainer.cluster.launch import open_backend, start_hosts
+from trainer.cluster.launch import open_backend, start_workers
 from trainer.cluster.role_builder import Training, limits, start_model
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.chat import load_tokenizer
@@ -42,7 +42,7 @@ def attempt(config: Config, life: Lifetime) -> None:
     with ExitStack() as stack:
         backend = stack.enter_context(open_backend(trainer, config.ray_kwargs, config.timeouts, run_dir))
         environment = worker_environment(trainer.deterministic)
-        hosts = start_hosts(backend, trainer, config.timeouts, deterministic=trainer.deterministic, env=environment)
+        workers = start_workers(backend, trainer, config.timeouts, deterministic=trainer.deterministic, env=environment)
         watchdog, phases = Watchdog(asdict(config.timeouts), run_dir), Phases()
         tokenizer = load_tokenizer(config.model)
         task: Task = SFT(config, tokenizer) if isinstance(config, SFTConfig) else RewardModelTask(config, tokenizer)
@@ -50,12 +50,12 @@ def attempt(config: Config, life: Lifetime) -> None:
         announce((*task.notices, order.notice))
         if resume is not None:
             announce(rate_changes(resume, {"optim": (config.optim, 0)}, total_steps, order.steps_per_epoch))
-        tracker = harness.open_tracker(config, life, resume, {"model": hosts}, watchdog, phases, total_steps)
+        tracker = harness.open_tracker(config, life, resume, {"model": workers}, watchdog, phases, total_steps)
         stack.callback(tracker.close)
         life.started = True
         cut = limits(supervised_cut(config))
         model = start_model(
-            hosts,
+            workers,
             "model",
             model=task.model,
             head=task.head,
@@ -77,7 +77,7 @@ def attempt(config: Config, life: Lifetime) -> None:
         run_trainer = harness.build_trainer(
             config,
             life,
-            groups=[hosts],
+            groups=[workers],
             n_gpus=world_size(trainer),
             tokenizer=tokenizer,
             tracker=tracker,

@@ -292,7 +292,7 @@ class WorkerGroup:
         chosen = self._meshes[mesh]
         if replica is None:
             try:
-                return dict(enumerate(split(chosen, *own))), chosen.answers
+                return dict(enumerate(split(chosen, *own))), chosen.output_ranks
             except ValueError as error:
                 raise ValueError(f"{call.method} on mesh {mesh!r}: {error}") from None
         if not 0 <= replica < chosen.n_shards:
@@ -300,7 +300,7 @@ class WorkerGroup:
         if split_up:
             raise ValueError(f"{call.method}: arguments {split_up} are Sharded, but the call is for replica {replica} alone")
         ranks = [rank for rank, shard in enumerate(chosen.shard_of_rank) if shard == replica]
-        return dict.fromkeys(ranks, own), [chosen.answers[replica]]
+        return dict.fromkeys(ranks, own), [chosen.output_ranks[replica]]
 
     def shutdown(self) -> None:
         """End the workers, whatever they are doing, and release their slots."""

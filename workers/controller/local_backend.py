@@ -13,7 +13,7 @@ from workers.controller.group import Backend, Replies, Transport, WorkerGroup, W
 from workers.controller.logs import USERS
 from workers.controller.ports import hold_port
 from workers.controller.resource_pool import ResourcePool
-from workers.controller.rpc import Arguments, Call, Executor, Failure, Parcel, pack, pack_arguments, unpack
+from workers.controller.rpc import Arguments, Call, Executor, Failure, PackedMessage, pack, pack_arguments, unpack
 
 
 class LocalBackend(Backend):
@@ -43,12 +43,12 @@ class LocalBackend(Backend):
         executors = [Executor() for _ in range(pool.world_size)]
         # Held until shutdown, so that the port stays free for the workers.
         port = self._opened.enter_context(hold_port()).getsockname()[1]
-        names, parcels = pack_arguments((args, kwargs), pack)
+        names, messages = pack_arguments((args, kwargs), pack)
         for rank, executor in enumerate(executors):
             node, local_rank = pool.place(rank)
             info = WorkerInfo(rank, pool.world_size, local_rank, node, "127.0.0.1", port)
             # Every call on the group now reports this failure: the other ranks need not be built.
-            if isinstance(executor.start(info, pack(worker), names, *parcels), Failure):
+            if isinstance(executor.start(info, pack(worker), names, *messages), Failure):
                 break
         group = WorkerGroup(name, pool.world_size, _LocalTransport(executors))
         self._opened.callback(group.shutdown)
@@ -68,8 +68,8 @@ class _LocalTransport(Transport):
         replies = _LocalReplies(arguments)
         with stacks_after(seconds):
             for rank, own in arguments.items():
-                names, parcels = pack_arguments(own, pack)
-                result = self._executors[rank].call(call.role, call.method, rank in wanted, names, *parcels)
+                names, messages = pack_arguments(own, pack)
+                result = self._executors[rank].call(call.role, call.method, rank in wanted, names, *messages)
                 if not replies.record(rank, result):
                     break
         return replies
@@ -96,7 +96,7 @@ def stacks_after(seconds: float | None) -> Iterator[None]:
 class _LocalReplies(Replies):
     failed: tuple[int, Failure] | None = None
 
-    def record(self, rank: int, result: Parcel | Failure) -> bool:
+    def record(self, rank: int, result: PackedMessage | Failure) -> bool:
         """Record the result or failure of a rank. Returns whether it succeeded."""
         if isinstance(result, Failure):
             self.failed = rank, result

@@ -127,7 +127,7 @@ def split(mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Ar
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class PackedMessage:
     """A packed value.
 
     data: the pickle. buffers: uint8, one for each tensor or array in it, in order; views, not copies.
@@ -141,7 +141,7 @@ class Parcel:
         return len(self.data) + sum(buffer.nbytes for buffer in self.buffers)
 
 
-def pack(value: Any) -> Parcel:
+def pack(value: Any) -> PackedMessage:
     """Pack any value that cloudpickle takes.
 
     Tensors lose their graph and their device: they arrive on the CPU. A view is sent without the rest of its storage.
@@ -152,16 +152,16 @@ def pack(value: Any) -> Parcel:
     with io.BytesIO() as stream:
         _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(value)
         data = stream.getvalue()
-    return Parcel(data, tuple(np.asarray(buffer.raw()) for buffer in buffers))
+    return PackedMessage(data, tuple(np.asarray(buffer.raw()) for buffer in buffers))
 
 
-def unpack(parcel: Parcel) -> Any:
+def unpack(message: PackedMessage) -> Any:
     """The packed value in memory of its own: writable, and independent of the memory of the parcel.
 
     The copy costs 20-50 ms per 100 MB. Without it an in-place change would silently reach the data of other ranks in Ray's
     object store, and a batch that is kept would keep its part of the store allocated.
     """
-    return pickle.loads(parcel.data, buffers=[buffer.copy() for buffer in parcel.buffers])
+    return pickle.loads(message.data, buffers=[buffer.copy() for buffer in message.buffers])
 
 
 def pack_arguments(arguments: Arguments, ship: Callable[[Any], Any]) -> tuple[tuple[str, ...], list[Any]]:
@@ -173,9 +173,9 @@ def pack_arguments(arguments: Arguments, ship: Callable[[Any], Any]) -> tuple[tu
     return tuple(kwargs), [ship(value) for value in (*args, *kwargs.values())]
 
 
-def unpack_arguments(names: tuple[str, ...], parcels: tuple[Parcel, ...]) -> Arguments:
+def unpack_arguments(names: tuple[str, ...], messages: tuple[PackedMessage, ...]) -> Arguments:
     """Inverse of ``pack_arguments``."""
-    values = [unpack(parcel) for parcel in parcels]
+    values = [unpack(message) for message in messages]
     n_positional = len(values) - len(names)
     return tuple(values[:n_positional]), dict(zip(names, values[n_positional:], strict=True))
 
@@ -230,7 +230,9 @@ class Executor:
         # group is usable while its workers are being built.
         self._failed_start: Failure | None = None
 
-    def start(self, info: object, worker: Parcel, names: tuple[str, ...], *parcels: Parcel) -> Parcel | Failure:
+    def start(
+        self, info: object, worker: PackedMessage, names: tuple[str, ...], *messages: PackedMessage
+    ) -> PackedMessage | Failure:
         """Import and construct the worker.
 
         info: WorkerInfo, its first argument. worker: the packed class, or its name "package.module:Class". names: keywords of
@@ -240,7 +242,7 @@ class Executor:
         def build() -> None:
             START.take()  # discards the times of an earlier worker in this process
             named = unpack(worker)
-            args, kwargs = unpack_arguments(names, parcels)
+            args, kwargs = unpack_arguments(names, messages)
             with START("imports"):
                 kind = pkgutil.resolve_name(named) if isinstance(named, str) else named
             self.worker = kind(info, *args, **kwargs)
@@ -249,7 +251,9 @@ class Executor:
         self._failed_start = result if isinstance(result, Failure) else None
         return result
 
-    def call(self, role: str | None, method: str, wanted: bool, names: tuple[str, ...], *parcels: Parcel) -> Parcel | Failure:
+    def call(
+        self, role: str | None, method: str, wanted: bool, names: tuple[str, ...], *messages: PackedMessage
+    ) -> PackedMessage | Failure:
         """Call a method of the worker, or of its role, and pack the result.
 
         wanted: whether the result of this rank is used; if not, None is packed instead of it.
@@ -258,7 +262,7 @@ class Executor:
             return self._failed_start
 
         def work() -> Any:
-            args, kwargs = unpack_arguments(names, parcels)
+            args, kwargs = unpack_arguments(names, messages)
             target = self.worker if role is None else self.worker.roles[role]
             result = methodcaller(method, *args, **kwargs)(target)
             return result if wanted else None
@@ -271,7 +275,7 @@ class Executor:
             self.worker.close()
 
 
-def guarded(method: str, work: Callable[[], Any]) -> Parcel | Failure:
+def guarded(method: str, work: Callable[[], Any]) -> PackedMessage | Failure:
     """Call ``work`` and pack its result, or return a Failure.
 
     Catches SystemExit too: sys.exit in a library must not end a rank without a message.

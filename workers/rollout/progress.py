@@ -16,7 +16,7 @@ SECONDS = 0.1  # minimum interval between writes
 _NUMBERS = struct.Struct("<qqqd")
 
 
-class Standing(NamedTuple):
+class ProgressCounts(NamedTuple):
     """done: finished responses. asked: requested responses. tokens: total of the finished ones. begun: seconds since 1970."""
 
     done: int
@@ -58,12 +58,12 @@ def progress_file(run_dir: Path, engine: int) -> Path:
     return run_dir / "logs" / "progress" / f"engine_{engine}"
 
 
-def read_progress(run_dir: Path) -> Standing:
+def read_progress(run_dir: Path) -> ProgressCounts:
     """Sum the progress of all engines whose files this machine can read; ``begun`` is the earliest of them."""
     files = (run_dir / "logs" / "progress").glob("engine_*")
     # A file of another size was created a moment ago and not written yet.
     found = [_NUMBERS.unpack(told) for path in files if len(told := path.read_bytes()) == _NUMBERS.size]
     if not found:
-        return Standing(0, 0, 0, 0.0)
+        return ProgressCounts(0, 0, 0, 0.0)
     done, asked, tokens, begun = zip(*found, strict=True)
-    return Standing(sum(done), sum(asked), sum(tokens), min(begun))
+    return ProgressCounts(sum(done), sum(asked), sum(tokens), min(begun))

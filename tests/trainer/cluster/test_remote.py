@@ -215,7 +215,7 @@ def test_engines_on_other_ranks_than_the_trainers_meet_these_and_sync_while_they
     with LocalBackend() as backend:
         trainers = backend.start_group("trainers", ResourcePool((2,), "cpu", "pool"), Mirror)
         rollout = RemoteRollout(model, spec_of("somewhere"), "actor", PATIENT, trainers=trainers)
-        assert rollout.mesh.shard_of_rank == (0, 0, 1) and rollout.mesh.answers == (0, 2)
+        assert rollout.mesh.shard_of_rank == (0, 0, 1) and rollout.mesh.output_ranks == (0, 2)
         metrics = rollout.sync_weights(4)
         assert (metrics["version"].value, metrics["ranks"].value) == (4, 3)
         assert (
@@ -243,7 +243,7 @@ def as_lists_of(batch: Batch) -> list[tuple[list[int], int]]:
 
 def test_the_first_rank_that_answers_speaks_for_its_share() -> None:
     mesh = mesh_of([(0, False), (0, True), (1, True), (1, False)])
-    assert mesh.shard_of_rank == (0, 0, 1, 1) and mesh.answers == (1, 2)
+    assert mesh.shard_of_rank == (0, 0, 1, 1) and mesh.output_ranks == (1, 2)
     with pytest.raises(ValueError):
         mesh_of([(0, False), (1, True)])
 
@@ -321,7 +321,7 @@ def test_what_a_rank_works_on_is_told() -> None:
     mesh = mesh_of([(0, True), (0, False), (1, True)])
     first, twin, other = work_by_rank(plan, SIZES, mesh)
     assert first == twin != other
-    shares = [[SIZES[row] for row in rows] for rows in plan.shares]
+    shares = [[SIZES[row] for row in rows] for rows in plan.shards]
     assert [first, other] == [
         f"{len(mine)} rows, {sum(mine)} tokens, {len(cuts)} micro-batches, longest row {max(mine)}"
         for mine, cuts in zip(shares, plan.micro_batches, strict=True)

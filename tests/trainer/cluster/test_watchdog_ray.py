@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import save_tiny_model
-from tests.trainer.faults import COLLECTIVE, FAULT, FaultyHost
+from tests.trainer.faults import COLLECTIVE, FAULT, FaultyWorker
 from tests.trainer.watchdogs import watchdog
 from tests.workers.engine.toy import toy_batch
 from tests.workers.rollout.engines import spec_of
-from tests.workers.rollout.vllm_hosts import actor_spec
+from tests.workers.rollout.vllm_workers import actor_spec
 from trainer.cluster.oom_backoff import Budget
 from trainer.cluster.remote import RemoteModel
 from workers.controller.group import PhaseTimeout, WorkerError
@@ -32,7 +32,7 @@ class Run:
     def __init__(self, backend: RayBackend, folder: Path) -> None:
         self.folder = folder
         self.group = backend.start_group(
-            "workers", ResourcePool((2,), "cpu", "pool"), "tests.trainer.faults:FaultyHost", "cpu", 300.0
+            "workers", ResourcePool((2,), "cpu", "pool"), "tests.trainer.faults:FaultyWorker", "cpu", 300.0
         )
         spec = actor_spec(spec_of(save_tiny_model(folder / "model")).model)
         loss, limits = LossSpec("tests.trainer.faults:FaultyLoss", None), Limits(max_tokens=32)
@@ -100,7 +100,7 @@ def test_a_collective_that_one_rank_enters(run: Run, limit: float) -> None:
     """Whoever of the two is first out of time. The second call waits until the first has given up."""
     limits = watchdog(run.folder, update=limit, collective=COLLECTIVE)
     with pytest.raises(PhaseTimeout) as raised:
-        limits.call(run.group, "update", "lonely", worker_call(FaultyHost.enter_alone))
+        limits.call(run.group, "update", "lonely", worker_call(FaultyWorker.enter_alone))
     first = str(raised.value).splitlines()[0]
     if limit < COLLECTIVE:
         assert first == "lonely, limited by timeouts.update=1, took more than 1 s: no answer from ranks [0]"

@@ -29,8 +29,8 @@ from workers.controller.ray.guard import Guard
 from workers.controller.ray.ray_places import SLOT, Places
 from workers.controller.ray.ray_session import MARK, SessionDir, end_processes, family
 from workers.controller.resource_pool import ResourcePool
-from workers.controller.rpc import Arguments, Call, Executor, Failure, Parcel, pack, pack_arguments, unpack
-from workers.controller.stacks import answer_for_stacks
+from workers.controller.rpc import Arguments, Call, Executor, Failure, PackedMessage, pack, pack_arguments, unpack
+from workers.controller.stacks import enable_stack_reports
 from workers.controller.stop import die_with_parent, handlers_kept, shielded
 
 INLINE_BYTES = 64 * 1024  # larger parcels go through the object store; Ray sends up to 100 KB with the call itself
@@ -145,7 +145,7 @@ class RayBackend(Backend):
             )
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} if pool.device == "cpu" else {}
         ship = Shipper()
-        names, parcels = pack_arguments((args, kwargs), ship)
+        names, messages = pack_arguments((args, kwargs), ship)
         homes = [actor.home.remote() for actor in actors]
         logs = [self._logs and self._logs / f"rank_{rank}_{name}.log" for rank in range(pool.world_size)]
         address = actors[0].address.remote()  # a reference: Ray passes the value on when it is there, nothing waits here
@@ -153,7 +153,7 @@ class RayBackend(Backend):
             node, local_rank = pool.place(rank)
             standing = (rank, pool.world_size, local_rank, node)
             environment = {**threads, **place.environment(node), **(env or {})}
-            actor.launch.remote(standing, address, logs[rank], environment, ship(worker), names, *parcels)
+            actor.launch.remote(standing, address, logs[rank], environment, ship(worker), names, *messages)
         # The slots of a room belong to all pools in it: they outlive this group.
         own_place = place.group if pool.room is None else None
         group = WorkerGroup(name, pool.world_size, RayTransport(actors, Ranks(homes, logs), own_place))
@@ -189,7 +189,7 @@ class RayExecutor(Executor):
 
     def home(self) -> tuple[str, int]:
         """(Ray's node id, process id) of this worker. From now on it answers for its stacks."""
-        answer_for_stacks()
+        enable_stack_reports()
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
     def launch(
@@ -198,10 +198,10 @@ class RayExecutor(Executor):
         address: tuple[str, int],
         log_path: Path | None,
         env: Mapping[str, str],
-        worker: Parcel,
+        worker: PackedMessage,
         names: tuple[str, ...],
-        *parcels: Parcel,
-    ) -> Parcel | Failure:
+        *messages: PackedMessage,
+    ) -> PackedMessage | Failure:
         """Prepare the process and build the worker.
 
         standing: (rank, world size, local rank, node rank). address: of rank 0. log_path: None leaves the output where it is.
@@ -211,10 +211,12 @@ class RayExecutor(Executor):
             write_to(log_path)
         # Before start, which imports the worker: libraries read their variables when they are loaded.
         os.environ.update(env)
-        return without_exception(self.start(WorkerInfo(*standing, *address), worker, names, *parcels))
+        return without_exception(self.start(WorkerInfo(*standing, *address), worker, names, *messages))
 
-    def call(self, role: str | None, method: str, wanted: bool, names: tuple[str, ...], *parcels: Parcel) -> Parcel | Failure:
-        return without_exception(super().call(role, method, wanted, names, *parcels))
+    def call(
+        self, role: str | None, method: str, wanted: bool, names: tuple[str, ...], *messages: PackedMessage
+    ) -> PackedMessage | Failure:
+        return without_exception(super().call(role, method, wanted, names, *messages))
 
 
 class Shipper:
@@ -226,27 +228,27 @@ class Shipper:
     def __init__(self, limit: float | None = None) -> None:
         """limit: seconds that the store may take for one argument, then TimeoutError is raised; None: no limit."""
         self._limit = limit
-        self._shipped: dict[int, Parcel | ray.ObjectRef] = {}
+        self._shipped: dict[int, PackedMessage | ray.ObjectRef] = {}
 
-    def __call__(self, value: Any) -> Parcel | ray.ObjectRef:
+    def __call__(self, value: Any) -> PackedMessage | ray.ObjectRef:
         if id(value) not in self._shipped:
-            parcel = pack(value)
-            self._shipped[id(value)] = self._put(parcel) if parcel.nbytes > INLINE_BYTES else parcel
+            message = pack(value)
+            self._shipped[id(value)] = self._put(message) if message.nbytes > INLINE_BYTES else message
         return self._shipped[id(value)]
 
-    def _put(self, parcel: Parcel) -> ray.ObjectRef:
+    def _put(self, message: PackedMessage) -> ray.ObjectRef:
         """Put a parcel into the object store, from a thread that can be abandoned.
 
         ray.put has no timeout, and ignores signals while its node does not answer.
         """
         put = Future[ray.ObjectRef]()
-        threading.Thread(target=self._work, args=(put, parcel), daemon=True).start()
+        threading.Thread(target=self._work, args=(put, message), daemon=True).start()
         return put.result(self._limit)
 
     @staticmethod
-    def _work(put: Future[ray.ObjectRef], parcel: Parcel) -> None:
+    def _work(put: Future[ray.ObjectRef], message: PackedMessage) -> None:
         try:
-            put.set_result(ray.put(parcel))
+            put.set_result(ray.put(message))
         except Exception as error:  # raised by put.result() in the thread that waits
             put.set_exception(error)
 
@@ -265,10 +267,10 @@ class RayTransport(Transport):
         refs = {}
         for rank, own in arguments.items():
             try:
-                names, parcels = pack_arguments(own, ship)
+                names, messages = pack_arguments(own, ship)
             except TimeoutError:
                 raise TimeoutError("Ray's object store does not take the batch") from None
-            refs[rank] = self._actors[rank].call.remote(call.role, call.method, rank in wanted, names, *parcels)
+            refs[rank] = self._actors[rank].call.remote(call.role, call.method, rank in wanted, names, *messages)
         return RayReplies(call.method, refs, self._ranks)
 
     def close(self) -> None:
@@ -369,9 +371,9 @@ class RayReplies(Replies):
                 self.add(rank, unpack(result), now)
         return failures
 
-    def _received(self, rank: int, ref: ray.ObjectRef) -> Parcel | Failure:
+    def _received(self, rank: int, ref: ray.ObjectRef) -> PackedMessage | Failure:
         try:
-            result: Parcel | Failure = ray.get(ref, timeout=NODE_SECONDS)  # it is there, unless its node is lost
+            result: PackedMessage | Failure = ray.get(ref, timeout=NODE_SECONDS)  # it is there, unless its node is lost
         except ray.exceptions.RayError as error:
             return Failure(self._method, cause_of_death(str(error)), tail(self._ranks.logs[rank]), error)
         return result
@@ -382,7 +384,7 @@ def died(failed: tuple[int, Failure]) -> bool:
     return isinstance(failed[1].error, ray.exceptions.RayError)
 
 
-def without_exception(answer: Parcel | Failure) -> Parcel | Failure:
+def without_exception(answer: PackedMessage | Failure) -> PackedMessage | Failure:
     """Remove the exception object, which stays in its process: it may hold anything."""
     return replace(answer, error=None) if isinstance(answer, Failure) else answer
 

@@ -44,9 +44,9 @@ from workers.engine.hf.moe_aux_loss import ROUTED, LoadBalance
 from workers.engine.hf.packed_attention import PackedRows
 from workers.engine.micro_batch import Answers, flat_rows, longest_first, micro_batch, weighted
 from workers.engine.offload import Offloadable, Place
-from workers.engine.out_of_memory import told_without_memory
+from workers.engine.out_of_memory import convert_out_of_memory
 from workers.engine.shared_prompts import Prompts, SharedPrompts
-from workers.engine.ulysses import TokenCut
+from workers.engine.ulysses import TokenSharding
 from workers.metric import Metric, Metrics, join_metrics
 from workers.plan import MicroBatches
 from workers.start_times import START
@@ -60,7 +60,7 @@ CAN_RESET = "reset_iter_state" in vars(FSDPModule)  # torch >= 2.13
 class FSDPEngine(TrainEngine):
     """One model over all ranks of the default process group.
 
-    How parameters are sharded (sharding.device_mesh) and which ranks work on the same rows (ulysses.TokenCut) are independent: a
+    How parameters are sharded (sharding.device_mesh) and which ranks work on the same rows (ulysses.TokenSharding) are independent: a
     gradient is a sum over all ranks.
     """
 
@@ -76,7 +76,7 @@ class FSDPEngine(TrainEngine):
         self._device_mesh = device_mesh(spec.device, fsdp.fsdp_size)
         # Whether gradients are reduced in the last micro-batch only, see _reduce_gradients.
         self._waits = fsdp.use_no_sync_for_gradient_accumulation or self._device_mesh["shard"].size() == 1
-        self._token_cut = TokenCut.over(sp, spec.device)
+        self._token_cut = TokenSharding.over(sp, spec.device)
         self._model, self._shell = self._build()
         # While parameters are gathered, the modules contain the gathered tensors. Keep references to the sharded ones.
         self._params = dict(self._model.hf.named_parameters())
@@ -154,7 +154,7 @@ class FSDPEngine(TrainEngine):
         assert self._optimizer is not None, "this engine was built without an optimizer"
         # With several ranks the others may wait in a collective that this rank has left: the step cannot be undone.
         alone = self.mesh.world_size == 1 and (CAN_RESET or not isinstance(self._model, FSDPModule))
-        with told_without_memory(self._drop_step if alone else None):
+        with convert_out_of_memory(self._drop_step if alone else None):
             metrics = self.accumulate(batch, plan, loss)
             grads = {name: local(param.grad) for name, param in self._params.items() if param.grad is not None}
             loss_here = metrics["loss"]

@@ -43,7 +43,7 @@ from workers.engine.megatron.packing import Pack, Rotary, pack
 from workers.engine.megatron.parallel import join
 from workers.engine.micro_batch import Answers, micro_batch, weighted
 from workers.engine.offload import Offloadable, Place
-from workers.engine.out_of_memory import told_without_memory
+from workers.engine.out_of_memory import convert_out_of_memory
 from workers.metric import Metric, Metrics, join_metrics
 from workers.plan import MicroBatches
 from workers.start_times import START
@@ -76,7 +76,7 @@ class MegatronEngine(TrainEngine):
             chunk.requires_grad_(self._optimizer is not None)
             chunk.train(self._optimizer is not None)  # recomputation depends on it; there is no dropout
         files = Files(model_files(spec.model), f"model.path={spec.model.path}")
-        self._exchange.refuse_strangers(files)
+        self._exchange.check_known_weights(files)
         with START("read"):
             self._exchange.fill(files, self._put_param)
         self._grads_place: Place = "device"
@@ -105,7 +105,7 @@ class MegatronEngine(TrainEngine):
 
     def train_step(self, batch: Batch, plan: MicroBatches, loss: Loss) -> Metrics:
         assert self._optimizer is not None, "this engine was built without an optimizer"
-        with told_without_memory(self._drop_step if self.mesh.world_size == 1 else None):
+        with convert_out_of_memory(self._drop_step if self.mesh.world_size == 1 else None):
             metrics = self.accumulate(batch, plan, loss)
             loss_here = metrics["loss"]
             assert isinstance(loss_here, Metric)

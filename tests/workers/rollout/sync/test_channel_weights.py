@@ -8,7 +8,7 @@ import pytest
 
 from tests.workers.engine.megatron.cases import megatron_config
 from tests.workers.rollout.ranks import Groups, Run
-from tests.workers.rollout.vllm_hosts import CPU_BUILD, SpoilingHost
+from tests.workers.rollout.vllm_workers import CPU_BUILD, SpoilingWorker
 from workers.controller.ray.ray_backend import RayBackend
 from workers.controller.rpc import worker_call
 
@@ -44,7 +44,7 @@ def special(request: pytest.FixtureRequest, groups: Groups, tmp_path: Path) -> I
         yield run
     finally:
         for group in (groups.engines, trainers):
-            group.call(worker_call(SpoilingHost.start_over)).result()
+            group.call(worker_call(SpoilingWorker.start_over)).result()
             group._meshes.clear()
 
 
