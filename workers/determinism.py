@@ -15,13 +15,13 @@ from torch import Tensor
 ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 # Selects vLLM kernels whose result for a row does not depend on the other rows of the batch.
 VLLM_ENVIRONMENT = {"VLLM_BATCH_INVARIANT": "1"}
-TOLD_BY_TORCH = re.compile(
+NONDETERMINISM_WARNING = re.compile(
     r"(?P<kernel>\w[\w ]*?) (does not have a deterministic implementation|defaults to a non-deterministic)"
 )
 
 
 @contextmanager
-def repeating_kernels() -> Iterator[set[str]]:
+def deterministic_kernels() -> Iterator[set[str]]:
     """Enable deterministic kernels in this process; yields the set of kernels that ran and may be nondeterministic."""
     kernels: set[str] = set()
     cudnn = torch.backends.cudnn
@@ -33,13 +33,13 @@ def repeating_kernels() -> Iterator[set[str]]:
         show = warnings.showwarning
 
         def note(message: Warning | str, *where: Any, **more: Any) -> None:
-            if told := TOLD_BY_TORCH.search(str(message)):
+            if told := NONDETERMINISM_WARNING.search(str(message)):
                 kernels.add(told["kernel"])
             else:
                 show(message, *where, **more)
 
         warnings.showwarning = note
-        warnings.filterwarnings("always", message=f".*{TOLD_BY_TORCH.pattern}")
+        warnings.filterwarnings("always", message=f".*{NONDETERMINISM_WARNING.pattern}")
         torch.use_deterministic_algorithms(True, warn_only=True)
         cudnn.deterministic, cudnn.benchmark = True, False
         try:
@@ -49,7 +49,7 @@ def repeating_kernels() -> Iterator[set[str]]:
             torch.use_deterministic_algorithms(False)
 
 
-def repeat_backward(out: Tensor) -> None:
+def make_backward_deterministic(out: Tensor) -> None:
     """Make the backward of the operation that produced ``out`` deterministic, if determinism is requested.
 
     FlashAttention selects its deterministic backward only if torch would otherwise refuse to run it. With warn_only it warns and

@@ -21,7 +21,7 @@ TOKENIZER = (
 EXPECTED = "expected a Hugging Face model directory, or a hub name like Qwen/Qwen3-0.6B"
 
 
-def hush_hub() -> None:
+def silence_hub() -> None:
     """Silence per-attempt log lines of huggingface_hub: the caller reports an unreachable hub in one line."""
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 

@@ -26,19 +26,19 @@ MicroBatches = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Assignment of rows. shares[d]: rows of the global batch on data-parallel rank d; micro_batches[d]: their micro-batches."""
+    """Assignment of rows. shards[d]: rows of the global batch on data-parallel rank d; micro_batches[d]: their micro-batches."""
 
-    shares: tuple[tuple[int, ...], ...]
+    shards: tuple[tuple[int, ...], ...]
     micro_batches: tuple[MicroBatches, ...]
 
     def split(self, batch: Batch) -> list[Batch]:
         """Select the shard of each data-parallel rank; a shard that is the whole batch, in order, is not copied."""
         whole = tuple(range(len(batch)))
-        return [batch if share == whole else batch.select(share) for share in self.shares]
+        return [batch if share == whole else batch.select(share) for share in self.shards]
 
     def rows_by_rank(self) -> list[list[list[int]]]:
         """Rows of the global batch, by rank and micro-batch."""
-        by_rank = zip(self.shares, self.micro_batches, strict=True)
+        by_rank = zip(self.shards, self.micro_batches, strict=True)
         return [[[share[i] for i in part] for part in cut] for share, cut in by_rank]
 
     def of_rows(self, units: Sequence[Sequence[int]]) -> Plan:
@@ -47,11 +47,11 @@ class Plan:
         shares = [sorted(row for part in cut for row in part) for cut in by_rank]
         places = [{row: i for i, row in enumerate(share)} for share in shares]
         cuts = ([tuple(sorted(map(place.__getitem__, part))) for part in cut] for place, cut in zip(places, by_rank, strict=True))
-        return Plan(shares=tuple(map(tuple, shares)), micro_batches=tuple(map(tuple, cuts)))
+        return Plan(shards=tuple(map(tuple, shares)), micro_batches=tuple(map(tuple, cuts)))
 
     def collect(self, parts: Sequence[Batch]) -> Batch:
         """Concatenate the ranks' results and restore the row order of the global batch."""
-        order = [row for share in self.shares for row in share]
+        order = [row for share in self.shards for row in share]
         whole = Batch.concat(parts)
         return whole if order == sorted(order) else whole.select(torch.tensor(order).argsort())
 
@@ -106,7 +106,7 @@ def _plan(lengths: Sequence[int], costs: Sequence[float], n_ranks: int, limits: 
     for share, cut in zip(shares, cuts, strict=True):
         place = {row: i for i, row in enumerate(share)}
         micro_batches.append(tuple(tuple(place[row] for row in part) for part in cut))
-    return Plan(shares=tuple(tuple(share) for share in shares), micro_batches=tuple(micro_batches))
+    return Plan(shards=tuple(tuple(share) for share in shares), micro_batches=tuple(micro_batches))
 
 
 def repeats(rows: Sequence[int], groups: Sequence[int]) -> list[int]:

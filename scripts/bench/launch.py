@@ -18,11 +18,11 @@ from trainer.main_ppo import main
 from workers.controller.group import WorkerGroup
 from workers.controller.local_backend import LocalBackend
 from workers.controller.ray.ray_backend import RayBackend
-from workers.roles.worker import Host
+from workers.roles.worker import Worker
 from workers.rollout.base import Request
 
 
-class BenchHost(Host):
+class BenchWorker(Worker):
     def _add_rollout(self, role: str, *args: Any, **kwargs: Any) -> tuple[int, bool]:
         place = super()._add_rollout(role, *args, **kwargs)
         task, rollout = Path(os.environ["BENCH_TASK"]), self.roles[role].rollout
@@ -42,8 +42,8 @@ def with_our_host(backend: type[LocalBackend] | type[RayBackend]) -> None:
     start_group = backend.start_group
 
     def start(self: Any, name: str, pool: Any, worker: str, /, *args: Any, **kwargs: Any) -> WorkerGroup:
-        assert worker == "workers.roles.worker:Host"
-        return start_group(self, name, pool, "scripts.bench.launch:BenchHost", *args, **kwargs)
+        assert worker == "workers.roles.worker:Worker"
+        return start_group(self, name, pool, "scripts.bench.launch:BenchWorker", *args, **kwargs)
 
     backend.start_group = start
 

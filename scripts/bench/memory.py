@@ -80,11 +80,11 @@ def phases(args: argparse.Namespace) -> dict[str, Any]:
     found = {}
     with closing(Bench(args, trained=True)) as bench:
         steps: dict[str, Callable[[], Any]] = {
-            "sync": lambda: bench.host.run("rollout", "sync_weights", 0),
+            "sync": lambda: bench.worker.run("rollout", "sync_weights", 0),
             "generate": lambda: bench.generate(requests),
-            "log-probs": lambda: bench.host.run("actor", "forward", rows, plan, ["log_probs"], True),
-            "update": lambda: bench.host.run("actor", "train_step", rows, plan),
-            "rest": lambda: bench.host.residency.enter("rest"),
+            "log-probs": lambda: bench.worker.run("actor", "forward", rows, plan, ["log_probs"], True),
+            "update": lambda: bench.worker.run("actor", "train_step", rows, plan),
+            "rest": lambda: bench.worker.memory_scheduler.enter("rest"),
         }
         kept = [*bench.weights().values(), *bench.actor.engine._optimizer.moments().values()]
         alive = Alive(kept) if cpu else None

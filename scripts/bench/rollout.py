@@ -37,7 +37,7 @@ from scripts.bench.shapes import SHAPES
 from workers.controller.actor import free_port
 from workers.controller.group import WorkerInfo
 from workers.roles.rollout_engines import ENGINES, check_installed, make_rollout
-from workers.roles.worker import Host
+from workers.roles.worker import Worker
 from workers.rollout.base import Request, Rollout, RolloutSpec, Sampling
 
 WORKLOADS = ("ragged", "even", "quickstart", "ragged_84m", "even_84m")
@@ -164,13 +164,13 @@ def start_engines(
         f"actor_rollout_ref.rollout.{key}" for key in (f"max_num_seqs={args.max_num_seqs}", "tensor_model_parallel_size=1")
     ]
     models = compose("generation", GenerationConfig, overrides).actor_rollout_ref
-    host = stack.enter_context(closing(Host(WorkerInfo(0, 1, 0, 0, "127.0.0.1", free_port()), "cpu", 1800.0)))
+    worker = stack.enter_context(closing(Worker(WorkerInfo(0, 1, 0, 0, "127.0.0.1", free_port()), "cpu", 1800.0)))
     found: dict[str, Rollout] = {}
     missing: dict[str, str] = {}
     for name in args.engines:
         try:
             check_installed(name)
-            engine = make_rollout(RolloutSpec(models.model, replace(models.rollout, name=name), longest, "cpu"), host.info)
+            engine = make_rollout(RolloutSpec(models.model, replace(models.rollout, name=name), longest, "cpu"), worker.info)
         except ValueError as error:
             missing[name] = str(error)
             continue

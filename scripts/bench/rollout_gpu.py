@@ -49,8 +49,8 @@ def parity(args: argparse.Namespace) -> dict[str, Any]:
     for version in range(args.rounds + 1):
         if version:
             plan = make_plan(batch.lengths.tolist(), 1, Limits(max_tokens=4096))
-            bench.host.run("actor", "train_step", weighted(batch), plan.micro_batches[0])
-        bench.host.run("rollout", "sync_weights", version)
+            bench.worker.run("actor", "train_step", weighted(batch), plan.micro_batches[0])
+        bench.worker.run("rollout", "sync_weights", version)
         copy_weights(bench.weights(), reference)
         completions = bench.generate(greedy)
         assert {completion.weight_version for completion in completions} == {version}
@@ -111,7 +111,7 @@ def weighted(batch: Batch) -> Batch:
 def beside_trainer(bench: Bench, batch: Batch, answers: Sequence[Completion]) -> Tensor:
     """|log-prob of the engine - of the trainer| of each drawn token."""
     plan = make_plan(batch.lengths.tolist(), 1, Limits(max_tokens=4096))
-    forward = bench.host.run("actor", "forward", batch, plan.micro_batches[0], ["log_probs"], True)
+    forward = bench.worker.run("actor", "forward", batch, plan.micro_batches[0], ["log_probs"], True)
     theirs = forward.tokens["log_probs"][batch.tokens["response_mask"].bool()]
     return (theirs - torch.tensor([value for answer in answers for value in answer.log_probs])).abs()
 
@@ -134,9 +134,9 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
     for version in range(args.rounds):
         before = used(args.device)
         with peak(args.device) as highest:
-            bench.host.run("rollout", "sync_weights", version)
+            bench.worker.run("rollout", "sync_weights", version)
         synced = used(args.device)
-        wake_seconds = timed(args.device, lambda: bench.host.residency.enter("generate"))
+        wake_seconds = timed(args.device, lambda: bench.worker.memory_scheduler.enter("generate"))
         answers = bench.generate(requests)
         awake = used(args.device)
         sleep_seconds = timed(args.device, bench.sleep)
@@ -178,7 +178,7 @@ def sync_seconds(args: argparse.Namespace, bench: Bench, size: int) -> dict[str,
     found: dict[str, list[float]] = {"sync": [], "wake": [], "load": [], "bare": [], "memcpy": []}
 
     def sync() -> None:
-        bench.host.run("rollout", "sync_weights", 0)
+        bench.worker.run("rollout", "sync_weights", 0)
 
     bare = torch.no_grad()(bare_call(bench.engine, list(source.items()), DTYPES[args.dtype]))
 
@@ -190,10 +190,10 @@ def sync_seconds(args: argparse.Namespace, bench: Bench, size: int) -> dict[str,
         bench.sleep()
         found["sync"].append(timed(args.device, sync))
         bench.sleep()
-        found["wake"].append(timed(args.device, lambda: bench.host.residency.enter("sync", "actor")))
+        found["wake"].append(timed(args.device, lambda: bench.worker.memory_scheduler.enter("sync", "actor")))
         found["load"].append(timed(args.device, sync))
         bench.sleep()
-        bench.host.residency.enter("sync", "actor")
+        bench.worker.memory_scheduler.enter("sync", "actor")
         found["bare"].append(timed(args.device, bare))
         found["memcpy"].append(timed(args.device, copy))
     medians = {name: statistics.median(seconds[1:]) for name, seconds in found.items()}  # the first round warms up

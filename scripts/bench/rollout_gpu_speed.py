@@ -34,7 +34,7 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
     """Medians over the rounds, and of the ratios within each; the first round warms up."""
     bench = Bench(args, trained=False)
     requests = make_requests(args, args.requests, ragged=False, temperature=1.0, max_tokens=args.max_tokens)
-    bench.host.run("rollout", "sync_weights", 1)
+    bench.worker.run("rollout", "sync_weights", 1)
     with ExitStack() as running:
         as_it_comes = running.enter_context(alone(args, {}))
         in_one = running.enter_context(alone(args, ENVIRONMENT))

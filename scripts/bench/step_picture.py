@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM
 
 from scripts.bench.step import Workload, arguments, make_task
 from trainer.main_ppo import PROGRAM
-from workers.roles.worker import Host
+from workers.roles.worker import Worker
 
 WORK = Workload(
     prompts=8, n=4, prompt_length=64, response_length=96, hidden_size=768, num_hidden_layers=12, intermediate_size=2048,
@@ -110,25 +110,25 @@ def measure(work: Workload) -> dict[str, Any]:
 def watched() -> Iterator[list[tuple[float, dict[str, int]]]]:
     """Looks at the worker that is made within: (seconds since 1970, bytes by part; process: of all of it). For the main thread,
     which alone may look at tensors that it is about to free: a timer interrupts it."""
-    hosts: list[Host] = []
+    workers: list[Worker] = []
     looks: list[tuple[float, dict[str, int]]] = []
     sizes: list[dict[str, int]] = []
-    ended, made, process = Event(), Host.__init__, psutil.Process()
+    ended, made, process = Event(), Worker.__init__, psutil.Process()
 
-    def remember(self: Host, *args: Any, **kwargs: Any) -> None:
+    def remember(self: Worker, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
-        hosts.append(self)
+        workers.append(self)
 
     def weigh(number: int, frame: FrameType | None) -> None:
-        if hosts and has_all_roles(hosts[-1]):
-            sizes[:] = [held(hosts[-1])]
+        if workers and has_all_roles(workers[-1]):
+            sizes[:] = [held(workers[-1])]
 
     def look() -> None:
         while not ended.wait(LOOK_SECONDS):
             for known in sizes[:]:
                 looks.append((time.time(), known | {"process": process.memory_info().rss}))
 
-    Host.__init__ = remember  # type: ignore[method-assign]
+    Worker.__init__ = remember  # type: ignore[method-assign]
     before = signal.signal(signal.SIGPROF, weigh)
     signal.setitimer(signal.ITIMER_PROF, LOOK_SECONDS, LOOK_SECONDS)
     watcher = Thread(target=look, daemon=True)
@@ -140,17 +140,17 @@ def watched() -> Iterator[list[tuple[float, dict[str, int]]]]:
         signal.signal(signal.SIGPROF, before)
         ended.set()
         watcher.join()
-        Host.__init__ = made  # type: ignore[method-assign]
+        Worker.__init__ = made  # type: ignore[method-assign]
 
 
-def has_all_roles(host: Host) -> bool:
-    return {"actor", "ref", "rollout"} <= host.roles.keys()
+def has_all_roles(worker: Worker) -> bool:
+    return {"actor", "ref", "rollout"} <= worker.roles.keys()
 
 
-def held(host: Host) -> dict[str, int]:
+def held(worker: Worker) -> dict[str, int]:
     """Bytes of each part that can be named."""
-    tenants, engine = host.residency._tenants, host.roles["rollout"].rollout
-    actor, ref = tenants["actor"].engine, tenants["ref"].engine
+    residents, engine = worker.memory_scheduler._resident_models, worker.roles["rollout"].rollout
+    actor, ref = residents["actor"].engine, residents["ref"].engine
     return {
         "actor": nbytes(actor._params.values()),
         "moments": nbytes(actor._optimizer.moments().values()),

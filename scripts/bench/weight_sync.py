@@ -41,11 +41,10 @@ from workers.engine.hf.hf_model import DTYPES
 from workers.metric import Metric
 from workers.roles.model_role import ModelRole
 from workers.roles.rollout_role import RolloutRole
-from workers.roles.worker import Host
+from workers.roles.worker import Worker
 from workers.rollout.base import Rollout, RolloutSpec
 from workers.rollout.sglang.sglang_client import SharedBucket
 from workers.rollout.sglang.sglang_engine import SGLangRollout
-from workers.rollout.sync.channel import Meeting
 from workers.rollout.sync.weight_sync import WeightSync
 from workers.rollout.vllm.vllm_engine import VLLMRollout
 
@@ -97,18 +96,18 @@ def measure(
     engine: str,
     dtype: str,
     ports: Sequence[int],
-    offers: "SimpleQueue[Meeting]",
+    offers: "SimpleQueue[Rendezvous]",
 ) -> None:
     """One line of the table, from rank 0. Ranks beyond the trainer's have engines alone."""
     spec = rollout_spec(args, folder, engine, dtype)
     if rank >= args.ranks:
         return receive(rank - args.ranks, args, spec, ports[1], offers)
-    host = Host(WorkerInfo(rank, args.ranks, rank, 0, "127.0.0.1", ports[0]), "cpu", 1800.0)
-    host.build_model("actor", trainer_spec(spec), None)
-    host.build_rollout("rollout", spec, "actor")
-    actor, role = host.roles["actor"], host.roles["rollout"]
+    worker = Worker(WorkerInfo(rank, args.ranks, rank, 0, "127.0.0.1", ports[0]), "cpu", 1800.0)
+    worker.build_model("actor", trainer_spec(spec), None)
+    worker.build_rollout("rollout", spec, "actor")
+    actor, role = worker.roles["actor"], worker.roles["rollout"]
     assert isinstance(actor, ModelRole) and isinstance(role, RolloutRole)
-    host.residency.enter("sync", "actor")
+    worker.memory_scheduler.enter("sync", "actor")
     source: Any = Unlent(actor.engine)
     sampling = WeightSync(role.rollout, source, replace(spec.rollout, verify_weights="sample"), rank)
     reading_all = WeightSync(role.rollout, source, replace(spec.rollout, verify_weights="full"), rank)
@@ -129,7 +128,7 @@ def measure(
     bare = bare_call(role.rollout, ready, DTYPES[spec.rollout.dtype])
     contenders: dict[str, Callable[[], None]] = {"memcpy": memcpy, "bare": bare, "sync": sync}
     if args.apart:
-        meeting = host.offer_weights("actor", args.ranks)
+        meeting = worker.offer_weights("actor", args.ranks)
         for _ in range(args.ranks if meeting is not None else 0):
             offers.put(meeting)
         contenders["apart"] = actor.send_weights
@@ -141,7 +140,7 @@ def measure(
     ready, copies = [], []
     contenders["bare"] = bare = sync  # lets go of what it holds
     peak = extra_memory(lambda: sampling(0))
-    host.close()
+    worker.close()
     if rank == 0:
         middle = {name: statistics.median(of[1:]) for name, of in times.items()}  # the first round warms up
         row = (
@@ -154,13 +153,13 @@ def measure(
         print("| " + " | ".join(map(str, row)) + " |", flush=True)
 
 
-def receive(rank: int, args: argparse.Namespace, spec: RolloutSpec, port: int, offers: "SimpleQueue[Meeting]") -> None:
+def receive(rank: int, args: argparse.Namespace, spec: RolloutSpec, port: int, offers: "SimpleQueue[Rendezvous]") -> None:
     """An engine apart, which gets weights as often as the trainer sends them."""
-    host = Host(WorkerInfo(rank, args.ranks, rank, 0, "127.0.0.1", port), "cpu", 1800.0)
-    host.build_rollout_apart("rollout", spec, offers.get())
+    worker = Worker(WorkerInfo(rank, args.ranks, rank, 0, "127.0.0.1", port), "cpu", 1800.0)
+    worker.build_rollout_apart("rollout", spec, offers.get())
     for version in range(args.rounds + 1):
-        host.run("rollout", "sync_weights", version)
-    host.close()
+        worker.run("rollout", "sync_weights", version)
+    worker.close()
 
 
 def rollout_spec(args: argparse.Namespace, folder: str, engine: str, dtype: str) -> RolloutSpec:

@@ -28,7 +28,7 @@ from workers.engine.base import EngineSpec, LossSpec
 from workers.engine.hf.hf_model import DTYPES
 from workers.roles.model_role import ModelRole
 from workers.roles.rollout_role import RolloutRole
-from workers.roles.worker import Host
+from workers.roles.worker import Worker
 from workers.rollout.base import Completion, Request, RolloutSpec, Sampling
 
 
@@ -104,23 +104,23 @@ class Bench:
     def __init__(self, args: argparse.Namespace, *, trained: bool) -> None:
         self.device = args.device
         models = configure(args).actor_rollout_ref
-        self.host = Host(WorkerInfo(0, 1, 0, 0, "127.0.0.1", free_port()), args.device, 1800.0)
+        self.worker = Worker(WorkerInfo(0, 1, 0, 0, "127.0.0.1", free_port()), args.device, 1800.0)
         self.used = {"before": used(args.device)}
         spec = EngineSpec(models.model, "lm", models.actor.sharding, ADAMW if trained else None, args.device, 0)
-        self.host.build_model(
+        self.worker.build_model(
             "actor", spec, LossSpec(f"{likelihood.__module__}:{likelihood.__name__}", None) if trained else None
         )
         self.used["actor"] = used(args.device)
         start = time.perf_counter()
-        self.host.build_rollout("rollout", rollout_spec(args), "actor")
+        self.worker.build_rollout("rollout", rollout_spec(args), "actor")
         self.start_seconds = time.perf_counter() - start
         self.used["actor, engine asleep"] = used(args.device)
-        actor, rollout = self.host.roles["actor"], self.host.roles["rollout"]
+        actor, rollout = self.worker.roles["actor"], self.worker.roles["rollout"]
         assert isinstance(actor, ModelRole) and isinstance(rollout, RolloutRole)
         self.actor, self.rollout, self.engine = actor, rollout, rollout.rollout
 
     def close(self) -> None:
-        self.host.close()
+        self.worker.close()
 
     def weights(self) -> dict[str, Tensor]:
         live = self.actor.engine.live_weights()
@@ -128,12 +128,12 @@ class Bench:
         return live
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        self.host.residency.enter("generate")
+        self.worker.memory_scheduler.enter("generate")
         return self.engine.generate(requests)
 
     def sleep(self) -> None:
         """As the trainer's next phase does."""
-        self.host.residency.enter("forward", "actor")
+        self.worker.memory_scheduler.enter("forward", "actor")
 
 
 def make_requests(args: argparse.Namespace, count: int, *, ragged: bool, temperature: float, max_tokens: int) -> list[Request]:

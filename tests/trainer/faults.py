@@ -16,7 +16,7 @@ from tests.workers.engine.toy import ToyLoss
 from workers.batch import Batch
 from workers.controller.group import WorkerInfo
 from workers.metric import Metric
-from workers.roles.worker import Host
+from workers.roles.worker import Worker
 
 NAP = 7.0
 COLLECTIVE = 4.0
@@ -38,7 +38,7 @@ class FaultyLoss(ToyLoss):
         return super().__call__(outputs, micro_batch)
 
 
-class FaultyHost(Host):
+class FaultyWorker(Worker):
     def __init__(self, info: WorkerInfo, *args: Any) -> None:
         super().__init__(info, *args)
         self.groups = [dist.new_group(timeout=timedelta(seconds=COLLECTIVE)) for _ in range(2)]

@@ -20,7 +20,7 @@ from tests.trainer.watchdogs import watchdog
 from workers.controller.group import PhaseTimeout, WorkerGroup
 from workers.controller.ray.ray_backend import RayBackend
 from workers.controller.resource_pool import ResourcePool
-from workers.roles.worker import Host
+from workers.roles.worker import Worker
 
 LIMIT = 3.0
 NUMBER = 3  # of the all_reduce that rank 1 skips
@@ -28,7 +28,7 @@ SIZE = 2**22
 FOREVER = 300.0
 
 
-class SkippingHost(Host):
+class SkippingWorker(Worker):
     def enter(self, skipping: int = -1) -> None:
         """An all_reduce, without the rank ``skipping``. On CUDA the others wait in its kernel."""
         if self.info.rank != skipping:
@@ -43,7 +43,7 @@ def skip(backend: RayBackend, folder: Path, device: Literal["cpu", "cuda"], **li
     env = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500"}  # its watchdog waits four times as long before it ends the process
     pool = ResourcePool((2,), device, "pool")
     group = backend.start_group(
-        f"skip_{'_'.join(limits)}", pool, "tests.trainer.skipped_collective:SkippingHost", device, limits["collective"], env=env
+        f"skip_{'_'.join(limits)}", pool, "tests.trainer.skipped_collective:SkippingWorker", device, limits["collective"], env=env
     )
     try:
         return late(group, folder, limits)

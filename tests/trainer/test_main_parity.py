@@ -13,7 +13,7 @@ from torch import Tensor
 from data_preprocess import tiny_model
 from tests.runs import make_task
 from tests.trainer.report.test_run_report import Page
-from tests.workers.rollout.vllm_hosts import CPU_BUILD
+from tests.workers.rollout.vllm_workers import CPU_BUILD
 from trainer import main_parity
 from workers.roles import rollout_engines as rollouts
 from workers.rollout import sampling

@@ -22,7 +22,7 @@ from tests.runs import make_task, ppo_arguments
 from tests.trainer.rewards.server import Reply, Server
 from tests.workers.engine.toy import one_rank
 from tests.workers.rollout.engines import request
-from tests.workers.rollout.vllm_hosts import place
+from tests.workers.rollout.vllm_workers import place
 from trainer.algorithms.losses.actor_loss import ActorLoss, entropy_mask
 from trainer.ppo.engine_checks import reader, wants_critic
 from trainer.ppo.loop import Loop
@@ -59,7 +59,7 @@ def drawn() -> list[str]:
 
 
 @dataclass
-class Hosts:
+class FakeWorkers:
     """In the place of workers. calls: method and arguments of each, and the seconds that it may take."""
 
     world_size: int
@@ -93,14 +93,14 @@ class Trial:
 
     def __init__(self, config: PPOConfig) -> None:
         self.config = config
-        self.hosts = Hosts(config.trainer.nnodes * config.trainer.n_gpus_per_node)
+        self.workers = FakeWorkers(config.trainer.nnodes * config.trainer.n_gpus_per_node)
 
     @cached_property
     def assembly(self) -> Assembly:
         config = self.config
-        hosts: Any = dict.fromkeys(ROLES, self.hosts)
+        workers: Any = dict.fromkeys(ROLES, self.workers)
         life = Lifetime(config.trainer, Path(config.trainer.default_local_dir))
-        return Assembly(config, placement_of(config, has_critic=wants_critic(config)), hosts, life, reader(config))
+        return Assembly(config, placement_of(config, has_critic=wants_critic(config)), workers, life, reader(config))
 
     @cached_property
     def loop(self) -> Loop:
@@ -110,7 +110,7 @@ class Trial:
     def engine(self, role: str) -> tuple[TrainEngine, Any]:
         """The engine that workers are told to build, and its loss."""
         getattr(self.assembly, role)()
-        _, spec, loss = self.hosts.asked("build_model")[-1]
+        _, spec, loss = self.workers.asked("build_model")[-1]
         return make_engine(spec), loss and loss.resolve()
 
 
@@ -154,7 +154,7 @@ def updates(role: str) -> Callable[[Trial], Any]:
     def look(trial: Trial) -> Any:
         model, spec = getattr(trial.assembly, role)(), getattr(trial.assembly, f"{role}_update")()
         update(model, step_batch(), spec, 1, lambda batch, metrics: None)
-        made = [(words, seconds) for words, seconds in trial.hosts.calls if "train_step" in words]
+        made = [(words, seconds) for words, seconds in trial.workers.calls if "train_step" in words]
         return [
             (words[4], seconds, [(part.lengths.tolist(), part.tokens["loss_weight"].tolist()) for part in words[3]])
             for words, seconds in made
@@ -171,7 +171,7 @@ def forwards(role: str) -> Callable[[Trial], Any]:
         actor = trial.assembly.actor()
         model = trial.assembly.ref() if role == "ref" else actor
         model.forward(step_batch(), ["log_probs"])
-        ((_, cuts, *_),) = trial.hosts.asked("forward")
+        ((_, cuts, *_),) = trial.workers.asked("forward")
         return cuts
 
     return look
@@ -206,7 +206,7 @@ def learning(role: str) -> Callable[[Trial], Any]:
 def rollout_arguments(trial: Trial) -> Any:
     """What vLLM is asked for."""
     trial.assembly.rollout()
-    _, spec, _ = trial.hosts.asked("build_rollout")[0]
+    _, spec, _ = trial.workers.asked("build_rollout")[0]
     return vllm_engine.engine_arguments(spec)
 
 
@@ -215,14 +215,14 @@ def calls_when_a_model_has_worked(trial: Trial) -> Any:
     rollout = trial.assembly.rollout()
     rollout.rest(rollout.group)
     rollout.generate(step_batch(), Sampling(1.0, -1, 1.0, 4, (1,)), 2)
-    return [words[:3] for words, _ in trial.hosts.calls if words[0] == "run"]
+    return [words[:3] for words, _ in trial.workers.calls if words[0] == "run"]
 
 
 def verified(trial: Trial) -> Any:
     """What a weight sync between two engines tells, but for its time."""
     engine, _ = trial.engine("actor")
     trial.assembly.rollout()
-    _, spec, _ = trial.hosts.asked("build_rollout")[0]
+    _, spec, _ = trial.workers.asked("build_rollout")[0]
     _, told = WeightSync(make_rollout(spec, place()), engine, spec.rollout, 0)(1)
     return {name: value for name, value in plain_numbers(told).items() if not name.startswith("timing")}
 
@@ -290,7 +290,7 @@ def score(trial: Trial) -> Any:
 
 def seconds_to_load(trial: Trial) -> Any:
     trial.assembly.actor().load("somewhere")
-    ((_, seconds),) = [(words, seconds) for words, seconds in trial.hosts.calls if "load" in words]
+    ((_, seconds),) = [(words, seconds) for words, seconds in trial.workers.calls if "load" in words]
     return seconds
 
 

@@ -24,7 +24,7 @@ from tests.trainer.algorithms.losses.test_actor_loss import micro_batch
 from tests.trainer.algorithms.padded import advantages
 from tests.trainer.rewards.server import Reply, Server
 from tests.workers.rollout.sglang.test_sglang_engine_arguments import Recorder
-from tests.workers.rollout.vllm_hosts import place
+from tests.workers.rollout.vllm_workers import place
 from trainer import main_ppo
 from trainer.algorithms.losses.actor_loss import ActorLoss, ActorLossConfig
 from trainer.cluster.launch import open_backend

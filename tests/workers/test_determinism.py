@@ -5,7 +5,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from workers.determinism import repeat_backward, repeating_kernels
+from workers.determinism import deterministic_kernels, make_backward_deterministic
 
 
 class State(torch.autograd.Function):
@@ -25,7 +25,7 @@ class State(torch.autograd.Function):
 
 def test_torch_is_asked_and_left_as_it_was() -> None:
     before = warnings.showwarning, list(warnings.filters)
-    with repeating_kernels():
+    with deterministic_kernels():
         assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
         assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
     assert not torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.deterministic
@@ -33,7 +33,7 @@ def test_torch_is_asked_and_left_as_it_was() -> None:
 
 
 def test_kernels_that_do_not_repeat_themselves_are_named_and_other_warnings_are_shown() -> None:
-    with warnings.catch_warnings(record=True) as shown, repeating_kernels() as kernels:
+    with warnings.catch_warnings(record=True) as shown, deterministic_kernels() as kernels:
         for _ in range(2):
             torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
         warnings.warn("Flash Attention defaults to a non-deterministic algorithm. To", UserWarning, stacklevel=1)
@@ -46,13 +46,13 @@ def test_the_backward_of_attention_alone_is_strict() -> None:
     """FlashAttention's backward repeats itself only where torch would refuse what does not."""
     State.seen = []
     x = torch.ones(2, requires_grad=True)
-    with repeating_kernels():
+    with deterministic_kernels():
         attended = State.apply(State.apply(x) * 2)
-        repeat_backward(attended)
+        make_backward_deterministic(attended)
         State.apply(attended).sum().backward()
     assert State.seen == [(True, True), (True, False), (True, True)]
     State.seen = []
     attended = State.apply(x)
-    repeat_backward(attended)
+    make_backward_deterministic(attended)
     attended.sum().backward()
     assert State.seen == [(False, False)], "it was not asked for"

@@ -17,9 +17,9 @@ limits = st.one_of(
 @given(lengths, st.integers(1, 5), limits)
 def test_every_row_is_in_one_slot_under_the_cap_and_ranks_run_equal_counts(sizes: list[int], n_ranks: int, limit: Limits) -> None:
     plan = make_plan(sizes, n_ranks, limit, attention_cost=1e-3)
-    assert sorted(row for share in plan.shares for row in share) == list(range(len(sizes)))
+    assert sorted(row for share in plan.shards for row in share) == list(range(len(sizes)))
     assert len({len(cut) for cut in plan.micro_batches}) == 1
-    for share, cut in zip(plan.shares, plan.micro_batches, strict=True):
+    for share, cut in zip(plan.shards, plan.micro_batches, strict=True):
         assert sorted(i for part in cut for i in part) == list(range(len(share)))
         for part in cut:
             assert limit.max_rows is None or len(part) <= limit.max_rows
@@ -36,10 +36,10 @@ def test_collect_undoes_split(sizes: list[int], n_ranks: int, limit: Limits) -> 
 def test_a_rank_that_is_alone_gets_the_batch_itself() -> None:
     batch = numbered([3, 1, 2])
     plan = make_plan([3, 1, 2], 1, Limits(max_rows=2))
-    assert plan.shares == ((0, 1, 2),)
+    assert plan.shards == ((0, 1, 2),)
     (share,) = plan.split(batch)
     assert share is batch
-    turned = Plan(shares=((2, 0, 1),), micro_batches=(((0, 1, 2),),))
+    turned = Plan(shards=((2, 0, 1),), micro_batches=(((0, 1, 2),),))
     (share,) = turned.split(batch)
     assert share.lengths.tolist() == [2, 3, 1] and as_lists(turned.collect([share])) == as_lists(batch)
 
@@ -49,7 +49,7 @@ def test_ranks_carry_even_costs(sizes: list[int], n_ranks: int) -> None:
     """Largest first is within one row of even."""
     costs = row_costs(sizes, 1e-3)
     plan = make_plan(sizes, n_ranks, Limits(max_rows=4), attention_cost=1e-3)
-    loads = [sum(costs[row] for row in share) for share in plan.shares]
+    loads = [sum(costs[row] for row in share) for share in plan.shards]
     assert max(loads) - min(loads) <= max(costs)
 
 
@@ -62,7 +62,7 @@ def test_ranks_are_filled_largest_first_by_the_least_loaded(sizes: list[int], n_
     for row in sorted(range(len(sizes)), key=lambda row: (-costs[row], row)):
         min(parts, key=lambda part: (sum(costs[i] for i in part), len(part))).append(row)
     plan = make_plan(sizes, n_ranks, Limits(max_rows=100), attention_cost=attention_cost)
-    assert plan.shares == tuple(tuple(sorted(part)) for part in parts)
+    assert plan.shards == tuple(tuple(sorted(part)) for part in parts)
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=80), st.integers(100, 300), st.booleans())
@@ -92,7 +92,7 @@ def test_the_time_of_a_plan_grows_with_its_rows_alone() -> None:
 
 def test_a_long_row_gets_fewer_companions() -> None:
     plan = make_plan([100, *[1] * 60], 2, Limits(max_rows=100))
-    assert sorted(map(len, plan.shares)) == [1, 60]
+    assert sorted(map(len, plan.shards)) == [1, 60]
 
 
 def test_a_row_over_the_budget_is_refused_with_both_numbers() -> None:
@@ -129,11 +129,11 @@ def test_unshuffled_mini_batches_follow_the_batch() -> None:
 def test_rows_of_a_unit_stay_together(sizes: list[int], n_ranks: int, limit: Limits, n: int) -> None:
     units = make_plan(sizes, n_ranks, limit)
     plan = units.of_rows([range(i * n, (i + 1) * n) for i in range(len(sizes))])
-    assert sorted(row for share in plan.shares for row in share) == list(range(n * len(sizes)))
+    assert sorted(row for share in plan.shards for row in share) == list(range(n * len(sizes)))
     assert [[len(part) for part in cut] for cut in plan.micro_batches] == [
         [n * len(p) for p in cut] for cut in units.micro_batches
     ]
-    for share, cut, of_units, cut_units in zip(plan.shares, plan.micro_batches, units.shares, units.micro_batches, strict=True):
+    for share, cut, of_units, cut_units in zip(plan.shards, plan.micro_batches, units.shards, units.micro_batches, strict=True):
         for part, chosen in zip(cut, cut_units, strict=True):
             rows = [share[i] for i in part]
             assert rows == [of_units[i] * n + k for i in chosen for k in range(n)]
@@ -156,9 +156,9 @@ def test_shared_rows_are_each_in_one_slot_and_what_is_computed_is_under_the_cap(
 ) -> None:
     rows = shared_rows(groups)
     plan = rows.plan(n_ranks, Limits(max_tokens=cap), attention_cost=1e-3)
-    assert sorted(row for share in plan.shares for row in share) == list(range(len(rows.lengths)))
+    assert sorted(row for share in plan.shards for row in share) == list(range(len(rows.lengths)))
     assert len({len(cut) for cut in plan.micro_batches}) == 1
-    for share, cut in zip(plan.shares, plan.micro_batches, strict=True):
+    for share, cut in zip(plan.shards, plan.micro_batches, strict=True):
         assert sorted(i for part in cut for i in part) == list(range(len(share)))
     assert all(tokens <= cap for _, tokens in rows.sizes(plan))
 
@@ -183,7 +183,7 @@ def test_groups_stay_whole_on_one_rank_and_are_halved_where_that_is_even() -> No
     assert sorted(sorted(part) for part in together.rows_by_rank()[0]) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert sorted(map(sorted, rows.plan(2, Limits(max_tokens=280)).shares)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     quarters = rows.plan(4, Limits(max_tokens=280))
-    assert [len({row // 4 for row in share}) for share in quarters.shares] == [1] * 4
+    assert [len({row // 4 for row in share}) for share in quarters.shards] == [1] * 4
     assert {tokens for _, tokens in rows.sizes(quarters)} == {120}
 
 

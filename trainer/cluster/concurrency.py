@@ -25,9 +25,9 @@ END_SECONDS = 20.0
 class Together:
     """Runs parts of a step, by role: pools work concurrently, roles of one pool in turn."""
 
-    def __init__(self, hosts: Mapping[str, WorkerGroup], n_gpus: int) -> None:
-        """hosts: worker group of each role, the same for roles that share processes. n_gpus: GPUs of the run."""
-        self.hosts = hosts
+    def __init__(self, workers: Mapping[str, WorkerGroup], n_gpus: int) -> None:
+        """workers: worker group of each role, the same for roles that share processes. n_gpus: GPUs of the run."""
+        self.workers = workers
         self.n_gpus = n_gpus
 
     def __call__(self, parts: Mapping[str, Callable[[], Found]]) -> dict[str, Found]:
@@ -39,7 +39,7 @@ class Together:
         """
         queues: dict[str, list[str]] = {}
         for role in parts:
-            queues.setdefault(self.hosts[role].name, []).append(role)
+            queues.setdefault(self.workers[role].name, []).append(role)
         # One pool: nothing can run concurrently, so no thread is needed.
         if len(queues) <= 1:
             return {role: part() for role, part in parts.items()}
@@ -79,7 +79,7 @@ class Together:
         Their calls end with the workers: no thread is left that uses a Ray instance after its end.
         """
         for role in pools.values():
-            self.hosts[role].shutdown()
+            self.workers[role].shutdown()
 
 
 def phases_of(place: Placement) -> Phases:

@@ -24,12 +24,12 @@ from workers.controller.stacks import Frame, frames_by_thread
 
 CONTROLLER = -1
 """Stands for a rank: the process that runs the loop."""
-TOLD_RANKS = 4
+REPORTED_RANKS = 4
 RAY_LINES = 20
 GPU_SECONDS = 10.0
 _OURS = Path(workers.__file__).parents[1]
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_MEETINGS = ("meeting_point", "meet_others", "wait_for_others")
+_MEETINGS = ("rendezvous_store", "join_process_group", "run_collective")
 """Functions of workers/roles/worker.py and workers/rollout/sync/channel.py in which ranks also wait for each other."""
 _COLLECTIVE_ENDED = re.compile(rf"[Tt]imed out waiting \d+ ?ms for|{NCCL_TIMEOUT}")
 
@@ -153,14 +153,14 @@ def summary(stall: Stall, run_dir: Path, directory: str) -> str:
         lines += [f"held up by {', '.join(map(name_of, blamed))}: {stall.verdict.why}"]
     # Blamed ranks first, then those without an answer.
     order = sorted(stall.states, key=lambda state: (state.rank not in blamed, state.answered, state.rank))
-    records = records_of(order[:TOLD_RANKS])
-    for state in order[:TOLD_RANKS]:
+    records = records_of(order[:REPORTED_RANKS])
+    for state in order[:REPORTED_RANKS]:
         lines += [line_of(stall, state), *(f"  {line}" for line in in_words(records.get(state.rank, {})))]
         lines += [
             f"  its child {child.pid} is {child.status}: {child.command:.80}" for child in state.processes[1:] if child.stopped
         ]
-    if len(order) > TOLD_RANKS:
-        lines += [f"... and {len(order) - TOLD_RANKS} more ranks"]
+    if len(order) > REPORTED_RANKS:
+        lines += [f"... and {len(order) - REPORTED_RANKS} more ranks"]
     lines += machine_memory(run_dir)[:1]
     lines += [f"last line of {state.log}: {state.last_lines[-1]:.200}" for state in order[:1] if state.last_lines]
     return "\n".join([*lines, f"stacks, memory, logs: {directory}"])

@@ -48,7 +48,7 @@ def check_device(trainer: WorkersConfig) -> None:
         )
 
 
-def start_hosts(
+def start_workers(
     backend: Backend,
     trainer: WorkersConfig,
     timeouts: WorkersTimeoutsConfig,
@@ -62,7 +62,7 @@ def start_hosts(
     engine: rollout engine that they will build.
     """
     pool = ResourcePool(n_per_node=(trainer.n_gpus_per_node,) * trainer.nnodes, device=trainer.device, name="workers")
-    what = ("workers.roles.worker:Host", trainer.device, timeouts.collective)
+    what = ("workers.roles.worker:Worker", trainer.device, timeouts.collective)
     return backend.start_group("workers", pool, *what, env=env or {}, deterministic=deterministic, engine=engine)
 
 
@@ -77,8 +77,8 @@ def start_pools(
     first = place.pools[0]
     # A pool of all GPUs shares them with no other pool, so it needs no room.
     if world_size(first) == world_size(trainer) and first.fraction == 1:
-        hosts = start_hosts(backend, trainer, timeouts, deterministic=deterministic, env=env, engine=engine)
-        return dict.fromkeys(ROLES, hosts)
+        workers = start_workers(backend, trainer, timeouts, deterministic=deterministic, env=env, engine=engine)
+        return dict.fromkeys(ROLES, workers)
     room = ResourcePool(n_per_node=(trainer.n_gpus_per_node,) * trainer.nnodes, device=trainer.device, name="workers")
     groups = {}
     for pool in place.pools:
@@ -90,7 +90,7 @@ def start_pools(
             first_node=pool.first_node,
             first_slot=pool.first_gpu,
         )
-        what = ("workers.roles.worker:Host", trainer.device, timeouts.collective)
+        what = ("workers.roles.worker:Worker", trainer.device, timeouts.collective)
         groups[pool.name] = backend.start_group(
             pool.name,
             slots,

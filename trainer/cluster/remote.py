@@ -145,7 +145,7 @@ class RemoteModel:
         return SharedRows(lengths, batch.rows["prompt_length"].tolist(), batch.rows["uid"].tolist())
 
     def _plan(self, rows: SharedRows, limits: Limits) -> Plan:
-        return rows.plan(len(self.mesh.answers), limits, attention_cost=self.attention_cost)
+        return rows.plan(len(self.mesh.output_ranks), limits, attention_cost=self.attention_cost)
 
     def _call(self, phase: str, method: str, plan: Plan, batch: Batch, *args: Any) -> list[Any]:
         shares, cuts = Sharded(plan.split(batch)), Sharded(plan.micro_batches)
@@ -217,11 +217,11 @@ class RemoteRollout:
         """
         if self._slept:
             self.sync_weights(self._version)
-        n_engines = len(self.mesh.answers)
+        n_engines = len(self.mesh.output_ranks)
         groups = [range(start, start + group_size) for start in range(0, len(prompts), group_size)]
         # Whole groups in turn to the engines. An engine has no micro-batches: it schedules its requests itself.
         shares = tuple(tuple(row for group in groups[engine::n_engines] for row in group) for engine in range(n_engines))
-        plan = Plan(shares=shares, micro_batches=tuple(() for _ in shares))
+        plan = Plan(shards=shares, micro_batches=tuple(() for _ in shares))
         what = ("run", "rollout", "generate", Sharded(plan.split(prompts)), sampling)
         work = partial(work_by_rank, plan, prompts.lengths.tolist(), self.mesh)
         return plan.collect(self._call("generate", *what, mesh="rollout", work=work))
@@ -242,7 +242,7 @@ class RemoteRollout:
 def work_by_rank(plan: Plan, lengths: Sequence[int], mesh: Mesh) -> list[str]:
     """For the user: what each rank was given of a batch. lengths: tokens of each row."""
     by_shard = []
-    for rows, cuts in zip(plan.shares, plan.micro_batches, strict=True):
+    for rows, cuts in zip(plan.shards, plan.micro_batches, strict=True):
         mine = [lengths[row] for row in rows]
         cut = f", {len(cuts)} micro-batches" if cuts else ""
         by_shard.append(f"{len(mine)} rows, {sum(mine)} tokens{cut}, longest row {max(mine, default=0)}")
@@ -252,5 +252,5 @@ def work_by_rank(plan: Plan, lengths: Sequence[int], mesh: Mesh) -> list[str]:
 def mesh_of(places: Sequence[tuple[int, bool]]) -> Mesh:
     """Mesh of a role. places: by rank, (data-parallel shard, whether it returns the results of that shard)."""
     n_shards = max(shard for shard, _ in places) + 1
-    answers = tuple(places.index((shard, True)) for shard in range(n_shards))
-    return Mesh(shard_of_rank=tuple(shard for shard, _ in places), answers=answers)
+    output_ranks = tuple(places.index((shard, True)) for shard in range(n_shards))
+    return Mesh(shard_of_rank=tuple(shard for shard, _ in places), output_ranks=output_ranks)

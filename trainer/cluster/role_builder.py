@@ -69,7 +69,7 @@ def schedule_length(optim: OptimConfig, steps: int) -> int:
 
 
 def start_model(
-    hosts: WorkerGroup,
+    workers: WorkerGroup,
     role: str,
     *,
     model: ModelConfig,
@@ -91,7 +91,7 @@ def start_model(
         seed=seed,
     )
     return RemoteModel(
-        hosts,
+        workers,
         role,
         spec,
         training.loss if training is not None else None,

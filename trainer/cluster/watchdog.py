@@ -26,7 +26,7 @@ from trainer.run.events import Events
 from workers.controller.group import Future, PhaseTimeout, WorkerError, WorkerGroup
 from workers.controller.logs import USERS
 from workers.controller.process_inspection import RankState, examine
-from workers.controller.stacks import answer_for_stacks
+from workers.controller.stacks import enable_stack_reports
 
 MEASURED = 3  # number of measurements from which a limit may be widened
 WIDENED = 10.0  # the widened limit, in multiples of the longest duration
@@ -58,7 +58,7 @@ class Watchdog:
 
     def __init__(self, limits: Mapping[str, float], run_dir: Path) -> None:
         """limits: the group ``timeouts``, in seconds by phase. For the main thread, except ``call``."""
-        answer_for_stacks()
+        enable_stack_reports()
         self.step = 0
         """Current step of the run, for reports."""
         self._calls: deque[Call] = deque(maxlen=MOST_CALLS)

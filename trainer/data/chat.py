@@ -7,7 +7,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from configs.schema.common import ModelConfig, TokenizedModelConfig
 from workers.engine.hf.hf_model import check_own_code
-from workers.model_path import hush_hub
+from workers.model_path import silence_hub
 
 
 def load_tokenizer(model: TokenizedModelConfig) -> PreTrainedTokenizerBase:
@@ -16,7 +16,7 @@ def load_tokenizer(model: TokenizedModelConfig) -> PreTrainedTokenizerBase:
     Raises ValueError, one line, if tokenizer or template do not exist or need code that is not trusted.
     """
     path = os.path.expanduser(model.tokenizer_path or model.path)
-    hush_hub()
+    silence_hub()
     try:
         # transformers raises OSError for a path that does not exist and ValueError for a directory without tokenizer files or
         # with code of its own; the last one has a remedy of its own.

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from configs.base.locks import locked
 from configs.reward_sources import wants_truth
 from configs.schema.generation import GenerationConfig
-from trainer.cluster.launch import open_backend, start_hosts
+from trainer.cluster.launch import open_backend, start_workers
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.chat import load_tokenizer
 from trainer.data.dataset import PromptDataset
@@ -87,12 +87,12 @@ def complete(config: GenerationConfig, prompts: PromptDataset, tokenizer: PreTra
             run_dir = Path(config.trainer.default_local_dir)
             watchdog = Watchdog(asdict(config.timeouts), run_dir)
             backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, config.timeouts, run_dir))
-            hosts = start_hosts(backend, config.trainer, config.timeouts)
+            workers = start_workers(backend, config.trainer, config.timeouts)
             kwargs = data.apply_chat_template_kwargs
-            on = (hosts, config.trainer, config.trainer)
+            on = (workers, config.trainer, config.trainer)
             models = start_reward_models(config.reward, *on, watchdog, tokenizer, kwargs) if scored else None
             spec = rollout_spec(config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, data, config.trainer.device)
-            rollout = start_engine(hosts, spec, watchdog, seed=config.trainer.seed)
+            rollout = start_engine(workers, spec, watchdog, seed=config.trainer.seed)
             generator = Generator(
                 prompts,
                 rollout,

@@ -56,18 +56,18 @@ class Measured:
     memory_with_bytes: int
 
 
-def measure(hosts: WorkerGroup, spec: RolloutSpec, task: ParityTask, watchdog: Watchdog) -> Measured:
+def measure(workers: WorkerGroup, spec: RolloutSpec, task: ParityTask, watchdog: Watchdog) -> Measured:
     """Start the engine of ``spec`` colocated with the trainer's model, and generate greedy and sampled responses."""
-    actor = start_source(hosts, spec, watchdog, sharding=task.sharding, seed=task.seed)
-    without = memory(hosts, watchdog)
+    actor = start_source(workers, spec, watchdog, sharding=task.sharding, seed=task.seed)
+    without = memory(workers, watchdog)
     started = time.perf_counter()
-    rollout = RemoteRollout(hosts, spec, "actor", watchdog)
+    rollout = RemoteRollout(workers, spec, "actor", watchdog)
     made = time.perf_counter()
     rollout.sync_weights(0)
     synced = time.perf_counter()
     asked = [(replace(task.sampling, temperature=0.0), 1)] + ([(task.sampling, task.n)] if task.n else [])
     made_of = [generate(rollout, task, sampling, n) for sampling, n in asked]
-    taken = memory(hosts, watchdog)  # before the trainer's forward pass, which puts the engine to sleep
+    taken = memory(workers, watchdog)  # before the trainer's forward pass, which puts the engine to sleep
     timed = [judged(actor, generated) for generated in made_of]
     return Measured(
         greedy=timed[0],
@@ -79,9 +79,9 @@ def measure(hosts: WorkerGroup, spec: RolloutSpec, task: ParityTask, watchdog: W
     )
 
 
-def memory(hosts: WorkerGroup, watchdog: Watchdog) -> int:
-    """Bytes in use, summed over all workers; see Host.memory."""
-    return sum(watchdog.call(hosts, "ask", "memory", "memory"))
+def memory(workers: WorkerGroup, watchdog: Watchdog) -> int:
+    """Bytes in use, summed over all workers; see Worker.memory."""
+    return sum(watchdog.call(workers, "ask", "memory", "memory"))
 
 
 @dataclass(frozen=True, slots=True)

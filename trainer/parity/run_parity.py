@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from configs.base.locks import locked
 from configs.schema.parity import ParityConfig
-from trainer.cluster.launch import open_backend, start_hosts
+from trainer.cluster.launch import open_backend, start_workers
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.chat import load_tokenizer
 from trainer.data.dataset import PromptDataset
@@ -61,10 +61,10 @@ def run(config: ParityConfig, notices: Sequence[str]) -> None:
         for engine in config.engines:
             # New workers for each engine, so that memory is measured without the others.
             print(f"{engine}: {len(prompts)} prompts")
-            hosts = start_hosts(backend, config.trainer, config.timeouts)
+            workers = start_workers(backend, config.trainer, config.timeouts)
             spec = rollout_spec(models.model, models.rollout_of(engine), data, config.trainer.device)
-            measured[engine] = measure(hosts, spec, task, Watchdog(asdict(config.timeouts), directory))
-            hosts.shutdown()
+            measured[engine] = measure(workers, spec, task, Watchdog(asdict(config.timeouts), directory))
+            workers.shutdown()
     report(config, compared(config, tokenizer, prompts, task, measured), measured, directory)
 
 

@@ -113,7 +113,7 @@ class Loop:
         self.start.ended("sync")
         trainer = self.trainer
         # By name: colocated roles share one worker group, which is asked once.
-        groups = {group.name: group for group in self.together.hosts.values()}.values()
+        groups = {group.name: group for group in self.together.workers.values()}.values()
         asked = (trainer.watchdog.call(group, "ask", "times of the start", "start_times") for group in groups)
         seconds = self.start.seconds([times for of_group in asked for times in of_group])
         path = trainer.life.run_dir / START

@@ -103,12 +103,12 @@ def opened(assembly: type[Assembly], config: PPOConfig, life: Lifetime, resume: 
         backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, config.timeouts, life.run_dir))
         start.ended("backend")
         place = placement_of(config, has_critic=wants_critic(config))
-        hosts = start_pools(backend, config.trainer, place, config.timeouts, engine=config.actor_rollout_ref.rollout.name)
-        parts = assembly(config, place, hosts, life, tokenizer)
+        workers = start_pools(backend, config.trainer, place, config.timeouts, engine=config.actor_rollout_ref.rollout.name)
+        parts = assembly(config, place, workers, life, tokenizer)
         # Before the tracker, which truncates the records of the run directory to the resumed step: a damaged checkpoint is found
         # while the directory is still unchanged.
         if resume is not None:
-            check_weights(resume, hosts, parts.watchdog)
+            check_weights(resume, workers, parts.watchdog)
         rewards.wait_ready()
         tracker = harness.open_tracker(
             config,
@@ -130,16 +130,16 @@ def opened(assembly: type[Assembly], config: PPOConfig, life: Lifetime, resume: 
 class Assembly:
     """Builds the parts of a loop, each from its part of the configuration.
 
-    place: pool of each role. hosts: worker group of each role. Subclasses replace parts (trainer/ppo/replay.py); a dry run
+    place: pool of each role. workers: worker group of each role. Subclasses replace parts (trainer/ppo/replay.py); a dry run
     builds no models and passes no worker groups.
     """
 
     def __init__(
-        self, config: PPOConfig, place: Placement, hosts: Mapping[str, WorkerGroup], life: Lifetime, tokenizer: Tokenizer
+        self, config: PPOConfig, place: Placement, workers: Mapping[str, WorkerGroup], life: Lifetime, tokenizer: Tokenizer
     ) -> None:
         self.config = config
         self.place = place
-        self.hosts = hosts
+        self.workers = workers
         self.life = life
         self.watchdog = Watchdog(asdict(config.timeouts), life.run_dir)
         self.tokenizer = tokenizer
@@ -163,7 +163,7 @@ class Assembly:
     def loop(self, rewards: Rewards, resume: Checkpoint | None, tracker: Tracker, start: Start) -> Loop:
         """Build models and rollout engine, and assemble the loop."""
         config, rollout_config = self.config, self.config.actor_rollout_ref.rollout
-        together = Together(self.hosts, self.place.n_gpus)
+        together = Together(self.workers, self.place.n_gpus)
         actor, ref, critic = self.trained_and_reference(together)
         start.ended("models")
         if critic is not None and resume is None:
@@ -234,7 +234,7 @@ class Assembly:
         return harness.build_trainer(
             self.config,
             self.life,
-            groups=self.hosts.values(),
+            groups=self.workers.values(),
             n_gpus=self.place.n_gpus,
             tokenizer=self.tokenizer,
             tracker=tracker,
@@ -307,8 +307,8 @@ class Assembly:
     def reward_models(self) -> RewardModels | None:
         config = self.config
         kwargs = config.data.apply_chat_template_kwargs
-        hosts, workers = self.hosts["reward"], self.place.pool("reward")
-        return start_reward_models(config.reward, hosts, workers, config.trainer, self.watchdog, self.tokenizer, kwargs)
+        workers, n_workers = self.workers["reward"], self.place.pool("reward")
+        return start_reward_models(config.reward, workers, n_workers, config.trainer, self.watchdog, self.tokenizer, kwargs)
 
     def prompts(self) -> tuple[PromptDataset, PromptDataset]:
         data, seed, scored = self.config.data, self.config.trainer.seed, wants_truth(self.config.reward)
@@ -321,7 +321,7 @@ class Assembly:
         models = self.config.actor_rollout_ref
         actor, rollout = models.actor, models.rollout
         return start_model(
-            self.hosts["actor"],
+            self.workers["actor"],
             "actor",
             model=models.model,
             head="lm",
@@ -372,7 +372,7 @@ class Assembly:
         """The reference: the actor's initial weights, never trained. Not built under LoRA (see trained_and_reference)."""
         models, ref = self.config.actor_rollout_ref, self.config.actor_rollout_ref.ref
         return start_model(
-            self.hosts["ref"],
+            self.workers["ref"],
             "ref",
             model=models.model,
             head="lm",
@@ -387,7 +387,7 @@ class Assembly:
     def critic(self) -> RemoteModel:
         critic = self.config.critic
         return start_model(
-            self.hosts["critic"],
+            self.workers["critic"],
             "critic",
             model=critic.model,
             head="value",
@@ -452,7 +452,7 @@ class Assembly:
     def rollout(self) -> RemoteRollout:
         models = self.config.actor_rollout_ref
         spec = rollout_spec(models.model, models.rollout, self.config.data, self.config.trainer.device, self.life.run_dir)
-        return RemoteRollout(self.hosts["rollout"], spec, "actor", self.watchdog, trainers=self.hosts["actor"])
+        return RemoteRollout(self.workers["rollout"], spec, "actor", self.watchdog, trainers=self.workers["actor"])
 
     def sampling(self) -> Sampling:
         models = self.config.actor_rollout_ref

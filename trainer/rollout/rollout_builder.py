@@ -36,10 +36,10 @@ def rollout_spec(
     return RolloutSpec(model=model, rollout=rollout, max_model_len=max_model_len, device=device, run_dir=told)
 
 
-def start_source(hosts: WorkerGroup, spec: RolloutSpec, watchdog: Watchdog, *, sharding: Sharding, seed: int) -> RemoteModel:
+def start_source(workers: WorkerGroup, spec: RolloutSpec, watchdog: Watchdog, *, sharding: Sharding, seed: int) -> RemoteModel:
     """Build an untrained «actor» role, the source of the weights of the engine of ``spec``."""
     return start_model(
-        hosts,
+        workers,
         "actor",
         model=spec.model,
         head="lm",
@@ -53,7 +53,7 @@ def start_source(hosts: WorkerGroup, spec: RolloutSpec, watchdog: Watchdog, *, s
     )
 
 
-def start_engine(hosts: WorkerGroup, spec: RolloutSpec, watchdog: Watchdog, *, seed: int) -> RemoteRollout:
+def start_engine(workers: WorkerGroup, spec: RolloutSpec, watchdog: Watchdog, *, seed: int) -> RemoteRollout:
     """Start the engine of ``spec`` on every worker and load the model's weights from a colocated, untrained role."""
     dtype = spec.rollout.dtype
     # The source holds the weights in the engine's dtype and leaves the device after the sync, when only the engine needs memory.
@@ -67,8 +67,8 @@ def start_engine(hosts: WorkerGroup, spec: RolloutSpec, watchdog: Watchdog, *, s
         fsdp_size=-1,
         ulysses_sequence_parallel_size=1,
     )
-    start_source(hosts, spec, watchdog, sharding=fsdp, seed=seed)
-    rollout = RemoteRollout(hosts, spec, "actor", watchdog)
+    start_source(workers, spec, watchdog, sharding=fsdp, seed=seed)
+    rollout = RemoteRollout(workers, spec, "actor", watchdog)
     rollout.sync_weights(0)
     return rollout
 

@@ -82,8 +82,8 @@ class EngineJudge:
             return Score(None, {}, f"JudgeError: {error}")
 
 
-def start_judge(config: ServeRewardConfig, hosts: WorkerGroup, watchdog: Watchdog) -> EngineJudge:
-    """Start the judge's engine on ``hosts``. Raises ValueError, one line, if model or tokenizer is missing."""
+def start_judge(config: ServeRewardConfig, workers: WorkerGroup, watchdog: Watchdog) -> EngineJudge:
+    """Start the judge's engine on ``workers``. Raises ValueError, one line, if model or tokenizer is missing."""
     engine, judge = config.judge_engine, config.reward.judge
     tokenizer = load_tokenizer(engine.model)
     spec = RolloutSpec(
@@ -100,7 +100,7 @@ def start_judge(config: ServeRewardConfig, hosts: WorkerGroup, watchdog: Watchdo
         stop_token_ids=stop_token_ids(tokenizer, engine.model),
     )
     return EngineJudge(
-        start_engine(hosts, spec, watchdog, seed=config.trainer.seed),
+        start_engine(workers, spec, watchdog, seed=config.trainer.seed),
         tokenizer,
         judge,
         sampling,

@@ -62,19 +62,19 @@ def rules(config: ServeRewardConfig, watchdog: Watchdog, stack: ExitStack) -> Sc
 
 def model(config: ServeRewardConfig, watchdog: Watchdog, stack: ExitStack) -> ScoreAll:
     """Start a reward model on workers, which end with ``stack``."""
-    from trainer.cluster.launch import open_backend, start_hosts  # load torch, which rules do without
+    from trainer.cluster.launch import open_backend, start_workers  # load torch, which rules do without
     from trainer.serving.served_scorer import check_model, start_scorer
 
     check_model(config)
     backend = stack.enter_context(
         open_backend(config.trainer, config.ray_kwargs, config.timeouts, Path(config.trainer.default_local_dir))
     )
-    return start_scorer(config, start_hosts(backend, config.trainer, config.timeouts), watchdog).score
+    return start_scorer(config, start_workers(backend, config.trainer, config.timeouts), watchdog).score
 
 
 def judge(config: ServeRewardConfig, watchdog: Watchdog, stack: ExitStack) -> ScoreAll:
     """Start a generative judge, a language model on a rollout engine, on workers, which end with ``stack``."""
-    from trainer.cluster.launch import open_backend, start_hosts  # load torch, which rules do without
+    from trainer.cluster.launch import open_backend, start_workers  # load torch, which rules do without
     from trainer.serving.engine_judge import start_judge
     from workers.roles.rollout_engines import check_installed as check_engine_installed
 
@@ -82,7 +82,7 @@ def judge(config: ServeRewardConfig, watchdog: Watchdog, stack: ExitStack) -> Sc
     backend = stack.enter_context(
         open_backend(config.trainer, config.ray_kwargs, config.timeouts, Path(config.trainer.default_local_dir))
     )
-    return start_judge(config, start_hosts(backend, config.trainer, config.timeouts), watchdog).score
+    return start_judge(config, start_workers(backend, config.trainer, config.timeouts), watchdog).score
 
 
 def work(desk: Desk, score: ScoreAll, count: Count, *, goes_on: Callable[[], bool]) -> None:

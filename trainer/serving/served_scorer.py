@@ -81,8 +81,8 @@ def check_model(config: ServeRewardConfig) -> None:
     check_one(NAME, served_model(config.model), config.trainer)
 
 
-def start_scorer(config: ServeRewardConfig, hosts: WorkerGroup, watchdog: Watchdog) -> ServedScorer:
-    """Start the reward model on ``hosts``. Raises ValueError, one line, if tokenizer or template is missing."""
+def start_scorer(config: ServeRewardConfig, workers: WorkerGroup, watchdog: Watchdog) -> ServedScorer:
+    """Start the reward model on ``workers``. Raises ValueError, one line, if tokenizer or template is missing."""
     model = served_model(config.model)
     try:
         tokenizer = with_template(load_tokenizer(engine_model(model)), model.chat_template)
@@ -91,4 +91,4 @@ def start_scorer(config: ServeRewardConfig, hosts: WorkerGroup, watchdog: Watchd
         raise ValueError(f"{NAME}: {error}") from error
     # Template arguments change the rendering but are not part of the hash: with them, token ids of clients are not used.
     words = "" if model.apply_chat_template_kwargs else words_of(tokenizer)
-    return ServedScorer(start_one(NAME, model, None, hosts, config.trainer, config.trainer, watchdog), conversations, words)
+    return ServedScorer(start_one(NAME, model, None, workers, config.trainer, config.trainer, watchdog), conversations, words)

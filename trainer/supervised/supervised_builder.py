@@ -13,7 +13,7 @@ from trainer import harness
 from trainer.checkpoint.manifest import check_weights
 from trainer.checkpoint.schedule_changes import rate_changes
 from trainer.cluster.determinism import worker_environment
-from trainer.cluster.launch import open_backend, start_hosts
+from trainer.cluster.launch import open_backend, start_workers
 from trainer.cluster.role_builder import Training, limits, start_model
 from trainer.cluster.watchdog import Watchdog
 from trainer.data.chat import load_tokenizer
@@ -46,12 +46,12 @@ def attempt(config: Config, life: Lifetime) -> None:
         backend = stack.enter_context(open_backend(trainer, config.ray_kwargs, config.timeouts, run_dir))
         deterministic = trainer.deterministic
         environment = worker_environment(deterministic)
-        hosts = start_hosts(backend, trainer, config.timeouts, deterministic=deterministic, env=environment)
+        workers = start_workers(backend, trainer, config.timeouts, deterministic=deterministic, env=environment)
         watchdog = Watchdog(asdict(config.timeouts), run_dir)
         # Before the tracker, which truncates the records of the run directory to the resumed step: a damaged checkpoint is found
         # while the directory is still unchanged.
         if resume is not None:
-            check_weights(resume, {"model": hosts}, watchdog)
+            check_weights(resume, {"model": workers}, watchdog)
         tokenizer = load_tokenizer(config.model)
         task: Task = SFT(config, tokenizer) if isinstance(config, SFTConfig) else RewardModelTask(config, tokenizer)
         seed = trainer.seed if config.data.seed is None else config.data.seed
@@ -75,7 +75,7 @@ def attempt(config: Config, life: Lifetime) -> None:
             max_tokens=config.data.max_token_len_per_gpu,
         )
         model = start_model(
-            hosts,
+            workers,
             "model",
             model=task.model,
             head=task.head,
@@ -97,7 +97,7 @@ def attempt(config: Config, life: Lifetime) -> None:
         run_trainer = harness.build_trainer(
             config,
             life,
-            groups=[hosts],
+            groups=[workers],
             n_gpus=world_size(trainer),
             tokenizer=tokenizer,
             tracker=tracker,

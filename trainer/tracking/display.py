@@ -169,13 +169,13 @@ class Display:
 
     def _answers(self, seconds: float) -> str | None:
         standing = read_progress(self._run_dir)
-        spent = time.time() - standing.begun
+        spent = time.time() - standing.started
         # The file keeps the numbers of the last call. If they are complete, or older than this phase, they are of an earlier one.
-        if not standing.asked or standing.done == standing.asked or spent > seconds + 1.0:
+        if not standing.requested or standing.done == standing.requested or spent > seconds + 1.0:
             return None
-        told = f"{standing.done} of {standing.asked} answers"
+        told = f"{standing.done} of {standing.requested} answers"
         if standing.done and spent > 0:
-            left = spent / standing.done * (standing.asked - standing.done)
+            left = spent / standing.done * (standing.requested - standing.done)
             told += f" · {standing.tokens / spent:,.0f} tokens/s · left {clock(left)}"
         return told
 

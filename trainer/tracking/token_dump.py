@@ -53,7 +53,7 @@ class AnswerLog:
         if step % self._every and step != self._total_steps:
             return
         # At least one row per data-parallel rank for the forward pass; only KEPT_ROWS of them are written.
-        few = batch.select(spread(batch.rows["score"], max(KEPT_ROWS, len(actor.mesh.answers))))
+        few = batch.select(spread(batch.rows["score"], max(KEPT_ROWS, len(actor.mesh.output_ranks))))
         if self._forwards:
             # All response tokens: response_mask leaves out tool output and other tokens that are not trained.
             written = few.positions() >= torch.repeat_interleave(few.rows["prompt_length"], few.lengths)

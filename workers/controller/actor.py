@@ -14,7 +14,7 @@ from typing import Any
 
 from workers.controller.dispatch import Call
 from workers.controller.group import WorkerError, WorkerInfo
-from workers.controller.wire import Parcel, pack, unpack
+from workers.controller.wire import PackedMessage, pack, unpack
 from workers.start_times import START
 
 PORTS_OF_CONNECTIONS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # ports of outgoing connections, chosen by the kernel
@@ -41,7 +41,7 @@ class Failure:
         return failed
 
 
-class Shell:
+class WorkerActor:
     """Holds one worker and executes packed calls on it.
 
     Each argument is a parcel of its own, so that an argument for many ranks is packed only once.
@@ -53,7 +53,9 @@ class Shell:
         # group is usable while its workers are being built.
         self._stillborn: Failure | None = None
 
-    def start(self, info: WorkerInfo, worker: Parcel, names: tuple[str, ...], *parcels: Parcel) -> Parcel | Failure:
+    def start(
+        self, info: WorkerInfo, worker: PackedMessage, names: tuple[str, ...], *messages: PackedMessage
+    ) -> PackedMessage | Failure:
         """Import and construct the worker.
 
         worker: the packed class, or its name "package.module:Class". names: keywords of the last len(names) parcels; the
@@ -63,7 +65,7 @@ class Shell:
         def build() -> None:
             START.take()  # discards the times of an earlier worker in this process
             named = unpack(worker)
-            args, kwargs = unpack_call(names, parcels)
+            args, kwargs = unpack_call(names, messages)
             with START("imports"):
                 kind = pkgutil.resolve_name(named) if isinstance(named, str) else named
             self.worker = kind(info, *args, **kwargs)
@@ -72,7 +74,7 @@ class Shell:
         self._stillborn = answer if isinstance(answer, Failure) else None
         return answer
 
-    def call(self, method: str, wanted: bool, names: tuple[str, ...], *parcels: Parcel) -> Parcel | Failure:
+    def call(self, method: str, wanted: bool, names: tuple[str, ...], *messages: PackedMessage) -> PackedMessage | Failure:
         """Call a method of the worker and pack its result.
 
         wanted: whether the result of this rank is used; if not, None is packed instead of it.
@@ -81,7 +83,7 @@ class Shell:
             return self._stillborn
 
         def work() -> Any:
-            args, kwargs = unpack_call(names, parcels)
+            args, kwargs = unpack_call(names, messages)
             result = methodcaller(method, *args, **kwargs)(self.worker)
             return result if wanted else None
 
@@ -93,7 +95,7 @@ class Shell:
             self.worker.close()
 
 
-def guarded(method: str, work: Callable[[], Any]) -> Parcel | Failure:
+def guarded(method: str, work: Callable[[], Any]) -> PackedMessage | Failure:
     """Call ``work`` and pack its result, or return a Failure.
 
     Catches SystemExit too: sys.exit in a library must not end a rank without a message.
@@ -110,9 +112,9 @@ def pack_call(call: Call, ship: Callable[[Any], Any]) -> tuple[tuple[str, ...], 
     return tuple(kwargs), [ship(value) for value in (*args, *kwargs.values())]
 
 
-def unpack_call(names: tuple[str, ...], parcels: tuple[Parcel, ...]) -> Call:
+def unpack_call(names: tuple[str, ...], messages: tuple[PackedMessage, ...]) -> Call:
     """Inverse of ``pack_call``: (positional arguments, keyword arguments)."""
-    values = [unpack(parcel) for parcel in parcels]
+    values = [unpack(message) for message in messages]
     n_positional = len(values) - len(names)
     return tuple(values[:n_positional]), dict(zip(names, values[n_positional:], strict=True))
 

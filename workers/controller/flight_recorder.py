@@ -35,7 +35,7 @@ _EQUAL_SIZES = ("all_reduce", "all_gather", "_all_gather_base", "_reduce_scatter
 
 
 @cache
-def answer_for_collectives() -> None:
+def enable_collective_reports() -> None:
     """Start the thread of this process that answers ``collectives_of``.
 
     Call it before the first process group is created: the recorder reads its size only once. The thread needs the GIL: there

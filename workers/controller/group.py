@@ -13,7 +13,7 @@ from workers.controller.dispatch import Call, Mesh, Sharded, collect, split
 from workers.controller.process_inspection import RankState
 from workers.controller.resource_pool import ResourcePool
 
-TOLD_RANKS = 4  # number of late ranks whose logs and stacks a PhaseTimeout quotes
+REPORTED_RANKS = 4  # number of late ranks whose logs and stacks a PhaseTimeout quotes
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ class Future:
         """PhaseTimeout with the state of all ranks, and the logs and stacks of the first TOLD_RANKS that are late."""
         states = self.examine()
         missing = sorted(self._replies.missing)
-        words = "\n".join(filter(None, (state.words() for state in states if state.rank in missing[:TOLD_RANKS])))
+        words = "\n".join(filter(None, (state.words() for state in states if state.rank in missing[:REPORTED_RANKS])))
         late = PhaseTimeout(self._method, missing, seconds, words)
         late.states = states
         return late
@@ -230,7 +230,7 @@ class WorkerGroup:
         except ValueError as error:
             raise ValueError(f"{method} on mesh {mesh!r}: {error}") from None
         # The other ranks of a shard hold the same result: it is not sent.
-        wanted = [rank in chosen.answers for rank in range(self.world_size)]
+        wanted = [rank in chosen.output_ranks for rank in range(self.world_size)]
         return Future(method, self._transport.send(method, calls, wanted, timeout), chosen, timeout, begun)
 
     def shutdown(self) -> None:

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from workers.controller.actor import Failure, Shell, hold_port, pack_call
+from workers.controller.actor import Failure, WorkerActor, hold_port, pack_call
 from workers.controller.dispatch import Call
 from workers.controller.environment import set_environment
 from workers.controller.group import Backend, Replies, Transport, WorkerError, WorkerGroup, WorkerInfo
 from workers.controller.logs import USERS
 from workers.controller.resource_pool import ResourcePool
-from workers.controller.wire import Parcel, pack, unpack
+from workers.controller.wire import PackedMessage, pack, unpack
 
 
 class LocalBackend(Backend):
@@ -41,15 +41,15 @@ class LocalBackend(Backend):
         **kwargs: Any,
     ) -> WorkerGroup:
         self._opened.enter_context(set_environment(env or {}))
-        shells = [Shell() for _ in range(pool.world_size)]
+        shells = [WorkerActor() for _ in range(pool.world_size)]
         # Held until shutdown, so that the port stays free for the workers.
         port = self._opened.enter_context(hold_port()).getsockname()[1]
-        names, parcels = pack_call((args, kwargs), pack)
+        names, messages = pack_call((args, kwargs), pack)
         for rank, shell in enumerate(shells):
             node, local_rank = pool.place(rank)
             info = WorkerInfo(rank, pool.world_size, local_rank, node, "127.0.0.1", port)
             # Every call on the group now reports this failure: the other ranks need not be built.
-            if isinstance(shell.start(info, pack(worker), names, *parcels), Failure):
+            if isinstance(shell.start(info, pack(worker), names, *messages), Failure):
                 break
         group = WorkerGroup(name, pool.world_size, _LocalTransport(shells))
         self._opened.callback(group.shutdown)
@@ -60,20 +60,20 @@ class LocalBackend(Backend):
 
 
 class _LocalTransport(Transport):
-    def __init__(self, shells: list[Shell]) -> None:
-        self._shells = shells
+    def __init__(self, shells: list[WorkerActor]) -> None:
+        self._actors = shells
 
     def send(self, method: str, calls: Sequence[Call], wanted: Sequence[bool], timeout: float | None) -> Replies:
-        replies = _LocalReplies(len(self._shells))
+        replies = _LocalReplies(len(self._actors))
         with stacks_after(timeout):
-            for rank, (shell, call) in enumerate(zip(self._shells, calls, strict=True)):
-                names, parcels = pack_call(call, pack)
-                if not replies.take(rank, shell.call(method, wanted[rank], names, *parcels)):
+            for rank, (shell, call) in enumerate(zip(self._actors, calls, strict=True)):
+                names, messages = pack_call(call, pack)
+                if not replies.take(rank, shell.call(method, wanted[rank], names, *messages)):
                     break
         return replies
 
     def close(self) -> None:
-        for shell in self._shells:
+        for shell in self._actors:
             shell.close()
 
 
@@ -94,7 +94,7 @@ def stacks_after(seconds: float | None) -> Iterator[None]:
 class _LocalReplies(Replies):
     error: WorkerError | None = None
 
-    def take(self, rank: int, answer: Parcel | Failure) -> bool:
+    def take(self, rank: int, answer: PackedMessage | Failure) -> bool:
         """Record the result or failure of a rank. Returns whether it succeeded."""
         if isinstance(answer, Failure):
             self.error = answer.raised(rank)

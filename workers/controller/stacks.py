@@ -26,7 +26,7 @@ class Frame:
 
 
 @cache
-def answer_for_stacks() -> None:
+def enable_stack_reports() -> None:
     """Let SIGNAL make this process write the stacks of all its threads to anonymous memory that others can read.
 
     The handler is C code: it also answers while an extension holds the GIL. A process that is stopped does not answer.

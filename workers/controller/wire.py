@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class PackedMessage:
     """A packed value.
 
     data: the pickle. buffers: uint8, one for each tensor or array in it, in order; views, not copies.
@@ -33,7 +33,7 @@ class Parcel:
         return len(self.data) + sum(buffer.nbytes for buffer in self.buffers)
 
 
-def pack(value: Any) -> Parcel:
+def pack(value: Any) -> PackedMessage:
     """Pack any value that cloudpickle takes.
 
     Tensors lose their graph and their device: they arrive on the CPU. A view is sent without the rest of its storage.
@@ -42,16 +42,16 @@ def pack(value: Any) -> Parcel:
     with io.BytesIO() as stream:
         _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(value)
         data = stream.getvalue()
-    return Parcel(data, tuple(np.asarray(buffer.raw()) for buffer in buffers))
+    return PackedMessage(data, tuple(np.asarray(buffer.raw()) for buffer in buffers))
 
 
-def unpack(parcel: Parcel) -> Any:
+def unpack(message: PackedMessage) -> Any:
     """The packed value in memory of its own: writable, and independent of the memory of the parcel.
 
     The copy costs 20-50 ms per 100 MB. Without it an in-place change would silently reach the data of other ranks in Ray's
     object store, and a batch that is kept would keep its part of the store allocated.
     """
-    return pickle.loads(parcel.data, buffers=[buffer.copy() for buffer in parcel.buffers])
+    return pickle.loads(message.data, buffers=[buffer.copy() for buffer in message.buffers])
 
 
 class _Pickler(cloudpickle.Pickler):

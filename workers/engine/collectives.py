@@ -20,7 +20,7 @@ def gather(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
     return whole
 
 
-def gather_alike(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+def gather_replicated(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-gather whose result all ranks use identically: the gradient is each rank's own slice, without communication."""
     whole: Tensor = _Gather.apply(mine, group, False)
     return whole

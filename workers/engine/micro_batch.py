@@ -68,7 +68,7 @@ def weighted(loss: Loss, outputs: dict[str, Tensor], rows: Batch) -> tuple[Tenso
     return torch.where(weight != 0, weight * token_loss, 0.0).sum(), metrics
 
 
-class Answers:
+class ForwardOutputs:
     """Collects the outputs of a forward without gradient; see TrainEngine.forward.
 
     Micro-batches must be taken from ``self.batch``, which has extra columns ``_place``: the index of each token and row in the
@@ -90,6 +90,6 @@ class Answers:
                 # Micro-batches reorder rows: scatter by index, not by position.
                 column[place.cpu()] = results[name].float().cpu()
 
-    def whole(self) -> Batch:
+    def batch_of_outputs(self) -> Batch:
         """Return the collected outputs as a Batch with the lengths and meta of the original."""
         return Batch(lengths=self.batch.lengths, tokens=self._tokens, rows=self._rows, meta=dict(self.batch.meta))

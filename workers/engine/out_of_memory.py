@@ -28,7 +28,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def told_without_memory(undo: Callable[[], None] | None) -> Iterator[None]:
+def convert_out_of_memory(undo: Callable[[], None] | None) -> Iterator[None]:
     """Convert an out-of-memory error in the block to OutOfMemory, or to RepeatableOutOfMemory after ``undo()``.
 
     undo: restores the engine's state from before the step; None if that is impossible. Other errors pass unchanged.

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PretrainedConfig
 
-from workers.engine.collectives import all_to_all, gather_alike
+from workers.engine.collectives import all_to_all, gather_replicated
 
 
 @dataclass(frozen=True, slots=True)
-class TokenCut:
+class TokenSharding:
     """Split of the flat tokens of a micro-batch over ranks.
 
     group: the sp ranks that hold the T tokens together; sp divides T, and rank r holds the r-th run of T / sp tokens.
@@ -28,7 +28,7 @@ class TokenCut:
     group: dist.ProcessGroup
 
     @classmethod
-    def over(cls, size: int, device: str) -> TokenCut | None:
+    def over(cls, size: int, device: str) -> TokenSharding | None:
         """Create groups of ``size`` consecutive ranks; None for size 1. Collective over all ranks."""
         world = dist.get_world_size()
         assert world % size == 0, f"{world} ranks do not fall into groups of {size}"
@@ -53,7 +53,7 @@ class TokenCut:
 
     def whole(self, mine: Tensor) -> Tensor:
         """All-gather (T / sp, ...) -> (T, ...), for results that all ranks use identically: see gather_alike."""
-        return gather_alike(mine, self.group)
+        return gather_replicated(mine, self.group)
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Redistribute q (T / sp, heads, D), k and v (T / sp, kv heads, D) from tokens to heads.

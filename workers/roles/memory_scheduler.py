@@ -1,8 +1,8 @@
 """Device-memory scheduling: which tensors are on the device in which phase, for all roles of this process.
 
-Colocated roles and a rollout engine share one device. Before each phase ``Residency.enter`` moves parameters, gradients and
+Colocated roles and a rollout engine share one device. Before each phase ``MemoryScheduler.enter`` moves parameters, gradients and
 optimizer state between device and host, and lets the rollout engine sleep or wake. The cost is the time of these transfers;
-``Residency.seconds`` has that of sleep, wake and release.
+``MemoryScheduler.seconds`` has that of sleep, wake and release.
 
 phase      active role's parameters   other roles   optimizer                 rollout engine
 forward    on device                  may be away   may be away               asleep
@@ -37,7 +37,7 @@ Phase = Literal["rest", "forward", "train", "sync", "generate"]
 
 
 @dataclass(slots=True)
-class Tenant:
+class ResidentModel:
     """A model role on the device, and which parts of it are offloaded when it is not active."""
 
     engine: TrainEngine
@@ -62,7 +62,7 @@ class GCTime:
         gc.callbacks.remove(self._record)
 
 
-class Residency:
+class MemoryScheduler:
     """Scheduler of device memory for the roles of this process."""
 
     def __init__(self, device: Literal["cpu", "cuda"] = "cpu") -> None:
@@ -70,15 +70,15 @@ class Residency:
         self.seconds: dict[str, float] = {}
         """Duration of sleep, wake and release of cached memory since the last ``take_seconds``."""
         self.phase: Phase = "rest"
-        self._tenants: dict[str, Tenant] = {}
+        self._resident_models: dict[str, ResidentModel] = {}
         self._rollout: Rollout | None = None
         self._rollout_sleeps = True
         self._weights_shared_by: str | None = None
 
-    def add_model(self, role: str, tenant: Tenant) -> None:
+    def add_model(self, role: str, resident: ResidentModel) -> None:
         """Add a model role, and offload it as far as it may be."""
-        assert role not in self._tenants, f"role {role} is here already"
-        self._tenants[role] = tenant
+        assert role not in self._resident_models, f"role {role} is here already"
+        self._resident_models[role] = resident
         self._place(active=None, training=False)
 
     def add_rollout(self, rollout: Rollout, *, free_cache_engine: bool) -> None:
@@ -121,7 +121,9 @@ class Residency:
 
         role: the active model (forward, train), or the model whose weights the rollout engine gets (sync).
         """
-        assert role is None or role in self._tenants, f"phase {phase}: no role {role} here, only {sorted(self._tenants)}"
+        assert role is None or role in self._resident_models, (
+            f"phase {phase}: no role {role} here, only {sorted(self._resident_models)}"
+        )
         match phase:
             case "forward" | "train":
                 # First, so that the engine's memory is free when the role's tensors come back.
@@ -146,14 +148,14 @@ class Residency:
         self.phase = phase
 
     @contextmanager
-    def visit(self, role: str) -> Iterator[None]:
+    def parameters_on_device(self, role: str) -> Iterator[None]:
         """Keep the role's parameters on the device within the block, in whatever phase: to save them."""
-        tenant = self._tenants[role]
-        tenant.engine.move(params="device")
+        resident = self._resident_models[role]
+        resident.engine.move(params="device")
         yield
         # Shared tensors stay: the rollout engine may be using them.
-        if tenant.param_offload and role != self._weights_shared_by:
-            tenant.engine.move(params="cpu")
+        if resident.param_offload and role != self._weights_shared_by:
+            resident.engine.move(params="cpu")
 
     def share_weights_of(self, role: str | None) -> None:
         """Set the role whose own tensors the rollout engine uses; they stay on the device while it generates. None: no role."""
@@ -162,16 +164,16 @@ class Residency:
     def _place(self, *, active: str | None, training: bool) -> None:
         """Offload inactive roles, and whatever the active one does not need; then bring the active role to the device."""
         # Gradients of roles that do not train are dropped by this move: they are not needed after the step.
-        for role, tenant in self._tenants.items():
+        for role, resident in self._resident_models.items():
             if role != active:
-                tenant.engine.move(
-                    params="cpu" if tenant.param_offload else None,
+                resident.engine.move(
+                    params="cpu" if resident.param_offload else None,
                     grads="cpu",
-                    optimizer="cpu" if tenant.optimizer_offload else None,
+                    optimizer="cpu" if resident.optimizer_offload else None,
                 )
             elif not training:
-                tenant.engine.move(grads="cpu", optimizer="cpu" if tenant.optimizer_offload else None)
+                resident.engine.move(grads="cpu", optimizer="cpu" if resident.optimizer_offload else None)
         # After all others have left: their memory is free now.
         if active is not None:
             at_work: Literal["device"] | None = "device" if training else None
-            self._tenants[active].engine.move(params="device", grads=at_work, optimizer=at_work)
+            self._resident_models[active].engine.move(params="device", grads=at_work, optimizer=at_work)

@@ -8,31 +8,31 @@ from workers.batch import Batch
 from workers.engine.base import LossSpec, Saved, TrainEngine
 from workers.metric import Metric, Metrics
 from workers.plan import MicroBatches
-from workers.roles.memory_scheduler import Residency
+from workers.roles.memory_scheduler import MemoryScheduler
 from workers.rollout.sync.channel import Sender
 
 
 class ModelRole:
-    """One rank's part of a model role. ``Host.run`` calls its methods by name."""
+    """One rank's part of a model role. ``Worker.run`` calls its methods by name."""
 
-    def __init__(self, name: str, engine: TrainEngine, loss: LossSpec | None, residency: Residency) -> None:
+    def __init__(self, name: str, engine: TrainEngine, loss: LossSpec | None, memory_scheduler: MemoryScheduler) -> None:
         """loss: minimised by train_step; None for a role that is never trained."""
         self.name = name
         self.engine = engine
         self.loss = loss.resolve() if loss is not None else None
-        self.residency = residency
+        self.memory_scheduler = memory_scheduler
         self.saving: Future[Saved] | None = None
         self.sender: Sender | None = None
 
     def forward(self, batch: Batch, plan: MicroBatches, outputs: list[str], adapter: bool) -> Batch | None:
         """Columns ``outputs`` of this rank's rows, without gradient; see TrainEngine.forward."""
-        self.residency.enter("forward", self.name)
+        self.memory_scheduler.enter("forward", self.name)
         return self.engine.forward(batch, plan, set(outputs), adapter=adapter)
 
     def train_step(self, batch: Batch, plan: MicroBatches) -> Metrics:
         """One optimizer step on this rank's rows of a mini-batch; see TrainEngine.train_step. Adds the metric flops."""
         assert self.loss is not None, f"role {self.name} has no loss: it is not trained"
-        self.residency.enter("train", self.name)
+        self.memory_scheduler.enter("train", self.name)
         metrics, prompts = self.engine.train_step(batch, plan, self.loss), self.engine.prompts(batch)
         # Rows that share a prompt compute it once: subtract its repetitions.
         spared = self.engine.flops([] if prompts is None else prompts.repeated(plan), backward=True)
@@ -41,13 +41,13 @@ class ModelRole:
     def send_weights(self) -> None:
         """Send the weights to rollout engines in other processes, which run sync_weights meanwhile. Collective."""
         assert self.sender is not None, f"role {self.name}: no engine gets its weights"
-        self.residency.enter("sync", self.name)
+        self.memory_scheduler.enter("sync", self.name)
         self.sender.serve()
 
     def save(self, path: str, background: bool) -> None:
         """Start to save, see TrainEngine.save. ``saved`` returns the outcome."""
         assert self.saving is None or self.saving.done(), f"{self.name}: the last save is still under way"
-        with self.residency.visit(self.name):
+        with self.memory_scheduler.parameters_on_device(self.name):
             self.saving = self.engine.save(path, background=background)
 
     def saved(self, patient: bool) -> Saved | str | None:
@@ -65,7 +65,7 @@ class ModelRole:
     def load(self, path: str) -> None:
         """Load a checkpoint. The rollout engine's weights are stale after it: it sleeps until the next sync."""
         # This phase brings the optimizer state to the device, and lets the rollout engine sleep.
-        self.residency.enter("train", self.name)
+        self.memory_scheduler.enter("train", self.name)
         self.engine.load(path)
 
     def export_hf(self, path: str) -> None:

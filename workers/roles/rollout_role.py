@@ -10,19 +10,19 @@ import torch
 
 from workers.batch import Batch
 from workers.metric import Metric, Metrics
-from workers.roles.memory_scheduler import GCTime, Residency
+from workers.roles.memory_scheduler import GCTime, MemoryScheduler
 from workers.rollout.base import Completion, Request, Rollout, Sampling
 from workers.rollout.sync.weight_sync import WeightSync
 
 
 class RolloutRole:
-    """One rank's part of the rollout role. ``Host.run`` calls its methods by name."""
+    """One rank's part of the rollout role. ``Worker.run`` calls its methods by name."""
 
     def __init__(
         self,
         rollout: Rollout,
         source: str | None,
-        residency: Residency,
+        memory_scheduler: MemoryScheduler,
         sync: WeightSync,
         during: Callable[[], AbstractContextManager[None]] = nullcontext,
         gc_time: GCTime | None = None,
@@ -34,7 +34,7 @@ class RolloutRole:
         """
         self.rollout = rollout
         self.source = source
-        self.residency = residency
+        self.memory_scheduler = memory_scheduler
         self.sync = sync
         self.during = during
         self.gc_time = gc_time
@@ -48,12 +48,12 @@ class RolloutRole:
         """
         with self.during():
             # This sync decides anew whether the engine can share the source's tensors.
-            self.residency.share_weights_of(None)
-            self.residency.enter("sync", self.source)
+            self.memory_scheduler.share_weights_of(None)
+            self.memory_scheduler.enter("sync", self.source)
             shared, metrics = self.sync(version)
             if shared:
-                self.residency.share_weights_of(self.source)
-        seconds = self.residency.take_seconds()
+                self.memory_scheduler.share_weights_of(self.source)
+        seconds = self.memory_scheduler.take_seconds()
         if self.gc_time is not None:
             seconds["gc"], self.gc_time.seconds = self.gc_time.seconds, 0.0
         return metrics | {f"timing_s/{name}": Metric.max(spent) for name, spent in seconds.items()}
@@ -66,7 +66,7 @@ class RolloutRole:
         Returned tokens: input_ids, rollout_log_probs (T,). Returned rows (B,): finished (1: terminated, 0: truncated),
         weight_version.
         """
-        self.residency.enter("generate")
+        self.memory_scheduler.enter("generate")
         greedy = replace(sampling, temperature=0.0)
         columns = zip(
             prompts.split_rows("input_ids"), prompts.rows["seed"].tolist(), prompts.rows["greedy"].tolist(), strict=True

@@ -17,12 +17,12 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from workers.controller.flight_recorder import answer_for_collectives
+from workers.controller.flight_recorder import enable_collective_reports
 from workers.controller.group import WorkerInfo
-from workers.determinism import repeating_kernels
+from workers.determinism import deterministic_kernels
 from workers.engine.base import EngineSpec, LossSpec
 from workers.engine.saving import hashes_of
-from workers.roles.memory_scheduler import GCTime, Residency, Tenant
+from workers.roles.memory_scheduler import GCTime, MemoryScheduler, ResidentModel
 from workers.roles.model_role import ModelRole
 from workers.roles.rollout_engines import import_engine, make_rollout
 from workers.roles.rollout_role import RolloutRole
@@ -30,12 +30,12 @@ from workers.roles.train_engines import make_engine
 from workers.rollout.base import RolloutSpec
 from workers.rollout.malloc_trim import keep_freed_memory
 from workers.rollout.progress import Progress, progress_file
-from workers.rollout.sync.channel import Channel, Meeting, Receiver, Sender
+from workers.rollout.sync.channel import Channel, Receiver, Rendezvous, Sender
 from workers.rollout.sync.weight_sync import WeightSource, WeightSync
 from workers.start_times import START
 
 
-class Host:
+class Worker:
     """Worker process of a pool; holds this rank's part of every role of the pool."""
 
     def __init__(
@@ -50,15 +50,15 @@ class Host:
     ) -> None:
         """Join the process group of the pool's workers: gloo on CPU, gloo and NCCL on CUDA.
 
-        collective_seconds: how long a rank waits in a collective for the others. deterministic: see repeating_kernels.
+        collective_seconds: how long a rank waits in a collective for the others. deterministic: see deterministic_kernels.
         memory_fraction: largest share of the device's memory for torch's allocator; other processes have the rest. engine:
         the rollout engine that will be built; its package is imported now, while the controller reads its data.
         """
         self.info = info
         self.device = device
         self._opened = ExitStack()
-        self._doubtful = self._opened.enter_context(repeating_kernels()) if deterministic else set()
-        self.residency = Residency(device)
+        self._nondeterministic = self._opened.enter_context(deterministic_kernels()) if deterministic else set()
+        self.memory_scheduler = MemoryScheduler(device)
         self.roles: dict[str, ModelRole | RolloutRole] = {}
         self._gc_time = GCTime()
         self._opened.callback(self._gc_time.close)
@@ -74,11 +74,11 @@ class Host:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         self._limit = limit = timedelta(seconds=collective_seconds)
         # Before the process group is created: the flight recorder reads its size once.
-        answer_for_collectives()
+        enable_collective_reports()
         with START("process group"):
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-                store=meeting_point(info, limit),
+                store=rendezvous_store(info, limit),
                 rank=info.rank,
                 world_size=info.world_size,
                 timeout=limit,
@@ -92,8 +92,8 @@ class Host:
         """Build a model role. Returns (data-parallel shard of this rank, whether it returns the results of that shard)."""
         with START(role):
             engine = make_engine(spec)
-        self.roles[role] = ModelRole(role, engine, loss, self.residency)
-        self.residency.add_model(role, Tenant(engine, spec.sharding.param_offload, spec.sharding.optimizer_offload))
+        self.roles[role] = ModelRole(role, engine, loss, self.memory_scheduler)
+        self.memory_scheduler.add_model(role, ResidentModel(engine, spec.sharding.param_offload, spec.sharding.optimizer_offload))
         return engine.mesh.dp_rank, engine.mesh.is_output_rank
 
     def build_rollout(self, role: str, spec: RolloutSpec, source: str) -> tuple[int, bool]:
@@ -103,7 +103,7 @@ class Host:
         """
         return self._add_rollout(role, spec, self._model(source).engine, source)
 
-    def build_rollout_apart(self, role: str, spec: RolloutSpec, meeting: Meeting) -> tuple[int, bool]:
+    def build_rollout_apart(self, role: str, spec: RolloutSpec, meeting: Rendezvous) -> tuple[int, bool]:
         """Build the rollout role with weights from other processes. Without a model in this process it does not sleep."""
         spec = replace(spec, rollout=replace(spec.rollout, free_cache_engine=False))
         channel = Channel.joined(meeting, self.info.rank, self.device, self._limit)
@@ -119,12 +119,12 @@ class Host:
         source: str | None,
         during: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> tuple[int, bool]:
-        self.residency.release_cached_memory()  # an engine sizes itself by the free memory
+        self.memory_scheduler.release_cached_memory()  # an engine sizes itself by the free memory
         with START(role):
             rollout = make_rollout(spec, self.info)
-        self.residency.add_rollout(rollout, free_cache_engine=spec.rollout.free_cache_engine)
+        self.memory_scheduler.add_rollout(rollout, free_cache_engine=spec.rollout.free_cache_engine)
         sync = WeightSync(rollout, weights, spec.rollout, self.info.rank)
-        self.roles[role] = RolloutRole(rollout, source, self.residency, sync, during, self._gc_time)
+        self.roles[role] = RolloutRole(rollout, source, self.memory_scheduler, sync, during, self._gc_time)
         replica, rank_in_it = divmod(self.info.rank, rollout.tensor_parallel_size)
         # One file per engine: its other ranks get the same requests.
         if spec.run_dir is not None and rank_in_it == 0:
@@ -132,7 +132,7 @@ class Host:
             self._opened.callback(rollout.progress.close)
         return replica, rank_in_it == 0
 
-    def offer_weights(self, role: str, receivers: int) -> Meeting | None:
+    def offer_weights(self, role: str, receivers: int) -> Rendezvous | None:
         """Let send_weights of this model role serve rollout engines in other processes. receivers: number of their ranks.
 
         Returns on rank 0 where they connect, on other ranks None.
@@ -140,7 +140,7 @@ class Host:
         model, channel, meeting = self._model(role), None, None
         if self.info.rank == 0:
             channel, port = Channel.offered(self.info.master_addr, receivers, self.device, self._limit)
-            meeting = Meeting(self.info.master_addr, port, receivers, model.engine.adapter_config)
+            meeting = Rendezvous(self.info.master_addr, port, receivers, model.engine.adapter_config)
         model.sender = Sender(model.engine, channel)
         return meeting
 
@@ -162,9 +162,9 @@ class Host:
         """See StartTimes.take."""
         return START.take()
 
-    def doubtful_kernels(self) -> list[str]:
+    def nondeterministic_kernels(self) -> list[str]:
         """Kernels that have run so far and may not be bitwise reproducible; recorded only with deterministic."""
-        return sorted(self._doubtful)
+        return sorted(self._nondeterministic)
 
     def memory(self) -> int:
         """Bytes in use. CPU: resident, of this process and its descendants. CUDA: on this rank's device, by all processes."""
@@ -181,7 +181,7 @@ class Host:
                 role.rollout.close()
         # The process continues: drop every reference to the models, also the scheduler's, and free reference cycles.
         self.roles.clear()
-        self.residency = Residency(self.device)
+        self.memory_scheduler = MemoryScheduler(self.device)
         gc.collect()
         dist.destroy_process_group()
         self._opened.close()
@@ -198,7 +198,7 @@ def interface_to(address: str) -> str | None:
     return names[0] if names else None
 
 
-def meeting_point(info: WorkerInfo, limit: timedelta) -> dist.Store:
+def rendezvous_store(info: WorkerInfo, limit: timedelta) -> dist.Store:
     """Store through which the ranks find each other. Rank 0 listens on its own address; torch alone would on every interface."""
     listener = None
     if info.rank == 0:

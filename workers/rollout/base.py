@@ -163,10 +163,10 @@ class Rollout(ABC):
             done.update((completion.id, completion) for completion in ended)
             if self.progress is not None:
                 tokens += sum(len(completion.token_ids) for completion in ended)
-                self.progress.tell(len(done), tokens)
+                self.progress.record(len(done), tokens)
         return [done[request.id] for request in requests]
 
-    def in_its_names(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+    def to_engine_names(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         """Rename and split the trainer's weights into the tensors that load_weights takes and held_weights names, as views.
 
         weights: named as transformers' modules. An engine that runs transformers' modules takes them unchanged.

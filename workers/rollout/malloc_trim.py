@@ -7,7 +7,7 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # parameter numbers of mallopt(3), from m
 KEPT_BYTES = 1 << 30
 
 
-def give_back_free_memory() -> None:
+def trim_free_memory() -> None:
     """Return the freed memory that glibc caches to the operating system."""
     ctypes.CDLL(None).malloc_trim(0)
 

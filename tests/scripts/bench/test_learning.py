@@ -18,7 +18,7 @@ from scripts.bench.learning import (
     rise,
     warm_up,
 )
-from tests.workers.rollout.vllm_hosts import CPU_BUILD
+from tests.workers.rollout.vllm_workers import CPU_BUILD
 
 pytestmark = pytest.mark.timeout(1800)
 

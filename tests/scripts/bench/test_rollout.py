@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from scripts.bench import rollout
-from tests.workers.rollout.vllm_hosts import CPU_BUILD
+from tests.workers.rollout.vllm_workers import CPU_BUILD
 
 ROOT = Path(__file__).parents[3]
 

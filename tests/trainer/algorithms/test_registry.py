@@ -36,9 +36,9 @@ def test_a_users_function_travels_by_value(tmp_path: Path) -> None:
     file = tmp_path / "gone.py"
     file.write_text(FILE.replace('"wants"', '"wants too"'))
     function = REGISTRY[f"{file}:plain"]
-    parcel = pack(function)
+    message = pack(function)
     file.unlink()
-    copy = unpack(parcel)
+    copy = unpack(message)
     assert copy is not function and copy(5) == 10
 
 

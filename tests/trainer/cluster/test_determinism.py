@@ -74,7 +74,7 @@ def test_vllm_is_told_to_be_batch_invariant() -> None:
 
 
 def test_supervised_training_asks_and_tells_too(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.roles.worker.repeating_kernels", lambda: nullcontext({"some_kernel"}))
+    monkeypatch.setattr("workers.roles.worker.deterministic_kernels", lambda: nullcontext({"some_kernel"}))
     code = main_sft.PROGRAM(
         [
             "sft_recipe=sort_digits", "trainer.backend=local", "trainer.logger=[]", "trainer.deterministic=true",

@@ -18,8 +18,8 @@ SLEEPS = [(f"{ROOT}/workers/engine/fsdp/fsdp_engine.py", 120, "train_step")]
 IN_COLLECTIVE = [(f"{TORCH}/distributed/distributed_c10d.py", 3000, "all_reduce"), *SLEEPS]
 WRAPPED = [(f"{TORCH}/_ops.py", 1, "__call__"), (f"{TORCH}/distributed/_functional_collectives.py", 2, "wait_tensor"), *SLEEPS]
 FORWARD = [(f"{TORCH}/nn/modules/linear.py", 5, "forward"), (f"{TORCH}/distributed/fsdp/_fully_shard/_fsdp_state.py", 6, "hook")]
-MEETS = [(f"{ROOT}/workers/roles/worker.py", 90, "meeting_point"), (f"{ROOT}/workers/roles/worker.py", 40, "__init__")]
-CHANNEL = [[(f"{ROOT}/workers/rollout/sync/channel.py", 120, name), *SLEEPS] for name in ("meet_others", "wait_for_others")]
+MEETS = [(f"{ROOT}/workers/roles/worker.py", 90, "rendezvous_store"), (f"{ROOT}/workers/roles/worker.py", 40, "__init__")]
+CHANNEL = [[(f"{ROOT}/workers/rollout/sync/channel.py", 120, name), *SLEEPS] for name in ("join_process_group", "run_collective")]
 IDLE = [("/venv/lib/python3.11/site-packages/ray/worker.py", 7, "main_loop")]
 
 

@@ -44,14 +44,14 @@ def started(*overrides: str) -> tuple[Asked, dict[str, WorkerGroup]]:
 
 
 def test_one_pool_is_all_workers_as_ever() -> None:
-    backend, hosts = started("trainer.nnodes=2")
+    backend, workers = started("trainer.nnodes=2")
     assert backend.pools == {"workers": ResourcePool((8, 8), "cuda", "workers")}
-    assert hosts.keys() == set(ROLES) and len({id(group) for group in hosts.values()}) == 1
+    assert workers.keys() == set(ROLES) and len({id(group) for group in workers.values()}) == 1
 
 
 def test_pools_are_parts_of_a_room() -> None:
     """Each stands where the placement has it, with its part of the memory; a role has the group of its pool."""
-    backend, hosts = started(
+    backend, workers = started(
         "placement=custom", "placement.roles.actor=train", "placement.roles.critic=value", "placement.roles.rollout=engines",
         "placement.pools={train: {nodes: 2, gpus: 4, fraction: 1}, value: {nodes: 1, gpus: 2, fraction: 0.25}, "
         "engines: {nodes: 1, gpus: 2, fraction: 0.75}}", "trainer.nnodes=2", "trainer.n_gpus_per_node=6",
@@ -63,7 +63,7 @@ def test_pools_are_parts_of_a_room() -> None:
         "engines": ResourcePool((2,), "cuda", "engines", room=room, first_slot=4),
     }
     assert backend.fractions == {"train": 1.0, "value": 0.25, "engines": 0.75}
-    names = {role: group.name for role, group in hosts.items()}
+    names = {role: group.name for role, group in workers.items()}
     assert names == {"actor": "train", "ref": "train", "critic": "value", "reward": "train", "rollout": "engines"}
 
 

@@ -89,7 +89,7 @@ PATIENT = watchdog(Path())  # nothing is late here
 @pytest.fixture
 def model() -> Any:
     with LocalBackend() as backend:
-        group = backend.start_group("hosts", ResourcePool((3,), "cpu", "pool"), Mirror)
+        group = backend.start_group("workers", ResourcePool((3,), "cpu", "pool"), Mirror)
         yield group
 
 
@@ -155,7 +155,7 @@ def test_rows_that_belong_together_are_in_one_micro_batch() -> None:
     ones = torch.ones(sum(sizes))
     batch = numbered(sizes).with_tokens(response_mask=ones, loss_weight=ones).with_rows(side=torch.tensor([1, -1] * 5))
     with LocalBackend() as backend:
-        actor = start(backend.start_group("hosts", ResourcePool((2,), "cpu", "pool"), Paired))
+        actor = start(backend.start_group("workers", ResourcePool((2,), "cpu", "pool"), Paired))
         together = actor.train_step(batch, (), rows=("side",), together=2)
         alone = actor.train_step(batch, (), rows=("side",))
     assert together["torn"].value == 0 < alone["torn"].value
@@ -185,7 +185,7 @@ def test_answers_to_a_prompt_meet_where_the_engine_shares_it(shares: bool) -> No
     first = torch.repeat_interleave(batch.rows["uid"], batch.lengths)
     batch = batch.with_tokens(input_ids=first, response_mask=ones, loss_weight=ones)
     with LocalBackend() as backend:
-        actor = start(backend.start_group("hosts", ResourcePool((1,), "cpu", "pool"), Sharing), shares_prompts=shares)
+        actor = start(backend.start_group("workers", ResourcePool((1,), "cpu", "pool"), Sharing), shares_prompts=shares)
         torn = actor.forward(batch, ["log_probs"]).tokens["log_probs"][0], actor.train_step(batch, ())["told"].value
     assert [float(count) == 0 for count in torn] == [shares, shares]
 
@@ -201,7 +201,7 @@ def test_what_several_ranks_compute_together_counts_once() -> None:
     ones = torch.ones(sum(SIZES))
     batch = numbered(SIZES).with_tokens(response_mask=ones, loss_weight=ones, advantages=ones)
     with LocalBackend() as backend:
-        actor = start(backend.start_group("hosts", ResourcePool((4,), "cpu", "pool"), Halved))
+        actor = start(backend.start_group("workers", ResourcePool((4,), "cpu", "pool"), Halved))
         metrics = actor.train_step(batch, ("advantages",))
         result = actor.forward(batch, ["log_probs"])
     assert metrics["rows"].value == len(SIZES) and actor.take_flops() == 20.0
@@ -216,7 +216,7 @@ def test_engines_on_other_ranks_than_the_trainers_meet_these_and_sync_while_they
     with LocalBackend() as backend:
         trainers = backend.start_group("trainers", ResourcePool((2,), "cpu", "pool"), Mirror)
         rollout = RemoteRollout(model, spec_of("somewhere"), "actor", PATIENT, trainers=trainers)
-        assert rollout.mesh.shard_of_rank == (0, 0, 1) and rollout.mesh.answers == (0, 2)
+        assert rollout.mesh.shard_of_rank == (0, 0, 1) and rollout.mesh.output_ranks == (0, 2)
         metrics = rollout.sync_weights(4)
         assert (metrics["version"].value, metrics["ranks"].value) == (4, 3)
         assert trainers.call("has_sent").result() == [True, True] and model.call("has_sent").result() == [False] * 3
@@ -241,7 +241,7 @@ def as_lists_of(batch: Batch) -> list[tuple[list[int], int]]:
 
 def test_the_first_rank_that_answers_speaks_for_its_share() -> None:
     mesh = mesh_of([(0, False), (0, True), (1, True), (1, False)])
-    assert mesh.shard_of_rank == (0, 0, 1, 1) and mesh.answers == (1, 2)
+    assert mesh.shard_of_rank == (0, 0, 1, 1) and mesh.output_ranks == (1, 2)
     with pytest.raises(ValueError):
         mesh_of([(0, False), (1, True)])
 
@@ -318,7 +318,7 @@ def test_what_a_rank_works_on_is_told() -> None:
     mesh = mesh_of([(0, True), (0, False), (1, True)])
     first, twin, other = work_by_rank(plan, SIZES, mesh)
     assert first == twin != other
-    shares = [[SIZES[row] for row in rows] for rows in plan.shares]
+    shares = [[SIZES[row] for row in rows] for rows in plan.shards]
     assert [first, other] == [
         f"{len(mine)} rows, {sum(mine)} tokens, {len(cuts)} micro-batches, longest row {max(mine)}"
         for mine, cuts in zip(shares, plan.micro_batches, strict=True)

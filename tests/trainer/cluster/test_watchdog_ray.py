@@ -14,7 +14,7 @@ from tests.trainer.faults import COLLECTIVE, FAULT
 from tests.trainer.watchdogs import watchdog
 from tests.workers.engine.toy import toy_batch
 from tests.workers.rollout.engines import spec_of
-from tests.workers.rollout.vllm_hosts import actor_spec
+from tests.workers.rollout.vllm_workers import actor_spec
 from trainer.cluster.oom_backoff import Budget
 from trainer.cluster.remote import RemoteModel
 from workers.controller.group import PhaseTimeout, WorkerError
@@ -31,7 +31,7 @@ class Run:
     def __init__(self, backend: RayBackend, folder: Path) -> None:
         self.folder = folder
         self.group = backend.start_group(
-            "workers", ResourcePool((2,), "cpu", "pool"), "tests.trainer.faults:FaultyHost", "cpu", 300.0
+            "workers", ResourcePool((2,), "cpu", "pool"), "tests.trainer.faults:FaultyWorker", "cpu", 300.0
         )
         spec = actor_spec(spec_of(save_tiny_model(folder / "model")).model)
         loss, limits = LossSpec("tests.trainer.faults:FaultyLoss", None), Limits(max_tokens=32)

@@ -17,8 +17,8 @@ from trainer.cluster.remote import RemoteModel
 from trainer.tracking.token_dump import AnswerLog
 from workers.batch import Batch
 from workers.plan import Limits
-from workers.roles.memory_scheduler import Residency, Tenant
-from workers.roles.worker import Host
+from workers.roles.memory_scheduler import MemoryScheduler, ResidentModel
+from workers.roles.worker import Worker
 
 LORA = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.optim.lr=1e-2")
 KL = ("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_type=k3")
@@ -34,17 +34,17 @@ class Seen:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.roles: list[str] = []
-        self.tenants: list[str] = []
+        self.residents: list[str] = []
         self.references: list[tuple[Batch, Batch]] = []
-        build, add, forward = Host.build_model, Residency.add_model, RemoteModel.forward
+        build, add, forward = Worker.build_model, MemoryScheduler.add_model, RemoteModel.forward
 
-        def build_model(host: Host, role: str, *words: Any) -> Any:
+        def build_model(worker: Worker, role: str, *words: Any) -> Any:
             self.roles.append(role)
-            return build(host, role, *words)
+            return build(worker, role, *words)
 
-        def add_model(residency: Residency, role: str, tenant: Tenant) -> None:
-            self.tenants.append(role)
-            add(residency, role, tenant)
+        def add_model(memory_scheduler: MemoryScheduler, role: str, resident: ResidentModel) -> None:
+            self.residents.append(role)
+            add(memory_scheduler, role, resident)
 
         def recorded(model: RemoteModel, batch: Batch, outputs: Sequence[str], **how: Any) -> Batch:
             found = forward(model, batch, outputs, **how)
@@ -52,15 +52,15 @@ class Seen:
                 self.references.append((batch, found))
             return found
 
-        monkeypatch.setattr(Host, "build_model", build_model)
-        monkeypatch.setattr(Residency, "add_model", add_model)
+        monkeypatch.setattr(Worker, "build_model", build_model)
+        monkeypatch.setattr(MemoryScheduler, "add_model", add_model)
         monkeypatch.setattr(RemoteModel, "forward", recorded)
 
 
 def test_the_reference_is_the_base_and_no_second_copy(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Seen(monkeypatch)
     steps = run_ppo(task, tmp_path, *LORA, *KL, "trainer.total_training_steps=3")
-    assert seen.roles == seen.tenants == ["actor"]
+    assert seen.roles == seen.residents == ["actor"]
     assert steps[0]["actor/kl_loss"] == 0.0 < steps[1]["actor/kl_loss"] < steps[2]["actor/kl_loss"]
     base = AutoModelForCausalLM.from_pretrained(task / "base").eval()
     assert len(seen.references) == 3
@@ -128,7 +128,7 @@ def test_a_light_base_is_trained_beside(task: Path, tmp_path: Path) -> None:
 def test_what_cannot_be_is_said_before_a_worker_starts(
     task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], words: list[str], told: str
 ) -> None:
-    monkeypatch.setattr(Host, "__init__", lambda *words, **more: pytest.fail("a worker started"))
+    monkeypatch.setattr(Worker, "__init__", lambda *words, **more: pytest.fail("a worker started"))
     assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", *LORA, *words)) == 2
     (line,) = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("note")]
     assert told in line

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.runs import make_task, run_ppo
-from tests.workers.rollout.vllm_hosts import CPU_BUILD
+from tests.workers.rollout.vllm_workers import CPU_BUILD
 
 pytestmark = CPU_BUILD
 

@@ -8,7 +8,7 @@ import pytest
 
 from data_preprocess import tiny_model
 from tests.runs import make_task, metrics_of, ppo_arguments
-from tests.workers.rollout.vllm_hosts import CPU_BUILD
+from tests.workers.rollout.vllm_workers import CPU_BUILD
 from workers.roles.rollout_engines import ENGINES
 
 pytestmark = [CPU_BUILD, pytest.mark.soak]

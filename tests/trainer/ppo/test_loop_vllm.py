@@ -8,7 +8,7 @@ import pytest
 
 from data_preprocess import tiny_model
 from tests.runs import make_task, repeatable, run_ppo
-from tests.workers.rollout.vllm_hosts import CPU_BUILD
+from tests.workers.rollout.vllm_workers import CPU_BUILD
 from trainer.run.run_dir import START
 
 pytestmark = CPU_BUILD

@@ -63,7 +63,7 @@ def test_answers_are_counted_while_they_are_drawn(tmp_path: Path, monkeypatch: p
             progress = Progress(progress_file(tmp_path, engine))
             progress.begin(16)
             time.sleep(0.11)
-            progress.tell(done, done * 100)
+            progress.record(done, done * 100)
             progress.close()
         assert re.search(r"generating 8 of 32 answers · [\d,]+ tokens/s · left 0:0\d", panel_of(display))
     with phases("step"), phases("update_actor"):
@@ -73,7 +73,7 @@ def test_answers_are_counted_while_they_are_drawn(tmp_path: Path, monkeypatch: p
         for engine in range(2):
             progress = Progress(progress_file(tmp_path, engine))
             progress.begin(16)
-            progress.tell(16, 1600)
+            progress.record(16, 1600)
             progress.close()
         assert "generating 0.0 s" in panel_of(display)
         long_ago = time.time() - 60

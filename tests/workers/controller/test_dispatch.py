@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from workers.controller.dispatch import Mesh, Sharded, collect, split
 
-PAIRS = Mesh(shard_of_rank=(0, 0, 1, 1), answers=(0, 3))
+PAIRS = Mesh(shard_of_rank=(0, 0, 1, 1), output_ranks=(0, 3))
 
 
 def test_ranks_of_a_replica_get_the_same_shard() -> None:

@@ -12,8 +12,8 @@ from tests.workers.controller.test_process_inspection import process
 from workers.controller.flight_recorder import (
     KEPT_ENTRIES,
     _latest,
-    answer_for_collectives,
     collectives_of,
+    enable_collective_reports,
     in_words,
     read_records,
     stragglers,
@@ -23,8 +23,8 @@ from workers.controller.process_inspection import examine
 MEMBERS = {"dp": [0, 1, 2, 3], "tp01": [0, 1], "tp12": [1, 2], "tp20": [2, 0]}
 GLOO = """
 import torch, torch.distributed as dist
-from workers.controller.flight_recorder import answer_for_collectives
-answer_for_collectives()
+from workers.controller.flight_recorder import enable_collective_reports
+enable_collective_reports()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 for size in range(1, 31):
     dist.all_reduce(torch.ones(size, 2, dtype=torch.bfloat16))
@@ -101,16 +101,16 @@ def test_who_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     with process("print(flush=True); time.sleep(600)") as pid:
         assert collectives_of(pid) == "", "it records none"
     monkeypatch.setattr("workers.controller.flight_recorder.ANSWER_SECONDS", 0.2)
-    start = (
-        "from workers.controller.flight_recorder import answer_for_collectives\nanswer_for_collectives()\nimport ctypes, sys\n"
-    )
+    start = "from workers.controller.flight_recorder import enable_collective_reports as enable\nenable()\nimport ctypes, sys\n"
     holds = "sys.setswitchinterval(600); library = ctypes.PyDLL(None); library.write(1, b'\\n', 1); library.sleep(600)"
     with process(holds, start) as pid:
         assert collectives_of(pid) == "", "an extension holds the interpreter's lock"
 
 
 def test_a_process_without_torch_has_recorded_nothing_and_its_own_setting_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = "import os, time\nfrom workers.controller.flight_recorder import answer_for_collectives\nanswer_for_collectives()\n"
+    start = (
+        "import os, time\nfrom workers.controller.flight_recorder import enable_collective_reports\nenable_collective_reports()\n"
+    )
     for name, value, found in [("PATH", os.environ["PATH"], "2000"), ("TORCH_NCCL_TRACE_BUFFER_SIZE", "0", "None")]:
         monkeypatch.setenv(name, value)
         code = f"assert str(os.environ.get('TORCH_FR_BUFFER_SIZE')) == '{found}'\nprint(flush=True); time.sleep(600)"
@@ -204,8 +204,8 @@ def test_py_spy_where_a_process_does_not_answer(
 
 
 def test_the_thread_is_started_once_and_its_answer_is_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer_for_collectives()
-    answer_for_collectives()
+    enable_collective_reports()
+    enable_collective_reports()
     links = [os.readlink(one) for one in Path("/proc/self/fd").iterdir() if os.path.lexists(one)]
     assert sum("tandem-collectives" in link for link in links) == 1
     for now in ({"gloo": 1}, {"gloo": 2}):

@@ -14,8 +14,8 @@ from workers.controller.process_inspection import GONE, ProcessState, RankState,
 ROOT = Path(__file__).parents[3]
 START = """
 import ctypes, os, subprocess, sys, time
-from workers.controller.stacks import answer_for_stacks
-answer_for_stacks()
+from workers.controller.stacks import enable_stack_reports
+enable_stack_reports()
 """
 SLEEPS = """
 def nap():

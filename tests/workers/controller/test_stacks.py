@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from workers.controller.stacks import Frame, answer_for_stacks, frames_by_thread, memory_of_stacks
+from workers.controller.stacks import Frame, enable_stack_reports, frames_by_thread, memory_of_stacks
 
 TWO_THREADS = """\
 Thread 0x00007efe32a6c6c0 (most recent call first):
@@ -25,7 +25,7 @@ def test_frames_of_each_thread_the_innermost_first() -> None:
 
 def test_a_process_says_once_that_it_answers() -> None:
     for _ in range(2):
-        answer_for_stacks()
+        enable_stack_reports()
     memory = memory_of_stacks(os.getpid())
     assert memory is not None
     links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if os.path.lexists(entry)]

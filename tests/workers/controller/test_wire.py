@@ -39,10 +39,10 @@ def test_a_tensor_arrives_as_it_was(tensor: torch.Tensor) -> None:
 
 def test_tensors_and_arrays_are_not_in_the_pickle() -> None:
     tensor, array = torch.zeros(10_000, dtype=torch.bfloat16), np.zeros(5_000)
-    parcel = pack({"tensor": tensor, "array": array})
-    assert len(parcel.data) < 1_000
-    assert [buffer.nbytes for buffer in parcel.buffers] == [20_000, 40_000]
-    assert parcel.buffers[0].ctypes.data == tensor.data_ptr(), "packing copies nothing"
+    message = pack({"tensor": tensor, "array": array})
+    assert len(message.data) < 1_000
+    assert [buffer.nbytes for buffer in message.buffers] == [20_000, 40_000]
+    assert message.buffers[0].ctypes.data == tensor.data_ptr(), "packing copies nothing"
 
 
 def test_a_view_leaves_the_rest_of_its_storage_behind() -> None:
@@ -51,8 +51,8 @@ def test_a_view_leaves_the_rest_of_its_storage_behind() -> None:
 
 def test_what_arrives_is_the_receivers_own() -> None:
     sent = {"tensor": torch.zeros(4), "array": np.zeros(4), "list": [0]}
-    parcel = pack(sent)
-    first, second = unpack(parcel), unpack(parcel)
+    message = pack(sent)
+    first, second = unpack(message), unpack(message)
     first["tensor"] += 1
     first["array"] += 1
     first["list"].append(1)

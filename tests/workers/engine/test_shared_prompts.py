@@ -16,7 +16,7 @@ from workers.engine.base import LossSpec
 from workers.engine.hf.packed_attention import PackedRows, packed_attention
 from workers.engine.shared_prompts import Prompts, SharedPrompts
 from workers.plan import MicroBatches
-from workers.roles.memory_scheduler import Residency, Tenant
+from workers.roles.memory_scheduler import MemoryScheduler, ResidentModel
 from workers.roles.model_role import ModelRole
 
 LENGTHS = [9, 14, 9, 5, 12, 9, 6, 5, 7]
@@ -122,9 +122,9 @@ def test_ulysses_and_megatron_take_whole_rows(group: None, models: dict[str, str
 
 def test_work_that_is_spared_is_not_counted(group: None, models: dict[str, str]) -> None:
     engine, batch = toy_engine(models["qwen2"]), grouped(torch.float32)
-    residency = Residency()
-    residency.add_model("actor", Tenant(engine, False, False))
-    role = ModelRole("actor", engine, LossSpec("tests.workers.rollout.vllm_hosts:toy_loss", None), residency)
+    memory_scheduler = MemoryScheduler()
+    memory_scheduler.add_model("actor", ResidentModel(engine, False, False))
+    role = ModelRole("actor", engine, LossSpec("tests.workers.rollout.vllm_workers:toy_loss", None), memory_scheduler)
     flops = [role.train_step(part, SEVERAL)["flops"].value for part in both(batch)]
     assert flops[1] == engine.flops(LENGTHS, backward=True)
     assert flops[0] == pytest.approx(flops[1] - engine.flops([5, 5, 6], backward=True), rel=1e-12)

@@ -11,11 +11,11 @@ from torch.multiprocessing import spawn
 
 from tests.tiny import fsdp_config
 from tests.workers.rollout.engines import request, spec_of
-from tests.workers.rollout.vllm_hosts import ACTOR_LOSS, actor_spec, make_small, place
+from tests.workers.rollout.vllm_workers import ACTOR_LOSS, actor_spec, make_small, place
 from workers.batch import Batch
 from workers.roles.model_role import ModelRole
 from workers.roles.rollout_role import RolloutRole
-from workers.roles.worker import Host
+from workers.roles.worker import Worker
 
 SHARE = 0.9
 """Of the GPU, the engine's."""
@@ -38,16 +38,16 @@ QUICK: dict[str, dict[str, Any]] = {
 
 
 def main(rank: int, path: str, name: Literal["vllm", "sglang"]) -> None:
-    host = Host(place(), "cuda", 60.0)
+    worker = Worker(place(), "cuda", 60.0)
     sharding = fsdp_config("bfloat16", model_dtype="float32", param_offload=True, optimizer_offload=True)
     rollout = spec_of(f"{path}/model", name=name, max_model_len=1024, slots=16, dtype="bfloat16", **QUICK[name])
     rollout = replace(rollout, device="cuda", rollout=replace(rollout.rollout, gpu_memory_utilization=SHARE))
-    host.build_model("actor", replace(actor_spec(rollout.model, sharding), device="cuda"), ACTOR_LOSS)
-    host.build_rollout("rollout", rollout, "actor")
-    actor, engine = host.roles["actor"], host.roles["rollout"]
+    worker.build_model("actor", replace(actor_spec(rollout.model, sharding), device="cuda"), ACTOR_LOSS)
+    worker.build_rollout("rollout", rollout, "actor")
+    actor, engine = worker.roles["actor"], worker.roles["rollout"]
     assert isinstance(actor, ModelRole) and isinstance(engine, RolloutRole)
     engine.sync_weights(0)
-    host.residency.enter("generate")
+    worker.memory_scheduler.enter("generate")
     engine.rollout.submit([request(i, PROMPT, max_tokens=900, ignore_eos=True, seed=i) for i in range(8)])
     if name == "vllm":  # SGLang's step waits until a response has ended
         for _ in range(10):
@@ -60,13 +60,13 @@ def main(rank: int, path: str, name: Literal["vllm", "sglang"]) -> None:
         actor.train_step(batch(rows), (tuple(range(rows)),))
     found["free"] = torch.cuda.mem_get_info()[0]
     found["metrics"] = sorted(engine.sync_weights(1))
-    host.residency.enter("generate")
+    worker.memory_scheduler.enter("generate")
     found["free in generation"] = torch.cuda.mem_get_info()[0]
     (last,) = [c for c in engine.rollout.generate([request(9, PROMPT, max_tokens=8, ignore_eos=True, seed=9)]) if c.id == 9]
     found["tokens"], found["version"] = len(last.token_ids), last.weight_version
     found["resumed"] = [len(completion.token_ids) for completion in engine.rollout.abort()]
     torch.save(found, f"{path}/found.pt")
-    host.close()
+    worker.close()
 
 
 def batch(rows: int) -> Batch:

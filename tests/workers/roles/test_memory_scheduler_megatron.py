@@ -14,12 +14,12 @@ from tests.tiny import save_tiny_model
 from tests.workers.engine.megatron.cases import megatron_config
 from tests.workers.engine.toy import ToyLoss, cut, toy_batch
 from tests.workers.rollout.engines import spec_of
-from tests.workers.rollout.vllm_hosts import ACTOR_LOSS, actor_spec, place
+from tests.workers.rollout.vllm_workers import ACTOR_LOSS, actor_spec, place
 from workers.roles.model_role import ModelRole
 from workers.roles.rollout_role import RolloutRole
-from workers.roles.worker import Host
+from workers.roles.worker import Worker
 from workers.rollout.base import Sampling
-from workers.rollout.malloc_trim import give_back_free_memory
+from workers.rollout.malloc_trim import trim_free_memory
 
 MB = 2**20
 SIZES: dict[str, object] = {"hidden_size": 512, "num_hidden_layers": 16, "intermediate_size": 2048, "num_attention_heads": 4}
@@ -32,22 +32,22 @@ def main(offloads: int, path: str) -> None:
     from workers.engine.megatron.megatron_engine import MegatronEngine  # loading it changes torch: in these processes alone
 
     torch.set_num_threads(1)
-    host = Host(place(), "cpu", 600.0)
+    worker = Worker(place(), "cpu", 600.0)
     sharding = megatron_config(**(OFFLOAD if offloads else {}))
     rollout = spec_of(f"{path}/actor", slots=4)
-    host.build_model("actor", actor_spec(rollout.model, sharding), ACTOR_LOSS)
-    host.build_model("ref", actor_spec(spec_of(f"{path}/ref").model, sharding), None)
-    host.build_rollout("rollout", rollout, "actor")
+    worker.build_model("actor", actor_spec(rollout.model, sharding), ACTOR_LOSS)
+    worker.build_model("ref", actor_spec(spec_of(f"{path}/ref").model, sharding), None)
+    worker.build_rollout("rollout", rollout, "actor")
     batch = toy_batch([9, 5, 12, 7])
     (share,), (plan,) = cut(batch, max_tokens=64)
-    actor, engine = host.roles["actor"], host.roles["rollout"]
+    actor, engine = worker.roles["actor"], worker.roles["rollout"]
     assert isinstance(actor, ModelRole) and isinstance(actor.engine, MegatronEngine) and isinstance(engine, RolloutRole)
     found: dict[str, Any] = {"rss": [], "metrics": []}
     for version in range(2):
         rss = {}
         metrics = actor.train_step(share, plan)
         rss["train"] = resident()
-        host.run("ref", "forward", share, plan, ["log_probs"], True)
+        worker.run("ref", "forward", share, plan, ["log_probs"], True)
         rss["another forward"] = resident()
         engine.sync_weights(version)
         rss["sync"] = resident()
@@ -55,18 +55,18 @@ def main(offloads: int, path: str) -> None:
         prompts.rows |= {"seed": torch.arange(len(batch)), "greedy": torch.zeros(len(batch), dtype=torch.bool)}
         answers = engine.generate(prompts, Sampling(1.0, -1, 1.0, 4, stop_token_ids=(1,)))
         rss["generate"] = resident()
-        host.residency.enter("rest")
+        worker.memory_scheduler.enter("rest")
         rss["rest"] = resident()
         found["rss"].append(rss)
         found["metrics"].append({name: metric.value for name, metric in metrics.items()} | {"answers": answers.tokens})
-    with host.residency.visit("actor"):
+    with worker.memory_scheduler.parameters_on_device("actor"):
         found["weights"] = {name: weight.clone() for name, weight in actor.engine.export_weights()}
     train = partial(actor.engine.train_step, share, plan, ToyLoss())
     found["early"] = [refusal(partial(actor.engine.forward, share, plan, {"log_probs"})), refusal(train)]
     actor.engine.move(params="device", grads="device")
     found["early"].append(refusal(train))
     torch.save(found, f"{path}/{offloads}.pt")
-    host.close()
+    worker.close()
 
 
 def refusal(work: Callable[[], object]) -> str:
@@ -81,7 +81,7 @@ def refusal(work: Callable[[], object]) -> str:
 def resident() -> int:
     """Bytes of this process in memory, without what the C library keeps for later."""
     gc.collect()
-    give_back_free_memory()
+    trim_free_memory()
     return int(psutil.Process().memory_info().rss)
 
 

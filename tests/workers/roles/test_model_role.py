@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 
 from workers.engine.base import Saved, SavedFile
-from workers.roles.memory_scheduler import Residency, Tenant
+from workers.roles.memory_scheduler import MemoryScheduler, ResidentModel
 from workers.roles.model_role import ModelRole
 
 SAVED = Saved(files=[SavedFile(name="shard", size=1, sha256="0")], seconds=1.0)
@@ -27,9 +27,9 @@ class Engine:
 
 def test_a_save_under_way_is_told_as_often_as_one_asks() -> None:
     engine = Engine()
-    residency = Residency()
-    residency.add_model("actor", Tenant(cast(Any, engine), param_offload=False, optimizer_offload=False))
-    role = ModelRole("actor", cast(Any, engine), None, residency)
+    memory_scheduler = MemoryScheduler()
+    memory_scheduler.add_model("actor", ResidentModel(cast(Any, engine), param_offload=False, optimizer_offload=False))
+    role = ModelRole("actor", cast(Any, engine), None, memory_scheduler)
     role.save("somewhere", True)
     assert engine.asked == [("somewhere", True)] and role.saved(False) is None
     with pytest.raises(AssertionError, match="the last save is still under way"):

@@ -19,8 +19,8 @@ from tests.workers.rollout.engines import spec_of
 from workers.controller.actor import free_port
 from workers.controller.group import WorkerInfo
 from workers.roles.rollout_role import RolloutRole
-from workers.roles.worker import Host, interface_to
-from workers.rollout.sync.channel import Channel, Meeting, Receiver
+from workers.roles.worker import Worker, interface_to
+from workers.rollout.sync.channel import Channel, Receiver, Rendezvous
 
 
 def info() -> WorkerInfo:
@@ -32,12 +32,12 @@ def test_a_host_listens_on_its_own_address_alone_and_leaves_its_group_when_it_cl
     before = set(process.net_connections("tcp"))
     for _ in range(2):  # the second finds no group of the first
         place = info()
-        host = Host(place, "cpu", 600.0)
+        worker = Worker(place, "cpu", 600.0)
         assert dist.get_world_size() == 1 and dist.get_backend() == "gloo"
         listening = {c.laddr for c in set(process.net_connections("tcp")) - before if c.status == psutil.CONN_LISTEN}
         assert place.master_port in {address.port for address in listening}
         assert {address.ip for address in listening} == {"127.0.0.1"}
-        host.close()
+        worker.close()
         assert not dist.is_initialized()
 
 
@@ -49,7 +49,7 @@ def test_gloo_listens_on_the_interface_that_reaches_rank_0(
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # it is restored after the test
     monkeypatch.delenv("GLOO_SOCKET_IFNAME") if chosen is None else monkeypatch.setenv("GLOO_SOCKET_IFNAME", chosen)
-    Host(replace(info(), master_addr="127.0.1.1"), "cpu", 600.0)
+    Worker(replace(info(), master_addr="127.0.1.1"), "cpu", 600.0)
     assert os.environ["GLOO_SOCKET_IFNAME"] == used
 
 
@@ -72,7 +72,7 @@ def test_a_part_of_a_gpu_is_reserved_for_its_process(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part: told.append(("fraction", part)))
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     for fraction in (0.25, 1.0):
-        Host(replace(info(), local_rank=3), "cuda", 600.0, memory_fraction=fraction)
+        Worker(replace(info(), local_rank=3), "cuda", 600.0, memory_fraction=fraction)
     assert told == [("device", 3), ("fraction", 0.25), ("device", 3)]
 
 
@@ -83,8 +83,8 @@ def test_every_file_is_hashed_by_one_rank(tmp_path: Path, world_size: int) -> No
         (tmp_path / name).write_text(name)
     found: dict[str, str] = {}
     for rank in range(world_size):
-        host = SimpleNamespace(info=replace(info(), rank=rank, world_size=world_size))
-        part = Host.hash_files(cast(Any, host), tmp_path, names)
+        worker = SimpleNamespace(info=replace(info(), rank=rank, world_size=world_size))
+        part = Worker.hash_files(cast(Any, worker), tmp_path, names)
         assert len(part) <= -(-len(names) // world_size) and not found.keys() & part.keys()
         found |= part
         assert part.keys() == set(names[len(found) - len(part) : len(found)]), "neighbours, as a rank wrote them"
@@ -92,47 +92,47 @@ def test_every_file_is_hashed_by_one_rank(tmp_path: Path, world_size: int) -> No
 
 
 def test_a_role_that_is_not_here_is_named() -> None:
-    host = Host(info(), "cpu", 600.0)
+    worker = Worker(info(), "cpu", 600.0)
     try:
         with pytest.raises(KeyError, match="critic"):
-            host.run("critic", "forward")
+            worker.run("critic", "forward")
     finally:
-        host.close()
+        worker.close()
 
 
 def test_a_hosts_memory_is_that_of_its_process_and_of_those_it_started() -> None:
-    host = Host(info(), "cpu", 600.0)
+    worker = Worker(info(), "cpu", 600.0)
     with subprocess.Popen(
         [sys.executable, "-c", "x = bytearray(300 * 2**20)\nprint(flush=True)\ninput()"], stdin=-1, stdout=-1
     ) as child:
         assert child.stdout is not None and child.stdout.readline()
-        with_child = host.memory()
+        with_child = worker.memory()
         child.kill()
-    alone = host.memory()
-    host.close()
+    alone = worker.memory()
+    worker.close()
     own = psutil.Process().memory_info().rss
     assert abs(alone - own) < 64 * 2**20 and with_child - alone > 300 * 2**20
 
 
 def test_an_engine_that_is_apart_does_not_sleep_and_gets_half_a_bucket_at_a_time(tmp_path: Path) -> None:
-    host, spec = Host(info(), "cpu", 600.0), spec_of(save_tiny_model(tmp_path), update_weights_bucket_megabytes=6)
+    worker, spec = Worker(info(), "cpu", 600.0), spec_of(save_tiny_model(tmp_path), update_weights_bucket_megabytes=6)
     _, port = Channel.offered("127.0.0.1", 1, "cpu", timedelta(seconds=9))
     try:
         assert spec.rollout.free_cache_engine
-        assert host.build_rollout_apart("rollout", spec, Meeting("127.0.0.1", port, 1, None)) == (0, True)
-        role = host.roles["rollout"]
+        assert worker.build_rollout_apart("rollout", spec, Rendezvous("127.0.0.1", port, 1, None)) == (0, True)
+        role = worker.roles["rollout"]
         assert isinstance(role, RolloutRole) and isinstance(role.sync.source, Receiver)
         assert role.rollout._weights_awake and not role.sync.config.free_cache_engine
         assert role.sync.source._bucket_bytes == 3 * 2**20
-        host.residency.enter("generate")
+        worker.memory_scheduler.enter("generate")
     finally:
-        host.close()
+        worker.close()
 
 
 def test_collectives_wait_as_long_as_they_are_told() -> None:
-    host = Host(info(), "cpu", 77.0)
+    worker = Worker(info(), "cpu", 77.0)
     try:
         world = dist.group.WORLD
         assert world is not None and world._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
     finally:
-        host.close()
+        worker.close()

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tests.workers.rollout.engines import VOCAB, log_prob_error, request
-from tests.workers.rollout.vllm_hosts import LENGTH
+from tests.workers.rollout.vllm_workers import LENGTH
 from workers.rollout.base import EngineAsleep, Request, Rollout
 
 REFUSED = [

@@ -12,17 +12,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.workers.rollout.engines import request, spec_of
-from tests.workers.rollout.vllm_hosts import greedy_errors, place
+from tests.workers.rollout.vllm_workers import greedy_errors, place
 from workers.roles.rollout_engines import make_rollout
-from workers.roles.worker import Host
+from workers.roles.worker import Worker
 
 
 def serve(pipe: Connection, path: str, settings: dict[str, Any]) -> None:
     """Answers to the calls of EngineProcess, until one is None."""
     torch.set_num_threads(1)
-    host = Host(place(), "cpu", 600.0)
+    worker = Worker(place(), "cpu", 600.0)
     model = AutoModelForCausalLM.from_pretrained(path).eval()
-    engine = make_rollout(spec_of(path, **settings), host.info)
+    engine = make_rollout(spec_of(path, **settings), worker.info)
     cache_bytes = engine.stats()["cache_bytes"]
     pipe.send(cache_bytes)
     while (call := pipe.recv()) is not None:
@@ -46,7 +46,7 @@ def serve(pipe: Connection, path: str, settings: dict[str, Any]) -> None:
                 answer = max(greedy_errors(model, engine, [(2, 3, 4), (5, 6, 7, 8, 9), (10,)]))
         pipe.send(answer)
     engine.close()
-    host.close()
+    worker.close()
 
 
 class EngineProcess:

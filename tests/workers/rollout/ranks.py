@@ -10,7 +10,7 @@ from configs.schema.common import Dtype, Sharding
 from tests.trainer.watchdogs import watchdog
 from tests.workers.engine.toy import toy_batch
 from tests.workers.rollout.engines import ragged_prompts, request, spec_of
-from tests.workers.rollout.vllm_hosts import ACTOR_LOSS, FSDP, LENGTH, actor_spec, greedy_error, make_small
+from tests.workers.rollout.vllm_workers import ACTOR_LOSS, FSDP, LENGTH, actor_spec, greedy_error, make_small
 from trainer.cluster.oom_backoff import Budget
 from trainer.cluster.remote import RemoteModel, RemoteRollout
 from workers.batch import Batch
@@ -23,10 +23,10 @@ from workers.rollout.base import Completion, Sampling
 TEMPERATURE, GROUP = 0.7, 2
 
 
-def start_hosts(backend: RayBackend, name: str = "hosts", count: int = 2, collective: float = 600.0) -> WorkerGroup:
+def start_workers(backend: RayBackend, name: str = "workers", count: int = 2, collective: float = 600.0) -> WorkerGroup:
     """For one run after the other."""
     pool = ResourcePool((count,), "cpu", name)
-    return backend.start_group(name, pool, "tests.workers.rollout.vllm_hosts:SpoilingHost", "cpu", collective)
+    return backend.start_group(name, pool, "tests.workers.rollout.vllm_workers:SpoilingWorker", "cpu", collective)
 
 
 class Run:
@@ -128,7 +128,7 @@ class Run:
     def check_mesh(self) -> None:
         """The rollout's mesh is its own."""
         wanted = {1: ((0, 1), (0, 1)), 2: ((0, 0), (0,))}[self.size]
-        assert (self.rollout.mesh.shard_of_rank, self.rollout.mesh.answers) == wanted
+        assert (self.rollout.mesh.shard_of_rank, self.rollout.mesh.output_ranks) == wanted
         assert self.actor.mesh.shard_of_rank == (0, 1), "the trainer's is another"
 
 
@@ -138,7 +138,7 @@ class Groups:
     def __init__(self, backend: RayBackend) -> None:
         self.backend = backend
         self._started: dict[str, WorkerGroup] = {}
-        self.engines = start_hosts(backend, "engines")
+        self.engines = start_workers(backend, "engines")
 
     def trainers(self, count: int, kind: str = "fsdp") -> WorkerGroup:
         """One group at a time beside the engines: they take turns on few processors."""
@@ -146,5 +146,5 @@ class Groups:
         if name not in self._started:
             for other in self._started.values():
                 other.shutdown()
-            self._started = {name: start_hosts(self.backend, name, count)}
+            self._started = {name: start_workers(self.backend, name, count)}
         return self._started[name]

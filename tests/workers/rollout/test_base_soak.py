@@ -6,7 +6,7 @@ import pytest
 
 from tests.tiny import save_tiny_model
 from tests.workers.rollout.engine_process import EngineProcess
-from tests.workers.rollout.vllm_hosts import CPU_BUILD, SIZES
+from tests.workers.rollout.vllm_workers import CPU_BUILD, SIZES
 from workers.roles.rollout_engines import ENGINES
 
 pytestmark = [CPU_BUILD, pytest.mark.soak]

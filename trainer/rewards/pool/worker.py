@@ -11,7 +11,7 @@ from configs.schema.ppo import ScoringConfig
 from trainer.rewards.pool.custom import load_function
 from trainer.rewards.rules.reward_registry import built_in
 from trainer.rewards.scoring import ScoreFunction, score_all, takes_batches
-from workers.controller.stacks import answer_for_stacks
+from workers.controller.stacks import enable_stack_reports
 from workers.controller.stop import die_with_parent
 
 
@@ -29,7 +29,7 @@ def main(fd: int, parent: int) -> None:
     runner knows which response is late or fatal.
     """
     die_with_parent(parent)
-    answer_for_stacks()
+    enable_stack_reports()
     # A process started by a reward function must not inherit the socket: the runner would never see its end.
     os.set_inheritable(fd, False)
     connection = socket.socket(fileno=fd)

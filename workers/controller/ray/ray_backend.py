@@ -20,7 +20,7 @@ from ray._private import ray_constants
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from workers.controller.actor import Failure, Shell, hold_port, pack_call
+from workers.controller.actor import Failure, WorkerActor, hold_port, pack_call
 from workers.controller.dispatch import Call
 from workers.controller.environment import import_path, set_environment
 from workers.controller.group import Backend, PhaseTimeout, Replies, Transport, WorkerError, WorkerGroup, WorkerInfo
@@ -30,9 +30,9 @@ from workers.controller.ray.guard import Guard
 from workers.controller.ray.ray_places import SLOT, Places
 from workers.controller.ray.ray_session import MARK, SessionDir, end_processes, family
 from workers.controller.resource_pool import ResourcePool
-from workers.controller.stacks import answer_for_stacks
+from workers.controller.stacks import enable_stack_reports
 from workers.controller.stop import die_with_parent, handlers_kept, shielded
-from workers.controller.wire import Parcel, pack, unpack
+from workers.controller.wire import PackedMessage, pack, unpack
 
 INLINE_BYTES = 64 * 1024  # larger parcels go through the object store; Ray sends up to 100 KB with the call itself
 STORE_BYTES = 8 * 2**30  # size limit of the object store, see store_bytes
@@ -141,10 +141,12 @@ class RayBackend(Backend):
         for rank in range(pool.world_size):
             node, _ = pool.place(rank)
             strategy = PlacementGroupSchedulingStrategy(place.group, placement_group_bundle_index=node)
-            actors.append(ray.remote(RayShell).options(num_cpus=0, max_restarts=0, scheduling_strategy=strategy, **slot).remote())
+            actors.append(
+                ray.remote(RayWorkerActor).options(num_cpus=0, max_restarts=0, scheduling_strategy=strategy, **slot).remote()
+            )
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} if pool.device == "cpu" else {}
         ship = Shipper()
-        names, parcels = pack_call((args, kwargs), ship)
+        names, messages = pack_call((args, kwargs), ship)
         homes = [actor.home.remote() for actor in actors]
         logs = [self._logs and self._logs / f"rank_{rank}_{name}.log" for rank in range(pool.world_size)]
         address = actors[0].address.remote()  # a reference: Ray passes the value on when it is there, nothing waits here
@@ -152,7 +154,7 @@ class RayBackend(Backend):
             node, local_rank = pool.place(rank)
             standing = (rank, pool.world_size, local_rank, node)
             environment = {**threads, **place.environment(node), **(env or {})}
-            actor.launch.remote(standing, address, logs[rank], environment, ship(worker), names, *parcels)
+            actor.launch.remote(standing, address, logs[rank], environment, ship(worker), names, *messages)
         # The slots of a room belong to all pools in it: they outlive this group.
         own_place = place.group if pool.room is None else None
         group = WorkerGroup(name, pool.world_size, RayTransport(actors, Ranks(homes, logs), own_place))
@@ -175,7 +177,7 @@ def end_ray(places: Collection[str]) -> None:
     end_processes(places, known)
 
 
-class RayShell(Shell):
+class RayWorkerActor(WorkerActor):
     """Actor that holds one worker. It imports the worker in ``launch``, after the environment is set.
 
     An environment through Ray's runtime_env would cost 0.65 s, because prestarted processes could not be used.
@@ -188,7 +190,7 @@ class RayShell(Shell):
 
     def home(self) -> tuple[str, int]:
         """(Ray's node id, process id) of this worker. From now on it answers for its stacks."""
-        answer_for_stacks()
+        enable_stack_reports()
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
     def launch(
@@ -197,10 +199,10 @@ class RayShell(Shell):
         address: tuple[str, int],
         log_path: Path | None,
         env: Mapping[str, str],
-        worker: Parcel,
+        worker: PackedMessage,
         names: tuple[str, ...],
-        *parcels: Parcel,
-    ) -> Parcel | Failure:
+        *messages: PackedMessage,
+    ) -> PackedMessage | Failure:
         """Prepare the process and build the worker.
 
         standing: (rank, world size, local rank, node rank). address: of rank 0. log_path: None leaves the output where it is.
@@ -210,10 +212,10 @@ class RayShell(Shell):
             write_to(log_path)
         # Before start, which imports the worker: libraries read their variables when they are loaded.
         os.environ.update(env)
-        return without_exception(self.start(WorkerInfo(*standing, *address), worker, names, *parcels))
+        return without_exception(self.start(WorkerInfo(*standing, *address), worker, names, *messages))
 
-    def call(self, method: str, wanted: bool, names: tuple[str, ...], *parcels: Parcel) -> Parcel | Failure:
-        return without_exception(super().call(method, wanted, names, *parcels))
+    def call(self, method: str, wanted: bool, names: tuple[str, ...], *messages: PackedMessage) -> PackedMessage | Failure:
+        return without_exception(super().call(method, wanted, names, *messages))
 
 
 class Shipper:
@@ -225,27 +227,27 @@ class Shipper:
     def __init__(self, limit: float | None = None) -> None:
         """limit: seconds that the store may take for one argument, then TimeoutError is raised; None: no limit."""
         self._limit = limit
-        self._shipped: dict[int, Parcel | ray.ObjectRef] = {}
+        self._shipped: dict[int, PackedMessage | ray.ObjectRef] = {}
 
-    def __call__(self, value: Any) -> Parcel | ray.ObjectRef:
+    def __call__(self, value: Any) -> PackedMessage | ray.ObjectRef:
         if id(value) not in self._shipped:
-            parcel = pack(value)
-            self._shipped[id(value)] = self._put(parcel) if parcel.nbytes > INLINE_BYTES else parcel
+            message = pack(value)
+            self._shipped[id(value)] = self._put(message) if message.nbytes > INLINE_BYTES else message
         return self._shipped[id(value)]
 
-    def _put(self, parcel: Parcel) -> ray.ObjectRef:
+    def _put(self, message: PackedMessage) -> ray.ObjectRef:
         """Put a parcel into the object store, from a thread that can be abandoned.
 
         ray.put has no timeout, and ignores signals while its node does not answer.
         """
         put = Future[ray.ObjectRef]()
-        threading.Thread(target=self._work, args=(put, parcel), daemon=True).start()
+        threading.Thread(target=self._work, args=(put, message), daemon=True).start()
         return put.result(self._limit)
 
     @staticmethod
-    def _work(put: Future[ray.ObjectRef], parcel: Parcel) -> None:
+    def _work(put: Future[ray.ObjectRef], message: PackedMessage) -> None:
         try:
-            put.set_result(ray.put(parcel))
+            put.set_result(ray.put(message))
         except Exception as error:  # raised by put.result() in the thread that waits
             put.set_exception(error)
 
@@ -262,12 +264,12 @@ class RayTransport(Transport):
         refs = []
         for actor, call, wants in zip(self._actors, calls, wanted, strict=True):
             try:
-                names, parcels = pack_call(call, ship)
+                names, messages = pack_call(call, ship)
             except TimeoutError:
                 raise PhaseTimeout(
                     method, range(len(calls)), timeout or 0.0, "Ray's object store does not take the batch"
                 ) from None
-            refs.append(actor.call.remote(method, wants, names, *parcels))
+            refs.append(actor.call.remote(method, wants, names, *messages))
         return RayReplies(method, refs, self._ranks)
 
     def close(self) -> None:
@@ -377,7 +379,7 @@ def died(error: WorkerError) -> bool:
     return isinstance(error.__cause__, ray.exceptions.RayError)
 
 
-def without_exception(answer: Parcel | Failure) -> Parcel | Failure:
+def without_exception(answer: PackedMessage | Failure) -> PackedMessage | Failure:
     """Remove the exception object, which stays in its process: it may hold anything."""
     return replace(answer, error=None) if isinstance(answer, Failure) else answer
 

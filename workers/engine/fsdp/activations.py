@@ -16,7 +16,7 @@ from torch.autograd.graph import save_on_cpu
 
 from workers.engine.hf.hf_model import PackedModel
 
-PARTS_OF_AN_MLP = {"gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn", "activation_fn"}
+MLP_PARTS = {"gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn", "activation_fn"}
 Run = Callable[[Tensor], Tensor]
 
 
@@ -43,7 +43,7 @@ def tile_mlps(model: PackedModel, shards: int) -> None:
     """
     for layer in model.layers:
         children = dict(layer.named_children())
-        if "mlp" not in children or not {name for name, _ in children["mlp"].named_children()} <= PARTS_OF_AN_MLP:
+        if "mlp" not in children or not {name for name, _ in children["mlp"].named_children()} <= MLP_PARTS:
             raise ValueError(f"model.tiled_mlp.enabled=true: {type(layer).__name__} has no MLP of gate, up and down alone")
         mlp = children["mlp"]
         mlp.forward = partial(_tiled, mlp, mlp.forward, shards)

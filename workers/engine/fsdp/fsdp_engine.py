@@ -42,11 +42,11 @@ from workers.engine.hf.hf_model import (
 )
 from workers.engine.hf.moe_aux_loss import ROUTED, LoadBalance
 from workers.engine.hf.packed_attention import PackedRows
-from workers.engine.micro_batch import Answers, flat_rows, longest_first, micro_batch, weighted
+from workers.engine.micro_batch import ForwardOutputs, flat_rows, longest_first, micro_batch, weighted
 from workers.engine.offload import Offloadable, Place
-from workers.engine.out_of_memory import told_without_memory
+from workers.engine.out_of_memory import convert_out_of_memory
 from workers.engine.shared_prompts import Prompts, SharedPrompts
-from workers.engine.ulysses import TokenCut
+from workers.engine.ulysses import TokenSharding
 from workers.metric import Metric, Metrics, join_metrics
 from workers.plan import MicroBatches
 from workers.start_times import START
@@ -76,7 +76,7 @@ class FSDPEngine(TrainEngine):
         self._device_mesh = device_mesh(spec.device, fsdp.fsdp_size)
         # Whether gradients are reduced in the last micro-batch only, see _reduce_gradients.
         self._waits = fsdp.use_no_sync_for_gradient_accumulation or self._device_mesh["shard"].size() == 1
-        self._token_cut = TokenCut.over(sp, spec.device)
+        self._token_cut = TokenSharding.over(sp, spec.device)
         self._model, self._shell = self._build()
         # While parameters are gathered, the modules contain the gathered tensors. Keep references to the sharded ones.
         self._params = dict(self._model.hf.named_parameters())
@@ -138,23 +138,23 @@ class FSDPEngine(TrainEngine):
 
     def forward(self, batch: Batch, plan: MicroBatches, outputs: set[str], *, adapter: bool = True) -> Batch | None:
         self._assert_here("params")
-        answers = Answers(batch, outputs, self.spec.head, self._model.hf.config.get_text_config().vocab_size)
+        collected = ForwardOutputs(batch, outputs, self.spec.head, self._model.hf.config.get_text_config().vocab_size)
         alone = self._adapter.off() if self._adapter is not None and not adapter else nullcontext()
         prompts = self.prompts(batch)
         with torch.no_grad(), alone:
             for chosen in plan:
-                rows = micro_batch(answers.batch, chosen, self.device)
+                rows = micro_batch(collected.batch, chosen, self.device)
                 results = self._run(rows, outputs, shared=self._shared(batch, prompts, chosen))
                 if chosen and self.mesh.is_output_rank:
-                    answers.put(rows, results)
+                    collected.put(rows, results)
         self._free_gathered()
-        return answers.whole() if self.mesh.is_output_rank else None
+        return collected.batch_of_outputs() if self.mesh.is_output_rank else None
 
     def train_step(self, batch: Batch, plan: MicroBatches, loss: Loss) -> Metrics:
         assert self._optimizer is not None, "this engine was built without an optimizer"
         # With several ranks the others may wait in a collective that this rank has left: the step cannot be undone.
         alone = self.mesh.world_size == 1 and (CAN_RESET or not isinstance(self._model, FSDPModule))
-        with told_without_memory(self._drop_step if alone else None):
+        with convert_out_of_memory(self._drop_step if alone else None):
             metrics = self.accumulate(batch, plan, loss)
             grads = {name: local(param.grad) for name, param in self._params.items() if param.grad is not None}
             loss_here = metrics["loss"]

@@ -39,7 +39,7 @@ from workers.engine.hf.moe_aux_loss import ROUTED, measure
 from workers.engine.hf.packed_attention import PACKED_ATTENTION, PackedRows
 from workers.engine.logprob import head_all_log_probs, head_entropy, head_log_probs, head_sum_pi_squared, head_top_log_probs
 from workers.engine.stored_weights import StoredWeights, weight_files
-from workers.model_path import hush_hub, model_path, no_directory
+from workers.model_path import model_path, no_directory, silence_hub
 
 DTYPES: dict[Dtype, torch.dtype] = {
     "float16": torch.float16,
@@ -161,7 +161,7 @@ def model_files(model: ModelConfig) -> str:
 def model_config(model: ModelConfig, head: Head) -> PretrainedConfig:
     """Load config.json with ``override_config``. Raises ValueError for an unknown key or an unsupported architecture."""
     path = model_path(model)
-    hush_hub()
+    silence_hub()
     try:
         config, unknown = AutoConfig.from_pretrained(
             path, trust_remote_code=model.trust_remote_code, return_unused_kwargs=True, **model.override_config

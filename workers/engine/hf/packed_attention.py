@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from workers.determinism import repeat_backward
+from workers.determinism import make_backward_deterministic
 from workers.engine.shared_prompts import SharedPrompts
-from workers.engine.ulysses import TokenCut
+from workers.engine.ulysses import TokenSharding
 
 PACKED_ATTENTION = "tandem_packed"
 
@@ -48,12 +48,17 @@ class PackedRows:
     queries: Ends
     keys: Ends
     last: Tensor
-    cut: TokenCut | None
+    cut: TokenSharding | None
     shared: SharedPrompts | None
 
     @classmethod
     def of(
-        cls, lengths: Sequence[int], device: torch.device, *, cut: TokenCut | None = None, shared: SharedPrompts | None = None
+        cls,
+        lengths: Sequence[int],
+        device: torch.device,
+        *,
+        cut: TokenSharding | None = None,
+        shared: SharedPrompts | None = None,
     ) -> PackedRows:
         """Build the layout. lengths: tokens of each of the B rows, all positive."""
         assert cut is None or shared is None, "tokens that are cut over ranks share no prompts"
@@ -193,7 +198,7 @@ def varlen(
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     out = attend(q, k, v, queries[0], keys[0], queries[1], keys[1], scale=scaling, window_size=(left, 0))
     assert isinstance(out, Tensor)
-    repeat_backward(out)
+    make_backward_deterministic(out)
     return out
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from workers.engine.collectives import gather, gather_alike
+from workers.engine.collectives import gather, gather_replicated
 from workers.engine.hf.packed_attention import varlen
 
 
@@ -32,7 +32,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class ContextCut:
+class ContextSharding:
     """Split of T tokens over a context-parallel group.
 
     place: int64 (T / cp,), the tokens that this rank holds. back: int64 (T,), index of each token in the concatenation of all
@@ -47,7 +47,7 @@ class ContextCut:
     seen: tuple[Tensor, int]
 
     @classmethod
-    def of(cls, lengths: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> ContextCut:
+    def of(cls, lengths: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> ContextSharding:
         """Build the split. lengths: tokens of the rows; 2 * cp divides their sum T."""
         ranks, total = group.size(), sum(lengths)
         chunk, rest = divmod(total, 2 * ranks)
@@ -72,9 +72,9 @@ class ContextCut:
         """All-gather (T / cp, ...) -> (T, ...), in token order; the gradient is summed: each rank uses the result differently."""
         return gather(mine, self.group).index_select(0, self.back)
 
-    def gather_alike(self, mine: Tensor) -> Tensor:
+    def gather_replicated(self, mine: Tensor) -> Tensor:
         """All-gather for a result that all ranks use identically: the gradient is each rank's own slice."""
-        return gather_alike(mine, self.group).index_select(0, self.back)
+        return gather_replicated(mine, self.group).index_select(0, self.back)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (T / cp, heads, D), k and v (T / cp, kv heads, D) -> (T / cp, heads, D). Collective."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from workers.engine.hf.checkpoint import Files
 from workers.engine.hf.hf_model import PackedModel
 from workers.engine.megatron.packed_gpt import PackedGPT
-from workers.engine.megatron.weights import WeightLine, table
+from workers.engine.megatron.weights import WeightMapping, table
 from workers.engine.saving import read_ahead
 
 VALUE_HEAD = ("score.weight", "score.bias")
@@ -46,7 +46,7 @@ class Exchange:
         assert not unknown, f"the table of weights lacks {sorted(unknown)}"
 
     @property
-    def own_lines(self) -> list[WeightLine]:
+    def unique_lines(self) -> list[WeightMapping]:
         """Lines of the table that make up each Hugging Face tensor once; of tied weights the first."""
         first = {line.theirs: line for line in reversed(self.lines)}
         return [line for line in self.lines if first[line.theirs] is line]
@@ -58,7 +58,7 @@ class Exchange:
         ValueError for any other missing or mismatched weight.
         """
 
-        def read(line: WeightLine) -> Tensor:
+        def read(line: WeightMapping) -> Tensor:
             theirs = [files.read(prefix + name) for name in line.theirs]
             for name, tensor in zip(line.theirs, theirs, strict=True):
                 if tensor.shape != self.shapes[name]:
@@ -72,7 +72,7 @@ class Exchange:
         for line, part in zip(lines, read_ahead(read, lines, AHEAD), strict=True):
             put(self.params[line.ours], part)
 
-    def refuse_strangers(self, files: Files) -> None:
+    def check_known_weights(self, files: Files) -> None:
         """Raise ValueError for weights in the files that the table does not contain.
 
         The model then has a part that Megatron would leave out without an error.
@@ -91,7 +91,7 @@ class Exchange:
         The owning pipeline stage broadcasts its part, then tensor-parallel ranks gather their parts. All ranks iterate over the
         same lines in the same order.
         """
-        for line in self.own_lines:
+        for line in self.unique_lines:
             stage, shape, kept = self.owners[line.ours]
             # Cast before communication if that makes the message smaller.
             crossing = dtype if dtype is not None and dtype.itemsize < kept.itemsize else kept
@@ -113,7 +113,7 @@ class Exchange:
         whole: maps a parameter to a tensor of its shape, or to None if another rank writes it. Parts that all tensor-parallel
         ranks hold are written by the first.
         """
-        for line in self.own_lines:
+        for line in self.unique_lines:
             if self.pp.rank() != self.owners[line.ours][0]:
                 continue
             ours = whole(self.params[line.ours])

@@ -21,7 +21,7 @@ def values(chunk: PackedGPT, pack: Pack, hidden: Tensor) -> dict[str, Tensor]:
         hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
     after = chunk.output_layer(hidden[:, 0])[:, 0].float()
     cut, total = pack.packed.cut, pack.rows.total_tokens
-    after = (after if cut is None else cut.gather_alike(after))[:total]
+    after = (after if cut is None else cut.gather_replicated(after))[:total]
     first = pack.rows.positions().to(after.device) == 0
     ends = pack.rows.lengths.cumsum(0).to(after.device) - 1
     # The head computes the value after each token: shift by one for the state before it.
@@ -53,7 +53,7 @@ def log_probs(chunk: PackedGPT, pack: Pack, hidden: Tensor, outputs: Collection[
     results = {}
     for name, out in found.items():
         placed = out.new_zeros(len(hidden), *out.shape[1:]).index_copy(0, here, out)
-        whole = placed if cut is None else cut.gather_alike(placed)
+        whole = placed if cut is None else cut.gather_replicated(placed)
         results[name] = whole[:total].roll(1, 0)
     return results
 

@@ -41,9 +41,9 @@ from workers.engine.megatron.megatron_adamw import Kind, MegatronAdamW
 from workers.engine.megatron.packed_gpt import PackedGPT, build_chunks, transformer_config
 from workers.engine.megatron.packing import Pack, Rotary, pack
 from workers.engine.megatron.parallel import join
-from workers.engine.micro_batch import Answers, micro_batch, weighted
+from workers.engine.micro_batch import ForwardOutputs, micro_batch, weighted
 from workers.engine.offload import Offloadable, Place
-from workers.engine.out_of_memory import told_without_memory
+from workers.engine.out_of_memory import convert_out_of_memory
 from workers.metric import Metric, Metrics, join_metrics
 from workers.plan import MicroBatches
 from workers.start_times import START
@@ -76,7 +76,7 @@ class MegatronEngine(TrainEngine):
             chunk.requires_grad_(self._optimizer is not None)
             chunk.train(self._optimizer is not None)  # recomputation depends on it; there is no dropout
         files = Files(model_files(spec.model), f"model.path={spec.model.path}")
-        self._exchange.refuse_strangers(files)
+        self._exchange.check_known_weights(files)
         with START("read"):
             self._exchange.fill(files, self._put_param)
         self._grads_place: Place = "device"
@@ -93,19 +93,19 @@ class MegatronEngine(TrainEngine):
     # Forward and train steps
 
     def forward(self, batch: Batch, plan: MicroBatches, outputs: set[str], *, adapter: bool = True) -> Batch | None:
-        answers = Answers(batch, outputs, self.spec.head, self._shell.config.vocab_size)
+        collected = ForwardOutputs(batch, outputs, self.spec.head, self._shell.config.vocab_size)
 
         def keep(pack: Pack, results: dict[str, Tensor]) -> None:
             if self.mesh.is_output_rank and not pack.is_dummy:
-                answers.put(pack.rows, results)
+                collected.put(pack.rows, results)
 
         with torch.no_grad():
-            self._run(answers.batch, plan, outputs, keep, backward=False)
-        return answers.whole() if self.mesh.is_output_rank else None
+            self._run(collected.batch, plan, outputs, keep, backward=False)
+        return collected.batch_of_outputs() if self.mesh.is_output_rank else None
 
     def train_step(self, batch: Batch, plan: MicroBatches, loss: Loss) -> Metrics:
         assert self._optimizer is not None, "this engine was built without an optimizer"
-        with told_without_memory(self._drop_step if self.mesh.world_size == 1 else None):
+        with convert_out_of_memory(self._drop_step if self.mesh.world_size == 1 else None):
             metrics = self.accumulate(batch, plan, loss)
             loss_here = metrics["loss"]
             assert isinstance(loss_here, Metric)

@@ -32,7 +32,7 @@ from transformers import PretrainedConfig
 from configs.schema.common import MegatronConfig
 from workers.engine.hf.hf_model import DTYPES, PackedModel
 from workers.engine.hf.packed_attention import PackedRows, packed_attention
-from workers.engine.megatron.context import ContextCut
+from workers.engine.megatron.context import ContextSharding
 from workers.engine.megatron.limits import check_model, overrides
 from workers.engine.megatron.parallel import sizes_of
 from workers.engine.megatron.weights import head_dim
@@ -43,7 +43,7 @@ class Packed(PackedSeqParams):
     """Per-micro-batch data that Megatron passes to every layer. cos, sin: (tokens of this rank, D)."""
 
     rows: PackedRows | None = None
-    cut: ContextCut | None = None
+    cut: ContextSharding | None = None
     cos: Tensor | None = None
     sin: Tensor | None = None
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from workers.batch import Batch
 from workers.engine.hf.packed_attention import PackedRows
-from workers.engine.megatron.context import ContextCut
+from workers.engine.megatron.context import ContextSharding
 from workers.engine.megatron.packed_gpt import Packed
 from workers.engine.micro_batch import flat_rows
 
@@ -43,7 +43,7 @@ def pack(rows: Batch, config: TransformerConfig, rotary: Rotary, *, is_dummy: bo
     cp = config.context_parallel_size
     unit = (2 * cp if cp > 1 else 1) * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
     ids, positions, lengths = flat_rows(rows, unit)
-    cut = ContextCut.of(lengths, parallel_state.get_context_parallel_group(), device) if cp > 1 else None
+    cut = ContextSharding.of(lengths, parallel_state.get_context_parallel_group(), device) if cp > 1 else None
     if cut is not None:
         ids, positions = ids[cut.place], positions[cut.place]
     cos, sin = rotary(torch.zeros((), dtype=config.params_dtype, device=device), positions[None])

@@ -106,7 +106,7 @@ class HeadGroups(Layout):
 
 
 @dataclass(frozen=True, slots=True)
-class WeightLine:
+class WeightMapping:
     """A line of the table: Megatron's parameter ``ours`` consists of the Hugging Face tensors ``theirs``."""
 
     ours: str
@@ -121,42 +121,42 @@ class WeightLine:
         return [torch.cat([part for part, _ in pieces], self.layout.dim) for pieces in zip(*uncut, strict=True)]
 
 
-def table(config: PretrainedConfig, head: str) -> list[WeightLine]:
+def table(config: PretrainedConfig, head: str) -> list[WeightMapping]:
     """Every parameter that the model may have, layers in order; a reward head may lack its bias.
 
     A tied weight is two parameters of Megatron (embedding and head) and one Hugging Face tensor.
     """
     rows = Vocabulary(config.vocab_size)
-    lines = [WeightLine("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), rows)]
+    lines = [WeightMapping("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), rows)]
     for n in range(config.num_hidden_layers):
         for line in layer_table(config):
             theirs = tuple(f"model.layers.{n}.{name}" for name in line.theirs)
-            lines.append(WeightLine(f"decoder.layers.{n}.{line.ours}", theirs, line.layout))
-    lines.append(WeightLine("decoder.final_layernorm.weight", ("model.norm.weight",), Whole()))
+            lines.append(WeightMapping(f"decoder.layers.{n}.{line.ours}", theirs, line.layout))
+    lines.append(WeightMapping("decoder.final_layernorm.weight", ("model.norm.weight",), Whole()))
     if head != "lm":
-        lines += [WeightLine(f"output_layer.{leaf}", (f"score.{leaf}",), Whole()) for leaf in ("weight", "bias")]
+        lines += [WeightMapping(f"output_layer.{leaf}", (f"score.{leaf}",), Whole()) for leaf in ("weight", "bias")]
     else:
         tied = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-        lines.append(WeightLine("output_layer.weight", (tied,), rows))
+        lines.append(WeightMapping("output_layer.weight", (tied,), rows))
     return lines
 
 
-def layer_table(config: PretrainedConfig) -> list[WeightLine]:
+def layer_table(config: PretrainedConfig) -> list[WeightMapping]:
     """Lines of one decoder layer; names are relative to the layer."""
     heads = HeadGroups(config.num_key_value_heads, head_dim(config))
     qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     lines = [
-        WeightLine("input_layernorm.weight", ("input_layernorm.weight",), Whole()),
-        WeightLine("self_attention.linear_qkv.weight", tuple(f"{name}.weight" for name in qkv), heads),
-        WeightLine("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), Columns()),
-        WeightLine("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Whole()),
-        WeightLine("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), RowsOfEach()),
-        WeightLine("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), Columns()),
+        WeightMapping("input_layernorm.weight", ("input_layernorm.weight",), Whole()),
+        WeightMapping("self_attention.linear_qkv.weight", tuple(f"{name}.weight" for name in qkv), heads),
+        WeightMapping("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), Columns()),
+        WeightMapping("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Whole()),
+        WeightMapping("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), RowsOfEach()),
+        WeightMapping("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), Columns()),
     ]
     if config.model_type == "qwen2":
-        lines.append(WeightLine("self_attention.linear_qkv.bias", tuple(f"{name}.bias" for name in qkv), heads))
+        lines.append(WeightMapping("self_attention.linear_qkv.bias", tuple(f"{name}.bias" for name in qkv), heads))
     if config.model_type == "qwen3":
-        lines += [WeightLine(f"self_attention.{x}_layernorm.weight", (f"self_attn.{x}_norm.weight",), Whole()) for x in "qk"]
+        lines += [WeightMapping(f"self_attention.{x}_layernorm.weight", (f"self_attn.{x}_norm.weight",), Whole()) for x in "qk"]
     return lines
 
 

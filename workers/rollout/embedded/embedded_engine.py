@@ -21,14 +21,14 @@ from workers.rollout.base import Completion, Request, Rollout, RolloutSpec, chec
 from workers.rollout.cached_attention import StepAttention
 from workers.rollout.embedded.running_batch import FinishReason, RowSequence, RunningRows
 from workers.rollout.kv_cache import KVCache
-from workers.rollout.malloc_trim import give_back_free_memory
+from workers.rollout.malloc_trim import trim_free_memory
 from workers.rollout.sampling import sample, uniforms
-from workers.rollout.sync.expected_weights import BorrowedModel
+from workers.rollout.sync.expected_weights import EngineModel
 from workers.rollout.verification import HeldWeight
 
 PROMPT_TOKENS_AT_ONCE = 8192  # prompt tokens per step, repeated prompts counted once; bounds the memory of activations
 # Bytes from which sleep returns freed memory to the system: afterwards the trainer's next step has to request its pages again.
-WORTH_GIVING_BACK = 64 << 20
+MIN_BYTES_TO_TRIM = 64 << 20
 COUNTERS = ("prompt_tokens", "response_tokens", "decode_steps", "cache_bytes", "cached_tokens")
 MOVE_COST = 3  # cost of moving a chunk, in units of one read of a chunk by attention
 
@@ -40,7 +40,7 @@ class EmbeddedRollout(Rollout):
         self.device = torch.device(spec.device)
         dtype = getattr(torch, spec.rollout.dtype)
         self.max_rows, self.max_length = spec.rollout.max_num_seqs, spec.max_model_len
-        self.model = BorrowedModel(spec.model, dtype, self.device)
+        self.model = EngineModel(spec.model, dtype, self.device)
         self.cache = KVCache(self.model.cache_shape, self.max_rows, self.max_length, dtype, self.device)
         self.rows = RunningRows(self.max_rows, self.max_length, self.model.vocab_size)
         self._waiting: deque[RowSequence] = deque()
@@ -255,8 +255,8 @@ class EmbeddedRollout(Rollout):
         freed = self.cache.nbytes + self.model.owned_bytes
         self.cache.drop()
         self.model.drop()
-        if self.device.type == "cpu" and freed >= WORTH_GIVING_BACK:
-            give_back_free_memory()
+        if self.device.type == "cpu" and freed >= MIN_BYTES_TO_TRIM:
+            trim_free_memory()
         self._weights_awake = self._weights_there = self._cache_awake = False
 
     def wake(self, *, weights: bool, kv_cache: bool) -> None:

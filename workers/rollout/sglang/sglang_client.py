@@ -101,7 +101,7 @@ class SharedBucket:
         self._mapped = self.device.type == "cpu"
         return self.number, memory
 
-    def let_go(self) -> None:
+    def release_device_memory(self) -> None:
         """Release GPU memory, which the engine needs now. torch keeps blocks that other processes had open until ipc_collect."""
         if self.device.type == "cuda":
             self._memory = self._nothing

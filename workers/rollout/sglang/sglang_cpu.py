@@ -60,7 +60,7 @@ def completed(arguments: dict[str, Any], spec: RolloutSpec, token_bytes: int, en
     }  # fmt: skip
 
 
-def install_stand_ins() -> None:
+def install_stubs() -> None:
     """Make the missing packages of CUDA_ONLY importable in this process, with any name in them; they have no effect."""
     # Determined before the hook is installed, which would find all of them.
     missing = frozenset(name for name in CUDA_ONLY if find_spec(name) is None)

@@ -90,7 +90,7 @@ class SGLangRollout(Rollout):
         self.device = torch.device("cpu") if spec.device == "cpu" else torch.device("cuda", place.local_rank)
         model = empty_model(spec.model, model_config(spec.model, "lm"), "lm", self.dtype).hf
         self._file_names = FileNames(model)
-        self.expected = ExpectedWeights(dict(self.in_its_names(model.state_dict(keep_vars=True).items())))
+        self.expected = ExpectedWeights(dict(self.to_engine_names(model.state_dict(keep_vars=True).items())))
         self.vocab_size = vocab_size(spec.model)
         self._shared = [SharedBucket(number, self.device, self.dtype) for number in range(2)]
         self.adapter: AdapterInSGLang | None = None
@@ -203,7 +203,7 @@ class SGLangRollout(Rollout):
 
     # Weights and memory
 
-    def in_its_names(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def to_engine_names(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         return self._file_names.split(weights)
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
@@ -235,7 +235,7 @@ class SGLangRollout(Rollout):
             self.engine.wait_for_ranks()
             self.engine.begin("end_update")
             self.engine.call("flush")  # cached keys and values are those of the old weights
-            self._let_go()
+            self._release_buckets()
         self.expected.check(came)
         # With lora_sync=adapter the base alone is not the model that is trained: load_adapter completes it.
         self._base_there, self._weights_there, self._version = True, self.adapter is None, version
@@ -298,13 +298,13 @@ class SGLangRollout(Rollout):
         for rank, copy in zip(ranks, copies, strict=True):
             rank.begin("read", *handle, which, copy.storage_offset())
         self.engine.wait_for_ranks()
-        self._let_go()
+        self._release_buckets()
         return list(agreed(copies).split(sizes))
 
-    def _let_go(self) -> None:
+    def _release_buckets(self) -> None:
         """Release the GPU memory of the buckets."""
         for bucket in self._shared:
-            bucket.let_go()
+            bucket.release_device_memory()
 
     def sleep(self) -> None:
         """Unfinished requests are kept and resume after wake and new weights. On CPU SGLang releases no memory."""

@@ -23,17 +23,17 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from workers.controller.stacks import answer_for_stacks
+from workers.controller.stacks import enable_stack_reports
 from workers.controller.stop import die_with_parent
 from workers.rollout.sglang.sglang_calls import answer_calls
 
 if __name__ in ("__main__", "__mp_main__") and os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
-    from workers.rollout.sglang.sglang_cpu import install_stand_ins
+    from workers.rollout.sglang.sglang_cpu import install_stubs
 
-    install_stand_ins()  # in the rank processes too: as spawned processes they load this module first
+    install_stubs()  # in the rank processes too: as spawned processes they load this module first
 if __name__ == "__mp_main__":
     die_with_parent(os.getppid())  # SGLang does the same, but only once it has been imported
-    answer_for_stacks()
+    enable_stack_reports()
 
 Asked = tuple[str, list[int], dict[str, Any]]
 """Name, prompt, sampling parameters. No name may be a prefix of another: SGLang aborts every request that starts with a name."""
@@ -236,5 +236,5 @@ def leave(children: Sequence[BaseProcess], status: int) -> NoReturn:
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))
-    answer_for_stacks()
+    enable_stack_reports()
     serve(Connection(int(sys.argv[2])))

@@ -32,7 +32,7 @@ from workers.rollout.verification import WeightMismatch
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-TRAINER, SPOKESMAN = 0, 1
+TRAINER, FIRST_RECEIVER = 0, 1
 """Ranks in the channel: the trainer, and the first engine rank, which announces the requested pass for all. Rank n of the
 engines' process group is rank n + 1 here."""
 
@@ -42,7 +42,7 @@ class ChannelLost(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Rendezvous:
     """Rendezvous of a trainer and its engines. receivers: number of engine ranks. adapter: the trainer's LoRA config, if any."""
 
     address: str
@@ -81,7 +81,7 @@ class Channel:
         return cls(store, TRAINER, 1 + receivers, device, limit), port
 
     @classmethod
-    def joined(cls, meeting: Meeting, rank: int, device: Literal["cpu", "cuda"], limit: timedelta) -> Channel:
+    def joined(cls, meeting: Rendezvous, rank: int, device: Literal["cpu", "cuda"], limit: timedelta) -> Channel:
         """Create an engine rank's end. rank: in the engines' own process group."""
         store = dist.TCPStore(meeting.address, meeting.port, timeout=limit, wait_for_workers=False)
         return cls(store, 1 + rank, 1 + meeting.receivers, device, limit)
@@ -89,7 +89,7 @@ class Channel:
     @property
     def _words(self) -> dist.ProcessGroup:
         """The gloo group for headers and votes, created on first use."""
-        self._gloo = self._gloo or self.meet_others("gloo")
+        self._gloo = self._gloo or self.join_process_group("gloo")
         return self._gloo
 
     @property
@@ -97,10 +97,10 @@ class Channel:
         """The group for buckets: NCCL on CUDA, created on first use; the gloo group on CPU."""
         if self.device == "cpu":
             return self._words
-        self._nccl = self._nccl or self.meet_others("nccl")
+        self._nccl = self._nccl or self.join_process_group("nccl")
         return self._nccl
 
-    def meet_others(self, backend: Literal["gloo", "nccl"]) -> dist.ProcessGroup:
+    def join_process_group(self, backend: Literal["gloo", "nccl"]) -> dist.ProcessGroup:
         """Join a process group over the channel; blocks until all ranks have joined, so this happens in the first sync.
 
         Builds the backend directly: torch's default group belongs to the trainer or to the engines, and must not know this one.
@@ -113,17 +113,17 @@ class Channel:
         options._timeout = self._limit
         return cast(dist.ProcessGroup, dist.ProcessGroupNCCL(store, self.rank, self._size, options))
 
-    def wait_for_others(self, start: Callable[[], dist.Work]) -> None:
-        """Run one collective. trainer/cluster/hang_report.py recognises waiting ranks by the names of this and meet_others."""
+    def run_collective(self, start: Callable[[], dist.Work]) -> None:
+        """Run one collective. trainer/cluster/hang_report.py recognises waiting ranks by this name and join_process_group."""
         try:
             start().wait()
         except RuntimeError as error:  # torch raises it both for a lost connection and for a timeout
             raise ChannelLost(f"the channel between trainer and rollout engines: {error}") from error
 
-    def all_want(self, wanted: bool) -> bool:
+    def vote(self, wanted: bool) -> bool:
         """Vote: True if every rank passes True."""
         answer = torch.tensor(int(wanted))
-        self.wait_for_others(lambda: self._words.allreduce(answer, dist.ReduceOp.MIN))
+        self.run_collective(lambda: self._words.allreduce(answer, dist.ReduceOp.MIN))
         return bool(answer)
 
     def tell(self, source: int, words: Any = None) -> Any:
@@ -131,10 +131,10 @@ class Channel:
         # The length goes first: receivers need it to allocate the buffer.
         text = torch.frombuffer(bytearray(json.dumps(words), "utf-8"), dtype=torch.uint8)
         length = torch.tensor(len(text))
-        self.wait_for_others(lambda: self._words.broadcast(length, source))
+        self.run_collective(lambda: self._words.broadcast(length, source))
         if self.rank != source:
             text = torch.empty(int(length), dtype=torch.uint8)
-        self.wait_for_others(lambda: self._words.broadcast(text, source))
+        self.run_collective(lambda: self._words.broadcast(text, source))
         return json.loads(text.numpy().tobytes())
 
     def send(self, weights: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None) -> None:
@@ -150,7 +150,7 @@ class Channel:
             header.append([name, str(of).removeprefix("torch."), list(tensor.shape), start])
         # Header first: receivers allocate the buffer from its size.
         self.tell(TRAINER, [header, len(flat), checksum(flat)])
-        self.wait_for_others(lambda: self._weights.broadcast(flat, TRAINER))
+        self.run_collective(lambda: self._weights.broadcast(flat, TRAINER))
 
     def receive(self) -> Bucket | None:
         """Receive the next bucket, or None at the end of the pass.
@@ -162,7 +162,7 @@ class Channel:
                 return None
             case [header, size, sent]:
                 flat = torch.empty(size, dtype=torch.uint8, device=self.device)
-                self.wait_for_others(lambda: self._weights.broadcast(flat, TRAINER))
+                self.run_collective(lambda: self._weights.broadcast(flat, TRAINER))
                 weights = [(name, place(flat, start, getattr(torch, of), shape)) for name, of, shape, start in header]
                 return Bucket(weights, intact=checksum(flat) == sent)
             case failed:
@@ -207,8 +207,8 @@ class Sender:
         told: list[Any] = [None]
         try:
             # The trainer always votes for another pass: only receivers end a sync.
-            if self._channel is not None and self._channel.all_want(True):
-                told = [self._channel.tell(SPOKESMAN)]
+            if self._channel is not None and self._channel.vote(True):
+                told = [self._channel.tell(FIRST_RECEIVER)]
         finally:  # also if the channel is lost: the trainer's other ranks wait in this broadcast
             dist.broadcast_object_list(told, 0, device=torch.device("cpu"))
         return told[0]
@@ -248,10 +248,10 @@ class Receiver:
     def export_weights(self, *, dtype: torch.dtype | None = None, kind: Weights = "merged") -> Iterator[tuple[str, Tensor]]:
         """Request and receive one pass, within ``sync``. Also raises WeightMismatch for a bucket with a wrong checksum."""
         # Vote first: a receiver that failed in an earlier pass takes part in the vote, but sends and receives nothing after it.
-        if not self._channel.all_want(True):
+        if not self._channel.vote(True):
             raise ChannelLost("another rank of the rollout engines has ended this sync")
         named = None if dtype is None else str(dtype).removeprefix("torch.")
-        self._channel.tell(SPOKESMAN, [named, kind, self._bucket_bytes])
+        self._channel.tell(FIRST_RECEIVER, [named, kind, self._bucket_bytes])
         self._in_pass = True
         while (bucket := self._next()) is not None:
             if not bucket.intact:
@@ -276,7 +276,7 @@ class Receiver:
         """Consume the rest of the current pass, then vote against another: the other ranks wait for this one in both."""
         while self._in_pass:
             self._next()
-        self._channel.all_want(False)
+        self._channel.vote(False)
 
     def _next(self) -> Bucket | None:
         """Receive a bucket, and keep track of whether the pass continues."""

@@ -85,7 +85,7 @@ def bound(module: nn.Module, leaf: str) -> Tensor:
     return tensor
 
 
-class BorrowedModel:
+class EngineModel:
     """A transformers model whose weights are shared by the trainer or copied from it, and can be dropped.
 
     Built from the config alone: no weights are read from disk, and parameters stay on the meta device until they arrive.

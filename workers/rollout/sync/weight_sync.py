@@ -159,7 +159,7 @@ class WeightSync:
         Together with what an engine buffers until a layer or a bucket is complete, this stays below two buckets of memory.
         """
         kind: Weights = "merged" if self._adapter_alone is None else "full"
-        return iter(self.rollout.in_its_names(self.source.export_weights(dtype=DTYPES[self.config.dtype], kind=kind)))
+        return iter(self.rollout.to_engine_names(self.source.export_weights(dtype=DTYPES[self.config.dtype], kind=kind)))
 
     def _due(self) -> list[Lines]:
         """The lines to verify in this turn.

@@ -33,7 +33,7 @@ from workers.engine.hf.hf_model import DTYPES
 from workers.rollout.base import EngineAsleep, RolloutSpec
 from workers.rollout.cached_attention import CACHED_ATTENTION, probe_cache_shape
 from workers.rollout.kv_cache import round_up
-from workers.rollout.malloc_trim import give_back_free_memory
+from workers.rollout.malloc_trim import trim_free_memory
 from workers.rollout.verification import HeldWeight, cost_of_reading
 from workers.rollout.vllm.rng import fenced
 from workers.rollout.vllm.vllm_weights import Part
@@ -126,7 +126,7 @@ class SleepingWorker(TimedStart, CPUWorker):
                 for parameter in runner.model.parameters():
                     self._asleep[parameter] = torch.empty_like(parameter, device="meta")
                     parameter.data = torch.empty(0, dtype=parameter.dtype)  # empty: any use of it fails
-        give_back_free_memory()
+        trim_free_memory()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Allocate the memory of ``tags``. Weights are undefined until they are loaded."""

@@ -46,7 +46,7 @@ ENVIRONMENT = {
 
 
 @dataclass(slots=True)
-class RunningAnswer:
+class RunningResponse:
     """An unfinished request, its id within vLLM, and its response so far."""
 
     request: Request
@@ -76,7 +76,7 @@ class VLLMRollout(Rollout):
         self._dtype = DTYPES[spec.rollout.dtype]
         model = empty_model(spec.model, model_config(spec.model, "lm"), "lm", self._dtype).hf
         self._file_names = FileNames(model)
-        self.expected = ExpectedWeights(dict(self.in_its_names(model.state_dict(keep_vars=True).items())))
+        self.expected = ExpectedWeights(dict(self.to_engine_names(model.state_dict(keep_vars=True).items())))
         self.vocab_size = vocab_size(spec.model)
         arguments = engine_arguments(spec)
         import_vllm(spec.device)
@@ -103,7 +103,7 @@ class VLLMRollout(Rollout):
                 self._cache_bytes = float(self._on_worker(prepare_worker))
             self._opened = opening.pop_all()  # the environment is restored by close, or at once if the engine did not start
         gc.unfreeze()  # vLLM calls gc.freeze, which exempts all objects of the process from collection, the trainer's too
-        self._answers: dict[str, RunningAnswer] = {}
+        self._answers: dict[str, RunningResponse] = {}
         """Unfinished requests by vLLM's ids, in order of submission."""
         self._counters = self._zeros()
 
@@ -124,7 +124,7 @@ class VLLMRollout(Rollout):
             asked = processor.process_inputs(str(request.id), prompt, params, supported_tasks=tasks)
             processor.assign_request_id(asked)  # vLLM's own id, under which outputs arrive
             self.engine.engine_core.add_request(asked)
-            self._answers[asked.request_id] = RunningAnswer(request, asked.request_id)
+            self._answers[asked.request_id] = RunningResponse(request, asked.request_id)
             self._counters["prompt_tokens"] += len(request.prompt_ids)
 
     @property
@@ -155,7 +155,7 @@ class VLLMRollout(Rollout):
                 ended.append(self._completion(answer, str(output.finish_reason)))
         return ended
 
-    def _completion(self, answer: RunningAnswer, reason: Any) -> Completion:
+    def _completion(self, answer: RunningResponse, reason: Any) -> Completion:
         id, values = answer.request.id, tuple(answer.log_probs)
         if not all(map(math.isfinite, values)):
             raise FloatingPointError(f"request {id}: the model's logits are not finite (weights of version {self._version})")
@@ -175,7 +175,7 @@ class VLLMRollout(Rollout):
 
     # Weights and memory
 
-    def in_its_names(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def to_engine_names(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         return self._file_names.split(weights)
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:

@@ -174,7 +174,7 @@ def test_a_batch_larger_than_the_object_store_still_travels(tmp_path: Path) -> N
 
 def test_an_object_store_that_takes_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of a node which is stopped: ray.put would never return."""
-    monkeypatch.setattr(ray, "put", lambda parcel: time.sleep(600))
+    monkeypatch.setattr(ray, "put", lambda message: time.sleep(600))
     transport = RayTransport([None, None], cast(Any, None), cast(Any, None))
     call, begun = ((torch.zeros(100_000),), {}), time.monotonic()
     with pytest.raises(

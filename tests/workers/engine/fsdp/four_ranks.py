@@ -17,7 +17,7 @@ from tests.workers.engine.toy import Shifted, ToyLoss, ValueLoss, cut, gradients
 from workers.batch import Batch
 from workers.engine.fsdp.fsdp_engine import FSDPEngine
 from workers.engine.hf.packed_attention import PackedRows, packed_attention
-from workers.engine.ulysses import TokenCut
+from workers.engine.ulysses import TokenSharding
 from workers.metric import plain_numbers
 
 STEPS = range(2, 4)
@@ -124,7 +124,7 @@ def skipping(rank: int, path: Path, models: dict[str, str]) -> dict[str, Any]:
 
 def attention(rank: int, path: Path, models: dict[str, str]) -> dict[str, float]:
     """The largest difference from all tokens on one rank, of outputs and gradients."""
-    token_cut, found = TokenCut.over(4, "cpu"), {}
+    token_cut, found = TokenSharding.over(4, "cpu"), {}
     assert token_cut is not None
     lengths, mine = [7, 3, 5, 1], slice(4 * rank, 4 * rank + 4)
     attend = partial(packed_attention, torch.nn.Module(), attention_mask=None, scaling=0.3)

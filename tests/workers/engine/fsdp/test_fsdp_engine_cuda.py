@@ -12,7 +12,7 @@ from tests.tiny import save_tiny_model
 from tests.workers.engine.fsdp.cases import exported, invariance_batch, shards, train
 from tests.workers.engine.test_shared_prompts import ONE_CUT, SEVERAL, both, grouped
 from tests.workers.engine.toy import ToyLoss, cut, distance, gradients, one_rank, toy_batch, toy_engine
-from workers.determinism import repeating_kernels
+from workers.determinism import deterministic_kernels
 from workers.engine.hf import packed_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -100,7 +100,7 @@ def test_kernels_that_repeat_themselves_give_the_same_gradients_to_the_bit(model
     """Long rows: there FlashAttention adds up from several blocks, in whatever order they come unless it is told."""
     (share,), (plan,) = cut(toy_batch([1000] * 8), 1, max_tokens=8000)
     engine = toy_engine(models["qwen2"], **MIXED)
-    with repeating_kernels() as kernels:
+    with deterministic_kernels() as kernels:
         first, *others = (gradients(engine, share, plan, ToyLoss()) for _ in range(4))
     assert all(torch.equal(grad, first[name]) for other in others for name, grad in other.items())
     assert kernels == set()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from workers.determinism import repeating_kernels
+from workers.determinism import deterministic_kernels
 from workers.engine.hf.packed_attention import PackedRows, packed_attention, varlen
 
 LENGTHS = [[5, 5, 5], [7, 3, 3, 1], [1, 9, 2, 9, 1], [1]]
@@ -84,6 +84,6 @@ def test_the_kernel_of_a_gpu_repeats_itself_if_that_is_asked_for(monkeypatch: py
     rows = PackedRows.of([6], q.device)
     places = rows.queries
     varlen(q, k, v, places, places).sum().backward()
-    with repeating_kernels():
+    with deterministic_kernels():
         varlen(q, k, v, places, places).sum().backward()
     assert Kernel.strict == [False, True]

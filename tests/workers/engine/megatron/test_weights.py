@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from tests.tiny import tiny_config
-from workers.engine.megatron.weights import Columns, HeadGroups, Layout, RowsOfEach, Vocabulary, WeightLine, Whole, table
+from workers.engine.megatron.weights import Columns, HeadGroups, Layout, RowsOfEach, Vocabulary, WeightMapping, Whole, table
 
 Ranks = st.sampled_from([1, 2, 4])
 
@@ -19,7 +19,7 @@ def check(layout: Layout, theirs: Sequence[Tensor], ranks: int) -> list[Tensor]:
     """Cut, then put together again: by ``join``, and by where each part says that it begins. Returns the parts."""
     parts = [layout.cut(theirs, rank, ranks) for rank in range(ranks)]
     assert len({part.shape for part in parts}) == 1, "collectives want equal shapes"
-    line = WeightLine("ours", tuple(str(i) for i in range(len(theirs))), layout)
+    line = WeightMapping("ours", tuple(str(i) for i in range(len(theirs))), layout)
     for joined, tensor in zip(line.join(parts), theirs, strict=True):
         assert torch.equal(joined, tensor)
     wholes = [torch.full_like(tensor, -1) for tensor in theirs]

@@ -13,7 +13,7 @@ from tests.workers.rollout.contract import check_what_sleeps
 from tests.workers.rollout.engines import hf_logits, log_prob_error, make_engine, make_model, ragged_prompts, request, spec_of
 from workers.rollout.base import Completion, EngineAsleep
 from workers.rollout.embedded.embedded_engine import EmbeddedRollout
-from workers.rollout.malloc_trim import give_back_free_memory
+from workers.rollout.malloc_trim import trim_free_memory
 
 
 @pytest.fixture(scope="module")
@@ -264,10 +264,10 @@ def test_sleep_gives_memory_back(model: PreTrainedModel, shared: bool) -> None:
 def test_sleep_shows_in_the_memory_of_the_process(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     import psutil
 
-    monkeypatch.setattr("workers.rollout.embedded.embedded_engine.WORTH_GIVING_BACK", 32 << 20)
+    monkeypatch.setattr("workers.rollout.embedded.embedded_engine.MIN_BYTES_TO_TRIM", 32 << 20)
     engine = make_engine(model, slots=400, max_model_len=1000)
     engine.submit([request(i, range(2, 60), max_tokens=900, ignore_eos=True) for i in range(400)])
-    give_back_free_memory()  # of tests before: a cache made of that would not show
+    trim_free_memory()  # of tests before: a cache made of that would not show
     start = psutil.Process().memory_info().rss
     while engine.rows.n == 0 or engine.rows["cached"].max() < 64 * 5:
         engine.step()
@@ -282,9 +282,9 @@ def test_sleep_shows_in_the_memory_of_the_process(model: PreTrainedModel, monkey
 
 def test_a_small_engine_leaves_the_freed_memory_to_the_trainer(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     given_back: list[None] = []
-    monkeypatch.setattr("workers.rollout.embedded.embedded_engine.give_back_free_memory", lambda: given_back.append(None))
+    monkeypatch.setattr("workers.rollout.embedded.embedded_engine.trim_free_memory", lambda: given_back.append(None))
     for worth, times in ((1 << 26, 0), (4 << 10, 1)):
-        monkeypatch.setattr("workers.rollout.embedded.embedded_engine.WORTH_GIVING_BACK", worth)
+        monkeypatch.setattr("workers.rollout.embedded.embedded_engine.MIN_BYTES_TO_TRIM", worth)
         engine = make_engine(model)
         engine.generate([request(0, (2, 3))])
         engine.sleep()

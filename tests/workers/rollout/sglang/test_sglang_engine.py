@@ -23,7 +23,7 @@ from tests.workers.rollout.contract import (
     weights_of,
 )
 from tests.workers.rollout.engines import log_prob_error, ragged_prompts, request, spec_of
-from tests.workers.rollout.vllm_hosts import CPU_BUILD, LENGTH, greedy_errors, make_small, place
+from tests.workers.rollout.vllm_workers import CPU_BUILD, LENGTH, greedy_errors, make_small, place
 from workers.roles.rollout_engines import make_rollout
 from workers.rollout.base import Completion, EngineAsleep, Request
 from workers.rollout.sglang.sglang_calls import EngineDied

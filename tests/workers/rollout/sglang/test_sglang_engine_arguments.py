@@ -16,12 +16,12 @@ import torch
 
 from configs.validation.rollout import TAKEN_SGLANG_ARGUMENTS
 from tests.workers.rollout.engines import request, spec_of
-from tests.workers.rollout.vllm_hosts import LENGTH, make_small, place
+from tests.workers.rollout.vllm_workers import LENGTH, make_small, place
 from workers.roles import rollout_engines as engines
 from workers.rollout.base import Sampling
 from workers.rollout.sglang.sglang_calls import EngineDied
 from workers.rollout.sglang.sglang_client import Client, SharedBucket
-from workers.rollout.sglang.sglang_cpu import completed, install_stand_ins
+from workers.rollout.sglang.sglang_cpu import completed, install_stubs
 from workers.rollout.sglang.sglang_engine import RESERVED, Asked, SGLangRollout, engine_arguments, prompt_of, sampling_arguments
 from workers.rollout.sglang.sglang_server import Server
 
@@ -169,7 +169,7 @@ assert kernel(3) == 4 and InterpolationMode("bicubic") is InterpolationMode.BICU
 class Sub(tl.Tensor): pass
 """
     subprocess.run([sys.executable, "-c", program.replace("triton.__file__", "'triton'")], check=True)
-    assert not any(type(finder).__module__ == install_stand_ins.__module__ for finder in sys.meta_path)
+    assert not any(type(finder).__module__ == install_stubs.__module__ for finder in sys.meta_path)
 
 
 def test_a_missing_engine_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from tests.conftest import descendants
 from tests.trainer.watchdogs import watchdog
-from tests.workers.rollout.ranks import Run, start_hosts
-from tests.workers.rollout.vllm_hosts import CPU_BUILD
+from tests.workers.rollout.ranks import Run, start_workers
+from tests.workers.rollout.vllm_workers import CPU_BUILD
 from workers.controller.group import PhaseTimeout, WorkerError
 from workers.controller.ray.ray_backend import RayBackend
 
@@ -28,7 +28,7 @@ ENGINES = [
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("run")
     with RayBackend(run_dir=folder, nnodes=1, n_gpus_per_node=2, device="cpu", ray_init={}) as backend:
-        yield Run(start_hosts(backend), folder / "model", "sglang", request.param, verify_weights="full")
+        yield Run(start_workers(backend), folder / "model", "sglang", request.param, verify_weights="full")
 
 
 def words(process: psutil.Process) -> str:

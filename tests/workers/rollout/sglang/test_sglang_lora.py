@@ -16,7 +16,7 @@ from configs.validation.rollout import TAKEN_SGLANG_ARGUMENTS
 from tests.workers.rollout.adapters import AdapterSource
 from tests.workers.rollout.engines import load_unspoiled, one_off, ragged_prompts, request, spec_of, spoil_loading
 from tests.workers.rollout.sglang.test_sglang_engine_arguments import Recorder
-from tests.workers.rollout.vllm_hosts import CPU_BUILD, LENGTH, greedy_errors, make_small, place
+from tests.workers.rollout.vllm_workers import CPU_BUILD, LENGTH, greedy_errors, make_small, place
 from workers.metric import plain_numbers
 from workers.roles.rollout_engines import make_rollout
 from workers.rollout.base import EngineAsleep, RolloutSpec

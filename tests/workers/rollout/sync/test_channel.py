@@ -19,7 +19,7 @@ from trainer.cluster.hang_report import ended_in_collective
 from workers.metric import plain_numbers
 from workers.rollout.embedded.embedded_engine import EmbeddedRollout
 from workers.rollout.sync import channel as module
-from workers.rollout.sync.channel import Channel, ChannelLost, Meeting, Receiver, Sender
+from workers.rollout.sync.channel import Channel, ChannelLost, Receiver, Rendezvous, Sender
 from workers.rollout.verification import TURNS, WeightMismatch
 
 DRAW = torch.Generator().manual_seed(0)
@@ -56,7 +56,7 @@ class Ends:
     def __init__(self, source: Any, count: int, *, bucket_bytes: int = 2**20, seconds: float = 20.0) -> None:
         limit = timedelta(seconds=seconds)
         channel, port = Channel.offered("127.0.0.1", count, "cpu", limit)
-        meeting = Meeting("127.0.0.1", port, count, None)
+        meeting = Rendezvous("127.0.0.1", port, count, None)
         self.sender = Sender(source, channel)
         self.receivers = [
             Receiver(Channel.joined(meeting, rank, "cpu", limit), meeting.adapter, bucket_bytes) for rank in range(count)

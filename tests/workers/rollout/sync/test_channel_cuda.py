@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM
 from configs.schema.common import Dtype
 from tests.workers.engine.toy import cut, toy_batch
 from tests.workers.rollout.engines import ragged_prompts, request, spec_of
-from tests.workers.rollout.vllm_hosts import ACTOR_LOSS, LENGTH, actor_spec, greedy_error, make_small, prompts_of
+from tests.workers.rollout.vllm_workers import ACTOR_LOSS, LENGTH, actor_spec, greedy_error, make_small, prompts_of
 from workers.controller.actor import free_port
 from workers.controller.group import WorkerInfo
 from workers.metric import plain_numbers
 from workers.roles.model_role import ModelRole
-from workers.roles.worker import Host
+from workers.roles.worker import Worker
 from workers.rollout.base import Completion, RolloutSpec, Sampling
 
 ROUNDS = 3
@@ -29,28 +29,28 @@ def main(gpu: int, trainers: int, engines: int, path: str, dtype: Dtype, ports: 
     rank, count = (gpu, trainers) if trains else (gpu - trainers, engines)
     port = ports[0] if trains else ports[1]
     place = WorkerInfo(rank=rank, world_size=count, local_rank=gpu, node_rank=0, master_addr="127.0.0.1", master_port=port)
-    host = Host(place, "cuda", 120.0)
+    worker = Worker(place, "cuda", 120.0)
     torch.backends.cuda.matmul.allow_tf32 = False
     spec = spec_of(
         f"{path}/model", max_model_len=LENGTH, slots=16, verify_weights="full", update_weights_bucket_megabytes=1, dtype=dtype
     )
     spec = replace(spec, device="cuda")
     if trains:
-        train(host, spec, engines, path, offers)
+        train(worker, spec, engines, path, offers)
     else:
-        host.build_rollout_apart("rollout", spec, offers.get())
+        worker.build_rollout_apart("rollout", spec, offers.get())
         found: list[Any] = []
         for version in range(ROUNDS):
-            metrics = plain_numbers(host.run("rollout", "sync_weights", version))
-            answers = host.run("rollout", "generate", prompts_of(True), Sampling(1.0, -1, 1.0, 24, stop_token_ids=(1,)))
+            metrics = plain_numbers(worker.run("rollout", "sync_weights", version))
+            answers = worker.run("rollout", "generate", prompts_of(True), Sampling(1.0, -1, 1.0, 24, stop_token_ids=(1,)))
             found.append((metrics["rollout/verified_bytes"], answers.lengths, answers.tokens))
         torch.save(found, f"{path}/{rank}.pt")
-    host.close()
+    worker.close()
 
 
-def train(host: Host, spec: RolloutSpec, engines: int, path: str, offers: "SimpleQueue[Any]") -> None:
-    host.build_model("actor", replace(actor_spec(spec.model), device="cuda"), ACTOR_LOSS)
-    meeting, actor = host.offer_weights("actor", engines), host.roles["actor"]
+def train(worker: Worker, spec: RolloutSpec, engines: int, path: str, offers: "SimpleQueue[Any]") -> None:
+    worker.build_model("actor", replace(actor_spec(spec.model), device="cuda"), ACTOR_LOSS)
+    meeting, actor = worker.offer_weights("actor", engines), worker.roles["actor"]
     assert isinstance(actor, ModelRole)
     for _ in range(engines if meeting is not None else 0):
         offers.put(meeting)

@@ -11,10 +11,10 @@ from torch.multiprocessing import get_context, spawn
 from scripts.bench.weight_sync import extra_memory
 from tests.workers.rollout.engines import make_model, spec_of
 from tests.workers.rollout.sync.test_weight_sync_memory import BUCKET, SIZES
-from tests.workers.rollout.vllm_hosts import CPU_BUILD, actor_spec
+from tests.workers.rollout.vllm_workers import CPU_BUILD, actor_spec
 from workers.controller.actor import free_port
 from workers.controller.group import WorkerInfo
-from workers.roles.worker import Host
+from workers.roles.worker import Worker
 
 pytestmark = CPU_BUILD
 
@@ -22,19 +22,19 @@ pytestmark = CPU_BUILD
 def main(engine: int, path: str, ports: list[int], offers: "SimpleQueue[Any]") -> None:
     """The trainer, or the engine. Three syncs, of which the last is measured."""
     torch.set_num_threads(1)
-    host = Host(WorkerInfo(0, 1, 0, 0, "127.0.0.1", ports[engine]), "cpu", 600.0)
+    worker = Worker(WorkerInfo(0, 1, 0, 0, "127.0.0.1", ports[engine]), "cpu", 600.0)
     spec = spec_of(path, slots=4, update_weights_bucket_megabytes=BUCKET, verify_weights="full")
     if engine:
-        host.build_rollout_apart("rollout", spec, offers.get())
-        syncs = [lambda version=version: host.run("rollout", "sync_weights", version) for version in range(3)]
+        worker.build_rollout_apart("rollout", spec, offers.get())
+        syncs = [lambda version=version: worker.run("rollout", "sync_weights", version) for version in range(3)]
     else:
-        host.build_model("actor", actor_spec(spec.model), None)
-        offers.put(host.offer_weights("actor", 1))
-        syncs = [lambda: host.run("actor", "send_weights")] * 3
+        worker.build_model("actor", actor_spec(spec.model), None)
+        offers.put(worker.offer_weights("actor", 1))
+        syncs = [lambda: worker.run("actor", "send_weights")] * 3
     syncs[0]()
     syncs[1]()
     torch.save(extra_memory(syncs[2]), f"{path}/{engine}.pt")
-    host.close()
+    worker.close()
 
 
 def test_two_buckets_are_not_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny import fsdp_config
 from tests.trainer.watchdogs import watchdog
-from tests.workers.rollout.ranks import Groups, Run, start_hosts
-from tests.workers.rollout.vllm_hosts import CPU_BUILD
+from tests.workers.rollout.ranks import Groups, Run, start_workers
+from tests.workers.rollout.vllm_workers import CPU_BUILD
 from workers.controller.group import PhaseTimeout, WorkerError
 from workers.controller.ray.ray_backend import RayBackend
 from workers.metric import plain_numbers
@@ -74,7 +74,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("who", FAULTS)
 def test_who_dies_in_a_sync_is_named_at_once(who: str, groups: Groups, tmp_path: Path) -> None:
-    engines, trainers = start_hosts(groups.backend, "mortal-engines", 1), start_hosts(groups.backend, "mortal-trainers", 1)
+    engines, trainers = start_workers(groups.backend, "mortal-engines", 1), start_workers(groups.backend, "mortal-trainers", 1)
     run = Run(engines, tmp_path, "embedded", 1, verify_weights="full", trainers=trainers)
     run.rollout.sync_weights(0)
     group, said = FAULTS[who]
@@ -89,8 +89,8 @@ def test_who_dies_in_a_sync_is_named_at_once(who: str, groups: Groups, tmp_path:
 
 def test_who_is_late_in_a_sync_is_among_those_that_are_told_of(groups: Groups, tmp_path: Path) -> None:
     """The trainer is stopped. The engines' ranks wait for it, and the channel's limit is over first."""
-    engines = start_hosts(groups.backend, "waiting-engines", 1, collective=2.0)
-    trainers = start_hosts(groups.backend, "stopped-trainers", 1)
+    engines = start_workers(groups.backend, "waiting-engines", 1, collective=2.0)
+    trainers = start_workers(groups.backend, "stopped-trainers", 1)
     run = Run(engines, tmp_path, "embedded", 1, verify_weights="full", trainers=trainers)
     run.rollout.watchdog = watchdog(tmp_path, collective=2.0)
     run.rollout.sync_weights(0)

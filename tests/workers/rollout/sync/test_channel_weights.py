@@ -8,7 +8,7 @@ import pytest
 
 from tests.workers.engine.megatron.cases import megatron_config
 from tests.workers.rollout.ranks import Groups, Run
-from tests.workers.rollout.vllm_hosts import CPU_BUILD
+from tests.workers.rollout.vllm_workers import CPU_BUILD
 from workers.controller.ray.ray_backend import RayBackend
 
 pytestmark = [CPU_BUILD, pytest.mark.soak]

@@ -17,10 +17,10 @@ from tests.workers.rollout.engines import (
     spoil_loading,
     weight_sync,
 )
-from tests.workers.rollout.vllm_hosts import CPU_BUILD, LENGTH, greedy_errors, make_small, place
+from tests.workers.rollout.vllm_workers import CPU_BUILD, LENGTH, greedy_errors, make_small, place
 from workers.metric import plain_numbers
 from workers.roles.rollout_engines import make_rollout
-from workers.roles.worker import Host
+from workers.roles.worker import Worker
 from workers.rollout.base import Rollout, RolloutSpec
 from workers.rollout.sync.weight_sync import WeightSync
 from workers.rollout.verification import TURNS, WeightMismatch
@@ -30,18 +30,18 @@ Name = Literal["vllm", "sglang"]
 
 
 @pytest.fixture(scope="module")
-def host() -> Iterator[Host]:
-    host = Host(place(), "cpu", 600.0)
-    yield host
-    host.close()
+def worker() -> Iterator[Worker]:
+    worker = Worker(place(), "cpu", 600.0)
+    yield worker
+    worker.close()
 
 
 class Case:
-    def __init__(self, host: Host, model: PreTrainedModel, name: Name, dtype: Dtype) -> None:
+    def __init__(self, worker: Worker, model: PreTrainedModel, name: Name, dtype: Dtype) -> None:
         self.model, self.name, self.dtype = model, name, dtype
         self.spec: RolloutSpec = spec_of(model.config._name_or_path, name=name, max_model_len=LENGTH, slots=16, dtype=dtype)
-        self.engine: Rollout = make_rollout(self.spec, host.info)
-        self.files = [name for name, _ in self.engine.in_its_names(model.named_parameters())]
+        self.engine: Rollout = make_rollout(self.spec, worker.info)
+        self.files = [name for name, _ in self.engine.to_engine_names(model.named_parameters())]
 
     def sync(self, mode: Literal["sample", "full"]) -> WeightSync:
         return weight_sync(self.engine, ModelSource(self.model), self.spec, mode)
@@ -58,8 +58,8 @@ class Case:
     params=[("vllm", "float32"), ("vllm", "bfloat16"), pytest.param(("sglang", "float32"), marks=pytest.mark.soak)],
     ids=lambda param: "-".join(param),
 )
-def shared(request: pytest.FixtureRequest, host: Host, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    case = Case(host, make_small(tmp_path_factory.mktemp("model"), "qwen3_moe"), *request.param)
+def shared(request: pytest.FixtureRequest, worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    case = Case(worker, make_small(tmp_path_factory.mktemp("model"), "qwen3_moe"), *request.param)
     yield case
     case.engine.close()
 
@@ -98,9 +98,9 @@ def test_one_number_that_is_off_in_any_expert_is_seen(case: Case) -> None:
     assert len(wanted) == 6
 
 
-def test_vllm_pads_what_its_kernel_wants_wider(host: Host, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_vllm_pads_what_its_kernel_wants_wider(worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> None:
     """40 is no multiple of 32."""
-    case = Case(host, make_small(tmp_path_factory.mktemp("model"), "qwen3_moe", moe_intermediate_size=40), "vllm", "float32")
+    case = Case(worker, make_small(tmp_path_factory.mktemp("model"), "qwen3_moe", moe_intermediate_size=40), "vllm", "float32")
     assert case.verified("full", 0) >= case.nbytes()
     assert max(greedy_errors(case.model, case.engine, ragged_prompts(3))) < 1e-5
     case.engine.close()

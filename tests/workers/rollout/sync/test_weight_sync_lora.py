@@ -32,7 +32,7 @@ class Taker:
         self.adapter: dict[str, Tensor] = {}
         self.config: LoraConfig | None = None
 
-    def in_its_names(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+    def to_engine_names(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         return weights
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.workers.engine.megatron.cases import megatron_config
-from tests.workers.rollout.ranks import Run, start_hosts
+from tests.workers.rollout.ranks import Run, start_workers
 from tests.workers.rollout.sglang.test_sglang_engine_ranks import processes
-from tests.workers.rollout.vllm_hosts import CPU_BUILD
+from tests.workers.rollout.vllm_workers import CPU_BUILD
 from workers.controller.group import WorkerGroup
 from workers.controller.ray.ray_backend import RayBackend
 
@@ -23,17 +23,17 @@ RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {  # the rollout engine, its 
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
     with RayBackend(run_dir=tmp_path_factory.mktemp("run"), nnodes=1, n_gpus_per_node=2, device="cpu", ray_init={}) as backend:
-        yield start_hosts(backend)
+        yield start_workers(backend)
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.soak] if name.startswith("sglang") else []) for name in RUNS]
 )
-def test_two_stages(hosts: WorkerGroup, name: str, tmp_path: Path) -> None:
+def test_two_stages(workers: WorkerGroup, name: str, tmp_path: Path) -> None:
     engine, size, changes = RUNS[name]
-    run = Run(hosts, tmp_path / "model", engine, size, verify_weights="full", sharding=megatron_config(pp=2), **changes)
+    run = Run(workers, tmp_path / "model", engine, size, verify_weights="full", sharding=megatron_config(pp=2), **changes)
     run.check_rounds(tmp_path)
     for server in processes("sglang_server"):
         assert "TORCHDYNAMO_DISABLE" not in server.environ(), "what Megatron is loaded with stays with it"

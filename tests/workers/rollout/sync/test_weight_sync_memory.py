@@ -9,11 +9,11 @@ from torch.multiprocessing import spawn
 
 from scripts.bench.weight_sync import extra_memory
 from tests.workers.rollout.engines import make_model, spec_of
-from tests.workers.rollout.vllm_hosts import CPU_BUILD, actor_spec
+from tests.workers.rollout.vllm_workers import CPU_BUILD, actor_spec
 from workers.controller.actor import free_port
 from workers.controller.group import WorkerInfo
 from workers.roles.rollout_role import RolloutRole
-from workers.roles.worker import Host
+from workers.roles.worker import Worker
 
 pytestmark = CPU_BUILD
 
@@ -36,17 +36,17 @@ def main(rank: int, path: str, ports: list[int]) -> None:
 
 def measure(place: WorkerInfo, path: str, engine: Any, verify: Any) -> tuple[int, int]:
     """Bytes that a sync takes, and that all gathered weights together take."""
-    host = Host(place, "cpu", 600.0)
+    worker = Worker(place, "cpu", 600.0)
     spec = spec_of(path, name=engine, slots=4, update_weights_bucket_megabytes=BUCKET, verify_weights=verify)
-    host.build_model("actor", actor_spec(spec.model), None)
-    host.build_rollout("rollout", spec, "actor")
-    role = host.roles["rollout"]
+    worker.build_model("actor", actor_spec(spec.model), None)
+    worker.build_rollout("rollout", spec, "actor")
+    role = worker.roles["rollout"]
     assert isinstance(role, RolloutRole)
     role.sync_weights(0)
     role.sync_weights(1)
     in_buckets = extra_memory(lambda: role.sync(2))
     at_once = extra_memory(lambda: list(role.sync.source.export_weights()))
-    host.close()
+    worker.close()
     return in_buckets, at_once
 
 

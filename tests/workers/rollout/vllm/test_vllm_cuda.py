@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.workers.rollout.vllm_hosts import CPU_BUILD
+from tests.workers.rollout.vllm_workers import CPU_BUILD
 from workers.rollout.vllm import vllm_cuda
 from workers.rollout.vllm.vllm_cuda import StagedWorker, completed
 

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 
 from tests.tiny import ARCHITECTURES
 from tests.workers.rollout.engines import make_engine, ragged_prompts, request, spec_of
-from tests.workers.rollout.vllm_hosts import CPU_BUILD, LENGTH, greedy_errors, make_small, place, start
+from tests.workers.rollout.vllm_workers import CPU_BUILD, LENGTH, greedy_errors, make_small, place, start
 from workers.roles import rollout_engines as engines
-from workers.roles.worker import Host
+from workers.roles.worker import Worker
 from workers.rollout.base import RolloutSpec, Sampling
 from workers.rollout.vllm.vllm_engine import engine_arguments, sampling_arguments
 
@@ -26,10 +26,10 @@ pytestmark = CPU_BUILD
 
 
 @pytest.fixture(scope="module")
-def host() -> Iterator[Host]:
-    host = Host(place(), "cpu", 600.0)
-    yield host
-    host.close()
+def worker() -> Iterator[Worker]:
+    worker = Worker(place(), "cpu", 600.0)
+    yield worker
+    worker.close()
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +49,12 @@ def states() -> list[Any]:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_greedy_is_generate_before_and_after_weights_change(architecture: str, tied: bool, host: Host, tmp_path: Path) -> None:
+def test_greedy_is_generate_before_and_after_weights_change(
+    architecture: str, tied: bool, worker: Worker, tmp_path: Path
+) -> None:
     """Prompts of more than a block of the cache among them: a prefix that outlived its weights would show."""
     model = make_small(tmp_path, architecture, tie_word_embeddings=tied)
-    engine = start(host, model)
+    engine = start(worker, model)
     prompts = [*ragged_prompts(5), *ragged_prompts(2, longest=200, seed=3)]
     try:
         engine.load_weights(model.named_parameters(remove_duplicate=False), 1)
@@ -70,9 +72,9 @@ def test_greedy_is_generate_before_and_after_weights_change(architecture: str, t
         engine.close()
 
 
-def test_the_trainers_generators_and_threads_are_untouched(host: Host, model: PreTrainedModel) -> None:
+def test_the_trainers_generators_and_threads_are_untouched(worker: Worker, model: PreTrainedModel) -> None:
     before, set_threads, environment = states(), torch.set_num_threads, os.environ.get("MASTER_PORT")
-    engine = start(host, model)
+    engine = start(worker, model)
     assert states() == before
     engine.load_weights(model.named_parameters(), 1)
     engine.generate([request(i, prompt) for i, prompt in enumerate(ragged_prompts(4))])
@@ -84,11 +86,11 @@ def test_the_trainers_generators_and_threads_are_untouched(host: Host, model: Pr
     assert os.environ.get("MASTER_PORT") == environment
 
 
-def test_sleep_shows_in_the_memory_of_the_process(host: Host, tmp_path: Path) -> None:
+def test_sleep_shows_in_the_memory_of_the_process(worker: Worker, tmp_path: Path) -> None:
     model = make_small(tmp_path, hidden_size=256, num_attention_heads=8, num_key_value_heads=8, num_hidden_layers=8,
                        intermediate_size=1024)  # fmt: skip
     held = sum(weight.nbytes for weight in model.parameters())
-    engine = start(host, model, kv_cache_memory_bytes=192 * 2**20)
+    engine = start(worker, model, kv_cache_memory_bytes=192 * 2**20)
     try:
         engine.load_weights(model.named_parameters(), 1)
         expected = engine.generate([request(0, (2, 3, 4), temperature=0.0)])[0]
@@ -108,15 +110,15 @@ def test_sleep_shows_in_the_memory_of_the_process(host: Host, tmp_path: Path) ->
 
 def fill_cache(worker: Any) -> int:
     """The system gives pages when they are first written, and gets back what loading left over. Bytes of the cache."""
-    from workers.rollout.vllm.vllm_cpu import give_back_free_memory
+    from workers.rollout.vllm.vllm_cpu import trim_free_memory
 
-    give_back_free_memory()
+    trim_free_memory()
     for cache in worker.model_runner.kv_caches:
         cache.fill_(1.0)
     return sum(cache.nbytes for cache in worker.model_runner.kv_caches)
 
 
-def test_steps_under_way_change_no_draw(host: Host, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_under_way_change_no_draw(worker: Worker, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on CUDA: a step begins before the last one's tokens are known, and new weights find one token of an answer in flight."""
     from vllm.platforms.cpu import CpuPlatform
 
@@ -129,7 +131,7 @@ def test_steps_under_way_change_no_draw(host: Host, model: PreTrainedModel, monk
     monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(check_and_overlap))
     requests = [request(i, prompt, ignore_eos=True) for i, prompt in enumerate(ragged_prompts(20, longest=200))]
     expected = {completion.id: completion.token_ids for completion in make_engine(model, max_model_len=LENGTH).generate(requests)}
-    engine = start(host, model)
+    engine = start(worker, model)
     try:
         assert engine.engine.engine_core.engine_core.batch_queue_size == 2
         engine.load_weights(model.named_parameters(), 1)
@@ -189,10 +191,10 @@ def on_cuda(spec: RolloutSpec) -> RolloutSpec:
     return replace(spec, device="cuda")
 
 
-def test_heads_that_vllm_has_no_attention_for_on_cpu_are_named(host: Host, tmp_path: Path) -> None:
+def test_heads_that_vllm_has_no_attention_for_on_cpu_are_named(worker: Worker, tmp_path: Path) -> None:
     model = make_small(tmp_path, head_dim=24)
     with pytest.raises(ValueError, match=r"heads of 32, 64, .* has 24"):
-        start(host, model)
+        start(worker, model)
 
 
 def test_a_missing_engine_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ from tests.workers.rollout.contract import (
     weights_of,
 )
 from tests.workers.rollout.engines import log_prob_error, make_engine, ragged_prompts, request
-from tests.workers.rollout.vllm_hosts import DEVICE, LENGTH, VLLM, make_small, place, start
-from workers.roles.worker import Host
+from tests.workers.rollout.vllm_workers import DEVICE, LENGTH, VLLM, make_small, place, start
+from workers.roles.worker import Worker
 from workers.rollout.base import Completion, Request
 from workers.rollout.vllm.vllm_engine import VLLMRollout
 
@@ -25,10 +25,10 @@ pytestmark = VLLM
 
 
 @pytest.fixture(scope="module")
-def host() -> Iterator[Host]:
-    host = Host(place(), DEVICE, 600.0)
-    yield host
-    host.close()
+def worker() -> Iterator[Worker]:
+    worker = Worker(place(), DEVICE, 600.0)
+    yield worker
+    worker.close()
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +37,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def shared(host: Host, model: PreTrainedModel) -> Iterator[VLLMRollout]:
-    engine = start(host, model)
+def shared(worker: Worker, model: PreTrainedModel) -> Iterator[VLLMRollout]:
+    engine = start(worker, model)
     yield engine
     engine.close()
 

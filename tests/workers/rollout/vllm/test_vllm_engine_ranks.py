@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.workers.engine.toy import VOCABULARY
-from tests.workers.rollout.ranks import Run, start_hosts
-from tests.workers.rollout.vllm_hosts import CPU_BUILD
+from tests.workers.rollout.ranks import Run, start_workers
+from tests.workers.rollout.vllm_workers import CPU_BUILD
 from workers.controller.group import WorkerGroup
 from workers.controller.ray.ray_backend import RayBackend
 from workers.metric import plain_numbers
@@ -31,14 +31,14 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
     with RayBackend(run_dir=tmp_path_factory.mktemp("run"), nnodes=1, n_gpus_per_node=2, device="cpu", ray_init={}) as backend:
-        yield start_hosts(backend)
+        yield start_workers(backend)
 
 
 @pytest.fixture(scope="module", params=list(RUNS)[:2])
-def run(request: pytest.FixtureRequest, hosts: WorkerGroup, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    run = Run(hosts, tmp_path_factory.mktemp("model"), "vllm", verify_weights="sample", **RUNS[request.param])
+def run(request: pytest.FixtureRequest, workers: WorkerGroup, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    run = Run(workers, tmp_path_factory.mktemp("model"), "vllm", verify_weights="sample", **RUNS[request.param])
     yield run
     run.start_over()
 

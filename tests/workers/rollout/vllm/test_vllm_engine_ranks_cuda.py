@@ -14,13 +14,13 @@ from configs.schema.common import Sharding
 from tests.workers.engine.megatron.cases import megatron_config
 from tests.workers.engine.toy import cut, toy_batch
 from tests.workers.rollout.engines import ragged_prompts, request, spec_of
-from tests.workers.rollout.vllm_hosts import ACTOR_LOSS, FSDP, LENGTH, actor_spec, greedy_error, make_small, prompts_of
+from tests.workers.rollout.vllm_workers import ACTOR_LOSS, FSDP, LENGTH, actor_spec, greedy_error, make_small, prompts_of
 from workers.batch import Batch
 from workers.controller.actor import free_port
 from workers.controller.group import WorkerInfo
 from workers.roles.model_role import ModelRole
 from workers.roles.rollout_role import RolloutRole
-from workers.roles.worker import Host
+from workers.roles.worker import Worker
 from workers.rollout.base import Completion, Sampling
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2 or find_spec("vllm") is None, reason="needs two GPUs, and vLLM")
@@ -34,34 +34,34 @@ TEMPERATURE = 0.7
 
 def main(rank: int, path: str, port: int, name: str) -> None:
     place = WorkerInfo(rank=rank, world_size=2, local_rank=rank, node_rank=0, master_addr="127.0.0.1", master_port=port)
-    host = Host(place, "cuda", 600.0)
+    worker = Worker(place, "cuda", 600.0)
     torch.backends.cuda.matmul.allow_tf32 = False
     quick: dict[str, Any] = {"gpu_memory_utilization": 0.05, "enforce_eager": True}  # no graphs, which take a minute to make
     rollout = spec_of(
         f"{path}/model", name="vllm", max_model_len=LENGTH, slots=16, tensor_model_parallel_size=2, verify_weights="full", **quick
     )
-    host.build_model("actor", replace(actor_spec(rollout.model, SHARDINGS[name]), device="cuda"), ACTOR_LOSS)
-    host.build_rollout("rollout", replace(rollout, device="cuda"), "actor")
-    actor, engine = host.roles["actor"], host.roles["rollout"]
+    worker.build_model("actor", replace(actor_spec(rollout.model, SHARDINGS[name]), device="cuda"), ACTOR_LOSS)
+    worker.build_rollout("rollout", replace(rollout, device="cuda"), "actor")
+    actor, engine = worker.roles["actor"], worker.roles["rollout"]
     assert isinstance(actor, ModelRole) and isinstance(engine, RolloutRole)
     mesh = actor.engine.mesh
     found: dict[str, Any] = {"greedy": [], "apart": []}
     for version in range(3):
         if version:
             shares, plans = cut(toy_batch([9, 5, 12, 7], seed=version), mesh.dp_size, max_rows=2)
-            host.run("actor", "train_step", shares[mesh.dp_rank], plans[mesh.dp_rank])
-        host.run("rollout", "sync_weights", version)
+            worker.run("actor", "train_step", shares[mesh.dp_rank], plans[mesh.dp_rank])
+        worker.run("rollout", "sync_weights", version)
         for greedy in (True, False):
             prompts = prompts_of(greedy)
-            answers = host.run("rollout", "generate", prompts, Sampling(TEMPERATURE, -1, 1.0, 24, stop_token_ids=(1,)))
+            answers = worker.run("rollout", "generate", prompts, Sampling(TEMPERATURE, -1, 1.0, 24, stop_token_ids=(1,)))
             if greedy:
                 found["greedy"].append((answers.lengths, answers.tokens))
             else:
                 found["apart"].append(mismatch(actor, prompts, answers))
-        host.residency.enter("train", "actor")
+        worker.memory_scheduler.enter("train", "actor")
         actor.export_hf(f"{path}/{version}")
     torch.save(found, f"{path}/{rank}.pt")
-    host.close()
+    worker.close()
 
 
 def mismatch(actor: ModelRole, prompts: Batch, answers: Batch) -> float:

@@ -19,10 +19,10 @@ from tests.workers.rollout.engines import (
     spec_of,
     spoil_loading,
 )
-from tests.workers.rollout.vllm_hosts import CPU_BUILD, LENGTH, greedy_errors, make_small, place
+from tests.workers.rollout.vllm_workers import CPU_BUILD, LENGTH, greedy_errors, make_small, place
 from workers.metric import plain_numbers
 from workers.roles.rollout_engines import make_rollout
-from workers.roles.worker import Host
+from workers.roles.worker import Worker
 from workers.rollout.base import EngineAsleep, RolloutSpec
 from workers.rollout.sync.weight_sync import WeightSync
 from workers.rollout.verification import WeightMismatch
@@ -37,20 +37,20 @@ SIZES = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 @pytest.fixture(scope="module")
-def host() -> Iterator[Host]:
-    host = Host(place(), "cpu", 600.0)
-    yield host
-    host.close()
+def worker() -> Iterator[Worker]:
+    worker = Worker(place(), "cpu", 600.0)
+    yield worker
+    worker.close()
 
 
 class Case:
     """An engine, a trainer, and the sync between them."""
 
-    def __init__(self, host: Host, path: Path, lora: dict[str, Any], architecture: str, tied: bool) -> None:
+    def __init__(self, worker: Worker, path: Path, lora: dict[str, Any], architecture: str, tied: bool) -> None:
         model = make_small(path, architecture, tie_word_embeddings=tied, **SIZES)
         self.spec = spec_of(str(path), name="vllm", max_model_len=LENGTH, slots=16, lora=lora, lora_sync="adapter")
         self.source = AdapterSource(model, self.spec.model)
-        self.engine = cast(VLLMRollout, make_rollout(self.spec, host.info))
+        self.engine = cast(VLLMRollout, make_rollout(self.spec, worker.info))
 
     def sync(self, mode: str = "full") -> WeightSync:
         config = replace(self.spec.rollout, verify_weights=cast(Any, mode))
@@ -58,9 +58,9 @@ class Case:
 
 
 @pytest.fixture(scope="module", params=zip(ADAPTERS, ["qwen2", "qwen3"], [False, True], strict=True), ids=lambda param: param[0])
-def shared(request: pytest.FixtureRequest, host: Host, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+def shared(request: pytest.FixtureRequest, worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     name, architecture, tied = request.param
-    case = Case(host, tmp_path_factory.mktemp("model"), ADAPTERS[name], architecture, tied)
+    case = Case(worker, tmp_path_factory.mktemp("model"), ADAPTERS[name], architecture, tied)
     yield case
     case.engine.close()
 

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from tests.tiny import model_config
 from tests.workers.rollout.adapters import AdapterSource
 from tests.workers.rollout.engines import ragged_prompts, spec_of
-from tests.workers.rollout.vllm_hosts import DEVICE, greedy_errors, make_small, place, start
-from workers.roles.worker import Host
+from tests.workers.rollout.vllm_workers import DEVICE, greedy_errors, make_small, place, start
+from workers.roles.worker import Worker
 from workers.rollout.sync.weight_sync import WeightSync
 
 pytestmark = pytest.mark.skipif(DEVICE == "cpu" or find_spec("vllm") is None, reason="needs a GPU, and vLLM")
@@ -27,10 +27,10 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def main(rank: int, path: str, way: str) -> None:
     lora: dict[str, Any] = {"lora_rank": 8, "lora_alpha": 32.0}
-    host = Host(place(), DEVICE, 600.0)
+    worker = Worker(place(), DEVICE, 600.0)
     model = AutoModelForCausalLM.from_pretrained(path).eval()
     source = AdapterSource(model, model_config(path, **lora), DEVICE)
-    engine = start(host, model, lora=lora, lora_sync="adapter", **WAYS[way])
+    engine = start(worker, model, lora=lora, lora_sync="adapter", **WAYS[way])
     config = replace(spec_of(path, name="vllm", lora_sync="adapter").rollout, verify_weights="full")
     sync = WeightSync(engine, cast(Any, source), config, rank=0)
     engine.sleep()
@@ -49,7 +49,7 @@ def main(rank: int, path: str, way: str) -> None:
         engine.sleep()
     assert source.given == ["full", "full", "adapter", "adapter", "adapter"], "the weights beside it came once, and were verified"
     engine.close()
-    host.close()
+    worker.close()
 
 
 def free_bytes() -> int:

@@ -9,9 +9,9 @@ import torch
 
 from configs.schema.common import Dtype
 from tests.workers.rollout.engines import ModelSource, load_unspoiled, one_off, spec_of, spoil_loading, weight_sync
-from tests.workers.rollout.vllm_hosts import CPU_BUILD, make_small, place, start
+from tests.workers.rollout.vllm_workers import CPU_BUILD, make_small, place, start
 from workers.metric import plain_numbers
-from workers.roles.worker import Host
+from workers.roles.worker import Worker
 from workers.rollout.sync.weight_sync import WeightSync
 from workers.rollout.verification import TURNS, WeightMismatch
 
@@ -19,20 +19,20 @@ pytestmark = CPU_BUILD
 
 
 @pytest.fixture(scope="module")
-def host() -> Iterator[Host]:
-    host = Host(place(), "cpu", 600.0)
-    yield host
-    host.close()
+def worker() -> Iterator[Worker]:
+    worker = Worker(place(), "cpu", 600.0)
+    yield worker
+    worker.close()
 
 
 class Case:
     """An engine, and the trainer's model."""
 
-    def __init__(self, host: Host, path: Path, architecture: str, tied: bool, dtype: Dtype) -> None:
+    def __init__(self, worker: Worker, path: Path, architecture: str, tied: bool, dtype: Dtype) -> None:
         self.dtype = dtype
         self.model = make_small(path, architecture, tie_word_embeddings=tied)
         self.names = list(dict(self.model.named_parameters()))
-        self.engine = start(host, self.model, dtype=dtype)
+        self.engine = start(worker, self.model, dtype=dtype)
 
     def sync(self, mode: Any) -> WeightSync:
         return weight_sync(self.engine, ModelSource(self.model), spec_of("somewhere", name="vllm", dtype=self.dtype), mode)
@@ -49,8 +49,8 @@ class Case:
     params=[("qwen2", False, "float32"), ("qwen3", True, "bfloat16"), ("llama", True, "float32")],
     ids=lambda param: "-".join(map(str, param)),
 )
-def shared(request: pytest.FixtureRequest, host: Host, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    case = Case(host, tmp_path_factory.mktemp("model"), *request.param)
+def shared(request: pytest.FixtureRequest, worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    case = Case(worker, tmp_path_factory.mktemp("model"), *request.param)
     yield case
     case.engine.close()
 

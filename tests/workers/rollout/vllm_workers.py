@@ -1,4 +1,4 @@
-"""Hosts with a trained actor and vLLM beside it: what a worker of a run has."""
+"""Workers with a trained actor and a colocated vLLM engine, as in a run."""
 
 import gc
 import os
@@ -30,10 +30,10 @@ from workers.batch import Batch
 from workers.controller.actor import free_port
 from workers.controller.group import WorkerInfo
 from workers.engine.base import EngineSpec, LossSpec, OptimizerSpec
-from workers.roles.memory_scheduler import Residency
+from workers.roles.memory_scheduler import MemoryScheduler
 from workers.roles.rollout_engines import make_rollout
 from workers.roles.rollout_role import RolloutRole
-from workers.roles.worker import Host
+from workers.roles.worker import Worker
 from workers.rollout.base import Completion, Request, Rollout
 from workers.rollout.sync.weight_sync import WeightSync
 from workers.rollout.verification import WeightMismatch
@@ -49,7 +49,7 @@ VLLM = pytest.mark.skipif(DEVICE == "cuda" and find_spec("vllm") is None, reason
 """For one module alone: on CUDA a process can have one engine with vLLM's sleep mode, and no other after it."""
 
 FSDP = fsdp_config()
-ACTOR_LOSS = LossSpec("tests.workers.rollout.vllm_hosts:toy_loss", None)
+ACTOR_LOSS = LossSpec("tests.workers.rollout.vllm_workers:toy_loss", None)
 
 
 def toy_loss(config: None) -> ToyLoss:
@@ -103,7 +103,7 @@ def greedy_error(model: PreTrainedModel, asked: Request, completion: Completion)
     return log_prob_error(model, asked, completion)
 
 
-class SpoilingHost(Host):
+class SpoilingWorker(Worker):
     """A worker whose engine can lose a number on the way, and make room for another."""
 
     def start_over(self) -> None:
@@ -112,7 +112,7 @@ class SpoilingHost(Host):
             if isinstance(role, RolloutRole):
                 role.rollout.close()
         self.roles.clear()
-        self.residency = Residency()
+        self.memory_scheduler = MemoryScheduler()
         gc.collect()
 
     def sync_spoiled(self, name: str, place: int) -> str:
@@ -123,7 +123,7 @@ class SpoilingHost(Host):
         config = replace(role.sync.config, verify_weights="full")
         sync = WeightSync(role.rollout, role.sync.source, config, self.info.rank)
         try:
-            RolloutRole(role.rollout, role.source, self.residency, sync, role.during).sync_weights(7)
+            RolloutRole(role.rollout, role.source, self.memory_scheduler, sync, role.during).sync_weights(7)
         except WeightMismatch as error:
             return str(error)
         finally:
@@ -148,12 +148,12 @@ class SpoilingHost(Host):
                 role.engine.export_weights = lambda export=export, **words: watched(export(**words))
 
 
-def start(host: Host, model: PreTrainedModel, **settings: Any) -> VLLMRollout:
+def start(worker: Worker, model: PreTrainedModel, **settings: Any) -> VLLMRollout:
     """An engine without weights. On CUDA without graphs, which take a minute to make, and one step at a time, for steps are
     counted. scripts/bench/rollout_gpu.py has both."""
     quick = {"gpu_memory_utilization": 0.05, "enforce_eager": True, "async_scheduling": False} if DEVICE == "cuda" else {}
     spec = spec_of(model.config._name_or_path, name="vllm", **({"max_model_len": LENGTH, "slots": 16} | quick | settings))
     spec = replace(spec, device=DEVICE)
-    engine = make_rollout(spec, host.info)
+    engine = make_rollout(spec, worker.info)
     assert isinstance(engine, VLLMRollout)
     return engine
