@@ -45,6 +45,7 @@ from workers.roles.worker import Worker
 from workers.rollout.base import Rollout, RolloutSpec
 from workers.rollout.sglang.sglang_client import SharedBucket
 from workers.rollout.sglang.sglang_engine import SGLangRollout
+from workers.rollout.sync.channel import Rendezvous
 from workers.rollout.sync.weight_sync import WeightSync
 from workers.rollout.vllm.vllm_engine import VLLMRollout
 

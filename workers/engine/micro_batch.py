@@ -76,7 +76,7 @@ class ForwardOutputs:
     """
 
     def __init__(self, batch: Batch, outputs: Collection[str], head: Head, vocabulary: int) -> None:
-        assert outputs and set(outputs) <= OUTPUTS[head], f"a {head} head answers {OUTPUTS[head]}"
+        assert outputs and set(outputs) <= OUTPUTS[head], f"a {head} head has the outputs {OUTPUTS[head]}"
         total = batch.total_tokens
         wide = {"top_log_probs": (total, 2), "all_log_probs": (total, vocabulary)}
         self.batch = batch.with_tokens(_place=torch.arange(total)).with_rows(_place=torch.arange(len(batch)))

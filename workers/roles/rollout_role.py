@@ -43,7 +43,7 @@ class RolloutRole:
         """Bring the engine's weights up to date; a source in this process may leave the device afterwards. Collective.
 
         Returns metrics: what was verified of the engine's weights; and, since the last sync, the seconds of the slowest rank
-        in engine_sleep, engine_wake, release_memory (see Residency) and gc, which are parts of the phases in which they
+        in engine_sleep, engine_wake, release_memory (see MemoryScheduler) and gc, which are parts of the phases in which they
         occurred. Raises WeightMismatch.
         """
         with self.during():

@@ -71,7 +71,7 @@ def test_forward_computes_what_is_asked_alone(group: None, models: dict[str, str
     (share,), (plan,) = cut(batch, 1, max_rows=2)
     found = engine.forward(share, plan, {"log_probs"})
     assert found is not None and found.tokens.keys() == {"log_probs"}
-    with pytest.raises(AssertionError, match="lm head answers"):
+    with pytest.raises(AssertionError, match="lm head has the outputs"):
         engine.forward(share, plan, {"values"})
 
 

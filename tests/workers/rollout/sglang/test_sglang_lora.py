@@ -209,7 +209,7 @@ def test_no_answers_without_an_adapter_and_no_adapter_without_weights(case: Case
     case.engine.abort()
     with pytest.raises(ValueError, match="do not fit"):
         case.engine.load_weights(iter(()), 2)
-    with pytest.raises(EngineAsleep, match="load_adapter: the engine has no weights that it could be beside"):
+    with pytest.raises(EngineAsleep, match="load_adapter: the engine has no base weights for an adapter"):
         case.engine.load_adapter(case.source.adapter_config, iter(case.source.weights().items()), 2)
 
 
@@ -253,7 +253,7 @@ def test_the_scaling_is_pefts(use_rslora: bool, tmp_path: Path) -> None:
     model, spec = make_small(tmp_path, **SIZES), spec_with(str(tmp_path), PARTS)
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], use_rslora=use_rslora)
     layer = next(module for module in get_peft_model(model, config).modules() if isinstance(module, LoraLayer))
-    told = AdapterInSGLang(spec.model).in_words(config)
+    told = AdapterInSGLang(spec.model).sglang_config(config)
     assert told["lora_alpha"] / told["r"] == layer.scaling["default"] == (4.0 if use_rslora else 2.0)
 
 

@@ -194,7 +194,7 @@ def test_no_answers_without_an_adapter_and_no_adapter_without_weights(case: Case
     case.engine.abort()
     with pytest.raises(ValueError, match="do not fit"):
         case.engine.load_weights(iter(()), 2)
-    with pytest.raises(EngineAsleep, match="load_adapter: the engine has no weights that it could be beside"):
+    with pytest.raises(EngineAsleep, match="load_adapter: the engine has no base weights for an adapter"):
         case.engine.load_adapter(case.source.adapter_config, iter(case.source.weights().items()), 2)
 
 
@@ -230,5 +230,5 @@ def test_a_mixture_of_experts_is_refused_on_cpu(monkeypatch: pytest.MonkeyPatch)
     worker: Any = object.__new__(SleepingWorker)
     worker.vllm_config = SimpleNamespace(lora_config="one")
     worker.model_runner = SimpleNamespace(model=torch.nn.ModuleList([object.__new__(MoERunner)]))
-    with pytest.raises(ValueError, match=r"lora_sync=adapter: on CPU vLLM has no adapters beside a mixture of experts; set"):
+    with pytest.raises(ValueError, match=r"lora_sync=adapter: on CPU vLLM has no adapters for a mixture of experts; set"):
         worker.load_model()
