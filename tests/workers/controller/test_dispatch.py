@@ -39,14 +39,14 @@ def test_what_is_split_comes_back_in_order(mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "kwargs", "said"),
+    ("args", "kwargs", "message"),
     [
         ((0, Sharded([1])), {}, "argument 1 has 1 items, the mesh 2 shards over 4 ranks"),
         ((), {"batch": Sharded([1, 2, 3])}, "argument 'batch' has 3 items, the mesh 2 shards over 4 ranks"),
     ],
 )
-def test_a_wrong_number_of_items_is_counted(args: tuple[object, ...], kwargs: dict[str, object], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_a_wrong_number_of_items_is_counted(args: tuple[object, ...], kwargs: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         split(PAIRS, args, kwargs)
 
 
@@ -56,7 +56,7 @@ def test_a_wrong_number_of_results_is_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shard_of_rank", "answers", "said"),
+    ("shard_of_rank", "answers", "message"),
     [
         ((0, 2), (0, 1), r"2 answering ranks, its ranks get shards \[0, 2\]"),
         ((0, 0, 1), (0,), r"1 answering ranks, its ranks get shards \[0, 1\]"),
@@ -64,6 +64,6 @@ def test_a_wrong_number_of_results_is_counted() -> None:
         ((0, 1), (0, 2), r"rank 2 cannot answer for shard 1: ranks \[1\] hold it"),
     ],
 )
-def test_a_mesh_that_cannot_be(shard_of_rank: tuple[int, ...], answers: tuple[int, ...], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_a_mesh_that_cannot_be(shard_of_rank: tuple[int, ...], answers: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Mesh(shard_of_rank, answers)

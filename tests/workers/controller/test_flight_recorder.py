@@ -132,7 +132,7 @@ def test_who_has_not_entered_is_named_with_the_collective() -> None:
     assert compared(r0=[], r1=[]) is None
 
 
-def test_the_cause_is_who_waits_for_nobody() -> None:
+def test_the_cause_is_the_rank_that_waits_for_no_other() -> None:
     """Rank 0 waits for rank 1, which waits for rank 2, which is at work."""
     assert compared(r0=[flying(5, group="tp01")], r1=[flying(9, group="tp12")], r2=[entry(8, group="tp12")]) == (
         [2],

@@ -70,8 +70,8 @@ def test_nothing_to_share() -> None:
 def test_stretches_that_are_alike_are_one_attention_call() -> None:
     shared = SharedPrompts.of(LENGTHS, PROMPTS, GROUPS, torch.device("cpu"))
     assert shared is not None
-    told = [(stretch.length, stretch.seen) for stretch in shared.stretches]
-    assert told == [(9, 14), (6, 12), (9, 9), (4, 9), (4, 9), (7, 7), (6, 6), (5, 5), (5, 5)]
+    reported = [(stretch.length, stretch.seen) for stretch in shared.stretches]
+    assert reported == [(9, 14), (6, 12), (9, 9), (4, 9), (4, 9), (7, 7), (6, 6), (5, 5), (5, 5)]
     assert PackedRows.of(LENGTHS, torch.device("cpu"), shared=shared).blocks[3:] == ((2, 4, 9), (1, 7, 7), (1, 6, 6), (2, 5, 5))
 
 

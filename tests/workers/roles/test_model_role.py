@@ -25,7 +25,7 @@ class Engine:
         return self.future
 
 
-def test_a_save_under_way_is_told_as_often_as_one_asks() -> None:
+def test_a_pending_save_can_be_polled() -> None:
     engine = Engine()
     memory_scheduler = MemoryScheduler()
     memory_scheduler.add_model("actor", ResidentModel(cast(Any, engine), param_offload=False, optimizer_offload=False))

@@ -54,10 +54,10 @@ class EngineProcess:
 
     def __init__(self, path: Path, **settings: Any) -> None:
         context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, str(path), settings))
+        self._pipe, expected = context.Pipe()
+        self._process = context.Process(target=serve, args=(expected, str(path), settings))
         self._process.start()
-        theirs.close()
+        expected.close()
         self.cache_bytes = self._pipe.recv()
 
     def __enter__(self) -> Self:

@@ -96,10 +96,10 @@ def greedy_errors(model: PreTrainedModel, engine: Rollout, prompts: Sequence[tup
 
 def greedy_error(model: PreTrainedModel, asked: Request, completion: Completion) -> float:
     ids = torch.tensor([asked.prompt_ids])
-    theirs = model.generate(
+    expected = model.generate(
         ids, do_sample=False, max_new_tokens=asked.sampling.max_tokens, attention_mask=torch.ones_like(ids), eos_token_id=1
     )
-    assert list(completion.token_ids) == theirs[0, ids.shape[1] :].tolist()
+    assert list(completion.token_ids) == expected[0, ids.shape[1] :].tolist()
     return log_prob_error(model, asked, completion)
 
 

@@ -103,9 +103,9 @@ def test_answers(four_ranks: FourRanks, models: dict[str, str], group: None, nam
         for ids, mask, log_probs, entropy in zip(*columns, strict=True):
             with torch.no_grad():
                 wanted = plain_outputs(model, ids, 0.7)
-            for ours, theirs in zip((log_probs, entropy), wanted, strict=True):
-                assert ours[0] == 0.0
-                torch.testing.assert_close(ours[1:], theirs * mask[1:], rtol=0, atol=1e-5)
+            for actual, expected in zip((log_probs, entropy), wanted, strict=True):
+                assert actual[0] == 0.0
+                torch.testing.assert_close(actual[1:], expected * mask[1:], rtol=0, atol=1e-5)
 
 
 def test_fewer_rows_than_shares(four_ranks: FourRanks) -> None:

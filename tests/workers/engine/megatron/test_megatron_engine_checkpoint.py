@@ -20,7 +20,7 @@ NAMES = [name for name, _ in RESHARDED]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_continue_to_the_bit(ranks_of: RanksOf, name: str) -> None:
+def test_resume_is_bitwise_identical(ranks_of: RanksOf, name: str) -> None:
     """What a thread wrote while training went on is what was saved; loading it over later state leads to the same bits."""
     for rank in ranks_of(2):
         found = rank["resharding"][name]
@@ -43,8 +43,8 @@ def test_as_if_never_cut_otherwise(group: None, ranks_of: RanksOf, models: dict[
     last = ranks_of(2)[0]["resharding"][NAMES[-1]]
     assert distance(last["saved"], weights) < 1e-6
     moved = {name: (weight - exported(toy_engine(models["qwen2"]))[name]) for name, weight in weights.items()}
-    ours = {name: (weight - exported(toy_engine(models["qwen2"]))[name]) for name, weight in last["saved"].items()}
-    assert distance(ours, moved) < 1e-3, "of how far the weights have come"
+    actual = {name: (weight - exported(toy_engine(models["qwen2"]))[name]) for name, weight in last["saved"].items()}
+    assert distance(actual, moved) < 1e-3, "of how far the weights have come"
     following = train(engine, range(len(NAMES), len(NAMES) + 2))
     torch.testing.assert_close(last["metrics"][0]["grad_norm"], following["grad_norm"], rtol=1e-5, atol=0)
     assert metrics["lr"].tolist() == [1e-4] * len(NAMES)

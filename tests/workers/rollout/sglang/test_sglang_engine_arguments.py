@@ -93,15 +93,15 @@ TURNED = {
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "value", "said"),
-    [(ours, theirs, value, value) for ours, (theirs, value) in ARRIVES.items()]
-    + [(ours, theirs, value, said) for ours, (theirs, value, said) in TURNED.items()],
+    ("key", "argument", "value", "translated"),
+    [(key, argument, value, value) for key, (argument, value) in ARRIVES.items()]
+    + [(key, argument, value, translated) for key, (argument, value, translated) in TURNED.items()],
 )
-def test_every_engine_key_arrives(ours: str, theirs: str, value: object, said: object) -> None:
+def test_every_engine_key_arrives(key: str, argument: str, value: object, translated: object) -> None:
     spec = spec_of("somewhere", name="sglang")
-    assert engine_arguments(spec, 0)[theirs] != said
-    assert engine_arguments(replace(spec, rollout=replace(spec.rollout, **{ours: value})), 0)[theirs] == said
-    assert theirs in TAKEN_SGLANG_ARGUMENTS
+    assert engine_arguments(spec, 0)[argument] != translated
+    assert engine_arguments(replace(spec, rollout=replace(spec.rollout, **{key: value})), 0)[argument] == translated
+    assert argument in TAKEN_SGLANG_ARGUMENTS
 
 
 def test_the_rest_of_a_spec_arrives() -> None:
@@ -137,7 +137,7 @@ def test_a_bucket_is_cast_and_its_memory_used_again() -> None:
     assert {view.untyped_storage().data_ptr() for _, view in bucket.views(weights[:1])} == memory
 
 
-def test_too_little_shared_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_shared_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
     bucket = SharedBucket(0, torch.device("cpu"), torch.float32)
     bucket.views([("a", torch.zeros(16))])

@@ -48,9 +48,9 @@ def test_three_rounds_of_training_sleep_and_sync(run: Run, tmp_path: Path) -> No
 
 def test_a_number_that_is_off_is_found(run: Run) -> None:
     name = "model.layers.1.self_attn.v_proj.weight"
-    said = run.sync_spoiled(name, -1)
+    message = run.sync_spoiled(name, -1)
     line = f"{name} in sglang on rank {{}} is not the trainer's, weights of version 7: 1 of "
-    assert [text.startswith(line.format(rank)) for rank, text in enumerate(said)] == [True, run.size == 1], said
+    assert [text.startswith(line.format(rank)) for rank, text in enumerate(message)] == [True, run.size == 1], message
 
 
 def test_the_mesh_is_the_rollouts_own(run: Run) -> None:
@@ -68,11 +68,11 @@ def test_an_engine_process_that_is_stopped_is_named_with_its_rank(run: Run) -> N
     patient, run.rollout.watchdog = run.rollout.watchdog, watchdog(run.path, generate=3.0)
     victim = processes("sglang::scheduler")[-1]
     victim.suspend()
-    said = rf"held up by rank \d: a process of it is stopped(.|\n)*its child {victim.pid} is stopped: sglang::scheduler"
-    with pytest.raises(PhaseTimeout, match=said) as raised:
+    message = rf"held up by rank \d: a process of it is stopped(.|\n)*its child {victim.pid} is stopped: sglang::scheduler"
+    with pytest.raises(PhaseTimeout, match=message) as raised:
         run.answers(greedy=True)
-    told = "\n".join(process.stacks for state in raised.value.states for process in state.processes[1:])
-    assert "in serve\n" in told and "in run_scheduler\n" in told, "its other processes say where they are"
+    reported = "\n".join(process.stacks for state in raised.value.states for process in state.processes[1:])
+    assert "in serve\n" in reported and "in run_scheduler\n" in reported, "its other processes say where they are"
     victim.resume()
     run.rollout.watchdog = patient
 

@@ -113,7 +113,7 @@ def test_an_adapter_in_parts_of_what_sglang_has_as_one(in_parts: Case) -> None:
         assert in_parts.error() < 1e-5
 
 
-def test_running_answers_go_on_with_the_new_adapter(case: Case) -> None:
+def test_running_responses_continue_with_the_new_adapter(case: Case) -> None:
     """What they have is computed anew: keys and values of the old adapter are gone."""
     sync = case.sync("off")
     sync(1)
@@ -232,7 +232,7 @@ def test_a_model_without_an_adapter_gives_whole_weights(tmp_path: Path) -> None:
     assert isinstance(other, SGLangRollout) and other.adapter is None and not other.keeps_weights
 
 
-def test_what_sglang_is_told_of_an_adapter(tmp_path: Path) -> None:
+def test_adapter_config_for_sglang(tmp_path: Path) -> None:
     make_small(tmp_path, **SIZES)
     adapter = AdapterInSGLang(spec_with(str(tmp_path), PARTS).model)
     arguments = adapter.arguments("cuda")
@@ -253,8 +253,8 @@ def test_the_scaling_is_pefts(use_rslora: bool, tmp_path: Path) -> None:
     model, spec = make_small(tmp_path, **SIZES), spec_with(str(tmp_path), PARTS)
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], use_rslora=use_rslora)
     layer = next(module for module in get_peft_model(model, config).modules() if isinstance(module, LoraLayer))
-    told = AdapterInSGLang(spec.model).sglang_config(config)
-    assert told["lora_alpha"] / told["r"] == layer.scaling["default"] == (4.0 if use_rslora else 2.0)
+    reported = AdapterInSGLang(spec.model).sglang_config(config)
+    assert reported["lora_alpha"] / reported["r"] == layer.scaling["default"] == (4.0 if use_rslora else 2.0)
 
 
 def test_layers_that_sglang_takes_no_adapter_of_are_named() -> None:

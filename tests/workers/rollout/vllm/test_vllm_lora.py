@@ -97,7 +97,7 @@ def test_greedy_answers_are_the_merged_models_after_each_round(case: Case) -> No
     assert answers[0] != answers[1] != answers[2] != answers[0]
 
 
-def test_running_answers_go_on_with_the_new_adapter(case: Case) -> None:
+def test_running_responses_continue_with_the_new_adapter(case: Case) -> None:
     """What they have is computed anew: keys and values of the old adapter are gone."""
     sync = case.sync("off")
     sync(1)
@@ -140,7 +140,7 @@ def test_one_number_of_an_adapter_that_is_off_is_named(case: Case) -> None:
     assert read == sum(weight.nbytes for weight in weights.values()) * room / rank, "all of it, with vLLM's padding"
 
 
-def test_all_the_weights_beside_an_adapter_are_verified_when_they_come(case: Case) -> None:
+def test_base_weights_of_an_adapter_are_verified_completely(case: Case) -> None:
     """They come once: a sample's other parts would never be read."""
     for index in (0, -1):
         spoil_loading(case.engine, one_off("model.layers.1.self_attn.v_proj.weight", index))
