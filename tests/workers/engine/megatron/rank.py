@@ -182,7 +182,7 @@ def skipping(rank: int, size: int, path: Path, models: dict[str, str]) -> dict[s
                 reported.append(plain_numbers(engine.train_step(share, plans[engine.mesh.dp_rank], loss)))
                 if step == 1:
                     found[name] = {"before": before, "after": exported(engine)}
-            found[name] |= {"metrics": reported, "weights": exported(engine)}
+            found[name] |= {"step_metrics": reported, "weights": exported(engine)}
     return found
 
 

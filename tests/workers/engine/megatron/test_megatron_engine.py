@@ -18,9 +18,9 @@ def test_no_rank_applies_what_is_not_finite_on_one(ranks_of: RanksOf, name: str)
     """It is broken on one data-parallel rank, or, the loss alone, on the last stage. The next update is applied by all."""
     for rank in ranks_of(2):
         found = rank["skipping"][name]
-        assert [reported["skipped_updates"] for reported in found["metrics"]] == [0, 1, 0]
-        assert [math.isnan(reported["grad_norm"]) for reported in found["metrics"]] == [False, True, False]
-        assert ["lr" in reported for reported in found["metrics"]] == [True, False, True]
+        assert [reported["skipped_updates"] for reported in found["step_metrics"]] == [0, 1, 0]
+        assert [math.isnan(reported["grad_norm"]) for reported in found["step_metrics"]] == [False, True, False]
+        assert ["lr" in reported for reported in found["step_metrics"]] == [True, False, True]
         assert_same_bits(found["before"], found["after"])
         assert any(not torch.equal(weight, found["after"][key]) for key, weight in found["weights"].items())
 
