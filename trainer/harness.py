@@ -29,8 +29,8 @@ from trainer.cluster.watchdog import Watchdog
 from trainer.report.run_report import GrowingReport, finish
 from trainer.resilience.alarms import Alarm, Alarms
 from trainer.resilience.health import Health
-from trainer.resilience.restart import Lifetime, keep_going
-from trainer.resilience.skipped_updates import Skips
+from trainer.resilience.restart import RunLifecycle, run_with_restarts
+from trainer.resilience.skipped_updates import SkippedUpdates
 from trainer.run.events import Events
 from trainer.run.logger import Logger
 from trainer.run.timing import Phases
@@ -41,24 +41,24 @@ from workers.controller.logs import tell
 Config = PPOConfig | SupervisedConfig
 
 
-def run(config: Config, attempt: Callable[[Lifetime], None], loggers: Sequence[Logger] = ()) -> None:
+def run(config: Config, attempt: Callable[[RunLifecycle], None], loggers: Sequence[Logger] = ()) -> None:
     """Run ``attempt`` in the locked run directory, again after a failure that a restart can fix, and write the final report.
 
     loggers: additional to those of ``trainer.logger``.
     """
     run_dir = Path(config.trainer.default_local_dir)
     with locked(run_dir, "trainer.default_local_dir", private=True):
-        life = Lifetime(config.trainer, run_dir, loggers)
+        lifecycle = RunLifecycle(config.trainer, run_dir, loggers)
         try:
-            keep_going(life, lambda: attempt(life), hushed=not config.ray_kwargs.ray_init.get("log_to_driver"))
+            run_with_restarts(lifecycle, lambda: attempt(lifecycle), quiet=not config.ray_kwargs.ray_init.get("log_to_driver"))
         finally:
-            if life.started:
+            if lifecycle.started:
                 finish(run_dir)
 
 
-def resume_from(config: Config, life: Lifetime) -> Checkpoint | None:
+def resume_from(config: Config, lifecycle: RunLifecycle) -> Checkpoint | None:
     """The checkpoint that this attempt resumes from; prints a note for each setting that differs from the checkpoint's."""
-    resume = life.resume()
+    resume = lifecycle.resume()
     if resume is not None:
         for change in check_config(resume.manifest.config, asdict(config)):
             tell(f"note: resumed with another {change}")
@@ -74,7 +74,7 @@ class Trainer:
     {name: content} saved with each model after a step. step: the last complete step. metrics: of the step that is running.
     """
 
-    life: Lifetime
+    lifecycle: RunLifecycle
     total_steps: int
     save_every: int
     resume: Checkpoint | None
@@ -100,7 +100,7 @@ class Trainer:
         rollback steps repeat. Ends early, with a checkpoint, if the run has to stop.
         """
         while self.step < self.total_steps:
-            if self.life.stopping.is_due(self.step, self.phases.seconds, self.saver.seconds(), self.events):
+            if self.lifecycle.stopping.is_due(self.step, self.phases.seconds, self.saver.seconds(), self.events):
                 if self.step and not self.saver.has(self.step):
                     self.save()
                 return
@@ -116,19 +116,19 @@ class Trainer:
         return every > 0 and (step == self.total_steps or step % every == 0)
 
     def complete(self, step: int) -> Alarm | None:
-        """Log the step and check its health. Returns the alarm that asks for a rollback, if any; Found is raised to stop.
+        """Log the step and check its health. Returns the alarm that asks for a rollback, if any; CheckFailed is raised to stop.
 
         Logging precedes saving: the metrics of a checkpoint's step are always in metrics.jsonl.
         """
         self.step = step
-        self.metrics |= self.health.skips.tell(step) | self.saver.figures()
+        self.metrics |= self.health.skipped_updates.report(step) | self.saver.figures()
         self.tracker.log(self.metrics, step)
         return self.health.check(step, self.metrics)
 
     def save_if_due(self) -> None:
         if self.is_due(self.step, self.save_every):
             self.save()
-        self.saver.settle(patient=False)
+        self.saver.finish_pending(patient=False)
         self.tracker.log_spans(self.phases.spans, self.watchdog.take_calls(), self.step)
 
     def save(self) -> None:
@@ -147,12 +147,12 @@ class Trainer:
 
     def _all_stateful(self) -> dict[str, Stateful]:
         budgets = {f"{name}_budget": model.budget for name, model in self.models.items()}
-        return {**self.stateful, "alarms": self.health.alarms, "skips": self.health.skips, **budgets}
+        return {**self.stateful, "alarms": self.health.alarms, "skips": self.health.skipped_updates, **budgets}
 
 
 def open_tracker(
     config: Config,
-    life: Lifetime,
+    lifecycle: RunLifecycle,
     resume: Checkpoint | None,
     phases: Phases,
     total_steps: int,
@@ -164,7 +164,7 @@ def open_tracker(
     trainer = config.trainer
     return Tracker(
         trainer.logger,
-        life.run_dir,
+        lifecycle.run_dir,
         trainer.project_name,
         trainer.experiment_name,
         asdict(config),
@@ -172,15 +172,15 @@ def open_tracker(
         total_steps=total_steps,
         shown_samples=shown_samples,
         rollout_dir=Path(rollout_dir) if rollout_dir is not None else None,
-        restarted=life.restarted,
-        more=[GrowingReport(life.run_dir), *life.loggers],
+        restarted=lifecycle.restarted,
+        more=[GrowingReport(lifecycle.run_dir), *lifecycle.loggers],
         phases=phases,
     )
 
 
 def build_trainer(
     config: Config,
-    life: Lifetime,
+    lifecycle: RunLifecycle,
     *,
     groups: Collection[WorkerGroup],
     n_gpus: int,
@@ -198,10 +198,10 @@ def build_trainer(
     extra_files: Callable[[int], Mapping[str, bytes]] = lambda step: {},
 ) -> Trainer:
     """groups: all workers of the run, on ``n_gpus`` GPUs. keep: how many checkpoints of each model stay; None: all."""
-    run_dir, events, plain = life.run_dir, Events(life.run_dir), asdict(config)
+    run_dir, events, plain = lifecycle.run_dir, Events(lifecycle.run_dir), asdict(config)
     kernels = KernelWatch(groups, events, watchdog) if config.trainer.deterministic else None
     return Trainer(
-        life=life,
+        lifecycle=lifecycle,
         total_steps=total_steps,
         save_every=save_every,
         resume=resume,
@@ -219,7 +219,7 @@ def build_trainer(
         ),
         events=events,
         watchdog=watchdog,
-        health=Health(alarms, Skips(run_dir, events, plain), kernels, events),
+        health=Health(alarms, SkippedUpdates(run_dir, events, plain), kernels, events),
         models=models,
         stateful=stateful or {},
         extra_files=extra_files,

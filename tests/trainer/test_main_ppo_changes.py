@@ -29,11 +29,11 @@ from trainer.ppo.loop import Loop
 from trainer.ppo.ppo_builder import Assembly
 from trainer.ppo.update import update
 from trainer.resilience.alarms import Alarm, react
-from trainer.resilience.restart import Lifetime
+from trainer.resilience.restart import RunLifecycle
 from trainer.rewards.models.served_model import ServedModel
 from trainer.rewards.remote.remote_rewards import open_rewards
-from trainer.rewards.scoring import Answer
-from trainer.run.errors import Found
+from trainer.rewards.scoring import Response
+from trainer.run.errors import CheckFailed
 from trainer.run.start_times import Start
 from workers.batch import Batch
 from workers.controller.dispatch import Sharded
@@ -99,8 +99,8 @@ class Trial:
     def assembly(self) -> Assembly:
         config = self.config
         hosts: Any = dict.fromkeys(ROLES, self.hosts)
-        life = Lifetime(config.trainer, Path(config.trainer.default_local_dir))
-        return Assembly(config, placement_of(config, has_critic=wants_critic(config)), hosts, life, reader(config))
+        lifecycle = RunLifecycle(config.trainer, Path(config.trainer.default_local_dir))
+        return Assembly(config, placement_of(config, has_critic=wants_critic(config)), hosts, lifecycle, reader(config))
 
     @cached_property
     def loop(self) -> Loop:
@@ -141,7 +141,7 @@ def step_batch() -> Batch:
 def losses(trial: Trial) -> Any:
     """Of tokens, by the actor's loss."""
     loss, batch = ActorLoss(trial.assembly.actor_loss()), step_batch()
-    if loss.wants_preparation:
+    if loss.needs_preparation:
         batch, _ = loss.prepare(batch, torch.Generator().manual_seed(0))
     batch = batch.with_tokens(loss_weight=batch.tokens["response_mask"])
     return loss(dict.fromkeys(loss.needs, batch.tokens["log_probs"]), batch)[0].tolist()
@@ -233,10 +233,10 @@ def validation_asks(trial: Trial) -> Any:
 
     def answer(prompts: Any, n: int, sampling: Sampling, *rest: Any, **more: Any) -> Any:
         found.append((len(prompts), n, vllm_engine.sampling_arguments(request(0, (2,), **dataclasses.asdict(sampling)), 64)))
-        raise Found("seen")
+        raise CheckFailed("seen")
 
-    trial.loop.source.answer = answer  # type: ignore[method-assign]
-    with pytest.raises(Found, match="seen"):
+    trial.loop.sampler.generate_and_score = answer  # type: ignore[method-assign]
+    with pytest.raises(CheckFailed, match="seen"):
         trial.loop.validation.run(0)
     return found
 
@@ -248,13 +248,13 @@ def rung(trial: Trial) -> Any:
     told: list[Any] = []
     events: Any = SimpleNamespace(add=lambda *words: told.append(words))
     try:
-        return react(trial.loop.trainer.health.alarms.see(1, bad), events, 1), told
-    except Found as error:
+        return react(trial.loop.trainer.health.alarms.evaluate(1, bad), events, 1), told
+    except CheckFailed as error:
         return str(error)
 
 
 def gone_back(trial: Trial) -> Any:
-    with pytest.raises(Found) as error:
+    with pytest.raises(CheckFailed) as error:
         trial.loop.roll_back(Alarm("rollback", "too high", 0))
     return str(error.value)
 
@@ -280,12 +280,12 @@ def servers_score(trial: Trial) -> Any:
     """What the reward model's server gives."""
     models = trial.assembly.reward_models()
     assert models is not None and isinstance(models.models[0].scorer, ServedModel)
-    return models.models[0].scorer.servers.score([Answer("sort_digits", "12", "12", {}, True, "", "<eos>")])
+    return models.models[0].scorer.servers.score([Response("sort_digits", "12", "12", {}, True, "", "<eos>")])
 
 
 def score(trial: Trial) -> Any:
     with open_rewards(trial.config.reward) as rewards:
-        return rewards.score([Answer("mine", "#### 12", "12", {}, True, "", "<eos>")])
+        return rewards.score([Response("mine", "#### 12", "12", {}, True, "", "<eos>")])
 
 
 def seconds_to_load(trial: Trial) -> Any:

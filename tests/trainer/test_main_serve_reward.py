@@ -15,7 +15,7 @@ from tests.serving import address, program
 from tests.trainer.rewards.config import reward_config
 from trainer import main_serve_reward
 from trainer.rewards.remote.remote_rewards import RemoteRewards
-from trainer.rewards.scoring import Answer, Score
+from trainer.rewards.scoring import Response, Score
 
 # Children of its own, as a careless function has them.
 FUNCTION = """
@@ -37,7 +37,7 @@ def test_a_signal_ends_it_and_all_that_it_has_started(number: int, code: int, bu
     with program(*words, f"trainer.default_local_dir={tmp_path}/run") as server:
         url = address(server)
         remote = RemoteRewards([url], reward_config(remote={"batch_size": 2, "retries": 0, "timeout": 60.0}).remote)
-        answers = [Answer("", text, None, {}, True) for text in ("child", "a", "b", "c")]
+        answers = [Response("", text, None, {}, True) for text in ("child", "a", "b", "c")]
         assert remote.score(answers) == [Score(0.5, {}, None)] * 4
         family = psutil.Process(server.pid).children(recursive=True)
         assert {process.name() for process in family} >= {"sleep"} and len(family) == 3

@@ -20,13 +20,13 @@ from configs.validation.batches import cuts, name_of, roles_of
 from configs.validation.parallel import data_parallel_size
 from configs.validation.placement import placement_of
 from configs.validation.rollout import world_size
-from trainer.checkpoint.resume import Checkpoint, check_config, whole_checkpoint
+from trainer.checkpoint.resume import Checkpoint, check_config, complete_checkpoint
 from trainer.planner.memory_estimate import Use, estimate, memory_roles, shape_of
 from trainer.planner.memory_model import Shape
 from trainer.ppo.engine_checks import check_engines, reader, wants_critic
 from trainer.ppo.ppo_builder import Assembly
 from trainer.resilience.alarms import NO_END_TOKEN
-from trainer.resilience.restart import Lifetime
+from trainer.resilience.restart import RunLifecycle
 from trainer.rewards.models.reward_builder import engine_model, head_of, own_conversations
 from trainer.rewards.pool.worker import resolve
 from trainer.rewards.rules.reward_registry import with_own_function
@@ -50,26 +50,26 @@ def dry_run(config: PPOConfig) -> None:
     check_installed(config.actor_rollout_ref.rollout.name)
     check_engines(config)
     place = placement_of(config, has_critic=wants_critic(config))
-    life = Lifetime(config.trainer, Path(config.trainer.default_local_dir))
-    resume = would_resume(config, life.run_dir)
+    lifecycle = RunLifecycle(config.trainer, Path(config.trainer.default_local_dir))
+    resume = would_resume(config, lifecycle.run_dir)
     # Without worker groups: the assembly reads and checks the data, and computes steps and updates, but builds no model.
-    parts = Assembly(config, place, {}, life, reader(config))
+    parts = Assembly(config, place, {}, lifecycle, reader(config))
     for change in parts.rate_changes(resume):
         print(f"note: {change}", file=sys.stderr)
     check_rewards(config, parts)
     models = measured(config)
     lines = [*model_lines(models), *work_lines(parts), *place_lines(config, place)]
-    lines += [*written_lines(config, life.run_dir, resume, staged_bytes(config, place, models))]
+    lines += [*written_lines(config, lifecycle.run_dir, resume, staged_bytes(config, place, models))]
     lines += [*memory_lines(config, place, models)]
     wrong = list(doubts(config, place, models, parts.sampling()))
     print("\n".join([*lines, *wrong]))
-    print(f"{'' if wrong else 'fine, '}nothing was started; the configuration: {write(config, life.run_dir)}")
+    print(f"{'' if wrong else 'fine, '}nothing was started; the configuration: {write(config, lifecycle.run_dir)}")
 
 
 def would_resume(config: PPOConfig, run_dir: Path) -> Checkpoint | None:
     """The local checkpoint that the run would resume from, None if it starts anew. Raises ValueError if it cannot be used."""
     trainer = config.trainer
-    found = whole_checkpoint(trainer.resume_mode, trainer.resume_from_path, run_dir)
+    found = complete_checkpoint(trainer.resume_mode, trainer.resume_from_path, run_dir)
     if found is not None:
         for change in check_config(found.manifest.config, asdict(config)):
             print(f"note: would be resumed with another {change}", file=sys.stderr)

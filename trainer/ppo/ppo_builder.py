@@ -40,7 +40,7 @@ from trainer.ppo.engine_checks import check_engines, reader, wants_critic
 from trainer.ppo.loop import Loop, has_old_log_probs, old_log_probs_come_from_update
 from trainer.ppo.update import UpdateSpec
 from trainer.resilience.alarms import END_TOKENS, ppo_alarms
-from trainer.resilience.restart import Lifetime
+from trainer.resilience.restart import RunLifecycle
 from trainer.resilience.rollback import Rollbacks
 from trainer.rewards.failures import Failures
 from trainer.rewards.models.reward_builder import start_reward_models
@@ -50,12 +50,12 @@ from trainer.rewards.rules.reward_registry import check_data_sources
 from trainer.rewards.scoring import Rewards
 from trainer.rewards.shaping import Shaping
 from trainer.rollout.rollout_builder import end_tokens, rollout_spec, sampling, validation_sampling
-from trainer.rollout.sampler import Source
+from trainer.rollout.sampler import Sampler
 from trainer.rollout.validation import Validation
 from trainer.run.events import Events
 from trainer.run.logger import Logger
 from trainer.run.start_times import Start
-from trainer.tracking.token_dump import AnswerLog
+from trainer.tracking.token_dump import ResponseLog
 from trainer.tracking.tracker import Tracker
 from workers.controller.group import WorkerGroup
 from workers.controller.logs import tell
@@ -76,19 +76,19 @@ ACTOR_LOSS, ACTOR_AND_PTX_LOSS = (
 def run(config: PPOConfig, notices: Sequence[str], loggers: Sequence[Logger] = ()) -> None:
     """Train, and write the final report. notices: warnings about the configuration. loggers: in addition to trainer.logger."""
     check_installed(config.actor_rollout_ref.rollout.name)
-    harness.run(config, lambda life: attempt(config, life), loggers)
+    harness.run(config, lambda lifecycle: attempt(config, lifecycle), loggers)
 
 
-def attempt(config: PPOConfig, life: Lifetime) -> None:
+def attempt(config: PPOConfig, lifecycle: RunLifecycle) -> None:
     """Run once, from the last checkpoint if there is one, in new worker processes; all of them have ended on return."""
-    resume = harness.resume_from(config, life)
-    with opened(Assembly, config, life, resume) as loop, life.stopping, loop.trainer.saver:
+    resume = harness.resume_from(config, lifecycle)
+    with opened(Assembly, config, lifecycle, resume) as loop, lifecycle.stopping, loop.trainer.saver:
         loop.fit()
-    life.stopping.check()
+    lifecycle.stopping.check()
 
 
 @contextmanager
-def opened(assembly: type[Assembly], config: PPOConfig, life: Lifetime, resume: Checkpoint | None) -> Iterator[Loop]:
+def opened(assembly: type[Assembly], config: PPOConfig, lifecycle: RunLifecycle, resume: Checkpoint | None) -> Iterator[Loop]:
     """Yield the loop; workers, scorers and loggers end with the block. resume: checkpoint to load, None for a new run."""
     start = Start()
     # Fills the page cache in the background while the checks run and processes start; workers then read weights from memory.
@@ -100,11 +100,11 @@ def opened(assembly: type[Assembly], config: PPOConfig, life: Lifetime, resume: 
     with ExitStack() as stack:
         rewards = stack.enter_context(open_rewards(config.reward))
         rewards.start()
-        backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, config.timeouts, life.run_dir))
+        backend = stack.enter_context(open_backend(config.trainer, config.ray_kwargs, config.timeouts, lifecycle.run_dir))
         start.ended("backend")
         place = placement_of(config, has_critic=wants_critic(config))
         hosts = start_pools(backend, config.trainer, place, config.timeouts, engine=config.actor_rollout_ref.rollout.name)
-        parts = assembly(config, place, hosts, life, tokenizer)
+        parts = assembly(config, place, hosts, lifecycle, tokenizer)
         # Before the tracker, which truncates the records of the run directory to the resumed step: a damaged checkpoint is found
         # while the directory is still unchanged.
         if resume is not None:
@@ -112,7 +112,7 @@ def opened(assembly: type[Assembly], config: PPOConfig, life: Lifetime, resume: 
         rewards.wait_ready()
         tracker = harness.open_tracker(
             config,
-            life,
+            lifecycle,
             resume,
             parts.phases,
             parts.total_steps,
@@ -123,7 +123,7 @@ def opened(assembly: type[Assembly], config: PPOConfig, life: Lifetime, resume: 
         start.ended("data")
         loop = parts.loop(rewards, resume, tracker, start)
         # Only now does the run directory belong to this run: an earlier failure leaves no status and no report in it.
-        life.started = True
+        lifecycle.started = True
         yield loop
 
 
@@ -135,13 +135,13 @@ class Assembly:
     """
 
     def __init__(
-        self, config: PPOConfig, place: Placement, hosts: Mapping[str, WorkerGroup], life: Lifetime, tokenizer: Tokenizer
+        self, config: PPOConfig, place: Placement, hosts: Mapping[str, WorkerGroup], lifecycle: RunLifecycle, tokenizer: Tokenizer
     ) -> None:
         self.config = config
         self.place = place
         self.hosts = hosts
-        self.life = life
-        self.watchdog = Watchdog(asdict(config.timeouts), life.run_dir)
+        self.lifecycle = lifecycle
+        self.watchdog = Watchdog(asdict(config.timeouts), lifecycle.run_dir)
         self.tokenizer = tokenizer
         self.phases = phases_of(place)
         self.data, self.held_out = self.prompts()
@@ -173,11 +173,11 @@ class Assembly:
         # After the models: the engine is created next to the actor, or connects to the pool that has it.
         rollout = self.rollout()
         start.ended("engine")
-        source = self.source(rollout, rewards, Events(self.life.run_dir))
+        sampler = self.sampler(rollout, rewards, Events(self.lifecycle.run_dir))
         start.ended("rewards")
         self.phases.progress["reward"] = lambda: rewards.progress
         # A signal to stop shortens the time limit of scoring that is under way.
-        self.life.stopping.hurry = self.watchdog.hurry
+        self.lifecycle.stopping.hurry = self.watchdog.hurry
         prompts, kl, returns = self.stream(), KLController.start(config.algorithm.kl_ctrl), RunningMoments()
         trainer = self.trainer(
             tracker,
@@ -188,9 +188,9 @@ class Assembly:
                 "returns": returns,
                 "data": prompts,
                 **({} if self.ptx is None else {"ptx": self.ptx}),
-                "reward": source.shaping.running,
-                **({} if source.models is None else {"reward_models": source.models}),
-                "rollbacks": source.rollbacks,
+                "reward": sampler.shaping.running,
+                **({} if sampler.models is None else {"reward_models": sampler.models}),
+                "rollbacks": sampler.rollbacks,
             },
         )
         # Step 0, before anything is generated: without a stop token no response can terminate.
@@ -203,7 +203,7 @@ class Assembly:
             together=together,
             start=start,
             prompts=prompts,
-            source=source,
+            sampler=sampler,
             actor=actor,
             ref=ref,
             critic=critic,
@@ -213,14 +213,16 @@ class Assembly:
             returns=returns,
             validation=Validation(
                 self.held_out,
-                source,
+                sampler,
                 tracker,
                 n=rollout_config.val_kwargs.n,
                 sampling=validation_sampling(self.sampling(), rollout_config.val_kwargs),
                 batch_size=config.data.val_batch_size,
             ),
             # Without old log-probs in the batch, the log runs a forward pass over the few responses that it keeps.
-            answers=AnswerLog(self.life.run_dir, self.tokenizer, self.total_steps, forwards=not has_old_log_probs(config)),
+            response_log=ResponseLog(
+                self.lifecycle.run_dir, self.tokenizer, self.total_steps, forwards=not has_old_log_probs(config)
+            ),
         )
 
     def trainer(
@@ -233,7 +235,7 @@ class Assembly:
         options = self.config.trainer
         return harness.build_trainer(
             self.config,
-            self.life,
+            self.lifecycle,
             groups=self.hosts.values(),
             n_gpus=self.place.n_gpus,
             tokenizer=self.tokenizer,
@@ -284,9 +286,9 @@ class Assembly:
         gen_batch_size = self.config.data.gen_batch_size or self.order.batch_size
         return PromptStream(self.data, replace(self.order, batch_size=gen_batch_size))
 
-    def source(self, rollout: RemoteRollout, rewards: Rewards, events: Events) -> Source:
+    def sampler(self, rollout: RemoteRollout, rewards: Rewards, events: Events) -> Sampler:
         config = self.config
-        return Source(
+        return Sampler(
             rollout,
             rewards,
             self.tokenizer,
@@ -350,7 +352,7 @@ class Assembly:
                     dynamic=actor.use_dynamic_bsz,
                     max_tokens=actor.ppo_max_token_len_per_gpu,
                 ),
-                budget=self.life.budget("actor"),
+                budget=self.lifecycle.budget("actor"),
                 steps=self.total_steps,
                 updates=self.actor_update().updates_a_step(self.config.data.train_batch_size),
             ),
@@ -414,7 +416,7 @@ class Assembly:
                     dynamic=critic.use_dynamic_bsz,
                     max_tokens=critic.ppo_max_token_len_per_gpu,
                 ),
-                budget=self.life.budget("critic"),
+                budget=self.lifecycle.budget("critic"),
                 steps=self.total_steps,
                 updates=self.critic_update().updates_a_step(self.config.data.train_batch_size),
             ),
@@ -422,7 +424,7 @@ class Assembly:
         )
 
     def actor_loss(self) -> ActorLossConfig:
-        return ActorLossConfig.of(self.config, own_old_log_probs=old_log_probs_come_from_update(self.config))
+        return ActorLossConfig.of(self.config, old_log_probs_from_update=old_log_probs_come_from_update(self.config))
 
     def actor_update(self) -> UpdateSpec:
         # The workers build their own copy of the loss; this one only reports which columns it reads and prepares.
@@ -431,7 +433,7 @@ class Assembly:
             "actor",
             self.config.actor_rollout_ref.actor,
             columns=loss.columns if self.ptx is None else (*loss.columns, "ptx"),
-            prepare=loss.prepare if loss.wants_preparation else None,
+            prepare=loss.prepare if loss.needs_preparation else None,
             extend=self.ptx.extend if self.ptx is not None else None,
         )
 
@@ -451,7 +453,7 @@ class Assembly:
 
     def rollout(self) -> RemoteRollout:
         models = self.config.actor_rollout_ref
-        spec = rollout_spec(models.model, models.rollout, self.config.data, self.config.trainer.device, self.life.run_dir)
+        spec = rollout_spec(models.model, models.rollout, self.config.data, self.config.trainer.device, self.lifecycle.run_dir)
         return RemoteRollout(self.hosts["rollout"], spec, "actor", self.watchdog, trainers=self.hosts["actor"])
 
     def sampling(self) -> Sampling:

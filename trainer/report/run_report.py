@@ -127,7 +127,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class ResponsePair:
     """Responses to a held-out prompt at the first validation and at the last one (None if there was only one)."""
 
     first: Sample
@@ -402,7 +402,7 @@ def workers_of(entries: Sequence[Mapping[str, Any]], colors: Mapping[str, int]) 
     return entry[GLOBAL_STEP], lanes(spans, {**colors, **calls_too})
 
 
-def answers_of(entries: Sequence[Mapping[str, Any]]) -> tuple[int, int, list[Answered]]:
+def answers_of(entries: Sequence[Mapping[str, Any]]) -> tuple[int, int, list[ResponsePair]]:
     """(first step with samples, last one, at most MOST_ANSWERS prompts that both have)."""
     if not entries:
         return 0, 0, []
@@ -411,7 +411,7 @@ def answers_of(entries: Sequence[Mapping[str, Any]]) -> tuple[int, int, list[Ans
     for entry in entries:
         by_step.setdefault(entry[GLOBAL_STEP], {})[entry["uid"]] = {**entry, "score": float(entry["score"])}
     last = by_step[last_step] if last_step != first_step else {}
-    pairs = [Answered(sample, last.get(uid)) for uid, sample in by_step[first_step].items()]
+    pairs = [ResponsePair(sample, last.get(uid)) for uid, sample in by_step[first_step].items()]
     return first_step, last_step, [pair for pair in pairs if pair.last is not None or not last][:MOST_ANSWERS]
 
 

@@ -23,7 +23,7 @@ from configs.schema.common import RunConfig
 from trainer.resilience.host_monitor import HostMonitor
 from trainer.run.errors import Stopped
 from trainer.run.events import Events
-from trainer.run.run_dir import goes_on
+from trainer.run.run_dir import resume_hint
 from trainer.run.timing import WHOLE_STEP
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -84,12 +84,12 @@ class Stopping:
             events.add(step, "stop", self._reason[1])
         return self._reason is not None
 
-    def check(self, *, fell: bool = False) -> None:
+    def check(self, *, after_failure: bool = False) -> None:
         """Raise Stopped if the run was stopped. fell: an attempt failed in a step; a signal received in that step counts too."""
-        reason = self._reason or (self._asked() if fell else None)
+        reason = self._reason or (self._asked() if after_failure else None)
         if reason is None:
             return
-        raise Stopped(reason[0], f"stopped after step {self.furthest}: {reason[1]}; {goes_on(self.run_dir)}")
+        raise Stopped(reason[0], f"stopped after step {self.furthest}: {reason[1]}; {resume_hint(self.run_dir)}")
 
     def _listen(self) -> None:
         if not self._before:

@@ -41,7 +41,7 @@ def metric_values(batch: Batch, metric: str | None) -> list[float]:
     return [extra[metric] for extra in extras]
 
 
-def judge_groups(asked: Sequence[int], uids: Sequence[int], values: Sequence[float], n: int) -> dict[int, Verdict]:
+def group_verdicts(asked: Sequence[int], uids: Sequence[int], values: Sequence[float], n: int) -> dict[int, Verdict]:
     """Verdict of each group in ``asked``, in order. uids, values: group and metric of every response that has a score.
 
     A group is kept if two of its values differ, or, with n = 1 response per prompt, if it has one. Failed rewards do not count.

@@ -36,7 +36,9 @@ def rollout_spec(
     return RolloutSpec(model=model, rollout=rollout, max_model_len=max_model_len, device=device, run_dir=told)
 
 
-def start_source(hosts: WorkerGroup, spec: RolloutSpec, watchdog: Watchdog, *, sharding: Sharding, seed: int) -> RemoteModel:
+def start_weight_source(
+    hosts: WorkerGroup, spec: RolloutSpec, watchdog: Watchdog, *, sharding: Sharding, seed: int
+) -> RemoteModel:
     """Build an untrained «actor» role, the source of the weights of the engine of ``spec``."""
     return start_model(
         hosts,
@@ -67,7 +69,7 @@ def start_engine(hosts: WorkerGroup, spec: RolloutSpec, watchdog: Watchdog, *, s
         fsdp_size=-1,
         ulysses_sequence_parallel_size=1,
     )
-    start_source(hosts, spec, watchdog, sharding=fsdp, seed=seed)
+    start_weight_source(hosts, spec, watchdog, sharding=fsdp, seed=seed)
     rollout = RemoteRollout(hosts, spec, "actor", watchdog)
     rollout.sync_weights(0)
     return rollout

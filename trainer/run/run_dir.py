@@ -219,7 +219,7 @@ def start_run(run_dir: Path, resume_step: int | None, rollout_dir: Path | None, 
             path.unlink()
 
 
-def goes_on(run_dir: Path) -> str:
+def resume_hint(run_dir: Path) -> str:
     """Sentence that says from where the same command would resume the run."""
     steps = checkpoint_steps(run_dir) if run_dir.is_dir() else []
     where = f"from {checkpoint_dir(run_dir, steps[-1])}" if steps else "from the beginning: there is no checkpoint"

@@ -20,7 +20,7 @@ from workers.batch import Batch
 from workers.engine.base import Head, LossSpec
 from workers.engine.hf.hf_model import vocab_size
 
-PAIRS_AT_ONCE = 1024  # pairs per forward call; bounds the size of a batch sent to the workers
+PAIRS_PER_FORWARD = 1024  # pairs per forward call; bounds the size of a batch sent to the workers
 
 
 class RewardModelTask:
@@ -90,8 +90,8 @@ class RewardModelTask:
         """Scores of chosen and rejected responses, float64 (P, 2). The scores of the last ``step`` are cached."""
         if self._scored is None or self._scored[0] != step:
             found = []
-            for start in range(0, len(data), PAIRS_AT_ONCE):
-                batch = data.batch(range(start, min(start + PAIRS_AT_ONCE, len(data))))
+            for start in range(0, len(data), PAIRS_PER_FORWARD):
+                batch = data.batch(range(start, min(start + PAIRS_PER_FORWARD, len(data))))
                 found.append(model.forward(batch, ["scores"]).rows["scores"].double().view(-1, 2))
             self._scored = step, torch.cat(found)
         return self._scored[1]

@@ -15,7 +15,7 @@ from workers.batch import Batch
 from workers.engine.base import Head, LossSpec
 
 
-class SFT:
+class SFTTask:
     """Task of supervised fine-tuning. A unit of the data is a row."""
 
     head: Head = "lm"

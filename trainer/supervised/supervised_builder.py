@@ -19,10 +19,10 @@ from trainer.cluster.watchdog import Watchdog
 from trainer.data.chat import load_tokenizer
 from trainer.data.order import DataOrder
 from trainer.resilience.alarms import sft_alarms
-from trainer.resilience.restart import Lifetime
+from trainer.resilience.restart import RunLifecycle
 from trainer.run.timing import Phases
 from trainer.supervised.reward_model_task import RewardModelTask
-from trainer.supervised.sft_task import SFT
+from trainer.supervised.sft_task import SFTTask
 from trainer.supervised.supervised_loop import SupervisedLoop, steps_between
 from trainer.supervised.task import Task
 from workers.controller.logs import tell
@@ -34,14 +34,14 @@ Config = SFTConfig | RewardModelConfig
 
 def run(config: Config, notices: Sequence[str]) -> None:
     """Train, and export the model if trainer.export_dir is set. notices: warnings about the configuration."""
-    head = SFT.head if isinstance(config, SFTConfig) else RewardModelTask.head
+    head = SFTTask.head if isinstance(config, SFTConfig) else RewardModelTask.head
     check_engine("engine", config.engine, config.model, head, config.trainer.device)
-    harness.run(config, lambda life: attempt(config, life))
+    harness.run(config, lambda lifecycle: attempt(config, lifecycle))
 
 
-def attempt(config: Config, life: Lifetime) -> None:
+def attempt(config: Config, lifecycle: RunLifecycle) -> None:
     """Run once, from the last checkpoint if there is one, in new worker processes; all of them have ended on return."""
-    trainer, run_dir, resume = config.trainer, life.run_dir, harness.resume_from(config, life)
+    trainer, run_dir, resume = config.trainer, lifecycle.run_dir, harness.resume_from(config, lifecycle)
     with ExitStack() as stack:
         backend = stack.enter_context(open_backend(trainer, config.ray_kwargs, config.timeouts, run_dir))
         deterministic = trainer.deterministic
@@ -53,7 +53,7 @@ def attempt(config: Config, life: Lifetime) -> None:
         if resume is not None:
             check_weights(resume, {"model": hosts}, watchdog)
         tokenizer = load_tokenizer(config.model)
-        task: Task = SFT(config, tokenizer) if isinstance(config, SFTConfig) else RewardModelTask(config, tokenizer)
+        task: Task = SFTTask(config, tokenizer) if isinstance(config, SFTConfig) else RewardModelTask(config, tokenizer)
         seed = trainer.seed if config.data.seed is None else config.data.seed
         order = DataOrder(len(task), config.data.train_batch_size, seed, config.data.shuffle)
         for notice in (*task.notices, order.notice):
@@ -64,8 +64,8 @@ def attempt(config: Config, life: Lifetime) -> None:
             for change in rate_changes(resume, {"optim": (config.optim, 0)}, total_steps, order.steps_per_epoch):
                 tell(f"note: {change}")
         phases = Phases()
-        tracker = stack.enter_context(closing(harness.open_tracker(config, life, resume, phases, total_steps)))
-        life.started = True
+        tracker = stack.enter_context(closing(harness.open_tracker(config, lifecycle, resume, phases, total_steps)))
+        lifecycle.started = True
         cut = limits(
             config.engine,
             trainer,
@@ -88,7 +88,7 @@ def attempt(config: Config, life: Lifetime) -> None:
                 grad_clip=config.engine.grad_clip,
                 loss=task.loss,
                 limits=cut,
-                budget=life.budget("model"),
+                budget=lifecycle.budget("model"),
                 steps=total_steps,
                 updates=1,  # optimizer steps per training step
             ),
@@ -96,7 +96,7 @@ def attempt(config: Config, life: Lifetime) -> None:
         )
         run_trainer = harness.build_trainer(
             config,
-            life,
+            lifecycle,
             groups=[hosts],
             n_gpus=world_size(trainer),
             tokenizer=tokenizer,
@@ -112,9 +112,9 @@ def attempt(config: Config, life: Lifetime) -> None:
             extra_files=lambda step: task.extra_files(model, step),
         )
         loop = SupervisedLoop(config, run_trainer, task, order, model)
-        with life.stopping, run_trainer.saver:
+        with lifecycle.stopping, run_trainer.saver:
             loop.fit()
-        life.stopping.check()
+        lifecycle.stopping.check()
         # An interrupted run does not get here: check() raises, and an unfinished model is not exported.
         if trainer.export_dir is not None:
             model.export_hf(trainer.export_dir)

@@ -184,14 +184,14 @@ class SwanlabLogger:
         id_file = run.run_dir / SWANLAB_ID
         if not id_file.exists():
             id_file.write_text(uuid.uuid4().hex[:21])  # the length of an id of SwanLab
-        goes_on = {} if in_no_cloud(os.environ) else {"id": id_file.read_text(), "resume": "allow"}
+        resume = {} if in_no_cloud(os.environ) else {"id": id_file.read_text(), "resume": "allow"}
         try:
             swanlab.init(
                 project=run.project,
                 experiment_name=run.experiment,
                 config=run.config,
                 logdir=str(run.run_dir / "swanlab"),
-                **goes_on,
+                **resume,
             )
         except (OSError, ValueError, RuntimeError) as error:
             raise LoggerUnavailable(" ".join(str(error).split())) from error

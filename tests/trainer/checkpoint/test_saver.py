@@ -16,7 +16,7 @@ import trainer
 from tests.layout.source import ROOT
 from tests.trainer.checkpoints import CONFIG, ROLES, content, is_whole, models, names, save, saver
 from trainer.checkpoint.resume import check_config, find_latest, resolve_resume
-from trainer.run.errors import Found, NotSaved
+from trainer.run.errors import CheckFailed, NotSaved
 from trainer.run.run_dir import EVENTS, read_lines, start_run
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -186,7 +186,7 @@ def test_what_a_save_took_is_told_once(tmp_path: Path, capsys: pytest.CaptureFix
     saving.save(2, models(2, gate=gate, seconds=4.0), {}, {})
     assert saving.figures() == {} and 0.0 < saving.seconds() < 4.0
     gate.set_result(None)
-    saving.settle()
+    saving.finish_pending()
     size = sum(len(content(role, rank, 2)) for role in ROLES for rank in range(2)) / 1e9
     figures = saving.figures()
     assert 0.0 < figures.pop("timing_s/save_checkpoint") < 4.0 < saving.seconds()
@@ -218,7 +218,7 @@ def test_old_checkpoints_go_only_after_the_new_one_is_whole(tmp_path: Path) -> N
     save(tmp_path, 2)
     saving = saver(tmp_path, actor=1, async_save=True)
     saving.save(4, models(4, gate=gate), {}, {})
-    saving.settle(patient=False)
+    saving.finish_pending(patient=False)
     assert is_whole(tmp_path / "global_step_2", 2) and (tmp_path / LATEST).read_text() == "2"
     gate.set_result(None)
     saving.finish()
@@ -279,7 +279,7 @@ def test_in_the_background_it_is_written_while_the_run_goes_on(tmp_path: Path) -
     saving.save(2, models(2, gate=gate), state, {})
     state["kl"]["coefficient"] = 0.2
     for _ in range(3):
-        saving.settle(patient=False)
+        saving.finish_pending(patient=False)
     assert names(tmp_path) == {"global_step_2.incomplete"}, "the ranks are still at it"
     gate.set_result(None)
     saving.save(4, models(4), state, {})
@@ -300,7 +300,7 @@ def test_what_is_ready_is_completed_after_a_step(tmp_path: Path) -> None:
     saving.save(2, written, {}, {})
     for model in written.values():
         model.saved()
-    saving.settle(patient=False)
+    saving.finish_pending(patient=False)
     assert resume(tmp_path) == 2
 
 
@@ -311,7 +311,7 @@ def test_a_full_disk_is_told_and_the_next_save_tried(
     saving = saver(tmp_path, actor=1, critic=1, async_save=background)
     saving.save(2, models(2), {}, {})
     saving.save(4, models(4, problem=FULL), {}, {})
-    saving.settle()
+    saving.finish_pending()
     assert checkpoints(tmp_path) == {"global_step_2"} and is_whole(tmp_path / "global_step_2", 2)
     no_space = "[Errno 28] No space left on device"
     said = f"not saved: {no_space}; {no_space}; the run goes on, the next save is tried"
@@ -346,11 +346,11 @@ def test_a_disk_that_is_full_when_the_controller_writes(place: str, tmp_path: Pa
 
 def test_a_run_that_an_alarm_ends_has_what_it_saved(tmp_path: Path) -> None:
     gate: Future[None] = Future()
-    with pytest.raises(Found), saver(tmp_path, async_save=True) as saving:
+    with pytest.raises(CheckFailed), saver(tmp_path, async_save=True) as saving:
         saving.save(2, models(2, gate=gate), {}, {})
         assert checkpoints(tmp_path) == {"global_step_2.incomplete"}
         gate.set_result(None)
-        raise Found("an alarm")
+        raise CheckFailed("an alarm")
     assert checkpoints(tmp_path) == {"global_step_2"} and resume(tmp_path) == 2
 
 

@@ -14,7 +14,7 @@ from configs.base.keys import CONFIG_DIR, described
 from configs.schema.supervised import SFTConfig
 from tests.broken import PROGRAMS
 from trainer.cli.program import Program, wrapped
-from trainer.run.errors import Found, NotSaved, Stopped
+from trainer.run.errors import CheckFailed, NotSaved, Stopped
 from trainer.run.run_dir import GLOBAL_STEP, LATEST, METRICS, json_line, write_config
 from trainer.run.run_status import write_outcome
 from workers.controller.group import PhaseTimeout, WorkerError
@@ -76,7 +76,7 @@ def test_a_run_that_has_ended_is_not_started_to_find_that_out(tmp_path: Path, ca
 
 
 def test_what_a_run_finds_to_be_wrong_is_a_line_each_and_exit_code_3(capsys: pytest.CaptureFixture[str]) -> None:
-    assert raising(Found("one\ntwo"))([]) == 3
+    assert raising(CheckFailed("one\ntwo"))([]) == 3
     assert capsys.readouterr().err.splitlines() == ["error: one", "error: two"]
 
 

@@ -19,7 +19,7 @@ from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
 from trainer import main_ppo
 from trainer.cli.program import Program
 from trainer.cli.sweep import table
-from trainer.resilience.restart import Lifetime, keep_going
+from trainer.resilience.restart import RunLifecycle, run_with_restarts
 from trainer.run.run_dir import GLOBAL_STEP, OUTCOME
 from trainer.run.run_status import write_outcome
 from trainer.tracking.tracker import Tracker
@@ -51,18 +51,18 @@ class Runs:
     def run(self, config: SFTConfig, told: list[str]) -> None:
         run_dir = Path(config.trainer.default_local_dir)
         self.begun.append(run_dir.name)
-        life = Lifetime(config.trainer, run_dir)
+        lifecycle = RunLifecycle(config.trainer, run_dir)
 
         def attempt() -> None:
             tracker = Tracker([], run_dir, "p", "e", asdict(config))
             assert not (run_dir / OUTCOME).exists(), "it is not over"
-            life.started = True
+            lifecycle.started = True
             tracker.log({"train/loss": math.log10(config.optim.lr) ** 2, GLOBAL_STEP: 1}, 1)
             tracker.close()
             if config.optim.lr in self.fail:
                 raise self.fail[config.optim.lr]
 
-        keep_going(life, attempt)
+        run_with_restarts(lifecycle, attempt)
 
 
 @pytest.fixture

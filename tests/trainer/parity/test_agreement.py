@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.trainer.parity.made import BOS, EOS, drawn, made
 from trainer.parity.agreement import (
-    EngineAnswers,
+    EngineResponses,
     agreement,
     choices,
     common_prefix,
@@ -24,7 +24,7 @@ ROWS = [[5, 6, EOS], [7, EOS], [5, 5, 5, 5, EOS]]
 answer = st.lists(st.integers(3, 6), min_size=1, max_size=6)
 
 
-def changed(answers: EngineAnswers, name: str, place: int, value: float) -> EngineAnswers:
+def changed(answers: EngineResponses, name: str, place: int, value: float) -> EngineResponses:
     column = getattr(answers, name).copy()
     column[place] = value
     return replace(answers, **{name: column})

@@ -7,7 +7,7 @@ import pytest
 from configs.compose import compose
 from configs.schema.parity import BoundsConfig, ParityConfig
 from tests.trainer.parity.made import EOS, drawn, made
-from trainer.parity.agreement import EngineAnswers, Heads, choices, differences, draw_z, ends, length_figures
+from trainer.parity.agreement import EngineResponses, Heads, choices, differences, draw_z, ends, length_figures
 from trainer.parity.bounds import Engine, Pass, broken, coarser, margin
 
 ROWS = [[5, 6, EOS], [7, EOS]]
@@ -19,7 +19,7 @@ def bounds() -> BoundsConfig:
     return compose("parity", ParityConfig).bounds
 
 
-def pass_of(answers: EngineAnswers, stops: tuple[int, ...] = (EOS,)) -> Pass:
+def pass_of(answers: EngineResponses, stops: tuple[int, ...] = (EOS,)) -> Pass:
     return Pass(
         answers=len(answers.lengths),
         tokens=len(answers.token_ids),
@@ -32,7 +32,7 @@ def pass_of(answers: EngineAnswers, stops: tuple[int, ...] = (EOS,)) -> Pass:
     )
 
 
-def engine_of(greedy: EngineAnswers, sampled: EngineAnswers | None = None, z: float | None = None) -> Engine:
+def engine_of(greedy: EngineResponses, sampled: EngineResponses | None = None, z: float | None = None) -> Engine:
     return Engine(
         greedy=pass_of(greedy),
         choices=choices(greedy, 2e-4),

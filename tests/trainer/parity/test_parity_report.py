@@ -14,7 +14,7 @@ from rich.console import Console
 from tests.trainer.parity.made import EOS, made
 from tests.trainer.parity.test_bounds import NO_BOS, engine_of
 from tests.trainer.report.test_run_report import HOSTILE, Page
-from trainer.parity.agreement import EngineAnswers, Heads, agreement
+from trainer.parity.agreement import EngineResponses, Heads, agreement
 from trainer.parity.bounds import Engine
 from trainer.parity.measure import Measured, Timed
 from trainer.parity.parity_report import (
@@ -35,12 +35,12 @@ SECOND = made([[5, 6, EOS], [8, EOS], [5, 5, 6, EOS]], offset=1e-3, margin=0.5)
 answer = st.lists(st.integers(3, 6), min_size=1, max_size=6)
 
 
-def measured(answers: EngineAnswers) -> Measured:
+def measured(answers: EngineResponses) -> Measured:
     timed = Timed(answers, seconds=1.0, cached=None)
     return Measured(timed, timed, start_seconds=1.0, sync_seconds=1.0, memory_without_bytes=1, memory_with_bytes=2)
 
 
-def with_agreement(engine: Engine, first: EngineAnswers, own: EngineAnswers) -> Engine:
+def with_agreement(engine: Engine, first: EngineResponses, own: EngineResponses) -> Engine:
     return replace(engine, greedy=replace(engine.greedy, agreement=agreement(first, own)))
 
 

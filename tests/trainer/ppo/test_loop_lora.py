@@ -14,7 +14,7 @@ from configs.validation.batches import roles_of
 from tests.runs import make_task, metrics_of, ppo_arguments, repeatable, run_ppo
 from trainer import main_ppo
 from trainer.cluster.remote import RemoteModel
-from trainer.tracking.token_dump import AnswerLog
+from trainer.tracking.token_dump import ResponseLog
 from workers.batch import Batch
 from workers.plan import Limits
 from workers.roles.memory_scheduler import Residency, Tenant
@@ -77,7 +77,7 @@ def test_the_reference_is_cut_as_its_own_keys_say(task: Path, tmp_path: Path, mo
     asked: list[Limits] = []
     plan = RemoteModel._plan
     monkeypatch.setattr(RemoteModel, "_plan", lambda self, batch, limits: asked.append(limits) or plan(self, batch, limits))
-    monkeypatch.setattr(AnswerLog, "keep", lambda *_: None)  # which asks too
+    monkeypatch.setattr(ResponseLog, "record", lambda *_: None)  # which asks too
     rows = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=3"
     run_ppo(task, tmp_path, *LORA, *KL, rows, "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=false")
     assert [limits.max_rows for limits in asked] == [3, None] * 2, "the reference, and an update, of each step"

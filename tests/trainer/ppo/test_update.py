@@ -148,8 +148,8 @@ def test_skipped_updates_are_counted_shown_and_out_of_the_means() -> None:
 
 def test_after_a_rollback_mini_batches_are_cut_otherwise() -> None:
     def learnt(rollbacks: int) -> list[tuple[int, ...]]:
-        model, skips = Recorder(), SimpleNamespace(see=lambda *seen: None)
-        trainer = SimpleNamespace(health=SimpleNamespace(skips=skips), events=None, phases=Phases())
+        model, skips = Recorder(), SimpleNamespace(record=lambda *seen: None)
+        trainer = SimpleNamespace(health=SimpleNamespace(skipped_updates=skips), events=None, phases=Phases())
         loop = SimpleNamespace(rollbacks=Rollbacks(rollbacks), trainer=trainer, updates={"actor": spec()})
         Loop.learn(cast(Any, loop), "actor", cast(Any, model), step_batch(), 5)
         return members(model.given)

@@ -15,7 +15,7 @@ from configs.compose import compose
 from configs.schema.alarms import AlarmConfig
 from configs.schema.ppo import PPOConfig
 from trainer.resilience.alarms import END_TOKENS, MEAN, SKIPPED_IN_A_ROW, WINDOW, Alarm, Alarms, ppo_alarms, react
-from trainer.run.errors import Found
+from trainer.run.errors import CheckFailed
 from trainer.run.events import Events
 from trainer.run.run_dir import EVENTS, read_lines
 
@@ -48,7 +48,7 @@ def healthy(steps: int, seed: int = 0, **changes: Any) -> list[dict[str, float]]
 
 
 def rung(alarms: Alarms, run: Sequence[dict[str, float]], first: int = 1) -> list[tuple[int, Alarm]]:
-    return [(step, alarm) for step, metrics in enumerate(run, first) for alarm in alarms.see(step, metrics)]
+    return [(step, alarm) for step, metrics in enumerate(run, first) for alarm in alarms.evaluate(step, metrics)]
 
 
 def fallen(steps: int, healthy_steps: int, before: float, after: float) -> np.ndarray:
@@ -186,7 +186,7 @@ def test_a_held_out_score_is_lost_by_half_and_beyond_noise(accuracies: list[floa
     ]
     alarms, told = ppo_alarms(CONFIG), []
     for number, measured in enumerate(run, 1):
-        told += [number for _ in alarms.see(10 * number, measured)] + [0 for _ in alarms.see(10 * number + 1, {})]
+        told += [number for _ in alarms.evaluate(10 * number, measured)] + [0 for _ in alarms.evaluate(10 * number + 1, {})]
     assert told == when
 
 
@@ -209,7 +209,7 @@ def test_a_checkpoint_of_before_there_were_these_alarms_is_taken() -> None:
     alarms.load(
         {"memory": {"recent": {}, "extremes": {"critic/score max": 1.0}}, "beyond": {"reward": 2}, "since": {"reward": 7}}
     )
-    assert [alarm.text.split(":")[0] for alarm in alarms.see(9, {"reward/failed_share": 0.5})] == ["failed_rewards"]
+    assert [alarm.text.split(":")[0] for alarm in alarms.evaluate(9, {"reward/failed_share": 0.5})] == ["failed_rewards"]
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum"])
@@ -224,7 +224,7 @@ def test_a_stop_is_an_error_and_everything_is_told_first(tmp_path: Path) -> None
     warning, back, end = (Alarm(action, f"{action} text", 3) for action in ("warn", "rollback", "stop"))  # type: ignore[arg-type]
     assert react([], events, 7) is None and react([warning], events, 7) is None
     assert react([warning, back], events, 8) is back
-    with pytest.raises(Found, match="stopped at step 9 by an alarm: stop text"):
+    with pytest.raises(CheckFailed, match="stopped at step 9 by an alarm: stop text"):
         react([back, end, warning], events, 9)
     assert [event["text"].split()[0] for event in read_lines(tmp_path / EVENTS)] == [
         "warn", "warn", "rollback", "rollback", "stop", "warn"

@@ -166,9 +166,9 @@ def test_no_stream_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("trainer.ppo.loop.find_up_to", lambda run_dir, step, check: SimpleNamespace(step=step))
     trainer = SimpleNamespace(
-        models={}, watchdog=None, stateful={"data": prompts, "ptx": texts}, load=load, step=7, life=SimpleNamespace(run_dir=None),
-        saver=SimpleNamespace(settle=lambda: None), tracker=SimpleNamespace(go_back=lambda step: Path("earlier_1")),
-        events=SimpleNamespace(add=lambda *event: None),
+        models={}, watchdog=None, stateful={"data": prompts, "ptx": texts}, load=load, step=7,
+        lifecycle=SimpleNamespace(run_dir=None), saver=SimpleNamespace(finish_pending=lambda: None),
+        tracker=SimpleNamespace(go_back=lambda step: Path("earlier_1")), events=SimpleNamespace(add=lambda *event: None),
     )  # fmt: skip
     config = SimpleNamespace(alarms=SimpleNamespace(max_rollbacks=2))
     loop = SimpleNamespace(trainer=trainer, rollbacks=Rollbacks(), config=config, sync_weights=lambda step: None)

@@ -105,7 +105,7 @@ def test_the_first_signal_is_noted_and_the_next_sigterm_is_for_whoever_was_there
         os.kill(os.getpid(), signal.SIGUSR1)  # Slurm may send it again
     clock.check()  # it came to its end all the same
     with pytest.raises(Stopped) as told:
-        clock.check(fell=True)
+        clock.check(after_failure=True)
     assert told.value.code == 128 + number and "from the beginning: there is no checkpoint" in str(told.value)
 
 

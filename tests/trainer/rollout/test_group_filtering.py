@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from configs.schema.ppo import FilterGroupsConfig
-from trainer.rollout.group_filtering import Tally, judge_groups, metric_values
+from trainer.rollout.group_filtering import Tally, group_verdicts, metric_values
 from workers.batch import Batch
 
 
@@ -26,11 +26,11 @@ from workers.batch import Batch
     ],
 )
 def test_a_group_is_kept_if_its_answers_differ(values: list[float], n: int, verdict: str) -> None:
-    assert judge_groups([5], [5] * len(values), values, n) == {5: verdict}
+    assert group_verdicts([5], [5] * len(values), values, n) == {5: verdict}
 
 
 def test_verdicts_come_in_the_order_of_the_prompts() -> None:
-    verdicts = judge_groups([9, 4, 7], [4, 9, 4, 9], [0.0, 1.0, 1.0, 1.0], 2)
+    verdicts = group_verdicts([9, 4, 7], [4, 9, 4, 9], [0.0, 1.0, 1.0, 1.0], 2)
     assert list(verdicts.items()) == [(9, "high"), (4, "kept"), (7, "failed")]
 
 

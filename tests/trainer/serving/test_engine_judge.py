@@ -15,7 +15,7 @@ from data_preprocess import tiny_model
 from tests.reward_models import CHAT
 from tests.serving import serve_config
 from trainer.cluster.watchdog import Watchdog
-from trainer.rewards.scoring import Answer, Score
+from trainer.rewards.scoring import Response, Score
 from trainer.serving.reward_server import ScoreAll, check_answers, judge, name_of
 
 REPLY = "Score:1"
@@ -52,12 +52,12 @@ def words(path: str, *overrides: str) -> list[str]:
 def opened(path: str, run_dir: Path, stack: ExitStack, *overrides: str) -> ScoreAll:
     config = serve_config(*words(path, f"trainer.default_local_dir={run_dir}", *overrides))
     assert check_serve_reward(config) == [] and name_of(config) == f"{path} as a judge"
-    check_answers(config, [Answer("no such source", "", None, {}, True)])
+    check_answers(config, [Response("no such source", "", None, {}, True)])
     return judge(config, Watchdog(asdict(config.timeouts), run_dir), stack)
 
 
-def answer(text: str, prompt: str = "", **extra: str) -> Answer:
-    return Answer("", text, None, extra, True, prompt)
+def answer(text: str, prompt: str = "", **extra: str) -> Response:
+    return Response("", text, None, extra, True, prompt)
 
 
 def test_the_score_that_it_writes_is_the_answers(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ class RewardModels:
             # tends to 0 while the policy improves.
             if not learn_from.any():
                 return values.tolist()
-            model.moments.see(values[learn_from])
+            model.moments.update(values[learn_from])
         return model.normalised(values).tolist()
 
     def state(self) -> dict[str, Any]:

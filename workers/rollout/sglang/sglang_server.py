@@ -37,7 +37,7 @@ if __name__ == "__mp_main__":
 
 Asked = tuple[str, list[int], dict[str, Any]]
 """Name, prompt, sampling parameters. No name may be a prefix of another: SGLang aborts every request that starts with a name."""
-Answer = tuple[str, list[int], list[float], str]
+Response = tuple[str, list[int], list[float], str]
 """Name, tokens, log-probs, and the finish reason: stop, length or abort."""
 ADAPTER = "policy"
 # A flush fails while SGLang still cleans up after the step in which the last responses ended. Attempts, and seconds in between.
@@ -95,13 +95,13 @@ class Server:
 
     # Requests
 
-    def step(self, requests: Sequence[Asked]) -> list[Answer]:
+    def step(self, requests: Sequence[Asked]) -> list[Response]:
         """Start these requests, then wait until at least one response has finished; returns all that have."""
         for request in requests:
             self._begin(request)
         return self.loop.run_until_complete(self._ended()) if self.running else []
 
-    def abort(self, names: Sequence[str]) -> list[Answer]:
+    def abort(self, names: Sequence[str]) -> list[Response]:
         """Abort these requests; returns their partial responses, and others that finished in the meantime."""
         return self.loop.run_until_complete(self._abort(names))
 
@@ -119,18 +119,18 @@ class Server:
         self.ended.append(task)
         self.news.set()
 
-    async def _ended(self) -> list[Answer]:
+    async def _ended(self) -> list[Response]:
         await self.news.wait()
         return self._take_ended()
 
-    def _take_ended(self) -> list[Answer]:
+    def _take_ended(self) -> list[Response]:
         """Return and clear the finished responses."""
         tasks, self.ended = self.ended, []
         self.news.clear()
         self.running.difference_update(task.get_name() for task in tasks)
         return [self._answer_of(task.get_name(), task.result()) for task in tasks]
 
-    def _answer_of(self, name: str, output: dict[str, Any]) -> Answer:
+    def _answer_of(self, name: str, output: dict[str, Any]) -> Response:
         """Convert SGLang's output. Raises RuntimeError if SGLang aborted a request that ``abort`` was not called for."""
         said = output["meta_info"]
         pairs, reason = said["output_token_logprobs"], said["finish_reason"]
@@ -139,7 +139,7 @@ class Server:
         self.aborted.discard(name)
         return name, [token for _, token, *_ in pairs], [value for value, *_ in pairs], reason["type"]
 
-    async def _abort(self, names: Sequence[str]) -> list[Answer]:
+    async def _abort(self, names: Sequence[str]) -> list[Response]:
         await asyncio.sleep(0)  # lets tasks that were just created submit their requests, so that SGLang knows them
         for name in self.running.intersection(names):
             self.aborted.add(name)
