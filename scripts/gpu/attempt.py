@@ -84,7 +84,7 @@ def ready(row: Row, machine: Machine, stage: Stage, results: Sequence[dict[str, 
         done["row"] == row.base and done["result"] == "failed" and done["stage"] == BY_NAME[row.base].stages[0].name
         for done in results
     ):
-        raise Skipped(f"{row.base} has failed, whose checkpoint it goes on from")
+        raise Skipped(f"{row.base} has failed, whose checkpoint it resumes from")
     if machine.cpu and stage.kind in ("pytest", "dry_run"):
         raise Skipped("has no part on the CPU")
     least = min((gpu.bytes for gpu in machine.gpus), default=0) / GB
@@ -340,8 +340,8 @@ class Attempt:
             raise Failed(f"{len(left)} processes are left {LEFT_SECONDS:.0f} s {when}: {left[0]}")
 
     def check_goes_on(self) -> None:
-        if f"goes on from {self.run_dir / f'global_step_{STEPS}'}" not in self.log.read_text(errors="replace"):
-            raise Failed(f"the log does not say that it goes on from global_step_{STEPS}")
+        if f"resumes from {self.run_dir / f'global_step_{STEPS}'}" not in self.log.read_text(errors="replace"):
+            raise Failed(f"the log does not say that it resumes from global_step_{STEPS}")
 
     def check_steps(self, run_dir: Path, before: Sequence[str], steps: int) -> None:
         """Each step once, those before the checkpoint as they were, and healthy."""

@@ -100,7 +100,7 @@ def test_as_many_scores_as_answers(tmp_path: Path, capsys: pytest.CaptureFixture
         (["data.path={tmp}"], "data.path={tmp}: the directory has no shard_*.parquet or shard_*.jsonl"),
         (["data.response_key=answer"], "{tmp}/a.jsonl: no column 'answer'; it has data_source, responses, reward_model"),
         (["data.score_key=reward_model"], "{tmp}/a.jsonl, row 0: column 'reward_model' is {{'ground_truth': '12'}}, not a list"),
-        (["metrics.k=[8]"], "metrics.k=8: no prompt has so many scored answers, the most are 4"),
+        (["metrics.k=[8]"], "metrics.k=8: no prompt has that many scored answers, the most are 4"),
         (["metrics.k=[0]"], "metrics.k.0=0: must be greater than 0"),
         (["metrics.vote=box"], "metrics.vote=box is not known"),
         (["metrics.threshold=1"], "metrics.threshold: there is no such key"),

@@ -124,7 +124,7 @@ def cut_short(asked: Request, done: Completion) -> Completion:
     [
         (with_sampling(ignoring_temperature), ["sampled: a log-prob is", "bounds.log_prob_max.float32=0.0001"]),
         (with_sampling(log_probs_at_one), ["sampled: a log-prob is", "bounds.log_prob_mean.float32=1e-05"]),
-        (with_sampling(drawn_too_hot), ["sampled: the draws are too unlikely", "bounds.draw_z=5"]),
+        (with_sampling(drawn_too_hot), ["sampled: the samples are too unlikely", "bounds.draw_z=5"]),
         (with_completions(another_token), ["greedy: 0.9", "bounds.token_agreement=1", "row "]),
         (with_completions(cut_short), ["greedy: answers end wrongly: 1 x it is shorter than it may be", "bounds.wrong_ends=0"]),
     ],

@@ -345,7 +345,7 @@ class Saver:
             self._pending = None
             shutil.rmtree(folder, ignore_errors=True)
             self.problem = f"step {step}: {error}"
-            self.events.add(step, "checkpoint", f"not saved: {error}; the run goes on, the next save is tried")
+            self.events.add(step, "checkpoint", f"not saved: {error}; the run continues, the next save is tried")
 
     @cached_property
     def _tokenizer_files(self) -> dict[str, bytes]:

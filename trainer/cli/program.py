@@ -79,7 +79,7 @@ DRY_RUNS = {
     "config": "  trainer.dry_run=config  check the configuration, start nothing",
     "full": "  trainer.dry_run=full    and models, data and rewards; print the plan",
 }
-NOTHING_LEFT = "nothing is left to do; more steps go on from there, and trainer.resume_mode=disable starts anew"
+NOTHING_LEFT = "nothing is left to do; more steps continue from there, and trainer.resume_mode=disable starts anew"
 WIDTH = 80
 """Columns of the help page."""
 
@@ -172,8 +172,8 @@ class Program(Generic[Config]):
             full_traceback = trainer.full_traceback
             if trainer.dry_run == "full" and self.plan is None:
                 raise ConfigError(f"trainer.dry_run=full: {self.name} has no plan to show; take trainer.dry_run=config")
-            told = [*command.notes, *loaded.notes, *self.check(loaded.config, command.typed)]
-            for note in told:
+            warnings = [*command.notes, *loaded.notes, *self.check(loaded.config, command.typed)]
+            for note in warnings:
                 print(f"note: {note}", file=sys.stderr)
             if trainer.dry_run == "config":
                 print(f"configuration is fine: {in_words(trainer)}run directory {trainer.default_local_dir}")
@@ -194,7 +194,7 @@ class Program(Generic[Config]):
         began, code = time.perf_counter(), 0
         status: Status = "finished"
         if not finished:
-            code, status = self.attempt(loaded.config, told)
+            code, status = self.attempt(loaded.config, warnings)
         if trainer.dry_run == "full":
             return JobEnd(code, None)
         seconds = before.seconds if before is not None and finished else time.perf_counter() - began
@@ -206,7 +206,7 @@ class Program(Generic[Config]):
                 code = complain(str(error))
         return JobEnd(code, status, objective, seconds)
 
-    def attempt(self, config: Config, told: list[str]) -> tuple[int, Status]:
+    def attempt(self, config: Config, warnings: list[str]) -> tuple[int, Status]:
         """Execute the program, or its plan. Returns (exit code, status)."""
         trainer = config.trainer
         if trainer.dry_run is None and sys.stdout.isatty():  # the imports that follow take seconds
@@ -215,7 +215,7 @@ class Program(Generic[Config]):
             if trainer.dry_run == "full" and self.plan is not None:
                 self.plan(config)
             else:
-                self.run(config, told)
+                self.run(config, warnings)
         except (ValueError, FileNotFoundError) as error:
             where = "" if trainer.full_traceback else " (trainer.full_traceback=true shows where)"
             return complain(f"{' '.join(str(error).split())}{where}", full_traceback=trainer.full_traceback), "failed"
@@ -237,7 +237,7 @@ class Program(Generic[Config]):
 
     def help(self) -> str:
         """The --help page."""
-        said = described(CONFIG_DIR / f"{self.root}.yaml")
+        defaults = described(CONFIG_DIR / f"{self.root}.yaml")
         return HELP.format(
             name=self.name,
             about=wrapped(" ".join(self.about.split()), "", ""),
@@ -246,7 +246,7 @@ class Program(Generic[Config]):
             groups="\n".join(line for group in groups_of(self.root) for line in group_lines(group)) or "  none",
             count=len(keys_of(self.schema).leaves),
             keys="\n".join(
-                f"  {key}={said[key].value}\n{wrapped(said[key].comment, '      ', '      ')}" for key in self.often_used
+                f"  {key}={defaults[key].value}\n{wrapped(defaults[key].comment, '      ', '      ')}" for key in self.often_used
             ),
             dry_runs="\n".join(DRY_RUNS[kind] for kind in ("config", "full") if kind == "config" or self.plan is not None),
         )

@@ -150,7 +150,7 @@ def of_group(group: Sequence[Scored], metrics: MetricsConfig, seed: int) -> dict
     for k in metrics.k or ladder(most):
         having = [prompt for prompt in group if len(prompt.scores) >= k]
         if not having:
-            raise ValueError(f"metrics.k={k}: no prompt has so many scored answers, the most are {most}")
+            raise ValueError(f"metrics.k={k}: no prompt has that many scored answers, the most are {most}")
         passed = [sum(value >= metrics.pass_score for value in prompt.scores) for prompt in having]
         values = {
             "mean": [sum(prompt.scores) / len(prompt.scores) for prompt in having],

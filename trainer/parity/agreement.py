@@ -198,7 +198,7 @@ def ends(answers: EngineResponses, stop_token_ids: Collection[int], special_toke
         for what, is_so in {
             "it stopped, and not with a stop token": finished and not is_stop[-1],
             "it ends with a stop token, and did not stop": not finished and is_stop[-1],
-            "it goes on after a stop token": is_stop[:-1].any(),
+            "it continues after a stop token": is_stop[:-1].any(),
             "it is shorter than it may be, and did not stop": not finished and len(ids) < answers.limit,
             "it is longer than it may be": len(ids) > answers.limit,
         }.items():

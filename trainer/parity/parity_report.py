@@ -89,11 +89,11 @@ def _of_passes(passes: list[Pass], first: str) -> Iterator[ReportLine]:
     yield ReportLine("  special tokens inside", [f"{p.ends.special}" for p in passes])
     yield ReportLine("length: mean (10, 50, 90 %)", [_length(p) for p in passes])
     yield ReportLine("tokens a second", [f"{p.tokens_per_second:,.0f}" for p in passes])
-    yield ReportLine("prompt tokens from a cache", ["not told" if p.cached is None else f"{p.cached:.1%}" for p in passes])
+    yield ReportLine("prompt tokens from a cache", ["not reported" if p.cached is None else f"{p.cached:.1%}" for p in passes])
 
 
-def _or_dash(agreement: Agreement | None, said: Any) -> str:
-    return "-" if agreement is None else said(agreement)
+def _or_dash(agreement: Agreement | None, render: Any) -> str:
+    return "-" if agreement is None else render(agreement)
 
 
 def _length(answers: Pass) -> str:

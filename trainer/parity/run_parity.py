@@ -140,11 +140,11 @@ def heads_of(tokenizer: PreTrainedTokenizerBase, prompts: PromptDataset, prompt_
 
 def report(config: ParityConfig, parity: Parity, measured: Mapping[str, Measured], directory: Path) -> None:
     """Write JSON and page, print the table. Raises CheckFailed if a bound is exceeded."""
-    told = redact(asdict(config))
+    plain_config = redact(asdict(config))
     versions = environment()
-    found = asdict(parity) | {"config": told, "environment": versions}
+    found = asdict(parity) | {"config": plain_config, "environment": versions}
     write_atomic(directory / JSON, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    write_atomic(directory / PAGE, page(parity, measured, told, versions))
+    write_atomic(directory / PAGE, page(parity, measured, plain_config, versions))
     console = Console()
     (console if console.is_terminal else Console(width=WIDTH)).print(table(parity))
     print(f"report: {directory / PAGE}")

@@ -39,7 +39,7 @@ from workers.host_memory import GB, host_memory
 from workers.roles.rollout_engines import check_installed
 from workers.rollout.base import Sampling
 
-BESIDE = "config_dry_run.yaml"
+DRY_RUN_CONFIG = "config_dry_run.yaml"
 """File name for the configuration if the run directory already contains a run, whose config.yaml is kept."""
 
 
@@ -119,10 +119,10 @@ def measured(config: PPOConfig) -> dict[str, MeasuredModel]:
         body = empty_model(model, about, head, DTYPES["bfloat16"])
         parameters = sum(parameter.numel() for parameter in body.parameters())
         kind = f"{about.model_type}, {model.path}{'; a LoRA adapter alone is trained' if model.has_adapter else ''}"
-        told = about.get_text_config().to_dict()
+        settings = about.get_text_config().to_dict()
         # With a scaling factor, max_position_embeddings is not the limit of the scaled model.
-        stretched = "factor" in (told.get("rope_parameters") or {})
-        positions = None if stretched else told.get("max_position_embeddings")
+        stretched = "factor" in (settings.get("rope_parameters") or {})
+        positions = None if stretched else settings.get("max_position_embeddings")
         found[key] = MeasuredModel(kind, parameters, positions, shape_of(about, parameters))
     return found
 
@@ -183,11 +183,11 @@ def written_lines(config: PPOConfig, run_dir: Path, resume: Checkpoint | None, s
     trainer = config.trainer
     yield f"what is written, into {run_dir}"
     if resume is not None:
-        yield f"  goes on from step {resume.step}: {resume.path}"
+        yield f"  resumes from step {resume.step}: {resume.path}"
     elif trainer.resume_mode == "auto" and trainer.checkpoint.remote_dir is not None:
-        yield f"  goes on from the newest whole checkpoint of {trainer.checkpoint.remote_dir}, or starts anew"
+        yield f"  resumes from the newest whole checkpoint of {trainer.checkpoint.remote_dir}, or starts anew"
     elif trainer.resume_mode == "resume_path":
-        yield f"  goes on from {trainer.resume_from_path}, which is fetched first"
+        yield f"  resumes from {trainer.resume_from_path}, which is fetched first"
     else:
         yield "  starts anew"
     yield f"  each step: metrics.jsonl{''.join(f', {name}' for name in trainer.logger)}, report.html"
@@ -250,7 +250,7 @@ def room_of(config: PPOConfig, place: Placement) -> float | None:
 
 
 def of_gpu(use: Use) -> str:
-    return f"{use.share:g} of the GPU, and what rests beside it" if use.bytes is None else f"{use.bytes / GB:>8.3g} GB"
+    return f"{use.share:g} of the GPU, and what stays resident" if use.bytes is None else f"{use.bytes / GB:>8.3g} GB"
 
 
 def counted(count: int, what: str) -> str:
@@ -264,6 +264,6 @@ def in_millions(count: int) -> str:
 def write(config: PPOConfig, run_dir: Path) -> Path:
     """Write the configuration as the run would write it; returns the path."""
     run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    name = BESIDE if (run_dir / METRICS).exists() else CONFIG
+    name = DRY_RUN_CONFIG if (run_dir / METRICS).exists() else CONFIG
     write_config(run_dir, asdict(config), name)
     return run_dir / name

@@ -55,8 +55,10 @@ def named_rewards(extras: Sequence[Mapping[str, float]], names: Sequence[str]) -
     for name in names:
         silent = next((extra for extra in extras if name not in extra), None)
         if silent is not None:
-            told = ", ".join(silent) or "nothing"
-            raise ValueError(f"algorithm.gdpo_reward_keys: the reward function told no {name} of an answer; it told {told}")
+            names_found = ", ".join(silent) or "nothing"
+            raise ValueError(
+                f"algorithm.gdpo_reward_keys: the reward function reports no {name} for a response; it reports {names_found}"
+            )
     return {name: torch.tensor([extra[name] for extra in extras], dtype=torch.float32) for name in names}
 
 

@@ -168,7 +168,7 @@ def replay_training(loop: Loop, batch: Batch, step: int) -> dict[str, float]:
 
 
 class NoResponseLog(ResponseLog):
-    """AnswerLog that writes nothing: the dump has no prompt texts, and the run has already logged its responses."""
+    """ResponseLog that writes nothing: the dump has no prompt texts, and the run has already logged its responses."""
 
     def __init__(self) -> None:
         pass

@@ -224,7 +224,7 @@ class GrowingReport:
             try:
                 write_report(self._run_dir)
             except Exception as error:  # the run matters more than its report: note the error once, then stop updating
-                tell(f"note: {self._run_dir / REPORT} is not written while the run goes on: {type(error).__name__}: {error}")
+                tell(f"note: {self._run_dir / REPORT} is not written during the run: {type(error).__name__}: {error}")
                 return
             if self._over.wait(max(SECONDS, (time.thread_time() - before) / SHARE)):
                 return

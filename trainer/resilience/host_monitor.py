@@ -18,19 +18,21 @@ class HostMonitor:
     def __init__(self, config: WatchConfig, run_dir: Path) -> None:
         self.config = config
         self.run_dir = run_dir
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._sizes: dict[int, int] = {}
 
     def warnings(self) -> Iterator[tuple[str, str]]:
         """Yield (kind, text) of each warning, every kind once per run."""
         memory, config = host_memory(), self.config
-        if "low memory" not in self._told and memory.share < config.memory_warn:
-            self._told.add("low memory")
+        if "low memory" not in self._reported and memory.share < config.memory_warn:
+            self._reported.add("low memory")
             yield "low memory", f"{memory}, less than trainer.watch.memory_warn={config.memory_warn:g}"
         # Warn early, while there is room for two more checkpoints; disk_warn_gb=0 turns off both conditions.
         free, checkpoint = self.disk()
-        if "low disk" not in self._told and free < max(config.disk_warn_gb * GB, 2 * checkpoint if config.disk_warn_gb else 0):
-            self._told.add("low disk")
+        if "low disk" not in self._reported and free < max(
+            config.disk_warn_gb * GB, 2 * checkpoint if config.disk_warn_gb else 0
+        ):
+            self._reported.add("low disk")
             less = f"trainer.watch.disk_warn_gb={config.disk_warn_gb:g} or two checkpoints of {checkpoint / GB:.3g} GB"
             yield "low disk", f"{free / GB:.3g} GB are free where {self.run_dir} is, less than {less}"
 

@@ -72,7 +72,7 @@ class RunLifecycle:
         """
         found = self._resume if self.restarted else self._requested_checkpoint()
         if found is not None:
-            tell(f"note: goes on from {found.path}")
+            tell(f"note: resumes from {found.path}")
         self._taken = found
         return found
 
@@ -184,13 +184,13 @@ class RunLifecycle:
         self._resume = found
         self.restarted = True
         where = f"step {self._resume.step}" if self._resume is not None else "the beginning"
-        events.add(step, "restart", f"{text}; it goes on from {where}")
+        events.add(step, "restart", f"{text}; it resumes from {where}")
 
 
 def run_with_restarts(lifecycle: RunLifecycle, attempt: Callable[[], None], *, quiet: bool = False) -> None:
     """Run attempts until one succeeds or another makes no sense. Each attempt has released everything before the next starts.
 
-    hushed: redirect the output of libraries on the controller to a file. Signals unwind the stack meanwhile. Raises what the
+    quiet: redirect the output of libraries on the controller to a file. Signals unwind the stack meanwhile. Raises what the
     last attempt raised, or Stopped.
     """
     quietly = chatter_to(lifecycle.run_dir / CONTROLLER_LOG) if quiet else nullcontext()

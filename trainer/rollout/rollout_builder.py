@@ -32,8 +32,8 @@ def rollout_spec(
 ) -> RolloutSpec:
     """Specification of the rollout engine. run_dir: None for a program without a run directory."""
     max_model_len = rollout.max_model_len or data.max_prompt_length + data.max_response_length
-    told = None if run_dir is None else run_dir.absolute()
-    return RolloutSpec(model=model, rollout=rollout, max_model_len=max_model_len, device=device, run_dir=told)
+    absolute_run_dir = None if run_dir is None else run_dir.absolute()
+    return RolloutSpec(model=model, rollout=rollout, max_model_len=max_model_len, device=device, run_dir=absolute_run_dir)
 
 
 def start_weight_source(

@@ -91,7 +91,7 @@ class Sampler:
         rows: reward (shaped), baseline (with_baselines).
         meta: metrics (reward/failed*, reward/timed_out_share, training/filter_groups/*), generated_tokens (of all rounds).
 
-        overlap: runs while reward models score; ignored if responses are dropped because of their scores (see ``selects_groups``).
+        overlap: runs while reward models score; ignored if responses are selected by their scores (``selects_groups``).
         Raises ValueError, one line, if every reward failed, and if the batch cannot be filled.
         """
         self.failures.start_step()
@@ -297,8 +297,8 @@ def split_baselines(batch: Batch, n: int) -> Batch:
     failed = greedy.rows["reward_failed"].repeat_interleave(n)
     errors = [error for error in greedy.objects["reward_error"] for _ in range(n)]
     samples.objects["reward_error"] = [
-        own if own is not None or theirs is None else f"of the greedy answer: {theirs}"
-        for own, theirs in zip(samples.objects["reward_error"], errors, strict=True)
+        error if error is not None or baseline_error is None else f"of the greedy answer: {baseline_error}"
+        for error, baseline_error in zip(samples.objects["reward_error"], errors, strict=True)
     ]
     return samples.with_rows(
         baseline=greedy.rows["reward"].repeat_interleave(n), reward_failed=samples.rows["reward_failed"] | failed

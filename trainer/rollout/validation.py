@@ -46,9 +46,11 @@ class Validation:
         metrics = {"val/reward_failed": float(len(batch) - len(scored))}
         if len(scored):
             extras = scored.objects["reward_extra"]
-            told = {name: [extra.get(name) for extra in extras] for name in sorted({name for extra in extras for name in extra})}
+            columns = {
+                name: [extra.get(name) for extra in extras] for name in sorted({name for extra in extras for name in extra})
+            }
             metrics |= validation_metrics(
-                scored.objects["data_source"], scored.rows["uid"].tolist(), {"reward": scored.rows["score"].tolist()} | told
+                scored.objects["data_source"], scored.rows["uid"].tolist(), {"reward": scored.rows["score"].tolist()} | columns
             )
         self.tracker.log_samples(first_samples(batch, KEPT_SAMPLES), step)
         self.first = self.first or metrics

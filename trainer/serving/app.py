@@ -22,8 +22,8 @@ _SLOWEST_REQUEST = 60.0  # seconds in which a request body must arrive
 class RequestError(Exception):
     """Refuse a request with an HTTP status and a one-line reason."""
 
-    def __init__(self, status: int, said: str) -> None:
-        super().__init__(said)
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
         self.status = status
 
 
@@ -65,9 +65,9 @@ def reward_app(
     return app
 
 
-def refusal(status: int, said: str) -> JSONResponse:
+def refusal(status: int, message: str) -> JSONResponse:
     """Reply with a one-line error; secrets in it are hidden."""
-    return JSONResponse({"detail": hidden(" ".join(said.split()))}, status)
+    return JSONResponse({"detail": hidden(" ".join(message.split()))}, status)
 
 
 def check_sender(request: Request, token: str | None) -> None:

@@ -56,8 +56,8 @@ class EngineJudge:
 
     def _question(self, answer: Response) -> torch.Tensor | str:
         """Token ids of reward.judge.prompt, filled in, as a user message: int64 (n,); or the reason why there are none."""
-        told = {"question": answer.prompt} | answer.extra_info
-        text = prompt(self._config.prompt, answer.solution_str, answer.ground_truth, told)
+        fields = {"question": answer.prompt} | answer.extra_info
+        text = prompt(self._config.prompt, answer.solution_str, answer.ground_truth, fields)
         ((_, ids),) = encode(self._tokenizer, [[{"role": "user", "content": text}]], self._template_kwargs)
         if len(ids) > self._longest:
             return f"the judge's prompt has {len(ids)} tokens, judge_engine.max_prompt_length is {self._longest}"

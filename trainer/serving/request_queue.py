@@ -34,7 +34,7 @@ class RequestQueue:
         self._closed = False
 
     async def scores(self, answers: Sequence[Response]) -> list[Score]:
-        """Queue a request and await its scores; called in the event loop. Raises Closed."""
+        """Queue a request and await its scores; called in the event loop. Raises QueueClosed."""
         if self._closed:
             raise QueueClosed
         waiting = QueuedRequest(answers)
@@ -59,7 +59,7 @@ class RequestQueue:
         return taken
 
     def close(self, taken: Sequence[QueuedRequest]) -> None:
-        """Fail all queued requests and those in ``taken`` with Closed."""
+        """Fail all queued requests and those in ``taken`` with QueueClosed."""
         # Set before the queue is drained: later requests are refused at once instead of waiting for a scorer that has ended.
         self._closed = True
         waiting = [*taken, *([] if self._next is None else [self._next])]

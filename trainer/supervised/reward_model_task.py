@@ -83,8 +83,8 @@ class RewardModelTask:
         data = self._data if self._held_out is None else self._held_out
         scores = self._scores(model, step, data)
         of = "train" if self._held_out is None else "validation"
-        told = {"mean": float(scores.mean()), "std": float(scores.std(correction=0)), "answers": scores.numel(), "data": of}
-        return {STATISTICS: json.dumps(told, indent=2).encode()}
+        statistics = {"mean": float(scores.mean()), "std": float(scores.std(correction=0)), "answers": scores.numel(), "data": of}
+        return {STATISTICS: json.dumps(statistics, indent=2).encode()}
 
     def _scores(self, model: RemoteModel, step: int, data: PreferenceDataset) -> Tensor:
         """Scores of chosen and rejected responses, float64 (P, 2). The scores of the last ``step`` are cached."""

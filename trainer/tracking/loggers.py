@@ -201,8 +201,8 @@ class SwanlabLogger:
         self.swanlab.log(dict(metrics), step=step)
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        told = [self.swanlab.Text(sample["response"], caption=f"{sample['prompt']} ({sample['score']:g})") for sample in samples]
-        self.swanlab.log({"val/generations": told}, step=step)
+        texts = [self.swanlab.Text(sample["response"], caption=f"{sample['prompt']} ({sample['score']:g})") for sample in samples]
+        self.swanlab.log({"val/generations": texts}, step=step)
 
     def go_back(self, step: int) -> None:
         """Do nothing: like W&B, SwanLab keeps the first values of a step."""

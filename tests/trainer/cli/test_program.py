@@ -153,8 +153,8 @@ def test_what_says_where_itself_needs_no_traceback(error: Exception, capsys: pyt
 def test_ctrl_c_has_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert raising(KeyboardInterrupt())([]) == 130
     assert capsys.readouterr().err == "interrupted\n"
-    assert raising(KeyboardInterrupt("it goes on from here"))([]) == 130
-    assert capsys.readouterr().err == "interrupted; it goes on from here\n"
+    assert raising(KeyboardInterrupt("it resumes from here"))([]) == 130
+    assert capsys.readouterr().err == "interrupted; it resumes from here\n"
 
 
 @pytest.mark.parametrize("words", [[], ["trainer.seed=2"]])

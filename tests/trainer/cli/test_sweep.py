@@ -113,7 +113,7 @@ def test_killed_and_failed_points_are_tried_again(runs: Runs, capsys: pytest.Cap
     assert (
         len(told) == 3
         and told[1].startswith("point 1 failed: it is tried again")
-        and told[2].startswith("point 2 was interrupted: it goes on")
+        and told[2].startswith("point 2 was interrupted: it resumes")
     )
     assert json.loads(Path("x/1/outcome.json").read_text())["status"] == "finished"
 

@@ -122,7 +122,7 @@ def test_right_ends() -> None:
     [
         ([5, 6], True, "it stopped, and not with a stop token"),
         ([5, EOS], False, "it ends with a stop token, and did not stop"),
-        ([EOS, 5, 5, EOS], True, "it goes on after a stop token"),
+        ([EOS, 5, 5, EOS], True, "it continues after a stop token"),
         ([5, 6], False, "it is shorter than it may be, and did not stop"),
         ([5, 5, 5, 5, EOS], True, "it is longer than it may be"),
     ],

@@ -83,7 +83,7 @@ def test_what_is_no_number_is_beyond_every_bound(bounds: BoundsConfig) -> None:
 def test_draws_at_another_temperature(bounds: BoundsConfig, at: float, kind: str) -> None:
     sampled = drawn(100, from_temperature=at, at_temperature=0.8)
     (line,) = lines(bounds, engine_of(made(ROWS), replace(sampled, finished=sampled.finished), draw_z(sampled)))[:1]
-    assert line.startswith(f"vllm: sampled: the draws are {kind} for the trainer's distribution, by ")
+    assert line.startswith(f"vllm: sampled: the samples are {kind} for the trainer's distribution, by ")
     assert line.endswith(" standard errors: > bounds.draw_z=5")
 
 
@@ -91,7 +91,7 @@ def test_answers_that_end_wrongly(bounds: BoundsConfig) -> None:
     engine = engine_of(made([[5, 6], [5, EOS, 5]], finished=[False, True]))
     (line,) = lines(bounds, engine)
     assert line == (
-        "vllm: greedy: answers end wrongly: 1 x it stopped, and not with a stop token; 1 x it goes on after a stop token; "
+        "vllm: greedy: answers end wrongly: 1 x it stopped, and not with a stop token; 1 x it continues after a stop token; "
         "1 x it is shorter than it may be, and did not stop: 3 > bounds.wrong_ends=0"
     )
     assert lines(replace(bounds, wrong_ends=3), engine) == []

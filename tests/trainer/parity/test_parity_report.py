@@ -62,7 +62,7 @@ def test_the_page_shows_verdict_figures_and_where_answers_part() -> None:
     assert "within all bounds equal" in text and "embedded, vllm side by side" in text
     assert "vllm 11 0 7, 8" in text and "vllm 12 2 5, 6" in text
     assert "plainest difference from embedded - margin 1 (row 11, token 0)" in text
-    assert "draws, standard errors off +0.50 -" in text and "prompt tokens from a cache not told not told" in text
+    assert "draws, standard errors off +0.50 -" in text and "prompt tokens from a cache not reported not reported" in text
     assert "The tokenizer has no BOS token." in text
 
 

@@ -116,7 +116,7 @@ def test_the_configuration_is_the_runs_own_and_a_run_is_left_alone(
     ]
     jump = "the schedule had 4 training steps and has 8: the learning rate of step 5 goes from 1e-05 to 5.5e-05"
     assert f"note: actor_rollout_ref.actor.optim: {jump}; actor_rollout_ref.actor.optim.total_training_steps=4 keeps" in told
-    assert f"goes on from step 4: {run_dir}/global_step_4" in told and "6 steps (trainer.total_training_steps)" in told
+    assert f"resumes from step 4: {run_dir}/global_step_4" in told and "6 steps (trainer.total_training_steps)" in told
     after = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
     written = after.keys() - before.keys()
     assert written == {run_dir / dry_run.BESIDE} and {path: after[path] for path in before} == before
@@ -125,7 +125,7 @@ def test_the_configuration_is_the_runs_own_and_a_run_is_left_alone(
     said = refused(task, run_dir, capsys, *SAVED, *other)
     assert said.startswith("error: cannot resume with another configuration: ") and "data.train_batch_size: 8 -> 4" in said
     place = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={run_dir}/global_step_2")
-    assert f"goes on from step 2: {run_dir}/global_step_2" in plan(task, tmp_path / "other", capsys, *SAVED, *place)
+    assert f"resumes from step 2: {run_dir}/global_step_2" in plan(task, tmp_path / "other", capsys, *SAVED, *place)
     weights = next((run_dir / "global_step_2" / "actor").glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-1])
     assert "trainer.resume_from_path: " in refused(task, tmp_path / "other", capsys, *SAVED, *place)
@@ -157,7 +157,7 @@ def test_it_can_be_planned_on_a_machine_without_the_gpus(
     monkeypatch.setattr("workers.roles.rollout_engines.find_spec", lambda name: name)
     engines = ("rollout=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=4")
     told = plan(task, tmp_path / "third", capsys, "trainer.backend=ray", "trainer.device=cuda", *engines)
-    assert "rollout: 2 engines (vllm), each on 2 GPUs" in told and " of the GPU, and what rests beside it" in told
+    assert "rollout: 2 engines (vllm), each on 2 GPUs" in told and " of the GPU, and what stays resident" in told
     monkeypatch.setattr("workers.roles.rollout_engines.find_spec", lambda name: None)
     said = refused(task, tmp_path / "third", capsys, "trainer.backend=ray", "trainer.device=cuda", *engines)
     assert "actor_rollout_ref.rollout.name=vllm: vLLM is not installed here" in said
@@ -169,7 +169,7 @@ def test_what_is_written_and_where(task: Path, tmp_path: Path, capsys: pytest.Ca
     places = (f"trainer.checkpoint.remote_dir={copies}", f"trainer.rollout_data_dir={answers}")
     told = plan(task, tmp_path / "run", capsys, *words, *places)
     for line in (
-        f"goes on from the newest whole checkpoint of {copies}, or starts anew",
+        f"resumes from the newest whole checkpoint of {copies}, or starts anew",
         f"each step's answers: {answers}",
         "validation: before the first step, each step, after the last",
         "checkpoints: each step, after the last; the newest 2 kept",
@@ -179,7 +179,7 @@ def test_what_is_written_and_where(task: Path, tmp_path: Path, capsys: pytest.Ca
     far = "s3://bucket/run/global_step_4"
     words = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={far}", "reward.remote_urls=['http://127.0.0.1:9/']")
     told = plan(task, tmp_path / "run", capsys, *words, "reward.custom_reward_function.path=not_asked.py")
-    assert f"\n  goes on from {far}, which is fetched first\n" in told
+    assert f"\n  resumes from {far}, which is fetched first\n" in told
     assert "\n  validation: never (trainer.test_freq)\n" in told and not copies.exists() and not answers.exists()
 
 

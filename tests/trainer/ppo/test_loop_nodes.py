@@ -80,7 +80,7 @@ def test_a_node_that_dies_is_named_and_the_run_ends(task: Path, tmp_path: Path) 
 
 
 def test_another_node_takes_its_place(task: Path, tmp_path: Path) -> None:
-    """The run goes on from its last checkpoint, to the numbers of a run that lost nothing."""
+    """The run resumes from its last checkpoint, to the numbers of a run that lost nothing."""
     alone = run_ppo(task, tmp_path / "alone", *ALL_ROLES, *SIX)
     with cluster(tmp_path, slots=1) as nodes:
         node = nodes.join()
@@ -92,4 +92,4 @@ def test_another_node_takes_its_place(task: Path, tmp_path: Path) -> None:
     assert run.returncode == 0, said
     assert_same(metrics_of(tmp_path / "run"), alone)
     ((_, kind, text),) = events_of(tmp_path / "run")
-    assert kind == "restart" and "it goes on from step" in text
+    assert kind == "restart" and "it resumes from step" in text

@@ -43,8 +43,8 @@ def test_it_goes_on_from_the_last_checkpoint(
     assert repeatable(steps) == whole
     ((step, kind, text),) = events_of(tmp_path / "run")
     assert (step, kind) == (2, "restart")
-    assert re.fullmatch(rf"1 of 1: rank 0 failed in .*: RuntimeError: a <b>bolt</b> fell off; it goes on from {start}", text)
-    assert "fell off; it goes on from" in (tmp_path / "run" / "report.html").read_text()
+    assert re.fullmatch(rf"1 of 1: rank 0 failed in .*: RuntimeError: a <b>bolt</b> fell off; it resumes from {start}", text)
+    assert "fell off; it resumes from" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_a_run_that_gets_no_further_gives_up(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +95,7 @@ def test_a_run_that_was_told_to_stop_does_not_start_again(task: Path, tmp_path: 
 
 
 def test_an_old_run_in_the_directory_is_no_checkpoint_of_a_new_one(task: Path, tmp_path: Path) -> None:
-    """With resume_mode=disable: before it has begun a new run starts anew, then it goes on from its own checkpoints."""
+    """With resume_mode=disable: before it has begun a new run starts anew, then it resumes from its own checkpoints."""
     run_ppo(task, tmp_path, "trainer.save_freq=1", "trainer.total_training_steps=1")
     lifecycle = RunLifecycle(
         compose("ppo_trainer", PPOConfig, ["trainer.max_restarts=2", "trainer.resume_mode=disable"]).trainer, tmp_path
@@ -121,7 +121,7 @@ def test_a_lost_node_and_a_late_phase_are_reasons_to_start_again(tmp_path: Path,
     run_with_restarts(lifecycle, attempt)
     ((_, kind, text),) = events_of(tmp_path)
     assert kind == "restart" and lifecycle.restarted
-    assert "a node left" in text and text.endswith("; it goes on from the beginning")
+    assert "a node left" in text and text.endswith("; it resumes from the beginning")
     with pytest.raises(KeyError):
         outcomes.append(KeyError("ours"))
         run_with_restarts(lifecycle, attempt)

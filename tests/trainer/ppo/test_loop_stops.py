@@ -62,7 +62,7 @@ def test_a_signal_waits_for_the_steps_end_and_loses_nothing(
     assert latest is not None and latest.step == 3, "saved, though save_freq is -1"
     assert events_of(tmp_path / "run") == [(3, "stop", number.name)]
     said = capfd.readouterr()
-    where = f"with trainer.resume_mode=auto it goes on from {tmp_path / 'run' / 'global_step_3'}"
+    where = f"with trainer.resume_mode=auto it resumes from {tmp_path / 'run' / 'global_step_3'}"
     assert said.err.splitlines()[-1] == f"stopped after step 3: {number.name}; {where}"
     assert said.out.splitlines()[-1].startswith("report: ")
     assert goes_on_as(whole, task, tmp_path / "run", reward)

@@ -182,7 +182,7 @@ def test_each_worker_of_the_last_step_has_a_lane(tmp_path: Path) -> None:
     assert found is not None
     step, drawn = found
     assert step == 2 and [name.label for name in drawn.names] == ["a 0", "a 1", "b 0", "controller"]
-    assert [bar.told for bar in drawn.bars] == [
+    assert [bar.tooltip for bar in drawn.bars] == [
         "generation: 0.000 to 0.500 s", "generation: 0.000 to 0.250 s", "update: 0.600 to 0.900 s", "adv: 0.500 to 0.600 s",
     ]  # fmt: skip
     assert dict(zip(drawn.labels, drawn.colors, strict=True)) == {"generation": 3, "update": 4, "adv": 1}, "a phase's everywhere"
@@ -264,7 +264,7 @@ def test_a_page_that_cannot_be_written_is_told_once_and_ends_no_run(
     while not (said := capsys.readouterr().err) and time.monotonic() < deadline:
         time.sleep(0.01)
     tracker.close()
-    assert said.splitlines()[0].endswith("is not written while the run goes on: OSError: no space left")
+    assert said.splitlines()[0].endswith("is not written during the run: OSError: no space left")
 
 
 def test_a_thousand_steps_are_a_few_megabytes(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_a_worker_is_killed_and_the_run_is_the_same_to_the_bit(task: Path, tmp_p
     assert repeatable(metrics_of(tmp_path / "run")) == repeatable(whole)
     ((step, kind, text),) = events_of(tmp_path / "run")
     assert (step, kind) == (2, "restart")
-    assert re.match(r"1 of 1: rank 0 failed in .*: process ", text) and text.endswith("it goes on from step 2")
+    assert re.match(r"1 of 1: rank 0 failed in .*: process ", text) and text.endswith("it resumes from step 2")
     assert "killed by a signal" in text and survivors(str(tmp_path / "run")) == []
 
 
@@ -75,5 +75,5 @@ def test_sigterm_to_the_driver_waits_for_the_step(task: Path, tmp_path: Path) ->
     run.send_signal(signal.SIGTERM)
     _, said = run.communicate()
     assert run.returncode == 143, said
-    assert said.splitlines()[-1].endswith(f"goes on from {tmp_path / 'run' / 'global_step_1'}")
+    assert said.splitlines()[-1].endswith(f"resumes from {tmp_path / 'run' / 'global_step_1'}")
     assert len((tmp_path / "losses").read_text()) == 1 and survivors(str(tmp_path / "run")) == []

@@ -70,7 +70,7 @@ def test_time_that_is_up_is_said_with_its_arithmetic(tmp_path: Path) -> None:
         Stopped, match=r"^stopped after step 7: the longest step \(8\.0 s\) and save \(3\.0 s\) do not fit into"
     ) as told:
         clock.check()
-    assert told.value.code == 0 and str(told.value).endswith(f"goes on from {tmp_path / 'global_step_7'}")
+    assert told.value.code == 0 and str(told.value).endswith(f"resumes from {tmp_path / 'global_step_7'}")
 
 
 def test_without_a_walltime_there_is_no_end(tmp_path: Path) -> None:

@@ -334,7 +334,7 @@ def test_what_must_differ_is_the_metric() -> None:
     assert make(kinds, groups=2, per_round=4, metric="twice").uids() == [1, 2]
     assert make(kinds, groups=2, per_round=4, metric="acc").uids() == [1, 2], "the score, where no acc is told"
     with pytest.raises(
-        ValueError, match=r"metric=accuracy: the reward function tells no such number .* acc, score, seq_reward, twice"
+        ValueError, match=r"metric=accuracy: the reward function reports no such number .* acc, score, seq_reward, twice"
     ):
         make(kinds, groups=2, per_round=4, metric="accuracy").collect()
 
