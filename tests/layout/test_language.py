@@ -14,9 +14,9 @@ from tests.layout.source import ROOT
 CLEAN = (
     "configs/base", "configs/schema", "configs/sweeps", "configs/validation", "data_preprocess", "examples",
     "trainer/algorithms", "trainer/checkpoint", "trainer/cli", "trainer/data", "trainer/evaluation", "trainer/generation",
-    "trainer/parity", "trainer/planner", "trainer/ppo", "trainer/report", "trainer/resilience", "trainer/rewards", "trainer/rollout",
-    "trainer/run", "trainer/serving", "trainer/supervised", "trainer/tracking", "trainer/harness.py", "README.md",
-    "docs/tutorial.md",
+    "trainer/parity", "trainer/planner", "trainer/ppo", "trainer/report", "trainer/resilience", "trainer/rewards",
+    "trainer/rollout", "trainer/run", "trainer/serving", "trainer/supervised", "trainer/tracking", "trainer/harness.py",
+    "README.md", "docs/tutorial.md",
 )  # fmt: skip
 """Folders, or single files, that contain none of BANNED. Add a folder when it is done."""
 
