@@ -165,7 +165,7 @@ def test_a_prompt_that_the_engine_could_not_read_is_refused_by_row(
     small = tmp_path / "small"
     shutil.copytree(task / "base", small)
     (small / "config.json").write_text(json.dumps(base | {"vocab_size": 4}))
-    for line, model, said in [
+    for line, model, message in [
         (bad, task / "base", "row 1: the prompt is empty"),
         (long, task / "base", "the first in {path}, row 1"),
         (good, small, "row 0: the prompt contains token"),
@@ -175,7 +175,7 @@ def test_a_prompt_that_the_engine_could_not_read_is_refused_by_row(
         wrong = [f"data.path={path}", f"actor_rollout_ref.model.path={model}"]
         assert main_generation.PROGRAM([*arguments(task, tmp_path, *wrong), "trainer.backend=ray"]) == 2
         lines = capsys.readouterr().err.splitlines()
-        assert lines[-1].startswith("error: ") and said.format(path=path) in lines[-1]
+        assert lines[-1].startswith("error: ") and message.format(path=path) in lines[-1]
     assert not (tmp_path / "answers").exists() and not (tmp_path / "logs").exists()
 
 

@@ -87,8 +87,8 @@ def test_without_a_scorer_the_prompts_need_no_truth(task: Path, tmp_path: Path) 
     ],
 )
 def test_what_cannot_score_is_told(
-    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, told: str
+    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, output: str
 ) -> None:
     assert main_generation.PROGRAM(arguments(task, tmp_path, "selection.score=true", override.format(task=task))) == 2
-    assert told.format(task=task) in capsys.readouterr().err
+    assert output.format(task=task) in capsys.readouterr().err
     assert not (tmp_path / "answers").exists()

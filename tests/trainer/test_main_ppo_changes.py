@@ -223,8 +223,8 @@ def verified(trial: Trial) -> Any:
     engine, _ = trial.engine("actor")
     trial.assembly.rollout()
     _, spec, _ = trial.hosts.asked("build_rollout")[0]
-    _, told = WeightSync(make_rollout(spec, place()), engine, spec.rollout, 0)(1)
-    return {name: value for name, value in plain_numbers(told).items() if not name.startswith("timing")}
+    _, output = WeightSync(make_rollout(spec, place()), engine, spec.rollout, 0)(1)
+    return {name: value for name, value in plain_numbers(output).items() if not name.startswith("timing")}
 
 
 def validation_asks(trial: Trial) -> Any:
@@ -245,10 +245,10 @@ def rung(trial: Trial) -> Any:
     """What becomes of a step in which every figure is bad, and what is told."""
     bad = {"actor/entropy": 0.5, "actor/ppo_kl": 9.0, "training/rollout_log_probs_diff_mean": 9.0}
     bad |= {"response_length/clip_ratio": 0.5, "training/zero_signal_groups": 1.0}
-    told: list[Any] = []
-    events: Any = SimpleNamespace(add=lambda *words: told.append(words))
+    output: list[Any] = []
+    events: Any = SimpleNamespace(add=lambda *words: output.append(words))
     try:
-        return react(trial.loop.trainer.health.alarms.evaluate(1, bad), events, 1), told
+        return react(trial.loop.trainer.health.alarms.evaluate(1, bad), events, 1), output
     except CheckFailed as error:
         return str(error)
 

@@ -155,19 +155,19 @@ def a_scoring_process_starts(patch: pytest.MonkeyPatch) -> None:
     limits: list[int] = []
     patch.setattr(worker, "_limit_memory", limits.append)
     patch.setattr(worker, "die_with_parent", lambda parent: None)
-    ours, theirs = socket.socketpair()
-    ours.sendall(pickle.dumps((config_of("reward.memory_limit_mb=3").reward, 1)))
-    ours.shutdown(socket.SHUT_WR)
-    worker.main(theirs.detach(), os.getpid())
-    assert limits == [3 << 20] and ours.recv(6) == b"false\n"
-    ours.close()
+    actual, expected = socket.socketpair()
+    actual.sendall(pickle.dumps((config_of("reward.memory_limit_mb=3").reward, 1)))
+    actual.shutdown(socket.SHUT_WR)
+    worker.main(expected.detach(), os.getpid())
+    assert limits == [3 << 20] and actual.recv(6) == b"false\n"
+    actual.close()
 
 
 def a_sick_run_is_seen() -> None:
     """Everything is as usual for ten steps, then nothing is."""
-    told = "{bound:0.5,action:warn,patience:1}"
+    output = "{bound:0.5,action:warn,patience:1}"
     names = [key.split(".")[1] for key in keys_of(PPOConfig).leaves if key.startswith("alarms.") and key.endswith(".bound")]
-    alarms = ppo_alarms(config_of(*(f"alarms.{name}={told}" for name in names)))
+    alarms = ppo_alarms(config_of(*(f"alarms.{name}={output}" for name in names)))
     usual = {
         "critic/score/mean": 1.0, "critic/score/max": 1.0, "critic/score/min": 0.0, "actor/entropy": 1.0, "actor/ppo_kl": 0.0,
         "actor/kl_loss": 0.0, "training/rollout_log_probs_diff_mean": 0.0, "actor/grad_norm": 1.0, "response_length/mean": 1.0,

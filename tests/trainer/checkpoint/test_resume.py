@@ -131,17 +131,17 @@ DAMAGE = {
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(kind: str, tmp_path: Path) -> None:
-    file, spoil, told = DAMAGE[kind]
+    file, spoil, output = DAMAGE[kind]
     save(tmp_path, 2, 4, 6)
     spoil(tmp_path / "global_step_6" / file)
-    with pytest.raises(ValueError, match=told.replace("no manifest.json in it", "no manifest.json")):
+    with pytest.raises(ValueError, match=output.replace("no manifest.json in it", "no manifest.json")):
         resume(tmp_path / "other", "resume_path", tmp_path / "global_step_6")
     checkpoint = find_latest(tmp_path)
     assert checkpoint is not None and checkpoint.step == 4 and is_whole(checkpoint.path, 4)
     (event,) = read_lines(tmp_path / EVENTS)
     assert (event["step"], event["kind"]) == (6, "damaged checkpoint")
     assert (
-        re.search(told, event["text"])
+        re.search(output, event["text"])
         and "global_step_6" in event["text"]
         and event["text"].endswith("the one before it is taken")
     )
@@ -162,9 +162,9 @@ def test_when_no_checkpoint_is_whole_nothing_starts_anew_by_itself(tmp_path: Pat
 def test_who_asks_may_be_told_himself(tmp_path: Path) -> None:
     save(tmp_path, 2, 4)
     one_bit(tmp_path / "global_step_4/actor/shard-0.safetensors")
-    told: list[tuple[int, str]] = []
-    checkpoint = find_latest(tmp_path, lambda step, text: told.append((step, text)))
-    assert checkpoint is not None and checkpoint.step == 2 and told[0][0] == 4
+    output: list[tuple[int, str]] = []
+    checkpoint = find_latest(tmp_path, lambda step, text: output.append((step, text)))
+    assert checkpoint is not None and checkpoint.step == 2 and output[0][0] == 4
     assert not (tmp_path / EVENTS).exists()
 
 
@@ -229,8 +229,8 @@ def changed(key: str, value: object) -> dict[str, Any]:
         ("data.train_batch_size", None, "data.train_batch_size: 32 -> null"),
     ],
 )
-def test_a_change_that_reaches_the_training_is_refused(key: str, value: object, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_a_change_that_reaches_the_training_is_refused(key: str, value: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         check_config(CONFIG, changed(key, value))
 
 
@@ -255,8 +255,8 @@ def test_all_refused_changes_are_named_at_once() -> None:
     ],
 )
 def test_a_change_that_does_not_is_told(key: str, value: object) -> None:
-    (told,) = check_config(CONFIG, changed(key, value))
-    assert told.startswith(f"{key}: ") and told.endswith(f" -> {value}")
+    (output,) = check_config(CONFIG, changed(key, value))
+    assert output.startswith(f"{key}: ") and output.endswith(f" -> {value}")
 
 
 def test_a_tuple_equals_the_list_it_was_saved_as_and_a_secret_its_stars(tmp_path: Path) -> None:

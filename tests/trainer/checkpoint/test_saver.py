@@ -314,10 +314,10 @@ def test_a_full_disk_is_told_and_the_next_save_tried(
     saving.finish_pending()
     assert checkpoints(tmp_path) == {"global_step_2"} and is_whole(tmp_path / "global_step_2", 2)
     no_space = "[Errno 28] No space left on device"
-    said = f"not saved: {no_space}; {no_space}; the run continues, the next save is tried"
+    message = f"not saved: {no_space}; {no_space}; the run continues, the next save is tried"
     if not background:  # the second model was not even asked
-        said = f"not saved: {no_space}; the run continues, the next save is tried"
-    assert told(tmp_path) == [(4, "checkpoint", said)] and said in capsys.readouterr().err
+        message = f"not saved: {no_space}; the run continues, the next save is tried"
+    assert told(tmp_path) == [(4, "checkpoint", message)] and message in capsys.readouterr().err
     saving.save(6, models(6), {}, {})
     saving.finish()
     assert checkpoints(tmp_path) == {"global_step_6"} and resume(tmp_path) == 6

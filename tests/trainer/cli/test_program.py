@@ -22,7 +22,7 @@ from workers.controller.group import PhaseTimeout, WorkerError
 ROOT = CONFIG_DIR.parent
 
 
-def program(run: Any = lambda config, told: None, check: Any = lambda config, typed: []) -> Program[SFTConfig]:
+def program(run: Any = lambda config, output: None, check: Any = lambda config, typed: []) -> Program[SFTConfig]:
     return Program(
         name="trainer.main_sft",
         about="About.",
@@ -36,7 +36,7 @@ def program(run: Any = lambda config, told: None, check: Any = lambda config, ty
 
 
 def raising(error: BaseException) -> Program[SFTConfig]:
-    def run(config: SFTConfig, told: list[str]) -> None:
+    def run(config: SFTConfig, output: list[str]) -> None:
         raise error
 
     return program(run)
@@ -44,18 +44,18 @@ def raising(error: BaseException) -> Program[SFTConfig]:
 
 def test_a_run_gets_the_configuration_and_what_the_user_was_told(capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[Any] = []
-    main = program(lambda config, told: seen.append((config, told)), lambda config, typed: [f"typed {sorted(typed)}"])
+    main = program(lambda config, output: seen.append((config, output)), lambda config, typed: [f"typed {sorted(typed)}"])
     assert main(["optim.lr=1", "use_remove_padding=True"]) == 0
-    ((config, told),) = seen
+    ((config, output),) = seen
     assert isinstance(config, SFTConfig) and config.optim.lr == 1.0
-    assert told == ["use_remove_padding is left out: no batch is ever padded", "typed ['optim.lr']"]
-    assert capsys.readouterr().err.splitlines() == [f"note: {line}" for line in told]
+    assert output == ["use_remove_padding is left out: no batch is ever padded", "typed ['optim.lr']"]
+    assert capsys.readouterr().err.splitlines() == [f"note: {line}" for line in output]
 
 
 def test_a_run_that_has_ended_is_not_started_to_find_that_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[str] = []
 
-    def run(config: SFTConfig, told: list[str]) -> None:
+    def run(config: SFTConfig, output: list[str]) -> None:
         seen.append(config.trainer.resume_mode)
         write_config(tmp_path, asdict(config))
         (tmp_path / METRICS).write_text(json_line({GLOBAL_STEP: 7}))
@@ -164,8 +164,8 @@ def test_who_asks_for_nothing_is_told_where_help_is(
     monkeypatch.setattr(sys, "argv", ["a program", *words])
     with pytest.raises(SystemExit, match="2"):
         raising(ValueError("no data")).main()
-    told = f"note: nothing was asked for; python -m {raising(ValueError()).name} --help has examples\n"
-    assert capsys.readouterr().err.endswith(told) is (words == [])
+    output = f"note: nothing was asked for; python -m {raising(ValueError()).name} --help has examples\n"
+    assert capsys.readouterr().err.endswith(output) is (words == [])
 
 
 @pytest.mark.parametrize("code", [0, 4, 143])
@@ -192,7 +192,7 @@ def test_jobs_of_a_sweep_run_on_when_one_fails(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     seen: list[str] = []
 
-    def run(config: SFTConfig, told: list[str]) -> None:
+    def run(config: SFTConfig, output: list[str]) -> None:
         seen.append(config.trainer.default_local_dir)
         if config.trainer.seed == 1:
             raise ValueError("the first")
@@ -222,9 +222,9 @@ def test_help_is_a_page(program: Program[Any]) -> None:
     lines = page.splitlines()
     assert max(map(len, lines)) <= 80 and len(lines) <= 60
     assert len(program.often_used) <= 10
-    said = described(CONFIG_DIR / f"{program.root}.yaml")
+    message = described(CONFIG_DIR / f"{program.root}.yaml")
     words = " ".join(page.split())
-    assert all(f"{key}={said[key].value}\n" in page and said[key].comment in words for key in program.often_used)
+    assert all(f"{key}={message[key].value}\n" in page and message[key].comment in words for key in program.often_used)
     assert ("\n  none\n" in page) == (not groups_of(program.root))
     for group in groups_of(program.root):
         for path in (CONFIG_DIR / group).glob("*.yaml"):
@@ -258,9 +258,9 @@ def test_a_full_dry_run_calls_the_plan_after_the_files_were_looked_at(capsys: py
 @pytest.mark.parametrize("marker", ["__init__.py", None])
 def test_the_guard_names_both_paths(name: str, marker: str | None, tmp_path: Path) -> None:
     """A folder of the user's in the working directory comes first on sys.path, and hides ours."""
-    theirs = tmp_path / name / marker if marker else tmp_path / f"{name}.py"
-    theirs.parent.mkdir(exist_ok=True)
-    theirs.touch()
+    expected = tmp_path / name / marker if marker else tmp_path / f"{name}.py"
+    expected.parent.mkdir(exist_ok=True)
+    expected.touch()
     result = subprocess.run(
         [sys.executable, "-c", "import trainer"],
         cwd=tmp_path,
@@ -286,7 +286,7 @@ def test_a_signal_to_one_job_of_a_sweep_is_for_those_that_are_left_too(
     monkeypatch.chdir(tmp_path)
     seen: list[str] = []
 
-    def run(config: SFTConfig, told: list[str]) -> None:
+    def run(config: SFTConfig, output: list[str]) -> None:
         seen.append(config.trainer.default_local_dir)
         raise Stopped(code, "stopped")
 

@@ -48,7 +48,7 @@ class Runs:
     def plan(self, config: SFTConfig) -> None:
         self.planned.append(Path(config.trainer.default_local_dir).name)
 
-    def run(self, config: SFTConfig, told: list[str]) -> None:
+    def run(self, config: SFTConfig, output: list[str]) -> None:
         run_dir = Path(config.trainer.default_local_dir)
         self.begun.append(run_dir.name)
         lifecycle = RunLifecycle(config.trainer, run_dir)
@@ -109,11 +109,11 @@ def test_killed_and_failed_points_are_tried_again(runs: Runs, capsys: pytest.Cap
     assert [line[1:3] for line in rows(capsys.readouterr().out)[1:]] == [["finished", "-1"], ["failed", "-"], ["finished", "-9"]]
     runs.begun, runs.fail = [], {}
     assert runs("optim.lr=0.1,0.01,0.001") == 0 and runs.begun == ["1", "2"]
-    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("point")]
+    output = [line for line in capsys.readouterr().err.splitlines() if line.startswith("point")]
     assert (
-        len(told) == 3
-        and told[1].startswith("point 1 failed: it is tried again")
-        and told[2].startswith("point 2 was interrupted: it resumes")
+        len(output) == 3
+        and output[1].startswith("point 1 failed: it is tried again")
+        and output[2].startswith("point 2 was interrupted: it resumes")
     )
     assert json.loads(Path("x/1/outcome.json").read_text())["status"] == "finished"
 

@@ -46,15 +46,15 @@ def with_agreement(engine: Engine, first: EngineResponses, own: EngineResponses)
 
 def parity(**changes: Any) -> Parity:
     second = with_agreement(engine_of(SECOND, SECOND), FIRST, SECOND)
-    told: dict[str, Any] = {
+    output: dict[str, Any] = {
         "model": HOSTILE, "dtype": "float32", "prompts": 3, "temperature": 0.8, "margin": 2e-4, "heads": NO_BOS,
         "engines": {"embedded": engine_of(FIRST, FIRST, z=0.5), "vllm": second}, "broken": [],
     }  # fmt: skip
-    return Parity(**(told | changes))
+    return Parity(**(output | changes))
 
 
-def written(told: Parity) -> str:
-    return page(told, {"embedded": measured(FIRST), "vllm": measured(SECOND)}, {"note": HOSTILE}, {"python": "3"})
+def written(output: Parity) -> str:
+    return page(output, {"embedded": measured(FIRST), "vllm": measured(SECOND)}, {"note": HOSTILE}, {"python": "3"})
 
 
 def test_the_page_shows_verdict_figures_and_where_answers_part() -> None:

@@ -103,8 +103,8 @@ def test_the_exact_kl_in_the_loss_and_in_the_reward(task: Path, tmp_path: Path) 
     assert steps[0]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6) and steps[1]["actor/kl_loss"] > 1e-6
     exact = run_ppo(task, tmp_path / "exact", "algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=full")
     estimated = run_ppo(task, tmp_path / "k3", "algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=k3")
-    ours, theirs = (run[1]["actor/reward_kl_penalty"] for run in (exact, estimated))
-    assert 0.2 * theirs < ours < 5 * theirs and ours > 1e-6
+    actual, expected = (run[1]["actor/reward_kl_penalty"] for run in (exact, estimated))
+    assert 0.2 * expected < actual < 5 * expected and actual > 1e-6
 
 
 def test_cut_answers_are_masked_or_bootstrapped(task: Path, tmp_path: Path, plain: dict[str, float]) -> None:

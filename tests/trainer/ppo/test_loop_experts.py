@@ -43,5 +43,5 @@ def test_a_dense_model_with_an_auxiliary_loss_is_refused_in_a_line(tmp_path: Pat
     dense = make_task(tmp_path)
     words = ppo_arguments(dense, tmp_path / "run", "actor_rollout_ref.model.router_aux_loss_coef=0.01")
     assert main_ppo.PROGRAM(words) != 0
-    told = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "router_aux_loss_coef=0.01" in told and "has no routers to balance; leave it at 0" in told
+    reported = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "router_aux_loss_coef=0.01" in reported and "has no routers to balance; leave it at 0" in reported

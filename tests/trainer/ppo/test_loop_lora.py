@@ -66,11 +66,11 @@ def test_the_reference_is_the_base_and_no_second_copy(task: Path, tmp_path: Path
     assert len(seen.references) == 3
     for batch, found in seen.references:
         columns = [batch.split_rows(name) for name in ("input_ids", "response_mask")]
-        for ids, mask, ours in zip(*columns, found.split_rows("log_probs"), strict=True):
+        for ids, mask, actual in zip(*columns, found.split_rows("log_probs"), strict=True):
             with torch.no_grad():
                 logits = base(input_ids=ids[None]).logits[0, :-1]
             log_p = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-            assert ((log_p - ours[1:]) * mask[1:]).abs().max() < 1e-5
+            assert ((log_p - actual[1:]) * mask[1:]).abs().max() < 1e-5
 
 
 def test_the_reference_is_cut_as_its_own_keys_say(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,10 +126,10 @@ def test_a_light_base_is_trained_beside(task: Path, tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_is_said_before_a_worker_starts(
-    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], words: list[str], told: str
+    task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], words: list[str], output: str
 ) -> None:
     monkeypatch.setattr(Host, "__init__", lambda *words, **more: pytest.fail("a worker started"))
     assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", *LORA, *words)) == 2
     (line,) = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("note")]
-    assert told in line
+    assert output in line
     assert not (tmp_path / "run/metrics.jsonl").exists() or not metrics_of(tmp_path / "run")

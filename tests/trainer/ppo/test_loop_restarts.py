@@ -52,9 +52,9 @@ def test_a_run_that_gets_no_further_gives_up(task: Path, tmp_path: Path, capfd: 
     loss = loss_that(tmp_path, "assert n < 3, 'too far'")
     arguments = (*FOUR, loss, "trainer.save_freq=2", "trainer.max_restarts=9")
     assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", *arguments)) == 1
-    told = events_of(tmp_path / "run")
-    assert [(step, kind) for step, kind, _ in told] == [(2, "restart"), (2, "restart"), (2, "gave up")]
-    assert re.fullmatch(r"after 2 restarts \(it got no further\): rank 0 failed in .*: AssertionError: too far", told[-1][2])
+    output = events_of(tmp_path / "run")
+    assert [(step, kind) for step, kind, _ in output] == [(2, "restart"), (2, "restart"), (2, "gave up")]
+    assert re.fullmatch(r"after 2 restarts \(it got no further\): rank 0 failed in .*: AssertionError: too far", output[-1][2])
     assert ": AssertionError: too far" in capfd.readouterr().err
     assert "after 2 restarts" in (tmp_path / "run" / "report.html").read_text()
     assert [step["training/global_step"] for step in metrics_of(tmp_path / "run")] == [1, 2]

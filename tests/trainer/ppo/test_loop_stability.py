@@ -117,8 +117,8 @@ def test_the_critic_begins_as_the_reward_model_that_is_named(
     model.save_pretrained(tmp_path / "reward_model")
     ppo = ("algorithm=ppo", "trainer.save_freq=1", "critic.optim.lr=0.0", *ONE_STEP)
     step = run_ppo(task, tmp_path / "run", *ppo, f"critic.model.path={tmp_path}/reward_model")[0]
-    said = capfd.readouterr().err
-    assert "reward_model: Qwen2ForSequenceClassification; the critic begins with that model's own head" in said
+    message = capfd.readouterr().err
+    assert "reward_model: Qwen2ForSequenceClassification; the critic begins with that model's own head" in message
     saved = load_file(*(tmp_path / "run/global_step_1/critic").glob("*.safetensors"))
     assert torch.equal(saved["model.score.weight"], model.score.weight) and not saved["model.score.bias"].any()
     assert step["critic/values/min"] < step["critic/values/max"]

@@ -141,7 +141,7 @@ def test_skipped_updates_are_counted_shown_and_out_of_the_means() -> None:
     metrics = update(cast(Any, model), step_batch(), spec(epochs=1), step=5, watch=lambda *shown: seen.append(shown))
     assert metrics == {"loss": 2.0, "skipped_updates": 1.0}
     assert [mini for mini, _ in seen] == model.given
-    assert [told["skipped_updates"] for _, told in seen] == [0.0, 1.0, 0.0] and math.isnan(seen[1][1]["loss"])
+    assert [output["skipped_updates"] for _, output in seen] == [0.0, 1.0, 0.0] and math.isnan(seen[1][1]["loss"])
     metrics = update(cast(Any, Recorder(skip=range(9))), step_batch(), spec(epochs=1), step=5, watch=unseen)
     assert metrics["skipped_updates"] == 3.0 and math.isnan(metrics["loss"])
 

@@ -90,8 +90,15 @@ def html(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_the_headline_says_what_came_of_it(html: str) -> None:
     text = Page(html).text
-    for said in ("4 problems 0.250 → 0.750 +0.500", "steps 40", "tokens 40k", "time 2 min 20 s", "tokens/s/GPU 300", "MFU 12.5%"):
-        assert said in text, said
+    for message in (
+        "4 problems 0.250 → 0.750 +0.500",
+        "steps 40",
+        "tokens 40k",
+        "time 2 min 20 s",
+        "tokens/s/GPU 300",
+        "MFU 12.5%",
+    ):
+        assert message in text, message
 
 
 def test_nothing_of_a_run_becomes_markup(html: str) -> None:
@@ -261,10 +268,10 @@ def test_a_page_that_cannot_be_written_is_told_once_and_ends_no_run(
     monkeypatch.setattr("trainer.report.run_report.write_report", fails)
     tracker = growing(tmp_path, 3)
     deadline = time.monotonic() + 10
-    while not (said := capsys.readouterr().err) and time.monotonic() < deadline:
+    while not (message := capsys.readouterr().err) and time.monotonic() < deadline:
         time.sleep(0.01)
     tracker.close()
-    assert said.splitlines()[0].endswith("is not written during the run: OSError: no space left")
+    assert message.splitlines()[0].endswith("is not written during the run: OSError: no space left")
 
 
 def test_a_thousand_steps_are_a_few_megabytes(tmp_path: Path) -> None:

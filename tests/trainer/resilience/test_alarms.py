@@ -78,18 +78,18 @@ SICK: dict[str, tuple[dict[str, Any], int]] = {
 @pytest.mark.parametrize("name", NAMES)
 def test_a_sick_run_is_told_once_by_its_own_alarm(name: str) -> None:
     changes, when = SICK[name]
-    told = rung(ppo_alarms(with_alarm(name, action="warn")), healthy(40, **changes))
-    assert [(step, alarm.text.split(":")[0], alarm.action) for step, alarm in told] == [(when, name, "warn")]
+    output = rung(ppo_alarms(with_alarm(name, action="warn")), healthy(40, **changes))
+    assert [(step, alarm.text.split(":")[0], alarm.action) for step, alarm in output] == [(when, name, "warn")]
     bound = asdict(CONFIG.alarms)[name]["bound"]
-    assert f"alarms.{name}.bound={bound:g}" in told[0][1].text and len(told[0][1].text) < 400
+    assert f"alarms.{name}.bound={bound:g}" in output[0][1].text and len(output[0][1].text) < 400
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_patience_is_steps_in_a_row(name: str) -> None:
     changes, when = SICK[name]
     default = asdict(CONFIG.alarms)[name]["patience"]
-    told = rung(ppo_alarms(with_alarm(name, patience=default + 3, action="warn")), healthy(40, **changes))
-    assert [step for step, _ in told] == [when + 3]
+    output = rung(ppo_alarms(with_alarm(name, patience=default + 3, action="warn")), healthy(40, **changes))
+    assert [step for step, _ in output] == [when + 3]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -115,12 +115,12 @@ def test_no_alarm_in_a_healthy_run(seed: int, steps: int, shift: float, scale: f
 def test_any_series_is_taken_and_a_resumed_run_rings_alike(run: list[dict[str, float]], cut: int) -> None:
     """Numbers that are not finite and metrics that are missing among them; what is remembered passes through JSON."""
     whole = ppo_alarms(CONFIG)
-    told = rung(whole, run)
+    output = rung(whole, run)
     broken = ppo_alarms(CONFIG)
     first = rung(broken, run[:cut])
     resumed = ppo_alarms(CONFIG)
     resumed.load(json.loads(json.dumps(broken.state(), allow_nan=False)))
-    assert first + rung(resumed, run[cut:], first=len(run[:cut]) + 1) == told
+    assert first + rung(resumed, run[cut:], first=len(run[:cut]) + 1) == output
     assert resumed.state() == whole.state()
 
 
@@ -128,8 +128,8 @@ def test_any_series_is_taken_and_a_resumed_run_rings_alike(run: list[dict[str, f
 @given(st.integers(MEAN + 5, 60), st.floats(0.45, 1.0))
 def test_a_collapse_is_told_soon(before: int, depth: float) -> None:
     run = healthy(before + 20, **{"critic/score/mean": fallen(before + 20, before, 1.0, 1.0 - depth)})
-    (told,) = rung(ppo_alarms(CONFIG), run)
-    assert before < told[0] <= before + MEAN + CONFIG.alarms.reward.patience
+    (output,) = rung(ppo_alarms(CONFIG), run)
+    assert before < output[0] <= before + MEAN + CONFIG.alarms.reward.patience
 
 
 def test_a_warning_comes_again_after_the_run_was_well() -> None:
@@ -152,10 +152,10 @@ def test_what_must_act_rings_until_it_did() -> None:
 
 def test_healthy_until_is_before_all_that_the_alarm_has_looked_at() -> None:
     """The mean of ten steps is under its bound from step 24 on: it is of steps 15 to 24."""
-    (told,) = rung(ppo_alarms(with_alarm("reward", action="warn")), healthy(40, **SICK["reward"][0]))
-    assert told[1].healthy_until == 24 - MEAN
-    (told,) = rung(ppo_alarms(CONFIG), healthy(40, **SICK["ref_kl"][0]))
-    assert told[1].healthy_until == 20
+    (output,) = rung(ppo_alarms(with_alarm("reward", action="warn")), healthy(40, **SICK["reward"][0]))
+    assert output[1].healthy_until == 24 - MEAN
+    (output,) = rung(ppo_alarms(CONFIG), healthy(40, **SICK["ref_kl"][0]))
+    assert output[1].healthy_until == 20
 
 
 @pytest.mark.parametrize(
@@ -184,10 +184,10 @@ def test_a_held_out_score_is_lost_by_half_and_beyond_noise(accuracies: list[floa
         {"val/accuracy": share, "val/accuracy_std": std, "val/accuracy_min": 0.0, "val/problems": float(problems)}
         for share, std in zip(accuracies, spreads, strict=True)
     ]
-    alarms, told = ppo_alarms(CONFIG), []
+    alarms, output = ppo_alarms(CONFIG), []
     for number, measured in enumerate(run, 1):
-        told += [number for _ in alarms.evaluate(10 * number, measured)] + [0 for _ in alarms.evaluate(10 * number + 1, {})]
-    assert told == when
+        output += [number for _ in alarms.evaluate(10 * number, measured)] + [0 for _ in alarms.evaluate(10 * number + 1, {})]
+    assert output == when
 
 
 def test_the_held_out_score_of_a_reward_model_has_its_own_zero() -> None:

@@ -32,10 +32,10 @@ def test_nothing_is_said_where_all_is_off_or_well(tmp_path: Path) -> None:
 
 def test_each_warning_comes_once(tmp_path: Path) -> None:
     anxious = watch(tmp_path, memory_warn=1.0, disk_warn_gb=free_gb(tmp_path) + 100)
-    (memory, said), (disk, told) = anxious.warnings()
+    (memory, message), (disk, output) = anxious.warnings()
     assert (memory, disk) == ("low memory", "low disk")
-    assert "memory are available" in said and said.endswith("less than trainer.watch.memory_warn=1")
-    assert f"free where {tmp_path} is, less than trainer.watch.disk_warn_gb=" in told
+    assert "memory are available" in message and message.endswith("less than trainer.watch.memory_warn=1")
+    assert f"free where {tmp_path} is, less than trainer.watch.disk_warn_gb=" in output
     assert list(anxious.warnings()) == [] and anxious.shortage() is None
 
 

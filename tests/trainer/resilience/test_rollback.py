@@ -104,9 +104,9 @@ def weights_of(run_dir: Path) -> dict[str, torch.Tensor]:
 
 def assert_the_same(run_dir: Path, whole: Path) -> None:
     assert repeatable(metrics_of(run_dir)) == repeatable(metrics_of(whole))
-    mine, theirs = weights_of(run_dir), weights_of(whole)
-    assert len(mine) > 120 and mine.keys() == theirs.keys()
-    assert all(torch.equal(weight, theirs[name]) for name, weight in mine.items())
+    mine, expected = weights_of(run_dir), weights_of(whole)
+    assert len(mine) > 120 and mine.keys() == expected.keys()
+    assert all(torch.equal(weight, expected[name]) for name, weight in mine.items())
 
 
 def test_a_sick_run_goes_back_and_ends_well_on_other_data(whole: Path) -> None:

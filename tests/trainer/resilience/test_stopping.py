@@ -68,9 +68,9 @@ def test_time_that_is_up_is_said_with_its_arithmetic(tmp_path: Path) -> None:
         assert clock.is_due(7, {"step": 8.0}, 3.0, Events(tmp_path))
     with pytest.raises(
         Stopped, match=r"^stopped after step 7: the longest step \(8\.0 s\) and save \(3\.0 s\) do not fit into"
-    ) as told:
+    ) as output:
         clock.check()
-    assert told.value.code == 0 and str(told.value).endswith(f"resumes from {tmp_path / 'global_step_7'}")
+    assert output.value.code == 0 and str(output.value).endswith(f"resumes from {tmp_path / 'global_step_7'}")
 
 
 def test_without_a_walltime_there_is_no_end(tmp_path: Path) -> None:
@@ -104,9 +104,9 @@ def test_the_first_signal_is_noted_and_the_next_sigterm_is_for_whoever_was_there
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
         os.kill(os.getpid(), signal.SIGUSR1)  # Slurm may send it again
     clock.check()  # it came to its end all the same
-    with pytest.raises(Stopped) as told:
+    with pytest.raises(Stopped) as output:
         clock.check(after_failure=True)
-    assert told.value.code == 128 + number and "from the beginning: there is no checkpoint" in str(told.value)
+    assert output.value.code == 128 + number and "from the beginning: there is no checkpoint" in str(output.value)
 
 
 def test_the_walltime_counts_from_the_programs_start(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ from tests.trainer.resilience.test_stopping import stopping
 from trainer.run.events import Events
 print(stopping(Path({str(tmp_path)!r}), "trainer.walltime=1.4").is_due(0, {{}}, 0.0, Events(Path({str(tmp_path)!r}))))
 """
-    said = subprocess.run(
+    message = subprocess.run(
         [sys.executable, "-c", script], cwd=Path(__file__).parents[3], capture_output=True, text=True, check=True
     )
-    assert said.stdout == "True\n"
+    assert message.stdout == "True\n"

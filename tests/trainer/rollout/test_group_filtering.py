@@ -44,11 +44,11 @@ def batch(extras: list[dict[str, float]]) -> Batch:
 
 
 def test_metrics_by_name() -> None:
-    told = batch([{"acc": 1.0, "format": 0.25}, {"acc": 0.0, "format": 0.5}])
-    assert metric_values(told, None) == metric_values(told, "score") == [0.0, 0.5]
+    output = batch([{"acc": 1.0, "format": 0.25}, {"acc": 0.0, "format": 0.5}])
+    assert metric_values(output, None) == metric_values(output, "score") == [0.0, 0.5]
     for name in ("reward", "seq_reward", "seq_final_reward"):
-        assert metric_values(told, name) == [-1.0, -1.0]
-    assert metric_values(told, "acc") == [1.0, 0.0] and metric_values(told, "format") == [0.25, 0.5]
+        assert metric_values(output, name) == [-1.0, -1.0]
+    assert metric_values(output, "acc") == [1.0, 0.0] and metric_values(output, "format") == [0.25, 0.5]
     assert metric_values(batch([{"acc": 1.0}, {}]), "acc") == [1.0, 0.5], "the score, where it is not told"
     with pytest.raises(ValueError, match=r"metric=format: .* for data source math; known: acc, score, seq_reward$"):
         metric_values(batch([{"format": 1.0}, {}]), "format")

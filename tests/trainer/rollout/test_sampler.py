@@ -217,9 +217,9 @@ def test_a_step_is_a_function_of_the_step_and_of_where_the_stream_stands() -> No
     whole.collect(1)
     resumed.stream.load(whole.stream.state())
     for step in (2, 3):
-        mine, theirs = resumed.collect(step), whole.collect(step)
-        assert mine.meta == theirs.meta and mine.objects == theirs.objects
-        assert torch.equal(mine.tokens["input_ids"], theirs.tokens["input_ids"])
+        mine, reference = resumed.collect(step), whole.collect(step)
+        assert mine.meta == reference.meta and mine.objects == reference.objects
+        assert torch.equal(mine.tokens["input_ids"], reference.tokens["input_ids"])
 
 
 def test_seeds_of_the_first_pass_are_those_of_a_run_without_a_filter() -> None:
@@ -425,13 +425,13 @@ def test_prompts_and_answers_are_joined_and_read_row_by_row(shapes: list[tuple[i
     ids, log_probs = 100 + torch.arange(int(written.sum())), torch.rand(int(written.sum()))
     answers = Batch(written, {"input_ids": ids, "rollout_log_probs": log_probs}, {"finished": stops})
     whole = join_responses(questions, answers)
-    theirs, ours = questions.split_rows("input_ids"), answers.split_rows("input_ids")
-    pairs = [torch.cat(pair) for pair in zip(theirs, ours, strict=True)]
+    reference, actual = questions.split_rows("input_ids"), answers.split_rows("input_ids")
+    pairs = [torch.cat(pair) for pair in zip(reference, actual, strict=True)]
     assert [row.tolist() for row in whole.split_rows("input_ids")] == [pair.tolist() for pair in pairs]
-    masks = [[0.0] * len(question) + [1.0] * len(answer) for question, answer in zip(theirs, ours, strict=True)]
+    masks = [[0.0] * len(question) + [1.0] * len(answer) for question, answer in zip(reference, actual, strict=True)]
     assert [row.tolist() for row in whole.split_rows("response_mask")] == masks
     of_answers = whole.tokens["response_mask"].bool()
     assert torch.equal(whole.tokens["rollout_log_probs"][of_answers], log_probs)
     assert not whole.tokens["rollout_log_probs"][~of_answers].any() and torch.equal(whole.rows["prompt_length"], asked)
-    read = [" ".join(map(str, row[: len(row) - int(done)].tolist())) for row, done in zip(ours, stops, strict=True)]
+    read = [" ".join(map(str, row[: len(row) - int(done)].tolist())) for row, done in zip(actual, stops, strict=True)]
     assert decode_responses(answers, cast(Any, Decoder())) == read

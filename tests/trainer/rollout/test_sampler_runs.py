@@ -74,5 +74,5 @@ def test_a_prompt_that_the_engine_could_not_read_is_refused_by_row(
     shutil.copytree(task / "base", small)
     (small / "config.json").write_text(json.dumps(base | {"vocab_size": 4}))
     assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", f"actor_rollout_ref.model.path={small}")) == 2
-    said = capfd.readouterr().err.splitlines()[-1]
-    assert re.search(r"train\.parquet, row \d+: the prompt contains token", said) and "vocabulary has 4" in said
+    message = capfd.readouterr().err.splitlines()[-1]
+    assert re.search(r"train\.parquet, row \d+: the prompt contains token", message) and "vocabulary has 4" in message

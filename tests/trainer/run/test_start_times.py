@@ -41,8 +41,8 @@ def test_a_program_counts_from_the_start_of_its_process_and_the_next_run_in_it_d
 
 
 def test_a_sentence(clock: list[float]) -> None:
-    said = sentence(started(clock).seconds([(109.5, {"actor": 2.0, "actor/read": 1.0})]))
-    assert said == (
+    message = sentence(started(clock).seconds([(109.5, {"actor": 2.0, "actor/read": 1.0})]))
+    assert message == (
         "41.0 s to the first generation: checks 1.0, backend 3.0, data 2.0, workers 3.5, models 10.5, engine 20.0, sync 1.0"
     )
     assert sentence({"total": 0.4, "program": 0.4}) == "0.4 s to the first generation"

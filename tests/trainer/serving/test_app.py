@@ -43,8 +43,8 @@ def test_a_client_of_openrlhf() -> None:
         assert status == 200 and reply == {"rewards": [1.0], "scores": [1.0], "extra_logs": {}, **NO_ERROR}
         assert request(url, {"query": ["#### 4", "#### 5"], "labels": ["4", "none"]})[1]["rewards"] == [1.0, None]
         health = url.replace("get_reward", "health")
-        told = {"status": "ok", "serves": "gsm8k", "requests": 2, "answers": 3, "failed": 1}
-        assert request(health, headers={}, method="GET") == (200, told)
+        output = {"status": "ok", "serves": "gsm8k", "requests": 2, "answers": 3, "failed": 1}
+        assert request(health, headers={}, method="GET") == (200, output)
         assert request(url.replace("get_reward", "openapi.json"), method="GET")[0] == 404
 
 
@@ -68,9 +68,11 @@ def small() -> Iterator[str]:
         ({"query": ["x" * 70_000]}, JSON, 413, "larger than server.max_request_mb=0.0625; send fewer answers"),
     ],
 )
-def test_what_cannot_be_scored_is_told_in_a_line(small: str, body: Any, headers: dict[str, str], status: int, told: str) -> None:
+def test_what_cannot_be_scored_is_told_in_a_line(
+    small: str, body: Any, headers: dict[str, str], status: int, output: str
+) -> None:
     found, reply = request(small, body, headers)
-    assert found == status and told in reply["detail"] and "\n" not in reply["detail"]
+    assert found == status and output in reply["detail"] and "\n" not in reply["detail"]
 
 
 def test_a_large_request_that_does_not_say_so_is_stopped(small: str) -> None:

@@ -77,10 +77,10 @@ def test_it_reads_the_prompt_with_the_question_and_the_answer_in_it(tmp_path: Pa
     plain = []
     for question, text in (("1+1", "2"), ("of the prompt", "3")):
         ids = tokenizer(f"<user>Q: {question} A: {text}<eos>\n<assistant>")["input_ids"]
-        said: list[int] = []
-        while len(said) < 12 and tokenizer.eos_token_id not in said:
-            said.append(int(model(torch.tensor([ids + said])).logits[0, -1].argmax()))
-        plain.append(tokenizer.decode([token for token in said if token != tokenizer.eos_token_id]))
+        message: list[int] = []
+        while len(message) < 12 and tokenizer.eos_token_id not in message:
+            message.append(int(model(torch.tensor([ids + message])).logits[0, -1].argmax()))
+        plain.append(tokenizer.decode([token for token in message if token != tokenizer.eos_token_id]))
     with ExitStack() as stack:
         score = opened(path, tmp_path, stack)
         asked = [answer("2", "not this", question="1+1"), answer("3", "of the prompt")]
@@ -116,7 +116,7 @@ def test_drawn_replies_are_seeded_by_what_is_asked(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_does_not_go_together_is_told(override: str, told: str) -> None:
+def test_what_does_not_go_together_is_told(override: str, output: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_serve_reward(serve_config(*words("x"), override))
-    assert str(caught.value).startswith(told)
+    assert str(caught.value).startswith(output)

@@ -84,8 +84,8 @@ def test_they_are_normalised_by_the_statistics_beside_the_model(path: str) -> No
 def test_a_conversation_that_is_too_long_fails_alone_or_is_cut(path: str) -> None:
     longer = [Response("", "four", None, {}, True, messages="x" * 300), ANSWERS[0]]
     with serving(f"model.path={path}", "model.max_length=128") as url:
-        told, other = scores(url, longer)
-        assert isinstance(told, str) and "305 tokens, and the model reads 128 at most" in told and isinstance(other, float)
+        output, other = scores(url, longer)
+        assert isinstance(output, str) and "305 tokens, and the model reads 128 at most" in output and isinstance(other, float)
     with serving(f"model.path={path}", "model.max_length=128", "model.truncation=left") as url:
         found = RemoteRewards([url], reward_config().remote).score(longer)
         assert [score.extra for score in found] == [{"model_cut": 1.0}, {"model_cut": 0.0}]
@@ -115,7 +115,7 @@ def test_what_is_wrong_is_one_line(
     words = ["server.port=0", "trainer.device=cpu", f"trainer.default_local_dir={tmp_path}/run"]
     typed = [override.format(path=path, base=base) for override in overrides]
     assert main_serve_reward.PROGRAM([*words, *typed]) == 2
-    told = capsys.readouterr().err.splitlines()
+    output = capsys.readouterr().err.splitlines()
     with pytest.raises(ValueError, match=f"error: {line}"):
-        raise ValueError(told[0])
-    assert len(told) == 1
+        raise ValueError(output[0])
+    assert len(output) == 1

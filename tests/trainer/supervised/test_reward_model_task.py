@@ -58,10 +58,10 @@ def test_resumed_to_the_bit_and_exported_with_its_scores(task: Path, tmp_path: P
     assert main_export.PROGRAM([f"checkpoint={tmp_path}/broken", f"output={tmp_path}/exported"]) == 0
     found = [scores(tmp_path / name, task / "preferences_test.parquet") for name in ("model", "exported")]
     assert torch.equal(*found)
-    told, last = statistics(tmp_path / "exported"), whole[-1]
-    assert told == statistics(tmp_path / "model") and (told["answers"], told["data"]) == (64, "validation")
-    assert told["mean"] == last["val/score_mean"] == pytest.approx(float(found[0].mean()), abs=1e-6)
-    assert told["std"] == last["val/score_std"] == pytest.approx(float(found[0].std(correction=0)), abs=1e-6)
+    reported, last = statistics(tmp_path / "exported"), whole[-1]
+    assert reported == statistics(tmp_path / "model") and (reported["answers"], reported["data"]) == (64, "validation")
+    assert reported["mean"] == last["val/score_mean"] == pytest.approx(float(found[0].mean()), abs=1e-6)
+    assert reported["std"] == last["val/score_std"] == pytest.approx(float(found[0].std(correction=0)), abs=1e-6)
     assert last["val/score_difference"] == pytest.approx(float((found[0][:, 0] - found[0][:, 1]).mean()), abs=1e-6)
     differences = found[0][:, 0] - found[0][:, 1]
     assert last["val/loss"] == pytest.approx(float(-differences.sigmoid().log().mean()), abs=1e-6)
@@ -80,10 +80,10 @@ def test_the_tokenizers_padding_is_the_models_unless_it_ends_rows(task: Path, tm
 
 def test_without_held_out_pairs_the_statistics_are_the_trainings(task: Path, tmp_path: Path) -> None:
     steps = run(task, tmp_path / "run", "data.val_files=[]", "trainer.test_freq=-1", "trainer.total_training_steps=1")
-    told = statistics(tmp_path / "run/global_step_1/model")
-    assert (told["answers"], told["data"]) == (128, "train") and "val/loss" not in steps[0]
+    reported = statistics(tmp_path / "run/global_step_1/model")
+    assert (reported["answers"], reported["data"]) == (128, "train") and "val/loss" not in steps[0]
     assert main_export.PROGRAM([f"checkpoint={tmp_path}/run", f"output={tmp_path}/exported"]) == 0
-    assert told["mean"] == pytest.approx(float(scores(tmp_path / "exported", task / "preferences.parquet").mean()), abs=1e-6)
+    assert reported["mean"] == pytest.approx(float(scores(tmp_path / "exported", task / "preferences.parquet").mean()), abs=1e-6)
     run(task, tmp_path / "unseen", "trainer.test_freq=-1", "trainer.total_training_steps=1")
     unseen = statistics(tmp_path / "unseen/global_step_1/model")
     assert (unseen["answers"], unseen["data"]) == (64, "validation"), "held out, though nothing was validated"

@@ -63,5 +63,5 @@ def test_damaged_weights_are_found_by_workers(task: Path, tmp_path: Path) -> Non
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     again = run(task, tmp_path, "trainer.total_training_steps=4")
     assert repeatable(again)[:3] == repeatable(whole)
-    (told,) = [event for event in read_lines(tmp_path / EVENTS) if event["kind"] == "damaged checkpoint"]
-    assert told["step"] == 3
+    (reported,) = [event for event in read_lines(tmp_path / EVENTS) if event["kind"] == "damaged checkpoint"]
+    assert reported["step"] == 3
