@@ -68,7 +68,7 @@ def test_scores_of_the_file_and_of_a_function_are_the_same(tmp_path: Path) -> No
     assert evaluate(tmp_path, f"data.path={file}", by_function, "trainer.seed=3") == scored
 
 
-def test_answers_without_a_score_are_left_out_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_answers_without_a_score_are_left_out_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [row | {"scores": list(passed)} for row, passed in zip(ROWS[:2], PASSED, strict=False)]
     rows[0]["scores"][3] = None
     write_rows(tmp_path / "a.jsonl", rows)

@@ -179,7 +179,7 @@ def test_a_prompt_that_the_engine_could_not_read_is_refused_by_row(
     assert not (tmp_path / "answers").exists() and not (tmp_path / "logs").exists()
 
 
-def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(task: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_killed_run_continues_and_ends_with_the_same_bytes(task: Path, whole: Path, tmp_path: Path) -> None:
     same = ["selection.score=true"]
     command = [sys.executable, "-m", "trainer.main_generation", *arguments(task, tmp_path, *same)]
     process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(CONFIG_DIR.parent)}, stdout=subprocess.DEVNULL)

@@ -73,7 +73,7 @@ def listening() -> Iterator[tuple[str, str, int]]:
             yield names[socket.pid], socket.laddr.ip, socket.laddr.port
 
 
-def test_a_run_lets_nobody_in_and_no_secret_out(task: Path, tmp_path: Path) -> None:
+def test_a_run_lets_no_one_in_and_no_secret_out(task: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     arguments = ppo_arguments(
         task, run_dir,
@@ -98,7 +98,7 @@ def test_a_run_lets_nobody_in_and_no_secret_out(task: Path, tmp_path: Path) -> N
     assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
 
 
-def test_a_run_that_fails_tells_no_secret(task: Path, tmp_path: Path) -> None:
+def test_a_run_that_fails_reports_no_secret(task: Path, tmp_path: Path) -> None:
     """Here the key is used: each error says whom it was sent to, and why nothing came back."""
     judge = ("reward.scorer=judge", "reward.judge.url=http://127.0.0.1:1/v1", "reward.judge.model=m", "reward.judge.retries=0")
     alone = ("reward.custom_reward_function.path=null", "reward.judge.prompt='{answer}'", "reward.num_workers=1")

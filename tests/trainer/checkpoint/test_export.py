@@ -68,7 +68,7 @@ def test_the_critic_is_a_token_classifier(run_dir: Path, tmp_path: Path) -> None
     assert torch.equal(critic.score.weight, load_file(shard)["model.score.weight"])
 
 
-def test_what_cannot_be_exported_is_said_in_one_line(run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_exported_is_stated_in_one_line(run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "there").mkdir()
     for words, reported in (
         (["checkpoint=nowhere"], "checkpoint=nowhere: there is no such directory"),

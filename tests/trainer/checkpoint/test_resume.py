@@ -196,7 +196,7 @@ def test_what_is_here_counts_before_what_is_elsewhere(tmp_path: Path) -> None:
     assert resolve_resume("disable", None, tmp_path / "third", str(tmp_path / "elsewhere")) is None
 
 
-def test_a_run_may_go_on_from_an_address(tmp_path: Path) -> None:
+def test_a_run_may_continue_from_an_address(tmp_path: Path) -> None:
     save(tmp_path / "run", 2, 4)
     checkpoint = resolve_resume("resume_path", f"file://{tmp_path}/run/global_step_2", tmp_path / "new")
     assert checkpoint is not None and checkpoint.path == tmp_path / "new/fetched/global_step_2" and is_whole(checkpoint.path, 2)
@@ -254,7 +254,7 @@ def test_all_refused_changes_are_named_at_once() -> None:
         ("reward.models.helpful.urls", []),
     ],
 )
-def test_a_change_that_does_not_is_told(key: str, value: object) -> None:
+def test_a_change_that_does_not_is_reported(key: str, value: object) -> None:
     (output,) = check_config(CONFIG, changed(key, value))
     assert output.startswith(f"{key}: ") and output.endswith(f" -> {value}")
 

@@ -178,7 +178,7 @@ def test_killed_with_9_while_threads_write_the_checkpoint_before_is_there(tmp_pa
     assert resume(tmp_path) == 4
 
 
-def test_what_a_save_took_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_save_took_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In a metrics line after it is complete, or at the end of the run."""
     saving = saver(tmp_path, async_save=True)
     assert saving.seconds() == 0.0 and saving.figures() == {}
@@ -205,7 +205,7 @@ def test_where_training_waits_models_are_written_one_after_the_other(tmp_path: P
     assert saving.figures()["perf/checkpoint_write_s"] == 8.0 and saving.seconds() < 4.0
 
 
-def test_a_save_that_did_not_fit_into_memory_is_told(tmp_path: Path) -> None:
+def test_a_save_that_did_not_fit_into_memory_is_reported(tmp_path: Path) -> None:
     saving = saver(tmp_path, async_save=True)
     saving.save(2, models(2, waited_for="copies of 60 GB on one: no room"), {}, {})
     saving.finish()
@@ -252,7 +252,7 @@ def test_the_best_is_never_deleted(best_metric: str, values: list[float], best: 
     assert [step for step, _ in named] == ([1, 2, 4] if best == 4 else [1, 2])
 
 
-def test_a_step_without_the_metric_is_not_compared_and_that_is_told_once(tmp_path: Path) -> None:
+def test_a_step_without_the_metric_is_not_compared_and_that_is_reported_once(tmp_path: Path) -> None:
     saving = saver(tmp_path, best_metric="val/acuracy")
     for step in (1, 2):
         saving.save(step, models(step), {}, {"val/accuracy": 1.0})
@@ -273,7 +273,7 @@ def test_going_back_before_the_best_forgets_it(tmp_path: Path) -> None:
     assert (tmp_path / BEST).read_text() == "2"
 
 
-def test_in_the_background_it_is_written_while_the_run_goes_on(tmp_path: Path) -> None:
+def test_in_the_background_it_is_written_while_the_run_continues(tmp_path: Path) -> None:
     gate: Future[None] = Future()
     saving, state = saver(tmp_path, async_save=True), {"kl": {"coefficient": 0.1}}
     saving.save(2, models(2, gate=gate), state, {})
@@ -305,7 +305,7 @@ def test_what_is_ready_is_completed_after_a_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["waiting", "background"])
-def test_a_full_disk_is_told_and_the_next_save_tried(
+def test_a_full_disk_is_reported_and_the_next_save_tried(
     background: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saving = saver(tmp_path, actor=1, critic=1, async_save=background)
@@ -399,7 +399,7 @@ def test_as_many_copies_are_kept_as_asked_for_and_all_by_default(tmp_path: Path)
         assert {kind for _, kind, _ in told(run_dir)} == {"best checkpoint"}
 
 
-def test_a_copy_that_cannot_be_removed_is_told_and_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_cannot_be_removed_is_reported_and_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: object, *words: object, **how: object) -> None:
         raise PermissionError("append only")
 
@@ -412,7 +412,7 @@ def test_a_copy_that_cannot_be_removed_is_told_and_no_problem(tmp_path: Path, mo
     assert resume(tmp_path / "copies") is None and checkpoints(tmp_path / "copies") == {"global_step_1", "global_step_2"}
 
 
-def test_copies_are_made_and_one_that_fails_is_told(tmp_path: Path) -> None:
+def test_copies_are_made_and_one_that_fails_is_reported(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     for background in (False, True):
         run_dir = tmp_path / f"run_{background}"

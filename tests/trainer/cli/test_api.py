@@ -108,7 +108,7 @@ def test_what_cannot_work_is_raised_before_anything_begins(words: list[str], err
     assert seen.calls == []
 
 
-def test_notes_are_told(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_notes_are_reported(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ppo_arguments(task, tmp_path, "trainer.total_training_steps=1", "use_remove_padding=true")
     run_ppo(words)
     assert "note: use_remove_padding is left out: no batch is ever padded" in capsys.readouterr().err

@@ -42,7 +42,7 @@ def raising(error: BaseException) -> Program[SFTConfig]:
     return program(run)
 
 
-def test_a_run_gets_the_configuration_and_what_the_user_was_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_gets_the_configuration_and_the_warnings(capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[Any] = []
     main = program(lambda config, output: seen.append((config, output)), lambda config, typed: [f"typed {sorted(typed)}"])
     assert main(["optim.lr=1", "use_remove_padding=True"]) == 0
@@ -99,7 +99,7 @@ def test_a_wrong_word_is_one_line_and_exit_code_2(
 
 
 @pytest.mark.parametrize("error", [ValueError("two\n  lines"), FileNotFoundError("two lines")])
-def test_what_the_user_can_mend_is_one_line_and_exit_code_2(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_user_can_fix_is_one_line_and_exit_code_2(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
     assert raising(error)([]) == 2
     assert capsys.readouterr().err == "error: two lines (trainer.full_traceback=true shows where)\n"
     assert raising(error)(["trainer.full_traceback=true"]) == 2
@@ -107,7 +107,7 @@ def test_what_the_user_can_mend_is_one_line_and_exit_code_2(error: Exception, ca
 
 
 @pytest.mark.parametrize("words", [[], ["trainer.full_traceback=true"]])
-def test_an_error_tells_no_secret(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_reports_no_secret(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert raising(ValueError("no answer from https://me:s3cret@host/v1"))(words) == 2
     err = capsys.readouterr().err
     assert "s3cret" not in err and "no answer from https://" in err and ("Traceback" in err) == bool(words)
@@ -158,7 +158,7 @@ def test_ctrl_c_has_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["trainer.seed=2"]])
-def test_who_asks_for_nothing_is_told_where_help_is(
+def test_a_command_without_arguments_points_to_help(
     words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["a program", *words])
@@ -174,7 +174,7 @@ def test_a_run_that_was_stopped_says_so_in_a_line(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == "stopped after step 3\n"
 
 
-def test_what_a_check_finds_is_told_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_check_finds_is_reported_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
     def check(config: SFTConfig, typed: Any) -> list[str]:
         raise ValueError("one\ntwo")
 

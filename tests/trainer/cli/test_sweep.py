@@ -145,7 +145,7 @@ def test_ctrl_c_leaves_the_point_interrupted(runs: Runs) -> None:
     assert runs(GRID) == 0 and runs.begun == ["0", "0", "1"]
 
 
-def test_an_objective_that_no_step_measured_is_told(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_objective_that_no_step_measured_is_reported(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     assert runs(GRID, "trainer.objective=train/los") == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
     assert errors == [
@@ -191,7 +191,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-def test_a_real_grid_is_stopped_by_a_signal_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_real_grid_is_stopped_by_a_signal_and_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """SIGTERM in the first of two steps of the second of three points; 8 prompts times 4 answers a step."""
     task = make_task(tmp_path / "task")
     whole = run_ppo(task, tmp_path / "whole", "trainer.seed=2")

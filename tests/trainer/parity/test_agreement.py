@@ -133,7 +133,7 @@ def test_wrong_ends_are_named(row: list[int], finished: bool, what: str) -> None
     assert set(found.wrong) <= {what, "it is shorter than it may be, and did not stop"}
 
 
-def test_nothing_ends_an_answer_that_goes_on_to_its_limit() -> None:
+def test_nothing_ends_an_answer_that_continues_to_its_limit() -> None:
     assert ends(made([[5, EOS, 6, EOS]], finished=[False], limit=4), (), [EOS]).wrong == {}
 
 

@@ -49,7 +49,7 @@ def lines(bounds: BoundsConfig, engine: Engine, heads: Heads = NO_BOS) -> list[s
     return broken({"vllm": engine}, heads, bounds, "float32")
 
 
-def test_what_is_within_the_bounds_is_not_told(bounds: BoundsConfig) -> None:
+def test_what_is_within_the_bounds_is_not_reported(bounds: BoundsConfig) -> None:
     assert lines(bounds, engine_of(made(ROWS, offset=9e-6, gap=1.9e-4), made(ROWS, offset=-9e-6), z=-4.9)) == []
 
 

@@ -183,7 +183,7 @@ def test_what_is_written_and_where(task: Path, tmp_path: Path, capsys: pytest.Ca
     assert "\n  validation: never (trainer.test_freq)\n" in output and not copies.exists() and not answers.exists()
 
 
-def test_what_would_not_go_well_is_told(
+def test_what_would_not_go_well_is_reported(
     task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = SimpleNamespace(total=2e6)

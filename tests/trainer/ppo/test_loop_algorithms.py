@@ -120,7 +120,7 @@ def test_cut_answers_are_masked_or_bootstrapped(task: Path, tmp_path: Path, plai
     assert kept[1]["critic/returns/mean"] != bootstrapped[1]["critic/returns/mean"]
 
 
-def test_normalised_targets_resume_to_the_bit(task: Path, tmp_path: Path) -> None:
+def test_normalised_targets_resume_bitwise(task: Path, tmp_path: Path) -> None:
     overrides = ("algorithm=ppo", "critic.normalize_targets=true", "trainer.save_freq=2", "trainer.total_training_steps=4")
     whole = run_ppo(task, tmp_path / "whole", *overrides)
     run_ppo(task, tmp_path / "broken", *overrides, "trainer.total_training_steps=2")

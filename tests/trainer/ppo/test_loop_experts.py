@@ -20,7 +20,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return task
 
 
-def test_it_is_on_policy_goes_on_to_the_bit_and_is_exported(task: Path, tmp_path: Path) -> None:
+def test_it_is_on_policy_continues_bitwise_identically_and_is_exported(task: Path, tmp_path: Path) -> None:
     """With a critic, which is a mixture too."""
     words = ("algorithm=ppo", "actor_rollout_ref.model.router_aux_loss_coef=0.01", "trainer.save_freq=2")
     whole = run_ppo(task, tmp_path / "whole", *words, "trainer.total_training_steps=3")

@@ -91,7 +91,7 @@ def test_no_reference_is_counted_where_there_is_none() -> None:
     assert "actor_rollout_ref.ref" in roles_of(without, has_critic=False)
 
 
-def test_a_run_goes_on_from_an_adapters_checkpoint(task: Path, tmp_path: Path) -> None:
+def test_a_run_continues_from_an_adapters_checkpoint(task: Path, tmp_path: Path) -> None:
     overrides = (*LORA, *KL, "algorithm=ppo", "critic.model.lora_rank=2", "trainer.save_freq=2")
     whole = run_ppo(task, tmp_path / "whole", *overrides, "trainer.total_training_steps=4")
     run_ppo(task, tmp_path / "broken", *overrides, "trainer.total_training_steps=2")
@@ -107,7 +107,7 @@ def test_a_run_goes_on_from_an_adapters_checkpoint(task: Path, tmp_path: Path) -
         assert sizes[0] < sizes[1] / 10, role
 
 
-def test_a_light_base_is_trained_beside(task: Path, tmp_path: Path) -> None:
+def test_a_light_base_is_trained_with_an_adapter(task: Path, tmp_path: Path) -> None:
     """In bfloat16, where FSDP gathers what is frozen and what is not."""
     bfloat16 = [f"actor_rollout_ref.actor.fsdp_config.{name}=bfloat16" for name in ("model_dtype", "dtype")]
     steps = run_ppo(task, tmp_path, *LORA, *KL, *bfloat16)
@@ -125,7 +125,7 @@ def test_a_light_base_is_trained_beside(task: Path, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_said_before_a_worker_starts(
+def test_what_cannot_be_is_stated_before_a_worker_starts(
     task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], words: list[str], output: str
 ) -> None:
     monkeypatch.setattr(Host, "__init__", lambda *words, **more: pytest.fail("a worker started"))

@@ -67,7 +67,7 @@ def test_an_engine_for_each_role(roles: Sequence[str], task: Path, one_worker: t
     assert_alike(run_ppo(task, tmp_path / "run", *PPO, *roles), one_worker[1])
 
 
-def test_engines_go_on_from_each_others_checkpoints(task: Path, one_worker: tuple[Path, Steps], tmp_path: Path) -> None:
+def test_engines_continue_from_each_others_checkpoints(task: Path, one_worker: tuple[Path, Steps], tmp_path: Path) -> None:
     """With one worker each: actor, critic, their moments, and the schedule."""
     fsdp = one_worker[1]
     assert fsdp[1]["actor/grad_norm"] > 0 and fsdp[1]["critic/grad_norm"] > 0
@@ -87,7 +87,7 @@ def two_ranks(task: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
 
 @pytest.mark.soak
 @pytest.mark.parametrize("cut", [PP2, (), (MEGATRON,)], ids=["pp2", "fsdp", "one worker"])
-def test_a_run_goes_on_with_another_cut(cut: Sequence[str], task: Path, two_ranks: tuple[Path, Steps], tmp_path: Path) -> None:
+def test_a_run_continues_with_another_cut(cut: Sequence[str], task: Path, two_ranks: tuple[Path, Steps], tmp_path: Path) -> None:
     run_dir, steps = two_ranks
     tested = ("trainer.test_freq=1", "trainer.val_before_train=true")
     assert_alike(resumed(task, tmp_path / "resumed", run_dir, *tested, *cut), steps[2:])

@@ -34,7 +34,7 @@ def whole(task: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str
 
 
 @pytest.mark.parametrize(("save_freq", "start"), [(2, "step 2"), (-1, "the beginning")])
-def test_it_goes_on_from_the_last_checkpoint(
+def test_it_continues_from_the_last_checkpoint(
     task: Path, whole: list[dict[str, float]], tmp_path: Path, save_freq: int, start: str
 ) -> None:
     """The event is there, and in the report, also where the run began anew; steps come once, and are the same."""
@@ -73,7 +73,7 @@ def test_restarts_that_get_further_are_counted(task: Path, whole: list[dict[str,
 
 
 @pytest.mark.parametrize("error", ["ValueError", "FileNotFoundError"])
-def test_what_the_user_can_mend_is_not_tried_again(task: Path, tmp_path: Path, error: str) -> None:
+def test_what_the_user_can_fix_is_not_tried_again(task: Path, tmp_path: Path, error: str) -> None:
     loss = loss_that(tmp_path, f"raise {error}('no')")
     assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", loss, "trainer.max_restarts=9")) == 1
     assert events_of(tmp_path / "run") == [] and len((tmp_path / "losses").read_text()) == 1
@@ -85,7 +85,7 @@ def test_none_by_default(task: Path, tmp_path: Path) -> None:
     assert events_of(tmp_path / "run") == [] and len((tmp_path / "losses").read_text()) == 1
 
 
-def test_a_run_that_was_told_to_stop_does_not_start_again(task: Path, tmp_path: Path) -> None:
+def test_a_run_that_was_asked_to_stop_does_not_start_again(task: Path, tmp_path: Path) -> None:
     reward = reward_that(tmp_path, "n == 40 and os.kill(os.getpid(), signal.SIGTERM)")
     loss = loss_that(tmp_path, "if n == 2: raise RuntimeError('no')")
     arguments = (*FOUR, reward, loss, "trainer.max_restarts=9", "trainer.save_freq=1")

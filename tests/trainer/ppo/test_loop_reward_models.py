@@ -210,7 +210,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_reward_model_is_told_in_one_line(
+def test_what_is_no_reward_model_is_reported_in_one_line(
     task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     fields, line = REFUSED[name]

@@ -180,7 +180,7 @@ def test_a_step_that_runs_out_of_memory_is_repeated_in_halves(task: Path, tmp_pa
     assert len(events_of(tmp_path / "run")) == 1
 
 
-def test_a_row_that_does_not_fit_alone_is_told(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_row_that_does_not_fit_alone_is_reported(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     arguments = ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4", loss_that(tmp_path, TOO_MUCH))
     assert main_ppo.PROGRAM(ppo_arguments(task, tmp_path / "run", *arguments)) == 2
     assert len((tmp_path / "losses").read_text()) == 3, "of 4 rows, of 2, of 1"

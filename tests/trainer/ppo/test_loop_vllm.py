@@ -25,7 +25,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_repeats_to_the_bit_and_its_first_update_is_on_policy(task: Path, tmp_path: Path) -> None:
+def test_a_run_repeats_bitwise_and_its_first_update_is_on_policy(task: Path, tmp_path: Path) -> None:
     first, second = (run_ppo(task, tmp_path / name, *VLLM) for name in ("first", "second"))
     assert len(first) == 2 and repeatable(first) == repeatable(second)
     assert first[0]["actor/pg_clipfrac"] == 0.0 and first[0]["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-7)

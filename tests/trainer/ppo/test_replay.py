@@ -50,7 +50,7 @@ def contents(run_dir: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("mode", ["rollout", "train"])
-def test_steps_are_equal_to_the_bit_and_the_run_stays_as_it_is(
+def test_steps_are_equal_bitwise_and_the_run_stays_as_it_is(
     mode: str, kept: Run, task: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir, overrides = kept

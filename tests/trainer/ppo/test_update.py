@@ -110,7 +110,7 @@ def test_weights_follow_what_the_preparation_left() -> None:
     assert draws == again
 
 
-def test_rows_beside_a_mini_batch_come_after_its_weights_and_are_shown_with_it() -> None:
+def test_rows_added_to_a_mini_batch_come_after_its_weights_and_are_shown_with_it() -> None:
     def extend(mini: Batch) -> Batch:
         assert torch.equal(mini.tokens["loss_weight"], token_weights("token-mean", mini.tokens["response_mask"], mini.lengths, 8))
         return Batch.concat([mini, mini.select([0])])

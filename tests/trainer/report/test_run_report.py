@@ -259,7 +259,7 @@ def rested(rests: list[float]) -> Callable[[threading.Event, float | None], bool
     return waited
 
 
-def test_a_page_that_cannot_be_written_is_told_once_and_ends_no_run(
+def test_a_page_that_cannot_be_written_is_reported_once_and_ends_no_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(run_dir: Path) -> None:
@@ -340,7 +340,7 @@ def test_the_picture_for_the_readme(tmp_path: Path) -> None:
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_happened_beside_the_steps_is_told(tmp_path: Path) -> None:
+def test_events_between_the_steps_are_reported(tmp_path: Path) -> None:
     make_run(tmp_path, steps=2)
     assert "What happened" not in Page(write_report(tmp_path).read_text()).text
     Events(tmp_path).add(2, "<img>restart", f"a worker\ndied {HOSTILE}")

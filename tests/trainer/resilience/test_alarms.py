@@ -76,7 +76,7 @@ SICK: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_sick_run_is_told_once_by_its_own_alarm(name: str) -> None:
+def test_a_diverged_run_is_reported_once_by_its_own_alarm(name: str) -> None:
     changes, when = SICK[name]
     output = rung(ppo_alarms(with_alarm(name, action="warn")), healthy(40, **changes))
     assert [(step, alarm.text.split(":")[0], alarm.action) for step, alarm in output] == [(when, name, "warn")]
@@ -126,7 +126,7 @@ def test_any_series_is_taken_and_a_resumed_run_rings_alike(run: list[dict[str, f
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(MEAN + 5, 60), st.floats(0.45, 1.0))
-def test_a_collapse_is_told_soon(before: int, depth: float) -> None:
+def test_a_collapse_is_reported_soon(before: int, depth: float) -> None:
     run = healthy(before + 20, **{"critic/score/mean": fallen(before + 20, before, 1.0, 1.0 - depth)})
     (output,) = rung(ppo_alarms(CONFIG), run)
     assert before < output[0] <= before + MEAN + CONFIG.alarms.reward.patience
@@ -198,7 +198,7 @@ def test_the_held_out_score_of_a_reward_model_has_its_own_zero() -> None:
     assert step == 2 and "in parts of the best, is 0.667" in alarm.text
 
 
-def test_where_answers_shall_not_end_nobody_asks_whether_they_do() -> None:
+def test_where_answers_shall_not_end_no_one_asks_whether_they_do() -> None:
     models = CONFIG.actor_rollout_ref
     config = replace(CONFIG, actor_rollout_ref=replace(models, rollout=replace(models.rollout, ignore_eos=True)))
     assert rung(ppo_alarms(config), healthy(40, **SICK["truncated"][0], **SICK["end_token"][0])) == []
@@ -219,7 +219,7 @@ def test_the_kl_of_the_loss_counts_where_it_is_a_mean_over_tokens(mode: Any) -> 
     assert len(rung(ppo_alarms(config), healthy(40, **SICK["ref_kl"][0]))) == (mode == "token-mean")
 
 
-def test_a_stop_is_an_error_and_everything_is_told_first(tmp_path: Path) -> None:
+def test_a_stop_is_an_error_and_everything_is_reported_first(tmp_path: Path) -> None:
     events = Events(tmp_path)
     warning, back, end = (Alarm(action, f"{action} text", 3) for action in ("warn", "rollback", "stop"))  # type: ignore[arg-type]
     assert react([], events, 7) is None and react([warning], events, 7) is None

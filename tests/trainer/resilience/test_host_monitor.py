@@ -25,7 +25,7 @@ def checkpoint(run_dir: Path, step: int, megabytes: int) -> None:
         file.truncate(megabytes * 10**6)  # a hole: it counts, and takes nothing
 
 
-def test_nothing_is_said_where_all_is_off_or_well(tmp_path: Path) -> None:
+def test_nothing_is_reported_where_all_is_off_or_well(tmp_path: Path) -> None:
     for quiet in (watch(tmp_path), watch(tmp_path, memory_warn=1e-6, memory_stop=1e-6, disk_warn_gb=1e-6, disk_stop_gb=1e-6)):
         assert list(quiet.warnings()) == [] and quiet.shortage() is None
 

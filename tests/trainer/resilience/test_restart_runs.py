@@ -33,7 +33,7 @@ def start(task: Path, run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_worker_is_killed_and_the_run_is_the_same_to_the_bit(task: Path, tmp_path: Path) -> None:
+def test_a_worker_is_killed_and_the_run_is_the_same_bitwise(task: Path, tmp_path: Path) -> None:
     whole = run_ppo(task, tmp_path / "whole", *SIX, loss_that(tmp_path / "plain", "pass"))
     run = start(task, tmp_path / "run", loss_that(tmp_path, f"n == 3 and {DIE}"))
     _, message = run.communicate()

@@ -33,7 +33,7 @@ def test_what_was_applied_leaves_no_trace(skips: SkippedUpdates, tmp_path: Path)
     assert skips.report(1) == {} and list(tmp_path.iterdir()) == []
 
 
-def test_a_step_is_told_once_and_its_first_batch_of_a_role_kept(skips: SkippedUpdates, tmp_path: Path) -> None:
+def test_a_step_is_reported_once_and_its_first_batch_of_a_role_kept(skips: SkippedUpdates, tmp_path: Path) -> None:
     other = BATCH.select([1])
     for role, batch in (("critic", other), ("actor", BATCH), ("actor", other)):
         skips.record(role, 3, batch, SKIPPED)

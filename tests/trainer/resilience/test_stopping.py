@@ -61,7 +61,7 @@ def test_a_step_begins_if_it_and_a_save_fit(tmp_path: Path, phases: list[tuple[d
         clock.check()
 
 
-def test_time_that_is_up_is_said_with_its_arithmetic(tmp_path: Path) -> None:
+def test_time_that_is_up_is_stated_with_its_arithmetic(tmp_path: Path) -> None:
     clock = with_seconds_left(tmp_path, 10.0)
     (tmp_path / "global_step_7").mkdir()
     with clock:
@@ -91,7 +91,7 @@ def test_signals_wait_only_while_there_are_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_the_first_signal_is_noted_and_the_next_sigterm_is_for_whoever_was_there_before(
+def test_the_first_signal_is_noted_and_the_next_sigterm_is_for_the_previous_handler(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], number: signal.Signals
 ) -> None:
     clock = stopping(tmp_path)

@@ -54,7 +54,7 @@ def test_metrics_by_name() -> None:
         metric_values(batch([{"format": 1.0}, {}]), "format")
 
 
-def test_a_tally_counts_what_became_of_the_groups() -> None:
+def test_a_tally_counts_what_happened_to_the_groups() -> None:
     tally = Tally(FilterGroupsConfig(enable=True, metric=None, max_num_gen_batches=0), wanted=2, rounds_per_epoch=2)
     tally.add(["low", "kept", "failed"], [0.0, 0.0, 1.0, 1.0])
     assert not tally.is_full

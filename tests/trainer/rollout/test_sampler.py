@@ -249,7 +249,7 @@ def test_in_the_next_pass_a_kept_prompt_is_not_asked_again_and_a_dropped_one_dra
     assert counts(batch)["groups"] == 6 and counts(batch)["rounds"] == 2
 
 
-def test_a_round_whose_prompts_are_all_kept_asks_nobody() -> None:
+def test_a_round_whose_prompts_are_all_kept_asks_no_one() -> None:
     case = make(["mixed", "mixed", "mixed", "low>mixed"], groups=4, per_round=2)
     assert case.uids() == [0, 1, 2, 3]
     assert case.engine.uids == [[0, 1], [2, 3], [3]]
@@ -289,7 +289,7 @@ def test_one_answer_a_prompt_is_always_kept() -> None:
     assert make(["high", "failed", "low", "low"], groups=2, per_round=4, n=1).uids() == [0, 2]
 
 
-def test_all_rewards_failed_is_told_in_the_first_round_and_forgiven_later() -> None:
+def test_all_rewards_failed_is_reported_in_the_first_round_and_forgiven_later() -> None:
     with pytest.raises(ValueError, match="all 8 rewards of the step failed; the first: KeyError: 'x'"):
         make(["failed", "failed", "mixed", "mixed"], groups=1, per_round=2).collect()
     with pytest.raises(ValueError, match="all 8 rewards of the step failed"):

@@ -39,7 +39,7 @@ class Log:
         assert [sample["reward_error"] for sample in samples] == [None, None, "late"]
 
 
-def test_what_the_reward_function_tells_is_measured_and_failed_rewards_are_left_out() -> None:
+def test_what_the_reward_function_reports_is_measured_and_failed_rewards_are_left_out() -> None:
     sampler = Answers()
     sampling = Sampling(temperature=0.0, top_k=-1, top_p=1.0, max_tokens=4, stop_token_ids=())
     data: Any = [0, 1, 2]

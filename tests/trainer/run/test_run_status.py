@@ -52,7 +52,9 @@ def test_how_a_run_is_started_and_watched_may_change(key: str, tmp_path: Path) -
         (CONFIG, with_key("trainer.objectives", 1), "holds a run with trainer.objectives=(not set), not 1: "),
     ],
 )
-def test_another_run_is_told_by_its_first_key(before: dict[str, Any], now: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_another_run_is_reported_by_its_first_key(
+    before: dict[str, Any], now: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     write_config(tmp_path, before)
     write_outcome(tmp_path, "finished", 1.0)
     with pytest.raises(ValueError) as caught:

@@ -42,7 +42,7 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, text: str, path: str, name: s
     assert "\n" not in str(caught.value)
 
 
-def test_an_error_is_told_with_the_users_own_line(tmp_path: Path) -> None:
+def test_an_error_is_reported_with_the_users_own_line(tmp_path: Path) -> None:
     """Not with that of the library which the user's line has called."""
     (tmp_path / "deep.py").write_text(
         "import json\n\ndef read(text):\n    return json.loads(text)\n\ndef mine(x):\n    return read(x)\n"
@@ -61,7 +61,7 @@ def test_an_error_is_told_with_the_users_own_line(tmp_path: Path) -> None:
         ("\0", "my.py does not load: "),
     ],
 )
-def test_what_can_be_told_without_running_the_file(tmp_path: Path, text: str, output: str) -> None:
+def test_what_can_be_checked_without_running_the_file(tmp_path: Path, text: str, output: str) -> None:
     (tmp_path / "my.py").write_text(text)
     with pytest.raises(ValueError) as caught:
         check_source(str(tmp_path / "my.py"), "compute_score", "some.key")

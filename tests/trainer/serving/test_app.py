@@ -68,7 +68,7 @@ def small() -> Iterator[str]:
         ({"query": ["x" * 70_000]}, JSON, 413, "larger than server.max_request_mb=0.0625; send fewer answers"),
     ],
 )
-def test_what_cannot_be_scored_is_told_in_a_line(
+def test_what_cannot_be_scored_is_reported_in_a_line(
     small: str, body: Any, headers: dict[str, str], status: int, output: str
 ) -> None:
     found, reply = request(small, body, headers)
@@ -124,7 +124,7 @@ def test_who_has_no_token_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert score.value is None and (score.error or "").startswith(f"no score from reward.remote_urls: HTTP 401 from {url}: ")
 
 
-def test_remote_scores_are_the_local_ones_to_the_bit(tmp_path: Any) -> None:
+def test_remote_scores_are_the_local_ones_bitwise(tmp_path: Any) -> None:
     """Numbers, further numbers, failures, and what the function is told."""
     function = tmp_path / "mine.py"
     function.write_text("""
@@ -159,7 +159,7 @@ def test_requests_that_come_together_are_scored_together() -> None:
     assert sum(sizes) == 32 and max(sizes) <= 16 and len(sizes) < 8, "16 requests"
 
 
-def test_too_many_are_told_to_come_again() -> None:
+def test_too_many_requests_are_asked_to_retry() -> None:
     there = threading.Event()
 
     def score(answers: Sequence[Response]) -> list[Score]:

@@ -116,7 +116,7 @@ def test_drawn_replies_are_seeded_by_what_is_asked(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_does_not_go_together_is_told(override: str, output: str) -> None:
+def test_what_does_not_go_together_is_reported(override: str, output: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_serve_reward(serve_config(*words("x"), override))
     assert str(caught.value).startswith(output)

@@ -53,7 +53,7 @@ def test_what_waits_together_is_taken_together_up_to_the_batch_size() -> None:
     assert queue.take(0.01) == []
 
 
-def test_who_still_waits_is_told_that_it_closes() -> None:
+def test_waiting_requests_learn_that_the_queue_closes() -> None:
     queue = RequestQueue(batch_size=4)
     thread, results = asked(queue, 3, 3, 3)
     all_wait(queue, 3)

@@ -76,7 +76,7 @@ def test_tokens_of_its_own_tokenizer_are_read_as_they_are(path: str) -> None:
     assert all(isinstance(why, str) for why in found[4:]) and "9999" in str(found[5])
 
 
-def test_they_are_normalised_by_the_statistics_beside_the_model(path: str) -> None:
+def test_they_are_normalised_by_the_statistics_next_to_the_model(path: str) -> None:
     with serving(f"model.path={path}", "model.normalize=stored") as url:
         assert scores(url, ANSWERS[:4]) == pytest.approx(((by_hand(path) - 0.25) / 0.5).tolist(), abs=1e-5)
 

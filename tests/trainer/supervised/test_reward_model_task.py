@@ -48,7 +48,7 @@ def statistics(model: Path) -> dict[str, object]:
     return found
 
 
-def test_resumed_to_the_bit_and_exported_with_its_scores(task: Path, tmp_path: Path) -> None:
+def test_resumed_bitwise_and_exported_with_its_scores(task: Path, tmp_path: Path) -> None:
     whole = run(task, tmp_path / "whole", f"trainer.export_dir={tmp_path}/model")
     assert [step["val/accuracy"] for step in whole][-1] != 0.5 and whole[0]["train/loss"] == pytest.approx(0.6931472)
     saving = "trainer.checkpoint.async_save=true"
@@ -132,7 +132,7 @@ def test_margin_and_centering_reach_the_loss(task: Path, tmp_path: Path) -> None
     assert abs(centered[-1]["val/score_mean"]) < abs(plain[-1]["val/score_mean"])
 
 
-def test_the_recipe_tells_right_from_slightly_wrong(tmp_path: Path) -> None:
+def test_the_recipe_distinguishes_right_from_slightly_wrong(tmp_path: Path) -> None:
     """From random weights; the recipe begins with the warm start. Measured: 0.951, and 0.957."""
     task = make_task(tmp_path / "task")
     sizes = ["--train_size=1", "--test_size=1", "--sft_size=0", "--preferences_size=8192"]

@@ -39,7 +39,7 @@ def panel_of(display: Display) -> str:
     return out.getvalue()
 
 
-def test_the_panel_tells_steps_curves_memory_warnings_and_where_files_are(tmp_path: Path) -> None:
+def test_the_panel_reports_steps_curves_memory_warnings_and_where_files_are(tmp_path: Path) -> None:
     Events(tmp_path).add(3, "low disk", "2 GB are free")
     display = open_display(tmp_path, Screen())
     assert "starting" in panel_of(display) and "step 0/10" in panel_of(display)
