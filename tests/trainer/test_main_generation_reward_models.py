@@ -77,7 +77,7 @@ def test_without_a_scorer_the_prompts_need_no_truth(task: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "output"),
     [
         (
             "reward.models.a.normalize=running",

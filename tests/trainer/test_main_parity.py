@@ -120,7 +120,7 @@ def cut_short(asked: Request, done: Completion) -> Completion:
 
 
 @pytest.mark.parametrize(
-    ("corrupt", "said"),
+    ("corrupt", "message"),
     [
         (with_sampling(ignoring_temperature), ["sampled: a log-prob is", "bounds.log_prob_max.float32=0.0001"]),
         (with_sampling(log_probs_at_one), ["sampled: a log-prob is", "bounds.log_prob_mean.float32=1e-05"]),

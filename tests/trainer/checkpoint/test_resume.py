@@ -221,7 +221,7 @@ def changed(key: str, value: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("key", "value", "message"),
     [
         ("actor_rollout_ref.actor.optim.lr", 2e-6, "actor_rollout_ref.actor.optim.lr: 1e-06 -> 2e-06"),
         ("data.train_files", ["b.parquet"], r'data.train_files: \["a.parquet"\] -> \["b.parquet"\]'),

@@ -88,7 +88,7 @@ def test_what_a_callback_raises_ends_the_run_and_comes_out(task: Path, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("words", "error", "said"),
+    ("words", "error", "message"),
     [
         (["trainer.sed=1"], ConfigError, "trainer.sed: there is no such key; did you mean"),
         (["recipe=quickstart", "data.train_batch_size=-1"], ConfigError, "data.train_batch_size=-1"),

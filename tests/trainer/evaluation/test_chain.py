@@ -87,7 +87,7 @@ def test_the_page_says_all_of_it_and_runs_nothing_of_the_answers(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("tuned", "changes", "said"),
+    ("tuned", "changes", "message"),
     [
         (TUNED, {"scores": [None, 1.0]}, "policy_answers/answers: 2 answers have no score"),
         ([[(1.0, 1.0)] * 2, [(0.0, 1.0)] * 2], {}, "no prompt has a right and a wrong answer of the fine-tuned model"),

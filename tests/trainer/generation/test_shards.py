@@ -59,7 +59,7 @@ def test_answers_of_something_else_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("new", "said"), [({"n": 3}, "n was 2 and is 3"), ({}, "n was 2 and is null"), ({"n": 2, "m": 1}, "m was")]
+    ("new", "message"), [({"n": 3}, "n was 2 and is 3"), ({}, "n was 2 and is null"), ({"n": 2, "m": 1}, "m was")]
 )
 def test_the_first_difference_is_named(new: dict[str, Any], message: str) -> None:
     check_same(Path("x"), {"n": 2}, {"n": 2})

@@ -116,7 +116,7 @@ def test_a_light_base_is_trained_with_an_adapter(task: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "output"),
     [
         (["actor_rollout_ref.model.target_modules=[qproj]"], "actor_rollout_ref.actor: model.target_modules: qproj is no layer"),
         (

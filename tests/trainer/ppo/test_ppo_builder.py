@@ -15,7 +15,7 @@ MEGATRON = "actor_rollout_ref.actor.strategy=megatron"
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "output"),
     [
         ([MEGATRON, "actor_rollout_ref.model.override_config.hidden_act=gelu"], "actor_rollout_ref.actor: "),
         (

@@ -143,7 +143,7 @@ def test_a_checkpoint_may_be_named(kept: Run, task: Path, tmp_path: Path, capfd:
 
 
 @pytest.mark.parametrize(
-    ("path", "told"),
+    ("path", "output"),
     [
         ("nowhere/step_1.safetensors", "nowhere has no step_N.safetensors (trainer.rollout_data_dir writes them)"),
         ("rollouts/step_9.safetensors", "has step_1.safetensors to step_2.safetensors, 2 files"),

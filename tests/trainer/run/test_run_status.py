@@ -45,7 +45,7 @@ def test_how_a_run_is_started_and_watched_may_change(key: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "said"),
+    ("before", "now", "message"),
     [
         (CONFIG, with_key("optim.lr", 0.2), "holds a run with optim.lr=0.1, not 0.2: "),
         (with_key("trainer.watchful", 1), CONFIG, "holds a run with trainer.watchful=1, not (not set): "),

@@ -21,7 +21,7 @@ def test_a_function_of_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "path", "name", "told"),
+    ("text", "path", "name", "output"),
     [
         (FILE, "not_there.py", "mine", r"some\.key: no such file; .* has my\.py"),
         (FILE, "my.py", "mien", r"some\.key: my\.py has no function mien; it has mine, other"),
@@ -53,7 +53,7 @@ def test_an_error_is_reported_with_the_users_own_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "output"),
     [
         (FILE, "my.py has no function compute_score; it has mine, other"),
         ("limit = 3\n", "my.py has no function compute_score; it has none"),

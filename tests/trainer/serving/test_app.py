@@ -56,7 +56,7 @@ def small() -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("body", "headers", "status", "told"),
+    ("body", "headers", "status", "output"),
     [
         (ONE, {}, 415, "must be application/json, not nothing"),
         (ONE, {"Content-Type": "text/plain"}, 415, "not text/plain"),

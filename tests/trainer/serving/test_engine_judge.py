@@ -100,7 +100,7 @@ def test_drawn_replies_are_seeded_by_what_is_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "output"),
     [
         (
             "reward.scorer=math",
